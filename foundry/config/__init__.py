@@ -1,1 +1,1 @@
-"""The typed configuration of a run; imports no torch."""
+"""Typed configuration of a run. Imports no torch."""

@@ -1,4 +1,4 @@
-"""Turning a part's configuration into the part."""
+"""Instantiation of a part from its configuration."""
 
 import inspect
 from collections.abc import Mapping
@@ -9,19 +9,20 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 
 HYDRA_KEYS = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")
-"""What `hydra.utils.instantiate` obeys, at any depth of what it is given."""
+"""Keys that `hydra.utils.instantiate` interprets, at any depth of its argument."""
 
 FOR_THE_BUILDER = ("init_from",)
-"""Fields of a part's configuration that say what happens to the part afterwards, and are not its own."""
+"""Fields of a part's configuration that are not arguments of the part but are applied by the caller afterwards."""
 
 
 def build(node: Any, *, offered: Mapping[str, Any] | None = None, **runtime: Any) -> Any:
-    """Instantiate `node._target_` with its fields, and with what only the running program knows.
+    """Instantiate `node._target_` with its fields and with values that exist only at run time.
 
     Args:
-        node: a mapping or schema with `_target_`.
-        offered: as `runtime`, for a part that has parameters of these names which its fields leave open.
-        runtime: keyword arguments passed as they are, neither merged into the configuration nor copied.
+        node: mapping or schema with `_target_`.
+        offered: optional keyword arguments; passed only if the part has a parameter of this name that its fields do not
+            set.
+        runtime: keyword arguments passed as they are, without being merged into the configuration or copied.
     """
     from hydra.utils import instantiate
 
@@ -32,12 +33,12 @@ def build(node: Any, *, offered: Mapping[str, Any] | None = None, **runtime: Any
 
 
 def field_of(node: Any, name: str, default: Any = None) -> Any:
-    """A field of a part's schema, or of a mapping of the user's own."""
+    """Return a field of a part's schema, or of a plain mapping."""
     return node.get(name, default) if isinstance(node, dict) else getattr(node, name, default)
 
 
 def weights_of_parts(node: Any, prefix: str = "") -> dict[str, str]:
-    """Where parts of a model start from, by their names in the model: `init_from` of nodes within its node."""
+    """Return the `init_from` of each nested part of a model, keyed by the dotted name of the part in the model."""
     found = dict[str, str]()
     inside = node if isinstance(node, dict) else {item.name: getattr(node, item.name) for item in fields(node)}
     for key, value in inside.items():
@@ -49,7 +50,7 @@ def weights_of_parts(node: Any, prefix: str = "") -> dict[str, str]:
 
 
 def _own_fields(node: DictConfig) -> DictConfig:
-    """A part's configuration without what is for the builder, nor that of the parts that are built inside of it."""
+    """Return a part's configuration without the fields in `FOR_THE_BUILDER`, also in nested parts."""
     content = dict[str, Any]()
     for key in map(str, node):
         child = node._get_node(key)
@@ -62,6 +63,6 @@ def _own_fields(node: DictConfig) -> DictConfig:
 def _taken(part: partial[Any], offered: Mapping[str, Any]) -> dict[str, Any]:
     try:
         names = inspect.signature(part.func).parameters
-    except ValueError:  # a compiled function may have none that Python can read
+    except ValueError:  # Python cannot read the signature of some compiled functions
         return {}
     return {name: value for name, value in offered.items() if name in names and name not in part.keywords}

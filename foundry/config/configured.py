@@ -1,4 +1,4 @@
-"""Parts that take their settings as one object of their schema."""
+"""Decorator for parts that take their settings as one object of their schema."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -21,13 +21,13 @@ def configured_by(schema: type) -> Callable[[Callable[..., R]], Callable[..., R]
 
     Callers pass the object, `GRPO(settings)`, or its fields by keyword, `GRPO(kl_type=KLType.k1)`, as
     `hydra.utils.instantiate` does. The schema is the only declaration of fields, defaults and descriptions. A keyword
-    that is a parameter of the function itself goes to that parameter, such as a model built inside another one.
+    that is a parameter of the function itself goes to that parameter, such as a model nested in another model.
 
     The signature of the decorated function has the fields as keyword-only parameters.
 
     Raises:
-        TypeError: (the decorated function) a keyword is unknown, a field without a default is missing, or the object is
-            not of `schema`.
+        TypeError: (the decorated function) if a keyword is unknown, a field without a default is missing, or the object
+            is not of `schema`.
     """
 
     def decorate(function: Callable[..., R]) -> Callable[..., R]:
@@ -54,7 +54,7 @@ def configured_by(schema: type) -> Callable[[Callable[..., R]], Callable[..., R]
 def from_settings() -> Any:
     """Declare a class attribute that is read from the field or property of `settings` with the same name.
 
-    Subclasses and instances may have a value of their own.
+    Subclasses and instances may override it.
     """
     return _FromSettings()
 
@@ -68,7 +68,7 @@ class _FromSettings:
 
 
 def needed_settings(schema: type) -> dict[str, bool]:
-    """Return the fields of a schema, each with whether a part that is built without a run needs a value for it."""
+    """Map each field of a schema to True if a part that is built without a run needs a value for it."""
     return {item.name: _default(item) is MISSING for item in fields(schema) if _is_setting(item)}
 
 
@@ -77,23 +77,26 @@ def _is_setting(item: "Field[Any]") -> bool:
 
 
 def _from_keywords(schema: type, own: list["Field[Any]"], keywords: dict[str, Any], name: str) -> Any:
-    """Take the fields out of the keywords, and build the object.
+    """Remove the fields from the keywords, and build the object.
 
     Raises:
-        TypeError: a field without a default is missing.
+        TypeError: if a field without a default is missing.
     """
     if missing := [item.name for item in own if item.name not in keywords and _default(item) is MISSING]:
         raise TypeError(f"{name}() missing required keyword argument: {', '.join(missing)}")
     given = {item: keywords.pop(item.name) for item in own if item.name in keywords}
     values = {item.name: _as_declared(item.default_factory, value) for item, value in given.items()}
     defaults = {item.name: _default(item) for item in own if item.default_factory is MISSING}
-    # A schema that several parts have in common names none of them.
+    # A schema that several parts share has no default `_target_`.
     no_target = {item.name: "" for item in fields(schema) if item.name == "_target_" and item.default is MISSING}
     return schema(**{**no_target, **defaults, **values})
 
 
 def _as_declared(kind: Any, value: Any) -> Any:
-    """Return the object of a dataclass within the schema, which Hydra passes as a mapping; else the value itself."""
+    """Convert a mapping, as Hydra passes it for a nested dataclass, to that dataclass.
+
+    Return other values unchanged.
+    """
     if not (is_dataclass(kind) and isinstance(value, Mapping)):
         return value
     kinds = {item.name: item.default_factory for item in fields(kind)}
@@ -101,7 +104,10 @@ def _as_declared(kind: Any, value: Any) -> Any:
 
 
 def _default(item: "Field[Any]") -> Any:
-    """Return the default outside a run; MISSING if there is none: a value to be set, or one taken from another key."""
+    """Return the default of a field outside a run.
+
+    MISSING if a value must be set or is interpolated from another key.
+    """
     if item.default_factory is not MISSING:
         return item.default_factory()
     alone = item.metadata.get("alone", MISSING)

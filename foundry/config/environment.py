@@ -1,16 +1,17 @@
-"""Who started this process, and which one of how many it is.
+"""Detection of the launcher of this process, its rank and the world size.
 
-The rule, first match wins:
+The first rule that matches applies:
 
-1. `RANK` and `WORLD_SIZE` are set: torchrun, or anything that speaks its language (also inside a Slurm job).
-2. submitit started it on this machine, as one of several tasks: `SUBMITIT_EXECUTOR=local`, with
-   `SUBMITIT_LOCAL_GLOBALID` and `SUBMITIT_LOCAL_NTASKS`. They meet at a port that follows from the number of the job.
-   A single task is one process, whatever started submitit itself.
-3. The process is a task of a Slurm step: `SLURM_STEP_ID` names an ordinary step and `SLURM_PROCID` is set. Plain
-   `srun`, `srun` inside `sbatch` or `salloc`, and submitit are all of this kind. The size is the step's, not the job's.
-4. One process. That includes the batch script of `sbatch` and the shell of `salloc`: their environment says
-   `SLURM_NTASKS=4` (and, in a batch script, `SLURM_PROCID=0`), yet nobody started the other three. Where the batch
-   script, the interactive step or the extern step has a number, it is a reserved one and not an ordinary step's.
+1. torchrun, or another launcher with the same variables (also inside a Slurm job): `RANK` and `WORLD_SIZE` are set.
+2. submitit started this process on this machine as one of several tasks: `SUBMITIT_EXECUTOR=local`, with
+  `SUBMITIT_LOCAL_GLOBALID` and `SUBMITIT_LOCAL_NTASKS`. The rendezvous port is derived from the job number. A single
+  task counts as one process, however submitit itself was started.
+3. The process is a task of a Slurm step: `SLURM_STEP_ID` is the number of an ordinary step and `SLURM_PROCID` is set.
+  This covers plain `srun`, `srun` inside `sbatch` or `salloc`, and submitit. The world size is the size of the step,
+  not of the job.
+4. One process. That includes the batch script of `sbatch` and the shell of `salloc`: their environment contains
+  `SLURM_NTASKS=4` (and, in a batch script, `SLURM_PROCID=0`), although the other three tasks do not exist. If the batch
+  script, the interactive step or the extern step has a step number, it is a reserved one.
 """
 
 import os
@@ -24,7 +25,7 @@ from typing import Literal
 from foundry.core.errors import ConfigError, Violation
 
 STORE = "FOUNDRY_STORE"
-"""The variable by which processes that foundry starts on this machine know the file in which they meet."""
+"""Environment variable with the rendezvous file of the processes that foundry starts on this machine."""
 
 # slurm.h: SLURM_PENDING_STEP, SLURM_EXTERN_CONT, SLURM_BATCH_SCRIPT, SLURM_INTERACTIVE_STEP, … are the top of 32 bits.
 _FIRST_RESERVED_STEP = 0xFFFFFFF0
@@ -35,17 +36,17 @@ _DEFAULT_PORT = 29_500
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """This process's place among those started together.
+    """Rank and sizes of this process within its launch.
 
     Attributes:
-        launcher: who started it.
+        launcher: program that started the process.
         rank: 0 ≤ rank < world_size, over all nodes.
         local_rank: 0 ≤ local_rank < local_world_size, on this node.
-        world_size: processes over all nodes.
-        local_world_size: processes on this node.
-        num_nodes: machines.
-        master_addr: host where rank 0 listens.
-        master_port: its port; the same for every rank, and again after a requeue.
+        world_size: number of processes over all nodes.
+        local_world_size: number of processes on this node.
+        num_nodes: number of machines.
+        master_addr: host of rank 0.
+        master_port: port that rank 0 listens on; the same for every rank, and again after a requeue.
     """
 
     launcher: Literal["single", "torchrun", "submitit", "slurm"]
@@ -62,13 +63,13 @@ _SINGLE = LaunchEnvironment("single", 0, 0, 1, 1, 1)
 
 
 def detect(environ: Mapping[str, str] | None = None) -> LaunchEnvironment:
-    """Read the launch from environment variables; the module says by which rule.
+    """Detect the launch from environment variables, by the rules in the module docstring.
 
     Args:
-        environ: the variables; this process's own by default.
+        environ: the variables; None for the environment of this process.
 
     Raises:
-        ConfigError: variables that are not integers, contradict each other, or are set only in part.
+        ConfigError: if variables are not integers, contradict each other, or are incomplete.
     """
     variables = os.environ if environ is None else environ
     if variables.get("RANK") or variables.get("WORLD_SIZE"):
@@ -85,16 +86,16 @@ def detect(environ: Mapping[str, str] | None = None) -> LaunchEnvironment:
 
 
 def is_local_submitit(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether this process is a task that submitit started on this machine, without a scheduler."""
+    """Return True if this process is a task that submitit started on this machine, without a batch system."""
     variables = os.environ if environ is None else environ
     return variables.get("SUBMITIT_EXECUTOR") == "local" and bool(variables.get("SUBMITIT_LOCAL_GLOBALID"))
 
 
 @contextmanager
 def default_variables(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables that are not set, and unset them on leaving.
+    """Set environment variables that are not set, and unset them on exit.
 
-    To be entered in the main thread: changing the environment while another thread reads it is not safe.
+    Enter this context in the main thread: changing the environment while another thread reads it is not safe.
     """
     added = {name: value for name, value in values.items() if name not in os.environ}
     os.environ.update(added)
@@ -106,10 +107,10 @@ def default_variables(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def expand_hosts(nodelist: str) -> list[str]:
-    """The hosts of a Slurm node list such as `node[001-004,7],x1`, in order.
+    """Expand a Slurm node list such as `node[001-004,7],x1` to its hosts, in order.
 
     Raises:
-        ConfigError: brackets that do not close or a range that is not one.
+        ConfigError: if a bracket does not close or a range is invalid.
     """
     parts = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", nodelist)
     if ",".join(parts) != nodelist:
@@ -118,7 +119,7 @@ def expand_hosts(nodelist: str) -> list[str]:
 
 
 def _expand_host(part: str, nodelist: str) -> Iterator[str]:
-    """`a[1-2]b[3,4]` → a1b3 a1b4 a2b3 a2b4."""
+    """Expand the brackets of one part: `a[1-2]b[3,4]` → a1b3 a1b4 a2b3 a2b4."""
     bracket = re.search(r"\[([^\]]*)\]", part)
     if bracket is None:
         yield part
@@ -144,8 +145,8 @@ def _torchrun(variables: Mapping[str, str]) -> LaunchEnvironment:
         remedy = "is set but LOCAL_RANK is not: set it (0 where each node runs one process), or start with torchrun"
         raise _error("RANK", variables["RANK"], remedy)
     local_rank = _integer(variables, "LOCAL_RANK", 0)
-    # Without a count of its own a node is taken to hold everything up to one node's worth: one process per node when
-    # every local rank is 0, which is what schedulers that export only RANK, WORLD_SIZE and LOCAL_RANK start.
+    # Without LOCAL_WORLD_SIZE, assume one process per node if the local rank is 0, since batch systems that export only
+    # RANK, WORLD_SIZE and LOCAL_RANK start one per node; otherwise assume that all processes are on this node.
     local_world_size = _integer(variables, "LOCAL_WORLD_SIZE", 1 if local_rank == 0 else world_size)
     if not 0 < local_world_size <= world_size:
         message = f"must be between 1 and WORLD_SIZE={world_size}"
@@ -160,7 +161,8 @@ def _submitit(variables: Mapping[str, str]) -> LaunchEnvironment:
     world_size = _integer(variables, "SUBMITIT_LOCAL_NTASKS", 1)
     if world_size == 1:
         return _SINGLE
-    # The process id of the job's controller: the same for all tasks, and again after a requeue.
+    # SUBMITIT_LOCAL_JOB_ID is the process id of the job's controller: the same for all tasks, and again after a
+    # requeue.
     port = _FIRST_PORT + _integer(variables, "SUBMITIT_LOCAL_JOB_ID", 0) % _NUM_PORTS
     address, port = _master(variables, "127.0.0.1", port)
     rank = _integer(variables, "SUBMITIT_LOCAL_GLOBALID")
@@ -181,7 +183,7 @@ def _slurm(variables: Mapping[str, str]) -> LaunchEnvironment:
     nodelist = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST") or "127.0.0.1"
     job = _integer(variables, "SLURM_JOB_ID", 0)
     step = _integer(variables, "SLURM_STEP_ID", 0)
-    # The step's number keeps two steps of one job apart; both numbers are the same after a requeue.
+    # The step number keeps two steps of one job apart; both numbers are the same after a requeue.
     port = _FIRST_PORT + (job * 31 + step) % _NUM_PORTS
     address, port = _master(variables, expand_hosts(nodelist)[0], port)
     return LaunchEnvironment(
@@ -197,7 +199,7 @@ def _slurm(variables: Mapping[str, str]) -> LaunchEnvironment:
 
 
 def _slurm_local_world_size(variables: Mapping[str, str], world_size: int, num_nodes: int) -> int:
-    """Tasks on this node, from Slurm's run-length form `2(x3),1`; an even spread where it says nothing."""
+    """Return the number of tasks on this node, from Slurm's run-length form `2(x3),1`, or assuming an even spread."""
     counts: list[int] = []
     for item in (variables.get("SLURM_STEP_TASKS_PER_NODE") or "").split(","):
         if match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item):
@@ -233,12 +235,12 @@ def _error(key: str, value: str, message: str) -> ConfigError:
 
 
 def gpu_files() -> list[Path]:
-    """Return the files by which NVIDIA's driver offers each GPU of this machine; under WSL, its library alone."""
+    """Return the device files of NVIDIA's driver, one per GPU of this machine; under WSL, the path of its library."""
     return [*sorted(Path("/dev").glob("nvidia[0-9]*")), *Path("/usr/lib/wsl/lib").glob("libcuda.so.1")]
 
 
 def visible_gpus() -> list[str]:
-    """Return the names in CUDA_VISIBLE_DEVICES, or else the numbers of all GPUs of this machine; torch is not asked."""
+    """Return the entries of CUDA_VISIBLE_DEVICES, or the numbers of all GPUs of this machine. Does not import torch."""
     if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return [name for name in named.split(",") if name.strip() not in ("", "-1")]
     return [str(number) for number, _ in enumerate(gpu_files())]

@@ -1,4 +1,4 @@
-"""A folder of pictures with a folder for each class."""
+"""Image folders with one subfolder per class."""
 
 from pathlib import Path
 
@@ -7,12 +7,12 @@ from foundry.core.errors import ConfigError, Violation, shown
 
 
 def class_folders(path: str) -> list[Path]:
-    """The folders of the classes, by name; the folder itself where there are none, and all pictures are of one class.
+    """Return the subfolders of the classes, sorted by name, without hidden ones.
 
-    Hidden ones are no classes.
+    If there are no subfolders, the result is the folder itself, and all images belong to one class.
 
     Raises:
-        ConfigError: there is no such folder, or it cannot be read.
+        ConfigError: if the folder does not exist or cannot be read.
     """
     folder = Path(path).expanduser()
     if not folder.is_dir():

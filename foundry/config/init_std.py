@@ -1,4 +1,4 @@
-"""The standard deviation of initial weights, as a user writes it: a number, or a rule of the hidden size."""
+"""Standard deviation of initial weights: a number, or a rule that depends on the hidden size."""
 
 import math
 from collections.abc import Callable
@@ -14,10 +14,10 @@ Smith et al., 2022 ("Using DeepSpeed and Megatron to train Megatron-Turing NLG 5
 
 
 def parse_std(text: str) -> float | Callable[[int], float]:
-    """Read a standard deviation: the number itself, or the rule that gives it for a hidden size.
+    """Parse a standard deviation: a number, or the name of a rule that computes it from the hidden size.
 
     Raises:
-        ValueError: the text is neither a finite number above 0 nor the name of a rule.
+        ValueError: if the text is not a finite number above 0 and not the name of a rule.
     """
     if text in STD_RULES:
         return STD_RULES[text]

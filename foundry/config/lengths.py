@@ -1,4 +1,4 @@
-"""The lengths of a run: batch sizes along it, its budget, and whether everything given as a duration fits."""
+"""Lengths of a run: batch sizes, budget, and checks of all durations against them."""
 
 from collections.abc import Iterator
 
@@ -12,20 +12,20 @@ from foundry.core.phases import Phases
 
 
 def resolve_batch_sizes(hparams: HParams, *, dp_size: int, tokens_per_sample: int | None) -> BatchSizes:
-    """The global batch size along the run: as `given_sizes`, and rounded where that is allowed.
+    """Return the global batch size over the course of the run, rounded if `hparams.allow_rounding` is set.
 
     Raises:
-        ValueError: as `given_sizes`, or a size is rounded down to nothing.
+        ValueError: as `given_sizes`, or if a size is rounded down to 0.
     """
     sizes = given_sizes(hparams, tokens_per_sample=tokens_per_sample)
     return sizes.rounded(hparams.per_gpu_batch_size * dp_size) if hparams.allow_rounding else sizes
 
 
 def given_sizes(hparams: HParams, *, tokens_per_sample: int | None) -> BatchSizes:
-    """The global batch size along the run, unrounded: constant, ramped, or by its schedule.
+    """Return the unrounded global batch size over the course of the run: constant, ramped, or following a schedule.
 
     Raises:
-        ValueError: the ramp does not grow to the global batch size, or the schedule cannot be read.
+        ValueError: if the ramp does not grow to the global batch size, or the schedule cannot be parsed.
     """
     ramp, final = hparams.batch_ramp, hparams.global_batch_size
     if hparams.batch_schedule is not None:
@@ -45,16 +45,16 @@ def given_sizes(hparams: HParams, *, tokens_per_sample: int | None) -> BatchSize
 def resolve_budget(
     hparams: HParams, *, samples_per_epoch: int, dp_size: int, tokens_per_sample: int | None = None
 ) -> Budget:
-    """The size of the run: the shortest of the budgets given, in whole optimizer steps.
+    """Return the length of the run: the shortest of the configured budgets, in whole optimizer steps.
 
     Raises:
-        ConfigError: it is shorter than one optimizer step, or longer than can be counted.
+        ConfigError: if it is shorter than one optimizer step, or too long to be counted.
     """
     sizes = resolve_batch_sizes(hparams, dp_size=dp_size, tokens_per_sample=tokens_per_sample)
     given = [
         None if hparams.max_steps is None else int(sizes.samples_after(hparams.max_steps)),
         hparams.train_samples,
-        # 0.29 * 100 is 28.999999999999996: a sample less than was meant, and perhaps a step.
+        # Round, since 0.29 * 100 is 28.999999999999996, which would be one sample less and perhaps one step less.
         None if hparams.epochs is None else int(round(hparams.epochs * samples_per_epoch, 6)),
     ]
     total = min(samples for samples in given if samples is not None)
@@ -79,7 +79,7 @@ def resolve_budget(
 
 
 def check_lengths(config: Config, budget: Budget) -> Iterator[Violation]:
-    """Every length fits: phases into the horizon, the batch ramp and intervals into the run."""
+    """Check that phases fit into the horizon, and the batch ramp and intervals into the run."""
     horizon = float(budget.total_samples)
     if isinstance(config.scheduler, Scheduler):
         try:
@@ -113,7 +113,7 @@ def _check_phases(scheduler: Scheduler, phases: Phases, budget: Budget) -> Itera
     decay = phases.decay or 0.0
     sizes = budget.batch_sizes
     whole = sizes.steps_at(horizon)
-    # 0.2 and 0.8 of 3 samples sum to 3.0000000000000004.
+    # Tolerance, since 0.2 and 0.8 of 3 samples sum to 3.0000000000000004.
     if warmup + decay > horizon * (1 + 1e-12) or (warmup == horizon and decay == 0 and whole > 1):
         text, verb = f"warm-up of {sizes.steps_at(warmup):g} steps", "does"
         if phases.decay is not None:

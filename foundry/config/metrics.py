@@ -1,4 +1,4 @@
-"""The metrics of an evaluation, by their names in metrics.jsonl, and the settings that choose one of them."""
+"""Names of the metrics of an evaluation in metrics.jsonl, and checks of settings that choose a metric."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import is_dataclass
@@ -14,37 +14,37 @@ from foundry.core.tasks import EVALUATORS, modules_of
 
 LOSS = "val_loss"
 NORMS = ("grad_norm", "weight_norm", "update_norm")
-"""Of blocks, as in `grad_norm/model.layers.0`: of the gradient before clipping, the weights, what an update changed."""
+"""Norms per block, such as `grad_norm/model.layers.0`: gradient before clipping, weights, and change by an update."""
 HELD_OUT = HeldOut._target_
 EXACT_MATCH = ExactMatch._target_
 EXACT_MATCH_METRICS = ("exact_match", "ended")
 
 
 def val_metric_name(metric: str) -> str:
-    """What an objective's own metric is called where it is measured on held-out data."""
+    """Return the name of an objective's metric when it is computed on held-out data."""
     return f"val_{metric}"
 
 
 def val_metric_names(metrics: Iterable[str]) -> tuple[str, ...]:
-    """What metrics are called in an evaluation, each once."""
+    """Return the names of metrics in an evaluation, without duplicates."""
     return tuple(dict.fromkeys(map(val_metric_name, metrics)))
 
 
 def declared(objective: object) -> tuple[str, ...] | None:
-    """What held-out data measures by an objective, or its schema; None where `declared_metrics` says nothing."""
+    """Return the held-out metrics of an objective or its schema; None if `declared_metrics` returns None."""
     metrics = declared_metrics(objective)
     return None if metrics is None else val_metric_names(("loss", *metrics))
 
 
 def declared_metrics(objective: object) -> tuple[str, ...] | None:
-    """The names that an objective, or its schema, has for its own metrics.
+    """Return the names of the metrics that an objective, or its schema, computes in addition to the loss.
 
     Returns:
-        None where nobody says: a part of the user's own need not have `metrics`, and no schema speaks for it.
+        The names; None if they are unknown, as for a custom objective without an attribute `metrics`.
     """
     if is_dataclass(objective) and getattr(objective, "_target_", None) != getattr(type(objective), "_target_", None):
         return None
-    # A subclass with a loss of its own may measure what its parent does not know of.
+    # A subclass that overrides the loss may compute other metrics than its parent declares.
     speaker = next((part for part in type(objective).__mro__ if {"metrics", "loss"} & set(vars(part))), None)
     if "metrics" not in {*getattr(objective, "__dict__", ()), *(vars(speaker) if speaker else ())}:
         return None
@@ -54,7 +54,7 @@ def declared_metrics(objective: object) -> tuple[str, ...] | None:
 
 
 def check_metric(key: str, metric: str, measured: Iterable[str]) -> Iterator[Violation]:
-    """Say that the metric which `key` chooses is none of those that are measured."""
+    """Yield an error if the metric that the setting `key` chooses is not computed."""
     known = list(measured)
     if metric not in known:
         listed = ", ".join(known) or "nothing: there is no evaluator, so set it to null"
@@ -62,14 +62,14 @@ def check_metric(key: str, metric: str, measured: Iterable[str]) -> Iterator[Vio
 
 
 def measured_by(config: Config) -> tuple[str, ...] | None:
-    """What evaluations of a run measure, as far as schemas and settings say; None where one does not.
+    """Return the metrics that evaluations of a run compute; None if one evaluator does not declare its metrics.
 
-    None, too, if the environment is missing that the objective needs, since its rewards are unknown.
+    Also None if the objective needs an environment that is missing, since the rewards are then unknown.
     """
     measured, needs_rewards = list[str](), getattr(config.objective, "needs_rewards", False)
     for node in filter(None, config.evaluation.evaluators.values()):
         names = node.get("metrics") if isinstance(node, dict) else None
-        if isinstance(node, dict) and node.get("torchmetrics"):  # what one of them measures it knows itself
+        if isinstance(node, dict) and node.get("torchmetrics"):  # torchmetrics define their names at run time
             return None
         if isinstance(node, dict) and node.get("_target_") == HELD_OUT:
             known = declared(config.objective)
@@ -90,7 +90,7 @@ def measured_by(config: Config) -> tuple[str, ...] | None:
 
 @cache
 def _metrics_of_tasks() -> dict[str, tuple[str, ...]]:
-    """Return the metrics of the evaluators that tasks bring, by `_target_`; each of their schemas has `metrics`."""
+    """Return the metrics of the evaluators of tasks, keyed by `_target_`. Their schemas declare them as `metrics`."""
     found: dict[str, tuple[str, ...]] = {}
     for value in (value for module in modules_of(EVALUATORS) for value in vars(module).values()):
         target, metrics = getattr(value, "_target_", None), getattr(value, "metrics", None)
@@ -100,9 +100,12 @@ def _metrics_of_tasks() -> dict[str, tuple[str, ...]]:
 
 
 def reward_metrics(environment: object) -> tuple[str, ...] | None:
-    """What scored answers are measured by, given the group `environment`; None where the environment does not say.
+    """Return the metrics of scored completions for the group `environment`.
 
-    The reward is the weighted sum of the scores, whose names follow; the last is the share of answers without one.
+    None if the environment does not declare its scores.
+
+    The reward is the weighted sum of the scores, whose names follow. The last metric is the fraction of completions
+    without a score.
     """
     if isinstance(environment, NoEnvironment) and environment._target_ is None:
         return ()
@@ -112,12 +115,12 @@ def reward_metrics(environment: object) -> tuple[str, ...] | None:
 
 
 def reward_metric_names(scores: Iterable[str]) -> tuple[str, ...]:
-    """What rewards are measured as, given the names of the scores."""
+    """Return the metrics of rewards for these names of scores."""
     return ("reward", *(f"reward_{name}" for name in scores), "reward_missing")
 
 
 def check_metrics(config: Config, measured: Iterable[str]) -> Iterator[Violation]:
-    """Check every setting of a run that chooses a metric; those that follow the run's are checked with it."""
+    """Check every setting of a run that chooses a metric. Those equal to `evaluation.metric` are checked with it."""
     known, own = list(measured), config.evaluation.metric
     chosen = {
         "evaluation.metric": own,
@@ -130,7 +133,7 @@ def check_metrics(config: Config, measured: Iterable[str]) -> Iterator[Violation
 
 
 def check_sweeper(composed: DictConfig, config: Config) -> Iterator[Violation]:
-    """Check what the jobs of a sweep are compared by, where the sweeper is one of foundry's."""
+    """Check the metric that a sweeper of foundry uses to compare jobs."""
     metric = OmegaConf.select(composed, "hydra.sweeper.metric")
     measured = measured_by(config)
     if metric is not None and measured is not None and metric != config.evaluation.metric:

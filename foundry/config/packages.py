@@ -1,11 +1,11 @@
-"""foundry's own distribution, and the optional packages of its extras, as the installed metadata describes them."""
+"""Installed metadata of foundry's distribution, and the optional packages of its extras."""
 
 import re
 import shlex
 
 DISTRIBUTION = "hydra-foundry"
 _OLD_DISTRIBUTION = "foundry"
-"""Name of the distribution in builds of 0.1; on the public index a package of other authors has it."""
+"""Name of the distribution in builds of 0.1; on the public index it belongs to a package of other authors."""
 INSTALL_PROJECT = "pip install -e '.[dev]'"
 """Command that installs the project in the current folder, with the packages of its tests."""
 _CONSOLE_SCRIPT = "foundry.commands.main:main"

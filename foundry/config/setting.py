@@ -1,4 +1,4 @@
-"""A field of a schema: its default, what it means and its bounds."""
+"""Declaration of schema fields: default, description and bounds."""
 
 import math
 import re
@@ -10,25 +10,26 @@ from typing import Any
 from foundry.core.errors import Violation, shown
 
 _LARGEST_INT = 2**63 - 1
-"""What torch, numpy and the databases hold."""
+"""Largest integer in torch, numpy and databases (int64)."""
 _LARGEST_FLOAT, _SMALLEST_FLOAT = (2 - 2**-23) * 2.0**127, 2.0**-126
-"""What float32 holds with all its digits."""
+"""Limits of normal float32 numbers, which have full precision."""
 _NULL = re.compile(r"\b(null: [^;]+)")
-"""The part of a setting's documentation that says what null means."""
+"""Part of a setting's description that defines the meaning of null."""
 _LONGEST_TEXT = 4096
-"""A path's, on Linux."""
+"""Longest path on Linux."""
 
 
 class OnResume(Enum):
-    """What a resumed run may have otherwise than the checkpoint was trained with.
+    """Policy for a setting whose value differs from the checkpoint on resume.
 
     Attributes:
-        refused: it makes another run.
-        schedule: it may change if the schedule that it makes does not; see `checkpoint.scheduler_on_resume`.
-        data: it says where data lies; the content of the data decides.
-        budget: it says how long the run is; one that is longer is the same run, if its schedule allows it.
-        allowed: it may change, and a finished run would have had another result with it.
-        same: it may change, and leaves every update what it is, but for the rounding of sums.
+        refused: the change would make it another run.
+        schedule: the change is allowed if the learning-rate schedule stays the same; see
+            `checkpoint.scheduler_on_resume`.
+        data: the setting is a location of data; the content of the data decides.
+        budget: the setting is a length of the run; a longer run is a continuation if its schedule allows it.
+        allowed: the change is allowed, but a finished run would have had another result with it.
+        same: the change is allowed and leaves every update the same, up to the rounding of sums.
     """
 
     refused = "refused"
@@ -55,26 +56,28 @@ def setting(
     alone: Any = MISSING,
     since: str | None = None,
 ) -> Any:
-    """Declare a schema field. Whatever its bounds, a number is one that int64 or float32 holds, and a text one line.
+    """Declare a schema field.
+
+    In addition to the bounds, numbers must fit int64 or float32, and strings must be one line.
 
     Args:
-        default: the value when nobody says otherwise; a function that makes it, such as `dict`, for a container.
-        doc: one line: meaning, unit, why this default.
-        gt: a number must be above this; as the other bounds, it does not apply to null.
-        ge: a number must be at least this.
-        lt: a number must be below this.
-        le: a number must be at most this.
-        parse: called with the value; the message of the ValueError it raises is shown to the user.
+        default: default value; for a container, a function that makes it, such as `dict`.
+        doc: one line: meaning, unit, reason for the default.
+        gt: exclusive lower bound; like the other bounds, it does not apply to null.
+        ge: inclusive lower bound.
+        lt: exclusive upper bound.
+        le: inclusive upper bound.
+        parse: called with the value as text; the message of its ValueError is shown to the user.
         path: the value names a file, folder or glob that must exist.
-        finite: a number may not be infinite.
-        on_resume: whether a resumed run may have another value; None: as its group.
-        runtime: the run itself reads it, or a preset sets it for every part; a part of the user's own need not take it.
-        alone: default of a part that is built in Python, without a run, if `default` is an interpolation.
+        finite: a number must be finite.
+        on_resume: policy for another value in a resumed run; None for the policy of the group.
+        runtime: the run itself reads the value, or a preset sets it for every part; a custom part need not accept it.
+        alone: default for a part that is built in Python, without a run, if `default` is an interpolation.
         since: version that added the setting. The hash of the configuration leaves it out at its default, so runs of
             earlier versions keep their hash. Required for new settings; None includes the setting in every hash.
 
     Raises:
-        ValueError: `since` is combined with a default that is an interpolation.
+        ValueError: if `since` is combined with a default that is an interpolation.
     """
     if since is not None and isinstance(default, str) and "${" in default:
         raise ValueError(f"since={since} needs a default without interpolation, not {default}")
@@ -106,10 +109,10 @@ def group(
     """Declare a group of settings.
 
     Args:
-        default: the schema; MISSING for a part, which is chosen.
-        on_resume: what holds for its settings that say nothing else.
-        given: for a part, what it is called with besides its own settings.
-        offered: what it is called with if it takes it.
+        default: the schema; MISSING for a part, which an option chooses.
+        on_resume: policy for settings of the group that do not declare one.
+        given: for a part, the keyword arguments that it receives in addition to its settings.
+        offered: for a part, the keyword arguments that it receives if it has these parameters.
         since: version that added the group, as in `setting`.
     """
     metadata = {"on_resume": on_resume, "given": given, "offered": offered, "since": since}
@@ -127,7 +130,7 @@ _HOLDS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
 
 
 def check_fields(node: object, path: str) -> Iterator[Violation]:
-    """Yield a violation for every field of `node`, and of the dataclasses inside it, that is out of its bounds."""
+    """Yield a violation for every field of `node`, and of nested dataclasses, that is out of bounds."""
     if not is_dataclass(node):
         return
     for item in fields(node):
@@ -139,13 +142,13 @@ def check_fields(node: object, path: str) -> Iterator[Violation]:
 
 
 def check_unused(node: Any, path: str, names: Iterable[str], needed: str) -> Iterator[Violation]:
-    """Yield a violation for each of these fields that is not at its default, since without `needed` it means nothing.
+    """Yield a violation for each of these fields that is not at its default, since it has no effect without `needed`.
 
     Args:
-        node: a dataclass of settings.
-        path: its dotted key.
-        names: fields that nothing reads as the settings are.
-        needed: what would have them read.
+        node: dataclass of settings.
+        path: dotted key of `node`.
+        names: fields that have no effect with the current settings.
+        needed: setting that would give them an effect, for the message.
     """
     defaults = {item.name: item.default for item in fields(node)}
     for name in names:
@@ -156,16 +159,16 @@ def check_unused(node: Any, path: str, names: Iterable[str], needed: str) -> Ite
 
 
 class OutOfBounds(Exception):
-    """Somebody has read a value that is out of its bounds."""
+    """Raised on access to a value that is out of bounds."""
 
 
 def guarded(node: Any, wrong: Collection[str], path: str) -> Any:
-    """A copy of a schema whose wrong values cannot be read, so that nothing is derived from them.
+    """Return a copy of a schema that raises on access to invalid values, so that nothing is derived from them.
 
     Args:
-        node: a dataclass of settings; anything else is returned as it is.
-        wrong: dotted keys of values that are out of their bounds; reading one raises OutOfBounds.
-        path: the dotted key of the node itself.
+        node: dataclass of settings; anything else is returned unchanged.
+        wrong: dotted keys of values that are out of bounds; reading one raises OutOfBounds.
+        path: dotted key of `node`.
     """
     if not is_dataclass(node) or not any(key.startswith(f"{path}.") for key in wrong):
         return node
@@ -195,13 +198,13 @@ def check_value(item: "Field[Any]", value: object, key: str) -> Iterator[Violati
     if wrong is None and isinstance(value, (int, float)) and not isinstance(value, bool):
         wrong = _wrong_number(value, item.metadata.get("bounds", {}), finite=item.metadata.get("finite", True))
         if wrong is not None and value <= 0 and (meaning := _NULL.search(item.metadata.get("doc", ""))):
-            wrong += f"; {key}={meaning[1]}"  # other systems write -1 or 0 for it
+            wrong += f"; {key}={meaning[1]}"  # other frameworks write -1 or 0 for it
     if wrong is not None:
         yield Violation(key, wrong)
 
 
 def _wrong_text(text: str) -> str | None:
-    """Why a text can be no setting; None where it can."""
+    """Return the reason why a string is invalid as a setting; None if it is valid."""
     if not text.strip():
         return "is empty; give it a value, or leave it out"
     if len(text) > _LONGEST_TEXT:
@@ -212,7 +215,7 @@ def _wrong_text(text: str) -> str | None:
 
 
 def _wrong_number(value: float, bounds: Mapping[str, float], *, finite: bool) -> str | None:
-    """Why a number can be no setting; None where it can."""
+    """Return the reason why a number is invalid as a setting; None if it is valid."""
     broken = [name for name, bound in bounds.items() if not _HOLDS[name][1](value, bound)]
     if broken or value != value:
         wanted = " and ".join(f"{_HOLDS[name][0]} {bounds[name]:,}" for name in broken)

@@ -1,4 +1,4 @@
-"""Where data is read from: one path or several, with the weights by which several are mixed."""
+"""Sources of data: one path or several, with weights for a mixture."""
 
 import math
 import re
@@ -10,32 +10,32 @@ from foundry.core.errors import ConfigError, Violation, shown
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]+://")
 _HUB_NAME = re.compile(r"(?:[A-Za-z0-9](?:[\w-]|\.(?=\d))*/)[A-Za-z0-9](?:[\w-]|\.(?=\d))*")
-"""`OWNER/NAME`. A dot is followed by a digit, as in Qwen2.5: before letters it begins the suffix of a file."""
+"""Pattern of `OWNER/NAME`. A dot must precede a digit, as in Qwen2.5; before letters it begins a file suffix."""
 
 
 def listed_paths(value: object) -> list[str]:
-    """One path, several or none as a list of texts, as a setting that takes either has them."""
+    """Return a setting that may be null, one path or a list of paths as a list of strings."""
     if value is None:
         return []
     return [str(each) for each in value] if isinstance(value, (list, tuple)) else [str(value)]
 
 
 def is_url(path: str) -> bool:
-    """Whether a path is one of fsspec's, with the name of a file system before it."""
+    """Return True if a path is an fsspec URL, which begins with the name of a file system."""
     return _URL.match(path) is not None
 
 
 def local_path(key: str, text: str) -> Path:
     """Return the path of a file or folder on this machine, `~` expanded.
 
-    An address is refused before it becomes a path, since a path has one slash where an address has two.
+    URLs are refused before the conversion to a path, which would merge their two slashes into one.
 
     Args:
-        key: of the setting or option that has it.
-        text: the value of that.
+        key: setting or option that has the value, for messages.
+        text: the value.
 
     Raises:
-        ConfigError: it is an address, or there is no such user.
+        ConfigError: if the value is a URL, or `~` names an unknown user.
     """
     if "://" in text:
         raise ConfigError(Violation(key, f"is {shown(text)}, an address; give a path on this machine"))
@@ -46,7 +46,7 @@ def local_path(key: str, text: str) -> Path:
 
 
 def why_no_url(path: str) -> str | None:
-    """Why this machine cannot read such URLs, whatever is there; None where it can; no network is asked."""
+    """Return the reason why this machine cannot read a kind of URL; None if it can. Does not access the network."""
     from fsspec.registry import get_filesystem_class  # type: ignore[import-untyped]
 
     try:
@@ -57,14 +57,14 @@ def why_no_url(path: str) -> str | None:
 
 
 def refuse_urls(data: object, run: object) -> None:
-    """Ask no machine that only the settings of a run, which somebody else may have written, name.
+    """Refuse URLs in the settings of a run from an untrusted source, so that no server is contacted.
 
     Args:
-        data: the settings of its data.
-        run: its directory, for the message.
+        data: data settings of the run.
+        run: run directory, for the message.
 
     Raises:
-        ConfigError: its data lies behind a URL.
+        ConfigError: if the data has a URL.
     """
     for name in getattr(data, "urls", ()):
         for path in filter(is_url, listed_paths(getattr(data, name))):
@@ -73,16 +73,16 @@ def refuse_urls(data: object, run: object) -> None:
 
 
 def hub_hint(path: str) -> str:
-    """What to say besides where a path that is not there may be meant as a name of the Hugging Face hub."""
+    """Return a hint for a path that does not exist but may be the name of a dataset on the Hugging Face hub."""
     return f"; of the hub it is hf://datasets/{path}" if _is_hub_name(path) else ""
 
 
 def download_hint(path: str, *, of_data: bool = False) -> str:
-    """Return how to download a model or dataset of the Hugging Face hub if a path that is not there may name one.
+    """Return the download command for a path that does not exist but may be a name on the Hugging Face hub.
 
     Args:
-        path: a folder or file that does not exist, as typed.
-        of_data: it would name a dataset, and not a model.
+        path: folder or file that does not exist, as typed.
+        of_data: the name would be a dataset instead of a model.
     """
     if not _is_hub_name(path):
         return ""
@@ -92,12 +92,12 @@ def download_hint(path: str, *, of_data: bool = False) -> str:
 
 
 def _is_hub_name(path: str) -> bool:
-    """Whether a path may be a name of the Hugging Face hub; one in a folder that exists is a path."""
+    """Return True if a path may be a name on the Hugging Face hub. Paths in an existing folder are not."""
     return _HUB_NAME.fullmatch(path) is not None and not Path(path).parent.is_dir()
 
 
 def check_sources(path: object, validation_path: object, weights: Sequence[float] | None) -> Iterator[Violation]:
-    """Yield a violation for each of `data.path`, `data.validation_path` and `data.weights` that names no sources."""
+    """Yield a violation for each of `data.path`, `data.validation_path` and `data.weights` that is invalid."""
     if path is None:
         yield Violation("data.path", "is null; give a file, folder or glob, or a list of them")
     for key, value in (("data.path", path), ("data.validation_path", validation_path)):
@@ -115,17 +115,17 @@ def check_sources(path: object, validation_path: object, weights: Sequence[float
 
 
 def proportions(weights: Sequence[float]) -> list[Fraction]:
-    """Return the shares of the whole, exactly, of weights as they are written in decimals."""
+    """Return exact shares of the whole for weights written as decimals."""
     shares = [Fraction(str(weight)) for weight in weights]
     return [share / sum(shares) for share in shares]
 
 
 def have_same_proportions(one: object, other: object) -> bool:
-    """Whether two values of `data.weights` have the same proportions, such as [7, 3] and [0.7, 0.3].
+    """Return True if two values of `data.weights` have the same proportions, such as [7, 3] and [0.7, 0.3].
 
     Args:
-        one: any value of a configuration, which somebody else may have written.
-        other: likewise.
+        one: value from a configuration, possibly from an untrusted source.
+        other: value to compare with, possibly from an untrusted source.
     """
     if not isinstance(one, list) or not isinstance(other, list) or not all(map(_is_share, [*one, *other])):
         return False

@@ -1,6 +1,6 @@
-"""Public names in place of older paths in every `_target_`.
+"""Replacement of older paths by public names in every `_target_`.
 
-Composed and recorded configurations then have one spelling, so comparisons need no second one.
+Composed and recorded configurations then have the same spelling, which simplifies comparisons.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def _rename_in(parent: DictConfig | ListConfig, key: Any) -> None:
     node: Any = parent._get_node(key)
     if isinstance(node, (DictConfig, ListConfig)):
         content = node._content
-        if isinstance(content, (dict, list)):  # a string or None for null, missing values and interpolations
+        if isinstance(content, (dict, list)):  # otherwise a string or None: null, missing or an interpolation
             for child in range(len(content)) if isinstance(content, list) else list(content):
                 _rename_in(node, child)
     elif key == _TARGET and node is not None:

@@ -1,4 +1,4 @@
-"""`objective.teacher`: the model of another run, or of a folder of transformers, that a student learns from."""
+"""`objective.teacher`: the model of another run or of a transformers folder, which a student is distilled from."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,16 +18,16 @@ KEYS = BaseKeys("objective.teacher", "objective.teacher_which", "objective.teach
 
 
 def resolve_teacher(folder: Path, which: str, trust: bool, sizes: Mapping[str, int]) -> Any:
-    """The teacher's configuration.
+    """Return the configuration of the teacher model.
 
     Args:
-        folder: where it lies.
-        which: checkpoint of a run.
-        trust: whether a run's model may be none of foundry's.
-        sizes: of the student, `vocab_size` and `max_seq_len`, for a folder of transformers, which takes any.
+        folder: run directory or transformers folder.
+        which: checkpoint of a run: last, best, or a step number.
+        trust: allow a run's model that is not a built-in part.
+        sizes: `vocab_size` and `max_seq_len` of the student; they fill the open sizes of a transformers folder.
 
     Raises:
-        ConfigError: there is no such model, it may not be built, or its sizes are not the student's.
+        ConfigError: if there is no model, it is not trusted, or its sizes do not fit the student.
     """
     node = resolve_base(folder, which, trust, KEYS)
     if kind := kind_without_tokens(node):
@@ -47,10 +47,10 @@ def resolve_teacher(folder: Path, which: str, trust: bool, sizes: Mapping[str, i
 
 
 def pin_teacher(composed: DictConfig) -> list[Violation]:
-    """Replace `last` and `best` by the step that they are now, so that a resumed run has the same teacher.
+    """Replace `last` and `best` by the current step number, so that a resumed run has the same teacher.
 
     Returns:
-        What is wrong with the teacher; the configuration is then as it was.
+        The errors in the settings of the teacher. If there are any, the configuration is unchanged.
     """
     objective = composed._get_node("objective")
     if not isinstance(objective, DictConfig) or OmegaConf.get_type(objective) is not Distillation:
@@ -64,7 +64,7 @@ def pin_teacher(composed: DictConfig) -> list[Violation]:
     except ConfigError as error:
         return list(error.violations)
     except (OmegaConfBaseException, TypeError, ValueError, OSError):
-        return []  # said of the setting itself
+        return []  # the settings' own checks report these
     weights = field_of(node, "init_from")
     if weights is not None:
         objective.teacher_which = str(parse_step(Path(weights)))

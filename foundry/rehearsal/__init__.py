@@ -1,1 +1,1 @@
-"""A run on GPUs that do not exist: `foundry.engine.train.train` with fake CUDA tensors and fake ranks."""
+"""Rehearsal of a run: `foundry.engine.train.train` with fake CUDA tensors and fake ranks, without a GPU."""

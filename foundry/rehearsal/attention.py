@@ -15,21 +15,21 @@ KERNELS = {
     "aten::_flash_attention_forward": "varlen",
     "torch_attn::_varlen_attn": "varlen",
 }
-"""Operations that are one kernel of attention, and its name."""
+"""Operations that are one attention kernel, mapped to its name."""
 
 _LARGEST_FLASH_HEAD = 256
 
 
 def attention_on_cuda(original: Callable[..., Tensor], on_math: Callable[[Tensor], None]) -> Callable[..., Tensor]:
-    """Return `scaled_dot_product_attention` as a CUDA build of torch computes it on CUDA.
+    """Return a `scaled_dot_product_attention` that selects kernels for CUDA tensors as a CUDA build of torch does.
 
-    The choice is that of `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`: flash attention for half precision
+    The selection follows `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`: flash attention for half precision
     without a mask, with heads grouped or not; memory-efficient attention with a mask or in fp32, for equal heads; the
-    plain formula otherwise. A build without CUDA knows the formula only.
+    plain formula otherwise. A build without CUDA always selects the formula.
 
     Args:
-        original: torch's function, which tensors on the CPU keep.
-        on_math: called with the query if the plain formula is chosen; each kernel is a separate operation.
+        original: torch's function, which is still used for tensors on the CPU.
+        on_math: called with the query if the plain formula is selected; each kernel is a separate operation.
     """
 
     def attend(
@@ -63,7 +63,7 @@ def attention_on_cuda(original: Callable[..., Tensor], on_math: Callable[[Tensor
 
 
 def _as_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """The mask as numbers to be added to the scores (batch, heads, tokens, tokens)."""
+    """Return the mask as a bias for the scores, (batch, heads, query tokens, key tokens)."""
     if mask.dtype is torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])

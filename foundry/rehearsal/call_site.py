@@ -1,4 +1,4 @@
-"""The source line of an operation, in foundry or in a part of a user."""
+"""Source line of an operation, in foundry or in the user's code."""
 
 import linecache
 import sys
@@ -19,7 +19,8 @@ _LIBRARIES = tuple(
 def call_site() -> str:
     """Return `file:line text` of the innermost frame outside of libraries and of this package.
 
-    Paths in foundry begin with the package. A thread of autograd has such a frame only while it recomputes a block.
+    Paths in foundry begin with the package name. An autograd thread has a Python frame only while it recomputes a
+    block.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

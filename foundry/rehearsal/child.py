@@ -1,7 +1,7 @@
-"""`python -m foundry.rehearsal.child PARENT REQUEST ANSWER`: the process of a rehearsal.
+"""Process of a rehearsal: `python -m foundry.rehearsal.child PARENT REQUEST ANSWER`.
 
-PARENT is the process ID of the command, with which this process ends; the others are JSON files. The device guard is
-loaded before anything imports torch.
+PARENT is the process ID of the command; this process ends when the parent ends. REQUEST and ANSWER are paths of JSON
+files. The device guard is loaded before anything imports torch.
 """
 
 if __name__ == "__main__":
@@ -19,7 +19,7 @@ if __name__ == "__main__":
 if __name__ == "__main__":
     from foundry.rehearsal.guard import load_guard
 
-    load_guard()  # before an import of torch
+    load_guard()  # before torch is imported
 
 import json
 import os
@@ -53,11 +53,11 @@ from foundry.rehearsal.rehearsed import Peak, Rehearsed
 from foundry.rehearsal.shortened import shorten, take_steps
 
 _LARGEST_CHECKPOINT = 2**30
-"""Bytes of this rank's part of a checkpoint that is written in a rehearsal."""
+"""Largest checkpoint, in bytes of this rank's part, that a rehearsal writes."""
 
 
 class _Follower:
-    """Names the phases of a run by its activities, and records the live memory after each step."""
+    """Callback that starts a phase for each activity of a run, and records the live memory after each step."""
 
     def __init__(self, dispatch: DeviceDispatch) -> None:
         self._dispatch = dispatch
@@ -65,7 +65,7 @@ class _Follower:
         self.steps = 0
 
     def follow(self, step: int, activity: str) -> None:
-        """Begin the phase of an activity, as `on_activity` of `foundry.engine.train.train`."""
+        """Begin the phase of an activity. Passed to `foundry.engine.train.train` as `on_activity`."""
         dispatch = self._dispatch
         if dispatch.phase.startswith("step "):
             self.live = Peak(phase=dispatch.phase, bytes=dispatch.ledger.live, parts=dispatch.ledger.parts)
@@ -76,7 +76,7 @@ class _Follower:
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Rehearse the run of a request; return the record, or the error, as plain data."""
+    """Rehearse the run of a request. Return the record, or the error, as plain data."""
     try:
         return {"rehearsed": rehearse_here(Request(**request)).as_json()}
     except ConfigError as error:
@@ -86,10 +86,10 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rehearse_here(request: Request) -> Rehearsed:
-    """Rehearse a run in this process, which has loaded the device guard.
+    """Rehearse a run in this process, which must have loaded the device guard.
 
     Raises:
-        ConfigError: a setting is wrong, or cannot be rehearsed.
+        ConfigError: if a setting is invalid, or cannot be rehearsed.
     """
     gpu, world_size = find_gpu(request.device, "device"), request.world_size
     config, notes = take_steps(load_config(Path(request.config_dir), trust=True), request.steps, world_size)
@@ -97,7 +97,7 @@ def rehearse_here(request: Request) -> Rehearsed:
         plan: Memory | None = _plan(config, world_size)
     except ConfigError:
         raise
-    except Exception as error:  # a user's model may need numbers to be built
+    except Exception as error:  # a user's model may need real numbers in its constructor
         plan = None
         notes.append(f"the memory cannot be planned: {format_reason(error)}")
     if request.shortens:
@@ -136,12 +136,12 @@ def _plan(config: Config, world_size: int) -> Memory:
 
 
 def _saved(plan: Memory) -> int:
-    """Return the bytes of this rank's part of a checkpoint; an unknown optimizer counts as AdamW."""
+    """Return the bytes of this rank's part of a checkpoint. An unknown optimizer counts as AdamW."""
     return plan.weights + plan.ema + (2 * plan.weights if plan.optimizer is None else plan.optimizer)
 
 
 def _join(config: Distributed, environment: LaunchEnvironment, backend: str, device: torch.device) -> None:
-    """Make a process group whose other ranks do not exist; every collective has ended when it begins."""
+    """Create a process group with fake other ranks. Every collective completes at once."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group(dist.Backend.FAKE, store=FakeStore(), rank=0, world_size=environment.world_size)
@@ -149,7 +149,7 @@ def _join(config: Distributed, environment: LaunchEnvironment, backend: str, dev
 
 @contextmanager
 def _ranks(world_size: int, ranks_per_node: int) -> Iterator[None]:
-    """Variables of the environment as a launcher sets them for rank 0."""
+    """Set the environment variables that a launcher sets for rank 0."""
     before = dict(os.environ)
     for name in [name for name in os.environ if name.startswith(("SLURM_", "TORCHELASTIC_"))]:
         del os.environ[name]

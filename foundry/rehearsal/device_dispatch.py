@@ -1,4 +1,4 @@
-"""The dispatch mode of a rehearsal: CUDA tensors are fake, CPU tensors are real, and operations are recorded."""
+"""Dispatch mode of a rehearsal: CUDA tensors are fake, CPU tensors are real, and operations are recorded."""
 
 import threading
 from bisect import insort
@@ -52,7 +52,7 @@ _COLLECTIVES = {
     "_c10d_functional::all_to_all_single": "all_to_all",
     "_c10d_functional::broadcast": "broadcast",
 }
-"""Kinds of collectives by operation; other operations of these namespaces only wait or wrap."""
+"""Kind of collective for each operation. Other operations in these namespaces only wait or wrap."""
 
 _READS = {
     aten._local_scalar_dense.default,
@@ -63,29 +63,29 @@ _READS = {
     aten._unique2.default,
     aten.unique_consecutive.default,
 }
-"""Operations whose result, or its shape, the host must know."""
+"""Operations with a result, or a shape of the result, that the host has to read."""
 
 
 _WITHOUT_FAKE_KERNEL = {aten._fused_sgd_.default, aten._fused_sgd_.tensor_lr}
-"""Operations that change tensors in place, give nothing back, and have no kernel for fake tensors."""
+"""Operations that change tensors in place, return nothing, and have no kernel for fake tensors."""
 
 
 class WaitError(RuntimeError):
-    """The host would wait for the device where that is forbidden."""
+    """Raised if the host would wait for the device although waits are forbidden."""
 
 
 class DeviceDispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Makes CUDA tensors fake and leaves CPU tensors real, so that data, counts, seeds and files are the real ones.
+    """Mode that makes CUDA tensors fake and keeps CPU tensors real, so that data, counts, seeds and files are real.
 
-    Numbers of the device do not exist. If the host asks for one, floats are 1, whole numbers 0, and truths false, but
-    for comparisons with a lower bound (`count > 0`).
+    Values on the device do not exist. If the host reads one, floats are 1, integers are 0, and booleans are False,
+    except that comparisons with a lower bound (`count > 0`) are True.
 
     Attributes:
-        ledger: the device's memory.
-        phase: of the run.
+        ledger: memory of the device.
+        phase: current phase of the run.
         forbids_waits: raise `WaitError` instead of counting a wait.
-        flops: by phase.
-        largest: the largest tensors that differ in shape, type or line, largest first.
+        flops: floating-point operations by phase.
+        largest: the largest tensors that differ in shape, dtype or source line, largest first.
     """
 
     def __init__(self, ranks_per_node: int) -> None:
@@ -103,7 +103,7 @@ class DeviceDispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._lock = threading.Lock()
 
     def begin(self, phase: str) -> None:
-        """Enter a phase of the run, in which new storages are activations."""
+        """Enter a phase of the run. From then on, new storages count as activations."""
         self.phase, self.ledger.part = phase, "activations"
         self.ledger.begin(phase)
 
@@ -111,7 +111,7 @@ class DeviceDispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Record that the host waits for the device.
 
         Raises:
-            WaitError: waits are forbidden.
+            WaitError: if waits are forbidden.
         """
         where = call_site()
         if self.forbids_waits:
@@ -124,17 +124,17 @@ class DeviceDispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def waits(self) -> list[HostWait]:
-        """All that were recorded."""
+        """Recorded host waits."""
         return [HostWait(phase=p, operation=o, where=w, count=n) for (p, o, w), n in self._waits.items()]
 
     @property
     def attention(self) -> list[Attention]:
-        """All that were recorded."""
+        """Recorded calls of attention kernels."""
         return [Attention(phase=p, kernel=k, query=q, count=n) for (p, k, q), n in self._attention.items()]
 
     @property
     def collectives(self) -> list[Collective]:
-        """All that were recorded."""
+        """Recorded collectives."""
         return [
             Collective(
                 phase=phase,
@@ -152,10 +152,10 @@ class DeviceDispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # asked of every tensor that torch's C++ hands to Python
+            return args[0].fake_device  # torch's C++ queries this for every tensor that it passes to Python
         kwargs = kwargs or {}
         if any(kind not in (Tensor, torch.nn.Parameter, FakeTensor) for kind in types):
-            return NotImplemented  # a DTensor becomes an operation of local tensors first
+            return NotImplemented  # a DTensor is first converted to operations on local tensors
         if func is aten.is_pinned.default:
             return _is_pinned(args[0])
         leaves = tree_leaves((args, kwargs))
@@ -184,13 +184,13 @@ class DeviceDispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._compute(func, args, kwargs, leaves)
 
     def _is_elsewhere(self, leaves: list[Any]) -> bool:
-        """Whether somebody else's fake tensors are computed with, as the plan and DTensor's rules for shapes do."""
+        """Return True if an operation is on fake tensors of another mode, as for the plan and DTensor's shape rules."""
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
             return True
         return any(isinstance(x, FakeTensor) and x.fake_mode is not self.fake for x in leaves)
 
     def _compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> Any:
-        """Run an operation of the device: shapes and types only."""
+        """Run an operation of the device, on shapes and dtypes only."""
         if any(isinstance(x, Tensor) and not isinstance(x, FakeTensor) for x in leaves):
             args, kwargs = self._faked(args, kwargs)
         with self.fake:
@@ -225,7 +225,7 @@ class DeviceDispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     del self.largest[_NUM_LARGEST:]
 
     def _read(self, func: Any, tensor: FakeTensor) -> Any:
-        """Answer a question of the host for numbers."""
+        """Return a substitute for values that the host reads."""
         self.wait(func.name())
         if func is aten.equal.default:
             return True
@@ -239,7 +239,7 @@ class DeviceDispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         raise NotImplementedError(f"{func.name()} at {call_site()} has a result whose shape depends on numbers")
 
     def _selected(self, index: Tensor | None) -> Tensor | None:
-        """An index of an operation; a mask selects all, and the host waits for their number."""
+        """Return an index without a mask. A mask selects all elements, and the host waits for their number."""
         if index is None or index.dtype is not torch.bool:
             return index
         self.wait("aten::nonzero")
@@ -247,9 +247,10 @@ class DeviceDispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return torch.empty(index.numel(), dtype=torch.int64, device=index.device)
 
     def _copied_to_host(self, source: Any, kwargs: dict[str, Any]) -> Tensor | None:
-        """Return a tensor in host memory for a copy from the device; None for another copy.
+        """Return a CPU tensor for a copy from the device to the host; None for any other copy.
 
-        A small floating-point tensor, such as sums and counts of metrics, is 1, as in `_read`; a larger tensor is 0.
+        A small floating-point tensor, such as sums and counts of metrics, is filled with 1, as in `_read`; a larger
+        tensor with 0.
         """
         device = kwargs.get("device")
         if not isinstance(source, FakeTensor) or source.device.type != "cuda" or device is None:
@@ -271,7 +272,7 @@ class DeviceDispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.wait(TO_DEVICE)
 
     def _faked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments with fake tensors in place of real tensors of the host."""
+        """Return the arguments with fake tensors in place of real CPU tensors."""
 
         def fake(value: Tensor) -> Tensor:
             if isinstance(value, FakeTensor):
@@ -308,7 +309,7 @@ class DeviceDispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _group_of(self, leaves: list[Any]) -> tuple[int, int]:
-        """Numbers of ranks and of nodes of the group of a collective."""
+        """Return the number of ranks and of nodes of a collective's process group."""
         for value in leaves:
             if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
                 group = dist.ProcessGroup.unbox(value)
@@ -328,12 +329,12 @@ class DeviceDispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _group_named(name: str) -> Any:
     try:
         return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
-    except (RuntimeError, ValueError):  # another argument that is text, such as the operation "sum"
+    except (RuntimeError, ValueError):  # another string argument, such as the operation "sum"
         return None
 
 
 def _on_host(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation of the host; pinned memory is ordinary memory that remembers it."""
+    """Run an operation of the host. Pinned memory is ordinary memory with a flag."""
     if func is aten._pin_memory.default:
         copy = args[0].clone()
         copy.is_pinned_in_rehearsal = True

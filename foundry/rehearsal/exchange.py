@@ -1,4 +1,4 @@
-"""Messages between a command and the process of its rehearsal: plain data, nothing is pickled."""
+"""Messages between a command and the process of its rehearsal, as plain data. Nothing is pickled."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,21 +9,21 @@ from foundry.rehearsal.rehearsed import Rehearsed
 
 
 class RehearsalError(RuntimeError):
-    """A run failed in its rehearsal; the message has the reason and the run's own traceback."""
+    """Raised if a run fails in its rehearsal. The message contains the reason and the run's own traceback."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A rehearsal to be done; plain data.
+    """Request for a rehearsal, as plain data.
 
     Attributes:
-        config_dir: folder that holds config.yaml.
+        config_dir: folder that contains config.yaml.
         run_dir: run directory of the rehearsed run.
-        world_size: ranks.
-        ranks_per_node: of them, on this rank's node.
+        world_size: number of ranks.
+        ranks_per_node: number of ranks on each node.
         device: short name of a GPU.
-        steps: at whose number the run ends.
-        shortens: leave out evaluations and checkpoints but one small one.
+        steps: number of the last optimizer step.
+        shortens: skip evaluations and checkpoints except a small one of each.
     """
 
     config_dir: str
@@ -36,11 +36,11 @@ class Request:
 
 
 def read_answer(content: Mapping[str, Any]) -> Rehearsed:
-    """The record of a rehearsal, from the containers that its process has written.
+    """Return the record of a rehearsal from the answer of its process.
 
     Raises:
-        ConfigError: that process has raised it.
-        RehearsalError: the run failed.
+        ConfigError: if the process raised it.
+        RehearsalError: if the run failed.
     """
     if "violations" in content:
         raise ConfigError(Violation(key, message) for key, message in content["violations"])

@@ -1,4 +1,4 @@
-"""A stand-in for torch.cuda, and for the few functions of torch that would not keep fake tensors fake."""
+"""Stand-in for torch.cuda, and for the few torch functions that would not keep fake tensors fake."""
 
 import copyreg
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from unittest import mock
 
 import torch
-import torch._dynamo  # before torch.cuda is replaced: its import looks for a real one
+import torch._dynamo  # before torch.cuda is replaced, since its import looks for a real device
 import torch._inductor.utils
 import torch.distributed.fsdp
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from foundry.rehearsal.machine import Gpu
 
 
 class _Stream:
-    """A stream on which everything is in order; subclasses are torch.cuda's of one rehearsal."""
+    """Stream that executes everything in order. Each rehearsal makes a subclass as its torch.cuda.Stream."""
 
     dispatch: ClassVar[DeviceDispatch]
 
@@ -52,7 +52,7 @@ class _Stream:
 
 
 class _Event:
-    """An event that has happened; subclasses are torch.cuda's of one rehearsal."""
+    """Event that has always completed. Each rehearsal makes a subclass as its torch.cuda.Event."""
 
     dispatch: ClassVar[DeviceDispatch]
 
@@ -77,18 +77,18 @@ class _Event:
 
 
 class _FakeCuda:
-    """The functions of torch.cuda, by their names there, on a machine with so many of one GPU."""
+    """Functions of torch.cuda under their original names, for a machine with `count` GPUs of one kind."""
 
     def __init__(self, gpu: Gpu, count: int, dispatch: DeviceDispatch) -> None:
         self._gpu, self._count, self._dispatch, self._device = gpu, count, dispatch, 0
-        # Classes, since other libraries name them in annotations.
+        # Classes, since other libraries use them in annotations.
         self.Stream = type("Stream", (_Stream,), {"dispatch": dispatch})
         self.Event = type("Event", (_Event,), {"dispatch": dispatch})
         self._stream: _Stream = self.Stream(torch.device("cuda", 0))
         self._rng = torch.zeros(16, dtype=torch.uint8)
 
     def functions(self) -> dict[str, Any]:
-        """Return the functions and classes of this stand-in whose names torch.cuda has."""
+        """Return the functions and classes of this stand-in that also exist in torch.cuda."""
         own = {name: getattr(self, name) for name in dir(self) if not name.startswith("__") and name != "functions"}
         return {name: value for name, value in own.items() if callable(value) and hasattr(torch.cuda, name)}
 
@@ -111,7 +111,7 @@ class _FakeCuda:
         return self._device
 
     def set_device(self, device: Any) -> None:
-        pass  # rank 0 of a node: its device is the first
+        pass  # rank 0 of a node always uses the first device
 
     def get_device_name(self, device: Any = None) -> str:
         return self._gpu.name
@@ -135,7 +135,7 @@ class _FakeCuda:
         self._dispatch.ledger.reset_peak()
 
     def reset_accumulated_memory_stats(self, device: Any = None) -> None:
-        pass  # of retries and similar events, which do not occur
+        pass  # statistics of retries and similar events, which do not occur
 
     memory_reserved, max_memory_reserved = memory_allocated, max_memory_allocated
 
@@ -181,17 +181,17 @@ class _FakeCuda:
 
 @contextmanager
 def fake_cuda(gpu: Gpu, count: int, dispatch: DeviceDispatch) -> Iterator[None]:
-    """Have torch see GPUs, and record its operations on them in `dispatch`.
+    """Replace torch.cuda by a stand-in with fake GPUs, and record operations on them in `dispatch`.
 
     Args:
-        gpu: each of them.
-        count: their number on this node.
-        dispatch: the mode that makes tensors on them fake; entered here.
+        gpu: specification of the GPUs.
+        count: number of GPUs on this node.
+        dispatch: mode that makes tensors on the GPUs fake; entered here.
     """
     resize = torch.UntypedStorage.resize_
 
     def resize_counted(storage: torch.UntypedStorage, size: int) -> Any:
-        """FSDP2 frees and allocates gathered weights by the size of their storage, which is no operation."""
+        """Resize a storage and its ledger entry. FSDP2 frees and allocates gathered weights without an operation."""
         result = resize(storage, size)
         dispatch.ledger.resized(storage, "gathered")
         return result
@@ -211,7 +211,7 @@ def fake_cuda(gpu: Gpu, count: int, dispatch: DeviceDispatch) -> Iterator[None]:
         enter(mock.patch.object(torch.UntypedStorage, "resize_", resize_counted))
         enter(mock.patch.object(nn.functional, "scaled_dot_product_attention", attend))
         enter(mock.patch.object(_fsdp_param, "_chunk_with_empty", _Chunks))
-        # torch.tensor(..., device="cuda") becomes a copy from the host, which is seen.
+        # torch.tensor(..., device="cuda") becomes a copy from the host, which `dispatch` intercepts.
         torch._C._set_only_lift_cpu_tensors(True)
         stack.callback(torch._C._set_only_lift_cpu_tensors, lifts_on_cpu)
         enter(dispatch)
@@ -219,7 +219,7 @@ def fake_cuda(gpu: Gpu, count: int, dispatch: DeviceDispatch) -> Iterator[None]:
 
 
 class _Chunks:
-    """Chunks of a tensor as FSDP2 cuts them for ranks, each cut when it is read: FSDP2 reads the first and its own.
+    """Chunks of a tensor as FSDP2 makes them, created on access: FSDP2 reads only the first and the rank's own.
 
     Chunks for ranks without a part of the tensor are empty.
     """
@@ -249,9 +249,9 @@ def _do_nothing(*_: Any) -> None:
 
 
 def swap_tensors(first: Tensor, second: Tensor) -> None:
-    """Exchange two tensors as `torch.utils.swap_tensors` does, which refuses fake ones: they have weak references.
+    """Swap two tensors as `torch.utils.swap_tensors` does, which refuses fake tensors, since they have weak references.
 
-    Those are of the fake mode's memo, which answers for the Python object.
+    The weak references belong to the memo of the fake mode, which is keyed by the Python object.
     """
     slots = set(copyreg._slotnames(type(first))) | set(copyreg._slotnames(type(second)))  # type: ignore[attr-defined]
     first.__class__, second.__class__ = second.__class__, first.__class__
@@ -269,7 +269,7 @@ def _get_data(tensor: Tensor) -> Tensor:
 
 
 def _set_data(tensor: Tensor, data: Tensor) -> None:
-    """Assign `tensor.data`; a real tensor that gets fake data becomes a fake tensor, which torch's setter forgets."""
+    """Assign `tensor.data`. Unlike torch's setter, converts a real tensor with fake data to a fake tensor."""
     if isinstance(data, FakeTensor) and not isinstance(tensor, FakeTensor):
         is_parameter = isinstance(tensor, nn.Parameter)
         other = nn.Parameter(data, requires_grad=tensor.requires_grad) if is_parameter else data.detach()

@@ -1,4 +1,4 @@
-"""The device guard that lets a torch without CUDA hold fake CUDA tensors: built on demand, loaded before torch.
+"""Device guard for fake CUDA tensors in a torch without CUDA: built on demand, loaded before torch.
 
 A CUDA build of torch includes a guard, and needs no compiler.
 """
@@ -18,11 +18,11 @@ SOURCE = Path(__file__).with_name("device_guard.cpp")
 
 
 class GuardError(RuntimeError):
-    """The guard cannot be built or loaded; one line that names the remedy."""
+    """Raised if the guard cannot be built or loaded. The message is one line that contains the remedy."""
 
 
 def reason_not_to_load() -> str | None:
-    """Say why this machine cannot have fake CUDA devices; None if it can. Torch is not imported."""
+    """Return the reason why this machine cannot have fake CUDA devices; None if it can. Does not import torch."""
     if _has_own_guard() or _built().exists() or shutil.which("g++"):
         return None
     return (
@@ -31,12 +31,12 @@ def reason_not_to_load() -> str | None:
 
 
 def load_guard() -> None:
-    """Give this process a CUDA device that does not exist; real ones are hidden from it.
+    """Add a fake CUDA device to this process, and hide real ones from it.
 
-    Call it before anything imports torch, which asks for its devices once. Torch is imported here.
+    Call it before anything imports torch, which queries its devices once. This function imports torch.
 
     Raises:
-        GuardError: there is no compiler, the compilation failed, or torch has been imported already.
+        GuardError: if there is no compiler, the compilation fails, or torch is already imported.
     """
     if "torch" in sys.modules:
         raise GuardError("torch has been imported before the device guard: start a new process")
@@ -50,10 +50,10 @@ def load_guard() -> None:
 
 
 def build_guard() -> Path:
-    """Return the shared library of the guard, compiled for the installed torch unless it is in the user's cache.
+    """Return the guard's shared library for the installed torch. Compiled unless it is in the user's cache.
 
     Raises:
-        GuardError: there is no compiler, or it fails.
+        GuardError: if there is no compiler, or it fails.
     """
     path = _built()
     if path.exists() and path.stat().st_uid == os.getuid():
@@ -63,7 +63,7 @@ def build_guard() -> Path:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder = tempfile.mkdtemp(dir=path.parent)
-    except OSError:  # no home, or a read-only one
+    except OSError:  # no home directory, or a read-only one
         folder = tempfile.mkdtemp(prefix="foundry-guard-")
         path = Path(folder) / path.name
     compiled, torch_folder = Path(folder) / "compiled.so", _torch_folder()
@@ -75,7 +75,7 @@ def build_guard() -> Path:
         shutil.rmtree(folder, ignore_errors=True)
         first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
         raise GuardError(f"g++ cannot build the device guard for torch {version('torch')}: {first}")
-    compiled.replace(path)  # at once, since another process may be building it too
+    compiled.replace(path)  # atomic, since another process may be building it too
     if path.parent != Path(folder):
         shutil.rmtree(folder, ignore_errors=True)
     return path

@@ -1,4 +1,4 @@
-"""GPUs and links between them, by the maker's data sheets."""
+"""Specifications of GPUs and their links, from the manufacturer's data sheets."""
 
 from dataclasses import dataclass
 
@@ -7,15 +7,15 @@ from foundry.core.errors import ConfigError, Violation, nearest, shown
 
 @dataclass(frozen=True)
 class Gpu:
-    """One kind of GPU.
+    """Specification of a GPU model.
 
     Attributes:
-        name: as `torch.cuda.get_device_name` says it.
-        memory_bytes: as `torch.cuda.mem_get_info` says it.
-        capability: of compute, as `torch.cuda.get_device_capability` says it.
+        name: name returned by `torch.cuda.get_device_name`.
+        memory_bytes: total memory returned by `torch.cuda.mem_get_info`.
+        capability: compute capability returned by `torch.cuda.get_device_capability`.
         memory_bandwidth: bytes per second of the GPU's memory.
         link_bandwidth: bytes per second in one direction to the GPUs of its node (NVLink, or PCIe).
-        network_bandwidth: bytes per second in one direction to another node: a network card of each GPU's own.
+        network_bandwidth: bytes per second in one direction to another node, with one network card per GPU.
     """
 
     name: str
@@ -36,18 +36,18 @@ GPUS = {
     "l4": Gpu("NVIDIA L4", int(22.0 * _GIB), (8, 9), 0.3e12, 32e9, 12.5e9),
     "l40s": Gpu("NVIDIA L40S", int(44.4 * _GIB), (8, 9), 0.864e12, 32e9, 25e9),
 }
-"""Dense parts of common servers; NVIDIA's data sheets. Networks: 200 Gbit/s a GPU for A100, 400 for H100 and later."""
+"""GPUs of common servers, from NVIDIA's data sheets. Networks: 200 Gbit/s per GPU for A100, 400 for H100 and later."""
 
 
 def find_gpu(name: str, key: str) -> Gpu:
-    """Return the GPU of a short name.
+    """Return the specification of a GPU by its short name.
 
     Args:
-        name: such as h100.
-        key: the setting that has the name, for the message.
+        name: short name, such as h100.
+        key: setting that contains the name, for the message.
 
     Raises:
-        ConfigError: it is unknown.
+        ConfigError: if the name is unknown.
     """
     gpu = GPUS.get(name.lower())
     if gpu is None:

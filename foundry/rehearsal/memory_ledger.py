@@ -1,4 +1,4 @@
-"""The memory of a device that does not exist: live storages by part, and their peak in each phase of a run."""
+"""Memory accounting for a fake device: live storages by part, and their peak in each phase of a run."""
 
 import threading
 import weakref
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 _BLOCK = 512
-"""Torch's allocator rounds each storage up to this many bytes."""
+"""Granularity of torch's allocator, which rounds each storage up to a multiple of this many bytes."""
 
 
 @dataclass
@@ -21,7 +21,7 @@ class _Storage:
 
 @dataclass
 class PhasePeak:
-    """The most bytes that were live at one time in a phase, and their parts.
+    """Peak of the live memory in a phase.
 
     Attributes:
         size: bytes.
@@ -33,14 +33,14 @@ class PhasePeak:
 
 
 class MemoryLedger:
-    """Counts storages from their allocation until nothing holds them; FSDP2 resizes some of them in between.
+    """Counter of live storages, from allocation until the last reference is gone, including resizes by FSDP2.
 
     Attributes:
-        part: to which new storages belong.
+        part: part that new storages belong to.
         phase: name of the current phase.
-        live: bytes now.
-        peak_since_reset: most bytes since `reset_peak`.
-        peaks: by phase, in order of time.
+        live: current bytes.
+        peak_since_reset: peak in bytes since `reset_peak`.
+        peaks: peak of each phase, in order of time.
     """
 
     def __init__(self, phase: str, part: str) -> None:
@@ -48,24 +48,24 @@ class MemoryLedger:
 
         Args:
             phase: name of the first phase.
-            part: to which new storages belong.
+            part: part that new storages belong to.
         """
         self.part, self.live, self.peak_since_reset = part, 0, 0
         self.peaks: dict[str, PhasePeak] = {}
         self._parts: Counter[str] = Counter()
         self._storages: dict[int, _Storage] = {}
-        self._lock = threading.RLock()  # a storage may die, and so be taken out, while another is entered
+        self._lock = threading.RLock()  # reentrant: a storage may be freed and removed while another is entered
         self.begin(phase)
 
     def begin(self, phase: str) -> None:
-        """Enter a phase; its peak is at least the bytes that are live now."""
+        """Enter a phase. Its peak is at least the current live memory."""
         with self._lock:
             self.phase = phase
             self._peak = self.peaks.setdefault(phase, PhasePeak())
             self._note_peak()
 
     def reset_peak(self) -> None:
-        """Have `peak_since_reset` begin anew, as `torch.cuda.reset_peak_memory_stats` does; peaks of phases stay."""
+        """Reset `peak_since_reset`, as `torch.cuda.reset_peak_memory_stats` does. Peaks of phases stay."""
         self.peak_since_reset = self.live
 
     @property
@@ -74,14 +74,14 @@ class MemoryLedger:
         return {part: size for part, size in self._parts.items() if size}
 
     def enter(self, tensor: Tensor) -> int:
-        """Count the storage of a tensor unless it is known; return the bytes of a new one, else 0."""
+        """Add the storage of a tensor unless it is known. Return the bytes of a new storage, else 0."""
         storage = tensor.untyped_storage()
         with self._lock:
             known = self._storages.get(storage._cdata)
             if known is not None and known.reference() is not None:
                 self._resize(known, storage)
                 return 0
-            if known is not None:  # another thread is about to take it out
+            if known is not None:  # another thread is about to remove it
                 self._move(-known.size, known.part)
             key = storage._cdata
             reference = weakref.ref(storage, lambda reference: self._leave(key, reference))
@@ -90,7 +90,7 @@ class MemoryLedger:
             return entry.size
 
     def resized(self, storage: torch.UntypedStorage, part: str) -> None:
-        """Count a storage anew whose size has changed; with memory again, it is of this part."""
+        """Update the size of a resized storage. If it has memory again, it is assigned to this part."""
         with self._lock:
             known = self._storages.get(storage._cdata)
             if known is not None:
@@ -99,7 +99,7 @@ class MemoryLedger:
                 self._resize(known, storage)
 
     def assign(self, tensor: Tensor, part: str) -> None:
-        """Assign a tensor to a part; tensors outside of the device's memory are ignored."""
+        """Assign a tensor to a part. Tensors that are not on the device are ignored."""
         with self._lock:
             known = self._storages.get(tensor.untyped_storage()._cdata)
             if known is not None:

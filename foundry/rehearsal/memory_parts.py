@@ -1,4 +1,4 @@
-"""Which part of the memory a storage is: weights, gradients, or state of an optimizer."""
+"""Assignment of storages to parts of the memory: weights, gradients, or optimizer state."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,18 +13,18 @@ from foundry.core.sharded import is_sharded, local_part
 from foundry.rehearsal.memory_ledger import MemoryLedger
 
 OPTIMIZER = ", optimizer"
-"""Ends the name of a phase while an optimizer steps."""
+"""Suffix of the phase name during the step of an optimizer."""
 
 
 @contextmanager
 def parts_followed(ledger: MemoryLedger) -> Iterator[None]:
-    """Tell a ledger about the model and the optimizers of a run: torch calls hooks for all of them.
+    """Assign the tensors of a run's model and optimizers to parts of a ledger, with global hooks of torch.
 
     Each step of an optimizer is a separate phase. Gradients are assigned after each accumulation, including the
     unsharded gradients of weights that FSDP2 has gathered.
     """
     followed = set[int]()
-    phases = list[str]()  # those to go back to: the step of an optimizer may call that of another
+    phases = list[str]()  # stack of phases to return to, since the step of an optimizer may call the step of another
 
     def follow_gradients(module: nn.Module, arguments: Any) -> None:
         for parameter in module.parameters(recurse=False):

@@ -1,4 +1,4 @@
-"""Rehearsing a run: `rehearse(config, world_size=256)` runs `foundry.engine.train.train` on GPUs that do not exist.
+"""Entry point of rehearsals: `rehearse(config, world_size=256)` runs `foundry.engine.train.train` on fake GPUs.
 
 It needs no GPU and no other rank. It runs in a separate process, which must load a device guard before torch.
 """
@@ -24,7 +24,7 @@ from foundry.rehearsal.rehearsed import Rehearsed
 from foundry.rehearsal.shortened import take_steps
 
 Ask = Callable[[Request, Path], Mapping[str, Any]]
-"""Has a process rehearse a request, with a folder for their messages, and returns the answer of the process."""
+"""Function that sends a request to a process, with a folder for their messages, and returns the answer."""
 
 
 def rehearse(
@@ -38,27 +38,27 @@ def rehearse(
     shortens: bool = True,
     ask: Ask | None = None,
 ) -> Rehearsed:
-    """Take a few steps of a run on fake GPUs, as rank 0 of any number of ranks, and return their record.
+    """Run a few steps on fake GPUs, as rank 0 of any number of ranks, and return their record.
 
-    Tensors on the device have shapes and no numbers, tensors on the host are real: data, order, counts and files are
-    those of the run. The record has memory, collectives, host waits, attention kernels and FLOPs. It has no speed, no
-    memory of kernels and of NCCL, and no fragmentation. torch.compile is left out.
+    Tensors on the device have shapes but no values. Tensors on the host are real, so data, order, counts and files are
+    the same as in the run. The record has memory, collectives, host waits, attention kernels and FLOPs. It has no
+    speed, no memory of kernels and of NCCL, and no fragmentation. torch.compile is disabled.
 
     Args:
         config: the composed configuration.
-        world_size: ranks.
-        ranks_per_node: of them; at most `world_size` are used.
+        world_size: number of ranks.
+        ranks_per_node: number of ranks on each node; at most `world_size` are used.
         device: short name of a GPU in `foundry.rehearsal.machine.GPUS`.
-        steps: the run ends at this optimizer step.
-        run_dir: run directory, which may hold a run to resume; None: a temporary one.
-        shortens: evaluate one microbatch per rank at the end, without samples, and save only a checkpoint of up to
-            1 GiB. If false, evaluation, schedule and checkpoints are as configured.
-        ask: has a process rehearse a request; None: a new one.
+        steps: number of the last optimizer step.
+        run_dir: run directory, which may contain a run to resume; None for a temporary one.
+        shortens: evaluate one microbatch per rank at the end, without samples, and save only a checkpoint of up to 1
+            GiB. If False, evaluation, schedule and checkpoints are as configured.
+        ask: function that sends the request to a process; None for a new process.
 
     Raises:
-        ConfigError: a setting is wrong or cannot be rehearsed, the GPU is unknown, or there is no compiler for the
+        ConfigError: if a setting is invalid or cannot be rehearsed, the GPU is unknown, or there is no compiler for the
             device guard.
-        RehearsalError: the run fails; its message has the reason and the traceback.
+        RehearsalError: if the run fails; the message contains the reason and the traceback.
     """
     check_rehearsal(config, world_size=world_size, ranks_per_node=ranks_per_node, device=device, steps=steps)
     with tempfile.TemporaryDirectory(prefix="foundry-rehearsal-") as name:
@@ -92,18 +92,18 @@ def _ask_new_process(request: Request, folder: Path) -> dict[str, Any]:
 def check_rehearsal(
     config: Config, *, world_size: int, ranks_per_node: int = 8, device: str = "h100", steps: int = 2, prefix: str = ""
 ) -> None:
-    """Refuse a rehearsal that cannot be had, before anything is built or read.
+    """Check that a run can be rehearsed, before anything is built or read.
 
     Args:
-        config: of the run.
-        world_size: ranks.
-        ranks_per_node: of them.
+        config: configuration of the run.
+        world_size: number of ranks.
+        ranks_per_node: number of ranks on each node.
         device: short name of a GPU.
-        steps: the rehearsal ends at this optimizer step.
-        prefix: of the names of these arguments in messages, such as "plan.".
+        steps: number of the last optimizer step.
+        prefix: prefix of the argument names in messages, such as "plan.".
 
     Raises:
-        ConfigError: the strategy cannot be rehearsed, the GPU is unknown, the nodes are not full, or there is no
+        ConfigError: if the strategy cannot be rehearsed, the GPU is unknown, the nodes are not full, or there is no
             compiler for the device guard.
     """
     find_gpu(device, f"{prefix}device")

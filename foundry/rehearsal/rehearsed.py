@@ -1,4 +1,4 @@
-"""The record of a rehearsed run, as plain data."""
+"""Record of a rehearsed run, as plain data."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -7,12 +7,12 @@ from typing import Any, Self
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """Bytes of a device's memory that are live at one moment.
+    """Live memory of a device at its peak, or at another moment.
 
     Attributes:
-        phase: of the run: "starting", "step 1", "step 1, optimizer", "evaluating".
-        bytes: all of them.
-        parts: bytes by part: weights, gathered, gradients, reducing, optimizer, activations and others.
+        phase: phase of the run: "starting", "step 1", "step 1, optimizer", "evaluating".
+        bytes: total bytes.
+        parts: bytes by part: weights, gathered, gradients, reducing, optimizer, activations, held.
     """
 
     phase: str
@@ -22,13 +22,14 @@ class Peak:
 
 @dataclass(frozen=True, kw_only=True)
 class HostWait:
-    """An operation before whose end the device has to finish all queued work.
+    """Operation that blocks the host until the device has finished all queued work.
 
     Attributes:
-        phase: of the run.
-        operation: such as aten::_local_scalar_dense, which is `.item()`, or "copy to the device".
+        phase: phase of the run.
+        operation: name of the operation, such as aten::_local_scalar_dense, which is `.item()`, or "copy to the
+            device".
         where: file:line and text of the innermost line in foundry or in the user's code.
-        count: how often in this phase.
+        count: number of calls in this phase.
     """
 
     phase: str
@@ -42,11 +43,11 @@ class Collective:
     """Collectives of one kind in one phase.
 
     Attributes:
-        phase: of the run.
+        phase: phase of the run.
         kind: all_gather, all_reduce, reduce_scatter, all_to_all, broadcast or another.
-        device: "cuda", or "cpu" for those between hosts.
+        device: "cuda", or "cpu" for collectives between hosts.
         group_size: number of ranks.
-        num_nodes: on how many nodes these ranks are.
+        num_nodes: number of nodes that these ranks are on.
         count: number of calls.
         bytes: sum over calls of the larger of input and output on this rank.
     """
@@ -65,7 +66,7 @@ class Attention:
     """Calls of one attention kernel with one shape.
 
     Attributes:
-        phase: of the run.
+        phase: phase of the run.
         kernel: flash, efficient, varlen or math, which keeps all scores in memory.
         query: (batch, heads, tokens, head size) of the query.
         count: number of calls.
@@ -79,15 +80,15 @@ class Attention:
 
 @dataclass(frozen=True, kw_only=True)
 class LargeTensor:
-    """One of the largest tensors that were allocated on the device.
+    """One of the largest tensors allocated on the device.
 
     Attributes:
-        phase: of the run.
-        operation: that made it.
-        shape: of it.
-        dtype: without "torch.".
-        bytes: of its storage.
-        where: as of `HostWait`.
+        phase: phase of the run.
+        operation: operation that allocated the tensor.
+        shape: shape of the tensor.
+        dtype: dtype without "torch.".
+        bytes: size of its storage.
+        where: source line, as in `HostWait`.
     """
 
     phase: str
@@ -100,22 +101,22 @@ class LargeTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Rehearsed:
-    """The record of a run on devices that do not exist, from rank 0.
+    """Record of a run on fake devices, from rank 0.
 
     Attributes:
-        world_size: ranks.
-        ranks_per_node: of them.
+        world_size: number of ranks.
+        ranks_per_node: number of ranks on each node.
         device: name of the GPU.
         capacity_bytes: memory of the GPU.
-        steps: optimizer steps that were taken by this rehearsal.
-        last_step: number of the last one.
-        result: as result.json has it; its losses and metrics mean nothing.
-        plan: bytes by part that were planned, and their `total`; None if the plan cannot be computed.
-        peaks: of each phase, in order of time.
-        live: after the last step.
-        host_waits: by phase, operation and line.
-        collectives: by phase, kind, group and device.
-        attention: by phase, kernel and shape.
+        steps: number of optimizer steps in this rehearsal.
+        last_step: number of the last step.
+        result: content of result.json; its losses and metrics are meaningless.
+        plan: planned bytes by part, and their `total`; None if the plan cannot be computed.
+        peaks: peak of each phase, in order of time.
+        live: live memory after the last step.
+        host_waits: host waits by phase, operation and line.
+        collectives: collectives by phase, kind, group and device.
+        attention: calls of attention kernels by phase, kernel and shape.
         flops: floating-point operations of matrix products, convolutions and attention by phase.
         largest: the largest tensors, largest first.
         notes: settings that were changed for the rehearsal.
@@ -140,24 +141,24 @@ class Rehearsed:
 
     @property
     def step(self) -> str:
-        """Phase of the last step, which has no work that only the first step has."""
+        """Phase of the last step, which excludes work that only the first step has."""
         return f"step {self.last_step}"
 
     @property
     def peak(self) -> Peak:
-        """The highest of all phases."""
+        """Highest peak of all phases."""
         return max(self.peaks, key=lambda peak: peak.bytes)
 
     def peak_of(self, phase: str) -> Peak:
-        """The peak of one phase."""
+        """Return the peak of one phase."""
         return next(peak for peak in self.peaks if peak.phase == phase)
 
     def waits_of(self, phase: str) -> list[HostWait]:
-        """The host waits of one phase."""
+        """Return the host waits of one phase."""
         return [wait for wait in self.host_waits if wait.phase == phase]
 
     def collectives_of(self, phase: str, device: str = "cuda") -> dict[str, int]:
-        """Number of calls by kind, of one phase, between devices or between hosts."""
+        """Return the number of calls in one phase by kind, between devices or between hosts."""
         counts: dict[str, int] = {}
         for each in self.collectives:
             if each.phase == phase and each.device == device:
@@ -165,7 +166,7 @@ class Rehearsed:
         return counts
 
     def as_json(self) -> dict[str, Any]:
-        """Plain containers."""
+        """Convert to plain containers."""
         return asdict(self)
 
     @classmethod

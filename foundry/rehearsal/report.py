@@ -1,4 +1,4 @@
-"""A rehearsal for people, beside the plan: tables for the terminal, and the section `rehearsal` of plan.json."""
+"""Report of a rehearsal and its plan: tables for the terminal, and the section `rehearsal` of plan.json."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -33,22 +33,22 @@ _PARTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("other models", ("held",), ("ema", "frozen", "buffers", "generation")),
 )
 _BUILDING = "held"
-"""Part of the tensors that a run builds, weights included: only the first optimizer step identifies weights."""
+"""Part of the tensors that a run builds, including weights: only the first optimizer step identifies weights."""
 _LIMITS = {"arithmetic": "arithmetic", "link": "within a node", "network": "between nodes"}
 _COLUMN = 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class RehearsalReport:
-    """A rehearsal, and the figures to compare it with.
+    """Rehearsal with the figures to compare it with.
 
     Attributes:
-        record: of the rehearsal.
-        least: bounds of the duration of a step.
+        record: record of the rehearsal.
+        least: lower bounds of the duration of a step.
         expected: number of collectives of a step by kind, from the formula of the strategy; None without a formula.
-        tokens_per_step: tokens of a step over all ranks; None if samples are not made of tokens.
+        tokens_per_step: tokens of a step over all ranks; None if samples do not consist of tokens.
         samples_per_step: samples of a step over all ranks.
-        usable_bytes: of a device, that tensors may take: its memory less a margin for CUDA and NCCL.
+        usable_bytes: device memory available to tensors: the total less a margin for CUDA and NCCL.
     """
 
     record: Rehearsed
@@ -78,7 +78,7 @@ class RehearsalReport:
         }
 
     def sections(self) -> Sections:
-        """Titles and rows of the tables."""
+        """Return titles and rows of the tables."""
         return (
             ("Rehearsal", self._rows()),
             ("Rehearsed memory per rank", self._memory_rows()),
@@ -120,7 +120,7 @@ class RehearsalReport:
         return f"{self._above_plan:+.1%} of {num_bytes(self._planned or 0)}"
 
     def _memory_rows(self) -> list[tuple[str, str]]:
-        """A matrix of parts by phases, of peaks that need not be at the same moment; all in one unit."""
+        """Return a matrix of parts by phases, in one unit. The peaks need not occur at the same moment."""
         phases = self._phases()
         plan = self.record.plan
         largest = max(self.record.peak.bytes, self._planned or 0)
@@ -138,7 +138,7 @@ class RehearsalReport:
         return [*rows, ("together", _cells([*totals, *([] if plan is None else [self._planned])], factor))]
 
     def _phases(self) -> dict[str, Peak]:
-        """The peaks to show by a short name: of building, of the last step, of evaluation and of the checkpoint."""
+        """Return the peaks to show, by a short name: building, last step, evaluation and checkpoint."""
         record, phases = self.record, dict[str, Peak]()
         names = [peak.phase for peak in record.peaks]
         first_step = next(index for index, name in enumerate(names) if name.startswith("step "))
@@ -164,7 +164,7 @@ class RehearsalReport:
             return "not known for this run"
         record = self.record
         counted = Counter(record.collectives_of(record.step)) + Counter(record.collectives_of(record.step, "cpu"))
-        kinds = sorted((set(self.expected) | set(counted)) - {"all_to_all"})  # Muon decides their number
+        kinds = sorted((set(self.expected) | set(counted)) - {"all_to_all"})  # their number depends on Muon
         expected = {kind: self.expected.get(kind, 0) for kind in kinds}
         others = [f"{kind} {number}" for kind, number in expected.items() if number != counted[kind]]
         return ", ".join(others) or "the same"
@@ -222,16 +222,16 @@ def _time(seconds: float) -> str:
 def expected_collectives(
     config: Config, model: nn.Module, world_size: int, *, is_packed: bool
 ) -> Mapping[str, int] | None:
-    """Collectives that a step of the run should cost; None if that is not known.
+    """Return the number of collectives that a step should have, by kind; None if it is unknown.
 
-    There is no formula for buckets of DDP, for frozen parameters, for packed rows, whose number differs from step to
-    step, and for answers that are generated.
+    There is no formula for DDP with buckets, for frozen parameters, for packed rows, whose number differs from step to
+    step, and for generated completions.
 
     Args:
-        config: of the run.
-        model: of the run; its tensors may be fake.
-        world_size: ranks.
-        is_packed: whether rows hold several samples.
+        config: configuration of the run.
+        model: model of the run; its tensors may be fake.
+        world_size: number of ranks.
+        is_packed: rows contain several samples.
     """
     strategy = resolve_distributed(config.distributed, world_size)
     has_buckets = isinstance(strategy, DDP) and not strategy.shard_optimizer and strategy.overlap_grad_reduce

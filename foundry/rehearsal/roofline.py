@@ -1,4 +1,4 @@
-"""The least time of a rehearsed step: no device computes or communicates faster than its data sheet says."""
+"""Least time of a rehearsed step, from the peak rates in the device's data sheet."""
 
 from dataclasses import dataclass
 
@@ -7,14 +7,14 @@ from foundry.rehearsal.rehearsed import Collective, Rehearsed
 
 @dataclass(frozen=True, kw_only=True)
 class LeastTime:
-    """Lower bounds of the duration of a step; all three at once at best, so that the largest is the least time.
+    """Lower bounds of the duration of a step. All three may overlap, so the largest is the least time.
 
     Attributes:
         flops: floating-point operations of this rank.
-        peak_flops: of the device in one second; None if unknown.
-        link_bytes: that enter this rank from ranks of its node.
+        peak_flops: peak FLOP/s of the device; None if unknown.
+        link_bytes: bytes that this rank receives from ranks of its node.
         link_bandwidth: bytes per second into a GPU from its node.
-        network_bytes: that enter this rank from other nodes.
+        network_bytes: bytes that this rank receives from other nodes.
         network_bandwidth: bytes per second into a GPU from other nodes.
     """
 
@@ -27,7 +27,7 @@ class LeastTime:
 
     @property
     def seconds_by_limit(self) -> dict[str, float]:
-        """Seconds of arithmetic, if its peak is known, of links and of the network."""
+        """Seconds of arithmetic (if its peak is known), of links and of the network."""
         arithmetic = {} if self.peak_flops is None else {"arithmetic": self.flops / self.peak_flops}
         return arithmetic | {
             "link": self.link_bytes / self.link_bandwidth,
@@ -36,13 +36,13 @@ class LeastTime:
 
     @property
     def limit(self) -> str:
-        """Which of them is the largest."""
+        """Name of the largest bound."""
         seconds = self.seconds_by_limit
         return max(seconds, key=seconds.__getitem__)
 
     @property
     def seconds(self) -> float:
-        """The least time of a step."""
+        """Least time of a step, in seconds."""
         return self.seconds_by_limit[self.limit]
 
 
@@ -52,8 +52,8 @@ def least_time(
     """Return the lower bounds of the last rehearsed step.
 
     Args:
-        record: of the rehearsal.
-        peak_flops: of the device per second; None if unknown.
+        record: record of the rehearsal.
+        peak_flops: peak FLOP/s of the device; None if unknown.
         link_bandwidth: bytes per second between GPUs of a node, in one direction.
         network_bandwidth: bytes per second between nodes for each GPU, in one direction.
     """
@@ -69,9 +69,9 @@ def least_time(
 
 
 def _link_bytes(each: Collective) -> float:
-    """Bytes that a rank receives from ranks of its node, including bytes of other nodes that these pass on.
+    """Return the bytes that a rank receives from ranks of its node, including forwarded bytes of other nodes.
 
-    An all-to-all passes nothing on: bytes from other nodes come directly through the network.
+    An all-to-all forwards nothing: bytes from other nodes come directly through the network.
     """
     per_node = each.group_size / each.num_nodes
     passed = each.bytes * _PASSES.get(each.kind, 1) * (1 - 1 / per_node)
@@ -79,7 +79,7 @@ def _link_bytes(each: Collective) -> float:
 
 
 def _network_bytes(each: Collective) -> float:
-    """Bytes that a node receives from other nodes, divided by the number of its ranks in the group."""
+    """Return the bytes that a node receives from other nodes, divided by the number of its ranks in the group."""
     per_node = each.group_size / each.num_nodes
     entering = each.bytes * _PASSES.get(each.kind, 1) * (1 - 1 / each.num_nodes)
     return entering if each.kind == "all_to_all" else entering / per_node

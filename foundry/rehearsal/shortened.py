@@ -1,4 +1,4 @@
-"""A configuration whose run takes a few steps, so that rehearsing it takes seconds."""
+"""Shortened configurations, so that a rehearsal takes seconds."""
 
 from dataclasses import replace
 from typing import Any
@@ -19,12 +19,12 @@ def take_steps(config: Config, steps: int, world_size: int) -> tuple[Config, lis
     """Return the configuration with a budget in steps, and notes on settings that cannot be rehearsed.
 
     Args:
-        config: of the run.
-        steps: at whose number the run ends.
-        world_size: ranks.
+        config: configuration of the run.
+        steps: number of the last optimizer step.
+        world_size: number of ranks.
 
     Raises:
-        ConfigError: the strategy cannot be rehearsed.
+        ConfigError: if the strategy or the generation batch size cannot be rehearsed.
     """
     strategy = resolve_distributed(config.distributed, world_size)
     if isinstance(strategy, DDP) and not strategy.shard_optimizer and strategy.overlap_grad_reduce:
@@ -51,9 +51,9 @@ def shorten(config: Config, world_size: int, *, saves: bool) -> Config:
     """Return the configuration with steps of full size, one evaluation of a microbatch per rank, and one checkpoint.
 
     Args:
-        config: of the run.
-        world_size: ranks.
-        saves: write the checkpoint at the end of the run; it has the size of a real one of this rank.
+        config: configuration of the run.
+        world_size: number of ranks.
+        saves: write a checkpoint at the end of the run, as large as a real one of this rank.
     """
     samples = config.distributed.dp_size(world_size) * config.hparams.per_gpu_batch_size
     held_out = {name: node for name, node in config.evaluation.evaluators.items() if _is_held_out(node)}
@@ -75,7 +75,7 @@ def shorten(config: Config, world_size: int, *, saves: bool) -> Config:
         save_final=saves and not config.checkpoint.is_off,
     )
     hparams = replace(config.hparams, batch_ramp=BatchRamp(), batch_schedule=None)
-    scheduler = Constant(warmup="0", horizon="1")  # in steps, so that a longer run has the same
+    scheduler = Constant(warmup="0", horizon="1")  # in steps, so that the schedule is the same for a longer run
     return replace(config, hparams=hparams, scheduler=scheduler, evaluation=evaluation, checkpoint=checkpoint)
 
 

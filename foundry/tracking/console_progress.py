@@ -1,4 +1,4 @@
-"""Progress on the terminal: a bar where there is one, plain lines where there is none."""
+"""Progress on the terminal: a progress bar, or plain lines if the output is not a terminal."""
 
 import time
 from collections.abc import Mapping
@@ -21,10 +21,10 @@ _BAR_WIDTH = 16
 
 
 class Progress:
-    """Tells a person how the run goes.
+    """Observer that prints the progress of a run for a person.
 
     Args:
-        console: None: standard output.
+        console: rich console to print to; None for standard output.
     """
 
     def __init__(self, *, console: Console | None = None) -> None:
@@ -40,7 +40,7 @@ class Progress:
 
     @tolerant
     def on_start(self, event: RunStarted) -> None:
-        """Say what is about to run."""
+        """Print the header of the run."""
         self._started, self._since = event, time.monotonic()
         self._total = event.plan.get("total_steps")
         self._say(header(event))
@@ -58,7 +58,7 @@ class Progress:
 
     @tolerant
     def on_step(self, event: StepLogged) -> None:
-        """Show the step's numbers."""
+        """Print the numbers of the step."""
         self._last = event
         judged = None
         if self._bar is not None and self._metric is not None and self._judged is not None:
@@ -73,7 +73,7 @@ class Progress:
 
     @tolerant
     def on_evaluation(self, event: Evaluated) -> None:
-        """Show what was measured, and where the samples are."""
+        """Print the metrics of the evaluation, and the path of the samples."""
         self._judged = event.metrics.get(self._metric or "")
         parts = [f"step {event.step}"]
         parts += [f"{_label(name)} {number(float(value))}" for name, value in event.metrics.items()]
@@ -83,14 +83,14 @@ class Progress:
 
     @tolerant
     def on_end(self, event: RunEnded) -> None:
-        """Stop the bar, and say what came of the run and where to look."""
+        """Stop the bar, and print the outcome of the run and where to find its results."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
         self._say(self._summary(event))
 
     def _fitting(self, numbers: list[str]) -> str:
-        """As many numbers as the terminal's line has room for beside the bar."""
+        """Return as many of the numbers as fit on the line beside the bar."""
         room = self._console.width - _BAR_WIDTH - len("step ") - 2 * len(str(self._total)) - 4
         while len(numbers) > 1 and len("  ".join(numbers)) > room:
             numbers = numbers[:-1]
@@ -118,7 +118,7 @@ class Progress:
         return None if self._started is None else self._started.metric
 
     def _say(self, rows: Mapping[str, str]) -> None:
-        """A block of names and values."""
+        """Print a block of names and values."""
         rows = {name: one_line(value) for name, value in rows.items()}
         if not self._on_terminal:
             width = max(map(len, rows), default=0)
@@ -142,7 +142,7 @@ class Progress:
 
 
 def header(event: RunStarted) -> dict[str, str]:
-    """What is about to run, by name; what the plan does not say is left out."""
+    """Return the rows of the header by name. Rows that the plan does not contain are left out."""
     plan, hparams = event.plan, event.config.get("hparams") or {}
     rows: dict[str, str] = {}
     precision = plan.get("precision") or (event.config.get("precision") or {}).get("mode")
@@ -171,12 +171,18 @@ def header(event: RunStarted) -> dict[str, str]:
 
 
 def _label(metric: str, *, short: bool = False) -> str:
-    """What a person calls a metric."""
+    """Return the display name of a metric."""
     return metric if metric != "val_loss" else "held-out" if short else "held-out loss"
 
 
 def step_numbers(event: StepLogged, total: int | None, judged: str | None) -> list[str]:
-    """A logged step as a person reads it; `judged`: name and value of the run's metric, if it is to be shown."""
+    """Format the numbers of a logged step.
+
+    Args:
+        event: the logged step.
+        total: optimizer steps of the run; None omits the remaining time.
+        judged: name and value of the run's metric; None omits them.
+    """
     if event.tokens_per_second is not None:
         speed = f"{count(event.tokens_per_second)} tokens/s"
     else:
@@ -193,14 +199,14 @@ def step_numbers(event: StepLogged, total: int | None, judged: str | None) -> li
 
 
 def unigram_entropy(plan: Mapping[str, Any]) -> float | None:
-    """The loss of a model that knows only how frequent each token is, in nats; None where the plan has none."""
+    """Return the loss in nats of a model that knows only token frequencies; None if the plan does not contain it."""
     notes = plan.get("notes")
     value = notes.get("unigram_entropy") if isinstance(notes, Mapping) else None
     return float(value) if value is not None else None
 
 
 def where_to_look(event: RunStarted) -> dict[str, str]:
-    """The pictures and samples there are, and the page or command that shows the run in MLflow."""
+    """Return the paths of the figures and samples, and the page or command that shows the run in MLflow."""
     rows: dict[str, str] = {}
     plots = event.run_dir / PLOTS
     of_tasks = (picture for task in installed_tasks() for picture in task.pictures)

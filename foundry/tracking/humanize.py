@@ -1,10 +1,10 @@
-"""Numbers as a person reads them."""
+"""Formatting of numbers for people."""
 
 import math
 
 
 def count(value: float) -> str:
-    """1234567 as 1.23M."""
+    """Format a number with a suffix: 1234567 as 1.23M."""
     if not math.isfinite(value):
         return str(value)
     for factor, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
@@ -14,7 +14,7 @@ def count(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """3661 s as 1:01:01."""
+    """Format seconds as a duration: 3661 as 1:01:01."""
     if not math.isfinite(seconds) or seconds < 0:
         return "-:--:--"
     minutes, rest = divmod(round(seconds), 60)
@@ -24,7 +24,7 @@ def duration(seconds: float) -> str:
 
 
 def number(value: object) -> str:
-    """Four decimals for a number, `-` for none, anything else as it is."""
+    """Format a float with four decimals, None as `-`, and anything else with `str`."""
     if value is None:
         return "-"
     return f"{value:.4f}" if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""`tracking.progress=json`: progress on standard output, a JSON object in each line, for a program that reads it."""
+"""Progress as JSON lines on standard output, for other programs: `tracking.progress=json`."""
 
 import sys
 import time
@@ -26,14 +26,14 @@ _OF_PLAN = (
 
 
 class JsonProgress:
-    """Writes the events of a run, each in a line.
+    """Observer that writes each event of a run as one line of JSON.
 
-    Every object has `event` (start, step, evaluation or end), `time` (UTC, ISO 8601) and `run_dir`, which tells the
-    jobs of a sweep apart. It is strict JSON: NaN and the infinities are "NaN", "Infinity" and "-Infinity", as in
+    Every object has `event` (start, step, evaluation or end), `time` (UTC, ISO 8601) and `run_dir`, which distinguishes
+    the jobs of a sweep. The output is strict JSON: NaN and the infinities are "NaN", "Infinity" and "-Infinity", as in
     metrics.jsonl.
 
     Args:
-        stream: None: standard output.
+        stream: stream to write to; None for standard output.
     """
 
     def __init__(self, *, stream: TextIO | None = None) -> None:
@@ -43,7 +43,7 @@ class JsonProgress:
 
     @tolerant
     def on_start(self, event: RunStarted) -> None:
-        """Write the plan in short."""
+        """Write a short form of the plan."""
         self._started, self._since = event, time.monotonic()
         plan = {name: event.plan[name] for name in _OF_PLAN if name in event.plan}
         judged = {"metric": event.metric, "config_hash": event.config_hash, "devices": event.devices}
@@ -51,20 +51,20 @@ class JsonProgress:
 
     @tolerant
     def on_step(self, event: StepLogged) -> None:
-        """Write the step's fields of metrics.jsonl, with the steps of the run and the seconds that are left."""
+        """Write the step's fields of metrics.jsonl, the number of steps of the run, and the remaining seconds."""
         total = None if self._started is None else self._started.plan.get("total_steps")
         left = None if total is None else (total - event.step) * event.step_seconds
         self._write("step", step_record(event) | {"total_steps": total, "eta_seconds": left})
 
     @tolerant
     def on_evaluation(self, event: Evaluated) -> None:
-        """Write the evaluation's fields of metrics.jsonl, and the file of samples."""
+        """Write the evaluation's fields of metrics.jsonl, and the path of the samples."""
         file = event.samples_file
         self._write("evaluation", evaluation_record(event) | {"samples_file": None if file is None else str(file)})
 
     @tolerant
     def on_end(self, event: RunEnded) -> None:
-        """Write how the run ended, and its result."""
+        """Write the final state of the run and its result."""
         fields: dict[str, Any] = {"state": event.state, "reason": printable(event.reason), "result": event.result}
         fields["seconds"] = round(time.monotonic() - self._since, 3)
         tracking = {} if self._started is None else self._started.config.get("tracking") or {}

@@ -1,4 +1,4 @@
-"""Progress in foundry.log: plain lines, whether or not the terminal shows progress."""
+"""Progress in foundry.log as plain lines, independent of the progress on the terminal."""
 
 import logging
 from io import TextIOBase
@@ -10,7 +10,7 @@ from foundry.tracking.console_progress import Progress
 
 
 class _LogFile(TextIOBase):
-    """A text file each of whose lines is a record of foundry.log, at level INFO."""
+    """Text stream that writes each line as a record of foundry.log, at level INFO."""
 
     def write(self, text: str) -> int:
         """Log the lines of a text."""
@@ -20,5 +20,5 @@ class _LogFile(TextIOBase):
 
 
 def log_progress() -> Progress:
-    """An observer that writes header, logged steps, evaluations and the end of a run into foundry.log."""
+    """Return an observer that writes header, logged steps, evaluations and the end of a run to foundry.log."""
     return Progress(console=Console(file=_LogFile(), force_terminal=False, highlight=False))  # type: ignore[arg-type]

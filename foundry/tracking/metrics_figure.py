@@ -1,4 +1,4 @@
-"""plots/metrics.png: gradient norm, learning rate, throughput and the metrics of objective and evaluators."""
+"""Figure plots/metrics.png: gradient norm, learning rate, throughput, and metrics of the objective and evaluators."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -21,9 +21,9 @@ _OF_EVERY_RUN = {
 }
 _ELSEWHERE = {"step", "samples", "tokens", "epoch", "loss", "weight_decay", "global_batch_size", "step_seconds"}
 _ELSEWHERE |= {"tflops", "mfu", "peak_memory_bytes", "reserved_memory_bytes", LOSS}
-"""In other pictures, or the same curve in another unit."""
+"""Metrics without a panel: they are in other figures, or repeat a curve in another unit."""
 _MOST_PANELS = 12
-_WIDE = 30.0  # a gradient norm over a wider span has a logarithmic axis
+_WIDE = 30.0  # ratio of the largest to the smallest gradient norm that makes the axis logarithmic
 _HELD_OUT = "held out"
 
 Points = Sequence[tuple[int, float]]
@@ -32,12 +32,15 @@ Points = Sequence[tuple[int, float]]
 def metrics_figure(
     logged: Mapping[str, Mapping[int, float]], measured: Mapping[str, Mapping[int, float]], run_name: str = ""
 ) -> "Figure | None":
-    """A panel for each number that changes along the run; None where none does.
+    """Draw one panel for each metric that changes during the run.
 
     Args:
-        logged: of training, values by step, by name in metrics.jsonl.
-        measured: of evaluations, in the same form; `val_` and the name of one of training shares its panel.
-        run_name: under the title.
+        logged: training metrics: value by step, by name in metrics.jsonl.
+        measured: evaluation metrics in the same form; `val_NAME` shares the panel of the training metric NAME.
+        run_name: name of the run, shown under the title.
+
+    Returns:
+        The figure; None if no metric changes.
     """
     shown = [name for name in _choose(logged, measured) if _changes(logged.get(name), measured.get(_paired(name)))]
     if not shown:
@@ -55,7 +58,7 @@ def metrics_figure(
 
 
 def _choose(logged: Mapping[str, object], measured: Mapping[str, object]) -> list[str]:
-    """The names of panels in order: what every run has, then metrics of training, then those of evaluations alone."""
+    """Return the names of the panels: metrics of every run, other training metrics, evaluation-only metrics."""
     elsewhere = _ELSEWHERE.union(*(plot.metrics for plot in plots().values()))
     own = [name for name in logged if name not in _OF_EVERY_RUN and name not in elsewhere and "/" not in name]
     paired = {_paired(name) for name in own}
@@ -64,12 +67,12 @@ def _choose(logged: Mapping[str, object], measured: Mapping[str, object]) -> lis
 
 
 def _paired(name: str) -> str:
-    """What an evaluation calls a metric of training; a metric of evaluations alone has its name already."""
+    """Return the evaluation name of a training metric. Evaluation metrics keep their name."""
     return name if name.startswith("val_") else val_metric_name(name)
 
 
 def _changes(*series: Mapping[int, float] | None) -> bool:
-    """Whether some curve is not one finite number throughout."""
+    """Return True if a series has more than one distinct value, or a value that is not finite."""
     return any(
         len(set(values.values())) > 1 or not all(map(math.isfinite, values.values())) for values in series if values
     )

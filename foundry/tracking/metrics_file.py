@@ -1,4 +1,4 @@
-"""metrics.jsonl: one line per logged step and one per evaluation."""
+"""The file metrics.jsonl, with one line per logged step and one per evaluation."""
 
 import os
 import re
@@ -20,9 +20,9 @@ _STEP_FIELDS = tuple(item.name for item in fields(StepLogged) if item.name != "m
 
 
 def step_record(event: StepLogged) -> dict[str, Any]:
-    """A logged step by name: its own fields, those that are known, then the objective's metrics.
+    """Return a logged step as a dictionary: its fields except unknown ones, then the objective's metrics.
 
-    Where tokens are counted, tokens per second stand in for samples per second.
+    Tokens per second replace samples per second if tokens are counted.
     """
     record = {name: getattr(event, name) for name in _STEP_FIELDS}
     for name in _OPTIONAL:
@@ -34,7 +34,7 @@ def step_record(event: StepLogged) -> dict[str, Any]:
 
 
 def evaluation_record(event: Evaluated) -> dict[str, Any]:
-    """An evaluation by name."""
+    """Return an evaluation as a dictionary."""
     record: dict[str, Any] = {"step": event.step, "samples": event.samples}
     return record | {name: value for name, value in event.metrics.items() if name not in record}
 
@@ -42,10 +42,10 @@ def evaluation_record(event: Evaluated) -> dict[str, Any]:
 def read_metrics(path: Path, *, having: str | None = None) -> list[dict[str, Any]]:
     """Return the records of a metrics.jsonl in the order of their steps, all of them in memory.
 
-    A run that resumed from an earlier step wrote some steps twice: the later record is kept.
+    A run that resumed from an earlier step wrote some steps twice; the later record is kept.
 
     Args:
-        path: see `iterate_metrics`, which also says what is raised.
+        path: see `iterate_metrics`, also for exceptions.
         having: see `iterate_metrics`.
     """
     records: dict[tuple[bool, int], dict[str, Any]] = {}
@@ -57,7 +57,10 @@ def read_metrics(path: Path, *, having: str | None = None) -> list[dict[str, Any
 
 
 def read_curve(path: Path, name: str) -> list[tuple[int, Any]]:
-    """Return (optimizer step, value) of a field, as `read_metrics` without the other fields, which take the memory."""
+    """Return (optimizer step, value) pairs of one field.
+
+    Takes less memory than `read_metrics`, which keeps all fields.
+    """
     found: tuple[dict[int, Any], dict[int, Any]] = ({}, {})
     for record in iterate_metrics(path, having=name):
         if name in record:
@@ -69,7 +72,7 @@ def read_curve(path: Path, name: str) -> list[tuple[int, Any]]:
 
 
 def read_step(path: Path, step: int) -> list[dict[str, Any]]:
-    """Return the records of one optimizer step in the order of the file; other lines are not decoded."""
+    """Return the records of one optimizer step in the order of the file. Other lines are not decoded."""
     wanted = re.compile(rb'"step":\s*%d\b' % step)
     return [record for record in iterate_metrics(path, matching=wanted) if record["step"] == step]
 
@@ -79,16 +82,16 @@ def iterate_metrics(
 ) -> Iterator[dict[str, Any]]:
     """Yield the records of a metrics.jsonl in the order of the file, NaN and infinities as floats.
 
-    A last line that is not complete, as a killed run leaves it, is left out.
+    An incomplete last line, as a killed run leaves it, is skipped.
 
     Args:
-        path: the file, or the run directory it lies in.
-        having: a field; lines without it are skipped and not decoded, which is much faster.
-        matching: a pattern; lines in which it is not found are skipped and not decoded.
+        path: the file, or its run directory.
+        having: name of a field; lines without it are skipped without decoding, which is much faster.
+        matching: regular expression; lines that do not match are skipped without decoding.
 
     Raises:
-        ValueError: a complete line is no record.
-        OSError: it is no regular file, or cannot be read.
+        ValueError: if a complete line is not a record.
+        OSError: if the path is not a regular file, or cannot be read.
     """
     path = path / METRICS if path.is_dir() else path
     wanted = b"" if having is None else f'"{having}":'.encode()
@@ -108,12 +111,12 @@ def iterate_metrics(
 
 
 def is_evaluation(record: Mapping[str, Any]) -> bool:
-    """Whether a record is of an evaluation, and not of a logged step, which has a loss."""
+    """Return True for the record of an evaluation, False for a logged step, which has a loss."""
     return "loss" not in record
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    """A line's record; None where it is none."""
+    """Decode the record of a line; None if the line is not a record."""
     try:
         record = decode(line.decode())
     except (ValueError, RecursionError):
@@ -122,7 +125,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 class MetricsFile:
-    """Appends to `metrics.jsonl`; each line is handed to the operating system before the next step."""
+    """Observer that appends to `metrics.jsonl`; each line is flushed to the operating system before the next step."""
 
     def __init__(self, *, run_dir: Path) -> None:
         self._path = Path(run_dir) / METRICS
@@ -130,7 +133,7 @@ class MetricsFile:
 
     @tolerant
     def on_start(self, event: RunStarted) -> None:
-        """Open the file; what an earlier start wrote of steps that are taken again is cut off."""
+        """Open the file, and remove records of an earlier start after the step that the run resumes from."""
         _cut_torn_line(self._path)
         _cut_after(self._path, event.step)
         self._open()
@@ -147,7 +150,7 @@ class MetricsFile:
 
     @tolerant
     def on_end(self, event: RunEnded) -> None:
-        """Make the file durable and close it."""
+        """Sync the file to disk and close it."""
         if self._file is not None:
             file, self._file = self._file, None
             with file:
@@ -167,7 +170,7 @@ class MetricsFile:
 
 
 def _cut_torn_line(path: Path) -> None:
-    """Remove a last line without its end."""
+    """Remove an incomplete last line."""
     if not path.exists():
         return
     with open_regular(path, "rb") as file:
@@ -181,7 +184,7 @@ def _cut_torn_line(path: Path) -> None:
 
 
 def _cut_after(path: Path, step: int) -> None:
-    """Keep the records up to a step, and nothing that is no record."""
+    """Remove records after a step, and lines that are not records."""
     if not path.exists():
         return
     with open_regular(path, "rb") as file:
@@ -195,6 +198,6 @@ def _cut_after(path: Path, step: int) -> None:
 
 
 def _is_until(line: bytes, step: int) -> bool:
-    """Whether a line is a record of a step, or of one before it."""
+    """Return True if a line is a record of this step or an earlier one."""
     record = _record(line)
     return record is not None and record["step"] <= step

@@ -1,4 +1,4 @@
-"""plots/norms.png: gradient, and update against weights, block by block."""
+"""Figure plots/norms.png: per block, the gradient norm and the ratio of update norm to weight norm."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
 
 _GRADIENT, _WEIGHT, _UPDATE = (f"{name}/" for name in NORMS)
 _MOST_NAMES, _FEW_POINTS = 12, 20
-_WIDE = 5.0  # norms over a wider span have a logarithmic axis
+_WIDE = 5.0  # ratio of the largest to the smallest norm that makes the axis logarithmic
 
 Curves = Mapping[str, Mapping[int, float]]
 
 
 def norms_figure(logged: Curves, run_name: str = "") -> "Figure | None":
-    """The norm of each block's gradient before clipping, and of its updates as a share of the norm of its weights.
+    """Draw each block's gradient norm before clipping, and its update norm divided by its weight norm.
 
     Args:
-        logged: values by step, by name in metrics.jsonl.
-        run_name: under the title.
+        logged: value by step, by name in metrics.jsonl.
+        run_name: name of the run, shown under the title.
 
     Returns:
-        None where no norms were measured.
+        The figure; None if no norms were logged.
     """
     blocks = [name.removeprefix(_GRADIENT) for name in logged if name.startswith(_GRADIENT)]
     if not blocks:
@@ -47,12 +47,12 @@ def norms_figure(logged: Curves, run_name: str = "") -> "Figure | None":
 
 
 def _ratio(updates: Mapping[int, float], weights: Mapping[int, float]) -> dict[int, float]:
-    """At the steps that have both; of weights that are 0 it is none."""
+    """Return update norm / weight norm at the steps that have both, except for weights of norm 0."""
     return {step: updates[step] / weights[step] for step in sorted(updates) if weights.get(step)}
 
 
 def _draw(axes: "Axes", title: str, curves: Curves) -> None:
-    """A line for each block, from dark to light in the order of the model."""
+    """Draw one line per block, from dark to light in the order of the model."""
     from matplotlib import colormaps
 
     colours = colormaps["viridis"]
@@ -64,14 +64,14 @@ def _draw(axes: "Axes", title: str, curves: Curves) -> None:
         steps = sorted(values)
         colour = colours(0.9 * number / max(1, len(curves) - 1))
         marker = "o" if len(steps) <= _FEW_POINTS else ""
-        drawn = [values[step] if values[step] > 0 or not is_log else math.nan for step in steps]  # 0 is a gap
+        drawn = [values[step] if values[step] > 0 or not is_log else math.nan for step in steps]  # 0 leaves a gap
         axes.plot(steps, drawn, color=colour, linewidth=1.4, marker=marker, markersize=3.5, label=block)
     if is_log:
         scale_logarithmically(axes)
 
 
 def _spread(count: int, most: int) -> Sequence[int]:
-    """So many of the numbers below `count`, evenly, the first and last among them."""
+    """Return at most `most` numbers below `count`, evenly spaced, including the first and the last."""
     if count <= most:
         return range(count)
     return [round(number * (count - 1) / (most - 1)) for number in range(most)]

@@ -1,4 +1,4 @@
-"""The observers of a run."""
+"""Construction of a run's observers from its configuration."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from foundry.tracking.status_file import StatusFile
 
 
 def build_observers(config: Tracking, run_dir: Path) -> list[Observer]:
-    """Those that the configuration asks for; later ones find the earlier ones' files written."""
+    """Build the configured observers, in order: later ones may read files that earlier ones wrote."""
     observers: list[Observer] = [MetricsFile(run_dir=run_dir), StatusFile(run_dir=run_dir)]
     if config.plots:
         observers.append(Plots(run_dir=run_dir, run_name=config.run_name))
@@ -41,7 +41,7 @@ def build_observers(config: Tracking, run_dir: Path) -> list[Observer]:
 
 
 def build_trackers(config: Tracking, run_dir: Path) -> list[Observer]:
-    """The parts of `tracking.trackers`, in their order; an error in one of them becomes a warning."""
+    """Build the parts of `tracking.trackers`, in order. Errors in a part become warnings."""
     offered = {
         "run_dir": run_dir,
         "uri": config.uri,

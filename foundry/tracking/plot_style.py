@@ -1,4 +1,4 @@
-"""What foundry's pictures share: colours, empty frames and panels, axes, curves, and how a file is written."""
+"""Shared style of the figures: colours, frames, panels, axes, curves, and writing of PNG files."""
 
 import math
 import warnings
@@ -23,22 +23,22 @@ RED = "#dc2626"
 RAW = "each logged step"
 SMOOTHED = "running median"
 
-_PANEL_INCHES = (5.2, 3.9)  # with its labels
+_PANEL_INCHES = (5.2, 3.9)  # including its labels
 _HEADER_INCHES, _LEFT_INCHES = 1.0, 0.85
-_FEW_POINTS = 20  # drawn as they are
-_MOST_POINTS = 4000  # more cannot be told apart and take seconds to draw
-_SPIKE = 4.0  # times the frame without it
-_FEW = 50  # points, of which one is more than 2 %
+_FEW_POINTS = 20  # drawn without smoothing
+_MOST_POINTS = 4000  # more points are indistinguishable and take seconds to draw
+_SPIKE = 4.0  # multiple of the height of the axis without the spike
+_FEW = 50  # number of points that makes one of them more than 2 %
 
 
 def frame(title: str, x: str | None, y: str, *, below: str = "") -> "tuple[Figure, Axes]":
-    """A picture of one panel.
+    """Return a figure with one panel.
 
     Args:
-        title: what is shown.
-        x: what lies along the horizontal axis; None: optimizer steps.
-        y: what lies along the vertical one.
-        below: of which run, under the title.
+        title: title of the figure.
+        x: label of the horizontal axis; None for optimizer steps.
+        y: label of the vertical axis.
+        below: name of the run, shown under the title.
     """
     figure = blank((8, 5.1), bottom=0.11, top=1 - (_HEADER_INCHES + 0.3) / 5.1)
     head(figure, title, below)
@@ -53,18 +53,26 @@ def frame(title: str, x: str | None, y: str, *, below: str = "") -> "tuple[Figur
 
 
 def blank(size: tuple[float, float], *, bottom: float, top: float) -> "Figure":
-    """A picture without pyplot, whose state the whole process would share; sizes in inches, margins in shares."""
+    """Return an empty figure, without the process-wide state of pyplot.
+
+    Args:
+        size: width and height in inches.
+        bottom: bottom of the panels, as a fraction of the height.
+        top: top of the panels, as a fraction of the height.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size)
-    figure.subplots_adjust(left=0.09, right=0.98, bottom=bottom, top=top)  # a constrained layout is as slow as drawing
+    figure.subplots_adjust(
+        left=0.09, right=0.98, bottom=bottom, top=top
+    )  # not a constrained layout, which takes as long as drawing
     FigureCanvasAgg(figure)
     return figure
 
 
 def panels(count: int) -> "tuple[Figure, list[Axes]]":
-    """A picture of several panels, dressed, three in a row at most; one or two are larger."""
+    """Return a figure with several panels, at most three per row. Figures with one or two panels are larger."""
     across = count if count <= 3 else (2 if count == 4 else 3)
     down = math.ceil(count / across)
     scale = 1.5 if count == 1 else (1.22 if across == 2 else 1.0)
@@ -79,14 +87,14 @@ def panels(count: int) -> "tuple[Figure, list[Axes]]":
 
 
 def head(figure: "Figure", title: str, below: str = "", *, colour: str = GREY, handles: Sequence[Any] = ()) -> None:
-    """The title at the left and a line of text below it; what the marks mean, where it is for all panels, at the right.
+    """Draw the title and a line of text below it at the left, and a legend for all panels at the right.
 
     Args:
-        figure: a picture; its margins are above its panels.
-        title: what is shown.
-        below: of which run, one line; what is too long for the picture is cut.
-        colour: of that line.
-        handles: of the legend.
+        figure: figure with a margin above its panels.
+        title: title of the figure.
+        below: one line, the name of the run; cut if it is too long for the figure.
+        colour: colour of that line.
+        handles: legend handles; empty for no legend.
     """
     width, height = figure.get_size_inches()
     left, line = 0.3 / width, 0.3 / height
@@ -107,14 +115,14 @@ def head(figure: "Figure", title: str, below: str = "", *, colour: str = GREY, h
 
 
 def dress(axes: "Axes") -> None:
-    """Grid and spines."""
+    """Style the grid and the spines."""
     axes.grid(alpha=0.25, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.01)
 
 
 def count_steps(axes: "Axes") -> None:
-    """Have optimizer steps along x: whole, round, and short however many there are."""
+    """Show optimizer steps along x, as whole, round and short numbers."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axes.set_xlabel("optimizer step")
@@ -123,7 +131,7 @@ def count_steps(axes: "Axes") -> None:
 
 
 def scale_logarithmically(axes: "Axes") -> None:
-    """Have powers of ten along y, and numbers between them where there is room, written out."""
+    """Use a logarithmic y-axis with decimal labels at powers of ten, and at 2 and 5 times these if there is room."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axes.set_yscale("log")
@@ -133,7 +141,7 @@ def scale_logarithmically(axes: "Axes") -> None:
 
 
 def step_text(step: float) -> str:
-    """A step at an axis: 500, 20k, 1.5M; no digit is dropped."""
+    """Format a step for an axis: 500, 20k, 1.5M. No digit is dropped."""
     for unit, name in ((10**9, "B"), (10**6, "M"), (10**4, "k")):
         if abs(step) >= unit:
             return f"{step / (1000 if name == 'k' else unit):.12g}{name}"
@@ -141,7 +149,7 @@ def step_text(step: float) -> str:
 
 
 def legend_above(axes: "Axes") -> None:
-    """Name what is drawn in rows between header and panel, where it covers no curve; of twin axes it names both's."""
+    """Place the legend between header and panel, so that it covers no curve. Includes the curves of twin axes."""
     twins = sorted(axes.get_shared_x_axes().get_siblings(axes), key=axes.figure.axes.index)
     handles = [handle for one in twins for handle in one.get_legend_handles_labels()[0]]
     if handles:
@@ -163,14 +171,16 @@ def legend_above(axes: "Axes") -> None:
 def draw_series(
     axes: "Axes", points: Sequence[tuple[int, float]], *, colour: str = BLUE, raw: str = RAW, smooth: str = SMOOTHED
 ) -> None:
-    """A noisy curve and its running median; few points are drawn as they are, and those that are no numbers crossed.
+    """Draw a noisy curve and its running median.
+
+    Few points are drawn without a median; non-finite values are crosses.
 
     Args:
-        axes: of a panel.
+        axes: axes of the panel.
         points: (step, value), ascending.
-        colour: of both lines.
-        raw: what the legend calls the values.
-        smooth: what it calls their median.
+        colour: colour of both lines.
+        raw: legend label of the values.
+        smooth: legend label of the median.
     """
     steps, values = [step for step, _ in points], [value for _, value in points]
     stride = max(1, math.ceil(len(points) / _MOST_POINTS))
@@ -190,9 +200,9 @@ def draw_series(
 
 
 def smoothed(values: Sequence[float], indices: Sequence[int]) -> list[float]:
-    """The median of the neighbourhood of some of the values: 5 % of them all, and at least 5 and at most 201.
+    """Return running medians at some indices, over a window of 5 % of the values, at least 5 and at most 201.
 
-    A spike does not move it and NaN does not enter; where there is nothing else it is NaN.
+    Single spikes do not change the median, and NaN is ignored. The median is NaN if the window has no finite value.
     """
     result = []
     for index in indices:
@@ -207,19 +217,19 @@ def _half(count: int) -> int:
 
 
 def _reach(count: int, index: int) -> int:
-    """How far the neighbourhood extends: the same on both sides, or the ends would lag."""
+    """Return the half width of the window, equal on both sides, since the median would lag at the ends otherwise."""
     return min(_half(count), index, count - 1 - index)
 
 
 def fit(axes: "Axes", values: Sequence[float], others: Sequence[float] = ()) -> None:
-    """Choose a frame that a few spikes cannot flatten, and say how many points lie outside of it.
+    """Choose y-limits that a few spikes cannot flatten, and write how many points lie above them.
 
-    Of few points none is rare, and a spike is one that is several times as high as the others.
+    With few points, a point counts as a spike only if it is several times as high as the rest.
 
     Args:
-        axes: of a panel.
-        values: of a curve in order, the first of which is shown in any case.
-        others: what else is to be shown.
+        axes: axes of the panel.
+        values: values of a curve in order; the first is always within the limits.
+        others: further values that must be within the limits.
     """
     finite = sorted(value for value in values if math.isfinite(value))
     if not finite:
@@ -240,7 +250,7 @@ def fit(axes: "Axes", values: Sequence[float], others: Sequence[float] = ()) -> 
 
 
 def save_figure(figure: "Figure", path: Path) -> None:
-    """Write a PNG; the file is whole at any time."""
+    """Write the figure as a PNG, atomically."""
     with replaced_atomically(path) as file, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # of a name in another script: a box is drawn
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # names in other scripts: boxes are drawn
         figure.savefig(file, dpi=120, format="png", metadata=PICTURE_METADATA)

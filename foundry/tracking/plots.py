@@ -1,4 +1,4 @@
-"""The pictures in plots/: loss.png, metrics.png, schedule.png, norms.png and those of tasks."""
+"""Figures in plots/: loss.png, metrics.png, schedule.png, norms.png and the figures of tasks."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -38,18 +38,18 @@ if TYPE_CHECKING:
 _LARGEST_SHARE_OF_TIME = 0.02
 
 Series = dict[str, dict[int, float]]
-"""Values by step, by the name of what they are of."""
+"""Values by step, keyed by metric name."""
 
 
 class Plots:
-    """Draws what is logged, at evaluations and at the end.
+    """Observer that draws the figures, at evaluations and at the end.
 
-    Drawing takes tenths of a second, so an evaluation that follows too soon upon the last drawing is passed over; at
-    the end everything is drawn.
+    Drawing takes tenths of a second. An evaluation that follows too soon after the last drawing is skipped, so that
+    drawing takes at most 2 % of the time. At the end, everything is drawn.
 
     Args:
-        run_dir: the run directory; pictures go to `plots/` in it.
-        run_name: under each title; None: the run directory's name, or of a sweep's job what tells it from the others.
+        run_dir: the run directory; figures are written to its folder `plots/`.
+        run_name: name under each title; None for the name of the run directory, or the swept settings of a sweep's job.
     """
 
     def __init__(self, *, run_dir: Path, run_name: str | None = None) -> None:
@@ -65,7 +65,7 @@ class Plots:
 
     @tolerant
     def on_start(self, event: RunStarted) -> None:
-        """Take over what an earlier start of the run measured."""
+        """Load the metrics that an earlier start of the run wrote."""
         self._entropy = unigram_entropy(event.plan)
         self._updates, self._phases, self._metric = event.updates, event.phases, event.metric
         if (self._run_dir / METRICS).exists():
@@ -74,12 +74,12 @@ class Plots:
 
     @tolerant
     def on_step(self, event: StepLogged) -> None:
-        """Remember the step."""
+        """Store the metrics of the step."""
         _remember(self._logged, step_record(event))
 
     @tolerant
     def on_evaluation(self, event: Evaluated) -> None:
-        """Remember what was measured, and draw."""
+        """Store the metrics of the evaluation, and draw."""
         _remember(self._measured, evaluation_record(event))
         begin = time.monotonic()
         if begin >= self._next_drawing:
@@ -89,7 +89,7 @@ class Plots:
 
     @tolerant
     def on_end(self, event: RunEnded) -> None:
-        """Draw."""
+        """Draw all figures."""
         self._draw(max(self._logged.get("loss", ()), default=0))
 
     def _draw(self, step: int) -> None:
@@ -114,7 +114,7 @@ class Plots:
                 save_figure(figure, folder / f"{stem}.png")
 
     def _name(self) -> str:
-        """What trackers call the run."""
+        """Return the name that trackers use for the run."""
         link = None if self._run_name is not None else ParentLink.load(self._run_dir)
         return one_line(self._run_name or (self._run_dir.absolute().name if link is None else link.run_name))
 
@@ -126,14 +126,14 @@ def _remember(series: Series, record: Mapping[str, Any]) -> None:
 
 
 def add_metric(figure: "Figure", name: str, points: Sequence[tuple[int, float]]) -> None:
-    """Draw the metric by which a run is judged, where that is no loss, over the same steps on an axis of its own.
+    """Draw the run's metric, if it is not the loss, over the same steps on a second y-axis.
 
     Args:
-        figure: of the losses.
-        name: of the metric.
+        figure: figure of the losses.
+        name: name of the metric.
         points: (step, value), ascending.
     """
-    figure.subplots_adjust(right=0.91)  # room for the numbers of this axis
+    figure.subplots_adjust(right=0.91)  # room for the labels of the second axis
     axes = figure.axes[0].twinx()
     steps, values = zip(*points, strict=True)
     axes.plot(steps, values, color=GREEN, linewidth=1.2, marker="s", markersize=4, label=f"{name} {_final(values)}")
@@ -148,13 +148,13 @@ def loss_figure(
     entropy: float | None,
     run_name: str = "",
 ) -> "Figure":
-    """The training loss, its running median, the held-out loss and a reference.
+    """Draw the training loss, its running median, the held-out loss and a reference.
 
     Args:
         points: (step, training loss), ascending.
         held_out: (step, held-out loss), ascending.
-        entropy: of the unigram distribution of the text, in nats; None for other data.
-        run_name: under the title.
+        entropy: entropy of the text's unigram distribution, in nats; None for other data.
+        run_name: name of the run, shown under the title.
     """
     figure, axes = frame("Loss", None, "loss (mean over the global batch)", below=run_name)
     losses, held_out_losses = [loss for _, loss in points], [loss for _, loss in held_out]

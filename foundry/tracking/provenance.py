@@ -1,4 +1,4 @@
-"""Which code ran, where."""
+"""Tags that identify the code, command and machine of a run."""
 
 import getpass
 import shlex
@@ -13,10 +13,11 @@ from foundry.run_dir.redact import masked_text
 
 
 def provenance(directory: Path) -> dict[str, str]:
-    """Tags that name the code, the machine and the person; what cannot be known is left out.
+    """Return tags that identify the code, the machine and the user. Unknown values are left out.
 
     Args:
-        directory: where the program was started. Where it is in no git repository, foundry's own is asked.
+        directory: folder that the program was started in. If it is not in a git repository, foundry's repository is
+            used.
     """
     program = Path(sys.argv[0])
     tags = {

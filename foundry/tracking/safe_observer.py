@@ -1,4 +1,4 @@
-"""Observers never stop a run: what one cannot do, it logs."""
+"""Wrappers that turn the exceptions of observers into warnings, so that they never stop a run."""
 
 import functools
 import logging
@@ -12,7 +12,7 @@ Event = TypeVar("Event")
 
 
 def tolerant(method: Callable[[Self, Event], None]) -> Callable[[Self, Event], None]:
-    """Wrap an observer's method so that an exception becomes a warning, once per observer and kind of error."""
+    """Wrap an observer's method so that an exception becomes a warning, once per method and exception type."""
 
     @functools.wraps(method)
     def call(self: Self, event: Event) -> None:
@@ -34,11 +34,11 @@ def tolerant(method: Callable[[Self, Event], None]) -> Callable[[Self, Event], N
 
 
 class SafeObserver:
-    """Any observer, made safe: its errors become warnings, and it need not have every method.
+    """Wrapper for a user's observer: exceptions become warnings, and missing methods are skipped.
 
     Args:
-        name: for the warnings.
-        observer: a part of the user's own.
+        name: name for the warnings.
+        observer: the user's observer.
     """
 
     def __init__(self, name: str, observer: object) -> None:
@@ -46,22 +46,22 @@ class SafeObserver:
 
     @tolerant
     def on_start(self, event: RunStarted) -> None:
-        """Pass it on."""
+        """Forward the event."""
         self._pass("on_start", event)
 
     @tolerant
     def on_step(self, event: StepLogged) -> None:
-        """Pass it on."""
+        """Forward the event."""
         self._pass("on_step", event)
 
     @tolerant
     def on_evaluation(self, event: Evaluated) -> None:
-        """Pass it on."""
+        """Forward the event."""
         self._pass("on_evaluation", event)
 
     @tolerant
     def on_end(self, event: RunEnded) -> None:
-        """Pass it on."""
+        """Forward the event."""
         self._pass("on_end", event)
 
     def _pass(self, method: str, event: object) -> None:

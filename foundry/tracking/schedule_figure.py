@@ -1,4 +1,4 @@
-"""plots/schedule.png: learning rate, weight decay and batch size over the run."""
+"""Figure plots/schedule.png: learning rate, weight decay and batch size over the run."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -16,13 +16,15 @@ _SHADES = {"warmup": ORANGE, "stable": GREEN, "constant": GREEN, "decay": BLUE, 
 def schedule_figure(
     updates: Sequence[PlannedUpdate], phases: Sequence[Phase], step: int = 0, run_name: str = ""
 ) -> "Figure":
-    """Panels over the optimizer steps, with the learning rate's phases shaded; what never changes is said in words.
+    """Draw panels over the optimizer steps, with shaded phases of the learning rate.
+
+    Constants are listed in the header.
 
     Args:
-        updates: every update, or a selection that shows every corner.
-        phases: of the learning rate.
-        step: the last step taken, marked while the run is under way.
-        run_name: under the title.
+        updates: every update, or a selection that includes every corner of the curves.
+        phases: phases of the learning rate.
+        step: last completed step, marked while the run continues.
+        run_name: name of the run, shown under the title.
     """
     steps = [update.step for update in updates]
     rows: list[tuple[str, list[float], str]] = [
@@ -61,12 +63,12 @@ def schedule_figure(
 
 def _shade(axes: "Axes", phases: Sequence[Phase]) -> None:
     for phase in phases:
-        # Half a step to each side, so that neighbours meet and a phase of one step is seen.
+        # Extend by half a step to each side, so that phases touch and a phase of one step is visible.
         axes.axvspan(phase.first_step - 0.5, phase.last_step + 0.5, color=_SHADES[phase.name], alpha=0.07, linewidth=0)
 
 
 def _name(axes: "Axes", phases: Sequence[Phase]) -> None:
-    """Write each phase's name and steps above it, where there is room; else beside the title."""
+    """Write each phase's name and steps at the top of its area, or beside the title if the area is too narrow."""
     whole = phases[-1].last_step - phases[0].first_step + 1 if phases else 1
     narrow = list[str]()
     for phase in phases:

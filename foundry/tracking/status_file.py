@@ -1,4 +1,4 @@
-"""status.json and result.json: what a run is doing, and what came of it."""
+"""The files status.json and result.json: current state and final result of a run."""
 
 import time
 from collections.abc import Callable
@@ -12,12 +12,12 @@ from foundry.tracking.safe_observer import tolerant
 
 
 class StatusFile:
-    """Keeps `status.json` true, and writes `result.json` at the end.
+    """Observer that updates `status.json`, and writes `result.json` at the end.
 
     Args:
         run_dir: the run directory.
-        seconds_between_updates: `status.json` is replaced at most this often while the run continues.
-        clock: monotonic seconds.
+        seconds_between_updates: minimum time between two updates of `status.json` while the run continues.
+        clock: monotonic clock in seconds.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class StatusFile:
 
     @tolerant
     def on_start(self, event: RunStarted) -> None:
-        """The run is running."""
+        """Write the state "running"."""
         self._run_dir.mkdir(parents=True, exist_ok=True)
         self._status = {
             "state": "running",
@@ -50,22 +50,22 @@ class StatusFile:
 
     @tolerant
     def on_step(self, event: StepLogged) -> None:
-        """The run has come to this step."""
+        """Record the current step."""
         self._status["step"] = event.step
         if self._clock() - self._written >= self._interval:
             self._write()
 
     @tolerant
     def on_evaluation(self, event: Evaluated) -> None:
-        """The run has come to this step."""
+        """Record the current step."""
         self._status["step"] = event.step
         self._write()
 
     def on_end(self, event: RunEnded) -> None:
-        """The run is over: its result first, so that a finished run always has one.
+        """Record the end of the run. The result is written first, so that a finished run always has one.
 
         Raises:
-            OSError: a run that finished cannot say so: it has to end once more.
+            OSError: if the end of a finished run cannot be recorded; the run then has to end again.
         """
         if event.result:
             write_result(self._run_dir, event.result)

@@ -1,4 +1,4 @@
-"""TensorBoard: event files in the run directory, for `tensorboard --logdir runs`."""
+"""TensorBoard tracker: event files in the run directory, for `tensorboard --logdir runs`."""
 
 import json
 import time
@@ -13,12 +13,12 @@ from foundry.tracking.metric_groups import begins_grouped, evaluation_values, st
 
 
 class TensorBoard:
-    """Writes the logged metrics as scalars and the configuration as text; needs the extra `tensorboard`.
+    """Tracker that writes metrics as scalars and the configuration as text; needs the extra `tensorboard`.
 
-    A resumed run begins a file of its own, by which TensorBoard drops what an earlier start wrote of the same steps.
+    A resumed run begins a new file, which makes TensorBoard drop the values of an earlier start for the same steps.
 
     Args:
-        settings: the folder, and how long events stay in memory.
+        settings: folder of the event files, and interval of flushing.
         run_dir: the run directory.
     """
 

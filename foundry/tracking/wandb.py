@@ -1,4 +1,4 @@
-"""Weights & Biases."""
+"""Weights & Biases tracker."""
 
 import hashlib
 import logging
@@ -18,14 +18,15 @@ log = logging.getLogger(__name__)
 
 
 class WandB:
-    """Keeps a run's configuration and metrics in Weights & Biases; needs the extra `wandb`.
+    """Tracker that logs a run's configuration and metrics to Weights & Biases; needs the extra `wandb`.
 
-    It never asks for a key: that is WANDB_API_KEY, or what `wandb login` has stored; without one the run is recorded
-    offline. In offline mode nothing goes over the network, and `wandb sync RUN_DIR/wandb/offline-run-*` sends it later.
+    It never prompts for a key: it uses WANDB_API_KEY or the key stored by `wandb login`. Without a key, the run is
+    recorded offline. In offline mode, nothing is sent over the network; `wandb sync RUN_DIR/wandb/offline-run-*`
+    uploads it later.
 
     Args:
-        settings: names of project and run, and the mode; WANDB_MODE stands in for its default.
-        run_dir: the run directory, which also gives the run its identity there.
+        settings: names of project and run, and the mode; WANDB_MODE replaces the default mode.
+        run_dir: the run directory; the id of the run in Weights & Biases is derived from its path.
     """
 
     @configured_by(WandBSettings)
@@ -36,11 +37,11 @@ class WandB:
         self._is_grouped = True
 
     def on_start(self, event: RunStarted) -> None:
-        """Begin the run, or continue with it where it was recorded before."""
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # wandb reports its own crashes over the network
+        """Begin the run, or continue it if it was recorded before."""
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # wandb would report its own crashes over the network
         import wandb
 
-        logging.getLogger("wandb").propagate = False  # its notes on itself have a file of their own
+        logging.getLogger("wandb").propagate = False  # wandb writes its own log file
         if self._mode == "online" and not _has_key():
             message = (
                 "no key for Weights & Biases (WANDB_API_KEY, or `wandb login`): recorded offline; send it with: %s"
@@ -60,7 +61,7 @@ class WandB:
             tags=self.settings.tags,
             mode=self._mode,
             reinit="create_new",
-            # The command line, the code and the terminal's lines may hold what only foundry knows to be secret.
+            # The command line, the code and the terminal output may contain secrets that only foundry can mask.
             settings=wandb.Settings(
                 console="off", silent=True, disable_git=True, disable_code=True, x_disable_meta=True, init_timeout=30.0
             ),
@@ -75,7 +76,7 @@ class WandB:
         self._log(evaluation_values(event, is_grouped=self._is_grouped))
 
     def on_end(self, event: RunEnded) -> None:
-        """Record how the run ended, and close it."""
+        """Record the final state of the run, and close it."""
         if self._run is not None:
             self._run.summary.update({"state": event.state, "reason": masked({"reason": event.reason})["reason"]})
             self._run.finish(exit_code=0 if event.state == "finished" else 1)
@@ -85,7 +86,7 @@ class WandB:
 
 
 def _has_key() -> bool:
-    """Whether wandb will find a key without asking for one."""
+    """Return True if wandb will find a key without prompting."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""

@@ -1,1 +1,1 @@
-"""Composing a configuration: schemas, options, resolvers, and everything used of Hydra."""
+"""Composition of a configuration: schemas, options, resolvers, and all uses of undocumented Hydra functions."""

@@ -1,6 +1,7 @@
-"""`model=base`: replaced, when a configuration is composed, by the model, weights and tokenizer that it stands for.
+"""Expansion of `model=base` into the model, weights and tokenizer of an earlier run or a transformers folder.
 
-Of a run's config.yaml only the model is taken, and only if it is foundry's own part, or `model.trust=true`.
+The expansion happens while a configuration is composed. Only the model is taken from a run's config.yaml, and only if
+it is a built-in part or `model.trust=true`.
 """
 
 import os
@@ -27,12 +28,12 @@ from foundry.run_dir.names import CHAT_TEMPLATE, CONFIG, TOKENIZER, TRANSFORMERS
 
 @dataclass(frozen=True)
 class BaseKeys:
-    """The settings that choose a model which exists, for messages.
+    """Keys of the settings that choose an existing model, used in error messages.
 
     Attributes:
-        path: run directory, or folder of transformers.
-        which: checkpoint of that run.
-        trust: whether it may be of a part that foundry does not know.
+        path: key of the run directory or transformers folder.
+        which: key of the checkpoint of that run.
+        trust: key of the flag that allows models that are not built-in parts.
     """
 
     path: str
@@ -46,10 +47,12 @@ OF_THE_BASE = "is the base's own and cannot be given; leave it out, or choose mo
 
 
 def expand_base(composed: DictConfig) -> list[Violation]:
-    """Replace `model=base` in a composed configuration; whatever else is the model stays.
+    """Replace `model=base` in a composed configuration by the model that it refers to.
+
+    Any other model is left unchanged.
 
     Returns:
-        What is wrong with the base, or with settings that it decides; the configuration is then as it was.
+        The errors in the base and in settings that conflict with it. If there are any, the configuration is unchanged.
     """
     node = composed._get_node("model")
     if not isinstance(node, DictConfig) or OmegaConf.get_type(node) is not Base:
@@ -84,16 +87,16 @@ def expand_base(composed: DictConfig) -> list[Violation]:
 
 
 def resolve_base(folder: Path, which: str, trust: bool, keys: BaseKeys) -> DictConfig:
-    """The model of a run or of a folder of transformers, with its weights, as a configuration.
+    """Return the configuration of the model of a run or of a transformers folder, including the path of its weights.
 
     Args:
-        folder: where it lies.
-        which: checkpoint of a run: last, best, or the number of a step.
-        trust: whether a run's model may be none of foundry's.
-        keys: the settings that say this.
+        folder: the run directory or transformers folder.
+        which: checkpoint of a run: last, best, or a step number.
+        trust: allow a run's model that is not a built-in part.
+        keys: the settings to name in error messages.
 
     Raises:
-        ConfigError: there is no such model, or it may not be built.
+        ConfigError: if the model does not exist, or is not trusted.
     """
     if wrong := list(_check_base(folder, which, trust, keys)):
         raise ConfigError(wrong)
@@ -125,10 +128,11 @@ def _check_base(folder: Path, which: str, trust: bool, keys: BaseKeys) -> Iterat
 
 
 def _run_model(run_dir: Path, which: str, trust: bool, keys: BaseKeys) -> DictConfig:
-    """The model of a run as it was recorded, with the weights of a checkpoint to start from.
+    """Return the recorded model of a run, with `init_from` set to one of its checkpoints.
 
     Raises:
-        ConfigError: it is not to be trusted, or no model of this foundry's, or there is no such checkpoint.
+        ConfigError: if the model is not trusted, if this version of foundry cannot read it, or if the checkpoint does
+            not exist.
     """
     file = run_dir / CONFIG
     recorded = read_settings(file, keys.path).get("model")
@@ -149,7 +153,7 @@ def _run_model(run_dir: Path, which: str, trust: bool, keys: BaseKeys) -> DictCo
     with open_dict(model):
         model.init_from = str(checkpoint)
         for part in weights_of_parts(OmegaConf.to_container(model)):
-            OmegaConf.update(model, f"{part}.init_from", None)  # the checkpoint has them
+            OmegaConf.update(model, f"{part}.init_from", None)  # the checkpoint contains the weights of the part
     if OmegaConf.get_type(model) is HuggingFace and model.path is not None:
         own = run_dir.absolute() / TRANSFORMERS
         if own.is_dir():
@@ -162,7 +166,7 @@ def _run_model(run_dir: Path, which: str, trust: bool, keys: BaseKeys) -> DictCo
 
 
 def _check_data(data: Any, model: DictConfig, folder: Path, files: Mapping[str, Path]) -> Iterator[Violation]:
-    """Sizes that the data was given otherwise than the base has them, and files that are none."""
+    """Yield an error for each data setting that exceeds a size of the base, and for each missing file of the base."""
     is_text = _reads_words(data) and _words_if(data) is None
     if is_text and (kind := kind_without_tokens(model)):
         yield Violation(_PATH, f"is {folder}, whose model is {kind}, but the data is text; choose a language model")
@@ -181,7 +185,7 @@ def _check_data(data: Any, model: DictConfig, folder: Path, files: Mapping[str, 
 
 
 def _fill_data(data: Any, model: DictConfig, files: Mapping[str, Path]) -> None:
-    """What the data takes from the base where nobody has given it: the tokenizer, its size, the chat template."""
+    """Fill in the tokenizer, vocabulary size and chat template of the base if the user has not set them."""
     size = _own_size(model, "vocab_size")
     values: dict[str, Any] = {name: str(file.absolute()) for name, file in files.items() if file.is_file()}
     for name, value in {**values, "vocab_size": size}.items() if _reads_words(data) else ():
@@ -190,7 +194,7 @@ def _fill_data(data: Any, model: DictConfig, files: Mapping[str, Path]) -> None:
 
 
 def _reads_words(data: Any) -> bool:
-    """Whether samples have tokens: those of text, and of other data where a setting gives it words."""
+    """Return True if samples contain text tokens. For some data this depends on a setting (see `_words_if`)."""
     if not isinstance(data, DictConfig) or "tokenizer" not in data:
         return False
     setting = _words_if(data)
@@ -198,21 +202,21 @@ def _reads_words(data: Any) -> bool:
 
 
 def _words_if(data: DictConfig) -> str | None:
-    """Name of the setting without which the data has no words; None if it always has some."""
+    """Return the name of the setting that enables text in the samples; None if they always have text."""
     return getattr(OmegaConf.get_type(data), "words_if", None)
 
 
 def kind_without_tokens(model: DictConfig) -> str | None:
-    """What a model is that is made for images, as `DiT`; None for one of language, or of the user's own."""
+    """Return the class name of an image model, such as `DiT`; None for language models and the user's own models."""
     schema = OmegaConf.get_type(model)
     wants = getattr(schema, "wants", None)
     return None if schema is None or wants is None or "tokens" in wants else schema.__name__
 
 
 def _own_size(model: DictConfig, name: str) -> Any:
-    """A size that the model has of itself; None where it follows the data, or a model of images has no such size.
+    """Return a size that the model fixes by itself; None if it follows the data or does not exist.
 
-    Of a model with a language part it is that part's.
+    For a model with a language part, this is the size of the language part.
     """
     part = getattr(OmegaConf.get_type(model), "language_part", None)
     model = model if part is None else model[part]
@@ -220,7 +224,7 @@ def _own_size(model: DictConfig, name: str) -> Any:
 
 
 def _is_left_open(data: Any, name: str) -> bool:
-    """Whether the data has a setting, and nobody has given it a value."""
+    """Return True if the data has a setting of this name that still has its default value."""
     if not isinstance(data, DictConfig) or name not in data:
         return False
     node: Any = data._get_node(name)

@@ -1,8 +1,8 @@
-"""Options that are chosen together with other options, such as the hyperparameters of a method.
+"""Options that are chosen together with other options, such as the hyperparameters of a training method.
 
 Hydra cannot express this. Presets such as `hparams=policy` choose the objective, the objective chooses `hparams`, and a
-defaults list has one order. An option chosen by interpolation cannot override other groups and needs a file for every
-objective, including those of the user.
+defaults list is processed in one order. An option chosen by interpolation cannot override other groups and needs a file
+for every objective, including the user's objectives.
 """
 
 from collections.abc import Mapping
@@ -15,11 +15,11 @@ from foundry.config.schemas.model import Base
 from foundry.core.tasks import Bringing, bringing
 
 DEFAULT_HPARAMS = "llm"
-"""The option of `hparams` in config.yaml. The option of a method replaces it."""
+"""Default option of `hparams` in config.yaml; replaced by the option that belongs to the training method."""
 
 
 def bring(chosen: Chosen) -> Mapping[str, str]:
-    """Return the options to choose in addition, by group. A group that the user has chosen is never among them."""
+    """Return the additional options to choose, by group. Groups that the user has chosen are never included."""
     options = chosen.options
     if not {"hparams", "objective", "data", "model", "simulator", "evaluation"} <= options.keys():
         return {}
@@ -38,10 +38,10 @@ def bring(chosen: Chosen) -> Mapping[str, str]:
 
 
 def own_hparams(repo: IConfigRepository, options: Mapping[str, str | None]) -> tuple[str | None, str]:
-    """Return the option of `hparams` that goes with the chosen options, and the group whose option brings it.
+    """Return the option of `hparams` that belongs to the chosen options, and the group that it was derived from.
 
-    The schema of an option names it as `brings_hparams`. A new model comes before the data, then the objective; a base
-    comes last, since it can be trained by any method.
+    The schema of an option declares it as `brings_hparams`. A new model takes precedence over the data, and the data
+    over the objective. A base model comes last, since every method can train it.
 
     Args:
         repo: the folders of options.
@@ -55,7 +55,7 @@ def own_hparams(repo: IConfigRepository, options: Mapping[str, str | None]) -> t
 
 
 def option_schema(repo: IConfigRepository, group: str, option: str | None) -> type[Any] | None:
-    """Return the schema on which an option builds, itself or through another option; None without a schema."""
+    """Return the schema of an option, following the options that it extends; None if it has no schema."""
     loaded = repo.load_config(f"{group}/{option}") if isinstance(option, str) else None
     names = [name for entry in (loaded and loaded.defaults_list) or () if (name := entry.get_name()) is not None]
     for name in names:

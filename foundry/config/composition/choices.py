@@ -1,4 +1,4 @@
-"""A cache of compositions by their choices of options; overrides of values are applied to a copy."""
+"""Cache of compositions, keyed by the chosen options; overrides of values are applied to a copy."""
 
 import itertools
 import os
@@ -23,10 +23,11 @@ _SEARCHPATH = "hydra.searchpath"
 
 
 class Choices:
-    """Configurations without their overrides of values, by the choices of options that they are composed of.
+    """Cache of composed configurations without value overrides, keyed by the chosen options.
 
     Reading and merging options takes most of the time of a composition. From the second composition on, it is done once
-    for all that choose the same options; overrides of values are applied to a copy, as Hydra does it at the end.
+    for all compositions that choose the same options. Overrides of values are then applied to a copy, as Hydra does in
+    its last step.
     """
 
     def __init__(self) -> None:
@@ -36,7 +37,7 @@ class Choices:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Have all compositions meanwhile share these; no file of an option may change between them."""
+        """Use this cache for all compositions within the context. Option files must not change meanwhile."""
         token = _current.set(self)
         try:
             yield
@@ -51,7 +52,7 @@ class Choices:
         overrides: list[str],
         run_mode: RunMode,
     ) -> DictConfig:
-        """Return the configuration that `load` composes of the overrides; the caller may change it."""
+        """Return the configuration that `load` composes from the overrides. The caller may modify it."""
         self._num_composed += 1
         if self._num_composed == 1:
             return load(overrides)
@@ -74,7 +75,7 @@ class Choices:
     def open(
         self, loader: ConfigLoader, config_name: str | None, overrides: Sequence[Override]
     ) -> tuple[CachingConfigRepository, Exception | None]:
-        """Return the options and the error of `hydra_internals.open_repository`, once for the same folders."""
+        """Return the result of `hydra_internals.open_repository`, cached by search path."""
         folders = [override.input_line for override in overrides if override.key_or_group == _SEARCHPATH]
         key = (_sources(loader), config_name, *folders)
         if key not in self._opened:
@@ -86,12 +87,12 @@ _current: ContextVar[Choices | None] = ContextVar("choices", default=None)
 
 
 def current() -> Choices:
-    """Return the choices that compositions share now, or new ones."""
+    """Return the cache that is currently in use, or a new one."""
     return _current.get() or Choices()
 
 
 def keep_choices(choices: Choices | None = None) -> None:
-    """Have all compositions of this process share these choices, or else their own."""
+    """Make all later compositions of this process use this cache. None keeps the current one, or creates one."""
     _current.set(choices or current())
 
 
@@ -102,14 +103,17 @@ def compose_with(
     overrides: list[str],
     run_mode: RunMode,
 ) -> DictConfig:
-    """Compose overrides with `load`, and with the choices that are kept meanwhile."""
+    """Compose overrides with `load`, using the current cache."""
     return current().compose(load, loader, config_name, overrides, run_mode)
 
 
 def open_repository(
     loader: ConfigLoader, config_name: str | None, overrides: Sequence[Override]
 ) -> tuple[CachingConfigRepository, Exception | None]:
-    """Return where a loader finds options, and the error about `hydra.searchpath` or None; once if choices are kept."""
+    """Return the repository of options of a loader, and the error about `hydra.searchpath` or None.
+
+    Cached if a cache is in use.
+    """
     return current().open(loader, config_name, overrides)
 
 
@@ -118,7 +122,7 @@ def _sources(loader: ConfigLoader) -> tuple[tuple[str, str], ...]:
 
 
 def _record(overrides: Sequence[Override], config: DictConfig) -> None:
-    """Write overrides, working folder and passed environment variables into a configuration, as Hydra does."""
+    """Write the overrides, the working folder and copied environment variables into a configuration, as Hydra does."""
     own = [override for override in overrides if not override.is_hydra_override()]
     config.hydra.overrides.hydra = [override.input_line for override in overrides if override.is_hydra_override()]
     config.hydra.overrides.task = [override.input_line for override in own]

@@ -1,9 +1,9 @@
-"""Making Hydra refuse a wrong configuration while it composes it.
+"""Checks that make Hydra reject an invalid configuration while composing it.
 
-Hydra has no hook between composing a configuration and using it, so one method of its loader is wrapped. A wrong
-configuration is then refused wherever it is composed: for a run, `--cfg job`, `compose()` in a test, and each job of a
-sweep, before the first one starts. Configurations without foundry's schemas are other applications', and let through.
-See hydra-core issues 981 and 2193; the wrapper can go when Hydra has such a hook.
+Hydra has no hook between composing a configuration and using it, so one method of its loader is wrapped. Every
+composition then rejects an invalid configuration: for a run, for `--cfg job`, by `compose()` in a test, and for each
+job of a sweep before the first one starts. Configurations without foundry's schemas belong to other applications and
+are not checked. See hydra-core issues 981 and 2193; the wrapper can be removed when Hydra has this hook.
 """
 
 from collections.abc import Callable
@@ -41,14 +41,14 @@ _NO_SCHEMAS = (
 
 
 def config_dir() -> str:
-    """The folder of the configuration groups: inside the installed package, or beside it in a checkout."""
+    """Return the folder of the configuration groups: in the installed package, or next to it in a source checkout."""
     package = Path(__file__).resolve().parents[2]
     installed = package / "conf"
     return str(installed if installed.is_dir() else package.parent / "conf")
 
 
 class _OwnOptions(SearchPathPlugin):
-    """Has Hydra look for options in tasks' folders, and last in foundry's if another primary folder was chosen."""
+    """Plugin that adds the folders of tasks to Hydra's search path, and foundry's folder last if it is missing."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         add_options_of_tasks(search_path)
@@ -58,20 +58,21 @@ class _OwnOptions(SearchPathPlugin):
 
 
 def add_options_of_tasks(search_path: ConfigSearchPath) -> None:
-    """Add the folders of options that tasks of other packages have; options of foundry's own names stay foundry's."""
+    """Add the option folders of installed tasks to the search path. Options of foundry with the same name win."""
     for task in installed_tasks():
         if task.config_dir is not None:
             search_path.append(f"foundry.tasks.{task.name}", f"file://{task.config_dir}")
 
 
 def install(*, alone: bool = False) -> None:
-    """Register schemas and resolvers, and wrap Hydra's loader. Calling it again changes nothing.
+    """Register schemas and resolvers, and wrap Hydra's loader. Idempotent.
 
     Args:
-        alone: nothing else is composed in this process, so what is none of foundry's is a config error.
+        alone: no other Hydra application runs in this process, so a configuration without foundry's schemas is an
+            error.
 
     Raises:
-        UnsupportedHydraError: the installed Hydra is not one that foundry knows.
+        UnsupportedHydraError: if the installed version of Hydra is not supported.
     """
     register_schemas()
     register_resolvers()
@@ -99,10 +100,12 @@ def _load(
     run_mode: RunMode,
     compose: Callable[[list[str]], DictConfig],
 ) -> DictConfig:
-    """Compose with Hydra's `compose`, and refuse what is foundry's and wrong; the rest is let through.
+    """Compose with Hydra's `compose`, and reject an invalid configuration of foundry.
+
+    Other configurations are not checked.
 
     Raises:
-        ConfigError: with every error.
+        ConfigError: if the configuration is invalid; contains all errors.
     """
 
     def compose_named(overrides: list[str]) -> DictConfig:
@@ -122,15 +125,14 @@ def _checked(
     run_mode: RunMode,
     compose: Callable[[list[str]], DictConfig],
 ) -> DictConfig:
-    """Compose and check as `_load` does."""
-    from foundry.config.checks.check import check  # all the rules: the page of `--help` needs none
+    from foundry.config.checks.check import check  # imports all rules, which the page of `--help` does not need
     from foundry.config.diagnostics.holes import check_hydra
     from foundry.config.diagnostics.override_errors import includes_schemas
 
     check_start_dir()
     try:
         config = compose(overrides)
-    except Exception as error:  # Hydra's, OmegaConf's, YAML's, ANTLR's, and what these did not expect
+    except Exception as error:  # raised by Hydra, OmegaConf, YAML, ANTLR, or by bugs in these
         if config_name is None or not (_process.alone or includes_schemas(loader, config_name, overrides)):
             raise
         _note_secrets(overrides, run_mode)
@@ -140,8 +142,8 @@ def _checked(
             raise ConfigError(Violation("--config-name", f"is {shown(config_name)}, {_NO_SCHEMAS}"))
         return config
     _note_secrets(overrides, run_mode)
-    # A sweep's master configuration leaves swept keys at their defaults; each job is checked when it is composed.
-    # But it is written down as it is.
+    # A sweep's master configuration leaves swept keys at their defaults; each job is checked when it is composed. The
+    # master configuration itself is written to disk, so only secrets, `hydra` settings and folders are checked here.
     if (
         violations := check(config)
         if run_mode is RunMode.RUN
@@ -153,10 +155,10 @@ def _checked(
 
 
 def _note_secrets(overrides: list[str], run_mode: RunMode) -> None:
-    """Have no message show secrets among the overrides.
+    """Redact secrets among the overrides in error messages.
 
     Raises:
-        ConfigError: a sweep has some, which its multirun.yaml would hold.
+        ConfigError: if the overrides of a sweep contain secrets, which would be written to its multirun.yaml.
     """
     secrets = list(check_overrides(overrides))
     if secrets and run_mode is not RunMode.RUN:
@@ -171,10 +173,10 @@ def _explained(
     compose: Callable[[list[str]], DictConfig],
     error: Exception,
 ) -> DictConfig:
-    """What a composition that failed should have been, if it was right, or every error in it.
+    """Retry a failed composition without null choices, or collect every error in it.
 
     Raises:
-        ConfigError: with these.
+        ConfigError: if the composition still fails; contains all errors.
     """
     from foundry.config.diagnostics.override_errors import find_errors, master_over_options, without_null_choices
 

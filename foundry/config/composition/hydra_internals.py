@@ -1,6 +1,7 @@
-"""Everything that foundry uses of Hydra beyond its documented interface; each access is tested by name.
+"""All uses of Hydra beyond its documented interface. Each access is tested by name.
 
-A Hydra that lacks one of these, or has it with other parameters, is refused with its version.
+A version of Hydra that lacks one of these attributes, or has other parameters, is rejected with an error that names the
+version.
 """
 
 import copy
@@ -35,16 +36,16 @@ from omegaconf import DictConfig
 __all__ = ["CachingConfigRepository", "ConfigLoaderImpl", "ConfigResult", "IConfigRepository"]
 
 SUPPORTED = ">=1.3.8,<1.4"
-"""The versions of hydra-core that setup.cfg allows."""
+"""Versions of hydra-core that setup.cfg allows."""
 
 Load = Callable[..., DictConfig]
-"""`load(loader, config_name, overrides, run_mode, compose)`, where `compose(overrides)` is what Hydra would do."""
+"""Signature `load(loader, config_name, overrides, run_mode, compose)`; `compose(overrides)` is Hydra's composition."""
 
 _LOAD = ("self", "config_name", "overrides", "run_mode", "from_shell", "validate_sweep_overrides")
 
 
 class UnsupportedHydraError(HydraException):
-    """The installed Hydra is not one that foundry knows."""
+    """Raised if the installed version of Hydra is not supported."""
 
     def __init__(self, what: str) -> None:
         from importlib.metadata import version
@@ -53,15 +54,15 @@ class UnsupportedHydraError(HydraException):
 
 
 def require(owner: Any, name: str, *parameters: str) -> Any:
-    """A function or class of Hydra's, by the name of an attribute.
+    """Return an undocumented function or class of Hydra, after checking its parameters.
 
     Args:
-        owner: the module or class that has it.
-        name: of the attribute.
-        parameters: their names, in order; none: they are not looked at.
+        owner: module or class that has the attribute.
+        name: name of the attribute.
+        parameters: expected parameter names, in order; empty to skip the check.
 
     Raises:
-        UnsupportedHydraError: there is none, or it takes other parameters.
+        UnsupportedHydraError: if the attribute is missing or takes other parameters.
     """
     found = getattr(owner, name, None)
     path = f"{getattr(owner, '__name__', type(owner).__name__)}.{name}"
@@ -73,18 +74,18 @@ def require(owner: Any, name: str, *parameters: str) -> Any:
 
 
 Compose = Callable[[Callable[[list[str]], DictConfig], ConfigLoader, str | None, list[str], RunMode], DictConfig]
-"""`compose(load, loader, config_name, overrides, run_mode)`, where `load(overrides)` is Hydra's composition."""
+"""Signature `compose(load, loader, config_name, overrides, run_mode)`; `load(overrides)` is Hydra's composition."""
 
 
 def wrap_loading(load: Load, compose_with: Compose) -> None:
-    """Have every composition go through `load`; calling it again changes nothing.
+    """Route every composition through `load`. Idempotent.
 
     Args:
         load: composes, checks the result and explains errors.
         compose_with: composes overrides with Hydra's function.
 
     Raises:
-        UnsupportedHydraError: this Hydra composes in another way.
+        UnsupportedHydraError: if this version of Hydra composes in another way.
     """
     original = require(ConfigLoaderImpl, "_load_configuration_impl", *_LOAD)
     if hasattr(original, "__wrapped__"):
@@ -115,7 +116,7 @@ def wrap_loading(load: Load, compose_with: Compose) -> None:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The options that a composition has chosen, before their values are merged.
+    """Options that a composition has chosen, before their values are merged.
 
     Attributes:
         repo: the folders of options.
@@ -130,13 +131,13 @@ class Chosen:
 
 
 def wrap_choosing(bring: Callable[[Chosen], Mapping[str, str]]) -> None:
-    """Have options bring options of other groups, in every composition; calling it again changes nothing.
+    """Let options select options of other groups, in every composition. Idempotent.
 
     Args:
-        bring: returns the options that others bring, by group.
+        bring: returns the additional options to choose, by group.
 
     Raises:
-        UnsupportedHydraError: this Hydra chooses options in another way.
+        UnsupportedHydraError: if this version of Hydra chooses options in another way.
     """
     from hydra._internal import config_loader_impl
 
@@ -161,20 +162,20 @@ def wrap_choosing(bring: Callable[[Chosen], Mapping[str, str]]) -> None:
 
 _RUN = "hydra.mode=RUN"
 _known: dict[tuple[str | None, ...], DictConfig] = {}
-"""What `compose_once` has composed, by the configuration's name and the overrides, until it is asked for."""
+"""Configuration composed by `compose_once`, keyed by configuration name and overrides; removed when it is used."""
 
 
 def compose_once(compose_with: Compose) -> None:
-    """Have a run's configuration composed once; calling it again changes nothing.
+    """Compose the configuration of a run once instead of twice. Idempotent.
 
-    Hydra composes one before, of which it reads `hydra.mode` only. That one is composed as for a run here, and kept for
-    it unless it turns out to be a sweep.
+    Hydra first composes a configuration and reads only its `hydra.mode`. Here, that configuration is composed as for a
+    run, and is reused for the run unless the command turns out to be a sweep.
 
     Args:
         compose_with: composes overrides with Hydra's function.
 
     Raises:
-        UnsupportedHydraError: this Hydra asks for the mode in another way.
+        UnsupportedHydraError: if this version of Hydra determines the mode in another way.
     """
     from hydra._internal import hydra
 
@@ -188,12 +189,12 @@ def compose_once(compose_with: Compose) -> None:
         try:
             composed = compose_with(load, loader, config_name, list(overrides), RunMode.RUN)
             mode = composed.hydra.mode
-        except Exception:  # a sweep perhaps; if it is a run, composing it again says what is wrong
+        except Exception:  # perhaps a sweep; for a run, the second composition reports the error
             return original(self, config_name, overrides)
         if mode is None:  # Hydra adds this override for a run
             composed.hydra.mode = RunMode.RUN
             composed.hydra.overrides.hydra.append(_RUN)
-            _known.clear()  # one that nobody has asked for may be out of date
+            _known.clear()  # an entry that was never used may be out of date
             _known[(config_name, *overrides, _RUN)] = composed
         return mode
 
@@ -201,10 +202,12 @@ def compose_once(compose_with: Compose) -> None:
 
 
 class _LazyNode(ConfigNode):
-    """A schema in Hydra's store that becomes a node when it is loaded, of which a run loads a fifth.
+    """Schema in Hydra's store that is converted to an OmegaConf node when it is loaded.
 
-    Hydra copies its store for each configuration that it composes; a schema is not copied. From the second load on, its
-    node is unpickled, in a tenth of the time of making it or less.
+    A run loads a fifth of the schemas.
+
+    Hydra copies its store for each configuration that it composes; this class avoids the copy of a schema. From the
+    second load on, its node is unpickled, which takes a tenth of the time of making it, or less.
     """
 
     def __init__(self, name: str, group: str | None, make: Callable[[], DictConfig]) -> None:
@@ -227,7 +230,7 @@ def store_lazily(name: str, make: Callable[[], DictConfig], *, group: str | None
     """Store a schema in Hydra's `ConfigStore` as its `store()` does, but make its node only when it is loaded.
 
     Raises:
-        UnsupportedHydraError: this Hydra keeps schemas in another way.
+        UnsupportedHydraError: if this version of Hydra stores schemas in another way.
     """
     store: Any = require(ConfigStore.instance(), "repo")
     require(ConfigNode, "__init__", "self", "name", "node", "group", "package", "provider")
@@ -237,13 +240,16 @@ def store_lazily(name: str, make: Callable[[], DictConfig], *, group: str | None
 
 
 def cache_interpolations() -> None:
-    """Have OmegaConf parse an interpolation once, not wherever it is resolved: a third of what composing jobs takes."""
+    """Cache OmegaConf's parser, so that each interpolation is parsed once.
+
+    Parsing takes a third of the time of composing jobs.
+    """
     if not hasattr(parse := require(omegaconf.base, "parse", "value", "parser_rule", "lexer_mode"), "cache_info"):
         omegaconf.base.parse = functools.lru_cache(4096)(parse)  # type: ignore[attr-defined]
 
 
 def load_unchecked(loader: ConfigLoader, config_name: str | None, overrides: list[str]) -> DictConfig:
-    """What overrides compose to for a run, without what `wrap_loading` has added."""
+    """Compose overrides for a run with Hydra's original function, without the wrapper of `wrap_loading`."""
     load = inspect.unwrap(require(ConfigLoaderImpl, "_load_configuration_impl", *_LOAD))
     composed: DictConfig = load(loader, config_name, overrides, RunMode.RUN)
     return composed
@@ -252,32 +258,32 @@ def load_unchecked(loader: ConfigLoader, config_name: str | None, overrides: lis
 def open_repository(
     loader: ConfigLoader, config_name: str | None, overrides: Sequence[Override]
 ) -> tuple[CachingConfigRepository, Exception | None]:
-    """Where a loader finds options, `hydra.searchpath` included, and what is wrong with the latter."""
+    """Return the repository of options, including `hydra.searchpath`, and the error in that search path or None."""
     names = ("self", "config_name", "parsed_overrides", "repo")
     add_search_path = require(ConfigLoaderImpl, "_process_config_searchpath", *names)
     repository = CachingConfigRepository(require_loader(loader).repository)
     try:
         add_search_path(loader, config_name, list(overrides), repository)
-    except Exception as error:  # whatever Hydra, OmegaConf or a file system says of such a folder
+    except Exception as error:  # any error of Hydra, OmegaConf or a file system about the folder
         return repository, error
     return repository, None
 
 
 Edit = Callable[[str, ConfigResult], ConfigResult]
-"""`edit(path, loaded)`: a file of options, by its path without `.yaml`, as a composition shall take it."""
+"""`edit(path, loaded)`: returns the content to use for a file of options; `path` has no `.yaml`."""
 
 
 @contextmanager
 def edited_files(loader: ConfigLoaderImpl, edit_defaults: Edit, edit_content: Edit) -> Iterator[None]:
-    """Have a loader take each file as two functions return it.
+    """Pass each file that a loader reads through two functions.
 
     Args:
-        loader: Hydra's.
-        edit_defaults: called with a file as it is read, before its list of defaults is followed.
-        edit_content: called with a file whose keys begin at the root, in the order in which they are merged.
+        loader: Hydra's loader.
+        edit_defaults: called with each file after it is read, before its defaults list is followed.
+        edit_content: called with each file after its keys are placed under the root, in the order of merging.
 
     Raises:
-        UnsupportedHydraError: this Hydra loads files in another way.
+        UnsupportedHydraError: if this version of Hydra loads files in another way.
     """
     parse = require(loader, "_parse_overrides_and_create_caching_repo", "config_name", "overrides")
     load = require(loader, "_load_single_config", "default", "repo")
@@ -305,11 +311,11 @@ def edited_files(loader: ConfigLoaderImpl, edit_defaults: Edit, edit_content: Ed
 
 
 def answer_long_names() -> None:
-    """Have Hydra find no group and no option by a name that no file can have; calling it again changes nothing.
+    """Make Hydra treat a name that is not a valid file name as a group or option that does not exist. Idempotent.
 
-    Hydra asks the file system for each key and each value of the command line, and passes on the OSError of its answer.
+    Hydra looks up each key and each value of the command line in the file system, and does not catch the OSError.
     """
-    Plugins.instance()  # registers the sources, whose modules it loads anew
+    Plugins.instance()  # registers the sources and reloads their modules
     source = SourcesRegistry.instance().resolve("pkg")
     for name in ("is_group", "is_config"):
         original = require(source, name, "self", "config_path")
@@ -329,10 +335,10 @@ def _false_if_unusable(exists: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def require_loader(loader: ConfigLoader) -> ConfigLoaderImpl:
-    """Hydra's own loader.
+    """Return the loader as Hydra's own class.
 
     Raises:
-        UnsupportedHydraError: it is another.
+        UnsupportedHydraError: if the loader has another class.
     """
     if not isinstance(loader, ConfigLoaderImpl):
         raise UnsupportedHydraError(f"composes with a {type(loader).__name__}")
@@ -340,12 +346,12 @@ def require_loader(loader: ConfigLoader) -> ConfigLoaderImpl:
 
 
 def apply_overrides(overrides: Sequence[Override], config: DictConfig) -> None:
-    """Change a composed configuration by overrides of its values, as Hydra does it."""
+    """Apply value overrides to a composed configuration, as Hydra does."""
     require(ConfigLoaderImpl, "_apply_overrides_to_config", "overrides", "cfg")(list(overrides), config)
 
 
 def override_dirname(overrides: Sequence[Override], config: DictConfig) -> str:
-    """`hydra.job.override_dirname` of a job with these overrides."""
+    """Return `hydra.job.override_dirname` of a job with these overrides."""
     from hydra._internal import config_loader_impl
 
     make = require(config_loader_impl, "get_overrides_dirname", "overrides", "exclude_keys", "item_sep", "kv_sep")
@@ -354,7 +360,7 @@ def override_dirname(overrides: Sequence[Override], config: DictConfig) -> str:
 
 
 def search_path(folder: str) -> ConfigSearchPath:
-    """Where Hydra looks for options, a folder first."""
+    """Return Hydra's search path of options, with `folder` first."""
     from hydra._internal import utils
 
     made: ConfigSearchPath = require(utils, "create_config_search_path", "search_path_dir")(folder)
@@ -363,10 +369,10 @@ def search_path(folder: str) -> ConfigSearchPath:
 
 @contextmanager
 def current_config(composed: DictConfig) -> Iterator[None]:
-    """Have `${hydra:...}` mean a configuration's own values; `HydraConfig.set_config` would copy it.
+    """Make `${hydra:...}` refer to the values of this configuration. `HydraConfig.set_config` would copy it.
 
     Raises:
-        UnsupportedHydraError: this Hydra keeps its configuration elsewhere.
+        UnsupportedHydraError: if this version of Hydra keeps its configuration elsewhere.
     """
     state = HydraConfig.instance()
     if "cfg" not in vars(state):
@@ -380,19 +386,19 @@ def current_config(composed: DictConfig) -> Iterator[None]:
 
 
 def register_plugin(name: str, make: Callable[..., Plugin]) -> None:
-    """Have Hydra make a sweeper or launcher of a name with a callable.
+    """Register a callable that makes the sweeper or launcher of this name.
 
-    Hydra looks into its plugins' package only, and `Plugins.register` would use the name of the class's own module,
+    Hydra only searches its package of plugins, and `Plugins.register` would use the name of the class's own module,
     which Hydra then refuses to instantiate.
 
     Raises:
-        UnsupportedHydraError: this Hydra keeps its plugins elsewhere.
+        UnsupportedHydraError: if this version of Hydra keeps its plugins elsewhere.
     """
     require(Plugins.instance(), "class_name_to_class")[name] = make
 
 
 def error_of(result: JobReturn) -> BaseException | None:
-    """What a job raised; the property `return_value` would raise it."""
+    """Return the exception that a job raised, or None. The property `return_value` would raise it."""
     if result.status is not JobStatus.FAILED:
         return None
     error = require(result, "_return_value")
@@ -402,17 +408,17 @@ def error_of(result: JobReturn) -> BaseException | None:
 def write_help(
     own: str, write_page: Callable[[ConfigLoader], str], write_sweep_page: Callable[[ConfigLoader], str]
 ) -> None:
-    """Have `--help` alone print a page that is made without composing anything, which Hydra's takes half its time for.
+    """Make `--help` alone print a page without composing a configuration, which takes half of the time in Hydra.
 
-    With overrides, or another configuration, the page is Hydra's: what is chosen may change it.
+    With overrides or another configuration, Hydra's own page is printed, since the chosen options may change it.
 
     Args:
-        own: the name of the primary configuration whose page it is.
-        write_page: makes the page.
-        write_sweep_page: makes that of `-m`.
+        own: name of the primary configuration that the page describes.
+        write_page: returns the help page.
+        write_sweep_page: returns the help page of `-m`.
 
     Raises:
-        UnsupportedHydraError: this Hydra writes its page in another way.
+        UnsupportedHydraError: if this version of Hydra writes its page in another way.
     """
     from hydra._internal import hydra
 
@@ -432,17 +438,17 @@ def write_help(
 
 
 def take_over(run_job: Callable[..., JobReturn], list_groups: Callable[[ConfigLoader, Sequence[str]], str]) -> None:
-    """Run jobs with `run_job`, and have errors come out of `hydra.main` as they are.
+    """Run jobs with `run_job`, and let `hydra.main` raise errors unchanged.
 
-    Hydra would print a config error with its own remarks and leave with 1, and shorten the traceback of real failures.
+    Hydra would print a config error with its own remarks, exit with code 1, and shorten the traceback of real failures.
 
     Args:
-        run_job: in place of Hydra's own, which makes the directory and writes there before the task begins.
-        list_groups: what the page of `--help` says of the groups, given its overrides; Hydra's own list takes two
-            seconds, and knows no folders that overrides name.
+        run_job: replaces Hydra's function, which makes the directory and writes files before the task begins.
+        list_groups: returns the list of groups in the page of `--help`, given its overrides; Hydra's own list takes two
+            seconds and ignores folders that overrides add.
 
     Raises:
-        UnsupportedHydraError: this Hydra runs jobs in another way.
+        UnsupportedHydraError: if this version of Hydra runs jobs in another way.
     """
     from hydra._internal import hydra, utils
     from hydra._internal.core_plugins import basic_launcher

@@ -1,4 +1,4 @@
-"""Types and bounds of settings in plain mappings: built-in parts that are chosen by `_target_`.
+"""Checks of types and bounds in plain mappings: built-in parts that are chosen by `_target_`.
 
 Evaluators and trackers have names that the user chooses, and a built-in part may be nested in a part of the user. No
 schema is composed for these mappings, so it is looked up by `_target_`. `targets.py` checks unknown and missing
@@ -37,11 +37,11 @@ def check_plain_nodes(config: Config) -> Iterator[Violation]:
 
 
 def check_node(node: Mapping[str, Any], key: str) -> Iterator[Violation]:
-    """Check the settings of one mapping with a `_target_`; yields nothing if that is not a built-in part.
+    """Check the settings of one mapping with a `_target_`. Yields nothing if the target is not a built-in part.
 
     Args:
-        node: the mapping, resolved.
-        key: its dotted key.
+        node: the resolved mapping.
+        key: dotted key of the mapping.
     """
     schemas = _schemas().get(str(node.get("_target_")), []) if len(node) > 1 else []
     given = {name: value for name, value in node.items() if name not in HYDRA_KEYS} if schemas else {}
@@ -79,14 +79,14 @@ def _check_sizes(config: Any, key: str) -> Iterator[Violation]:
 
 @cache
 def _sizes() -> dict[str, "Field[Any]"]:
-    """Return the numeric fields of the built-in decoder, by their names here and in other systems."""
+    """Return the numeric fields of the built-in decoder, keyed by their names in foundry and in other frameworks."""
     numbers = [item for item in fields(Transformer) if item.metadata.get("bounds") and item.type in (int, float)]
     return {name: item for item in numbers for name in (item.name, *names_of(f"model.{item.name}"))}
 
 
 @cache
 def _schemas() -> dict[str, list[type[Any]]]:
-    """Return the schemas of built-in parts by `_target_`; several may share one."""
+    """Return the schemas of built-in parts, keyed by `_target_`; several schemas may share one target."""
     found: dict[str, list[type[Any]]] = {}
     groups = [schema for group in GROUPS for schema in group_schemas(group).values()]
     for schema in [*groups, *evaluator_schemas(), *schemas_in(own_trackers)]:
@@ -99,7 +99,7 @@ def _schemas() -> dict[str, list[type[Any]]]:
 def _check_value(schema: type[Any], item: "Field[Any]", value: Any, key: str) -> Iterator[Violation]:
     """Check a value that the constructor receives unconverted; a schema would convert the text 5 to a number."""
     if isinstance(value, str) and "${" in value:
-        return  # assignment would take it for an interpolation
+        return  # assigning it to the node would make it an interpolation
     node = writable(schema)
     try:
         node[item.name] = value

@@ -1,4 +1,4 @@
-"""Values of the configuration that are computed from others."""
+"""OmegaConf resolvers: values of the configuration that are computed from other values."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from foundry.run_dir.names import TOKENIZER
 
 
 def register_resolvers() -> None:
-    """Register foundry's resolvers, and those of tasks, with OmegaConf."""
+    """Register the resolvers of foundry and of all tasks with OmegaConf."""
     OmegaConf.register_new_resolver("accum_freq", _accum_freq, replace=True)
     OmegaConf.register_new_resolver("times", _times, replace=True)
     OmegaConf.register_new_resolver("half", _half, replace=True)
@@ -42,13 +42,13 @@ def _half(value: int) -> int:
 
 
 def _where(key: str, value: str, then: Any, otherwise: Any, *, _root_: DictConfig) -> Any:
-    """Return `then` if the setting `key` has this value, else `otherwise`, also if there is no such setting."""
+    """Return `then` if the setting `key` has this value, else `otherwise`, also if the setting does not exist."""
     own = OmegaConf.select(_root_, key)
     return then if str(getattr(own, "name", own)) == str(value) else otherwise
 
 
 def _unless_given(value: Any, *keys: str, _root_: DictConfig) -> Any:
-    """Return a value, or null if one of the settings `keys` has one."""
+    """Return a value, or null if one of the settings `keys` is set."""
     return value if all(OmegaConf.select(_root_, key) is None for key in keys) else None
 
 
@@ -57,13 +57,13 @@ def _completions_per_update(prompts: int, generations: int, updates: int) -> int
 
 
 def world_size(nproc_per_node: int) -> int:
-    """Ranks of the run: from torchrun or Slurm where one of them started this process, else `nproc_per_node`."""
+    """Return the number of ranks: from torchrun or Slurm if one of them started this process, else `nproc_per_node`."""
     environment = detect()
     return nproc_per_node if environment.launcher == "single" else environment.world_size
 
 
 def _direction_of(metric: str | None, *, _root_: DictConfig) -> str:
-    """Which values of a metric are better: of the run's own what the run says, of another one less."""
+    """Return `evaluation.direction` for the run's own metric, and "minimize" for any other metric."""
     own = OmegaConf.select(_root_, "evaluation.metric")
     direction = OmegaConf.select(_root_, "evaluation.direction")
     is_maximized = metric in (None, own) and getattr(direction, "name", direction) == "maximize"
@@ -75,7 +75,10 @@ def _mode_of(metric: str | None, *, _root_: DictConfig) -> str:
 
 
 def _model_folder(*, _root_: DictConfig) -> str | None:
-    """The folder of a model of transformers, or the tokenizer of the language part's run; None if there is none."""
+    """Return the transformers folder of the model, or the tokenizer of the run that initializes its language part.
+
+    None if the model has neither, or the folder does not exist.
+    """
     if (run := _run_of_language_part(_root_)) is not None:
         return str(run / TOKENIZER) if (run / TOKENIZER).is_file() else None
     path = OmegaConf.select(_root_, "model.path")
@@ -85,7 +88,10 @@ def _model_folder(*, _root_: DictConfig) -> str | None:
 
 
 def _model_vocab_size(default: int, *, _root_: DictConfig) -> int:
-    """The vocabulary of the model in that folder; `default` where there is none, or the folder does not say it."""
+    """Return the vocabulary size of the model to start from.
+
+    `default` if there is no model or it does not record the size.
+    """
     if (run := _run_of_language_part(_root_)) is not None:
         model = (read_recorded(run) or {}).get("model")
         known = model.get("vocab_size") if isinstance(model, dict) else None
@@ -96,14 +102,17 @@ def _model_vocab_size(default: int, *, _root_: DictConfig) -> int:
 
 
 def _run_of_language_part(root: DictConfig) -> Path | None:
-    """The run whose weights the language part of the model starts from; None without such a part or weights."""
+    """Return the run whose weights initialize the language part of the model.
+
+    None if it has no language part or starts from new weights.
+    """
     part = getattr(OmegaConf.get_type(root, "model"), "language_part", None)
     weights = None if part is None else OmegaConf.select(root, f"model.{part}.init_from")
     return None if weights is None else run_of(Path(str(weights)).expanduser())
 
 
 def _image_classes(*, _root_: DictConfig) -> int:
-    """Classes of the folder in `data.path`; of none that can be read, as its check says, 1."""
+    """Return the number of class folders in `data.path`; 1 if it cannot be read, which another check reports."""
     try:
         return len(class_folders(str(OmegaConf.select(_root_, "data.path"))))
     except ConfigError:
@@ -111,7 +120,10 @@ def _image_classes(*, _root_: DictConfig) -> int:
 
 
 def _accum_freq(global_batch_size: int, per_gpu_batch_size: int, nproc_per_node: int, *, _root_: DictConfig) -> int:
-    """Microbatches per rank and optimizer step; OmegaConf passes the whole configuration by the name it has here."""
+    """Return the number of microbatches per rank and optimizer step.
+
+    OmegaConf passes the whole configuration as `_root_`.
+    """
     ranks = world_size(max(nproc_per_node, resolve_num_tasks(_root_)))
     schema: Any = OmegaConf.get_type(_root_, "distributed")
     dp_size: int = schema.dp_size(_root_.distributed, ranks)

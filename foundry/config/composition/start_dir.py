@@ -1,4 +1,4 @@
-"""The folder in which a command was started, and the paths that are relative to it."""
+"""The folder that a command was started in, and paths relative to it."""
 
 import os
 from collections.abc import Iterator
@@ -21,17 +21,17 @@ _WRITTEN = (
     "checkpoint.resume",
     *_FOLDERS,
 )
-"""Settings that name a folder in which foundry writes, or locks files."""
+"""Settings that name a folder where foundry writes or locks files."""
 _SQLITE = "sqlite:///"
 _DEFAULT_URI = f"{_SQLITE}mlflow.db"
 _NO_PATHS = ("auto", "never")
 
 
 def check_start_dir() -> None:
-    """Refuse a current folder that no longer exists: relative paths, Hydra and torch need one.
+    """Check that the current folder still exists, since relative paths, Hydra and torch need it.
 
     Raises:
-        ConfigError: it was deleted, or its file system is gone.
+        ConfigError: if the folder was deleted, or its file system is gone.
     """
     try:
         Path.cwd()
@@ -43,7 +43,7 @@ def check_start_dir() -> None:
 
 
 def check_folders(composed: DictConfig) -> Iterator[Violation]:
-    """Refuse addresses as folders: as a path, `s3://bucket/run` is a folder `s3:` on this machine."""
+    """Yield an error for each folder setting that is a URL. As a path, `s3://bucket/run` means a local folder `s3:`."""
     for key in _WRITTEN:
         value = _value(composed, key)
         if isinstance(value, str) and "://" in value:
@@ -51,10 +51,10 @@ def check_folders(composed: DictConfig) -> Iterator[Violation]:
 
 
 def anchor_paths(composed: DictConfig) -> None:
-    """Make the paths of a configuration absolute where its job will run in a directory of its own.
+    """Make the paths of a configuration absolute if its job will change into the run directory.
 
-    That is under `hydra.job.chdir=true`, for every setting of foundry's schemas that names a file or folder. Of a part
-    of the user's own nobody knows which of its values are paths.
+    This is the case if `hydra.job.chdir=true`. It applies to every setting of foundry's schemas that names a file or
+    folder. For the user's own parts, it is unknown which values are paths.
     """
     if not OmegaConf.select(composed, "hydra.job.chdir"):
         return
@@ -89,7 +89,7 @@ def _path_keys_of(node: Any, path: str) -> Iterator[str]:
 def _value(composed: DictConfig, key: str) -> str | list[str] | None:
     try:
         value = OmegaConf.select(composed, key)
-    except OmegaConfBaseException:  # of the job's number, say, which is not known yet
+    except OmegaConfBaseException:  # e.g. an interpolation of the job number, which is not known yet
         return None
     if isinstance(value, ListConfig):
         return [str(each) for each in value]

@@ -1,4 +1,4 @@
-"""Registering the schemas with Hydra."""
+"""Registration of the schemas with Hydra."""
 
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import fields, is_dataclass
@@ -42,7 +42,7 @@ def group_schemas(group: str) -> dict[str, type[Any]]:
     """Return the schemas of a group by class name: every dataclass that its modules define.
 
     Raises:
-        ConfigError: a task has a schema with the name of another.
+        ConfigError: if a task defines a schema under a name that already exists.
     """
     found: dict[str, type[Any]] = {}
     for schema in (schema for module in group_modules(group) for schema in schemas_in(module)):
@@ -53,25 +53,25 @@ def group_schemas(group: str) -> dict[str, type[Any]]:
 
 
 def group_modules(group: str) -> list[ModuleType]:
-    """Return the modules with schemas of a group: its package, the files there, and those that tasks bring."""
+    """Return the modules with schemas of a group: its package, the modules in it, and the modules of tasks."""
     whole = import_module(f"foundry.config.schemas.{group}")
     files = [import_module(f"{whole.__name__}.{file.name}") for file in iter_modules(getattr(whole, "__path__", ()))]
     return [whole, *files, *modules_of(group)]
 
 
 def evaluator_schemas() -> list[type[Any]]:
-    """Return the schemas of evaluators, which are chosen by `_target_`: foundry's and those that tasks bring."""
+    """Return the schemas of evaluators, which are chosen by `_target_`: of foundry and of tasks."""
     return [schema for module in (own_evaluators, *modules_of(EVALUATORS)) for schema in schemas_in(module)]
 
 
 def schemas_in(module: ModuleType) -> list[type[Any]]:
-    """Every dataclass that a module defines."""
+    """Return every dataclass that a module defines."""
     own = [value for value in vars(module).values() if isinstance(value, type) and is_dataclass(value)]
     return [value for value in own if value.__module__ == module.__name__]
 
 
 def fill_left_out(composed: DictConfig) -> None:
-    """Give the parts that a configuration may do without, such as an environment, the schema of having none."""
+    """Set optional parts that a configuration lacks, such as an environment, to their schema for "none"."""
     for item in fields(Config):
         schema: Any = item.default_factory
         if item.type is Any and schema is not NO_DEFAULT and OmegaConf.is_missing(composed, item.name):
@@ -82,7 +82,7 @@ def fill_left_out(composed: DictConfig) -> None:
 def register_schemas() -> None:
     """Store every schema as `schema/<group>/<ClassName>`, and the root as `base_config`.
 
-    They live apart from the options, so that completion and error messages list only what can be chosen.
+    They are stored apart from the options, so that completion and error messages list only options that can be chosen.
     """
     store_lazily("base_config", _base_config)
     schemas = {group: group_schemas(group).values() for group in GROUPS}
@@ -92,16 +92,19 @@ def register_schemas() -> None:
 
 
 def _base_config() -> DictConfig:
-    """The root, whose parts are left to options."""
+    """Return the node of the root schema, without values for the parts that options choose."""
     base = writable(Config)
     for item in fields(Config):
         if item.type is Any:
-            base[item.name] = MISSING  # an option decides what it is; a recorded configuration may lack it
+            base[item.name] = MISSING  # chosen by an option; a recorded configuration may lack it
     return base
 
 
 def writable(schema: type[Any]) -> DictConfig:
-    """The schema as a node that composition may fill; a frozen dataclass yields a read-only one."""
+    """Return a schema as a node that composition can fill in.
+
+    By default, the node of a frozen dataclass is read-only.
+    """
     node = OmegaConf.structured(schema)
     assert isinstance(node, DictConfig)
     _unlock(node)

@@ -1,1 +1,1 @@
-"""Explaining a composition that failed: every error at once, with key, value and remedy."""
+"""Explanation of a failed composition: every error at once, with key, value and remedy."""

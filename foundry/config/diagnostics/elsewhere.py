@@ -1,4 +1,4 @@
-"""Names of settings in other systems, from the table in names.csv, and the overrides that stand for them here."""
+"""Names of settings in other frameworks, from the table in names.csv, and the equivalent overrides of foundry."""
 
 import csv
 import re
@@ -9,10 +9,10 @@ from functools import cache
 from pathlib import Path
 
 Options = Callable[[str], Sequence[str]]
-"""`options(group)`: the options of a group, empty for a name that is no group."""
+"""Signature `options(group)`: returns the options of a group, empty if there is no group of this name."""
 
 OTHERS = "others"
-"""System of the rows with names that are common, or of a system whose fields were not read one by one."""
+"""System of the rows with names that are in common use, or of a framework whose fields were not read one by one."""
 
 _TABLE = Path(__file__).with_name("names.csv")
 _MOST_ALTERNATIVES = 3
@@ -20,14 +20,14 @@ _MOST_ALTERNATIVES = 3
 
 @dataclass(frozen=True)
 class Name:
-    """A row of the table: a key of another system, with one value of it or any.
+    """Row of the table: a key of another framework, with one value or for all values.
 
     Attributes:
-        system: the system that has the key.
-        version: the version of the system that was read; empty for names that are common.
-        key: dotted, as the system spells it.
-        value: the value that the row is about; empty: any other.
-        ours: overrides to type here, separated by spaces; empty without a counterpart. `{value}` is the value
+        system: framework that has the key.
+        version: version of the framework that was read; empty for names in common use.
+        key: dotted key, as the framework spells it.
+        value: value that the row applies to; empty for all values without a row.
+        ours: equivalent overrides of foundry, separated by spaces; empty without a counterpart. `{value}` is the value
             as typed, `{0}` and `{1}` its words. Choices in brackets are needed if the chosen options lack the key.
         note: a remark, or the reason why a name has no counterpart.
     """
@@ -41,17 +41,17 @@ class Name:
 
     @property
     def choices(self) -> list[str]:
-        """The overrides in brackets."""
+        """Overrides in brackets."""
         return self._split()[0]
 
     @property
     def overrides(self) -> list[str]:
-        """The overrides outside of brackets, with their placeholders."""
+        """Overrides outside of brackets, with their placeholders."""
         return self._split()[1]
 
     @property
     def settings(self) -> list[str]:
-        """The keys and groups that the overrides outside of brackets set."""
+        """Keys and groups that the overrides outside of brackets set."""
         return [override.partition("=")[0].lstrip("+") for override in self.overrides]
 
     def _split(self) -> tuple[list[str], list[str]]:
@@ -60,12 +60,12 @@ class Name:
         return shlex.split(found[1] or ""), shlex.split(found[2])
 
     def write(self, value: str | None, known: Collection[str], options: Options) -> str | None:
-        """Return the overrides as they are typed in a shell; None if the row has no override for this value.
+        """Return the overrides as typed in a shell; None if the row has no override for this value.
 
         Args:
-            value: as typed; None if it is unknown.
+            value: value as typed; None if it is unknown.
             known: dotted paths of the settings that the chosen options have.
-            options: lists a group's options; a choice of another one is not written.
+            options: lists the options of a group; a choice that is not among them is not written.
         """
         words = re.findall(r"[^\s,;:\[\](){}'\"]+", value or "")
         try:
@@ -88,22 +88,22 @@ class Name:
 
 @cache
 def names() -> tuple[Name, ...]:
-    """All rows of the table."""
+    """Return all rows of the table."""
     with _TABLE.open(encoding="utf-8", newline="") as file:
         return tuple(Name(**row) for row in csv.DictReader(file))
 
 
 @cache
 def names_of(key: str) -> tuple[str, ...]:
-    """The names that other systems have for a setting, as the table lists them."""
+    """Return the names that other frameworks have for a setting, according to the table."""
     leaf = plain(key.rpartition(".")[2])
     found = (row.key for row in names() if row.settings == [key] and plain(row.key) not in (leaf, plain(key)))
     return tuple(dict.fromkeys(found))
 
 
 def own_options(group: str) -> list[str]:
-    """Return the options that foundry itself has in a group, empty for a name that is no group."""
-    from foundry.config.composition.compose import config_dir  # which imports this module when it explains errors
+    """Return foundry's own options of a group; empty if there is no group of this name."""
+    from foundry.config.composition.compose import config_dir  # a circular import at module level
 
     return sorted(path.stem for path in Path(config_dir(), group).glob("*.yaml")) if "." not in group else []
 
@@ -114,16 +114,18 @@ def plain(word: str) -> str:
 
 
 def is_name(key: str) -> bool:
-    """Return whether another system has a key of this name; of a dotted one the last parts count."""
+    """Return True if another framework has a key of this name. The last parts of a dotted key are compared."""
     return bool(_rows(key, None))
 
 
 def hint(key: str, value: str | None, known: Collection[str], options: Options = own_options) -> str:
-    """`; write x=1` for a key that is another system's, in one line with all that differ; else nothing.
+    """Return the hint `; write x=1` for a key of another framework, or an empty string.
+
+    If frameworks differ in the meaning of the key, the hint lists the alternatives.
 
     Args:
-        key: as typed, at any place; of its path as many last parts count as some system has.
-        value: as typed; None if it is unknown.
+        key: key as typed, under any prefix. The longest suffix that a framework has is used.
+        value: value as typed; None if it is unknown.
         known: dotted paths of the settings that the chosen options have.
         options: lists the options of a group.
     """
@@ -131,7 +133,7 @@ def hint(key: str, value: str | None, known: Collection[str], options: Options =
 
 
 def option_hint(group: str, value: str, options: Options) -> str:
-    """`; write x=y` for a value of a group that is none of its options, but one of another system; else nothing."""
+    """Return the hint `; write x=y` for an unknown option that another framework has, or an empty string."""
     rows = [row for row in names() if row.value and plain(row.value) == plain(value)]
     rows = [row for row in rows if group in row.settings or row.key == group]
     rows = [row for row in rows if row.key == group] or rows
@@ -162,7 +164,7 @@ def _told(key: str, rows: Sequence[Name], value: str | None, known: Collection[s
 
 
 def _rows(key: str, value: str | None) -> Sequence[Name]:
-    """The rows about a key and its value, of all systems."""
+    """Return the rows of all frameworks for the longest known suffix of a key, and a value."""
     parts = plain(key).split(".")
     for number in range(len(parts)):
         if rows := _by_suffix().get(".".join(parts[number:])):
@@ -172,13 +174,13 @@ def _rows(key: str, value: str | None) -> Sequence[Name]:
 
 
 def _about(rows: Sequence[Name], value: str | None) -> Sequence[Name]:
-    """The rows about a value, else those about any value that has no row of its own, else all."""
+    """Return the rows for this value; without any, the rows for all values; else all rows."""
     same = [row for row in rows if row.value and value is not None and _in_yaml(row.value) == _in_yaml(value)]
     return same or [row for row in rows if not row.value] or rows
 
 
 def _in_yaml(value: str) -> str:
-    """Return a plain value; `no`, `off`, `yes` and `on` as the truth values that they are in YAML."""
+    """Return a value in normalized form. As in YAML, `no` and `off` are false, `yes` and `on` are true."""
     word = plain(value)
     return {"no": "false", "off": "false", "yes": "true", "on": "true"}.get(word, word)
 
@@ -199,13 +201,13 @@ def _whose(rows: Sequence[Name]) -> str:
 
 
 def quoted(override: str) -> str:
-    """An override as it is typed in a shell."""
+    """Quote an override for a shell."""
     return override if re.fullmatch(r"[\w.,:/=+@%^~-]*", override) else shlex.quote(override)
 
 
 @cache
 def _by_suffix() -> dict[str, list[Name]]:
-    """The rows by all endings of their keys."""
+    """Return the rows, keyed by every suffix of their keys."""
     index = dict[str, list[Name]]()
     for row in names():
         parts = plain(row.key).split(".")

@@ -1,4 +1,4 @@
-"""All wrong keys, values and options in files of the configuration; Hydra stops at the first error."""
+"""Search for all wrong keys, values and options in configuration files; Hydra stops at the first error."""
 
 import copy
 from collections.abc import Callable, Collection, Iterator
@@ -26,12 +26,12 @@ from foundry.core.errors import Violation, first_line
 
 @dataclass(frozen=True)
 class WrongEntry:
-    """A key of a file that cannot be merged, as an override of the same would be.
+    """Key of a file that cannot be merged, represented as an override.
 
     Attributes:
-        file: as a message names it.
-        override: sets the key to the file's value.
-        error: the exception of merging it.
+        file: file name for messages.
+        override: override that sets the key to the value in the file.
+        error: exception raised by merging the value.
     """
 
     file: str
@@ -41,12 +41,12 @@ class WrongEntry:
 
 @dataclass(frozen=True)
 class WrongChoice:
-    """An option in a list of defaults that does not exist.
+    """Option in a defaults list that does not exist.
 
     Attributes:
-        file: as a message names it.
-        override: chooses the option.
-        incomplete: the group of a file that is to contain the option, whose keys are unknown without it; else empty.
+        file: file name for messages.
+        override: override that chooses the option.
+        incomplete: group of the file if the file extends the option, so that its other keys are unknown; else empty.
     """
 
     file: str
@@ -56,11 +56,13 @@ class WrongChoice:
 
 @dataclass
 class Composed:
-    """A configuration without the entries of files that are wrong, and these.
+    """Configuration composed without wrong entries of files, and these entries.
 
     Attributes:
-        config: None if it does not compose without them either.
-        error: of that; else None.
+        config: the configuration; None if composing fails for other reasons.
+        error: exception of that failure; else None.
+        entries: keys and values that could not be merged.
+        choices: options that do not exist, keyed by file and choice.
     """
 
     config: DictConfig | None = None
@@ -77,14 +79,14 @@ def compose_without_wrong_entries(
     repo: IConfigRepository,
     chosen: Collection[str],
 ) -> Composed:
-    """Compose overrides without the wrong entries of files.
+    """Compose overrides, leaving out the wrong entries of files.
 
     Args:
         loader: the loader that `compose` uses.
         compose: composes overrides, unchecked.
-        overrides: that are right.
+        overrides: valid overrides.
         repo: the options of the groups.
-        chosen: groups whose option the overrides choose, so that the choices of files do not count.
+        chosen: groups with an option chosen by the overrides; choices for them in files are ignored.
     """
     result, base = Composed(), OmegaConf.create()
 
@@ -92,7 +94,7 @@ def compose_without_wrong_entries(
         kept = []
         for entry in loaded.defaults_list or []:
             wrong = [] if loaded.is_schema_source else list(_unknown_options(path, entry, repo, chosen))
-            for override in wrong:  # Hydra loads a file several times
+            for override in wrong:  # Hydra loads a file several times, hence the dictionary
                 group = path.rpartition("/")[0] if isinstance(entry, ConfigDefault) else ""
                 result.choices[f"{path} {override.input_line}"] = WrongChoice(_name(path, loaded), override, group)
             kept += [] if wrong else [entry]
@@ -118,13 +120,13 @@ def compose_without_wrong_entries(
     with Choices().used(), edited_files(loader, drop_unknown_options, drop_wrong_entries):
         try:
             result.config = compose(overrides)
-        except Exception as error:  # of Hydra, OmegaConf, YAML or a file system
+        except Exception as error:  # any error of Hydra, OmegaConf, YAML or a file system
             result.error = error
     return result
 
 
 def describe_yaml_error(error: Exception) -> Violation | None:
-    """A file that is no YAML, with the line; None if the error is about something else."""
+    """Return the error for a file that is not valid YAML, with the line; None if the exception has another cause."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, yaml.MarkedYAMLError):
         cause = cause.__cause__ or cause.__context__
@@ -137,7 +139,7 @@ def describe_yaml_error(error: Exception) -> Violation | None:
 def _wrong_entries(
     base: DictConfig, config: DictConfig
 ) -> Iterator[tuple[list[Any], Override, OmegaConfBaseException]]:
-    """Merge a file value by value; yield the keys to delete, the override and the error of each failure."""
+    """Merge a file value by value. Yield the keys to delete, the override and the error of each failure."""
     written, told = copy.deepcopy(config), set[str]()
     for keys in list(_paths(written)):
         try:
@@ -182,7 +184,7 @@ def _unknown_options(path: str, entry: Any, repo: IConfigRepository, chosen: Col
 
 
 def _paths(config: DictConfig, above: tuple[Any, ...] = ()) -> Iterator[list[Any]]:
-    """The keys that lead to each value, and to each empty section."""
+    """Yield the keys that lead to each value, and to each empty section."""
     for key in config:
         node = config._get_node(key)
         if isinstance(node, DictConfig) and not node._is_none() and not node._is_missing() and len(node):
@@ -192,7 +194,7 @@ def _paths(config: DictConfig, above: tuple[Any, ...] = ()) -> Iterator[list[Any
 
 
 def _at(config: DictConfig, keys: list[Any]) -> Any:
-    """The value that keys lead to, as it was written."""
+    """Return the value at a path of keys, unresolved."""
     node: Any = config
     for key in keys:
         node = node._get_node(key)
@@ -200,7 +202,7 @@ def _at(config: DictConfig, keys: list[Any]) -> Any:
 
 
 def _delete(config: DictConfig, keys: list[Any]) -> None:
-    """Delete the value that keys lead to, if it has not been deleted with its section."""
+    """Delete the value at a path of keys, unless it was deleted with its section."""
     parent: Any = config
     for key in keys[:-1]:
         parent = parent._get_node(key)
@@ -210,7 +212,7 @@ def _delete(config: DictConfig, keys: list[Any]) -> None:
 
 
 def _name(path: str, loaded: ConfigResult) -> str:
-    """A file as a message names it: relative to the current folder if it is below."""
+    """Return the name of a file for messages, relative to the current folder if it lies below."""
     name = path if path.endswith((".yaml", ".yml")) else f"{path}.yaml"
     folder = loaded.path.partition("://")[2] if loaded.path.startswith("file://") else ""
     return _shortest(Path(folder, name)) if folder else name
@@ -221,5 +223,5 @@ def _shortest(path: Path) -> str:
 
 
 def in_file(file: str, violation: Violation) -> Violation:
-    """A violation whose key is named with its file."""
+    """Return a violation with the file name added to its key."""
     return Violation(f"{file}: {violation.key}", first_line(violation.message))

@@ -1,4 +1,4 @@
-"""Values of a composed configuration that are missing, lead nowhere, or belong to no schema."""
+"""Checks for values of a composed configuration that are missing, cannot be resolved, or are not in a schema."""
 
 import re
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from foundry.core.errors import Violation, first_line, shown
 
 
 def holes(parent: DictConfig | ListConfig, key: Any, path: str) -> Iterator[Violation]:
-    """Values at and below `key` that are missing, lead nowhere, or belong to no schema."""
+    """Yield an error for each value at or below `key` that is missing, cannot be resolved, or is not in a schema."""
     schema = OmegaConf.get_type(parent)
     known = {item.name for item in fields(schema)} if is_dataclass(schema) else None
     if known is not None and key not in known:
@@ -52,7 +52,7 @@ def holes(parent: DictConfig | ListConfig, key: Any, path: str) -> Iterator[Viol
 
 
 def as_override(node: object) -> str:
-    """Return the value of a node, or of a file, as an override has it."""
+    """Format the value of a node or of a file as in an override."""
     value = node._value() if isinstance(node, ValueNode) else node
     if value is None:
         return "null"
@@ -60,7 +60,7 @@ def as_override(node: object) -> str:
 
 
 def _leaves(node: Any, path: str) -> Iterator[tuple[str, str]]:
-    """The paths of the values in a node, each with its value as an override has it."""
+    """Yield the path of each value in a node, with the value formatted as in an override."""
     if isinstance(node, DictConfig) and not node._is_none() and not node._is_missing() and len(node):
         for name in map(str, node):
             yield from _leaves(node._get_node(name), f"{path}.{name}")
@@ -83,7 +83,10 @@ def _leads_nowhere(interpolation: str, path: str, error: Exception) -> str:
 
 
 def _is_alike(node: Any, value: object) -> bool:
-    """Whether an interpolation leads to what its place takes: a mapping, a list, or a single value."""
+    """Return True if an interpolation resolves to the kind of value that its field takes.
+
+    The kinds are a mapping with the schema of the field, a list, and a single value.
+    """
     if any(isinstance(node, kind) != isinstance(value, kind) for kind in (DictConfig, ListConfig)):
         return False
     taken: Any = node._metadata.ref_type
@@ -94,7 +97,7 @@ def _is_alike(node: Any, value: object) -> bool:
 
 
 def check_hydra(composed: DictConfig) -> Iterator[Violation]:
-    """Values in foundry's own parts of Hydra's configuration that are missing, lead nowhere or are unknown."""
+    """Yield the errors of `holes` for the launcher and the sweeper if they have schemas of foundry."""
     for name in ("launcher", "sweeper"):
         hydra = OmegaConf.select(composed, "hydra")
         if hydra is None or name not in hydra._content:

@@ -1,4 +1,4 @@
-"""Hints for unknown keys: a name of another system, a setting of another group, or a misspelt setting."""
+"""Hints for unknown keys: a name in another framework, a setting of another group, or a misspelt setting."""
 
 import difflib
 import re
@@ -14,7 +14,7 @@ from foundry.config.diagnostics.elsewhere import Options, hint, own_options
 from foundry.config.schemas.root import Config
 
 _LIKE_A_LEAF, _LIKE_A_GROUP = 0.6, 0.75
-"""Least likeness, as of difflib, of the last parts of keys in one group, and of groups or keys of any group."""
+"""Minimum difflib similarity: of the last parts of keys in one group, and of groups or keys of any group."""
 
 
 def did_you_mean(
@@ -25,19 +25,19 @@ def did_you_mean(
     value: str | None = None,
     options: Options = own_options,
 ) -> str:
-    """`; write x=1` or `; did you mean x?` for a dotted key that there is not, or nothing.
+    """Return a hint for an unknown dotted key, `; write x=1` or `; did you mean x?`, or an empty string.
 
-    A name of another system comes first, then a setting of the same name in another group, then one spelt alike.
+    Names in other frameworks come first, then settings of the same name in another group, then similar spellings.
 
     Args:
-        key: as it was given.
-        known: dotted paths of the settings that there are.
-        groups: the groups that may be chosen.
-        value: as it was given; None if it is unknown.
+        key: key as typed.
+        known: dotted paths of the existing settings.
+        groups: groups that may be chosen.
+        value: value as typed; None if it is unknown.
         options: lists the options of a group.
     """
     group, _, leaf = key.rpartition(".")
-    if leaf.startswith("_"):  # such as _target_, which every part has
+    if leaf.startswith("_"):  # e.g. _target_, which every part has
         return ""
     if told := hint(key, value, known, options):
         return told
@@ -67,7 +67,7 @@ def override_for(word: str) -> str:
 
 
 def _spelt_alike(key: str, settings: Collection[str], groups: Collection[str]) -> str:
-    """The nearest group, or the nearest last part of a key: in the same group, or else anywhere, if it is very near."""
+    """Return a hint with the most similar group or setting; outside of the key's group, the similarity must be high."""
     group, _, leaf = key.rpartition(".")
     if near := difflib.get_close_matches(key, groups, n=1, cutoff=_LIKE_A_GROUP):
         return f"; did you mean {near[0]}?"
@@ -80,7 +80,7 @@ def _spelt_alike(key: str, settings: Collection[str], groups: Collection[str]) -
 
 
 def leaves(config: DictConfig, path: str = "") -> list[str]:
-    """Dotted paths of all values of foundry's own groups."""
+    """Return the dotted paths of all values outside of the `hydra` node."""
     paths = []
     for key in config:
         if path == "" and key == "hydra":
@@ -95,7 +95,7 @@ def leaves(config: DictConfig, path: str = "") -> list[str]:
 
 @cache
 def _by_name() -> dict[str, list[str]]:
-    """The settings of all schemas by the last part of their paths."""
+    """Return the settings of all schemas, keyed by the last part of their paths."""
     named = dict[str, list[str]]()
     for path in meanings():
         named.setdefault(path.rpartition(".")[2], []).append(path)
@@ -104,12 +104,12 @@ def _by_name() -> dict[str, list[str]]:
 
 @cache
 def meanings() -> dict[str, str]:
-    """Every setting of every schema by its dotted path, and what it means."""
+    """Return the description of every setting of every schema, keyed by its dotted path."""
     return {path: metadata.get("doc", "") for path, metadata in settings()}
 
 
 def settings() -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Every setting's dotted path, with what its schema says of it; several schemas may have the same one."""
+    """Yield the dotted path and the metadata of every setting; a path repeats if several schemas have it."""
     for group, base in get_type_hints(Config).items():
         for schema in group_schemas(group).values():
             if hasattr(schema, "_target_") if base is Any else issubclass(schema, base):

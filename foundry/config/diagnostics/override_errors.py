@@ -1,4 +1,4 @@
-"""Finding every error of a composition that failed, where Hydra stops at the first."""
+"""Search for every error of a failed composition; Hydra stops at the first error."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -45,7 +45,10 @@ _QUOTES = "; put a value with spaces, commas, = or special characters into quote
 
 
 def includes_schemas(loader: ConfigLoaderImpl, config_name: str, overrides: list[str]) -> bool:
-    """Whether a primary configuration that does not compose is foundry's: its defaults lead to `base_config`."""
+    """Return True if a primary configuration belongs to foundry, i.e. its defaults lead to `base_config`.
+
+    This also works if the configuration cannot be composed.
+    """
     (repo, _) = _repository(loader, config_name, _parse(overrides)[0])
     seen = set[str]()
     ahead = [config_name]
@@ -66,14 +69,14 @@ def includes_schemas(loader: ConfigLoaderImpl, config_name: str, overrides: list
 
 
 def without_null_choices(loader: ConfigLoaderImpl, config_name: str, overrides: list[str]) -> list[str]:
-    """The overrides, where a choice of no option is written as Hydra takes it."""
+    """Return the overrides with each null choice, e.g. `debug=null`, in the form that Hydra accepts."""
     parsed, violations = _parse(overrides)
     repo, unreadable = _repository(loader, config_name, parsed)
     return overrides if violations or unreadable else [choice_line(repo, override) for override in parsed]
 
 
 def choice_line(repo: IConfigRepository, override: Override) -> str:
-    """An override as Hydra takes it: `~debug` for `debug=null`, in groups that may go without an option."""
+    """Return an override in the form that Hydra accepts: `~debug` for `debug=null`, in optional groups."""
     line = str(override.input_line)
     if override.is_delete() or override.is_sweep_override() or override.key_or_group in GROUPS:
         return line
@@ -82,11 +85,11 @@ def choice_line(repo: IConfigRepository, override: Override) -> str:
 
 @dataclass
 class Known:
-    """What explaining one job of a sweep has found out, and need not be found out again for the next.
+    """Cache of results that the jobs of one sweep share.
 
     Attributes:
         repo: the options of the groups, read once.
-        checked: what the rules say of a configuration, by the overrides that it was composed of.
+        checked: violations of a configuration, keyed by the overrides that compose it.
     """
 
     repo: IConfigRepository
@@ -112,17 +115,17 @@ def find_errors(
 ) -> list[Violation]:
     """Explain why composing `overrides` failed with `error`.
 
-    The choices of groups are checked first; then every other override is applied alone to what those choices compose
-    to; what is left is checked against the rules, if `whole`.
+    The choices of groups are checked first. Then every other override is applied alone to the configuration that those
+    choices compose. The result is checked against the rules if `whole`.
 
     Args:
-        loader: Hydra's.
-        config_name: of the primary configuration.
-        compose: composes overrides, unchecked; returns a configuration that may be changed.
-        overrides: those that failed together.
-        error: what composing them raised.
-        whole: whether they are all of a run's, rather than those of a sweep.
-        known: from other jobs of the same sweep.
+        loader: Hydra's loader.
+        config_name: name of the primary configuration.
+        compose: composes overrides, unchecked; the result may be modified.
+        overrides: overrides that failed together.
+        error: exception raised by composing them.
+        whole: the overrides are complete, for one run; False for the fixed overrides of a sweep.
+        known: cache shared with other jobs of the same sweep.
     """
     parsed, violations = _parse(overrides)
     if known is None:
@@ -172,7 +175,7 @@ def _without_wrong_files(
     repo: IConfigRepository,
     choices: list[Override],
 ) -> tuple[Composed, list[Violation]]:
-    """Compose without the entries of files that are wrong; return the result, and a violation for each entry."""
+    """Compose without the wrong entries of files. Return the result, and a violation for each entry."""
     chosen = {choice.key_or_group for choice in choices}
     made = compose_without_wrong_entries(loader, compose, _lines(choices), repo=repo, chosen=chosen)
     known = OmegaConf.create() if made.config is None else made.config
@@ -190,7 +193,7 @@ def _without_wrong_files(
 
 
 def _explain_default(repo: IConfigRepository, config: DictConfig, choice: Override) -> Iterator[Violation]:
-    """What is wrong with an option in a list of defaults that does not exist."""
+    """Yield the error of an option in a defaults list that does not exist."""
     if choice.key_or_group and not repo.group_exists(choice.key_or_group):
         yield Violation(choice.key_or_group, _unknown_key(repo, config, choice))
         return
@@ -204,7 +207,7 @@ def _wrong_alone(
     repo: IConfigRepository,
     overrides: list[Override],
 ) -> Iterator[Violation]:
-    """Overrides that do not compose by themselves, for a reason that only composing finds."""
+    """Yield an error for each override that cannot be composed on its own."""
     folders = [override for override in overrides if override.key_or_group == _SEARCHPATH]
     for override in overrides:
         try:
@@ -220,7 +223,7 @@ def _wrong_alone(
 def _repository(
     loader: ConfigLoaderImpl, config_name: str | None, parsed: list[Override]
 ) -> tuple[CachingConfigRepository, list[Violation]]:
-    """Where options are found, hydra.searchpath included, or what is wrong with that."""
+    """Return the repository of options, including hydra.searchpath, and any errors in that search path."""
     repo, error = open_repository(loader, config_name, parsed)
     if error is None:
         return repo, []
@@ -232,13 +235,13 @@ def _repository(
 def master_over_options(
     loader: ConfigLoaderImpl, config_name: str | None, compose: Callable[[list[str]], DictConfig], overrides: list[str]
 ) -> DictConfig | None:
-    """A sweep's own configuration where jobs choose among options, and a fixed setting may be known to these only.
+    """Compose a sweep's own configuration without fixed settings that only swept options have.
 
-    Hydra composes it with the default options (hydra-core issue 2888). Settings that these do not know are left out
-    here; each job is composed with all of them, and refused if its own options do not know one.
+    Hydra composes this configuration with the default options (hydra-core issue 2888). Settings that the default
+    options lack are left out here. Each job is composed with all settings, and refused if its own options lack one.
 
     Returns:
-        None where no option is swept, so that the error is every job's.
+        The configuration; None if no option is swept, since the error then affects every job.
     """
     parsed, violations = _parse(overrides)
     repo, unreadable = _repository(loader, config_name, parsed)
@@ -280,7 +283,7 @@ def _parse(overrides: list[str]) -> tuple[list[Override], list[Violation]]:
 
 
 def _is_choice(repo: IConfigRepository, override: Override) -> bool:
-    """Whether an override chooses an option of a group, rather than setting a value."""
+    """Return True if an override chooses an option of a group instead of setting a value."""
     return repo.group_exists(override.key_or_group) and not isinstance(override.value(), dict)
 
 
@@ -320,7 +323,10 @@ def _check_choice(repo: IConfigRepository, choice: Override, *, sweeping: bool) 
 
 
 def _own_option(group: str, name: str) -> str:
-    """A hint where a folder of the user's own has the option; it is not read unasked, whoever put it there."""
+    """Return a hint if a folder below the current one has the option.
+
+    The folder is not used automatically, since it may come from an untrusted source.
+    """
     if re.fullmatch(r"[\w-]{1,100}", name):
         for file in sorted(Path.cwd().glob(f"*/{group}/{name}.y*ml")):
             found = file.relative_to(Path.cwd())
@@ -334,7 +340,7 @@ def _to_sweep(override: Override) -> Violation:
 
 
 def _apply(repo: IConfigRepository, config: DictConfig, override: Override, *, sweeping: bool) -> Iterator[Violation]:
-    """Apply one override to the configuration, or say what is wrong with it."""
+    """Apply one override to the configuration, or yield its error."""
     if override.is_sweep_override():
         if not sweeping:
             yield _to_sweep(override)
@@ -365,7 +371,7 @@ def _explain(repo: IConfigRepository, config: DictConfig, override: Override, er
 
 
 def _explain_mapping(repo: IConfigRepository, override: Override, node: DictConfig, error: Exception) -> Violation:
-    """What is wrong with a value given to a schema."""
+    """Return the error of a value that was assigned to a node with a schema."""
     key, given, names = override.key_or_group, override.value(), [str(name) for name in node]
     if not isinstance(given, dict):
         wanted = f"a mapping with keys of {', '.join(names)}"
@@ -380,7 +386,7 @@ def _explain_mapping(repo: IConfigRepository, override: Override, node: DictConf
 
 
 def explain_value(override: Override, error: Exception) -> Violation:
-    """What is wrong with a value, from OmegaConf's error about it."""
+    """Return the violation for a value, derived from OmegaConf's exception."""
     key = override.key_or_group
     value = shown(override.get_value_string())
     message = str(error)
@@ -418,7 +424,7 @@ def _unknown_key(repo: IConfigRepository, config: DictConfig, override: Override
 
 
 def _options_with(repo: IConfigRepository, group: str, leaf: str) -> Iterator[str]:
-    """The options of a group whose schema has a field `leaf`, as a user would choose them."""
+    """Yield the options of a group whose schema has a field `leaf`, in the form group=option."""
     if group not in GROUPS:
         return
     having = {name for name, schema in group_schemas(group).items() if leaf in schema.__dataclass_fields__}
@@ -431,7 +437,7 @@ def _options_with(repo: IConfigRepository, group: str, leaf: str) -> Iterator[st
 
 
 def _unattributed(error: Exception) -> Violation:
-    """An error that no single override explains, such as a wrong key in a YAML file, in one line."""
+    """Return the violation for an error that no single override explains, such as a wrong key in a YAML file."""
     cause = error.__cause__ or error
     text = f"{first_line(str(error))} {first_line(str(cause)) if cause is not error else ''}".strip()
     if not isinstance(error, HydraException | OmegaConfBaseException):

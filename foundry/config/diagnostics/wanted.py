@@ -1,4 +1,4 @@
-"""What OmegaConf would have taken where it refuses a value, from its errors."""
+"""Description of the value that OmegaConf expects, derived from its exceptions."""
 
 import re
 from enum import Enum
@@ -28,7 +28,7 @@ _MESSAGES = (
 
 
 def wanted(error: Exception) -> str | None:
-    """The kind of value in words; None where the error is about something else."""
+    """Return the expected kind of value in words; None if the error is about something else."""
     if names := accepted_options(error):
         return f"one of {', '.join(names)}"
     if isinstance(error, OverflowError):
@@ -43,7 +43,7 @@ def wanted(error: Exception) -> str | None:
 
 
 def accepted_options(error: Exception) -> list[str]:
-    """The names of the enumeration, where it takes one."""
+    """Return the names of the enumeration that the setting takes; empty if it takes other values."""
     if found := re.search(r"expected one of \[(.*)\]", str(error)):
         return [name.strip() for name in found[1].split(",")]
     node = getattr(error, "child_node", None)

@@ -1,1 +1,1 @@
-"""The configuration as it is recorded: written, hashed, read back without trust, compared on resume."""
+"""Recorded configurations: writing, hashing, reading without trust, and comparison on resume."""

@@ -1,4 +1,4 @@
-"""The configuration as it is kept: written into the run directory, hashed, and read back with its types."""
+"""Saving the resolved configuration in the run directory, hashing it, and reading it back with its types."""
 
 import hashlib
 import json
@@ -37,7 +37,10 @@ _LONGEST = 140  # characters in a line
 
 
 def plain(node: Any) -> Any:
-    """Dataclasses, enums and containers as what YAML and JSON can say; of secrets the variables they come from."""
+    """Convert dataclasses, enums and containers to values for YAML and JSON.
+
+    Secrets become references to their variables.
+    """
     if is_dataclass(node):
         return {item.name: plain(getattr(node, item.name)) for item in fields(node)}
     if isinstance(node, dict):
@@ -50,15 +53,19 @@ def plain(node: Any) -> Any:
 
 
 def strict(config: Config) -> dict[str, Any]:
-    """The configuration as a manifest holds it, in strict JSON: no gradient clipping may be a norm of infinity."""
+    """Return the configuration as strict JSON, for a manifest.
+
+    Infinity, as in no gradient clipping, has no JSON number.
+    """
     content: dict[str, Any] = json.loads(encode(plain(config)))
     return content
 
 
 def hash_config(config: Config) -> str:
-    """SHA-256 of the configuration, in hexadecimal, without what is computed from the number of ranks.
+    """Return the SHA-256 of the configuration as hex digits, without the value computed from the number of ranks.
 
-    Parts have their first paths, and settings with `since` are left out at their default, as in earlier versions.
+    For the same hash as earlier versions, parts have their first paths, and newer settings (`since`) are left out at
+    their default.
     """
     content = respelled(_without_later(config), first_path)
     del content["hparams"]["accum_freq"]
@@ -66,7 +73,7 @@ def hash_config(config: Config) -> str:
 
 
 def _without_later(node: Any) -> Any:
-    """Return plain containers without settings that have `since` and their default."""
+    """Convert to plain containers, leaving out settings that have `since` and are at their default."""
     if not is_dataclass(node):
         return plain(node)
     return {
@@ -82,20 +89,22 @@ def _is_later(item: "Field[Any]", value: Any) -> bool:
 
 
 def save_config(config: Config, run_dir: Path) -> Path:
-    """Write the resolved configuration to the run directory and return the file."""
+    """Write the resolved configuration to the run directory and return the path of the file."""
     return save_yaml(OmegaConf.create(plain(config)), run_dir / CONFIG)
 
 
 def save_yaml(node: Any, path: Path) -> Path:
-    """Write a node of OmegaConf as it is, interpolations included, and return the file."""
+    """Write an OmegaConf node to a file, interpolations unresolved, and return its path."""
     write_atomically(path, OmegaConf.to_yaml(node))
     return path
 
 
 def read_recorded(run_dir: Path) -> dict[str, Any] | None:
-    """The configuration in a run directory as plain containers, from which nothing is built; None if there is none.
+    """Return the configuration in a run directory as plain containers, without building anything.
 
-    Foundry's own parts have their public names.
+    None if it is unreadable.
+
+    foundry's own parts have their public names.
     """
     try:
         saved = read_yaml(run_dir / CONFIG)
@@ -105,18 +114,20 @@ def read_recorded(run_dir: Path) -> dict[str, Any] | None:
 
 
 def load_config(run_dir: Path, *, trust: bool = False) -> Config:
-    """Read a run's configuration back as it was; nothing is imported, and unless it is trusted, nothing resolved.
+    """Read a run's configuration back with its types.
 
-    A setting that the file lacks, because an earlier foundry wrote it, takes its default.
+    Imports nothing; resolves environment variables only with `trust`.
+
+    A setting that is missing because an earlier version wrote the file takes its default.
 
     Args:
-        run_dir: the run directory, which may be somebody else's.
-        trust: whether it may name parts that are not foundry's own, which run code when they are built, and have the
-            variables of the environment that it names for its secrets.
+        run_dir: the run directory, which may come from an untrusted source.
+        trust: allow parts that are not built in, which run code when they are built, and read the environment variables
+            that the file names for its secrets.
 
     Raises:
-        ConfigError: `run_dir` holds no run, one of a task that is not installed, or a configuration that cannot be read
-            or trusted.
+        ConfigError: if `run_dir` contains no run, a run of a task that is not installed, or a configuration that cannot
+            be read or trusted.
     """
     path = run_dir / CONFIG
     content = read_settings(path, "run")
@@ -138,34 +149,38 @@ def load_config(run_dir: Path, *, trust: bool = False) -> Config:
     nodes = {name: typed_group(path, name, content.get(name, {})) for name in groups}
     try:
         whole = OmegaConf.create(nodes)
-        list(check_secrets(whole))  # takes note of them; what an older version recorded is read all the same
+        list(
+            check_secrets(whole)
+        )  # remembers the secrets; an older version may have recorded some, so errors are ignored
         for where, text in variables(content):
             if trust:
-                remember(str(OmegaConf.select(whole, where)), text)  # whatever else is written has the name again
+                remember(str(OmegaConf.select(whole, where)), text)  # later output shows the variable's name again
             else:
-                OmegaConf.update(whole, where, text.replace("${", r"\${"))  # the name stays a name
+                OmegaConf.update(whole, where, text.replace("${", r"\${"))  # escape, to keep the name of the variable
         return to_config(whole)
     except (OmegaConfBaseException, ValueError, TypeError) as error:
         raise _refused(path, f"has a wrong {getattr(error, 'full_key', None) or 'value'}: {_one_line(error)}") from None
 
 
 def typed_group(path: Path, group: str, node: Any) -> Any:
-    """A recorded group with the schema that wrote it, and public names of parts; a part of the user's own as it is.
+    """Merge a recorded group into the schema that wrote it, with public names of parts.
+
+    Custom parts are returned as they are.
 
     Args:
-        path: the file that it was recorded in.
-        group: its name.
-        node: as it was read.
+        path: file that the group was read from.
+        group: name of the group.
+        node: content of the group.
 
     Raises:
-        ConfigError: there is no such schema, or a value is not of its type.
+        ConfigError: if no schema matches, or a value has the wrong type.
     """
     if not isinstance(node, dict):
         raise _refused(path, f"has {group}={shown(node)}, which must be a mapping")
     node = respelled(node)
     schemas = [schema for schema in group_schemas(group).values() if _matches_schema(group, schema, node)]
     if own_targets(group) and node.get("_target_") not in (None, *own_targets(group)):
-        return node  # a part of the user's own, which has been trusted
+        return node  # a custom part, which the caller has trusted
     if not schemas:
         raise _refused(path, f"has no {group} that this version of foundry knows: {_unknown(group, node)}")
     schema = min(schemas, key=lambda s: _distance(s, node))
@@ -177,7 +192,7 @@ def typed_group(path: Path, group: str, node: Any) -> Any:
 
 
 def _matches_schema(group: str, schema: type[Any], node: dict[str, Any]) -> bool:
-    """Whether a schema of a group has all the fields of a node, and is of the same part."""
+    """Return True if a schema has all fields of a node and the same `_target_`."""
     declared = {item.name: item.type for item in fields(Config)}[group]
     default = {item.name: item.default for item in fields(schema)}
     is_declared = declared is Any or issubclass(schema, cast(type, declared))
@@ -185,7 +200,10 @@ def _matches_schema(group: str, schema: type[Any], node: dict[str, Any]) -> bool
 
 
 def _distance(schema: type[Any], node: dict[str, Any]) -> tuple[bool, bool, int]:
-    """How unlike a node is to a schema that knows its fields; of equals, the strategy tells one from the other."""
+    """Return a sort key: the distance of a node from a matching schema.
+
+    The strategy distinguishes schemas with equal fields.
+    """
     default = {item.name: plain(item.default) for item in fields(schema)}
     return set(node) != set(default), node.get("strategy") != default.get("strategy"), len(default)
 
@@ -196,7 +214,7 @@ def _unknown(group: str, node: dict[str, Any]) -> str:
 
 
 def _distrust(path: Path, foreign: list[str]) -> Iterator[Violation]:
-    """A line, or as many as it takes to name everything."""
+    """Yield errors that name all untrusted parts, in lines of limited length."""
     lines = [foreign[0]]
     for part in foreign[1:]:
         if len(lines[-1]) + len(part) > _LONGEST:
@@ -210,7 +228,7 @@ def _distrust(path: Path, foreign: list[str]) -> Iterator[Violation]:
 
 
 def _not_installed(path: Path, content: dict[str, Any]) -> Iterator[Violation]:
-    """Name the packages of parts that cannot be found, such as those of tasks that others have written."""
+    """Yield an error for each package of parts that is not installed, such as a package of an external task."""
     for package, where in missing_packages(content).items():
         message = f"{path} has parts of {package}, which is not installed here: {where}"
         yield Violation("run", f"{message}; install it or add it to PYTHONPATH")

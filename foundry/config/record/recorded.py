@@ -1,4 +1,4 @@
-"""What other runs, and other people, have written down of their settings: read as data, never as instructions."""
+"""Reading of settings recorded by other runs and other people: treated as data, never executed."""
 
 import re
 import sys
@@ -22,20 +22,20 @@ _MAX_BITS = 64
 _NAMED_PART = re.compile(r"(evaluation\.evaluators|tracking\.trackers)\.\w+\._target_")
 _METRIC = re.compile(r"evaluation\.evaluators\.\w+\.torchmetrics\.\w+\._target_")
 _OF_TORCHMETRICS = re.compile(r"torchmetrics\.(text|classification|regression)\.(?!BERTScore|InfoLM)[A-Z]\w*")
-"""Classes that compute; the two left out read a model from wherever they are told."""
+"""Metrics that only compute. The two excluded classes load a model from a path in their arguments."""
 _ATTENTIONS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
 
 
 def read_settings(path: Path, key: str) -> dict[str, Any]:
-    """The settings that a file of a run directory holds, as plain containers.
+    """Return the settings in a file of a run directory as plain containers.
 
     Args:
         path: the file.
-        key: of the option that names the directory, for messages.
+        key: option that names the directory, for messages.
 
     Raises:
-        ConfigError: it cannot be read or holds no settings; or one is an interpolation. foundry writes what those came
-            to, and of a secret the name of its variable, which `variables` finds.
+        ConfigError: if the file cannot be read or has no settings, or if a setting is an interpolation. foundry records
+            resolved values, and for a secret the name of its variable, which `variables` finds.
     """
     try:
         content = read_yaml(path)
@@ -55,13 +55,19 @@ def read_settings(path: Path, key: str) -> dict[str, Any]:
 
 
 def foreign_parts(content: dict[str, Any]) -> Iterator[str]:
-    """What in a run's settings would have a library run code that is not foundry's own, each as key=value.
+    """Yield each recorded setting, as key=value, that would run code which is not built into foundry.
 
-    A part is foundry's own if its `_target_`, by its public name or an older path, is the default of a schema of its
-    group, or it is an evaluator or tracker that foundry has, or a metric of torchmetrics that such an evaluator is
-    given; whatever else Hydra obeys, and whatever is nested, is not. Kernels of a hub, which transformers would fetch,
-    are not either, nor the settings by which a part would run them (`foreign_settings` of its schema), and a part is
-    given no variable of the environment.
+    A `_target_` is built in if it is, by its public name or an older path, one of the following:
+
+    - the default of a schema of its group,
+    - an evaluator or tracker of foundry,
+    - a torchmetrics metric passed to an evaluator of foundry.
+
+    All other keys that Hydra interprets, and all nested parts, are foreign. So are:
+
+    - kernels that transformers would download from a hub,
+    - settings through which a part would run foreign code (`foreign_settings` of its schema),
+    - references to environment variables inside of parts.
     """
     for group, node in content.items():
         own = {f"{group}._target_": own_targets(group), **_own_targets_inside(group)}
@@ -69,7 +75,7 @@ def foreign_parts(content: dict[str, Any]) -> Iterator[str]:
             target = public_name(value) if isinstance(value, str) else value
             is_own = target in own.get(where, own_named_parts() if _NAMED_PART.fullmatch(where) else ())
             is_own |= bool(_METRIC.fullmatch(where) and _OF_TORCHMETRICS.fullmatch(str(value)))
-            is_none = where in own and value is None  # such as no environment
+            is_none = where in own and value is None  # null in place of an optional part, e.g. no environment
             is_hydra = name in HYDRA_KEYS and not is_own and not is_none
             is_kernel = str(name).endswith("attn_implementation") and value not in (None, *_ATTENTIONS)
             if is_hydra or is_kernel:
@@ -83,7 +89,7 @@ def foreign_parts(content: dict[str, Any]) -> Iterator[str]:
 
 
 def missing_tasks(content: dict[str, Any]) -> Iterator[str]:
-    """Yield a line for each task that is not installed and of which a run's settings name a part."""
+    """Yield a line for each task that the settings refer to but that is not installed."""
     found = dict[str, str]()
     for where, name, value in _keys(content, ""):
         if name == "_target_" and isinstance(value, str) and (task := missing_task(place_of(value))) is not None:
@@ -92,7 +98,7 @@ def missing_tasks(content: dict[str, Any]) -> Iterator[str]:
 
 
 def missing_packages(content: dict[str, Any]) -> dict[str, str]:
-    """Return the packages of `_target_`s that Python does not find, each with a key=value that names it."""
+    """Return the packages of `_target_`s that Python cannot find, each with the key=value that refers to it."""
     found = dict[str, str]()
     for where, name, value in _keys(content, ""):
         package = value.partition(".")[0] if name == "_target_" and isinstance(value, str) else ""
@@ -102,26 +108,26 @@ def missing_packages(content: dict[str, Any]) -> dict[str, str]:
 
 
 def variables(content: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Path and text of the settings of a run that name a variable of the environment in place of a secret."""
+    """Yield path and text of each setting that holds a reference to an environment variable in place of a secret."""
     for where, _, value in _keys(content, ""):
         if isinstance(value, str) and VARIABLE.search(value):
             yield where, value
 
 
 def own_targets(group: str) -> tuple[str, ...]:
-    """The `_target_` of each of foundry's own parts of a group; none where the group has no parts."""
+    """Return the `_target_` of each built-in part of a group; empty if the group has no parts."""
     defaults = (item.default for s in group_schemas(group).values() for item in fields(s) if item.name == "_target_")
     return tuple(dict.fromkeys(default for default in defaults if isinstance(default, str)))
 
 
 @cache
 def own_named_parts() -> tuple[str, ...]:
-    """The `_target_` of each evaluator and tracker that foundry and installed tasks have."""
+    """Return the `_target_` of each evaluator and tracker of foundry and of installed tasks."""
     return (*(schema._target_ for schema in evaluator_schemas()), *EXTRAS)
 
 
 def _own_targets_inside(group: str) -> dict[str, tuple[str, ...]]:
-    """The `_target_` of parts that foundry's own parts of a group have inside of them, by its path."""
+    """Return the `_target_`s of parts nested in the built-in parts of a group, by their path."""
     found = dict[str, tuple[str, ...]]()
     for schema in group_schemas(group).values():
         for name, kind in get_type_hints(schema).items():
@@ -132,7 +138,7 @@ def _own_targets_inside(group: str) -> dict[str, tuple[str, ...]]:
 
 
 def _is_strange(value: object) -> str:
-    """Why foundry has not written a value; empty where it may have."""
+    """Return the reason why foundry cannot have written a value; empty if it can."""
     if isinstance(value, str) and "${" in VARIABLE.sub("", value):
         return "recorded settings are resolved, and hold no interpolations"
     if value == "???":
@@ -143,7 +149,7 @@ def _is_strange(value: object) -> str:
 
 
 def _keys(node: Any, path: str) -> Iterator[tuple[str, object, object]]:
-    """Path, name and value of every key at any depth."""
+    """Yield path, name and value of every key at any depth."""
     children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     for name, value in children:
         where = f"{path}.{shown(name)}" if path else shown(name)
@@ -153,7 +159,7 @@ def _keys(node: Any, path: str) -> Iterator[tuple[str, object, object]]:
 
 
 def _leaves(node: Any, path: str) -> Iterator[tuple[str, object]]:
-    """Every name and every value that is no container, with its path."""
+    """Yield every name and every value that is not a container, with its path."""
     for where, name, value in _keys(node, path):
         yield where, name
         for item in value if isinstance(value, list) else [value]:

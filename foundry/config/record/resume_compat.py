@@ -1,4 +1,4 @@
-"""Which settings of a run may change when it is resumed, and which make it another run."""
+"""Rules for changed settings on resume: which may change, and which are refused."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
@@ -15,22 +15,22 @@ from foundry.config.target_names import respelled
 from foundry.core.errors import Violation, contrast, shown
 
 _INTERVAL = "evaluation.interval"
-"""The setting of which a number in a record of an earlier version has another meaning."""
+"""Setting whose numbers have another meaning in records of an earlier version."""
 _KIND = ("_target_", "strategy")
-"""The settings that say which schema a group has."""
+"""Settings that identify the schema of a group."""
 REMEDY = "give that, start from scratch in another hydra.run.dir, or set checkpoint.on_changed_config=warn"
 """End of an error about a resumed run that differs from its checkpoint."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A setting that is not what the checkpoint was trained with.
+    """Setting that differs from the value used to train the checkpoint.
 
     Attributes:
-        key: the setting.
-        was: in the checkpoint; None where it had none.
-        now: in this run; None where it has none.
-        is_gone: the checkpoint has it, and this version of foundry has no such setting.
+        key: dotted key of the setting.
+        was: value in the checkpoint; None if it had no value.
+        now: value in this run; None if it has no value.
+        is_gone: the checkpoint has the setting, but this version of foundry does not.
     """
 
     key: str
@@ -50,12 +50,12 @@ class Difference:
 
     @property
     def has_new_meaning(self) -> bool:
-        """Whether the same number means something else in this version: it is refused, whatever its group allows."""
+        """True if the same number has another meaning in this version. The change is then always refused."""
         return self.key == _INTERVAL and type(self.was) is int and self.now == str(self.was)
 
     @property
     def on_resume(self) -> OnResume:
-        """What its schema says, or its group."""
+        """Policy for a change on resume, declared by the schema of the setting or by its group."""
         if self.is_gone:
             return OnResume.same
         if self.has_new_meaning:
@@ -65,28 +65,28 @@ class Difference:
 
     @property
     def is_allowed(self) -> bool:
-        """Whether a run may be resumed with it."""
+        """True if a run may be resumed with this difference."""
         return self.on_resume not in (OnResume.refused, OnResume.data)
 
     @property
     def locates_data(self) -> bool:
-        """Whether it says where data lies, so that the data itself tells whether it matters."""
+        """True if the setting is a location of data, so that the content of the data decides if a resume is allowed."""
         return self.on_resume is OnResume.data
 
     @property
     def is_budget(self) -> bool:
-        """Whether it changes how long the run is."""
+        """True if the setting changes the length of the run."""
         return self.on_resume is OnResume.budget
 
     @property
     def changes_result(self) -> bool:
-        """Whether a finished run would have had another result with it."""
+        """True if a finished run would have produced another result with the new value."""
         if self.key == "checkpoint.resume":
             return bool(self.now != "auto")
         return self.on_resume is not OnResume.same
 
     def violation(self) -> Violation:
-        """What to tell a user who resumes with it."""
+        """Return the error for a user who resumes with this difference."""
         was, now = self._texts
         if self.has_new_meaning:
             message = f"is {now}, which counts steps of the run, but an earlier version of foundry began this run and "
@@ -95,20 +95,20 @@ class Difference:
         return Violation(self.key, f"is {now} but the checkpoint was trained with {was}; {REMEDY}")
 
     def of_finished(self, run_dir: object) -> Violation:
-        """What to tell a user who asks a finished run for the result with it."""
+        """Return the error for a user who asks a finished run for the result with this difference."""
         was, now = self._texts
         message = f"is {now} but {run_dir} holds a finished run with {was}; give that, or choose another hydra.run.dir"
         return Violation(self.key, message)
 
 
 def differences(was: Mapping[str, Any], now: Mapping[str, Any], typed: object = None) -> Iterator[Difference]:
-    """Every leaf of two configurations, as plain containers, that is not the same in both, in the order of keys.
+    """Yield every leaf that differs between two configurations, in the order of keys.
 
     Args:
-        was: of an earlier run, which another version of foundry may have written.
-        now: of this run.
-        typed: the dataclasses that `now` was made of. A setting that `was` does not know then has its default, and one
-            that `now` does not know is gone; without them either is a difference like any other.
+        was: plain containers of an earlier run, possibly written by another version of foundry.
+        now: plain containers of this run.
+        typed: the dataclasses that `now` was made from. A setting that is missing in `was` then counts as its default,
+            and a setting that is missing in `now` is marked as gone. Without them, both count as ordinary differences.
     """
     return _differences(respelled(dict(was)), respelled(dict(now)), typed)
 
@@ -134,12 +134,12 @@ def _are_same(path: str, target: object, one: object, other: object) -> bool:
 
 
 def _is_same_mixture(path: str, target: object, one: object, other: object) -> bool:
-    """Whether these are weights of foundry's own data, whose order depends on proportions only, and have the same."""
+    """Return True if both are weights of a built-in dataset in equal proportions, and so give the same order."""
     return path == "data.weights" and str(target).startswith("foundry.") and have_same_proportions(one, other)
 
 
 def _default(item: "Field[Any]", now: Any) -> Any:
-    """A field's default as plain containers; what follows another setting is compared by that one, and is as now."""
+    """Return a field's default as plain containers. A default that interpolates another setting counts as unchanged."""
     return _followed(plain(item.default if item.default_factory is MISSING else item.default_factory()), now)
 
 
@@ -154,7 +154,7 @@ def _followed(value: Any, now: Any) -> Any:
 
 @cache
 def _declared() -> dict[str, OnResume]:
-    """The settings that say more than their group does."""
+    """Return the policies of settings that differ from the policy of their group."""
     return {path: metadata["on_resume"] for path, metadata in settings() if metadata.get("on_resume")}
 
 

@@ -1,4 +1,4 @@
-"""Secrets come from the environment: what a run directory records is the name of the variable, never its value."""
+"""Secrets in the configuration: they come from environment variables, and files record only the variable's name."""
 
 import os
 import re
@@ -13,17 +13,20 @@ from foundry.core.errors import Violation
 from foundry.run_dir.redact import MASK, is_secret, masked_text, recorded, remember
 
 VARIABLE = re.compile(r"\$\{oc\.env:\s*([A-Za-z_]\w*)\s*(?:,\s*(?:null|''|\"\")?\s*)?\}")
-"""What a file has in place of a secret: the variable that holds it."""
+"""Reference to an environment variable, which a file contains in place of a secret."""
 
 _ANY_VARIABLE = re.compile(r"\boc\.env:\s*([A-Za-z_]\w*)")
 _USER_FROM_VARIABLES = re.compile(r"(?<=://)[^/\s@:]*:?\*\*\*@")
-# Of Hydra's part, what a user sets: the rest repeats it, or is Hydra's own.
+# Keys of the `hydra` node that users set. The remaining keys repeat these or are internal to Hydra.
 _HYDRA_GROUPS = ("callbacks", "env", "job", "launcher", "run", "sweep", "sweeper")
 
 
 @dataclass(frozen=True)
 class _Leaf:
-    """A value as it is written, and the key it stands under; of a secret that has parts, the key of the whole."""
+    """Unresolved value with its path, and the key name that classifies it.
+
+    A part of a secret is classified by the key of the whole secret.
+    """
 
     path: str
     name: str
@@ -33,25 +36,25 @@ class _Leaf:
 
     @property
     def variables(self) -> list[str]:
-        """The environment variables it is taken from."""
+        """Environment variables that the value refers to."""
         return _ANY_VARIABLE.findall(self.raw) if isinstance(self.raw, str) else []
 
     @property
     def is_reference(self) -> bool:
-        """Whether it is taken from elsewhere, but not from a variable."""
+        """True if the value refers to another setting and not to an environment variable."""
         return isinstance(self.raw, str) and "${" in self.raw and not self.variables
 
     @property
     def says_nothing(self) -> bool:
-        """Whether what is written, beside the names of variables or of another setting, may be shown."""
-        if self.is_reference:  # what it leads to has been looked at
+        """True if the text contains no secret, apart from references to variables or to another setting."""
+        if self.is_reference:  # the setting that it refers to is checked by itself
             return recorded(str(self.value())) not in (str(self.value()), MASK)
         rest = VARIABLE.sub(MASK, str(self.raw))
         plain = _USER_FROM_VARIABLES.sub("", rest)
         return bool(self.variables) and "${" not in rest and masked_text(plain) == plain
 
     def value(self) -> Any:
-        """The resolved value; None where it leads nowhere, which `holes` reports."""
+        """Return the resolved value; None if it cannot be resolved, which `holes` reports."""
         try:
             return self.parent[self.key] if isinstance(self.raw, str) and "${" in self.raw else self.raw
         except OmegaConfBaseException:
@@ -59,9 +62,9 @@ class _Leaf:
 
 
 def check_secrets(composed: DictConfig) -> Iterator[Violation]:
-    """Refuse secrets that are written into a configuration, and take note of those that the environment holds.
+    """Yield an error for each secret in plain text in a configuration, and remember secrets from the environment.
 
-    A setting is a secret by its key, by its form, or by the name of the variable it is taken from.
+    A setting is a secret by its key, by its format, or by the name of the variable that it refers to.
     """
     leaves = [leaf for key in composed if key != "hydra" for leaf in _leaves(composed, key, str(key), str(key))]
     if "hydra" in composed:
@@ -72,14 +75,14 @@ def check_secrets(composed: DictConfig) -> Iterator[Violation]:
         if (not leaf.is_reference or is_secret(leaf.name, "x")) and _is_secret(leaf):
             found = True
             yield from _check(leaf)
-    # What leads to other settings may lead to a secret; resolving all of it costs more than the rest together.
+    # A reference to another setting may lead to a secret. Resolving all of them costs more than everything above.
     for leaf in leaves if found else ():
         if leaf.is_reference and _is_secret(leaf):
             yield from _check(leaf)
 
 
 def _check(leaf: _Leaf) -> Iterator[Violation]:
-    """Refuse a secret that is written down, or note where it comes from."""
+    """Yield an error if a secret is in plain text; otherwise remember the variables that it comes from."""
     value = str(leaf.value())
     if not leaf.says_nothing:
         remember(value)
@@ -95,7 +98,7 @@ def _check(leaf: _Leaf) -> Iterator[Violation]:
 
 
 def check_overrides(overrides: Iterable[str]) -> Iterator[Violation]:
-    """Refuse secrets in overrides, before a sweep writes them down; none of them is shown from here on."""
+    """Yield an error for each secret in overrides, before a sweep records them, and redact it in all later output."""
     for override in overrides:
         key, sign, value = override.partition("=")
         name = key.lstrip("+~").rpartition(".")[2].partition("@")[0]
@@ -116,7 +119,7 @@ def _is_secret(leaf: _Leaf) -> bool:
 
 
 def _names_secret(variable: str) -> bool:
-    """Whether an environment variable holds a secret, by its name."""
+    """Return True if the name of an environment variable indicates a secret."""
     return is_secret(variable, "x") or variable.upper().endswith(("KEY", "PASS", "PAT", "AUTH"))
 
 
@@ -131,7 +134,7 @@ def _remedy(path: str) -> str:
 
 
 def _leaves(parent: DictConfig | ListConfig, key: Any, path: str, name: str) -> Iterator[_Leaf]:
-    """Values at and below a key, called `name`; parts of a secret have the name of the whole."""
+    """Yield the values at and below a key, classified by `name`; parts of a secret keep the name of the whole."""
     node: Any = parent._get_node(key)
     if isinstance(node, (DictConfig, ListConfig)) and not (
         node._is_none() or node._is_missing() or node._is_interpolation()

@@ -1,4 +1,4 @@
-"""YAML as foundry and Hydra write it into a directory: small, plain, and read without running or expanding anything."""
+"""Reader for YAML written by foundry or Hydra: limited in size, without tags, aliases or interpolation."""
 
 from pathlib import Path
 from typing import Any
@@ -9,27 +9,28 @@ from omegaconf._utils import get_yaml_loader
 from foundry.run_dir.files import read_text
 
 MAX_BYTES = 2**20
-"""No file of settings is larger; one that is was not written by foundry."""
+"""Largest size of a settings file. foundry writes no larger ones."""
 
 _MAX_DEPTH = 32
 _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class _Loader(_Base):  # type: ignore[misc]
-    """Reads numbers as OmegaConf does, and constructs nothing but mappings, lists, texts and numbers."""
+    """Loader that parses numbers as OmegaConf does and constructs only mappings, lists, strings and numbers."""
 
     yaml_implicit_resolvers = get_yaml_loader().yaml_implicit_resolvers
 
 
 def read_yaml(path: Path, *, max_bytes: int = MAX_BYTES) -> Any:
-    """The content of a YAML file that another program, or another person, may have written.
+    """Return the content of a YAML file from an untrusted source.
 
-    Aliases, which let a file of a hundred bytes become gigabytes, and tags are refused; interpolations stay texts.
+    Aliases, which can expand a file of a hundred bytes to gigabytes, and tags are refused. Interpolations remain text.
 
     Raises:
-        ValueError: it is no YAML, or none that foundry writes; the message is a line that names the file.
-        UnsafeFileError: it is not a regular file, or larger than `max_bytes`.
-        OSError: it is missing or cannot be read.
+        ValueError: if the file is not valid YAML, or has content that foundry never writes. The message is one line
+            that names the file.
+        UnsafeFileError: if it is not a regular file, or is larger than `max_bytes`.
+        OSError: if it is missing or cannot be read.
     """
     try:
         text = read_text(path, max_bytes=max_bytes)
@@ -37,15 +38,15 @@ def read_yaml(path: Path, *, max_bytes: int = MAX_BYTES) -> Any:
         return yaml.load(text, Loader=_Loader)  # built on the safe loader
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is no YAML: {_where(error)}") from None
-    except (ValueError, TypeError, RecursionError) as error:  # no UTF-8, no such date, a key that is a list
+    except (ValueError, TypeError, RecursionError) as error:  # invalid UTF-8, invalid date, or a list as a key
         raise ValueError(f"{path} is no settings file: {' '.join(str(error).split())}") from None
 
 
 def _check_plain(text: str) -> None:
-    """Look at the tokens before anything is made of them.
+    """Check the parser's events before any object is constructed.
 
     Raises:
-        ValueError: there is an alias, an anchor, a tag, or too deep a nesting.
+        ValueError: if there is an alias, an anchor, a tag, or too deep nesting.
     """
     depth = 0
     for event in yaml.parse(text, Loader=_Base):

@@ -1,1 +1,1 @@
-"""MLflow: the records of a run, the process that sends them, and those that wait for a server."""
+"""MLflow tracker: records of a run, the process that sends them, and the records that wait for a server."""

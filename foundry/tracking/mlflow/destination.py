@@ -1,4 +1,4 @@
-"""Where in MLflow a run is kept, and the file in the run directory that remembers it."""
+"""Location of a run in MLflow, and the file in the run directory that records it."""
 
 import json
 import os
@@ -23,10 +23,10 @@ _TYPES: dict[str, Types] = {"uri": str, "experiment_name": str, "run_name": str,
 _IDS = ("run_id", "experiment_id")
 _STYLE = "metric_names"
 _SQLITE = "sqlite:///"
-_LOCAL_SERVER = "http://127.0.0.1:5000"  # of `mlflow ui`
-_TRAINING = "?workflowType=machine_learning"  # without it a new browser shows the pages for GenAI
+_LOCAL_SERVER = "http://127.0.0.1:5000"  # default address of `mlflow ui`
+_TRAINING = "?workflowType=machine_learning"  # otherwise, a new browser shows the pages for GenAI
 
-# MLflow's own defaults wait 120 s and retry for minutes, greet on standard output and report usage over the network.
+# By default, MLflow waits 120 s, retries for minutes, prints a greeting and reports usage over the network.
 SHORT_WAITS = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
@@ -37,14 +37,17 @@ SHORT_WAITS = {
 
 
 def short_waits() -> AbstractContextManager[None]:
-    """A context in which MLflow gives up soon and is quiet, where the user's environment does not say otherwise."""
+    """Return a context with short timeouts and little output of MLflow.
+
+    Variables that the user has set keep their value.
+    """
     return default_variables(SHORT_WAITS)
 
 
 def tracking_uri(uri: str | None = None) -> str:
-    """The tracking URI: the given one, else MLFLOW_TRACKING_URI, else a database in the current directory.
+    """Return the tracking URI: the argument, else MLFLOW_TRACKING_URI, else a database in the current directory.
 
-    A database's path becomes absolute, so that it stays the same whatever the current directory.
+    A database's path becomes absolute, so that it does not depend on the current directory.
     """
     chosen = uri or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
     if database := sqlite_file(chosen):
@@ -54,32 +57,38 @@ def tracking_uri(uri: str | None = None) -> str:
 
 
 def sqlite_file(uri: str) -> Path | None:
-    """The absolute path of a sqlite database; None for any other URI."""
+    """Return the absolute path of a SQLite database; None for any other URI."""
     path = uri.removeprefix(_SQLITE).partition("?")[0]
     return Path(path).absolute() if uri.startswith(_SQLITE) and path else None
 
 
 def experiment(name: str) -> str:
-    """The experiment's name: MLFLOW_EXPERIMENT_NAME stands in for the default, not for a chosen one."""
+    """Return the experiment's name.
+
+    MLFLOW_EXPERIMENT_NAME replaces the default name, but not a name that the user chose.
+    """
     return (os.environ.get("MLFLOW_EXPERIMENT_NAME") or name) if name == DEFAULT_EXPERIMENT else name
 
 
 def sync_command(run_dir: Path, uri: str) -> str:
-    """The command that sends to a store what it missed; a store that the environment does not name is named in it."""
+    """Return the command that sends undelivered records.
+
+    It contains the URI of the store if the environment does not.
+    """
     command = ["python", "-m", "foundry.sync", f"dir={run_dir.absolute()}"]
     if uri == tracking_uri():
         return shlex.join(command)
-    if (shown := masked_text(uri)) != uri:  # its credentials should not be in a shell's history
+    if (shown := masked_text(uri)) != uri:  # keep its credentials out of the shell history
         return f"MLFLOW_TRACKING_URI={shown} {shlex.join(command)}"
     return shlex.join([*command, f"uri={uri}"])
 
 
 def how_to_look(run_dir: Path, uri: str | None = None) -> str:
-    """What shows a run in MLflow: its page, or the command that starts a server for a database, from any folder.
+    """Return the page of a run in MLflow, or for a database the command that starts a server, from any folder.
 
     Args:
         run_dir: the run directory.
-        uri: that the run was given; None: MLFLOW_TRACKING_URI, else the default.
+        uri: tracking URI of the run; None for MLFLOW_TRACKING_URI, else the default.
     """
     chosen = tracking_uri(uri)
     if sqlite_file(chosen) is not None:
@@ -89,7 +98,7 @@ def how_to_look(run_dir: Path, uri: str | None = None) -> str:
 
 
 def local_page(run_dir: Path, uri: str | None = None) -> str | None:
-    """The page with the experiment's runs that `mlflow ui` shows of a database; None if the runs are on a server."""
+    """Return the page of the experiment's runs that `mlflow ui` serves for a database; None for runs on a server."""
     if sqlite_file(tracking_uri(uri)) is None:
         return None
     destination = Destination.load(run_dir)
@@ -100,14 +109,14 @@ def local_page(run_dir: Path, uri: str | None = None) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Destination:
-    """One run in one tracking store.
+    """A run in a tracking store.
 
     Attributes:
-        uri: the store; credentials in it are used and never written.
-        run_id: None until the store has made the run.
-        experiment_id: None until the store has made the run.
-        key: tells this run from others in the store when a request was carried out and its answer was lost.
-        started_ms: when the run began, in milliseconds since 1970.
+        uri: URI of the store; credentials in it are used but never written to disk.
+        run_id: id of the run; None until the store has created the run.
+        experiment_id: id of the experiment; None until the store has created the run.
+        key: unique key of the run in the store; identifies it if the reply to the request that created it was lost.
+        started_ms: start time of the run, in milliseconds since 1970.
         metric_names: `grouped`, or `flat` for a run that was begun with the names of metrics.jsonl.
     """
 
@@ -124,16 +133,16 @@ class Destination:
     def of(
         cls, run_dir: Path, *, uri: str, experiment_name: str, run_name: str, sweep_dir: Path | None = None
     ) -> "Destination":
-        """The destination of an earlier start of this run in the same store, else a new one.
+        """Return the destination that an earlier start of this run recorded for the same store, else a new one.
 
-        A new one has the metric names of its sweep, or of records that wait to be sent, if there are any.
+        A new one takes the style of metric names from undelivered records, else from its sweep, if there are any.
 
         Args:
             run_dir: the run directory.
-            uri: the store, with credentials.
-            experiment_name: of a new run.
-            run_name: of a new run.
-            sweep_dir: directory of the sweep whose job the run is; None if it is of none.
+            uri: URI of the store, with credentials.
+            experiment_name: experiment of a new run.
+            run_name: name of a new run.
+            sweep_dir: directory of the sweep that the run belongs to; None if it does not belong to a sweep.
         """
         earlier = cls.load(run_dir)
         if earlier is not None and earlier.uri == masked_text(uri):
@@ -151,7 +160,7 @@ class Destination:
 
     @classmethod
     def load(cls, run_dir: Path) -> "Destination | None":
-        """What the run directory remembers; None where that is nothing."""
+        """Read the destination from the run directory; None if the file is missing or damaged."""
         try:
             optional: dict[str, Types] = dict.fromkeys(_IDS, (str, NoneType))
             content = read_object(run_dir / MLFLOW, needed=_TYPES, optional={**optional, _STYLE: str})
@@ -167,29 +176,29 @@ class Destination:
         )
 
     def save(self, run_dir: Path) -> None:
-        """Remember it in the run directory, without credentials."""
+        """Write the destination to the run directory, without credentials."""
         public = asdict(self) | {"uri": masked_text(self.uri)}
         write_atomically(run_dir / MLFLOW, json.dumps(public, indent=2) + "\n")
 
     @property
     def is_grouped(self) -> bool:
-        """Whether metrics have names in groups."""
+        """True if metrics have grouped names."""
         return self.metric_names == GROUPED
 
     def evaluation_name(self, name: str) -> str:
-        """The name of an evaluation's metric in this run."""
+        """Return the name of an evaluation's metric in this run."""
         return evaluation_name(name) if self.is_grouped else name
 
     @property
     def page(self) -> str | None:
-        """The run's page, where a server shows it; None where there is none, or the run is not made yet."""
+        """URL of the run's page on a server; None without a server, or until the run is created."""
         scheme, _, place = self.uri.partition("://")
         if scheme not in ("http", "https") or None in (self.run_id, self.experiment_id):
             return None
-        host = place.rpartition("@")[2].rstrip("/")  # whoever opens it has credentials of their own
+        host = place.rpartition("@")[2].rstrip("/")  # without credentials; users of the page have their own
         return f"{scheme}://{host}/#/experiments/{self.experiment_id}/runs/{self.run_id}{_TRAINING}"
 
     @property
     def is_masked(self) -> bool:
-        """Whether the URI had credentials that were not written."""
+        """True if the URI had credentials that were not written."""
         return MASK in self.uri

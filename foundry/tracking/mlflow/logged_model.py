@@ -1,4 +1,4 @@
-"""The model of a run as one of MLflow's own, which `mlflow models serve` and `mlflow.transformers.load_model` open."""
+"""Logging of a run's model to MLflow, for `mlflow models serve` and `mlflow.transformers.load_model`."""
 
 import json
 import logging
@@ -31,19 +31,19 @@ _log = logging.getLogger(__name__)
 
 
 def log_model(client: "MlflowClient", run_id: str, run_dir: Path, checkpoint: str, *, trust: bool) -> None:
-    """Export a checkpoint and log it as MLflow's flavour of transformers, once; what cannot be exported is a warning.
+    """Export a checkpoint and log it in MLflow's transformers flavour, once. Logs a warning if the export fails.
 
-    The export is another process's, without a GPU: it reads the checkpoint a tensor at a time.
+    The export runs in another process without a GPU, and reads the checkpoint one tensor at a time.
 
     Args:
-        client: of the store.
-        run_id: whose model it is.
+        client: client of the store.
+        run_id: id of the run that the model belongs to.
         run_dir: the run directory.
         checkpoint: name of the folder, such as `step_00000200`.
-        trust: whether parts that are not foundry's own may be built.
+        trust: allow parts that are not built in.
 
     Raises:
-        Exception: what MLflow raises.
+        Exception: any exception of MLflow.
     """
     model = _earlier(client, run_id, checkpoint)
     if model is not None and model.status == "READY":
@@ -67,14 +67,14 @@ def log_model(client: "MlflowClient", run_id: str, run_dir: Path, checkpoint: st
 
 
 def _earlier(client: "MlflowClient", run_id: str, checkpoint: str) -> "LoggedModel | None":
-    """The model of a checkpoint that an earlier attempt has made, if only begun."""
+    """Return the model that an earlier attempt created for this checkpoint, complete or not, or None."""
     outputs = client.get_run(run_id).outputs
     models = (client.get_logged_model(output.model_id) for output in (outputs.model_outputs if outputs else ()))
     return next((model for model in models if model.tags.get(_TAG) == checkpoint), None)
 
 
 def _export(run_dir: Path, folder: Path, step: int, *, trust: bool) -> str | None:
-    """Export a whole language model with its tokenizer into `folder`; why that cannot be, in a line."""
+    """Export a language model with its tokenizer into `folder`. Return the reason of a failure in one line, or None."""
     words = [f"run={quoted(str(run_dir))}", f"out={quoted(str(folder))}", f"which={step}"]
     peft = (read_recorded(run_dir) or {}).get("peft")
     words += ["merge=true"] if isinstance(peft, dict) and peft.get("method", "none") != "none" else []
@@ -89,16 +89,16 @@ def _export(run_dir: Path, folder: Path, step: int, *, trust: bool) -> str | Non
     )
     if done.returncode != 0:
         return (done.stderr.strip().splitlines() or [f"the export ended with exit code {done.returncode}"])[-1]
-    # Without these MLflow would ask a hub for others.
+    # Without these, MLflow would download replacements from a hub.
     missing = [name for name in ("config.json", TOKENIZER, _TOKENIZER_CONFIG) if not (folder / name).is_file()]
     return f"its export has no {' and no '.join(missing)}" if missing else None
 
 
 def _write(written: Path, folder: Path, model: "LoggedModel", run_id: str) -> None:
-    """Write what MLflow's flavour of transformers reads; `folder`, the export, is moved into it.
+    """Write the files of MLflow's transformers flavour. The export in `folder` is moved into them.
 
     `mlflow.transformers.save_model` would import torch, copy the weights and, in MLflow 3.17 with transformers 5.18 or
-    later, fail: it asks transformers for the class of a pipeline and is given its name.
+    later, fail: it expects the class of a pipeline from transformers, which returns its name.
     """
     from mlflow import pyfunc
     from mlflow.models import Model, ModelSignature
@@ -120,7 +120,7 @@ def _write(written: Path, folder: Path, model: "LoggedModel", run_id: str) -> No
         tokenizer_type=json.loads((folder / _TOKENIZER_CONFIG).read_text())["tokenizer_class"],
     )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # MLflow would rather be given an example
+        warnings.simplefilter("ignore")  # MLflow warns that there is no input example
         pyfunc.save_model(
             path=str(written),
             loader_module="mlflow.transformers",

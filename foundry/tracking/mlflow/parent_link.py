@@ -1,8 +1,8 @@
-"""`mlflow_parent.json`: which sweep a run is a job of, whose own run in MLflow is above those of its jobs.
+"""The file `mlflow_parent.json`, which links a job of a sweep to the sweep's parent run in MLflow.
 
-A sweep writes it into each job's run directory. The first job that reaches the store makes the parent, and the sweep's
-directory remembers it as a run directory remembers its run. So starting a sweep waits for no server, a job that is
-queued again or sent later finds the same parent, and a sweep that logs nowhere has none.
+A sweep writes the file into each job's run directory. The first job that reaches the store creates the parent run, and
+the sweep's directory records it, as a run directory records its run. So starting a sweep does not wait for a server, a
+job that is queued again or sent later finds the same parent, and a sweep without MLflow has no parent.
 """
 
 import json
@@ -29,12 +29,12 @@ from foundry.tracking.provenance import provenance
 
 @dataclass(frozen=True, kw_only=True)
 class ParentLink:
-    """What a job knows of its sweep.
+    """Link from a job to its sweep.
 
     Attributes:
         sweep: the sweep's directory, relative to the job's run directory.
-        job: its number.
-        swept: what it has otherwise than other jobs, by key; secrets are masked.
+        job: number of the job.
+        swept: swept settings of the job by key; secrets are masked.
     """
 
     sweep: str
@@ -43,14 +43,14 @@ class ParentLink:
 
     @classmethod
     def write(cls, run_dir: Path, sweep_dir: Path, job: int, overrides: Sequence[str]) -> None:
-        """Tell a job of its sweep, before it starts."""
+        """Write the link into a job's run directory, before the job starts."""
         swept = masked_values(map(key_and_value, overrides))
         link = cls(sweep=os.path.relpath(sweep_dir, run_dir), job=job, swept=swept)
         write_atomically(run_dir / MLFLOW_PARENT, json.dumps(asdict(link), indent=2) + "\n")
 
     @classmethod
     def load(cls, run_dir: Path) -> "ParentLink | None":
-        """The link of a job; None for a run that is of no sweep, or was copied out of one."""
+        """Read the link of a job; None for a run that does not belong to a sweep, or was copied out of one."""
         try:
             content = read_object(run_dir / MLFLOW_PARENT, needed={"sweep": str, "job": int, "swept": dict})
         except (FileNotFoundError, DamagedFileError):
@@ -63,13 +63,13 @@ class ParentLink:
 
     @property
     def run_name(self) -> str:
-        """`3: lr=0.001 seed=1`, by which a person tells the jobs of a sweep apart."""
+        """Name that distinguishes the jobs of a sweep, such as `3: lr=0.001 seed=1`."""
         names = short_names(list(self.swept))
         settings = " ".join(f"{names[key]}={brief(value)}" for key, value in self.swept.items())
         return f"{self.job}: {settings}" if settings else str(self.job)
 
     def tags(self, run_dir: Path) -> dict[str, str]:
-        """Of the job's run: which job of which sweep it is, and the command that runs it by itself."""
+        """Return the tags of the job's run: sweep, number, overrides, and the command that runs the job on its own."""
         sweep_dir = os.path.normpath(run_dir.absolute() / self.sweep)
         command = format_command(recorded_overrides(run_dir), _command(Path(sweep_dir)))
         return {
@@ -81,12 +81,12 @@ class ParentLink:
 
 
 def masked_values(settings: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Settings by key, secrets masked."""
+    """Return settings by key, with masked secrets."""
     return {key: str(masked(value, key)) for key, value in settings}
 
 
 def join_settings(settings: Mapping[str, str]) -> str:
-    """`key=value key=value`."""
+    """Format settings as `key=value key=value`."""
     return " ".join(f"{key}={value}" for key, value in settings.items())
 
 
@@ -95,10 +95,10 @@ def _command(sweep_dir: Path) -> list[str]:
 
 
 def origin_tags(sweep_dir: Path) -> dict[str, str]:
-    """Tags of a new parent: who started the sweep, how, and of what code."""
+    """Return the tags of a new parent run: user, command, code, launcher and metric of the sweep."""
     facts = read_sweep_file(sweep_dir)
     tags = provenance(Path.cwd())
-    del tags["host"]  # of the first job only
+    del tags["host"]  # the host of the first job only
     tags |= {name: str(facts[name]) for name in ("launcher", "metric", "direction") if name in facts}
     command = shlex.join(["python", "-m", "foundry", *_command(sweep_dir)])
     return tags | {"command": masked_text(command)}

@@ -1,9 +1,9 @@
-"""A store in MLflow that is asked from a process of its own.
+"""MLflow store in a separate process.
 
-MLflow's import alone takes longer than torch's, and holds the interpreter: in the process that trains it would take
-its time from the first steps. Here it can also be killed, or hang, without harm to the run. Both sides speak JSON, a
-line a request and a line a reply. The process ends with its standard input, so with the one that trains; signals that
-are meant for that one it does not see.
+MLflow's import alone takes longer than torch's and holds the interpreter lock: in the training process, it would slow
+down the first steps. The separate process may also be killed, or hang, without harm to the run. Both sides exchange
+lines of JSON, one per request and one per reply. The process ends when its standard input closes, i.e. with the
+training process. It does not receive signals meant for the training process.
 """
 
 if __name__ == "__main__":
@@ -32,19 +32,19 @@ from foundry.tracking.mlflow.system_metrics import SystemMetrics
 _log = logging.getLogger(__name__)
 _SECONDS_TO_DIE = 5.0
 _idle: dict[int, subprocess.Popen[bytes]] = {}
-"""By the process that started it, one whose run has ended: a sweep's next job in that process needs no other."""
+"""Idle store process, keyed by the id of the process that started it; reused by the next job of a sweep."""
 
 
 class ProcessEndedError(RuntimeError):
-    """The process that speaks to MLflow was killed, or died."""
+    """Raised if the store process was killed or crashed."""
 
 
 class StoreError(Exception):
-    """What MLflow raised in its process.
+    """Exception that MLflow raised in the store process.
 
     Attributes:
         kind: name of the exception's type.
-        error_code: as MLflow's own exceptions have it; None for others.
+        error_code: error code of MLflow's own exceptions; None for other types.
     """
 
     def __init__(self, kind: str, message: str, error_code: str | None) -> None:
@@ -53,16 +53,16 @@ class StoreError(Exception):
 
 
 class RemoteStore:
-    """An `MlflowStore` in a process of its own, which is started by the first request, and anew after its death.
+    """Proxy of an `MlflowStore` in a separate process, which the first request starts. Restarted if it dies.
 
     Args:
-        run_dir: where artifacts lie and `mlflow.json` is kept.
-        destination: the run, made when it does not exist yet.
-        system_metrics: measure this machine, too, from there, until the run ends.
+        run_dir: folder of the artifacts and of `mlflow.json`.
+        destination: the run, created if it does not exist yet.
+        system_metrics: measure system metrics in the store process until the run ends.
     """
 
     def __init__(self, run_dir: Path, destination: Destination, *, system_metrics: bool = False) -> None:
-        # Read now: both may be others when the process is started.
+        # Read environment and directory now, since both may change before the process is started.
         self._opening = {
             "do": "open",
             "environment": {**SHORT_WAITS, **os.environ},
@@ -75,23 +75,26 @@ class RemoteStore:
         self._process: subprocess.Popen[bytes] | None = None
 
     def connect(self) -> None:
-        """Find or make the run.
+        """Find or create the run.
 
         Raises:
-            StoreError: what MLflow raises.
-            ProcessEndedError: the process has ended meanwhile.
+            StoreError: if MLflow raises an exception.
+            ProcessEndedError: if the process has ended.
         """
         if self._process is None:
             self._process = _take_idle() or _start()
             self._ask(self._opening)
 
     def apply(self, operations: Sequence[Operation]) -> None:
-        """Carry out one operation, or several of metrics together; raises as `connect`."""
+        """Execute one operation, or several metrics operations in one batch.
+
+        Raises the same exceptions as `connect`.
+        """
         self.connect()
         self._ask({"do": "apply", "operations": list(operations)})
 
     def close(self, *, answers: bool) -> None:
-        """Leave the process to this process's next run, or end it where it owes an answer."""
+        """Keep the process for the next run of this process if it answers and none is kept yet; otherwise kill it."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -99,7 +102,7 @@ class RemoteStore:
             _idle[os.getpid()] = process
         else:
             process.kill()
-            with suppress(subprocess.TimeoutExpired):  # it waits for a disk that does not answer
+            with suppress(subprocess.TimeoutExpired):  # it may be blocked by a disk that does not respond
                 process.wait(_SECONDS_TO_DIE)
 
     def _ask(self, request: Mapping[str, Any]) -> None:
@@ -120,12 +123,12 @@ class RemoteStore:
             _log.warning("%s", one_line(message))
         if error := reply["error"]:
             if request["do"] == "open":
-                self.close(answers=True)  # to be opened again by the next attempt
+                self.close(answers=True)  # reopened by the next attempt
             raise StoreError(*error)
 
 
 def _start() -> subprocess.Popen[bytes]:
-    """A process that waits for requests; nothing of the run is on its command line."""
+    """Start a process that waits for requests. Its command line contains nothing about the run."""
     with stop_signals.held_back():
         return subprocess.Popen(
             [sys.executable, "-P", "-m", __name__],
@@ -142,7 +145,7 @@ def _take_idle() -> subprocess.Popen[bytes] | None:
 
 
 class _Messages(logging.Handler):
-    """Keeps warnings for the next reply."""
+    """Log handler that collects warnings for the next reply."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -153,7 +156,7 @@ class _Messages(logging.Handler):
 
 
 def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
-    """Carry out requests until there are no more."""
+    """Execute requests until the input ends."""
     store: MlflowStore | None = None
     machine: SystemMetrics | None = None
     messages = _Messages()
@@ -182,7 +185,7 @@ def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
 
 
 def _open(request: Mapping[str, Any]) -> MlflowStore:
-    """The store of a run, with what its process has around it."""
+    """Set up environment, directory and secrets of a request, and return its store."""
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["directory"])
@@ -192,7 +195,7 @@ def _open(request: Mapping[str, Any]) -> MlflowStore:
 
 
 def main() -> None:
-    """Serve standard input; what libraries print goes nowhere."""
+    """Serve standard input. Output printed by libraries is discarded."""
     stop_signals.outlive()
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""Handing operations to a store that may be slow or away, without the caller ever waiting."""
+"""Background delivery of operations to a store that may be slow or unreachable. The caller never waits."""
 
 import logging
 import threading
@@ -18,31 +18,31 @@ _log = logging.getLogger(__name__)
 _SECONDS_BETWEEN_BATCHES = 1.0
 _LONGEST_BACK_OFF_SECONDS = 30.0
 _LONGEST_LINE = 2**24  # bytes
-_KEPT_IN_MEMORY = 10_000  # operations; with more the oldest move to the pending file
-_MOST_IN_MEMORY = 4 * _KEPT_IN_MEMORY  # while the thread waits for an answer nothing can be moved
+_KEPT_IN_MEMORY = 10_000  # operations; beyond this number, the backlog moves to the pending file
+_MOST_IN_MEMORY = 4 * _KEPT_IN_MEMORY  # hard limit, since nothing can be moved while the thread waits for a reply
 
 
 class Store(Protocol):
-    """Where operations go; it raises what MLflow raises."""
+    """Target of operations; raises MLflow's exceptions."""
 
     def connect(self) -> object:
-        """Find or make the run; repeated calls are free."""
+        """Find or create the run. Repeated calls are free."""
         ...
 
     def apply(self, operations: Sequence[Operation]) -> None:
-        """Carry out one operation, or several of metrics together."""
+        """Execute one operation, or several metrics operations in one batch."""
         ...
 
 
 class Delivery:
-    """One thread that sends what it is given, in order, and keeps on disk what it cannot send.
+    """Thread that sends operations in order, and keeps undelivered ones on disk.
 
     Args:
-        store: where operations go.
-        pending_file: what could not be delivered, one operation a line; sent first when the store answers.
-        prepare: called in the thread: operations that go first and are costly to make.
-        finish_seconds: `close()` waits no longer.
-        how_to_send: logged when something stays behind.
+        store: target of the operations.
+        pending_file: file of undelivered operations, one per line; sent first when the store responds.
+        prepare: called in the thread; returns operations to send first that take long to create.
+        finish_seconds: timeout of `close()`.
+        how_to_send: hint logged if operations remain undelivered.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Delivery:
         self._finish_seconds = finish_seconds
         self._how_to_send = how_to_send
         self._backlog: deque[Operation] = deque()
-        self._lock = threading.Lock()  # of the backlog's head; never held while the store is asked
+        self._lock = threading.Lock()  # guards the head of the backlog; never held during a request
         self._closing = threading.Event()
         self._abandoned = False
         self._failures = 0
@@ -68,11 +68,11 @@ class Delivery:
         self._thread = threading.Thread(target=self._run, name="mlflow", daemon=True)
 
     def start(self) -> None:
-        """Begin to deliver."""
+        """Start the thread."""
         self._thread.start()
 
     def put(self, operation: Operation) -> None:
-        """Take an operation; microseconds, whatever the store does."""
+        """Queue an operation. Takes microseconds, regardless of the store."""
         self._backlog.append(operation)
         if len(self._backlog) > _MOST_IN_MEMORY:
             with self._lock:
@@ -80,7 +80,10 @@ class Delivery:
                 self._lost += 1
 
     def close(self) -> None:
-        """Deliver the rest within `finish_seconds`, write to the pending file what is left and say so."""
+        """Deliver the rest within `finish_seconds`.
+
+        Write undelivered operations to the pending file, with a warning.
+        """
         self._closing.set()
         self._thread.join(self._finish_seconds)
         with self._lock:
@@ -119,11 +122,11 @@ class Delivery:
             self._closing.wait(min(2.0**self._failures, _LONGEST_BACK_OFF_SECONDS) * _SECONDS_BETWEEN_BATCHES)
 
     def _deliver_some(self) -> bool:
-        """Send the pending file, or one batch; False when there is nothing to send."""
+        """Send the pending file, or one batch. Return False if there is nothing to send."""
         if self._pending_file.exists():
             send_file(self._store, self._pending_file)
             with self._lock:
-                if not self._abandoned:  # else `close()` has added to it
+                if not self._abandoned:  # otherwise `close()` has appended to it
                     self._pending_file.unlink()
             return not self._abandoned
         with self._lock:
@@ -139,7 +142,7 @@ class Delivery:
         return not self._abandoned
 
     def _head(self) -> list[Operation]:
-        """The next operation; of metrics, as many as fit into one request."""
+        """Return the next operation; for metrics, as many operations as fit into one request."""
         if self._abandoned or not self._backlog:
             return []
         batch = [self._backlog[0]]
@@ -158,7 +161,7 @@ class Delivery:
         self._failures = 0
 
     def _failed(self, error: Exception) -> None:
-        if self._abandoned:  # by the end of the run, which has ended the process, too
+        if self._abandoned:  # at the end of the run, which also ended the store process
             return
         self._failures += 1
         if self._failures == 1:
@@ -168,14 +171,21 @@ class Delivery:
                 self._move_to_disk()
 
     def _move_to_disk(self) -> None:
-        """Append the backlog to the pending file; the lock is held."""
+        """Append the backlog to the pending file. The caller holds the lock."""
         if self._backlog:
             write_pending(self._pending_file, self._backlog)
             self._backlog.clear()
 
 
 def send_file(store: Store, pending_file: Path) -> int:
-    """Send every operation of a pending file, which stays; returns their number and raises what the store raises."""
+    """Send every operation of a pending file, and keep the file.
+
+    Returns:
+        The number of operations sent.
+
+    Raises:
+        Exception: any exception of the store.
+    """
     store.connect()
     sent = 0
     batch: list[Operation] = []
@@ -191,13 +201,13 @@ def send_file(store: Store, pending_file: Path) -> int:
 
 
 def _apply(store: Store, batch: list[Operation]) -> None:
-    """Carry out operations; one that the store refuses is logged and left out."""
+    """Execute operations. An operation that the store refuses is logged and skipped."""
     try:
         store.apply(batch)
     except Exception as error:
         if not is_refusal(error):
             raise
-        if len(batch) > 1:  # the others are good
+        if len(batch) > 1:  # retry them one by one, since only one may be invalid
             for operation in batch:
                 _apply(store, [operation])
         else:
@@ -205,17 +215,17 @@ def _apply(store: Store, batch: list[Operation]) -> None:
 
 
 def write_pending(path: Path, operations: Iterable[Operation]) -> None:
-    """Append operations, one a line."""
+    """Append operations to a file, one per line."""
     with open_regular(path, "a") as file:
         file.writelines(encode(operation) + "\n" for operation in operations)
 
 
 def read_pending(path: Path) -> Iterator[Operation]:
-    """The operations of a pending file; a line that was not completed is left out.
+    """Yield the operations of a pending file, without an incomplete last line.
 
     Raises:
-        ValueError: a line is no operation.
-        OSError: it is no regular file, or cannot be read.
+        ValueError: if a line is not an operation.
+        OSError: if the path is not a regular file, or cannot be read.
     """
     with open_regular(path, "rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), start=1):
@@ -226,10 +236,10 @@ def read_pending(path: Path) -> Iterator[Operation]:
 
 
 def _operation(line: bytes, place: str) -> Operation:
-    """What a line says, if it is what foundry writes.
+    """Decode and validate the operation in a line.
 
     Raises:
-        ValueError: it is not.
+        ValueError: if it is not an operation that foundry writes.
     """
     try:
         operation = decode(line.decode())
@@ -245,5 +255,5 @@ def _operation(line: bytes, place: str) -> Operation:
 
 
 def one_line(error: Exception) -> str:
-    """An error as one line without credentials."""
+    """Format an exception as one line, without credentials."""
     return f"{getattr(error, 'kind', type(error).__name__)}: {redact.one_line(str(error))[:300]}"

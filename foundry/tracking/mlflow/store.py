@@ -1,4 +1,4 @@
-"""Carrying out operations on one run in MLflow. Every operation may be repeated: doing it twice is doing it once."""
+"""Execution of operations on a run in MLflow. All operations are idempotent."""
 
 import fcntl
 import glob
@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 Operation = dict[str, Any]
-"""`op` says what: start, params, tags, metrics, data, text, artifact, model or end; plain JSON values."""
+"""Operation as plain JSON values.
+
+`op` is its kind: start, params, tags, metrics, data, text, artifact, model or end.
+"""
 
 OPERATIONS: dict[str, dict[str, type]] = {
     "start": {},
@@ -39,7 +42,7 @@ OPERATIONS: dict[str, dict[str, type]] = {
     "model": {"checkpoint": str},
     "end": {"status": str, "time_ms": int},
 }
-"""What each operation says, with its types."""
+"""Fields of each operation, with their types."""
 
 METRICS_PER_REQUEST = 1000
 _PARAMS_PER_REQUEST = 100
@@ -47,22 +50,22 @@ _PARAM_LENGTH, _TAG_LENGTH, _KEY_LENGTH = 6000, 8000, 250
 _LOCK = ".mlflow.lock"
 _TRUNCATED = " … [truncated]"
 _KEY_TAG, _RUN_DIR_TAG, _PARENT_TAG = "foundry_key", "run_dir", "mlflow.parentRunId"
-_EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}  # shown as training, not as "GenAI"
+_EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}  # shown as training instead of "GenAI"
 _REFUSALS = frozenset({"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "MALFORMED_REQUEST", "INVALID_STATE"})
 
 
 def is_refusal(error: Exception) -> bool:
-    """Whether the store answered that the request itself is wrong, so that repeating it is in vain."""
+    """Return True if the store rejected the request as invalid, so that a retry is useless."""
     return getattr(error, "error_code", None) in _REFUSALS
 
 
 def resolve_file(run_dir: Path, operation: Operation) -> Path:
-    """The file that an artifact is made of, which must be the run's own.
+    """Return the file of an artifact operation, after checking that it lies in the run directory.
 
     Raises:
-        FileNotFoundError: it is not there any more.
-        UnsafeFileError: it is no regular file.
-        ValueError: its path, or the one it is to have in MLflow, leads out of the run directory.
+        FileNotFoundError: if the file no longer exists.
+        UnsafeFileError: if it is not a regular file.
+        ValueError: if its path, or its target path in MLflow, leads out of the run directory.
     """
     inside(run_dir, operation["to"])
     path = inside(run_dir, operation["file"])
@@ -71,12 +74,12 @@ def resolve_file(run_dir: Path, operation: Operation) -> Path:
 
 
 class MlflowStore:
-    """One run in an MLflow store; connects at the first operation.
+    """A run in an MLflow store; connects at the first operation.
 
     Args:
-        run_dir: where artifacts lie and `mlflow.json` is kept.
-        destination: the run, made when it does not exist yet.
-        trust: whether parts of the run that are not foundry's own may be built, as the run itself has done.
+        run_dir: folder of the artifacts and of `mlflow.json`.
+        destination: the run, created if it does not exist yet.
+        trust: allow parts of the run that are not built in, as the run itself did.
     """
 
     def __init__(self, run_dir: Path, destination: Destination, *, trust: bool = False) -> None:
@@ -86,7 +89,7 @@ class MlflowStore:
         self._client: MlflowClient | None = None
 
     def connect(self) -> "tuple[MlflowClient, str]":
-        """The client and the run's id; finds or makes the run at the first call that succeeds."""
+        """Return the client and the run's id. The first successful call finds or creates the run."""
         if self._client is None:
             client = _quiet_client(self._destination.uri)
             tags = self._tags_of_a_job()
@@ -100,7 +103,7 @@ class MlflowStore:
         return self._client, self._destination.run_id
 
     def apply(self, operations: Sequence[Operation]) -> None:
-        """Carry out one operation, or several of metrics together."""
+        """Execute one operation, or several metrics operations in one batch."""
         client, run_id = self.connect()
         first = operations[0]
         match first["op"]:
@@ -142,7 +145,10 @@ class MlflowStore:
         log_model(client, run_id, self._run_dir, checkpoint, trust=self._trust)
 
     def _tags_of_a_job(self) -> dict[str, str]:
-        """What says that the run is a job of a sweep, whose own run is there and running after this."""
+        """Return the tags that link a job to its sweep.
+
+        Creates the sweep's parent run, or sets it to running, if needed.
+        """
         if self._link is None:
             return {}
         parent = parent_id((self._run_dir / self._link.sweep).resolve(), self._destination)
@@ -150,18 +156,18 @@ class MlflowStore:
 
 
 def parent_id(sweep_dir: Path, child: Destination) -> str | None:
-    """The id of a sweep's own run, which the first job to ask makes, and which is running again if it had ended.
+    """Return the id of a sweep's parent run. The first job creates it; if it had ended, it is set to running again.
 
     Args:
-        sweep_dir: of the sweep.
-        child: where the job's run is kept.
+        sweep_dir: directory of the sweep.
+        child: destination of the job's run.
 
     Returns:
-        None where the sweep's run is in another store.
+        The id; None if the sweep's run is in another store.
     """
     with open_regular(sweep_dir / _LOCK, "a") as lock:
-        with suppress(OSError):  # a file system without locks: two first jobs may then make two parents
-            fcntl.flock(lock, fcntl.LOCK_EX)  # unlike lockf it keeps threads of one process apart, too
+        with suppress(OSError):  # file system without locks: two first jobs may create two parents
+            fcntl.flock(lock, fcntl.LOCK_EX)  # unlike lockf, also excludes threads of one process
         earlier = Destination.load(sweep_dir)
         if earlier is not None and earlier.uri != masked_text(child.uri):
             return None
@@ -198,51 +204,54 @@ def _quiet_client(uri: str) -> "MlflowClient":
 
 
 class HalfMadeDatabaseError(RuntimeError):
-    """The process that made a database was killed before all tables were there; MLflow does not get over it."""
+    """Raised for a database whose creation was killed in mid-migration. MLflow cannot recover from this."""
 
     def __init__(self, database: Path) -> None:
         super().__init__(f"{database} was left half made by a process that was killed, and holds no run; delete it")
 
 
 def _make(database: Path) -> None:
-    """Make a database with all of MLflow's tables under another name, so that it is there whole or not at all."""
+    """Create a database with all of MLflow's tables under a temporary name, then rename it.
+
+    The database is therefore complete whenever it exists.
+    """
     from mlflow import MlflowClient
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
-    for left in database.parent.glob(f".{glob.escape(database.name)}.*.partial*"):  # by a process that was killed
+    for left in database.parent.glob(f".{glob.escape(database.name)}.*.partial*"):  # left by killed processes
         left.unlink(missing_ok=True)
     partial = database.with_name(f".{database.name}.{os.getpid()}.partial")
     uri = f"sqlite:///{partial}"
     MlflowClient(tracking_uri=uri)
-    # With its last connection SQLite's journal goes.
+    # Closing the last connection removes SQLite's journal.
     SqlAlchemyStore._engine_map.pop(uri).dispose()
     with partial.open("rb") as file:
         os.fsync(file.fileno())
     if database.exists() and not database.stat().st_size:
         database.unlink()
-    with suppress(FileExistsError):  # made by another machine, where locks do not reach
+    with suppress(FileExistsError):  # created by another machine, which locks do not reach
         os.link(partial, database)
     partial.unlink()
 
 
 def _holds_runs(database: Path) -> bool:
-    """Whether a run has been written to a database, which then was whole once."""
+    """Return True if a database contains a run, which shows that it was complete."""
     with closing(sqlite3.connect(database)) as connection:
         try:
             return connection.execute("SELECT 1 FROM runs LIMIT 1").fetchone() is not None
-        except sqlite3.OperationalError:  # there is not even the table
+        except sqlite3.OperationalError:  # the table does not exist
             return False
 
 
 @contextmanager
 def _alone_with(database: Path | None) -> Iterator[None]:
-    """Keep other processes from opening a database at the same time: the first one makes its tables.
+    """Prevent other processes from opening a database at the same time, since the first one creates its tables.
 
-    MLflow itself does not: of two that do so at once, one fails.
+    MLflow does not lock the database: if two processes create tables at once, one fails.
     """
     with ExitStack() as held:
         if database is not None:
-            with suppress(OSError):  # a file system without locks, or a folder that is not there, as will be said
+            with suppress(OSError):  # file system without locks, or missing folder, reported later
                 folder = os.open(database.parent, os.O_RDONLY)
                 held.callback(os.close, folder)
                 fcntl.flock(folder, fcntl.LOCK_EX)
@@ -250,7 +259,7 @@ def _alone_with(database: Path | None) -> Iterator[None]:
 
 
 def _exists(client: "MlflowClient", run_id: str | None) -> bool:
-    """Whether a remembered run is still there; a database may have been replaced since."""
+    """Return True if a recorded run still exists; its database may have been replaced."""
     from mlflow.exceptions import MlflowException
 
     if run_id is None:
@@ -267,10 +276,10 @@ def _exists(client: "MlflowClient", run_id: str | None) -> bool:
 def _found_or_created(
     client: "MlflowClient", destination: Destination, run_dir: Path, more_tags: Mapping[str, str]
 ) -> str:
-    """The run's id.
+    """Find or create the run and return its id.
 
-    MLFLOW_RUN_ID names the run to write to. If another run directory already writes there, as when it is set for a
-    whole sweep, this run becomes its child.
+    MLFLOW_RUN_ID names the run to write to. If another run directory already writes there, for example because the
+    variable is set for a whole sweep, this run becomes its child.
     """
     tags = {_KEY_TAG: destination.key, _RUN_DIR_TAG: str(run_dir.absolute()), **more_tags}
     experiment_id = None
@@ -309,7 +318,7 @@ def _experiment_id(client: "MlflowClient", destination: Destination) -> str:
 
 
 def _artifact_location(uri: str, experiment_name: str) -> str | None:
-    """Beside a database, wherever the program was started; None leaves it to a server."""
+    """Return the artifact folder next to a SQLite database; None to let a server choose it."""
     database = sqlite_file(uri)
     if database is None:
         return None
@@ -329,7 +338,7 @@ def _log_metrics(client: "MlflowClient", run_id: str, operations: Iterable[Opera
 
 
 def _log_params(client: "MlflowClient", run_id: str, values: dict[str, str]) -> None:
-    """MLflow's parameters cannot change: what a resumed run changed becomes a tag."""
+    """Log parameters. MLflow's parameters cannot change, so values that a resumed run changed become tags."""
     from mlflow.entities import Param
 
     known = client.get_run(run_id).data.params

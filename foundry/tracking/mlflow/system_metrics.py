@@ -1,6 +1,6 @@
-"""What the machine does while a run trains, as MLflow's own monitor measures it: processors, memory, disk, GPUs.
+"""System metrics during training from MLflow's monitor: processors, memory, disk and GPUs.
 
-Its thread is in the process that sends, on the machine of rank 0.
+Its thread runs in the store process, on the machine of rank 0.
 """
 
 import logging
@@ -15,11 +15,11 @@ _log = logging.getLogger(__name__)
 
 
 class SystemMetrics:
-    """Measures from `keep_on` on, every 10 seconds or MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL.
+    """Wrapper of MLflow's monitor, which samples every 10 seconds or MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL.
 
     Args:
-        uri: of the store.
-        run_id: whose metrics they become, `system/...`.
+        uri: URI of the store.
+        run_id: id of the run that receives the metrics `system/...`.
     """
 
     def __init__(self, uri: str, run_id: str) -> None:
@@ -28,7 +28,7 @@ class SystemMetrics:
         self._is_possible = True
 
     def keep_on(self, *, ends: bool = False) -> None:
-        """Begin to measure, or again where the thread has ended, as it does when a request fails; or end."""
+        """Start the monitor; restart it if its thread has ended, as after a failed request. Stop it if `ends`."""
         if ends:
             if self._monitor is not None:
                 self._monitor.finish()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""MLflow, out of the process that trains."""
+"""MLflow tracker; sends records from a separate process."""
 
 import os
 import time
@@ -30,22 +30,22 @@ _COMPARED = (
     "val_loss",
     step_name("loss"),
     evaluation_name("val_loss"),
-)  # come first: MLflow's comparison of runs opens with the metric it was given first
+)  # logged first, since MLflow's comparison of runs opens with the first metric
 
 
 class MLflowTracker:
-    """Keeps a run in MLflow: parameters, tags, metrics, pictures, configuration and result.
+    """Tracker that logs parameters, tags, metrics, figures, configuration and result of a run to MLflow.
 
-    Nothing here waits for the server, and MLflow is imported by a process of its own, which may be killed or hang
-    (`foundry.tracking.mlflow.process`). What is not taken is kept in `mlflow_pending.jsonl` in the run directory, and
-    sent by the next start of the run or by `python -m foundry.sync dir=RUN_DIR`. It uploads what other
-    observers wrote, so it comes last among them.
+    It never waits for the server: MLflow is imported in a separate process, which may be killed or hang
+    (`foundry.tracking.mlflow.process`). Undelivered records are kept in `mlflow_pending.jsonl` in the run directory,
+    and sent by the next start of the run or by `python -m foundry.sync dir=RUN_DIR`. It uploads files that other
+    observers write, so it comes last among them.
 
     Args:
-        settings: names of store, experiment and run (MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME stand in for the
-            defaults), tags, which win over foundry's own, and waits: a new database alone takes seconds to create, on a
-            busy machine tens.
-        run_dir: the run directory; a run it already belongs to is continued.
+        settings: names of store, experiment and run (MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME replace the
+            defaults), tags, which override foundry's own, and timeouts; creating a new database alone takes seconds, on
+            a busy machine tens of seconds.
+        run_dir: the run directory; if it already belongs to a run in the store, that run is continued.
     """
 
     @configured_by(MLflowSettings)
@@ -56,7 +56,7 @@ class MLflowTracker:
 
     @tolerant
     def on_start(self, event: RunStarted) -> None:
-        """Begin to deliver; connecting happens in the background."""
+        """Start the delivery. Connecting happens in the background."""
         self._run_dir.mkdir(parents=True, exist_ok=True)
         link = ParentLink.load(self._run_dir)
         name = self.settings.run_name or (self._run_dir.absolute().name if link is None else link.run_name)
@@ -80,12 +80,12 @@ class MLflowTracker:
 
     @tolerant
     def on_step(self, event: StepLogged) -> None:
-        """Hand over the step's metrics."""
+        """Queue the step's metrics."""
         self._put_metrics(event.step, step_values(event, is_grouped=self._is_grouped))
 
     @tolerant
     def on_evaluation(self, event: Evaluated) -> None:
-        """Hand over the held-out metrics and the pictures drawn so far."""
+        """Queue the held-out metrics and the current figures."""
         self._put_metrics(event.step, evaluation_values(event, is_grouped=self._is_grouped))
         self._put_files(PLOTS)
         if event.samples_file is not None and event.samples_file.parent != self._run_dir / PLOTS:
@@ -94,7 +94,7 @@ class MLflowTracker:
 
     @tolerant
     def on_end(self, event: RunEnded) -> None:
-        """Hand over what is left, wait a bounded time, and keep what could not be delivered."""
+        """Queue the remaining records, wait at most the timeout, and keep undelivered records."""
         if self._delivery is None:
             return
         self._put_best(event.result.get("best"))
@@ -109,9 +109,10 @@ class MLflowTracker:
         self._delivery = None
 
     def _first(self, event: RunStarted, link: ParentLink | None, directory: Path) -> Iterator[Operation]:
-        """What describes the run; made in the background, for git and YAML take their time.
+        """Yield the operations that describe the run. Called in the background, since git and YAML take time.
 
-        A swept choice of a group, such as `optimizer`, is no field of the configuration but a parameter to compare by.
+        A swept group, such as `optimizer`, is not a field of the configuration but is logged as a parameter for
+        comparison.
         """
         import yaml
 
@@ -138,21 +139,24 @@ class MLflowTracker:
         self._put({"op": "metrics", "time_ms": _now_ms(), "step": step, "values": {**first, **rest, **last}})
 
     def _put_best(self, best: Mapping[str, Any] | None) -> None:
-        """The best evaluation under a name of its own; MLflow's tables and plots show the last value of a metric."""
+        """Queue the metrics of the best evaluation under separate names.
+
+        MLflow's tables and plots show the last value of a metric.
+        """
         if best is not None:
             named = best_name if self._is_grouped else "best_{}".format
             values = {named(name): value for name, value in best.items() if name != "step"}
             self._put({"op": "metrics", "time_ms": _now_ms(), "step": best["step"], "values": values})
 
     def _put_model(self) -> None:
-        """The best checkpoint, or the last one where no link says which is the best."""
+        """Queue the best checkpoint; the last one if there is no best."""
         for which in ("best", "last"):
             with suppress(FileNotFoundError):
                 self._put({"op": "model", "checkpoint": find(self._run_dir, which).name})
                 return
 
     def _put_files(self, folder: str) -> None:
-        """The files of `plots/`, or the run directory's own records."""
+        """Queue the files of `plots/`; for an empty `folder`, the plan and the result in the run directory."""
         names = (RESULT, PLAN)
         place = self._run_dir / folder
         for path in sorted(place.iterdir() if place.is_dir() else ()):
@@ -170,7 +174,7 @@ class MLflowTracker:
 
 
 def _plain(value: Any) -> Any:
-    """Containers and values YAML knows; anything else as text."""
+    """Convert to containers and values that YAML supports; other values become text."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -179,7 +183,7 @@ def _plain(value: Any) -> Any:
 
 
 def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """A configuration as `group.field` → text; a list is one value, null is `None`."""
+    """Flatten a configuration to `group.field` → text. A list is one value, null is `None`."""
     flat: dict[str, str] = {}
     for key, value in config.items():
         name = f"{prefix}{key}"
