@@ -102,7 +102,7 @@ def _metrics_of_tasks() -> dict[str, tuple[str, ...]]:
 def reward_metrics(environment: object) -> tuple[str, ...] | None:
     """Return the metrics of scored completions for the group `environment`.
 
-    None if the environment does not declare its scores.
+    Returns None if the environment does not declare its scores.
 
     The reward is the weighted sum of the scores, whose names follow. The last metric is the fraction of completions
     without a score.

@@ -19,8 +19,8 @@ _LIBRARIES = tuple(
 def call_site() -> str:
     """Return `file:line text` of the innermost frame outside of libraries and of this package.
 
-    Paths in foundry begin with the package name. An autograd thread has a Python frame only while it recomputes a
-    block.
+    Paths in foundry begin with the package name. The threads of autograd have frames of foundry only while they
+    recompute a block.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

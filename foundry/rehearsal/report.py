@@ -164,7 +164,7 @@ class RehearsalReport:
             return "not known for this run"
         record = self.record
         counted = Counter(record.collectives_of(record.step)) + Counter(record.collectives_of(record.step, "cpu"))
-        kinds = sorted((set(self.expected) | set(counted)) - {"all_to_all"})  # their number depends on Muon
+        kinds = sorted((set(self.expected) | set(counted)) - {"all_to_all"})  # Muon determines their number
         expected = {kind: self.expected.get(kind, 0) for kind in kinds}
         others = [f"{kind} {number}" for kind, number in expected.items() if number != counted[kind]]
         return ", ".join(others) or "the same"

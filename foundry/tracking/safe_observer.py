@@ -12,7 +12,10 @@ Event = TypeVar("Event")
 
 
 def tolerant(method: Callable[[Self, Event], None]) -> Callable[[Self, Event], None]:
-    """Wrap an observer's method so that an exception becomes a warning, once per method and exception type."""
+    """Wrap an observer's method so that an exception becomes a warning.
+
+    The warning is logged once per observer, method and exception type.
+    """
 
     @functools.wraps(method)
     def call(self: Self, event: Event) -> None:

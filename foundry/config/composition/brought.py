@@ -38,7 +38,7 @@ def bring(chosen: Chosen) -> Mapping[str, str]:
 
 
 def own_hparams(repo: IConfigRepository, options: Mapping[str, str | None]) -> tuple[str | None, str]:
-    """Return the option of `hparams` that belongs to the chosen options, and the group that it was derived from.
+    """Return the option of `hparams` that belongs to the chosen options, and the group whose option declares it.
 
     The schema of an option declares it as `brings_hparams`. A new model takes precedence over the data, and the data
     over the objective. A base model comes last, since every method can train it.

@@ -173,10 +173,13 @@ def _explained(
     compose: Callable[[list[str]], DictConfig],
     error: Exception,
 ) -> DictConfig:
-    """Retry a failed composition without null choices, or collect every error in it.
+    """Repair a failed composition that is valid apart from Hydra's restrictions, or collect every error in it.
+
+    The repairs are null choices in Hydra's form, and for a sweep a master configuration without settings of swept
+    options.
 
     Raises:
-        ConfigError: if the composition still fails; contains all errors.
+        ConfigError: if neither repair applies; contains all errors.
     """
     from foundry.config.diagnostics.override_errors import find_errors, master_over_options, without_null_choices
 

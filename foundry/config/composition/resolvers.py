@@ -77,7 +77,7 @@ def _mode_of(metric: str | None, *, _root_: DictConfig) -> str:
 def _model_folder(*, _root_: DictConfig) -> str | None:
     """Return the transformers folder of the model, or the tokenizer of the run that initializes its language part.
 
-    None if the model has neither, or the folder does not exist.
+    Returns None if the model has neither, or the folder does not exist.
     """
     if (run := _run_of_language_part(_root_)) is not None:
         return str(run / TOKENIZER) if (run / TOKENIZER).is_file() else None
@@ -90,7 +90,7 @@ def _model_folder(*, _root_: DictConfig) -> str | None:
 def _model_vocab_size(default: int, *, _root_: DictConfig) -> int:
     """Return the vocabulary size of the model to start from.
 
-    `default` if there is no model or it does not record the size.
+    Returns `default` if there is no model or it does not record the size.
     """
     if (run := _run_of_language_part(_root_)) is not None:
         model = (read_recorded(run) or {}).get("model")
@@ -104,7 +104,7 @@ def _model_vocab_size(default: int, *, _root_: DictConfig) -> int:
 def _run_of_language_part(root: DictConfig) -> Path | None:
     """Return the run whose weights initialize the language part of the model.
 
-    None if it has no language part or starts from new weights.
+    Returns None if it has no language part or starts from new weights.
     """
     part = getattr(OmegaConf.get_type(root, "model"), "language_part", None)
     weights = None if part is None else OmegaConf.select(root, f"model.{part}.init_from")

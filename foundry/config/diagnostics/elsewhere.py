@@ -12,7 +12,7 @@ Options = Callable[[str], Sequence[str]]
 """Signature `options(group)`: returns the options of a group, empty if there is no group of this name."""
 
 OTHERS = "others"
-"""System of the rows with names that are in common use, or of a framework whose fields were not read one by one."""
+"""`system` of names in common use, and of frameworks whose fields were not read one by one."""
 
 _TABLE = Path(__file__).with_name("names.csv")
 _MOST_ALTERNATIVES = 3

@@ -55,17 +55,17 @@ def plain(node: Any) -> Any:
 def strict(config: Config) -> dict[str, Any]:
     """Return the configuration as strict JSON, for a manifest.
 
-    Infinity, as in no gradient clipping, has no JSON number.
+    Infinity, e.g. without gradient clipping, becomes a string.
     """
     content: dict[str, Any] = json.loads(encode(plain(config)))
     return content
 
 
 def hash_config(config: Config) -> str:
-    """Return the SHA-256 of the configuration as hex digits, without the value computed from the number of ranks.
+    """Return the SHA-256 of the configuration as hex digits, independent of the number of ranks.
 
     For the same hash as earlier versions, parts have their first paths, and newer settings (`since`) are left out at
-    their default.
+    their default. `accum_freq`, which is computed from the number of ranks, is left out.
     """
     content = respelled(_without_later(config), first_path)
     del content["hparams"]["accum_freq"]
@@ -102,9 +102,10 @@ def save_yaml(node: Any, path: Path) -> Path:
 def read_recorded(run_dir: Path) -> dict[str, Any] | None:
     """Return the configuration in a run directory as plain containers, without building anything.
 
-    None if it is unreadable.
-
     foundry's own parts have their public names.
+
+    Returns:
+        The configuration; None if the file is missing or is not a mapping in YAML.
     """
     try:
         saved = read_yaml(run_dir / CONFIG)

@@ -59,11 +59,11 @@ def foreign_parts(content: dict[str, Any]) -> Iterator[str]:
 
     A `_target_` is built in if it is, by its public name or an older path, one of the following:
 
-    - the default of a schema of its group,
+    - the default of a schema of its group, or of a part nested in that schema,
     - an evaluator or tracker of foundry,
     - a torchmetrics metric passed to an evaluator of foundry.
 
-    All other keys that Hydra interprets, and all nested parts, are foreign. So are:
+    All other keys that Hydra interprets are foreign, at any depth. So are:
 
     - kernels that transformers would download from a hub,
     - settings through which a part would run foreign code (`foreign_settings` of its schema),
