@@ -1,1 +1,1 @@
-"""The small files of a run directory, which other processes and rooms read and write through this room only."""
+"""Names, readers and writers of a run directory's small files; all other code accesses them through this package."""

@@ -1,7 +1,7 @@
-"""Where a run's checkpoints lie, and which of them is meant.
+"""Names and lookup of the checkpoints of a run.
 
-checkpoints/step_00000200/manifest.json          what it is; the folder has its name once all of it is on the disk
-checkpoints/latest, checkpoints/best              links
+checkpoints/step_00000200/manifest.json          description; the folder is renamed to this after all of it is on disk
+checkpoints/latest, checkpoints/best              symlinks
 """
 
 import re
@@ -11,23 +11,23 @@ from foundry.run_dir.names import CHECKPOINTS
 
 MANIFEST, LATEST, BEST = "manifest.json", "latest", "best"
 NAME = re.compile(r"step_([0-9]{8,18})")
-"""What a checkpoint's folder is called."""
+"""Pattern of a checkpoint folder's name."""
 
 
 def step_name(step: int) -> str:
-    """The name of a step's checkpoint."""
+    """Return the folder name of the checkpoint at a step."""
     return f"step_{step:08d}"
 
 
 def parse_step(folder: Path) -> int:
-    """The step of a checkpoint, by its name."""
+    """Return the step of a checkpoint, parsed from its folder name."""
     match = NAME.fullmatch(folder.name)
     assert match is not None, folder
     return int(match[1])
 
 
 def linked_step(run_dir: Path, name: str) -> int | None:
-    """The step that a link points to; None where there is none, or it leads elsewhere."""
+    """Return the step that a symlink points to; None if it is missing or does not point to a checkpoint next to it."""
     path = run_dir / CHECKPOINTS / name
     try:
         target = str(path.readlink())
@@ -38,17 +38,17 @@ def linked_step(run_dir: Path, name: str) -> int | None:
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """The published checkpoints, newest first, whole or not.
+    """Return the published checkpoints, newest first, including damaged ones.
 
     Raises:
-        OSError: the folder is there but cannot be listed: that is not a run without checkpoints.
+        OSError: the folder exists but cannot be listed, which must not be mistaken for a run without checkpoints.
     """
     folders = [run_dir / CHECKPOINTS / name for name in names_in(run_dir / CHECKPOINTS) if NAME.fullmatch(name)]
     return sorted(folders, key=parse_step, reverse=True)
 
 
 def names_in(folder: Path) -> list[str]:
-    """What a folder holds; nothing where there is none."""
+    """Return the names of a folder's entries; an empty list if the folder does not exist."""
     try:
         return [path.name for path in folder.iterdir()]
     except FileNotFoundError:
@@ -56,26 +56,29 @@ def names_in(folder: Path) -> list[str]:
 
 
 def run_of(weights: Path) -> Path:
-    """The folder that has what lies beside weights: of a checkpoint its run, of a file its folder, or itself."""
+    """Return the folder with the files that accompany model weights (tokenizer, settings).
+
+    For a checkpoint this is its run directory, for a weights file its parent folder, and for any other folder itself.
+    """
     place = weights.resolve()
     return place.parent.parent if place.parent.name == CHECKPOINTS else place if place.is_dir() else place.parent
 
 
 def find(run_dir: Path, which: str = "last") -> Path:
-    """The folder of a run's checkpoint.
+    """Return the folder of a run's checkpoint.
 
     Args:
         run_dir: the run directory.
-        which: "last", "best", or the number of a step.
+        which: "last", "best", or a step number.
 
     Raises:
-        FileNotFoundError: there is none; the message lists those there are.
+        FileNotFoundError: the run does not have this checkpoint; the message lists the existing ones.
     """
-    # Before the list: a run that trains publishes a checkpoint, then moves the link, then deletes the older ones.
+    # Read the link before listing: a training run publishes a checkpoint, moves the link, then deletes older ones.
     step = linked_step(run_dir, BEST if which == "best" else LATEST)
     there = [folder for folder in list_checkpoints(run_dir) if MANIFEST in names_in(folder)]
     if which in ("last", "best"):
-        # Killed between publishing its first checkpoint and pointing to it, a run has one that no link names.
+        # A run killed between publishing its first checkpoint and creating the link has a checkpoint without a link.
         found = there[:1] if which == "last" and step is None else [f for f in there if parse_step(f) == step]
     else:
         found = [folder for folder in there if which.isdecimal() and parse_step(folder) == int(which)]

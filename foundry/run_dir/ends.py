@@ -1,4 +1,4 @@
-"""What a process that fails leaves for the one that started it, and for those who read `status.json`."""
+"""Records of failures: notes for the parent process, `status.json`, `foundry.log` and stack dumps."""
 
 import faulthandler
 import json
@@ -16,7 +16,7 @@ from foundry.run_dir.status import read_status, write_status
 _PATIENCE_SECONDS = 3.0
 
 NOTES = "FOUNDRY_NOTES"
-"""The variable that names the folder for them, which is this user's alone; unset where nobody reads them."""
+"""Environment variable with the private folder (mode 0700) for failure notes; unset if no process reads them."""
 
 
 def leave_note(
@@ -28,15 +28,15 @@ def leave_note(
     exit_code: int = 1,
     violations: Sequence[tuple[str, str]] = (),
 ) -> None:
-    """Say why this process fails, where somebody asked for that.
+    """Write the reason of this process's failure to the notes folder; does nothing if `NOTES` is not set.
 
     Args:
-        kind: the class of the error.
+        kind: class name of the error.
         reason: one line.
-        trace: its traceback.
-        rank: whose fault it is; this process's own by default.
-        exit_code: what the whole run should end with.
-        violations: key and message of each, where the configuration is refused.
+        trace: traceback of the error.
+        rank: the rank that caused the failure; by default the rank of this process.
+        exit_code: exit code for the whole run.
+        violations: key and message of each configuration error, if the configuration was rejected.
     """
     if (folder := os.environ.get(NOTES)) is None:
         return
@@ -54,12 +54,14 @@ def leave_note(
 
 
 def record_end(run_dir: Path, reason: str, details: str = "") -> None:
-    """Write down that a run has failed, for a process of it that sees that and may be the last to.
+    """Record the failure of a run in its status and log.
+
+    For a process of the run that detects the failure and may be the last one alive.
 
     Args:
-        run_dir: of the run.
+        run_dir: the run directory.
         reason: one line, for `status.json`.
-        details: for `foundry.log`.
+        details: text for `foundry.log`.
     """
     write_status(run_dir, state="failed", reason=one_line(reason))
     with open_regular(run_dir / LOG, "a") as file:
@@ -67,11 +69,11 @@ def record_end(run_dir: Path, reason: str, details: str = "") -> None:
 
 
 def dump_stacks(run_dir: Path, rank: int) -> None:
-    """Write down where all threads of this process are, in place of what a rank of this number has said before.
+    """Write the stacks of all threads of this process to a file, replacing an earlier dump of the same rank.
 
     Args:
-        run_dir: of the run.
-        rank: whose process this is.
+        run_dir: the run directory.
+        rank: rank of this process.
     """
     folder = run_dir / STACKS
     make_folder(folder)
@@ -80,15 +82,16 @@ def dump_stacks(run_dir: Path, rank: int) -> None:
 
 
 def record_if_dead(run_dir: Path, reason: str, *, seconds: float = _PATIENCE_SECONDS) -> None:
-    """Write down why a run has failed if the process that should is gone, as when it was killed.
+    """Record the failure of a run if the process that should record it is dead, for example because it was killed.
 
-    That process holds the lock of the run directory until it has written itself, so whoever finds the lock free and the
-    run said to be running may write. Where the lock cannot be seen, as on another machine, nothing is done.
+    That process holds the lock of the run directory until it has written the status itself. If the lock is free and the
+    status is still "running", any process may write it. If the lock is not visible, as from another machine, nothing is
+    written.
 
     Args:
-        run_dir: of the run.
+        run_dir: the run directory.
         reason: one line.
-        seconds: how long to wait for that process, which may be about to write.
+        seconds: how long to wait for that process, which may be about to write the status.
     """
     deadline = time.monotonic() + seconds
     while read_status(run_dir).get("state") == "running":

@@ -1,7 +1,7 @@
-"""Reading and writing files in a directory that somebody else may have filled.
+"""Reading and writing files in a directory whose contents are not trusted.
 
-A run directory is copied, shared and downloaded. So nothing in it is trusted to be what its name says: a symbolic link
-is neither read nor written through, and a pipe or a device is never waited on.
+Run directories are copied, shared and downloaded, so a file may be of another kind than its name suggests. These
+functions do not read or write through symlinks, and never block on a pipe or a device.
 """
 
 import errno
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 MAX_TEXT_BYTES = 2**26
-"""No small file of a run directory is larger; one that is was not written by foundry."""
+"""Size limit of the small files of a run directory; a larger file was not written by foundry."""
 
 _FLAGS = {
     "r": os.O_RDONLY,
@@ -32,7 +32,7 @@ _KINDS = (
 
 
 class UnsafeFileError(OSError):
-    """A path is not the regular file, or the folder, that it should be."""
+    """A path is not the expected regular file or folder."""
 
     def __init__(self, path: Path, kind: str, wanted: str = "a regular file") -> None:
         super().__init__(errno.EINVAL, f"is {kind}, not {wanted}; remove it", str(path))
@@ -42,17 +42,17 @@ class UnsafeFileError(OSError):
 
 
 def open_regular(path: Path, mode: str = "r", *, permissions: int = 0o666, **options: Any) -> IO[Any]:
-    """Open a regular file, as `Path.open` does, but never a symbolic link, a pipe, a device or a folder.
+    """Open a regular file like `Path.open`, but reject symlinks, pipes, devices and folders.
 
     Args:
-        path: the file; links among its parent folders are followed.
+        path: the file; symlinks among its parent folders are followed.
         mode: "r", "w", "a" or "x", with "b" for bytes.
-        permissions: of a file that is created, before the umask.
-        options: `encoding`, `newline` and `buffering`, as for `open`; text is UTF-8 by default.
+        permissions: mode bits of a created file, before the umask.
+        options: `encoding`, `newline` and `buffering`, as for `open`; the default encoding of text is UTF-8.
 
     Raises:
-        UnsafeFileError: it is there and not a regular file.
-        OSError: it cannot be opened, as by `Path.open`.
+        UnsafeFileError: the path exists and is not a regular file.
+        OSError: the file cannot be opened, as in `Path.open`.
     """
     flags = _FLAGS[mode.replace("b", "")] | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
     try:
@@ -67,7 +67,7 @@ def open_regular(path: Path, mode: str = "r", *, permissions: int = 0o666, **opt
             raise _unsafe(path, found)
         os.set_blocking(descriptor, True)
         if mode.startswith("w"):
-            os.truncate(descriptor, 0)  # not O_TRUNC: it would come before the check
+            os.truncate(descriptor, 0)  # not O_TRUNC, which would truncate before the check
     except BaseException:
         os.close(descriptor)
         raise
@@ -77,13 +77,13 @@ def open_regular(path: Path, mode: str = "r", *, permissions: int = 0o666, **opt
 
 
 def require_regular(path: Path) -> Path:
-    """Return the path of a file that a user names, if it can be read without waiting for another program.
+    """Return the path of a file that the user chose, if it can be read without blocking on another program.
 
-    Symbolic links are followed: data may be kept on another disk.
+    Symlinks are followed, because data may be stored on another disk.
 
     Raises:
-        UnsafeFileError: it is a pipe, a device, a socket or a folder.
-        OSError: it is missing.
+        UnsafeFileError: the path is a pipe, a device, a socket or a folder.
+        OSError: the file does not exist.
     """
     if not stat.S_ISREG(mode := path.stat().st_mode):
         raise _unsafe(path, mode)
@@ -91,11 +91,11 @@ def require_regular(path: Path) -> Path:
 
 
 def read_bytes(path: Path, *, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
-    """The content of a regular file.
+    """Return the content of a regular file.
 
     Raises:
-        UnsafeFileError: it is not a regular file, or larger than `max_bytes`.
-        OSError: it is missing or cannot be read.
+        UnsafeFileError: the path is not a regular file, or the file is larger than `max_bytes`.
+        OSError: the file does not exist or cannot be read.
     """
     with open_regular(path, "rb") as file:
         content: bytes = file.read(max_bytes + 1)
@@ -105,18 +105,18 @@ def read_bytes(path: Path, *, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
 
 
 def read_text(path: Path, *, max_bytes: int = MAX_TEXT_BYTES) -> str:
-    """The text of a regular file in UTF-8.
+    """Return the text of a regular file in UTF-8.
 
     Raises:
-        UnicodeDecodeError: it is no UTF-8; as the errors of JSON and of YAML, a ValueError or not an OSError.
-        UnsafeFileError: it is not a regular file, or larger than `max_bytes`.
-        OSError: it is missing or cannot be read.
+        UnicodeDecodeError: the file is not valid UTF-8; a ValueError, like the errors of JSON and YAML parsers.
+        UnsafeFileError: the path is not a regular file, or the file is larger than `max_bytes`.
+        OSError: the file does not exist or cannot be read.
     """
     return read_bytes(path, max_bytes=max_bytes).decode("utf-8")
 
 
 def read_tail(path: Path, *, num_bytes: int = 4096) -> str:
-    """The end of a regular file as text, whatever it holds; empty where there is none that can be read."""
+    """Return the end of a regular file as text, with invalid bytes replaced; empty if the file cannot be read."""
     try:
         with open_regular(path, "rb") as file:
             file.seek(max(os.fstat(file.fileno()).st_size - num_bytes, 0))
@@ -127,9 +127,9 @@ def read_tail(path: Path, *, num_bytes: int = 4096) -> str:
 
 
 def in_hub_cache(path: Path) -> Path:
-    """The file itself where a path lies in a folder of the Hugging Face cache, whose files are links to `blobs/`.
+    """Resolve a symlink of the Hugging Face cache, whose snapshot files are symlinks to `blobs/`.
 
-    A link that leads anywhere else stays the link that it is.
+    Any other path is returned unchanged, including symlinks to other places.
     """
     if path.is_symlink():
         real, cache = path.resolve(), path.parent.resolve().parents
@@ -140,20 +140,20 @@ def in_hub_cache(path: Path) -> Path:
 
 @contextmanager
 def replaced_atomically(path: Path, *, durable: bool = False, permissions: int = 0o666) -> Iterator[IO[bytes]]:
-    """A new file to write bytes into, which replaces `path` in one step when the body ends without an error.
+    """Yield a new binary file that replaces `path` atomically if the body ends without an error.
 
-    A reader sees the old file or the new one, never a part. Where `path` is a symbolic link, the link is replaced.
+    Readers see the old file or the new one, never a part. If `path` is a symlink, the symlink itself is replaced.
 
     Args:
-        path: the file.
-        durable: also wait until the content is on the disk.
-        permissions: of the file, before the umask.
+        path: the file to replace.
+        durable: also wait until the content is on disk.
+        permissions: mode bits of the file, before the umask.
 
     Raises:
-        UnsafeFileError: there is a folder by this name.
+        UnsafeFileError: `path` is a folder.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.unlink(missing_ok=True)  # of a process with the same number, which was killed
+    partial.unlink(missing_ok=True)  # left by a killed process with the same pid
     try:
         with open_regular(partial, "xb", permissions=permissions) as file:
             yield file
@@ -171,13 +171,13 @@ def replaced_atomically(path: Path, *, durable: bool = False, permissions: int =
 
 
 def write_atomically(path: Path, text: str, *, durable: bool = False, permissions: int = 0o666) -> None:
-    """Replace `path` by `text` in one step; as `replaced_atomically`."""
+    """Replace the content of `path` by `text` atomically; see `replaced_atomically`."""
     with replaced_atomically(path, durable=durable, permissions=permissions) as file:
         file.write(text.encode())
 
 
 def sync_path(path: Path) -> None:
-    """Wait until the content of a file, or the names in a folder, are on the disk."""
+    """Wait until the content of a file, or the entries of a folder, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -186,16 +186,17 @@ def sync_path(path: Path) -> None:
 
 
 def make_folder(path: Path, *, parents: bool = False) -> Path:
-    """Make a folder where it is not there yet.
+    """Create a folder if it does not exist.
 
     Args:
-        path: of the folder.
-        parents: make those as well. Not for records of a run: a run directory that was just deleted or moved would come
-            back with this folder alone in it, and `RunFolder` would take it for somebody else's.
+        path: the folder.
+        parents: also create missing parents. Do not use it for records of a run: a run directory that was just deleted
+            or moved would reappear with only this folder in it, and `RunFolder` would consider it another program's.
 
     Raises:
-        UnsafeFileError: there is something else by this name, a symbolic link included.
-        FileNotFoundError: the parent is not there.
+        UnsafeFileError: the path is a symlink.
+        FileExistsError: the path exists and is not a folder.
+        FileNotFoundError: the parent does not exist.
     """
     path.mkdir(parents=parents, exist_ok=True)
     if path.is_symlink():
@@ -204,14 +205,14 @@ def make_folder(path: Path, *, parents: bool = False) -> Path:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The path of something in a folder, from a name that somebody else may have written.
+    """Return the path of an entry of a folder, given a name from an untrusted source.
 
     Args:
-        folder: where it must lie.
-        name: relative, with subfolders at most.
+        folder: the folder that must contain the path.
+        name: relative path; it may contain subfolders.
 
     Raises:
-        ValueError: the name leads out of the folder, by itself or by a symbolic link.
+        ValueError: the path is outside of the folder, directly or through a symlink.
     """
     if "\0" not in name and not Path(name).is_absolute():
         path = folder / name

@@ -1,4 +1,4 @@
-"""The folder that a run writes into, and what becomes of that when somebody deletes or moves it meanwhile."""
+"""The directory that a run writes to, and its recovery if it is deleted or moved during the run."""
 
 import logging
 import os
@@ -13,20 +13,20 @@ log = logging.getLogger(__name__)
 
 
 class RunFolder:
-    """Notices that a run directory is gone, and makes another: by the same name where nothing else has taken it.
+    """Run directory that is recreated if it disappears, under the same name unless that name has been taken.
 
     Attributes:
-        path: where the run writes now.
-        times_lost: how often it had to be made anew.
-        refill: writes into a new folder what every run directory has; called with its path.
+        path: the current run directory.
+        times_lost: how many times the directory has been recreated.
+        refill: writes the initial files of a run directory into a new one; called with its path.
     """
 
     def __init__(self, path: Path, *, marker: str) -> None:
-        """Take note of a folder.
+        """Remember the identity of an existing directory.
 
         Args:
             path: the run directory.
-            marker: a file that it has from the start; without it somebody has emptied it.
+            marker: name of a file that is present from the start; if it is missing, the directory has been emptied.
         """
         self.path, self._marker, self.times_lost = path, marker, 0
         self.refill: Callable[[Path], None] = lambda path: None
@@ -35,16 +35,18 @@ class RunFolder:
         self._known = self._hold()
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the handle to the directory."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
     def ensure(self) -> Path:
-        """The folder, made anew if it is not the one it was; logged once each time. Any thread may ask.
+        """Return the run directory, and recreate it if it was deleted, moved or emptied.
+
+        Logs an error each time it recreates the directory. Safe to call from any thread.
 
         Raises:
-            OSError: there is nowhere to write.
+            OSError: no directory can be created.
         """
         with self._lock:
             is_same = _identity(self.path) == self._known
@@ -65,7 +67,7 @@ class RunFolder:
             return fresh
 
     def _hold(self) -> tuple[int, int] | None:
-        """Identify the folder, and keep it open: the number of one that is deleted would be given to another."""
+        """Return the identity of the directory, and keep it open so that its inode number cannot be reused."""
         self.close()
         self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         return _identity(self.path)
@@ -80,10 +82,10 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _candidates(path: Path) -> chain[Path]:
-    """The path itself, then others next to it."""
+    """Yield the path itself, then alternatives next to it."""
     return chain([path], (path.with_name(f"{path.name}.rescued{number or ''}") for number in count()))
 
 
 def _is_free(path: Path) -> bool:
-    """Whether nobody else has anything there."""
+    """Return whether the path does not exist or is an empty folder."""
     return not os.path.lexists(path) or (path.is_dir() and not path.is_symlink() and not any(path.iterdir()))

@@ -1,4 +1,4 @@
-"""`.lock` in a directory: held by the process that trains or runs a sweep there, to be looked at by others."""
+"""`.lock` in a directory: a lock file held by the process that trains or runs a sweep there."""
 
 import errno
 import fcntl
@@ -10,30 +10,33 @@ from pathlib import Path
 from foundry.run_dir.files import open_regular
 
 LOCK = ".lock"
-"""The file; it holds the name of the machine that locked it last."""
+"""Name of the lock file; it contains the host name of the machine that locked it last."""
 
 _HELD = (errno.EACCES, errno.EAGAIN)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-_LONGEST_NAME = 1024  # of a machine
+_LONGEST_NAME = 1024  # characters of a host name
 _ours = set[Path]()
 log = logging.getLogger(__name__)
 
 
 def lock(folder: Path, held: ExitStack) -> bool:
-    """Make a directory if need be and lock it until `held` is closed or this process ends; whether that could be done.
+    """Create a directory if necessary and lock it until `held` is closed or this process ends.
 
-    By a POSIX lock, which no forked process inherits: those that read data outlive this one by seconds if it is killed.
-    Where the file system has no locks, the work continues without one.
+    Uses a POSIX lock because forked processes do not inherit it: data workers can outlive a killed parent by seconds.
+    If the file system does not support locks, the function logs a warning and succeeds without one.
+
+    Returns:
+        Whether the directory was locked; False if this or another process holds the lock.
 
     Raises:
-        UnsafeFileError: `.lock` is no regular file.
+        UnsafeFileError: `.lock` is not a regular file.
     """
     folder.mkdir(parents=True, exist_ok=True)
     return folder.resolve() not in _ours and relock(folder, held)
 
 
 def relock(folder: Path, held: ExitStack) -> bool:
-    """Lock a directory as `hold` does, also one that this process has held and that was deleted and made anew."""
+    """Lock a directory like `lock`, even if this process locked it before and it has been deleted and recreated."""
     file = held.enter_context(open_regular(folder / LOCK, "a"))
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -53,11 +56,11 @@ def relock(folder: Path, held: ExitStack) -> bool:
 
 
 def is_held(folder: Path) -> bool | None:
-    """Whether a process holds a directory; None where this machine cannot know.
+    """Return whether a process holds the lock of a directory; None if this machine cannot tell.
 
-    A lock that another machine took may not be seen from here, so its absence says nothing about that machine.
+    A lock taken on another machine may not be visible here, so its absence proves nothing if that machine locked last.
     """
-    if folder.resolve() in _ours:  # to look would be to let go: a POSIX lock ends when any handle to the file is closed
+    if folder.resolve() in _ours:  # do not probe: closing any handle to the file would release our POSIX lock
         return True
     try:
         with open_regular(folder / LOCK) as file:
@@ -66,5 +69,5 @@ def is_held(folder: Path) -> bool | None:
             except OSError as error:
                 return True if error.errno in _HELD else None
             return False if file.read(_LONGEST_NAME) == socket.gethostname() else None
-    except (OSError, ValueError):  # no such file, not ours, or a file system without locks
+    except (OSError, ValueError):  # file missing or not written by foundry, or no lock support in the file system
         return None

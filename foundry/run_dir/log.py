@@ -1,4 +1,4 @@
-"""What is logged: `foundry.log` in a run directory, and lines on the terminal."""
+"""Log handlers: `foundry.log` in a run directory, and lines on the terminal."""
 
 import logging
 import os
@@ -12,17 +12,17 @@ from foundry.run_dir.redact import printable
 log = logging.getLogger(__name__)
 
 NOTICE = 25
-"""The level of what the terminal shows besides warnings: how far something that takes long has got."""
+"""Log level of progress messages of long operations, which the terminal shows in addition to warnings."""
 logging.addLevelName(NOTICE, "NOTICE")
 
 
 def log_to_file(text: str, level: int = logging.ERROR, name: str = log.name) -> None:
-    """Write into the files that this process logs to a text that the terminal gets by other means.
+    """Write a text to the log files of this process only, because the terminal receives it by other means.
 
     Args:
-        text: of the record.
-        level: of the record; handlers that leave it out do.
-        name: of the logger that the record names.
+        text: message of the record.
+        level: level of the record; handlers with a higher threshold skip it.
+        name: logger name in the record.
     """
     record = log.makeRecord(name, level, __file__, 0, text, (), None)
     for handler in logging.root.handlers:
@@ -31,19 +31,19 @@ def log_to_file(text: str, level: int = logging.ERROR, name: str = log.name) -> 
 
 
 class RunLog(logging.FileHandler):
-    """Appends to a file; that it cannot be written, as on a full disk, is one line on the terminal.
+    """File handler that reports write errors, such as a full disk, in one line on the terminal.
 
-    The answer of `logging` itself is a traceback there for each record.
+    `logging` itself would print a traceback for each record.
     """
 
     _is_logged = False
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, without secrets and escape sequences."""
+        """Format a record without secrets and escape sequences."""
         return printable(super().format(record))
 
     def _open(self) -> TextIOWrapper:
-        """Open a regular file, or nothing: a run does not end because its log is something else."""
+        """Open the log if it is a regular file, else the null device, because a bad log file must not end the run."""
         try:
             return open_regular(Path(self.baseFilename), "a")  # type: ignore[return-value]
         except OSError as error:
@@ -51,33 +51,33 @@ class RunLog(logging.FileHandler):
             return Path(os.devnull).open("a")
 
     def move(self, folder: Path) -> None:
-        """Go on in another folder, or in one that was made anew, with the next line."""
+        """Write to another folder, or to the recreated one, starting with the next record."""
         self.baseFilename = str(folder.absolute() / Path(self.baseFilename).name)
         self.close()
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Say once what keeps the file from being written; any other error is an error in the call, and shown whole.
+        """Log an OSError once; handle any other error, which is a bug in the logging call, as `logging` does.
 
-        What a few kilobytes hold of the unwritten records follows when there is room.
+        Records still in the write buffer, a few kilobytes, are written once there is space again.
         """
         error = sys.exception()
         if not isinstance(error, OSError):
             super().handleError(record)
         elif not self._is_logged:
-            self._is_logged = True  # first: this line comes here as well
+            self._is_logged = True  # set first: the warning itself is written to the same file
             log.warning("%s: %s (the run continues; logged once)", self.baseFilename, error)
 
 
 def move_logs(folder: Path) -> None:
-    """Have what is logged written into another folder from now on."""
+    """Redirect the log files of this process to another folder."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler, RunLog):
             handler.move(folder)
 
 
-class Terminal(logging.StreamHandler):  # type: ignore[type-arg]  # of whatever stderr is
-    """Lines on the terminal, without secrets and escape sequences."""
+class Terminal(logging.StreamHandler):  # type: ignore[type-arg]  # the type of stderr varies
+    """Terminal handler that removes secrets and escape sequences."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
+        """Format a record without secrets and escape sequences."""
         return printable(super().format(record))

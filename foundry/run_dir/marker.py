@@ -1,4 +1,4 @@
-"""Which directories are foundry's, and so may be written into: those of runs, plans and sweeps."""
+"""The marker file of directories that foundry may write to: runs, plans and sweeps."""
 
 import json
 from pathlib import Path
@@ -7,22 +7,23 @@ from foundry.run_dir.files import read_text, write_atomically
 from foundry.run_dir.names import STATUS, SWEEP
 
 MARK = ".foundry"
-"""A file in every run, plan and sweep directory, written before anything else."""
+"""Marker file in every run, plan and sweep directory, written before any other file."""
 
 _TEXT = "This directory is foundry's: files that foundry writes here may be replaced by it.\n"
 _RECORDS = {STATUS: {"state", "reason", "step", "config_hash"}, SWEEP: {"jobs", "launcher", "metric"}}
 
 
 def mark(folder: Path) -> None:
-    """Write down that a directory is foundry's, where that is not written there yet."""
+    """Mark a directory as foundry's if it is not marked yet."""
     if not _is_marked(folder):
         write_atomically(folder / MARK, _TEXT)
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether a directory is a run's, a plan's or a sweep's: it is marked, or holds the records of one without a mark.
+    """Return whether a directory is a run, plan or sweep directory: it has the marker, or a status or sweep file.
 
-    The names of files alone say nothing: a user's folder may have a config.yaml and a tokenizer.json too.
+    The content of these files is checked too, because file names prove nothing: a user's folder may also contain a
+    config.yaml and a tokenizer.json.
     """
     return _is_marked(folder) or any(_holds(folder / name, keys) for name, keys in _RECORDS.items())
 
@@ -30,12 +31,12 @@ def is_ours(folder: Path) -> bool:
 def _is_marked(folder: Path) -> bool:
     try:
         return read_text(folder / MARK) == _TEXT
-    except (OSError, ValueError):  # no mark, or a user's own file of that name
+    except (OSError, ValueError):  # no marker, or a user's file with the same name
         return False
 
 
 def _holds(path: Path, keys: set[str]) -> bool:
-    """Whether a file is a JSON object with these keys."""
+    """Return whether a file is a JSON object with these keys."""
     try:
         content = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError):

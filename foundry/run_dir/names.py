@@ -1,23 +1,25 @@
-"""The names of the files and folders in a run directory, and in the directory of a sweep."""
+"""Names of the files and folders in a run directory and in a sweep directory."""
 
 CONFIG = "config.yaml"
 """The resolved configuration."""
 
 PLAN = "plan.json"
-"""What follows from the configuration: steps, tokens, memory."""
+"""Values derived from the configuration: steps, tokens, memory."""
 
 TOKENIZER = "tokenizer.json"
-"""The tokenizer, so that sampling and export need no training data."""
+"""The tokenizer; with it, sampling and export need no training data."""
 
 STOP_TOKENS = "generation_config.json"
-"""Which tokens end a document or an answer, as transformers writes it beside a tokenizer."""
+"""Tokens that end a document or an answer, in the file that transformers writes next to a tokenizer."""
 
 CHAT_TEMPLATE = "chat_template.jinja"
-"""How chats become text, of a run over chats; transformers' name for it."""
+"""Template that formats chats as text, for runs on chats; transformers uses the same file name."""
 
 TRANSFORMERS = "transformers"
-"""A folder with what transformers has besides weights, so that nobody needs the folder that a model and its tokenizer
-came from: the model's config.json, and `TOKENIZER_FILES`."""
+"""Folder with the transformers files other than weights: the model's config.json and `TOKENIZER_FILES`.
+
+With these copies nothing depends on the folder that the model and its tokenizer were loaded from.
+"""
 
 TOKENIZER_FILES = (
     "tokenizer_config.json",
@@ -30,73 +32,73 @@ TOKENIZER_FILES = (
     "generation_config.json",
     "chat_template.jinja",
 )
-"""What transformers, and those who read its folders, have beside tokenizer.json."""
+"""Files that transformers and compatible tools keep next to tokenizer.json."""
 
 MODEL_CARD = "README.md"
-"""Of an export: what was trained on what, and what came of it."""
+"""Model card of an export: model, data and final metrics."""
 
 METRICS = "metrics.jsonl"
-"""A line for each logged step and each evaluation."""
+"""One line for each logged step and each evaluation."""
 
 COLUMNS = "columns.safetensors"
-"""What a frozen model made of every sample before the first step, such as the log-probabilities of a reference."""
+"""Values precomputed by frozen models for every sample, such as the log-probabilities of the reference model."""
 
 STATUS = "status.json"
-"""What the run is doing."""
+"""Current state of the run."""
 
 RESULT = "result.json"
-"""What came of a run that has finished."""
+"""Results of a finished run."""
 
 LOG = "foundry.log"
-"""What the run logs."""
+"""Log of the run."""
 
 OUTPUT = "output.log"
-"""What a job of `hydra/launcher=local` prints."""
+"""Standard output and error of a job of `hydra/launcher=local`."""
 
 SUBMISSION = "slurm.json"
-"""What Slurm calls the job."""
+"""Slurm job of the run: job id, cluster and error output."""
 
 TRIAL = "trial.json"
-"""Which trial of a search the run is."""
+"""Trial of a search that this run executes."""
 
 MLFLOW = "mlflow.json"
-"""Where in MLflow the run, or the sweep, is kept."""
+"""Server, experiment and run id in MLflow, of a run or a sweep."""
 
 MLFLOW_PENDING = "mlflow_pending.jsonl"
-"""What MLflow has not taken yet."""
+"""Records not yet sent to MLflow."""
 
 MLFLOW_PARENT = "mlflow_parent.json"
-"""Which sweep the run is a job of."""
+"""Sweep that the run is a job of, for nesting it under the sweep's run in MLflow."""
 
 EVALUATION = "eval.json"
-"""What `foundry.eval` has measured."""
+"""Results of `foundry.eval`."""
 
 TASKS = "eval_tasks.json"
-"""What `foundry.eval tasks=[...]` has measured."""
+"""Results of `foundry.eval tasks=[...]`."""
 
 CHECKPOINTS = "checkpoints"
-"""A folder with a folder for each checkpoint."""
+"""Folder with one subfolder for each checkpoint."""
 
 PLOTS = "plots"
-"""A folder with pictures, samples among them."""
+"""Folder with plots and sample images."""
 
 PROFILE = "profile"
-"""A folder with what torch's profiler has recorded of chosen steps, a file for each rank."""
+"""Folder with traces of torch's profiler for selected steps, one file for each rank."""
 
 STACKS = "stacks"
-"""A folder with where each rank was when one had waited for long, a file for each."""
+"""Folder with the stack dumps of a stalled run, one file for each rank."""
 
 FLIGHT_RECORDER = "flight_recorder"
-"""A folder with the latest collectives of each rank when one had waited for long, a file for each as torch has it."""
+"""Folder with dumps of torch's flight recorder (latest collectives) of a stalled run, one file for each rank."""
 
 HYDRA = ".hydra"
-"""A folder with what Hydra composed the run of."""
+"""Folder with Hydra's own record of the composition."""
 
 SWEEP = "sweep.json"
-"""In a sweep's directory: its jobs."""
+"""Jobs of a sweep; in the sweep directory."""
 
 MULTIRUN = "multirun.yaml"
-"""In a sweep's directory: its own configuration, as Hydra's sweeper writes it."""
+"""Configuration of a sweep, as Hydra's sweeper writes it; in the sweep directory."""
 
 STUDY = "optuna.jsonl"
-"""In a sweep's directory: the study of a search."""
+"""Study of a search; in the sweep directory."""

@@ -1,8 +1,8 @@
-"""Which paths a command may write its output to, so that no file of a run or of the user is lost.
+"""Checks of output paths, so that a command does not overwrite files of a run or of the user.
 
-An output is written to a path where nothing is, or replaces an output of the same command, which is recognised by its
-content. Inside a run directory the names of the run's own files and folders are reserved, even if they are not there
-yet.
+A command may write to a path that does not exist, or replace an earlier output of the same command, which is recognized
+by its content. Inside a run directory the names of the run's own files and folders are reserved, even if they do not
+exist yet.
 """
 
 import json
@@ -15,22 +15,22 @@ from foundry.run_dir.files import open_regular, read_text
 from foundry.run_dir.marker import MARK, is_ours
 
 Recognizer = Callable[[Path], bool]
-"""Tells if a file is an earlier output of the same kind."""
+"""Callable that returns whether a file is an earlier output of the same kind."""
 
 PICTURE_METADATA = {"Software": "foundry"}
-"""Text chunks of each PNG file that foundry draws, by which it recognises them."""
+"""Text chunks in each PNG file that foundry draws, which identify it as foundry's."""
 
 _RESERVED = {value for name, value in vars(names).items() if name.isupper() and isinstance(value, str)} | {MARK}
 _HEAD_BYTES = 4096
 
 
 def refusal(path: Path, *, own: str | None = None, is_earlier: Recognizer | None = None) -> str | None:
-    """Return the reason why an output may not be written to a path, with the remedy; None if it may.
+    """Return why an output may not be written to a path, with the remedy; None if it may.
 
     Args:
         path: file or folder to write.
         own: name of the command's output in a run directory, which is not reserved for this command.
-        is_earlier: recognises a file that may be replaced; None: no file is replaced.
+        is_earlier: recognizes a file that may be replaced; None if no file may be replaced.
     """
     if (run_dir := _reserving(path, own)) is not None:
         return f"is {path}, which is reserved for the files of {run_dir}; choose another path"
@@ -44,10 +44,10 @@ def refusal(path: Path, *, own: str | None = None, is_earlier: Recognizer | None
 
 
 def folder_refusal(folder: Path) -> str | None:
-    """Return the reason why a folder of outputs may not be written, with the remedy; None if it may.
+    """Return why an output folder may not be written, with the remedy; None if it may.
 
     Args:
-        folder: to make, or to fill if it is empty.
+        folder: the folder to create, or to fill if it is empty.
     """
     if (run_dir := _reserving(folder, None)) is not None:
         return f"is {folder}, which is reserved for the files of {run_dir}; choose another"
@@ -58,7 +58,7 @@ def folder_refusal(folder: Path) -> str | None:
 
 
 def has_keys(*keys: str) -> Recognizer:
-    """Return a recognizer of JSON files with an object that has these keys."""
+    """Return a recognizer of JSON files that contain an object with these keys."""
 
     def recognize(path: Path) -> bool:
         try:
@@ -71,19 +71,19 @@ def has_keys(*keys: str) -> Recognizer:
 
 
 def has_columns(*columns: str) -> Recognizer:
-    """Return a recognizer of CSV files with these columns, whose names need no quotes."""
+    """Return a recognizer of CSV files with these columns, whose names must not need quotes."""
     return lambda path: set(columns) <= set(_head(path).partition(b"\n")[0].decode(errors="replace").split(","))
 
 
 def is_picture(path: Path) -> bool:
-    """Whether a file is a PNG that foundry has drawn."""
+    """Return whether a file is a PNG drawn by foundry."""
     head = _head(path)
     chunks = (b"tEXt" + f"{key}\0{text}".encode() for key, text in PICTURE_METADATA.items())
     return head.startswith(b"\x89PNG") and all(chunk in head for chunk in chunks)
 
 
 def _head(path: Path) -> bytes:
-    """The first bytes of a regular file; empty if it cannot be read."""
+    """Return the first bytes of a regular file; empty if it cannot be read."""
     try:
         with open_regular(path, "rb") as file:
             content: bytes = file.read(_HEAD_BYTES)
@@ -93,12 +93,12 @@ def _head(path: Path) -> bytes:
 
 
 def _place(path: Path) -> Path:
-    """Return the path that is written, also if `..` leads back from a folder that does not exist yet."""
+    """Return the resolved path, even if `..` follows a folder that does not exist yet."""
     return path.parent.resolve() / path.name
 
 
 def _reserving(path: Path, own: str | None) -> Path | None:
-    """The run, plan or sweep directory whose own files a path would be among."""
+    """Return the run, plan or sweep directory that reserves a path for its own files; None if it is not reserved."""
     place = _place(path)
     for folder in place.parents:
         first, *rest = place.relative_to(folder).parts

@@ -1,7 +1,7 @@
-"""What may be shown: texts without secrets and without what a terminal would obey.
+"""Removal of secrets and terminal control characters from text before it is shown.
 
-A secret is told by its key (`api_key`, `password`), by its form (a token whose issuer is known, the user of an address,
-a signed query), or because the configuration took it from the environment (`remember`).
+A secret is recognized by its key (`api_key`, `password`), by its form (a token with a known prefix, the user part of a
+URL, a signed query), or because the configuration read it from the environment (`remember`).
 """
 
 import re
@@ -14,15 +14,15 @@ MASK = "***"
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _ALWAYS = frozenset({"password", "passwd", "passphrase", "pwd", "pw", "secret", "secrets", "credential", "credentials"})
 _KEYS = frozenset({"api", "access", "private", "auth", "account", "encryption", "signing", "ssh", "license", "service"})
-# Such a key says where a secret is, or how large.
+# Keys that end with these words hold the location or the size of a secret, not the secret.
 _ABOUT = frozenset({"file", "path", "dir", "folder", "name", "env", "length", "size", "dim", "id", "ids"})
-# The special tokens of a vocabulary are named like secrets and are none.
+# The special tokens of a vocabulary (bos_token) have names like secrets.
 _VOCABULARY = frozenset({"bos", "eos", "pad", "unk", "mask", "sep", "cls", "special", "image", "stop", "per", "next"})
 
-# In each pattern a part that may be long starts in one place only, so that masking a text takes linear time.
-# An address that went through a path has one slash left.
+# In each pattern, unbounded parts can start at one place only, so that masking takes linear time.
+# A URL that was converted to a path has only one slash left.
 _USERINFO = re.compile(r"(?<=:/)(/*)[^/\s?#'\"]+@")
-# A password may hold characters that end the host of an address; a port and a path are no password.
+# A password may contain characters that would end the host of a URL; a port and a path are not a password.
 _ODD_USERINFO = re.compile(
     r"(?<=:/)(/*)[^/\s?#'\":@\[]{0,200}:(?!\d{1,5}[/?#])[^\s\"]{0,200}?@(?:[^/\s?#'\"@]{0,200}@)*"
 )
@@ -40,37 +40,37 @@ _ASSIGNED = re.compile(
 )
 _CONTROLS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _TURNING = re.compile("[\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-_SHORTEST = 4  # a shorter secret is in too many texts
-_SHORT = 8  # a shorter one may be a part of other words
+_SHORTEST = 4  # shorter secrets are not masked: they occur in too many texts
+_SHORT = 8  # shorter secrets are masked as whole words only
 
-_CACHED = 4096  # a longer text is not kept
+_CACHED = 4096  # longer texts are not cached
 
 _known: dict[str, str] = {}
 
 
 def remember(secret: str, reference: str = MASK) -> None:
-    """Take note of a secret of this process, so that no text shows it.
+    """Register a secret of this process, to be masked in all texts.
 
     Args:
         secret: the value.
-        reference: what a file has in its place, such as `${oc.env:API_KEY}`.
+        reference: text that replaces it in files, such as `${oc.env:API_KEY}`.
     """
     if secret:
         _known[secret] = reference
 
 
 def known() -> dict[str, str]:
-    """The secrets of this process with their references, for a process that it starts."""
+    """Return the secrets of this process with their references, to pass to a child process."""
     return dict(_known)
 
 
 def recorded(text: str) -> str:
-    """What a file has in place of a value: the reference of a secret, any other value as it is."""
+    """Return the text to write to a file in place of a value: the reference of a secret, any other value unchanged."""
     return _known.get(text, text)
 
 
 def masked_text(text: str) -> str:
-    """`text` without secrets: of its addresses, by their form, by the name they are assigned to, or remembered."""
+    """Return `text` with secrets masked: in URLs, known token formats, values of secret keys, and remembered values."""
     text = _masked_by_form(text) if len(text) <= _CACHED else _masked_by_form.__wrapped__(text)
     for secret in sorted(_known, key=len, reverse=True):
         if len(secret) >= _SHORTEST and secret in text:
@@ -79,7 +79,7 @@ def masked_text(text: str) -> str:
     return text
 
 
-@lru_cache(1024)  # a sweep asks for the same settings again and again
+@lru_cache(1024)  # a sweep masks the same settings many times
 def _masked_by_form(text: str) -> str:
     text = _JWT.sub(lambda found: MASK if found["rest"] else found[0], text)
     text = _ISSUED.sub(MASK, _QUERY.sub(rf"\1{MASK}", _masked_userinfo(text)))
@@ -87,7 +87,7 @@ def _masked_by_form(text: str) -> str:
 
 
 def _masked_userinfo(text: str) -> str:
-    """`text` with the users and passwords of addresses masked."""
+    """Return `text` with the users and passwords of URLs masked."""
     for pattern in (_USERINFO, _ODD_USERINFO):
         text = pattern.sub(rf"\1{MASK}@", text)
     return text
@@ -101,21 +101,21 @@ def _masked_assignment(found: re.Match[str]) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` without secrets, escape sequences and other characters that a terminal obeys; lines and tabs stay."""
+    """Return `text` without secrets, escape sequences and other control characters; newlines and tabs are kept."""
     return masked_text(_TURNING.sub("", _CONTROLS.sub("", text)))
 
 
 def one_line(text: str) -> str:
-    """`printable` text in one line."""
+    """Return the `printable` text in one line."""
     return " ".join(printable(text.replace("\r", " ")).split())
 
 
 def masked(value: Any, name: str = "") -> Any:
-    """A copy of a configuration without its secrets.
+    """Return a copy of a configuration without its secrets.
 
     Args:
         value: plain containers.
-        name: the key `value` stands under.
+        name: key of `value` in its parent.
     """
     if isinstance(value, Mapping):
         if is_secret(name, "x"):
@@ -131,7 +131,7 @@ def masked(value: Any, name: str = "") -> Any:
 
 
 def is_secret(name: str, value: Any) -> bool:
-    """Whether a value must not be shown, by the words of its key; numbers and empty values are shown."""
+    """Return whether a value must be masked, judging by the words of its key; numbers and empty values are not."""
     if value in (None, "") or isinstance(value, bool):
         return False
     words = _words(name)
@@ -153,7 +153,7 @@ def _words(name: str) -> tuple[str, ...]:
 
 
 def _looks_random(value: str) -> bool:
-    """A long word of letters and digits; the name of a column is none."""
+    """Return whether a value is a long word of letters and digits, unlike the name of a column."""
     return (
         len(value) >= 16
         and not re.search(r"\s", value)

@@ -1,4 +1,4 @@
-"""`result.json` of a run directory: what came of a run that has finished."""
+"""`result.json` of a run directory: the results of a finished run."""
 
 import json
 from collections.abc import Mapping
@@ -11,20 +11,20 @@ from foundry.run_dir.strict_json import decode, encode, read_object
 
 
 def read_result(run_dir: Path) -> dict[str, Any]:
-    """What the file says.
+    """Return the content of the file.
 
     Raises:
-        FileNotFoundError: there is none.
-        DamagedFileError: it is not what foundry writes.
+        FileNotFoundError: the file does not exist.
+        DamagedFileError: the file was not written by foundry.
     """
     return read_object(run_dir / RESULT)
 
 
 def find_result(run_dir: Path) -> dict[str, Any] | None:
-    """What the file says; None where it was lost or damaged, so that the run has to end once more.
+    """Return the content of the file; None if it is missing or damaged, so that the caller writes it again.
 
     Raises:
-        UnsafeFileError: there is something in its place that is no regular file.
+        UnsafeFileError: the path is not a regular file.
     """
     try:
         result = decode(read_text(run_dir / RESULT))
@@ -34,6 +34,6 @@ def find_result(run_dir: Path) -> dict[str, Any] | None:
 
 
 def write_result(run_dir: Path, result: Mapping[str, Any]) -> None:
-    """Write the file; it is on the disk when this returns."""
+    """Write the file, and return after it is on disk."""
     text = json.dumps(json.loads(encode(result)), indent=2) + "\n"
     write_atomically(run_dir / RESULT, text, durable=True)

@@ -1,4 +1,4 @@
-"""`status.json` of a run directory: what the run is doing, written by those who start it and by the run itself."""
+"""`status.json` of a run directory: the state of a run, written by its launcher and by the run itself."""
 
 import json
 import logging
@@ -15,16 +15,16 @@ from foundry.run_dir.redact import one_line
 from foundry.run_dir.strict_json import DamagedFileError, Types, encode, read_object
 
 WAITING = ("requeued", "queued")
-"""States of a job that is still to be started."""
+"""States of a job that has not started yet."""
 
 FAILED = ("failed", "lost")
-"""States of a job that came to an end without a result; a lost one without recording why."""
+"""States of a job that ended without a result; a lost job did not record a reason."""
 
 ENDED = ("finished", "stopped", *FAILED)
-"""States of a job that will not change by themselves."""
+"""States of a job that do not change without user action."""
 
 STATES = ("finished", "running", *WAITING, "stopped", *FAILED)
-"""All states, in the order in which a report shows them."""
+"""All states, in the order of a report."""
 
 _TEXT_OR_NONE = (str, NoneType)
 _TYPES: dict[str, Types] = {
@@ -42,10 +42,10 @@ _warned = set[Path]()
 
 
 def load_status(run_dir: Path) -> dict[str, Any]:
-    """What the file says; empty where there is none.
+    """Return the content of the file; empty if it does not exist.
 
     Raises:
-        DamagedFileError: it is not what foundry writes, such as one that a power cut has left empty.
+        DamagedFileError: the file was not written by foundry, or a power failure left it empty.
     """
     try:
         return read_object(run_dir / STATUS, needed={"state": str}, optional=_TYPES)
@@ -54,9 +54,9 @@ def load_status(run_dir: Path) -> dict[str, Any]:
 
 
 def read_status(run_dir: Path) -> dict[str, Any]:
-    """What the file says; empty where there is none, or a damaged one.
+    """Return the content of the file; empty if it does not exist or is damaged.
 
-    The latter is a warning, once: what the run has done is known from its checkpoints.
+    A damaged file is logged as a warning once; the progress of the run is known from its checkpoints.
     """
     try:
         return load_status(run_dir)
@@ -68,23 +68,23 @@ def read_status(run_dir: Path) -> dict[str, Any]:
 
 
 def write_status(run_dir: Path, **changes: Any) -> None:
-    """Change what the file says; the rest of it stays. An end is on the disk when this returns."""
+    """Update fields of the file and keep the others. A new state other than "queued" is on disk on return."""
     is_end = changes.get("state", "queued") != "queued"
     replace_status(run_dir, {**_FRESH, **read_status(run_dir), **changes}, durable=is_end)
 
 
 def replace_status(run_dir: Path, status: Mapping[str, Any], *, durable: bool) -> None:
-    """Write the file, with the time of this change and the version of foundry in it.
+    """Write the file, and add the current time and foundry's version.
 
     Args:
-        run_dir: of the run.
-        status: all that it says: state, reason, step, config_hash and started.
-        durable: wait until it is on the disk.
+        run_dir: the run directory.
+        status: all other fields: state, reason, step, config_hash and started.
+        durable: wait until the file is on disk.
     """
     content = {**status, "reason": one_line(str(status["reason"])), "updated": now(), "version": __version__}
     write_atomically(run_dir / STATUS, json.dumps(json.loads(encode(content)), indent=2) + "\n", durable=durable)
 
 
 def now() -> str:
-    """The time as the file has it: ISO 8601 in UTC, to the millisecond."""
+    """Return the current time as written to the file: ISO 8601 in UTC, with milliseconds."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")

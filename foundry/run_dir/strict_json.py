@@ -1,4 +1,4 @@
-"""JSON that every reader accepts: numbers JSON does not know are written as strings."""
+"""JSON that every reader accepts: NaN and infinities are written as strings."""
 
 import json
 import math
@@ -14,7 +14,7 @@ _SPELLED = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class DamagedFileError(ValueError):
-    """A JSON file is not what foundry writes: its text names the file and says what is wrong with it."""
+    """A JSON file was not written by foundry; the message contains the path and the reason."""
 
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(f"{path} {why}")
@@ -24,16 +24,16 @@ class DamagedFileError(ValueError):
 def read_object(
     path: Path, *, needed: Mapping[str, Types] | None = None, optional: Mapping[str, Types] | None = None
 ) -> dict[str, Any]:
-    """The JSON object in a file of a run directory, which a power cut or another person may have written.
+    """Return the JSON object in a file of a run directory, which may be damaged or written by someone else.
 
     Args:
         path: the file.
-        needed: the types of values that must be there.
-        optional: the types of values that may be missing.
+        needed: types of the required values.
+        optional: types of the optional values.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        DamagedFileError: it cannot be read, is no JSON object, or lacks a value or has one of another type.
+        FileNotFoundError: the file does not exist.
+        DamagedFileError: the file cannot be read, is not a JSON object, lacks a value, or has a value of another type.
     """
     try:
         value = decode(read_text(path))
@@ -58,10 +58,10 @@ def check_types(
     needed: Mapping[str, Types] | None = None,
     optional: Mapping[str, Types] | None = None,
 ) -> None:
-    """Refuse an object of a file for a value that is missing or of another type than foundry writes.
+    """Check that an object from a file has all required values, and the types that foundry writes.
 
     Raises:
-        DamagedFileError: with the first of them.
+        DamagedFileError: a value is missing or has another type; the message names the first one.
     """
     for name, types in {**(optional or {}), **(needed or {})}.items():
         if name not in value:
@@ -72,7 +72,7 @@ def check_types(
 
 
 def encode(value: Any) -> str:
-    """One line of strict JSON; NaN and the infinities become "NaN", "Infinity" and "-Infinity"."""
+    """Return one line of strict JSON; NaN and infinities become "NaN", "Infinity" and "-Infinity"."""
     try:
         return json.dumps(value, allow_nan=False, default=str)
     except ValueError:
@@ -90,7 +90,7 @@ def _spelled(value: Any) -> Any:
 
 
 def decode(line: str) -> Any:
-    """The value `encode` was given, floats again where they had been spelled.
+    """Return the value of a line written by `encode`; NaN and infinities become floats again.
 
     Raises:
         ValueError: the line is not JSON.

@@ -1,4 +1,4 @@
-"""`sweep.json`: the jobs of a sweep, written before the first one starts, read when it is resumed or reported."""
+"""`sweep.json`: the jobs of a sweep. Written before the first job starts, read to resume or report the sweep."""
 
 import json
 from collections.abc import Mapping
@@ -15,15 +15,15 @@ _JOB_TO_RESUME: dict[str, Types] = {"config_hash": str, "id": str}
 
 
 def read_sweep_file(sweep_dir: Path, *, to_resume: bool = False) -> dict[str, Any]:
-    """The content of a sweep's file; `jobs` is a list of objects whose `dir` lies in the directory.
+    """Return the content of a sweep's file; `jobs` is a list of objects whose `dir` is inside the sweep directory.
 
     Args:
-        sweep_dir: the sweep's directory.
-        to_resume: whether everything that resuming the sweep needs must be there; a report makes do with the jobs.
+        sweep_dir: the sweep directory.
+        to_resume: require all fields that resuming needs; a report needs only the jobs.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        DamagedFileError: it is not what foundry writes, or names a directory outside of the sweep's.
+        FileNotFoundError: the file does not exist.
+        DamagedFileError: the file was not written by foundry, or names a directory outside of the sweep directory.
     """
     path = sweep_dir / SWEEP
     needed = {"jobs": list, **(_FACTS if to_resume else {})}
@@ -40,6 +40,6 @@ def read_sweep_file(sweep_dir: Path, *, to_resume: bool = False) -> dict[str, An
 
 
 def write_sweep_file(sweep_dir: Path, content: Mapping[str, Any]) -> None:
-    """Replace the file; a reader sees the old one or the new one."""
+    """Replace the file atomically."""
     sweep_dir.mkdir(parents=True, exist_ok=True)
     write_atomically(sweep_dir / SWEEP, json.dumps(content, indent=2) + "\n", durable=True)

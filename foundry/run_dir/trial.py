@@ -1,4 +1,4 @@
-"""`trial.json` in a run directory: which trial of a search the run is, and who may end it early."""
+"""`trial.json` in a run directory: the trial of a search that the run executes, and its pruner."""
 
 import json
 from collections.abc import Mapping
@@ -18,14 +18,14 @@ _TYPES = {"journal": str, "study": str, "number": int, "metric": str, "pruner": 
 
 @dataclass(frozen=True, kw_only=True)
 class TrialLink:
-    """What a run knows of the search that proposed it.
+    """Link from a run to the search that proposed it.
 
     Attributes:
-        journal: the file that holds the study, relative to the run directory.
-        study: its name there.
-        number: of the trial.
-        metric: what it is judged by, as it is called in metrics.jsonl.
-        pruner: `_target_` and arguments of the one who judges.
+        journal: file that holds the study, relative to the run directory.
+        study: name of the study in the journal.
+        number: number of the trial.
+        metric: metric that the pruner compares, named as in metrics.jsonl.
+        pruner: `_target_` and arguments of the pruner.
     """
 
     journal: str
@@ -35,15 +35,15 @@ class TrialLink:
     pruner: Mapping[str, Any]
 
     def save(self, run_dir: Path) -> None:
-        """Tell a run of its search, before it starts."""
+        """Write the link to a run directory, before the run starts."""
         write_atomically(run_dir / TRIAL, json.dumps(asdict(self), indent=2) + "\n")
 
     @classmethod
     def load(cls, run_dir: Path) -> "TrialLink | None":
-        """The link of a run; None for one that no search has proposed, or that is to run to its end.
+        """Return the link of a run; None if the run is not part of a search, or must not be pruned.
 
         Raises:
-            DamagedFileError: the file is not what a search writes.
+            DamagedFileError: the file was not written by a search.
         """
         try:
             content = read_object(run_dir / TRIAL, needed=_TYPES)
@@ -52,10 +52,10 @@ class TrialLink:
         return cls(**{name: content[name] for name in _TYPES})
 
     def resolve_journal(self, run_dir: Path) -> Path:
-        """The file of the study, which lies in the directory of the sweep, above the run's: Optuna appends to it.
+        """Return the path of the study file, to which Optuna appends.
 
         Raises:
-            ValueError: it is another, or missing.
+            ValueError: the file is missing, or not in a sweep directory that contains the run.
         """
         journal = run_dir / self.journal
         folder = journal.parent.resolve()
@@ -66,7 +66,7 @@ class TrialLink:
 
 
 def open_storage(journal: Path) -> "JournalStorage":
-    """Where Optuna keeps a study: a file of JSON lines, to which processes of several machines may append."""
+    """Open Optuna's storage of a study: a file of JSON lines to which processes on several machines may append."""
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
 
