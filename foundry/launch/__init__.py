@@ -1,1 +1,1 @@
-"""Launching: processes and ranks on this machine and on Slurm, and how they ended."""
+"""Start of jobs and ranks on this machine and on Slurm, and records of how they ended."""

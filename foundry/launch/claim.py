@@ -1,4 +1,4 @@
-"""Taking a directory for a run, a plan or a sweep, and giving it back as it was where the command is refused."""
+"""Claims of directories for runs, plans and sweeps, with a rollback if the command is refused."""
 
 import errno
 import os
@@ -30,17 +30,18 @@ _OWN_FILES = (LOCK, MARK, CONFIG, PLAN, TOKENIZER)
 
 
 class Refused(BaseException):
-    """Carries errors past Hydra, which would add remarks to an exception of the task."""
+    """Carries errors through Hydra, which would print additional text for a task's exception."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A directory that this process may write into.
+    """A directory that this process may write to.
 
     Attributes:
-        folder: the directory, absolute.
-        made: it and its parents, as far as they were not there, innermost first.
-        before: what a refused command may have written by its path, with the content that was there; None: no file.
+        folder: absolute path of the directory.
+        made: the directory and its parents that this process had to create, innermost first.
+        before: previous content of each file that the command may have written by the time it is refused, by path; None
+            if the file did not exist.
     """
 
     folder: Path
@@ -48,14 +49,14 @@ class Claim:
     before: dict[Path, bytes | None]
 
     def release(self) -> None:
-        """Remove what this process made, and nothing else; put back what Hydra has replaced.
+        """Remove the files and folders that this process created, and restore the files that Hydra replaced.
 
-        Where another process trains, nothing is removed.
+        If another process trains in the directory, nothing is removed.
         """
         if is_held(self.folder):
             return
         for path, content in self.before.items():
-            with suppress(OSError):  # the refusal is what the user is to read
+            with suppress(OSError):  # the user must see the refusal, not an error of the cleanup
                 if content is None:
                     path.unlink(missing_ok=True)
                 elif _content(path) != content:
@@ -63,27 +64,27 @@ class Claim:
                         file.write(content)
         subfolders = {parent for path in self.before for parent in path.parents if self.folder in parent.parents}
         for folder in (*sorted(subfolders, reverse=True), *self.made):
-            with suppress(OSError):  # it holds something else
+            with suppress(OSError):  # not empty
                 folder.rmdir()
 
 
 def check_free(given: str, key: str) -> Path:
-    """The directory of a run, plan or sweep that is about to begin or to be resumed, absolute; nothing is written.
+    """Return the absolute directory of a run, plan or sweep that is about to begin or resume; writes nothing.
 
     Args:
-        given: the directory as the user gave it.
-        key: the setting that says it.
+        given: the directory as given by the user.
+        key: config key of the directory.
 
     Raises:
-        ConfigError: the path is empty, has control characters, is no directory, cannot be read, or holds files that are
-            not foundry's.
+        ConfigError: the path is empty, has control characters, is not a directory, cannot be read, or contains files
+            that are not foundry's.
     """
     if not given:
         raise ConfigError(Violation(key, "is empty; give the path of a folder that is new, empty, or holds the run"))
     if any(unicodedata.category(character) in ("Cc", "Zl", "Zp") for character in given.replace("\0", "")):
         message = f"is {given!r}, which holds a line break or another control character; choose a path without them"
         raise ConfigError(Violation(key, message))
-    folder = Path(os.path.abspath(given))  # noqa: PTH100 # follows no link, as Hydra
+    folder = Path(os.path.abspath(given))  # noqa: PTH100 # does not resolve symlinks, like Hydra
     try:
         found = sorted(folder.iterdir())
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -102,17 +103,17 @@ def check_free(given: str, key: str) -> Path:
 
 
 def claim(given: str, key: str, *, output_subdir: str | None = None, log_name: str = LOG) -> Claim:
-    """Take a directory: make it where it is missing, and mark it as foundry's.
+    """Create a directory if it does not exist, and mark it as foundry's.
 
     Args:
-        given: the directory as the user gave it.
-        key: the setting that says it.
-        output_subdir: where in it Hydra will write the configuration; None: nowhere.
-        log_name: the file that Hydra will log to.
+        given: the directory as given by the user.
+        key: config key of the directory.
+        output_subdir: subfolder for Hydra's copy of the configuration; None if Hydra does not write it.
+        log_name: name of the file that Hydra will log to.
 
     Raises:
-        ConfigError: as `check_free`; or the directory cannot be made or written into, or holds a link or a device where
-            a file of foundry's is to be.
+        ConfigError: as in `check_free`; or the directory cannot be created or written to, or contains a symlink or a
+            device in place of a file of foundry.
     """
     folder = check_free(given, key)
     missing = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
@@ -122,7 +123,7 @@ def claim(given: str, key: str, *, output_subdir: str | None = None, log_name: s
             raise UnsafeFileError(folder / output_subdir, "a symbolic link", "a folder")
         before = {path: _content(path) for path in hydra_files}
         own_files = {path: _content(path, max_bytes=0) for path in (folder / name for name in (*_OWN_FILES, log_name))}
-        # Of a run that is resumed, what is there already is not this process's to remove.
+        # If a run is resumed, its existing files must not be removed.
         claimed = Claim(folder, tuple(missing), before | {path: None for path, was in own_files.items() if was is None})
     except OSError as error:
         raise _unusable(folder, key, error) from None
@@ -137,10 +138,10 @@ def claim(given: str, key: str, *, output_subdir: str | None = None, log_name: s
 
 @contextmanager
 def claimed(given: str, key: str, *, output_subdir: str | None = None, log_name: str = LOG) -> Iterator[Claim]:
-    """Take a directory as `claim`, and give it back where the body is refused before a run has begun in it.
+    """Claim a directory like `claim`, and release it if the body is refused before a run has begun in it.
 
     Raises:
-        ConfigError: as `claim`.
+        ConfigError: as in `claim`.
     """
     taken = claim(given, key, output_subdir=output_subdir, log_name=log_name)
     status = taken.folder / STATUS
@@ -156,7 +157,7 @@ def claimed(given: str, key: str, *, output_subdir: str | None = None, log_name:
 def run_job(
     *, config: DictConfig, job_dir_key: str, job_subdir_key: str | None, hydra_context: HydraContext, **more: Any
 ) -> JobReturn:
-    """Hydra's own `run_job` in a directory that is claimed before Hydra writes there, and given back if it is refused.
+    """Call Hydra's `run_job` in a directory that is claimed before Hydra writes to it, and released if it is refused.
 
     Raises:
         ConfigError: the directory cannot be used.
@@ -175,7 +176,7 @@ def run_job(
     log_name = f"{config.hydra.job.name}.log"
     with claimed(given, key, output_subdir=config.hydra.output_subdir, log_name=log_name) as taken:
         try:
-            result = run()  # an error of the job is in the result
+            result = run()  # errors of the job are stored in the result, not raised
         except OSError as error:
             raise _unusable(taken.folder, key, error) from error
     if isinstance(error_of(result), ConfigError) and not (taken.folder / STATUS).exists():
@@ -184,7 +185,7 @@ def run_job(
 
 
 def _resolve_directory(config: DictConfig, job_dir_key: str, job_subdir_key: str | None) -> tuple[str, str]:
-    """The directory of a run or of a sweep's job, and the setting that says it."""
+    """Return the directory of a run or of a sweep's job, and its config key."""
     with current_config(config):
         given = str(OmegaConf.select(config, job_dir_key))
         if job_subdir_key is None:
@@ -193,7 +194,7 @@ def _resolve_directory(config: DictConfig, job_dir_key: str, job_subdir_key: str
 
 
 def _content(path: Path, *, max_bytes: int | None = None) -> bytes | None:
-    """What a file holds, at most so many bytes of it; None where there is none."""
+    """Return up to `max_bytes` bytes of a file; None if it does not exist."""
     try:
         with open_regular(path, "rb") as file:
             content: bytes = file.read(-1 if max_bytes is None else max_bytes)
@@ -203,7 +204,7 @@ def _content(path: Path, *, max_bytes: int | None = None) -> bytes | None:
 
 
 def describe_disk_error(error: BaseException) -> str | None:
-    """Return a line about a disk that takes no more files, whichever file came first; None for any other error."""
+    """Return a message for a full or read-only disk, for any file; None for any other error."""
     if not isinstance(error, OSError) or error.errno not in _OF_THE_DISK:
         return None
     place = "the run" if error.filename is None else one_line(os.fsdecode(error.filename))

@@ -1,7 +1,7 @@
-"""What foundry's launchers share: run directories made ready, and what became of the jobs in them.
+"""Base class of foundry's launchers: prepares run directories and collects the results of jobs.
 
-Hydra's own launchers compose a job where it runs, from the YAML files as they are by then. Foundry's write down what
-was composed and checked, and the process that runs it reads only that.
+Hydra's own launchers compose a job where it runs, from the YAML files as they are at that time. Foundry's launchers
+save the configuration that was composed and checked, and the job's process reads only that.
 """
 
 import sys
@@ -29,19 +29,19 @@ from foundry.run_dir.status import read_status, write_status
 
 
 class JobFailed(Exception):
-    """A job did not finish; the message has its name, its state and the reason."""
+    """A job did not finish; the message contains its name, its state and the reason."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ComposedJob:
-    """A job that a launcher starts.
+    """A job to start, with its composed configuration.
 
     Attributes:
-        index: its number in the sweep.
-        overrides: all of its overrides.
-        label: those that tell it from the others.
-        run_dir: where it runs; absolute.
-        config: the whole configuration, Hydra's part included.
+        index: number of the job in the sweep.
+        overrides: all overrides of the job.
+        label: overrides that differ between the jobs.
+        run_dir: absolute path of the run directory.
+        config: the whole configuration, including Hydra's.
     """
 
     index: int
@@ -55,32 +55,32 @@ class ComposedJob:
 
 
 class FrozenLauncher(Launcher):
-    """Runs jobs as they were composed when they were checked.
+    """Launcher that runs jobs with the configurations that were checked.
 
     Attributes:
-        work: what the process of a job does: runs what a run directory holds, and returns its exit code.
-        detached: whether jobs were left to run by themselves; what is known of them is in their run directories.
+        work: entry point of a job's process: executes the run of a run directory, and returns the exit code.
+        detached: whether the launcher left jobs running; their results are in their run directories only.
     """
 
     def __init__(self, work: Callable[[Path], int], **settings: Any) -> None:
-        """Make a launcher; of the settings each job has its own, which may differ, in its configuration."""
+        """Create a launcher; `settings` are ignored, because each job's configuration contains its own."""
         self.work = work
         self.detached = False
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Keep Hydra's loader and the configuration of the sweep."""
+        """Store Hydra's context and the configuration of the sweep."""
         self._context = hydra_context
         self._master = config
 
     def check(self, configs: Sequence[DictConfig]) -> None:
-        """Refuse jobs that the machine or the cluster cannot run; called before anything of a sweep is written.
+        """Check that the machine or the cluster can run the jobs; called before any file of a sweep is written.
 
         Raises:
-            ConfigError: with the reason.
+            ConfigError: it cannot, with the reason.
         """
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Compose and run the jobs of a sweeper that is not foundry's; otherwise as `start`."""
+        """Compose the jobs of a sweeper that is not foundry's, and run them as `start` does."""
         common = set.intersection(*map(set, job_overrides))
         jobs = []
         for index, overrides in enumerate(map(tuple, job_overrides), initial_job_idx):
@@ -93,12 +93,12 @@ class FrozenLauncher(Launcher):
         return self.start(jobs)
 
     def start(self, jobs: Sequence[ComposedJob]) -> list[JobReturn]:
-        """Run the jobs and return what came of each, in order; a job that failed does not end the others.
+        """Run the jobs and return their results in order; a failed job does not end the others.
 
         Raises:
-            ConfigError: the machine or the cluster cannot run such jobs.
+            ConfigError: the machine or the cluster cannot run these jobs.
             KeyboardInterrupt: Ctrl-C ended the wait.
-            SystemExit: another signal did; its code is 128 + its number.
+            SystemExit: another signal ended the wait; the code is 128 + its number.
         """
         setup_globals()
         for job in jobs:
@@ -107,7 +107,7 @@ class FrozenLauncher(Launcher):
         return [_job_return(job, detached=self.detached) for job in jobs]
 
     def prepare(self, job: ComposedJob) -> None:
-        """Write into the run directory what a job is, with what Hydra writes there when it runs a job itself."""
+        """Write a job's configuration to its run directory, and the files that Hydra writes if it runs a job itself."""
         composed = job.config
         with current_config(composed):
             with read_write(composed.hydra.runtime), open_dict(composed.hydra.runtime):
@@ -124,15 +124,15 @@ class FrozenLauncher(Launcher):
 
     @abstractmethod
     def run(self, jobs: Sequence[ComposedJob]) -> None:
-        """Run the jobs; afterwards status.json of each is true."""
+        """Run the jobs; on return, the status.json of each job is up to date."""
 
 
 class Ledger:
-    """Prints each change of a job's state in a line, with how many jobs are in which.
+    """Prints one line for each change of a job's state, with the number of jobs in each state.
 
     Args:
-        jobs: of the sweep.
-        stream: where to print; None: standard output.
+        jobs: jobs of the sweep.
+        stream: output stream; None for standard output.
     """
 
     def __init__(self, jobs: Iterable[ComposedJob], *, stream: TextIO | None = None) -> None:
@@ -140,7 +140,7 @@ class Ledger:
         self._stream = stream
 
     def note(self, job: ComposedJob, state: str, reason: str = "") -> None:
-        """Record what a job is doing now."""
+        """Record the current state of a job."""
         if self._known[job.index] == (state, reason):
             return
         self._known[job.index] = (state, reason)
@@ -149,45 +149,46 @@ class Ledger:
         say(f"{job}: {state}{f' ({reason})' if reason else ''}; {summary}", self._stream)
 
     def settled(self, job: ComposedJob) -> None:
-        """Record how a job ended, as its status.json has it."""
+        """Record how a job ended, according to its status.json."""
         status = read_status(job.run_dir)
         state = status.get("state", "lost")
         self.note(job, state, "" if state == "finished" else status.get("reason", ""))
 
 
 def say(line: str, stream: TextIO | None = None) -> None:
-    """Print a line to whoever watches the sweep, on standard output or another stream."""
+    """Print a line for the user who watches the sweep, to standard output or another stream."""
     stream = stream or sys.stdout
     stream.write(f"{printable(line)}\n")
     stream.flush()
 
 
 def set_number(config: DictConfig, number: int) -> None:
-    """Write into a configuration which job of its sweep it is; `hydra.sweep.subdir` follows from it."""
+    """Set the number of a job in its configuration; `hydra.sweep.subdir` is derived from it."""
     with open_dict(config):
         config.hydra.job.num = number
         config.hydra.job.id = str(number)
 
 
 def queue_job(run_dir: Path, config: Config) -> None:
-    """Make a job's run directory, with the configuration that will run.
+    """Create a job's run directory, and write the configuration that will run.
 
-    A job that has begun keeps its files. Nothing is changed if another process trains in the run directory, or if the
-    job has finished with this configuration since it was found unfinished: Slurm may still have it in the queue.
+    A job that has started keeps its files. Nothing changes if another process trains in the run directory, or if the
+    job has finished with this configuration since the check for unfinished jobs, for example as a job still queued in
+    Slurm.
     """
     config_hash, status = hash_config(config), read_status(run_dir)
     if is_held(run_dir) or (status.get("state"), status.get("config_hash")) == ("finished", config_hash):
         return
     run_dir.mkdir(parents=True, exist_ok=True)
     is_new = not (run_dir / STATUS).exists()
-    # First, as it says whose directory this is.
+    # Write the status first: it identifies the directory as a run directory.
     write_status(run_dir, state="queued", reason="", config_hash=config_hash)
     if is_new:
         save_config(config, run_dir)
 
 
 def _job_return(job: ComposedJob, *, detached: bool) -> JobReturn:
-    """What Hydra's sweeper gets of a job: the metric, or why there is none."""
+    """Return the result of a job for Hydra's sweeper: the metric, or the reason for the failure."""
     status = read_status(job.run_dir)
     returned = JobReturn(
         overrides=list(job.overrides), working_dir=str(job.run_dir), task_name=job.config.hydra.job.name

@@ -1,4 +1,4 @@
-"""Several processes on this machine."""
+"""Several processes (ranks) on this machine."""
 
 import atexit
 import json
@@ -27,26 +27,26 @@ from foundry.core.stopped import Stopped
 from foundry.run_dir.ends import NOTES, leave_note
 
 _POLL_SECONDS = 0.1
-_PATIENCE_SECONDS = 5.0  # for the others to fail because one has
-_LAST_PATIENCE_SECONDS = 15.0  # for them to obey SIGTERM; one that is stopped obeys SIGKILL only
-START = multiprocessing.get_context("spawn")  # what CUDA holds does not survive a fork
+_PATIENCE_SECONDS = 5.0  # from the first failure until SIGTERM to the other ranks, which may fail as a consequence
+_LAST_PATIENCE_SECONDS = 15.0  # from the first failure until SIGKILL; a process that is suspended ignores SIGTERM
+START = multiprocessing.get_context("spawn")  # CUDA's state does not survive a fork
 _PROCESS = ".process"
 _ANSWER = "answer"
-# A rank that fails because another died says one of these; the other's error is the one to show.
+# Error classes and texts of a rank that failed because a peer died; the error of the peer is reported instead.
 _CONSEQUENCES = ("CollectiveError", "DistBackendError", "DistNetworkError", "DistStoreError")
 _CONSEQUENCE_TEXTS = ("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe")
 
 
 class WorkerFailed(RuntimeError):
-    """A process ended with an error of its own.
+    """A process failed with an error or was killed.
 
     Attributes:
-        rank: which one.
-        reason: the last line of its error.
-        trace: its whole traceback; empty where it was killed.
-        exit_code: what the whole run should end with.
-        kind: the class of its error; empty where it was killed.
-        was_stopped: whether a signal had asked all of them to stop before.
+        rank: rank of the process.
+        reason: last line of its error.
+        trace: its traceback; empty if it was killed.
+        exit_code: exit code for the whole run.
+        kind: class name of its error; empty if it was killed.
+        was_stopped: whether a signal had asked all processes to stop before the failure.
     """
 
     def __init__(self, rank: int, reason: str, trace: str = "", exit_code: int = 1, kind: str = "") -> None:
@@ -60,41 +60,44 @@ class WorkerFailed(RuntimeError):
 
 
 def format_trace(error: BaseException) -> str:
-    """What to show of a failed run: the traceback, of the rank that failed where there are several."""
+    """Return the traceback of a failed run; with several ranks, that of the rank that failed."""
     if isinstance(error, WorkerFailed):
         return f"{error}\n{error.trace}"
     return "".join(traceback.format_exception(error))
 
 
 def run_local(nproc: int, function: Callable[..., Any], *args: Any) -> Any:
-    """Run `function(*args)` in `nproc` processes with torchrun's variables set, and return what rank 0 returns.
+    """Run `function(*args)` in `nproc` processes with torchrun's environment variables; return the result of rank 0.
 
-    They meet in a file of a folder that only this user can enter, so that none of them listens for that.
+    The ranks rendezvous through a file in a folder that only this user can access, so no process listens on a port.
 
-    A signal to this process reaches each of them once, as the same signal; Ctrl-C in a terminal too, because they have
-    sessions of their own, out of its reach. They have all the time they need to save, as one process has: whoever sends
-    SIGTERM sets a limit, and the watchdog ends one that is stuck. A second Ctrl-C kills them at once, and so does any
-    signal before all of them are there.
+    Each signal to this process is forwarded once to every rank, unchanged. Ctrl-C in a terminal is forwarded too: it
+    does not reach the ranks directly, because each rank has its own session. The time to save is not limited here: the
+    sender of SIGTERM sets a limit, and the watchdog ends a rank that hangs. A second Ctrl-C kills the ranks at once,
+    and so does any signal before all of them have started.
 
     Args:
-        nproc: processes to start, at least 1.
-        function: importable from a module, as are its arguments' types; each process starts from scratch (spawn).
-        args: the same for every process.
+        nproc: number of processes, at least 1.
+        function: must be importable from a module, like the types of its arguments, because processes are spawned.
+        args: arguments, the same for every process.
+
+    Returns:
+        The return value of `function` on rank 0.
 
     Raises:
-        Stopped: the processes saved and ended because of a signal; rank 0's.
-        ConfigError: a process raised one.
-        WorkerFailed: a process failed otherwise, or was killed.
-        KeyboardInterrupt: Ctrl-C ended them before there was anything to save, or a second one did.
-        SystemExit: another signal did; its code is 128 + its number.
+        Stopped: a signal stopped the run after saving; the exception comes from rank 0.
+        ConfigError: a process raised it.
+        WorkerFailed: a process failed with another error, or was killed.
+        KeyboardInterrupt: Ctrl-C ended the processes before a run was ready to save, or a second Ctrl-C killed them.
+        SystemExit: the same for another signal; the code is 128 + its number.
     """
-    # Started here, because starting it lets SIGINT through.
+    # Start it now: starting it unblocks SIGINT, which `_start` blocks later.
     with default_variables({VARIABLE: "1"}):
         resource_tracker.ensure_running()
     with (
         noted_signals() as noted,
         tempfile.TemporaryDirectory(prefix="foundry-") as name,  # its mode is 0700
-        # The processes inherit it, and share the cores.
+        # Inherited by the processes, which share the cores.
         default_variables({"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // nproc))}),
     ):
         folder, ranks = Path(name), list[BaseProcess]()
@@ -113,14 +116,14 @@ def run_local(nproc: int, function: Callable[..., Any], *args: Any) -> Any:
             if isinstance(cause, WorkerFailed):
                 cause.was_stopped = bool(noted)
             raise cause
-        answer = pickle.loads((folder / _ANSWER).read_bytes())  # a process of this user's wrote it
+        answer = pickle.loads((folder / _ANSWER).read_bytes())  # trusted: the folder has mode 0700
     if isinstance(answer, Stopped):
         raise answer
     return answer
 
 
 def _start(ranks: list[BaseProcess], nproc: int, work: tuple[Any, ...]) -> None:
-    """Start the processes, which hold SIGINT back, as this one does meanwhile."""
+    """Start the processes with SIGINT blocked in them and, meanwhile, in this process."""
     with interrupts_held(), default_variables({VARIABLE: "1"}):
         for rank in range(nproc):
             process = START.Process(target=_work, args=(rank, nproc, *work))
@@ -130,7 +133,7 @@ def _start(ranks: list[BaseProcess], nproc: int, work: tuple[Any, ...]) -> None:
 
 @contextmanager
 def interrupts_held() -> Iterator[None]:
-    """Hold Ctrl-C back, here and in processes that are started meanwhile, until they say otherwise."""
+    """Block Ctrl-C during the body, in this process and in the processes that it starts, until they unblock it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -139,9 +142,10 @@ def interrupts_held() -> Iterator[None]:
 
 
 def begin_session() -> None:
-    """In a process that was started with SIGINT held back: leave the terminal's reach, and drop one that came before.
+    """Move this process to a new session, which the terminal's Ctrl-C does not reach, and unblock SIGINT.
 
-    The process that started this one has it too, and says what it means.
+    For a process that was started with SIGINT blocked. A pending SIGINT is dropped, because the parent has received it
+    too and forwards it.
     """
     os.setsid()
     signal.sigtimedwait({signal.SIGINT}, 0)
@@ -149,14 +153,14 @@ def begin_session() -> None:
 
 
 def _work(rank: int, nproc: int, function: Callable[..., Any], args: tuple[Any, ...], folder: Path) -> None:
-    """In the process: run, and leave in `folder` the answer of rank 0, or a note where that fails.
+    """Entry point of a rank: run the function, and write rank 0's result or a failure note to `folder`.
 
-    A Stopped is an answer too.
+    `Stopped` counts as a result.
     """
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), NOTES: str(folder), STORE: str(folder / "store")}
     os.environ |= {"WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc)}
     codes: list[int] = []
-    atexit.register(_end_without_destructors, codes)  # called after all that are registered later
+    atexit.register(_end_without_destructors, codes)  # runs after all handlers that are registered later
     try:
         _join_session(folder)
         try:
@@ -173,25 +177,25 @@ def _work(rank: int, nproc: int, function: Callable[..., Any], args: tuple[Any, 
             raise
         _note(error)
         codes.append(1)
-        sys.exit(codes[0])  # multiprocessing would print the traceback; that is for the process that started this one
+        sys.exit(codes[0])  # do not raise: multiprocessing would print the traceback, which the parent reports
 
 
 def _end_without_destructors(codes: list[int]) -> None:
-    """In the process, if it has failed: end it before the destructors of its libraries run.
+    """End a failed rank before the destructors of its libraries run.
 
-    A failed rank is still in its process group, whose threads C++ would end with an error message of its own.
+    A failed rank is still in its process group. At exit, C++ would end the group's threads with an error message.
     """
     if codes:
         for stream in (sys.stdout, sys.stderr):
-            with suppress(AttributeError, OSError, ValueError):  # it is missing, its reader is gone, or it is closed
+            with suppress(AttributeError, OSError, ValueError):  # stream missing, pipe broken, or stream closed
                 stream.flush()
         os._exit(codes[0])
 
 
 def _join_session(folder: Path) -> None:
-    """In the process: take signals from the parent only, and tell it so by a file named after this process's number.
+    """Receive signals from the parent only, and report readiness by creating a file named after this process's pid.
 
-    SIGINT is held back until here, so that Ctrl-C during imports prints no traceback.
+    SIGINT is blocked until here, so that Ctrl-C during imports does not print a traceback.
     """
     end_with_parent()
     begin_session()
@@ -200,7 +204,7 @@ def _join_session(folder: Path) -> None:
 
 @contextmanager
 def noted_signals() -> Iterator[list[signal.Signals]]:
-    """The signals that come meanwhile, in order; one that is ignored, as under nohup, stays so."""
+    """Collect the stop signals that arrive during the body, in order; ignored signals (nohup) stay ignored."""
     noted: list[signal.Signals] = []
 
     def note(signum: int, frame: FrameType | None) -> None:
@@ -218,12 +222,14 @@ def noted_signals() -> Iterator[list[signal.Signals]]:
 
 
 def _wait(ranks: list[BaseProcess], noted: list[signal.Signals], folder: Path) -> tuple[dict[int, int], bool]:
-    """Wait for all to end, and send each signal that comes to every process.
+    """Wait for all processes to end, and forward each signal to all of them.
 
-    Once one has failed, the others have time to fail in their turn, for that may tell the cause; then they are ended.
+    After the first failure the other processes get a few seconds to fail too, because their errors may contain the
+    cause; then they are terminated.
 
     Returns:
-        The exit codes, by rank, of those that ended by themselves, the first first; whether a signal had all killed.
+        The exit codes by rank of the processes that ended by themselves, in order of their ends, and whether a signal
+        made this function kill all processes.
     """
     ends = dict[int, int]()
     failed_at = math.inf
@@ -253,24 +259,24 @@ def _wait(ranks: list[BaseProcess], noted: list[signal.Signals], folder: Path) -
                 rank.kill()
             elif rank.pid is not None:
                 for signum in new:
-                    os.kill(rank.pid, signum)  # nobody has waited for it yet, so the number is still its own
+                    os.kill(rank.pid, signum)  # the pid is still valid, because the process has not been reaped
         connection.wait([rank.sentinel for rank in alive], _POLL_SECONDS)
 
 
 def _is_due_to_signal(noted: list[signal.Signals], folder: Path, ends: dict[int, int]) -> bool:
-    """Whether the processes ended because of a signal that found nothing to save, and not of an error of their own."""
+    """Return whether a signal ended the processes before a run could save, and no process failed with its own error."""
     expected = {code for signum in noted for code in (-signum, 128 + signum)}
     silent_ones_too = all(code in expected for code in _silent(folder, ends).values())
     return bool(noted) and silent_ones_too and all(map(_is_consequence, _notes(folder)))
 
 
 def ended_by(signum: signal.Signals) -> BaseException:
-    """What a process raises that ends because of a signal: the shell's exit code for it comes of that."""
+    """Return the exception to raise in a process that a signal ends; it gives the shell's exit code for the signal."""
     return KeyboardInterrupt() if signum is signal.SIGINT else SystemExit(128 + signum)
 
 
 def _note(error: BaseException) -> None:
-    """In the process: tell the one that started it what went wrong."""
+    """Write a failure note for the parent process."""
     violations = error.violations if isinstance(error, ConfigError) else ()
     leave_note(
         kind=type(error).__name__,
@@ -281,7 +287,7 @@ def _note(error: BaseException) -> None:
 
 
 def _first_cause(folder: Path, ends: dict[int, int]) -> Exception:
-    """The error to show: a config error, else the earliest that is not the consequence of another rank's end."""
+    """Return the error to report: a config error, else the earliest one that is not a consequence of a peer's death."""
     notes = _notes(folder)
     for note in notes:
         if note["violations"]:
@@ -298,12 +304,12 @@ def _notes(folder: Path) -> list[dict[str, Any]]:
 
 
 def _silent(folder: Path, ends: dict[int, int]) -> dict[int, int]:
-    """The exit codes, by rank, of processes that failed and left no note."""
+    """Return the exit codes by rank of the processes that failed without a note."""
     return {rank: code for rank, code in ends.items() if code and not (folder / f"rank{rank}.json").exists()}
 
 
 def is_consequence(kind: str, reason: str) -> bool:
-    """Whether a rank's error, of class `kind`, only says that another rank is gone."""
+    """Return whether a rank's error of class `kind` only reports the loss of another rank."""
     return kind in _CONSEQUENCES or any(text in reason for text in _CONSEQUENCE_TEXTS)
 
 
@@ -312,7 +318,7 @@ def _is_consequence(note: dict[str, Any]) -> bool:
 
 
 def how_it_ended(exitcode: int) -> str:
-    """What an exit code, negative for a signal, says of a process that recorded no reason."""
+    """Describe the end of a process that recorded no reason, from its exit code (negative for a signal)."""
     if exitcode < 0:
         name = signal.Signals(-exitcode).name
         return f"killed by {name}" + (": out of memory?" if name == "SIGKILL" else "")

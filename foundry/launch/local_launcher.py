@@ -1,10 +1,10 @@
-"""`hydra/launcher=local`: the jobs of a sweep side by side on this machine.
+"""`hydra/launcher=local`: parallel jobs of a sweep on this machine.
 
-A job is a process that forks from a server that has imported torch and foundry once, so that it starts in a fraction of
-a second. It has a session of its own, out of the reach of the terminal's Ctrl-C, which this process passes on once.
+Jobs are forked from a server process that has imported torch and foundry once, so a job starts in a fraction of a
+second. Each job has its own session, which Ctrl-C in the terminal does not reach; the launcher forwards Ctrl-C once.
 
-Where this process dies without a word, its jobs get SIGTERM: they save and stop, and the same command resumes from
-there. Were they to train on, a sweep started again would run beside them, more jobs than the machine has room for.
+If the launcher is killed, its jobs get SIGTERM: they save and stop, and the same command resumes the sweep. If they
+continued, a restarted sweep would run in addition to them, with more jobs than the machine can hold.
 """
 
 import multiprocessing
@@ -40,11 +40,11 @@ _POLL_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class Share:
-    """What of this machine a job may use.
+    """Cores and GPUs assigned to a job.
 
     Attributes:
-        cores: their numbers; empty where jobs are more than cores, and the system shares them out.
-        gpus: their names as in CUDA_VISIBLE_DEVICES; empty where there are none.
+        cores: core numbers; empty if there are more jobs than cores, so that the operating system schedules them.
+        gpus: device names as in CUDA_VISIBLE_DEVICES; empty on a machine without GPUs.
     """
 
     cores: tuple[int, ...]
@@ -52,13 +52,13 @@ class Share:
 
 
 class LocalLauncher(FrozenLauncher):
-    """Runs `n_jobs` jobs at a time; a job that dies, however it does, does not end the others."""
+    """Launcher that runs `n_jobs` jobs at a time; a job that fails or dies does not affect the others."""
 
     def check(self, configs: Sequence[DictConfig]) -> None:
-        """Refuse jobs of more processes than there are GPUs.
+        """Check that no job needs more GPUs than are visible.
 
         Raises:
-            ConfigError: with the first of them.
+            ConfigError: a job has more processes than there are GPUs; only the first one is reported.
         """
         gpus = visible_gpus()
         for config in configs:
@@ -67,11 +67,13 @@ class LocalLauncher(FrozenLauncher):
                 raise ConfigError(Violation("distributed.nproc_per_node", message))
 
     def run(self, jobs: Sequence[ComposedJob]) -> None:
-        """Run the jobs to their ends, or until a signal comes: then each saves and stops, and none starts any more.
+        """Run the jobs until all have ended or a signal arrives.
+
+        On a signal, the running jobs save and stop, and no further jobs start.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C came; a second one killed what was still running.
-            SystemExit: another signal came; its code is 128 + its number.
+            KeyboardInterrupt: Ctrl-C arrived; a second Ctrl-C killed the running jobs.
+            SystemExit: another signal arrived; the code is 128 + its number.
         """
         settings = resolve_launcher(self._master)
         assert isinstance(settings, Local)
@@ -91,7 +93,7 @@ class LocalLauncher(FrozenLauncher):
 
 
 class _Pool:
-    """Jobs that wait, and jobs that run."""
+    """Waiting and running jobs of a sweep, with the free shares of the machine."""
 
     def __init__(
         self,
@@ -111,7 +113,7 @@ class _Pool:
         self._stopping = False
 
     def run(self) -> None:
-        """Until none waits and none runs."""
+        """Start and watch jobs until all have ended; after a signal, until all running jobs have ended."""
         while self._running or (self._waiting and not self._noted):
             while self._waiting and self._free and not self._noted:
                 self._start(self._waiting.popleft(), self._free.popleft())
@@ -128,7 +130,7 @@ class _Pool:
         self._ledger.note(job, "running")
 
     def _obey_signals(self) -> None:
-        """Have jobs save and stop after a signal, whichever it is; kill them after a second Ctrl-C."""
+        """Terminate the jobs after the first signal, so that they save and stop; kill them after a second Ctrl-C."""
         if self._noted and not self._stopping:
             self._stopping = True
             text = f"{len(self._running)} running, which save and stop, {len(self._waiting)} waiting"
@@ -140,7 +142,7 @@ class _Pool:
                 process.kill()
 
     def _settle(self, process: ForkServerProcess) -> None:
-        """Take the end of a job; of one that recorded none, what its exit code says."""
+        """Record the end of a job; if the job recorded no end itself, its status is derived from the exit code."""
         job, share = self._running.pop(process)
         self._free.append(share)
         process.join()
@@ -155,14 +157,14 @@ class _Pool:
 
 
 def divide(settings: Local, nproc: int, cores: Sequence[int], gpus: Sequence[str], num_jobs: int) -> list[Share]:
-    """Cut this machine into shares, one for each job that runs at a time.
+    """Divide the machine into shares, one for each job that runs at the same time.
 
     Args:
-        settings: how many are wanted.
-        nproc: processes of a job; where there are GPUs, each takes one.
-        cores: those that this process may use.
-        gpus: those that are visible.
-        num_jobs: more shares are not needed.
+        settings: settings of the launcher, with the number of parallel jobs.
+        nproc: number of processes of a job; each takes one GPU if the machine has any.
+        cores: cores that this process may use.
+        gpus: visible GPUs.
+        num_jobs: number of jobs, the upper limit of the number of shares.
     """
     if settings.n_jobs is not None:
         wanted = settings.n_jobs
@@ -173,7 +175,7 @@ def divide(settings: Local, nproc: int, cores: Sequence[int], gpus: Sequence[str
     return [
         Share(
             cores=tuple(cores[i * each : (i + 1) * each]),
-            # Jobs share GPUs only where more of them were asked for than there is room for.
+            # Jobs share a GPU only if `n_jobs` is larger than the number of jobs that fit.
             gpus=tuple(gpus[(i * gpus_each + k) % len(gpus)] for k in range(gpus_each)) if gpus else (),
         )
         for i in range(count)
@@ -181,27 +183,28 @@ def divide(settings: Local, nproc: int, cores: Sequence[int], gpus: Sequence[str
 
 
 def _start_server(jobs: Iterable[ComposedJob], work: Callable[[Path], int]) -> ForkServerContext:
-    """Start the process that jobs fork from, and wait until it has imported what they need.
+    """Start the fork server, and wait until it has imported the modules that the jobs need.
 
-    It is out of the reach of Ctrl-C, which would end it with a traceback; a launcher that ends while it waits ends it.
+    The server ignores Ctrl-C in the terminal, which would end it with a traceback. If the launcher is ended while it
+    waits here, the server ends too.
     """
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(sorted({work.__module__, *_modules(jobs)}))
-    # Started here, because starting it lets SIGINT through again.
+    # Start it now: starting it unblocks SIGINT, which must be blocked below.
     resource_tracker.ensure_running()
     with interrupts_held():
         forkserver.ensure_running()
-    first = server.Process()  # does nothing; there is no other sign of the server being ready
+    first = server.Process()  # an empty process: its end is the only signal that the server is ready
     first.start()
     first.join()
     return server
 
 
 def _modules(jobs: Iterable[ComposedJob]) -> set[str]:
-    """What the server imports: what every run does, and foundry's own parts that some job is made of."""
+    """Return the modules that the server imports: the training code and the foundry parts that the jobs use."""
     modules = {"foundry.engine.train", *(module.__name__ for name in GROUPS for module in group_modules(name))}
     for job in jobs:
-        # torch's optimizers import its compiler, whether they use it or not; foundry's do not.
+        # torch's optimizers always import the compiler; foundry's do not.
         if not str(OmegaConf.select(job.config, "optimizer._target_")).startswith("foundry."):
             modules.add("torch._dynamo")
         targets = (OmegaConf.select(job.config, f"{group!s}._target_") for group in job.config)
@@ -211,11 +214,14 @@ def _modules(jobs: Iterable[ComposedJob]) -> set[str]:
 
 
 def _threads(shares: Sequence[Share], nproc: int) -> AbstractContextManager[None]:
-    """Have each process use its share of the cores: OpenMP reads its variables once, as the server loads torch."""
+    """Set OpenMP's variables so that each process uses its share of the cores.
+
+    OpenMP reads them once, when the server imports torch.
+    """
     return default_variables(
         {
             "OMP_NUM_THREADS": str(max(1, len(shares[0].cores) // nproc)),
-            # As in `foundry.launch.start`: idle threads of one job should not spin away the time of another.
+            # As in `foundry.launch.start`: busy-waiting threads of one job would take CPU time from other jobs.
             "GOMP_SPINCOUNT": "10000",
             VARIABLE: "1",
         }
@@ -223,10 +229,10 @@ def _threads(shares: Sequence[Share], nproc: int) -> AbstractContextManager[None
 
 
 def _be_job(work: Callable[[Path], int], run_dir: Path, share: Share) -> None:
-    """In the process of a job: take its place on this machine, and work.
+    """Entry point of a job's process: take the job's cores and GPUs, and work.
 
-    SIGINT is still held back, as in the server. One from the terminal that came before this process had a session of
-    its own is dropped: the launcher has it too, and says with SIGTERM what it means.
+    SIGINT is still blocked here, as in the server. A SIGINT from the terminal that arrived before the new session began
+    is dropped: the launcher has received it too, and sends SIGTERM.
     """
     begin_session()
     _end_with_launcher()
@@ -239,7 +245,7 @@ def _be_job(work: Callable[[Path], int], run_dir: Path, share: Share) -> None:
 
 
 def _print_to(path: Path) -> None:
-    """Have what this process prints in a file; where that is no regular file, where the launcher prints."""
+    """Redirect the output of this process to a file; if that is not a regular file, print to the launcher's output."""
     try:
         with open_regular(path, "ab", buffering=0) as output:
             os.dup2(output.fileno(), 1)
@@ -249,7 +255,7 @@ def _print_to(path: Path) -> None:
 
 
 def _end_with_launcher() -> None:
-    """Have this process get SIGTERM when the launcher is gone; the server outlives it as long as there are jobs."""
+    """Send SIGTERM to this process when the launcher ends; the fork server lives on as long as it has jobs."""
     launcher = multiprocessing.parent_process()
     assert launcher is not None
 

@@ -1,4 +1,4 @@
-"""Starting a run's processes again after one of them has failed."""
+"""Restart of a run's processes after one of them has failed."""
 
 import logging
 from pathlib import Path
@@ -13,14 +13,14 @@ _SAME_EACH_TIME = ("NonFiniteError", "LossSpike", "PersistentSpikeError", "OutOf
 
 
 class Restarts:
-    """Decides whether a run whose process has failed is started again, and writes that down.
+    """Decides whether a failed run is restarted, and records the restart.
 
-    Not after what the run itself would do again: a loss that is not finite, memory that does not suffice, or a failure
-    in the same words with no newer checkpoint than at the one before. And not where a signal asked it to stop.
+    A run is not restarted if the failure would repeat: a loss that is not finite, insufficient memory, or the same
+    message as at the last failure without a newer checkpoint. It is also not restarted if a signal asked it to stop.
 
     Args:
-        run_dir: of the run.
-        limit: how often at most.
+        run_dir: the run directory.
+        limit: maximum number of restarts.
     """
 
     def __init__(self, run_dir: Path, limit: int) -> None:
@@ -29,7 +29,7 @@ class Restarts:
         self._last: tuple[int | None, str] | None = None
 
     def allow(self, failed: WorkerFailed) -> bool:
-        """Whether to start all processes again after this failure."""
+        """Return whether to restart all processes after this failure."""
         if self._count >= self._limit or failed.was_stopped or failed.kind in _SAME_EACH_TIME:
             return False
         status = read_status(self._run_dir)

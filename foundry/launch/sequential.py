@@ -1,4 +1,4 @@
-"""`hydra/launcher=sequential`, the default: the jobs of a sweep one after the other, in this process."""
+"""`hydra/launcher=sequential`, the default: the jobs of a sweep one after another in this process."""
 
 import logging
 import sys
@@ -21,23 +21,23 @@ _log = logging.getLogger(__name__)
 
 
 class SequentialLauncher(FrozenLauncher):
-    """Runs each job to its end; one that fails is recorded, and the next one starts."""
+    """Launcher that runs each job to its end; a failure is recorded, and the next job starts."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Keep the task function too, which runs here."""
+        """Also store the task function, which is called in this process."""
         super().setup(hydra_context=hydra_context, task_function=task_function, config=config)
         self._task = task_function
 
     def prepare(self, job: ComposedJob) -> None:
-        """Write nothing: Hydra does when the job's turn comes."""
+        """Write nothing: Hydra writes the files when the job starts."""
 
     def run(self, jobs: Sequence[ComposedJob]) -> None:
-        """Run the jobs, in order.
+        """Run the jobs in order.
 
         Raises:
-            Stopped: a signal came; the job has saved, and the next ones stay queued.
+            Stopped: a signal arrived; the current job has saved, and the following jobs stay queued.
         """
-        is_json = self._master.tracking.progress == JSON  # of the jobs, which alone is on standard output then
+        is_json = self._master.tracking.progress == JSON  # then only the jobs' JSON lines may go to standard output
         ledger = Ledger(jobs, stream=sys.stderr if is_json else None)
         for job in jobs:
             if is_held(job.run_dir):
@@ -60,11 +60,11 @@ class SequentialLauncher(FrozenLauncher):
 
 
 def _record(job: ComposedJob, result: JobReturn) -> None:
-    """Put the traceback into the job's log, and its last line into status.json."""
+    """Write the traceback to the job's log, and its last line to status.json."""
     error = error_of(result)
     assert error is not None
-    # At a level that is only for the file: a sweep's terminal has a line for each job.
+    # The info level reaches the file only: the terminal of a sweep shows one line for each job.
     _log.info("%s failed\n%s", job, getattr(error, "trace", ""), exc_info=error)
-    if read_status(job.run_dir).get("state") != "failed":  # what the run itself has written stays
+    if read_status(job.run_dir).get("state") != "failed":  # keep a reason that the run itself has written
         job.run_dir.mkdir(parents=True, exist_ok=True)
         write_status(job.run_dir, state="failed", reason=format_reason(error))

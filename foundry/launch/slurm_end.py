@@ -1,4 +1,4 @@
-"""How a Slurm job ended, where the run could not say it itself: from Slurm, and from what `srun` printed."""
+"""Status of Slurm jobs that could not record their own end, derived from Slurm and from the output of `srun`."""
 
 import json
 import logging
@@ -25,12 +25,12 @@ _RANK_ENDED = re.compile(r"^srun: error: (?P<node>\S+): tasks? (?P<ranks>\S+): (
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """What a run directory remembers of its job.
+    """Slurm job of a run directory, saved in `slurm.json`.
 
     Attributes:
-        job_id: Slurm's name of it, such as `31` or `32_0` of an array.
-        error_output: the file that rank 0 and srun print their errors to.
-        cluster: the cluster that knows the job.
+        job_id: job id of Slurm, such as `31`, or `32_0` for a task of an array.
+        error_output: file with the error output of rank 0 and srun.
+        cluster: name of the cluster that the job was submitted to.
     """
 
     job_id: str
@@ -38,12 +38,12 @@ class Submission:
     cluster: str
 
     def save(self, run_dir: Path) -> None:
-        """Remember it."""
+        """Write the submission to the run directory."""
         write_atomically(run_dir / SUBMISSION, json.dumps(asdict(self)) + "\n")
 
     @classmethod
     def load(cls, run_dir: Path) -> "Submission | None":
-        """What the run directory remembers; None where it has not been submitted, or that cannot be read."""
+        """Return the submission of a run directory; None if it has not been submitted, or the file cannot be read."""
         try:
             content = read_object(run_dir / SUBMISSION, needed=_TYPES)
         except FileNotFoundError:
@@ -55,15 +55,15 @@ class Submission:
 
     @staticmethod
     def forget(run_dir: Path) -> None:
-        """The run directory's job has ended, and another is to come."""
+        """Delete the submission of a job that has ended, so that the run directory can be submitted again."""
         (run_dir / SUBMISSION).unlink(missing_ok=True)
 
 
 class ErrorOutput:
-    """What srun says of the ranks of this attempt, in a file that earlier attempts have written to as well.
+    """srun's error messages about the ranks of this attempt, in a file that contains earlier attempts too.
 
     Args:
-        run_dir: of the job, which has just been started.
+        run_dir: run directory of the job, which has just started.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -72,7 +72,7 @@ class ErrorOutput:
         self._start = self._path.stat().st_size if self._path is not None and self._path.exists() else 0
 
     def first_end(self) -> str | None:
-        """Which rank ended first, and how: `rank 1 on n2: Killed`; None where none has."""
+        """Return which rank ended first and how, as in `rank 1 on n2: Killed`; None if srun reported no end."""
         if self._path is None or not self._path.exists():
             return None
         with open_regular(self._path, "rb") as file:
@@ -85,12 +85,12 @@ class ErrorOutput:
 
 
 def settle(run_dir: Path, job_id: str, found: QueuedJob | None) -> None:
-    """Make status.json true of a job that has ended.
+    """Update the status.json of a job that has ended.
 
     Args:
-        run_dir: the job's.
-        job_id: Slurm's name of it.
-        found: what Slurm says of it; None where it does not know it any more.
+        run_dir: run directory of the job.
+        job_id: job id of Slurm.
+        found: the job's state in Slurm; None if Slurm no longer knows the job.
     """
     status = read_status(run_dir)
     if status.get("state") in ENDED:
@@ -98,7 +98,7 @@ def settle(run_dir: Path, job_id: str, found: QueuedJob | None) -> None:
             write_status(run_dir, reason=f"{status.get('reason', '')}; {found}")
         return
     if found is None:
-        # Of a task of an array that is cancelled before it starts, the controller keeps nothing.
+        # The controller keeps no record of an array task that is canceled before it starts.
         why = "was it cancelled while it waited?" if status.get("state") == "queued" else "it left no word"
         write_status(run_dir, state="lost", reason=f"Slurm does not know job {job_id} any more; {why}")
         return
@@ -108,7 +108,7 @@ def settle(run_dir: Path, job_id: str, found: QueuedJob | None) -> None:
 
 
 def _last_output(run_dir: Path) -> str:
-    """The last line that a job has printed to its error output, if any."""
+    """Return the last line in a job's error output; empty if there is no output."""
     submission = Submission.load(run_dir)
     lines = read_tail(Path(submission.error_output)).splitlines() if submission else []
     return next((line.strip() for line in reversed(lines) if line.strip() and "slurmstepd" not in line), "")

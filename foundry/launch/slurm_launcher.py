@@ -1,7 +1,7 @@
 """`hydra/launcher=slurm`, and `submitit_slurm` of hydra-submitit-launcher: the jobs of a sweep on a Slurm cluster.
 
-submitit writes the batch script, submits jobs as an array, and puts a job back into the queue when its time is up. What
-came of a job is read from its run directory and from Slurm's controller, so that no accounting database is needed.
+submitit writes the batch script, submits the jobs as an array, and requeues a job at its time limit. The result of a
+job is read from its run directory and from Slurm's controller, so no accounting database is needed.
 """
 
 import shutil
@@ -25,21 +25,21 @@ from foundry.launch.snapshot import snapshot
 from foundry.run_dir.status import ENDED, read_status
 
 _FIRST_POLL_SECONDS, _LAST_POLL_SECONDS = 1.0, 15.0
-_GLANCE_SECONDS = 0.01  # at each job's status.json
+_GLANCE_SECONDS = 0.01  # per job: interval between reads of the jobs' status.json
 
 
 class SlurmLauncher(FrozenLauncher):
-    """Submits jobs, and waits for them unless `detach` is set."""
+    """Launcher that submits jobs, and waits for them unless `detach` is set."""
 
     def __init__(self, work: Callable[[Path], int], **settings: Any) -> None:
         super().__init__(work, **settings)
         self._checked: list[Slurm] = []
 
     def check(self, configs: Sequence[DictConfig]) -> None:
-        """Ask the cluster whether it takes such jobs.
+        """Check that the cluster accepts the jobs.
 
         Raises:
-            ConfigError: it does not, and why.
+            ConfigError: the cluster does not accept them, with the reason.
         """
         for settings, places in _grouped(configs):
             if settings in self._checked:
@@ -54,10 +54,10 @@ class SlurmLauncher(FrozenLauncher):
             self._checked.append(settings)
 
     def run(self, jobs: Sequence[ComposedJob]) -> None:
-        """Submit the jobs that are not in the queue already, and wait for all.
+        """Submit the jobs that are not in the queue yet, and wait for all.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C ended the wait; whoever sits at a terminal is asked what becomes of the jobs.
+            KeyboardInterrupt: Ctrl-C ended the wait; at a terminal, the user has chosen whether to cancel the jobs.
         """
         self.check([job.config for job in jobs])
         sweep_dir = Path(str(self._master.hydra.sweep.dir)).absolute()
@@ -66,7 +66,7 @@ class SlurmLauncher(FrozenLauncher):
             if job.index in ids:
                 say(f"{job} is in the queue already, as {ids[job.index]}")
         try:
-            with interrupts_held():  # a job that was submitted and not written down would be submitted again
+            with interrupts_held():  # a job that was submitted but not recorded would be submitted again
                 ids |= _submit(self.work, [job for job in jobs if job.index not in ids], sweep_dir)
             if _resolve_settings(self._master).detach:
                 self._leave(ids, sweep_dir)
@@ -90,10 +90,12 @@ class SlurmLauncher(FrozenLauncher):
 
 
 def check_partition(settings: Slurm) -> None:
-    """Look the partition up: Slurm lets a job wait for ever whose time limit is above the partition's.
+    """Check that the partition exists and allows the time limit.
+
+    Slurm does not reject a job whose time limit exceeds the partition's, but never starts it.
 
     Raises:
-        ConfigError: there is none such, its limit is lower, or Slurm is not here.
+        ConfigError: the partition does not exist, its limit is lower, or Slurm is not installed.
     """
     if shutil.which("sbatch") is None:
         message = "but there is no sbatch on this machine; submit from a login node, or choose hydra/launcher=local"
@@ -112,7 +114,7 @@ def check_partition(settings: Slurm) -> None:
 
 
 class _Watch:
-    """Waits for jobs, and says each change."""
+    """Waits for jobs, and prints each change of their states."""
 
     def __init__(self, jobs: Sequence[ComposedJob], ids: dict[int, str]) -> None:
         self._going = {job: ids[job.index] for job in jobs}
@@ -123,7 +125,7 @@ class _Watch:
         self._states = dict[ComposedJob, str | None]()
 
     def run(self) -> None:
-        """Until every job has ended."""
+        """Poll Slurm until every job has ended."""
         while self._going:
             self._wait()
             try:
@@ -137,7 +139,7 @@ class _Watch:
                 self._look_at(job, job_id, found.get(job_id))
 
     def _wait(self) -> None:
-        """Until Slurm is to be asked again: less and less often, and as soon as a run says that something changed."""
+        """Wait until the next query of Slurm is due, at growing intervals, or a job's status.json changes."""
         until = time.monotonic() + self._interval
         self._interval = min(1.1 * self._interval, _LAST_POLL_SECONDS)
         glance = max(_FIRST_POLL_SECONDS, _GLANCE_SECONDS * len(self._going))
@@ -160,7 +162,7 @@ class _Watch:
             settle(job.run_dir, job_id, found)
             self._ledger.settled(job)
             del self._going[job]
-        else:  # a job that Slurm is about to put into the queue again has ended, too, for a moment
+        else:  # look twice: Slurm briefly reports a job that it is about to requeue as ended
             self._suspects.add(job_id)
             self._interval = _FIRST_POLL_SECONDS
 
@@ -172,7 +174,7 @@ def _resolve_settings(config: DictConfig) -> Slurm:
 
 
 def _grouped(configs: Iterable[DictConfig]) -> list[tuple[Slurm, list[int]]]:
-    """Which jobs, by their places, have the same settings and so can be of one array."""
+    """Group jobs with the same settings, which can share an array; returns settings and job indices of each group."""
     groups: list[tuple[Slurm, list[int]]] = []
     for place, config in enumerate(configs):
         settings = _resolve_settings(config)
@@ -185,10 +187,10 @@ def _grouped(configs: Iterable[DictConfig]) -> list[tuple[Slurm, list[int]]]:
 
 
 def _submit(work: Callable[[Path], int], jobs: Sequence[ComposedJob], sweep_dir: Path) -> dict[int, str]:
-    """Submit jobs, those with the same settings as an array; returns what Slurm calls them, by number.
+    """Submit jobs, those with the same settings as an array, and return their Slurm job ids by job index.
 
     Raises:
-        ConfigError: Slurm refuses them.
+        ConfigError: Slurm rejects them.
     """
     if not jobs:
         return {}
@@ -204,9 +206,9 @@ def _submit(work: Callable[[Path], int], jobs: Sequence[ComposedJob], sweep_dir:
 
 
 def _still_queued(jobs: Iterable[ComposedJob]) -> dict[int, str]:
-    """Jobs that an earlier start of the sweep has submitted and that have not ended, with Slurm's names of them.
+    """Return the Slurm ids of jobs that an earlier start of the sweep submitted and that have not ended.
 
-    Of the others the run directory no longer names a job of Slurm.
+    Deletes the submissions of the other jobs from their run directories.
     """
     notes = {job: note for job in jobs if (note := Submission.load(job.run_dir)) is not None}
     if not notes:
@@ -223,7 +225,7 @@ def _still_queued(jobs: Iterable[ComposedJob]) -> dict[int, str]:
 
 
 def _is_to_cancel() -> bool:
-    """Ask what becomes of the jobs; without a terminal, or on another Ctrl-C, they continue."""
+    """Ask the user whether to cancel the jobs; False without a terminal, or on another Ctrl-C."""
     if not sys.stdin.isatty():
         return False
     try:
@@ -243,5 +245,5 @@ def _counted(ids: Collection[int]) -> str:
 
 
 def _listed(ids: Iterable[str], separator: str = ", ") -> str:
-    """Slurm's names of jobs, an array once."""
+    """Join the Slurm ids of jobs, listing each array once."""
     return separator.join(dict.fromkeys(job_id.partition("_")[0] for job_id in ids))

@@ -1,4 +1,4 @@
-"""What Slurm says of jobs: from its controller, which every cluster has, and where that has forgotten, from `sacct`."""
+"""Queries of Slurm about jobs: to its controller, which every cluster has, and for jobs it has forgotten to `sacct`."""
 
 import os
 import re
@@ -12,18 +12,18 @@ _RUNNING = {"RUNNING", "COMPLETING", "STAGE_OUT", "SUSPENDED", "STOPPED", "RESIZ
 
 
 class Unreachable(Exception):
-    """Slurm does not answer; it says nothing about the jobs."""
+    """Slurm does not respond, so the states of the jobs are unknown."""
 
 
 @dataclass(frozen=True)
 class QueuedJob:
-    """A job as Slurm sees it.
+    """State of a job in Slurm.
 
     Attributes:
         state: such as PENDING, RUNNING, CANCELLED, OUT_OF_MEMORY.
-        reason: why it waits, or ended; empty where Slurm gives none.
+        reason: why the job waits or ended; empty if Slurm gives no reason.
         exit_code: `code:signal` of the job's script.
-        nodes: where it runs, or ran last.
+        nodes: nodes on which the job runs, or ran last.
     """
 
     state: str
@@ -33,12 +33,12 @@ class QueuedJob:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it has still to start, perhaps not for the first time."""
+        """Whether the job is waiting to start, possibly after an earlier attempt."""
         return self.state in _WAITING
 
     @property
     def has_ended(self) -> bool:
-        """Whether it will not run any more."""
+        """Whether the job will not run any more."""
         return self.state not in _WAITING | _RUNNING
 
     def __str__(self) -> str:
@@ -49,10 +49,10 @@ class QueuedJob:
 
 
 def query(job_ids: Collection[str]) -> dict[str, QueuedJob]:
-    """Look jobs up, such as `31` and `32_0` of an array; one that is missing in the answer Slurm does not know.
+    """Return the states of jobs by id (`31`, or `32_0` for a task of an array); jobs unknown to Slurm are omitted.
 
     Raises:
-        Unreachable: Slurm does not answer now.
+        Unreachable: Slurm does not respond.
     """
     arrays = sorted({job_id.partition("_")[0] for job_id in job_ids})
     known = {name: job for array in arrays for name, job in _from_controller(array)}
@@ -63,10 +63,10 @@ def query(job_ids: Collection[str]) -> dict[str, QueuedJob]:
 
 
 def partitions() -> tuple[dict[str, float], str | None]:
-    """The longest time that each partition gives a job, in minutes, and the name of the default one, if there is one.
+    """Return the time limit of each partition in minutes, and the default partition's name, if the cluster has one.
 
     Raises:
-        Unreachable: Slurm does not answer now.
+        Unreachable: Slurm does not respond.
     """
     message = _ask(["scontrol", "--oneliner", "show", "partition"])
     if message.returncode:
@@ -81,10 +81,10 @@ def partitions() -> tuple[dict[str, float], str | None]:
 
 
 def cluster_name() -> str:
-    """The cluster that answers here.
+    """Return the name of the cluster that this machine belongs to.
 
     Raises:
-        Unreachable: none does.
+        Unreachable: Slurm does not respond.
     """
     message = _ask(["scontrol", "show", "config"])
     match = re.search(r"^ClusterName\s*= (\S+)$", message.stdout, re.MULTILINE)
@@ -94,13 +94,13 @@ def cluster_name() -> str:
 
 
 def refusal(script: str) -> str | None:
-    """Why Slurm would not take a batch script; None where it would, if only to let the job wait.
+    """Return why Slurm would reject a batch script; None if Slurm accepts it, even if the job would have to wait.
 
-    `sbatch --test-only` says no to a job, too, that would have to wait for nodes that are down or drained. So its no is
-    tried out, with a job that may not start for an hour and is cancelled at once.
+    `sbatch --test-only` also rejects a job that would have to wait for nodes that are down or drained. So a rejection
+    is verified by submitting a job that may not start for an hour and is canceled at once.
 
     Raises:
-        Unreachable: Slurm does not answer now.
+        Unreachable: Slurm does not respond.
     """
     if _ask(["sbatch", "--test-only"], script).returncode == 0:
         return None
@@ -113,9 +113,9 @@ def refusal(script: str) -> str | None:
 
 
 def will_restart() -> bool | None:
-    """Return whether the job of this process is to start again; None if it is of no job, or Slurm does not say.
+    """Return whether Slurm will restart the job of this process; None outside of a job, or if Slurm does not report it.
 
-    A requeue counts as a restart once it is ordered.
+    Slurm counts a requeue as a restart as soon as it is requested.
     """
     if not (job := os.environ.get("SLURM_JOB_ID")):
         return None
@@ -128,15 +128,15 @@ def will_restart() -> bool | None:
 
 
 def cancel(job_ids: Collection[str]) -> None:
-    """Ask Slurm to end jobs."""
+    """Cancel jobs with `scancel`."""
     subprocess.run(["scancel", *job_ids], capture_output=True, timeout=_TIMEOUT_SECONDS, check=False)
 
 
 def _from_controller(array: str) -> Iterator[tuple[str, QueuedJob]]:
-    """A job, or each of an array.
+    """Yield the id and the state of a job, or of each task of an array.
 
     Raises:
-        Unreachable: the controller does not answer.
+        Unreachable: the controller does not respond.
     """
     message = _ask(["scontrol", "--oneliner", "show", "job", array])
     if message.returncode and "Invalid job id" not in message.stderr:
@@ -156,12 +156,12 @@ def _from_controller(array: str) -> Iterator[tuple[str, QueuedJob]]:
 
 
 def _fields(line: str) -> dict[str, str]:
-    """`Name=value` fields; of two with one name the first, since a command line may hold anything."""
+    """Parse `Name=value` fields; the first of equal names wins, because a command line in the text may contain any."""
     return dict(reversed(re.findall(r"(?:^|\s)(\w+)=(\S*)", line)))
 
 
 def _minutes(text: str) -> float:
-    """`[days-]hours:minutes:seconds`, or UNLIMITED."""
+    """Parse `[days-]hours:minutes:seconds` to minutes; infinity for UNLIMITED."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
     if match is None:
         return float("inf")
@@ -170,7 +170,7 @@ def _minutes(text: str) -> float:
 
 
 def _tasks(text: str) -> list[str]:
-    """`3`, or of tasks that wait together `1-3,7%256`, as numbers; of no array one without a number."""
+    """Parse the task ids of an array: `3`, or `1-3,7%256` for pending tasks; `[""]` for a job without an array."""
     tasks = []
     for item in text.partition("%")[0].split(","):
         first, dash, last = item.partition("-")
@@ -179,7 +179,7 @@ def _tasks(text: str) -> list[str]:
 
 
 def _from_accounting(job_ids: Collection[str]) -> Iterator[tuple[str, QueuedJob]]:
-    """What the accounting database has, where a cluster keeps one."""
+    """Yield the id and the state of jobs in the accounting database, if the cluster has one."""
     columns = "JobID,State,Reason,ExitCode,NodeList"
     message = _ask(["sacct", "--noheader", "--parsable2", "--format", columns, "--jobs", ",".join(job_ids)])
     for line in message.stdout.splitlines():
@@ -195,12 +195,12 @@ def _named(text: str | None) -> str:
 
 
 def _ask(command: list[str], script: str | None = None) -> "subprocess.CompletedProcess[str]":
-    """Run one of Slurm's commands, which may read a script; one that is not there says nothing.
+    """Run a Slurm command, with an optional script as input; a missing command gives exit code 127 and no output.
 
-    It has a session of its own: signals to a task of a job, which this process may be, do not reach it.
+    The command has its own session, so that signals to this process, which may be a task of a job, do not reach it.
 
     Raises:
-        Unreachable: it takes too long.
+        Unreachable: the command timed out.
     """
     try:
         return subprocess.run(

@@ -1,4 +1,4 @@
-"""The batch scripts of jobs: made by submitit, tried on the cluster, submitted."""
+"""Batch scripts of Slurm jobs: written by submitit, tested on the cluster, submitted."""
 
 import os
 import shlex
@@ -14,22 +14,23 @@ from foundry.core.errors import ConfigError, Violation
 from foundry.launch.slurm_queue import refusal
 from foundry.launch.snapshot import copied_folders
 
-# A signal in the seconds until submitit has its handlers would end a task, and with it the job for good. Slurm requeues
-# a job that it preempts and that is still there when the grace time ends. POSIX: what is ignored stays so over `exec`.
+# Ignore signals until submitit installs its handlers: in these seconds a signal would end the task, and the job with it
+# for good. Slurm requeues a preempted job that is still alive when the grace time ends. `exec` keeps ignored signals
+# ignored (POSIX).
 _HARDENED_PYTHON = f'sh -c \'trap "" USR1 USR2 TERM; exec "$@"\' sh {shlex.quote(sys.executable)}'
-# Settings that are not submitit's.
+# Settings that are not passed to submitit.
 _OURS = {"_target_", "submitit_folder", "detach", "snapshot_code", "max_num_timeout", "setup"}
-# submitit's names that are not Slurm's alone.
+# Options that submitit has for all executors, so their names do not begin with "slurm_".
 _SHARED = {"name", "timeout_min", "nodes", "tasks_per_node", "gpus_per_node", "cpus_per_task", "mem_gb"}
 _SHARED |= {"stderr_to_stdout"}
 
 
 def check_script(settings: Slurm, num_jobs: int) -> None:
-    """Show Slurm the script of an array of jobs, without submitting it.
+    """Test the batch script of an array of jobs on Slurm, without submitting it.
 
     Raises:
-        ConfigError: it would not take it.
-        Unreachable: it does not answer.
+        ConfigError: Slurm rejects the script.
+        Unreachable: Slurm does not respond.
     """
     with clean_environment():
         executor = _executor(settings, None)._executor
@@ -45,16 +46,16 @@ def submit(
     """Submit jobs as an array.
 
     Args:
-        task: what each task of a job does with its run directory.
-        settings: those of all these jobs.
-        run_dirs: a job's each.
-        code: a folder to import from; None: where this process does.
+        task: function that each task of a job calls with its run directory.
+        settings: launcher settings, the same for all these jobs.
+        run_dirs: run directory of each job.
+        code: folder to import code from; None for the import path of this process.
 
     Returns:
-        For each what Slurm calls it, and the file its errors are printed to.
+        For each job its Slurm id, and the file with its error output.
 
     Raises:
-        ConfigError: Slurm refuses them.
+        ConfigError: Slurm rejects the jobs.
     """
     from submitit.core.utils import FailedSubmissionError, UncompletedJobError
 
@@ -81,21 +82,21 @@ def _executor(settings: Slurm, code: Path | None) -> Any:
         slurm_python=_HARDENED_PYTHON,
     )
     given = {item.name: getattr(settings, item.name) for item in fields(settings) if item.name not in _OURS}
-    # submitit passes an empty or absent option on as text.
+    # Drop None: submitit would write it into the script as text.
     parameters = {name: value for name, value in given.items() if value is not None}
     executor.update_parameters(
         **{name if name in _SHARED else f"slurm_{name}": value for name, value in parameters.items()},
         slurm_setup=[*_environment_of_job(code), *(settings.setup or [])],
-        # One rank that failed would leave the others waiting for it.
+        # Otherwise the other ranks would wait for a rank that has failed.
         slurm_srun_args=["--kill-on-bad-exit=1"],
     )
     return executor
 
 
 def _environment_of_job(code: Path | None) -> list[str]:
-    # Since Slurm 22.05 srun does not take over the cores that sbatch was asked for.
+    # Since Slurm 22.05, srun does not inherit --cpus-per-task from sbatch.
     lines = ["export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}"]
-    # Without the safe path, `python -m` would look into the working directory first; so would an empty entry.
+    # Otherwise `python -m` would search the working directory first, as would an empty entry of PYTHONPATH.
     lines += ["export PYTHONSAFEPATH=1"]
     if code is not None:
         copied = ":".join(shlex.quote(str(folder)) for folder in (code, *copied_folders(code)))
@@ -105,7 +106,7 @@ def _environment_of_job(code: Path | None) -> list[str]:
 
 @contextmanager
 def clean_environment() -> Iterator[None]:
-    """Hide what this process's own job, if it is one, has set; where Slurm is configured stays known."""
+    """Hide the variables of the Slurm job that this process runs in, if any; SLURM_CONF is kept."""
     from submitit.helpers import clean_env
 
     config = os.environ.get("SLURM_CONF")

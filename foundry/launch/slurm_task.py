@@ -19,11 +19,11 @@ _NOT_REQUEUED = "Slurm does not queue the job again ({}); the same command resum
 
 
 class NotRequeued(SystemExit):
-    """The job is not to be started once more.
+    """Exit of a job that will not be started again.
 
     Attributes:
         code: 128 + the number of the signal.
-        reason: why, for status.json.
+        reason: explanation for status.json.
     """
 
     code: int
@@ -34,17 +34,17 @@ class NotRequeued(SystemExit):
 
 
 class SlurmTask:
-    """A task of a job; submitit calls it again when it has put the job back into the queue.
+    """Task of a job; submitit calls it again after it has requeued the job.
 
     Args:
-        work: runs what a run directory holds, and returns its exit code.
+        work: executes the run of a run directory, and returns the exit code.
     """
 
     def __init__(self, work: Callable[[Path], int]) -> None:
         self._work = work
 
     def __call__(self, run_dir: str) -> None:
-        """Work, and leave with the run's exit code, by which Slurm tells a job that failed."""
+        """Execute the run, and exit with its exit code, which lets Slurm recognize a failed job."""
         if cpus := os.environ.get("SLURM_CPUS_PER_TASK"):
             os.environ.setdefault("OMP_NUM_THREADS", cpus)
         _leave_in_order()
@@ -52,16 +52,16 @@ class SlurmTask:
             sys.exit(code)
 
     def checkpoint(self, run_dir: str) -> Any:
-        """The same again: all state is in the run directory."""
+        """Return the same task for the next attempt: all state is in the run directory."""
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self, run_dir)
 
 
 def _leave_in_order() -> None:
-    """Have submitit's handler of a signal leave, whether it can have the job queued again or not.
+    """Wrap submitit's signal handlers so that they exit the process even if the job cannot be requeued.
 
-    By itself it raises an error where it cannot, which any code here may catch.
+    The unwrapped handlers raise an exception in that case, and the code that runs at that moment might catch it.
     """
     for signum in (signal.SIGUSR1, signal.SIGUSR2):
         handler = signal.getsignal(signum)
@@ -75,7 +75,7 @@ def _leaving(handler: Callable[[int, FrameType | None], Any]) -> Callable[[int, 
     @functools.wraps(handler)
     def handle(signum: int, frame: FrameType | None) -> None:
         before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-        ignore()  # a scheduler signals each process of a task, and may do so again: also `scontrol requeue`
+        ignore()  # Slurm signals each process of a task, also the handler's `scontrol requeue`, and may do so again
         try:
             handler(signum, frame)
         except UncompletedJobError:
@@ -85,7 +85,7 @@ def _leaving(handler: Callable[[int, FrameType | None], Any]) -> Callable[[int, 
             if will_restart() is False:
                 raise NotRequeued(signum, _NOT_REQUEUED.format(error)) from None
             sys.exit(128 + signum)
-        for number, handler_before in before.items():  # it returns on other ranks than the first, which go on
+        for number, handler_before in before.items():  # on ranks other than 0 the handler returns, and they continue
             signal.signal(number, handler_before)
 
     return handle

@@ -1,4 +1,4 @@
-"""Jobs of Slurm that nobody waits for: a sweep that was detached, or whose process is gone."""
+"""Slurm jobs without a waiting process: the sweep was detached, or its process has ended."""
 
 import time
 from collections.abc import Iterable
@@ -12,15 +12,15 @@ _SECOND_LOOK_SECONDS = 2.0
 
 
 def settle_unwatched(run_dirs: Iterable[Path]) -> bool:
-    """Ask Slurm about jobs that nobody may be waiting for, and make status.json true of those that have ended.
+    """Query Slurm for jobs that may have no waiting process, and update the status.json of those that have ended.
 
-    Nothing is changed where this machine's Slurm is not the one that the jobs were submitted to, or does not answer.
+    Nothing changes if the jobs were submitted to another cluster, or if Slurm does not respond.
 
     Args:
-        run_dirs: those of the jobs.
+        run_dirs: run directories of the jobs.
 
     Returns:
-        Whether any may have ended.
+        Whether any job may have ended.
     """
     going = [run_dir for run_dir in run_dirs if read_status(run_dir).get("state") not in ENDED]
     notes = {run_dir: note for run_dir in going if (note := Submission.load(run_dir)) is not None}
@@ -32,7 +32,7 @@ def settle_unwatched(run_dirs: Iterable[Path]) -> bool:
         suspects = _ended(jobs)
         if not suspects:
             return False
-        time.sleep(_SECOND_LOOK_SECONDS)  # one that Slurm is about to put into the queue again has ended for a moment
+        time.sleep(_SECOND_LOOK_SECONDS)  # Slurm briefly reports a job that it is about to requeue as ended
         ended = {run_dir: found for run_dir, found in _ended(jobs).items() if run_dir in suspects}
     except Unreachable:
         return False
@@ -42,7 +42,7 @@ def settle_unwatched(run_dirs: Iterable[Path]) -> bool:
 
 
 def _ended(jobs: dict[Path, str]) -> dict[Path, QueuedJob | None]:
-    """Those that will not run any more, with what Slurm says of them."""
+    """Return the jobs that will not run any more, with their states in Slurm (None if unknown to Slurm)."""
     known = query(list(jobs.values()))
     found = {run_dir: known.get(job_id) for run_dir, job_id in jobs.items()}
     return {run_dir: job for run_dir, job in found.items() if job is None or job.has_ended}

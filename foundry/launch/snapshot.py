@@ -1,4 +1,4 @@
-"""A copy of the code, so that jobs that wait in a queue run what was there when they were submitted."""
+"""Snapshot of the code, so that queued jobs run the code as it was when they were submitted."""
 
 import os
 import shutil
@@ -13,18 +13,18 @@ FOLDER = "code"
 
 
 def snapshot(sweep_dir: Path) -> Path:
-    """Copy foundry's source and options, and the Python files that git tracks in folders of PYTHONPATH.
+    """Copy foundry's source and configuration files, and the Python files that git tracks in folders of PYTHONPATH.
 
-    Of these folders, those in the working directory are copied.
+    Only PYTHONPATH folders inside the working directory are copied.
 
     Args:
-        sweep_dir: gets a folder `code`; one that is there already is the sweep's, and stays as it is.
+        sweep_dir: parent of the copy, a folder named `code`; an existing copy is kept unchanged.
 
     Returns:
-        The folder, to be imported from.
+        The folder to import from.
 
     Raises:
-        UnsafeFileError: there is a symbolic link in its place.
+        UnsafeFileError: the folder is a symlink.
     """
     folder = sweep_dir / FOLDER
     if os.path.lexists(folder):
@@ -45,20 +45,20 @@ def snapshot(sweep_dir: Path) -> Path:
 
 
 def copied_folders(code: Path) -> list[Path]:
-    """Return the folders of a copy that stand for entries of `sys.path` in the working directory."""
+    """Return the folders of a copy that correspond to `sys.path` entries in the working directory."""
     copied = [code / folder for folder in _import_folders() if folder != Path()]
     return [folder for folder in copied if folder.is_dir()]
 
 
 def _import_folders() -> list[Path]:
-    """The entries of `sys.path` in the working directory, relative to it."""
+    """Return the entries of `sys.path` in the working directory, relative to it."""
     here = Path.cwd()
     entries = [Path(entry).resolve() for entry in sys.path if entry]
     return [entry.relative_to(here) for entry in entries if entry.is_relative_to(here) and entry.is_dir()]
 
 
 def _tracked() -> list[str]:
-    """The existing Python files in `_import_folders` that git tracks; none if this is not a git repository."""
+    """Return the existing Python files in `_import_folders` that git tracks; empty outside of a git repository."""
     try:
         message = subprocess.run(["git", "ls-files", "-z", "--", "*.py"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.SubprocessError):

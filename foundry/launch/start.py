@@ -1,4 +1,4 @@
-"""Starting a run on this machine: in this process, or on several of its own."""
+"""Start of a run on this machine, in this process or in several new ones."""
 
 import logging
 import logging.config
@@ -30,17 +30,18 @@ def start(
     job_logging: Mapping[str, Any] | None = None,
     observers: Sequence["Observer"] = (),
 ) -> "RunResult":
-    """Train in this process, or in `distributed.nproc_per_node` processes where nobody else has started them.
+    """Train in this process, or in `distributed.nproc_per_node` new processes if no launcher such as torchrun is used.
 
     Args:
-        config: the composed configuration, which is what every process runs.
+        config: the composed configuration, used by every process.
         run_dir: the run directory.
-        job_logging: how rank 0 of several processes logs, for `logging.config`; None: as Hydra has set it up here.
-        observers: get the run's events after foundry's own; pickled where there are several processes.
+        job_logging: logging configuration of rank 0 if there are several processes, in the format of `logging.config`;
+            None for Hydra's configuration of this process.
+        observers: additional observers, called after foundry's own; pickled if there are several processes.
 
     Raises:
-        ConfigError: a setting turned out to be wrong before training.
-        Stopped: a signal came, and the run has saved.
+        ConfigError: a setting proved invalid before training.
+        Stopped: a signal stopped the run after saving.
     """
     _yield_to_others()
     if detect().rank == 0 and (conflict := conflict_message()):
@@ -74,7 +75,7 @@ def _run_as_rank(
     job_logging: Mapping[str, Any] | None,
     observers: Sequence["Observer"],
 ) -> "RunResult":
-    """In a process of its own: what rank 0 logs goes where its parent logs, and secrets stay unsaid."""
+    """Entry point of a rank: mask the parent's secrets, log like the parent on rank 0, and train."""
     from foundry.engine.train import train
 
     for secret, reference in secrets.items():
@@ -85,10 +86,10 @@ def _run_as_rank(
 
 
 def _yield_to_others() -> None:
-    """Have OpenMP's idle threads sleep soon, where the user has not said when; before torch loads the library.
+    """Limit the busy-waiting of OpenMP's idle threads if the user has not set it; call this before torch loads OpenMP.
 
-    By default they spin for milliseconds. One other busy process on the machine then slows each of a small model's many
-    short loops to the scheduler's pace: 40 times, where this costs nothing on an idle machine.
+    By default idle threads spin for milliseconds. If one other process is busy on the machine, each of a small model's
+    many short loops then waits for the scheduler: 40 times slower. The limit costs nothing on an idle machine.
     """
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ):
         os.environ["GOMP_SPINCOUNT"] = "10000"

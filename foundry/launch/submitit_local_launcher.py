@@ -1,9 +1,10 @@
-"""`hydra/launcher=submitit_local` of hydra-submitit-launcher: the jobs of a sweep on this machine, by submitit.
+"""`hydra/launcher=submitit_local` of hydra-submitit-launcher: the jobs of a sweep on this machine, run by submitit.
 
-submitit starts all jobs at once, and the tasks of a job as ranks that train together. It tells a job 30 seconds before
-its time limit, and starts it again; the run resumes from its checkpoint.
+submitit starts all jobs at once, and the tasks of a job as ranks that train together. It signals a job 30 seconds
+before its time limit, and starts it again; the run resumes from its checkpoint.
 
-Jobs survive this process if it is killed, as the plugin's do. Signals that it gets it passes on: jobs save and stop.
+As with the plugin's launcher, jobs continue if this process is killed. Signals to this process are forwarded: jobs save
+and stop.
 """
 
 import signal
@@ -28,19 +29,19 @@ from foundry.run_dir.status import ENDED, read_status, write_status
 
 _POLL_SECONDS = 0.2
 _AGAIN_SECONDS = 2.0
-"""submitit ignores SIGTERM until a run is there to heed it."""
+"""Interval for repeating SIGTERM, which submitit ignores until a run has installed its handler."""
 _GPUS = "hydra.launcher.gpus_per_node"
 _INSTEAD = "choose hydra/launcher=local"
 
 
 class SubmititLocalLauncher(FrozenLauncher):
-    """Runs jobs through submitit's executor for one machine, and waits for them."""
+    """Launcher that runs jobs with submitit's executor for one machine, and waits for them."""
 
     def check(self, configs: Sequence[DictConfig]) -> None:
-        """Refuse jobs that would not see this machine's GPUs, or share them.
+        """Check that each job sees this machine's GPUs and does not share them.
 
         Raises:
-            ConfigError: with the first of them.
+            ConfigError: a job would not; only the first one is reported.
         """
         gpus = visible_gpus()
         for config in configs:
@@ -60,11 +61,11 @@ class SubmititLocalLauncher(FrozenLauncher):
                 raise ConfigError(Violation(_GPUS, f"{message}; {remedy}"))
 
     def run(self, jobs: Sequence[ComposedJob]) -> None:
-        """Run the jobs to their ends, or until a signal comes: then each saves and stops.
+        """Run the jobs until all have ended, or a signal arrives: then each job saves and stops.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C came; a second one ended the wait.
-            SystemExit: another signal came; its code is 128 + its number.
+            KeyboardInterrupt: Ctrl-C arrived; a second Ctrl-C ended the wait.
+            SystemExit: another signal arrived; the code is 128 + its number.
         """
         with noted_signals() as noted:
             _Watch(self.work, jobs, noted).run()
@@ -74,7 +75,7 @@ class SubmititLocalLauncher(FrozenLauncher):
 
 
 class _Watch:
-    """Jobs that run, each with submitit's process that controls its tasks."""
+    """Running jobs, each with the submitit process that controls its tasks."""
 
     def __init__(
         self, work: Callable[[Path], int], jobs: Sequence[ComposedJob], noted: Sequence[signal.Signals]
@@ -91,7 +92,7 @@ class _Watch:
                 self._ledger.note(job, "running")
 
     def run(self) -> None:
-        """Until every job has ended, or a second Ctrl-C came."""
+        """Wait until every job has ended, or a second Ctrl-C arrives."""
         while self._running and list(self._noted).count(signal.SIGINT) < 2:
             time.sleep(_POLL_SECONDS)
             if self._noted and time.monotonic() >= self._next_signal:
@@ -102,7 +103,7 @@ class _Watch:
                     del self._running[job]
 
     def _stop(self) -> None:
-        """Have the tasks of all jobs save and stop."""
+        """Ask the tasks of all jobs to save and stop."""
         if not self._next_signal:
             text = f"{len(self._running)} running, which save and stop; a second Ctrl-C does not wait for them"
             say(f"{self._noted[0].name}: {text}")
@@ -111,7 +112,7 @@ class _Watch:
             submitted._process.terminate()
 
     def _settle(self, job: ComposedJob, error_output: Path) -> None:
-        """Take the end of a job, of whatever attempt of it was the last."""
+        """Record the end of a job, after its last attempt."""
         state = read_status(job.run_dir).get("state")
         if self._noted and state not in ("finished", "failed"):
             write_status(job.run_dir, state="stopped", reason=self._noted[0].name)
@@ -126,7 +127,7 @@ class _Watch:
 
 
 def _start(work: Callable[[Path], int], job: ComposedJob) -> Any:
-    """Start a job; returns submitit's."""
+    """Start a job, and return its submitit job."""
     from submitit import LocalExecutor
 
     settings = _resolve_settings(job.config)
@@ -141,7 +142,7 @@ def _start(work: Callable[[Path], int], job: ComposedJob) -> Any:
     variables = {VARIABLE: "1"}
     if settings.cpus_per_task is not None:
         variables["OMP_NUM_THREADS"] = str(settings.cpus_per_task)
-    # Ctrl-C reaches this process only, which passes it on once.
+    # Ctrl-C must reach this process only, which forwards it once.
     with interrupts_held(), clean_environment(), default_variables(variables):
         return executor.submit(SlurmTask(work), str(job.run_dir))
 
