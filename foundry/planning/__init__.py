@@ -1,1 +1,1 @@
-"""The plan of a run: its numbers and its memory, derived before it starts."""
+"""Plan of a run: its steps, schedule and memory, derived before the run starts."""

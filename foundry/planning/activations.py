@@ -1,4 +1,4 @@
-"""What a forward pass keeps for the backward pass, counted on fake tensors."""
+"""Bytes that a forward pass keeps for the backward pass, counted on fake tensors."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -22,16 +22,16 @@ _Storages = dict[int, torch.UntypedStorage]
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of one microbatch's activations, parameters and buffers left out.
+    """Bytes of one microbatch's activations, without parameters and buffers.
 
     Attributes:
-        saved: all that the backward pass needs. With checkpointing: tensors outside of blocks, those kept of
-            blocks, and the largest block recomputed.
-        forward_peak: the most that is alive in the forward pass, which is in the loss for most models.
+        saved: all tensors that the backward pass needs. With checkpointing: tensors outside of blocks, tensors kept
+            from blocks, and the largest recomputed block.
+        forward_peak: peak of live bytes in the forward pass; for most models it is reached in the loss.
         rounded: matrices of blocks in the type of autocast, which caches them until the window ends; part of `saved`.
         block: the largest block without its rounded matrices; part of `saved`.
-        backward: the most that the backward pass of a block allocates beyond the activations that it frees, gradients
-            of parameters left out.
+        backward: peak bytes that a block's backward pass allocates beyond the activations that it frees, without
+            gradients of parameters.
         recomputes: whether blocks are recomputed in the backward pass.
     """
 
@@ -43,11 +43,11 @@ class Activations:
     recomputes: bool
 
     def extrapolated(self, twice: "Activations", times: tuple[int, int]) -> "Activations":
-        """Extrapolate to more samples: activations are linear in their number.
+        """Extrapolate to more samples: the bytes are linear in the number of samples.
 
         Args:
-            twice: of twice as many samples.
-            times: how many times as many samples, as numerator and denominator.
+            twice: activations of twice as many samples.
+            times: ratio of the numbers of samples, as numerator and denominator.
         """
         numerator, denominator = times
         pairs = zip(astuple(self)[:-1], astuple(twice)[:-1], strict=True)
@@ -67,21 +67,22 @@ def count_activations(
     grad_checkpointing: bool,
     selective: bool = False,
 ) -> Activations:
-    """Count the tensors that autograd saves, and the temporary ones, of one microbatch.
+    """Count the tensors that autograd saves for one microbatch, and the temporary ones.
 
     Args:
-        objective: whose loss is computed.
-        model: of fake tensors; hooks stay on its blocks.
+        objective: objective that computes the loss.
+        model: model of fake tensors; its blocks keep the hooks of this function.
         microbatch: real tensors.
-        mode: of the model's tensors.
-        autocast: around the forward pass.
-        device_type: of the run, "cuda" or "cpu"; it decides how many tokens are projected at a time.
+        mode: mode of the model's tensors.
+        autocast: context of the forward pass.
+        device_type: device of the run, "cuda" or "cpu"; it determines how many tokens are projected to logits at a
+            time.
         grad_checkpointing: count as if each block were recomputed in the backward pass.
-        selective: with that, count the outputs that selective checkpointing keeps of each block.
+        selective: with `grad_checkpointing`, count the outputs of each block that selective checkpointing keeps.
     """
-    # Outside of the mode: an objective may read `position`, and transformers looks at positions that it makes itself. A
-    # model's own constants are real, then, and as small as in training.
-    # Contiguous, since one sample may stand for all of a microbatch.
+    # Run outside of the mode: an objective may read the values of `position`, and transformers reads the position ids
+    # that it creates. So constants that the model creates are real tensors, as small as in training.
+    # Make tensors contiguous, because a microbatch may be one expanded sample.
     fakes = {name: t if name == "position" else mode.from_tensor(t).contiguous() for name, t in microbatch.items()}
 
     def compute_loss() -> Tensor:
@@ -111,7 +112,7 @@ def count_activations(
 
 
 class _EnoughError(Exception):
-    """The backward pass has come to the input of the last block."""
+    """The backward pass has reached the input of the last block."""
 
 
 def _backward_bytes(compute_loss: Callable[[], Tensor], model: nn.Module) -> int:
@@ -119,7 +120,7 @@ def _backward_bytes(compute_loss: Callable[[], Tensor], model: nn.Module) -> int
 
     Args:
         compute_loss: the forward pass.
-        model: its parameters are left without gradients.
+        model: the model; its parameters have no gradients afterwards.
     """
     inputs: list[Any] = []
 
@@ -150,7 +151,7 @@ def _backward_bytes(compute_loss: Callable[[], Tensor], model: nn.Module) -> int
 
 
 class _Saved:
-    """Storages that autograd saves, by the outermost block that computes them."""
+    """Storages that autograd saves, grouped by the outermost block that computes them."""
 
     def __init__(self, model: nn.Module) -> None:
         held = [*model.parameters(), *model.buffers()]
@@ -167,31 +168,31 @@ class _Saved:
             block.register_forward_hook(self._leave)
 
     def pack(self, tensor: Tensor) -> Tensor:
-        """The hook of `saved_tensors_hooks`."""
+        """Record a tensor that autograd saves (hook of `saved_tensors_hooks`)."""
         self._add(tensor, self._current)
         return tensor
 
     def keep(self, output: Any) -> None:
-        """Count an output of an operation in a block, whether autograd saves it or not."""
+        """Count the output of an operation in a block, whether autograd saves it or not."""
         if self._depth > 0:
             for value in tree_leaves(output):
                 if isinstance(value, Tensor):
                     self._add(value, self.kept)
 
     def recomputed(self) -> int:
-        """Bytes that blocks have saved so far and that checkpointing frees."""
+        """Return the bytes that blocks have saved so far and that checkpointing frees."""
         kept = self.outside | self.inputs | self.kept
         return _size({k: s for k, s in _union(self.inside).items() if k not in kept})
 
     @property
     def is_in_block(self) -> bool:
-        """Whether a block computes."""
+        """Whether a block is computing."""
         return self._depth > 0
 
     def _add(self, tensor: Tensor, storages: _Storages) -> None:
         storage = tensor.untyped_storage()
         if storage._cdata not in self._ignored:
-            storages[storage._cdata] = storage  # kept, so that its address is not used again
+            storages[storage._cdata] = storage  # keep a reference so that the address is not reused
 
     def _enter(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._depth += 1
@@ -206,7 +207,7 @@ class _Saved:
         wide = [p for p in block.parameters() if p.ndim > 1 and p.dtype is torch.float32 and p.requires_grad]
         size = is_amp * sum(p.numel() for p in wide) * torch.get_autocast_dtype("cpu").itemsize
         self.rounded_bytes.append(size)
-        self.rounded[block] = size  # once, however often the block is called
+        self.rounded[block] = size  # counted once, even if the block is called several times
 
     def _leave(self, block: nn.Module, args: Any, output: Any) -> None:
         self._depth -= 1
@@ -215,7 +216,7 @@ class _Saved:
 
 
 class _LiveActivations(LiveBytes):  # type: ignore[no-untyped-call]
-    """Counts the storages that are alive between blocks, apart from those that checkpointing frees."""
+    """Counts the live storages between blocks, except the storages that checkpointing frees."""
 
     def __init__(self, saved: _Saved) -> None:
         super().__init__()

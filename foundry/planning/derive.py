@@ -1,4 +1,4 @@
-"""The numbers that follow from a configuration, its data and the number of ranks: what plan.json holds."""
+"""The content of plan.json: numbers derived from the configuration, its data and the number of ranks."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -19,7 +19,7 @@ from foundry.optim.schedules import Schedule as OwnSchedule
 from foundry.parts.optimization import constant_weight_decay
 
 _PACKED_STEPS = 8
-"""Whose rows are looked at; they differ little."""
+"""Number of steps whose packed rows are counted; the efficiency differs little between steps."""
 _LENGTHS = {"lr_warmup": "warmup", "lr_decay": "horizon", "wsd_decay": "decay"}
 
 
@@ -37,18 +37,18 @@ def build_plan(
 ) -> dict[str, Any]:
     """Derive the plan of a run.
 
-    Lengths are in optimizer steps and, under names that end in `_samples`, in samples; both may be fractional.
+    Lengths are in optimizer steps or, if their names end in `_samples`, in samples; both may be fractional.
 
     Args:
         config: the composed configuration.
-        budget: the size of the run.
-        data: its samples.
+        budget: size of the run.
+        data: samples of the run.
         schedule: learning rate and weight decay.
-        model: for its parameters, which need not be allocated.
-        world_size: ranks.
-        strategy: how they train together; never `auto`.
-        device: what they run on.
-        pack_tokens: tokens of a row that holds several samples; None: each has its own row.
+        model: model whose parameters are counted; they need not be allocated.
+        world_size: number of ranks.
+        strategy: name of the distributed strategy; never `auto`.
+        device: device of the ranks.
+        pack_tokens: tokens of a packed row; None if each sample has its own row.
     """
     parameters, dp_size = list(model.parameters()), config.distributed.dp_size(world_size)
     return {
@@ -72,7 +72,7 @@ def build_plan(
 
 
 def _rollout(objective: Any) -> dict[str, int] | None:
-    """What is generated at a time, where the objective learns from the model's own answers."""
+    """Return the sizes of a rollout; None if the objective does not train on generated answers."""
     if not isinstance(objective, Rollouts) or not objective.generates:
         return None
     return {
@@ -85,7 +85,11 @@ def _rollout(objective: Any) -> dict[str, int] | None:
 
 
 def _packing(config: Config, budget: Budget, data: DataSplits, capacity: int) -> dict[str, Any]:
-    """How full the rows of the first steps are; None where lengths are those of answers that are yet to be given."""
+    """Measure how full the packed rows of the first steps are.
+
+    The number of rows and the efficiency are None if the lengths are not known yet, because the model generates the
+    answers.
+    """
     if not hasattr(data.train, "lengths_of"):
         return {"steps": 0, "row_tokens": capacity, "rows_per_step": None, "efficiency": None}
     order = data.order(config.hparams.seed)
@@ -106,13 +110,13 @@ def _packing(config: Config, budget: Budget, data: DataSplits, capacity: int) ->
 def planned_updates(
     schedule: Schedule, budget: Budget, weight_decay: float, steps: Iterable[int] | None = None
 ) -> Iterator[PlannedUpdate]:
-    """What the run's updates will use.
+    """Yield the learning rate, weight decay and batch size of the run's updates.
 
     Args:
         schedule: learning rate and weight decay.
-        budget: the size of the run.
-        weight_decay: the optimizer's own, where the schedule has none.
-        steps: which updates, counted from one; None: all.
+        budget: size of the run.
+        weight_decay: the optimizer's weight decay, for schedules without one.
+        steps: numbers of the updates, counted from one; None for all.
     """
     sizes = budget.batch_sizes
     for step in range(1, budget.total_steps + 1) if steps is None else steps:
@@ -128,7 +132,7 @@ def planned_updates(
 
 
 def select_steps(schedule: Schedule, budget: Budget, points: int = 500) -> list[int]:
-    """Steps enough to draw every curve: an even selection, and both sides of each corner."""
+    """Return enough steps to plot every curve: evenly spaced ones, and both sides of each corner."""
     total = budget.total_steps
     corners = [stage.first_step for stage in budget.batch_sizes.stages]
     corners += [step for phase in resolve_phases(schedule, budget) for step in (phase.first_step, phase.last_step)]
@@ -138,15 +142,15 @@ def select_steps(schedule: Schedule, budget: Budget, points: int = 500) -> list[
 
 
 def resolve_phases(schedule: Schedule, budget: Budget) -> list[Phase]:
-    """The phases of the learning rate that the run reaches, in order; none for a schedule that does not say them."""
+    """Return the learning-rate phases that the run reaches, in order; empty if the schedule does not define phases."""
     if not isinstance(schedule, HasPhases):
         return []
-    # An update belongs to the phase in which it reads the curve: at its last sample, or at its first.
+    # An update evaluates the curve at its last or its first sample, and belongs to the phase of that sample.
     late = getattr(schedule, "evaluate_at", None) is EvaluateAt.start
     sizes, total = budget.batch_sizes, budget.total_steps
     phases, done = list[Phase](), 0
     for name, end in schedule.phases():
-        # 0.29 of 100 samples is 28.999999999999996, and the warm-up is over with the 29th.
+        # 0.29 of 100 samples is 28.999999999999996, but the warmup ends with the 29th sample.
         last = total if end == math.inf else sizes.whole_steps(int(without_rounding_error(end))) + (late and end > 0)
         last = min(total, last)
         if last > done:
@@ -156,7 +160,7 @@ def resolve_phases(schedule: Schedule, budget: Budget) -> list[Phase]:
 
 
 def _sizes(budget: Budget, per_gpu_batch_size: int, dp_size: int) -> dict[str, Any]:
-    """A step of the last batch size, and the whole run, in every unit."""
+    """Return the size of a step at the final batch size, and of the whole run, in every unit."""
     batch, tokens, epoch = budget.batch_sizes.final, budget.tokens_per_sample, budget.samples_per_epoch
     return {
         "global_batch_size": batch,
@@ -174,7 +178,7 @@ def _sizes(budget: Budget, per_gpu_batch_size: int, dp_size: int) -> dict[str, A
 
 
 def _batch_stages(budget: Budget, microbatch: int) -> list[dict[str, int]]:
-    """The global batch sizes along the run; `microbatch`: samples that all ranks take at a time."""
+    """Return the stages of the global batch size; `microbatch`: samples that all ranks together process at a time."""
     return [
         {
             "first_step": stage.first_step + 1,
@@ -210,7 +214,7 @@ def _schedule_lengths(schedule: Schedule, budget: Budget) -> dict[str, float]:
 
 
 def _durations(config: Config, budget: Budget) -> dict[str, str]:
-    """Every duration as it was given, and what it came to mean: `"1"` is one step and `"1.0"` the whole run."""
+    """Describe each duration as given and as resolved: `"1"` is one step and `"1.0"` the whole run."""
     scheduler, resolved = config.scheduler, dict[str, str]()
     if isinstance(scheduler, Scheduler):
         phases = scheduler.phases(budget)
@@ -233,6 +237,6 @@ def _meaning(given: str, budget: Budget, samples: float, end: float | None = Non
 
 
 def _steps(budget: Budget, samples: float, end: float | None = None) -> float:
-    """Optimizer steps of the first `samples` samples, or of those before `end`."""
+    """Return the number of optimizer steps in the first `samples` samples, or in the last `samples` before `end`."""
     sizes, start = budget.batch_sizes, 0.0 if end is None else max(0.0, end - samples)
     return sizes.steps_at(start + samples) - sizes.steps_at(start)

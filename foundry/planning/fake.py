@@ -1,6 +1,6 @@
-"""A model that knows its shapes and types, and has no numbers.
+"""Models of fake tensors, which have shapes and types but no data.
 
-`FakeTensorMode` runs a model's own constructor without allocating anything, so it works for any model, however large.
+`FakeTensorMode` runs a model's own constructor without allocating memory, so it works for any model of any size.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,11 +19,11 @@ from foundry.parts.model import build_model
 
 @dataclass(frozen=True)
 class FakeModel:
-    """A model made of fake tensors.
+    """A model of fake tensors.
 
     Attributes:
         model: its parameters and buffers have shapes and types on the CPU, and no storage.
-        mode: under which it was built, and which makes fakes of other tensors for it.
+        mode: fake tensor mode of the model; it also converts other tensors to fake ones.
     """
 
     model: nn.Module
@@ -31,34 +31,34 @@ class FakeModel:
 
 
 def build_fake(make: Callable[[], nn.Module]) -> FakeModel:
-    """Build a model without allocating its weights; what its constructor raises is passed on.
+    """Build a model without allocating its weights; exceptions of its constructor are raised unchanged.
 
     Args:
-        make: makes the model, as for training.
+        make: builds the model, as for training.
     """
-    # Without a kernel for fake tensors torch would run the real one on zeros, and allocate them.
+    # With fallback kernels, torch would run an operation without a fake kernel on real zeros, and allocate them.
     mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
-    # torch draws truncated normals again until all values are within, which fakes cannot tell.
+    # torch resamples truncated normals until all values are in range, which cannot be checked on fake tensors.
     with mode, _left_out(nn.init, "_no_grad_trunc_normal_"):
         return FakeModel(make(), mode)
 
 
 def build_adapted(config: Config) -> nn.Module:
-    """The model of a run with its adapters, where it has some, and without the weights of its base.
+    """Build the model of a run with its adapters, if any, without loading the weights of the base model.
 
     Raises:
-        ConfigError: a layer is chosen that the model has not, or that cannot have an adapter.
+        ConfigError: the settings select a layer that the model does not have, or that does not support adapters.
     """
     model = build_model(config)
     if isinstance(config.peft, LoRA):
-        with _left_out(nn.Module, "to"):  # torch cannot move fakes, and these are where they belong
+        with _left_out(nn.Module, "to"):  # torch cannot move fake tensors, and these are already on the right device
             add_adapters(model, config.peft, config.hparams.seed)
     return model
 
 
 @contextmanager
 def _left_out(owner: Any, name: str) -> Iterator[None]:
-    """Have a function that returns its first argument leave that as it is."""
+    """During the body, replace a function that modifies and returns its first argument by the identity."""
     original = getattr(owner, name)
 
     def leave(value: Any, *arguments: Any, **options: Any) -> Any:

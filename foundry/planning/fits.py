@@ -1,4 +1,4 @@
-"""The memory of a run with its own data, and whether its devices have as much."""
+"""Estimate of a run's memory with its own data, and a check against the memory of its devices."""
 
 import logging
 from typing import Any
@@ -30,22 +30,22 @@ logger = logging.getLogger(__name__)
 
 
 def plan_memory(config: Config, fake: FakeModel, data: DataSplits, *, world_size: int, device_type: str) -> Memory:
-    """What a run needs on its fullest rank, with microbatches of its longest sample.
+    """Estimate the memory on the rank that needs the most, for microbatches of the longest sample.
 
     Args:
-        config: of the run.
-        fake: its model; left as it is.
-        data: its samples.
-        world_size: ranks.
+        config: configuration of the run.
+        fake: model of the run; not modified.
+        data: samples of the run.
+        world_size: number of ranks.
         device_type: "cuda" or "cpu".
 
     Raises:
-        ConfigError: as `estimate_memory`.
+        ConfigError: as in `estimate_memory`.
     """
     samples = config.hparams.per_gpu_batch_size
     batch = read_longest(data, samples)
     pack_tokens = row_tokens(config)
-    if pack_tokens is not None:  # a full row of several samples is like one of a long sample
+    if pack_tokens is not None:  # a full packed row needs as much memory as one long sample
         rows = {name: t for name, t in batch.items() if name in ("tokens", "targets")}
         batch |= {name: t[..., :1].expand(*t.shape[:-1], pack_tokens) for name, t in rows.items()}
     return estimate_memory(
@@ -61,10 +61,10 @@ def plan_memory(config: Config, fake: FakeModel, data: DataSplits, *, world_size
 
 
 def read_longest(data: DataSplits, num_samples: int) -> Microbatch:
-    """Return a microbatch of the longest training sample, which stands for all of them: only this one is read.
+    """Return a microbatch that repeats the longest training sample; no other sample is read.
 
     Args:
-        data: of the run.
+        data: data of the run.
         num_samples: length of the first dimension of each tensor, along which the sample is expanded.
     """
     batch = read_batch(data.train, [getattr(data.train, "longest", 0)])
@@ -72,23 +72,24 @@ def read_longest(data: DataSplits, num_samples: int) -> Microbatch:
 
 
 def answer_tokens(config: Config, data: DataSplits) -> int | None:
-    """Tokens of the longest prompt with the longest answer; None if the objective generates none."""
+    """Return the tokens of the longest prompt with the longest answer; None if the objective generates no answers."""
     most = field_of(config.objective, "max_new_tokens") if data.train_prompts else None
     return None if most is None else max(len(prompt.tokens) for prompt in data.train_prompts) + most - 1
 
 
 def row_tokens(config: Config) -> int | None:
-    """Tokens of a row that holds several samples; None: each has its own row."""
+    """Return the tokens of a packed row; None if each sample has its own row."""
     return int(config.data.seq_len) if field_of(config.data, "packing", False) else None
 
 
 def usable_memory(free_bytes: int, distributed: Resolved, world_size: int) -> int:
-    """Return the bytes of a GPU that tensors may take: free memory less a margin for CUDA and NCCL.
+    """Return the bytes of a GPU available for tensors: free memory less a margin for CUDA and NCCL.
 
     Args:
-        free_bytes: free at the start of the run.
-        distributed: how the ranks train together; of a mesh with several dimensions each has its communicator.
-        world_size: ranks.
+        free_bytes: free bytes at the start of the run.
+        distributed: settings of the strategy; each dimension of a mesh with several dimensions has its own
+            communicator.
+        world_size: number of ranks.
     """
     dims = len(distributed.mesh_shape(world_size))
     communicators = 0 if world_size == 1 else 1 if dims <= 1 else 1 + dims
@@ -96,16 +97,16 @@ def usable_memory(free_bytes: int, distributed: Resolved, world_size: int) -> in
 
 
 def check_gradient_sync(config: Config, memory: Memory, *, world_size: int, capacity: int) -> None:
-    """Refuse to keep whole gradients through a window where they make the run too large for its devices.
+    """Check that the run fits its devices if whole gradients are kept through a window; other runs are not checked.
 
     Args:
-        config: of the run.
-        memory: what it needs.
-        world_size: ranks.
+        config: configuration of the run.
+        memory: estimated memory.
+        world_size: number of ranks.
         capacity: bytes of a device that the run may use.
 
     Raises:
-        ConfigError: the plan exceeds them.
+        ConfigError: the estimate exceeds `capacity`.
     """
     if _keeps_whole_gradients(config, world_size) and memory.total > capacity:
         sync, of = config.distributed.gradient_sync.value, f"of the {capacity / _GIB:.4g} GiB that a device has for it"
@@ -117,10 +118,12 @@ def check_gradient_sync(config: Config, memory: Memory, *, world_size: int, capa
 
 
 def check_fits(config: Config, data: DataSplits, world: World) -> None:
-    """`check_gradient_sync` on the devices of a run that is about to start; free unless whole gradients are kept.
+    """Call `check_gradient_sync` for the devices of a run that is about to start.
+
+    Estimates the memory only if the run keeps whole gradients; otherwise the call costs nothing.
 
     Raises:
-        ConfigError: the plan exceeds this rank's device, or its share of the host's memory.
+        ConfigError: the estimate exceeds this rank's device memory, or its share of the host memory.
     """
     if not _keeps_whole_gradients(config, world.world_size):
         return
@@ -129,7 +132,7 @@ def check_fits(config: Config, data: DataSplits, world: World) -> None:
         memory = plan_memory(config, fake, data, world_size=world.world_size, device_type=world.device.type)
     except ConfigError:
         raise
-    except Exception as error:  # a model of the user's own may not be built without numbers, and trains nevertheless
+    except Exception as error:  # a user's model that cannot be built from fake tensors may still train
         logger.warning("the memory of the run is not known in advance: %s", format_reason(error))
         return
     capacity = free_memory(world.device, world.local_world_size)
@@ -139,7 +142,7 @@ def check_fits(config: Config, data: DataSplits, world: World) -> None:
 
 
 def _keeps_whole_gradients(config: Config, world_size: int) -> bool:
-    """Whether shards of gradients would do."""
+    """Return whether the run keeps whole gradients through a window although sharded gradients would be possible."""
     resolved: Any = resolve_distributed(config.distributed, world_size)
     is_sharded = resolved.mesh_shape(world_size).get("shard", 1) > 1
     if not is_sharded or resolved.gradient_sync is GradientSync.every:

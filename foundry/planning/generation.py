@@ -1,4 +1,4 @@
-"""The memory that generating answers takes, from shapes alone."""
+"""Memory for generating answers, computed from shapes alone."""
 
 from typing import Any
 
@@ -8,16 +8,16 @@ from foundry.config.schemas.rollouts import Rollouts
 
 
 def cache_bytes(model: nn.Module, settings: Rollouts, seq_len: int, element_size: int) -> int | None:
-    """Bytes of the keys and values of the answers that a rank generates at a time.
+    """Return the bytes of keys and values for the answers that a rank generates at a time.
 
     Args:
-        model: whose sizes transformers' configuration describes.
-        settings: how much is generated.
-        seq_len: of the longest prompt with an answer.
-        element_size: bytes of a number in the type that is computed in.
+        model: model with a transformers configuration, which gives its sizes.
+        settings: rollout settings, with the number of answers generated at a time.
+        seq_len: tokens of the longest prompt with its answer.
+        element_size: bytes of a number in the compute type.
 
     Returns:
-        None where the model does not say its sizes.
+        Bytes, or None if the model has no transformers configuration.
     """
     describe = getattr(model, "hf_config", None)
     config: Any = describe() if callable(describe) else getattr(getattr(model, "causal_lm", None), "config", None)

@@ -1,4 +1,4 @@
-"""What each rank holds of a model's parameters and gradients, as `foundry.parallel.wrap` divides them."""
+"""Parameters and gradients on each rank, after the sharding of `foundry.parallel.wrap`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ class _Unit:
     """Parameters that FSDP2 gathers and reduces together.
 
     Attributes:
-        parameters: those that no inner unit has.
-        gather_dtype: of whole weights, and of gradients as they are computed; None: the parameter's own.
-        reduce_dtype: of gradients where they are summed; None: as they are computed.
+        parameters: parameters that belong to no inner unit.
+        gather_dtype: type of gathered weights and of newly computed gradients; None for the parameter's type.
+        reduce_dtype: type of the gradients' reduction; None to reduce them as computed.
     """
 
     parameters: list[nn.Parameter]
@@ -39,17 +39,17 @@ class _Unit:
 
 @dataclass(frozen=True)
 class Layout:
-    """What a rank holds.
+    """Parameters of a model as held by one rank.
 
     Attributes:
-        units: FSDP2's, the root last; empty where nothing is sharded.
+        units: FSDP2 units, the root last; empty if nothing is sharded.
         whole: parameters that every rank holds whole.
-        num_shards: ranks among which a unit is divided.
-        keeps_gathered: units stay gathered from forward to backward.
-        prefetches: units are gathered while the one before computes.
-        offloads: shards live in host memory.
-        reduces_whole: gradients of `whole` are copied into one tensor and averaged at the end.
-        keeps_gradients: gradients have memory through the whole run: DDP's buckets.
+        num_shards: number of ranks that share a unit.
+        keeps_gathered: whether units stay gathered from the forward to the backward pass.
+        prefetches: whether a unit is gathered while the previous one computes.
+        offloads: whether shards are in host memory.
+        reduces_whole: whether the gradients of `whole` are copied into one tensor and averaged at the end of a window.
+        keeps_gradients: whether gradients stay allocated during the whole run, as in DDP's buckets.
     """
 
     units: list[_Unit]
@@ -62,16 +62,16 @@ class Layout:
     keeps_gradients: bool = False
 
     def parts(self, bytes_of: Callable[[nn.Parameter], int]) -> tuple[int, int]:
-        """Bytes of this rank's shards, and of what it holds whole, given those of whole parameters."""
+        """Return the bytes of this rank's shards and of its whole parameters; `bytes_of` counts a full parameter."""
         shards = sum(bytes_of(p) * self._rows(p) // max(1, p.shape[0]) for unit in self.units for p in unit.parameters)
         return shards, sum(map(bytes_of, self.whole))
 
     def gathered(self, sync: GradientSync, *, ahead: bool = True) -> int:
-        """Return the bytes of whole weights at once: the root and the blocks in flight, or all units if they are kept.
+        """Return the peak bytes of gathered weights: the root and the blocks in flight, or all units if they are kept.
 
         Args:
             sync: when gradients are reduced.
-            ahead: count the block that is gathered while another computes.
+            ahead: whether to count the block that is prefetched while another computes.
         """
         if not self.units:
             return 0
@@ -82,39 +82,42 @@ class Layout:
         return root + max([*pairs, *blocks], default=0)
 
     def ungathered(self, sync: GradientSync) -> int:
-        """What all whole weights at once take beyond those that are gathered in a step."""
+        """Return the bytes of gathering all units at once, beyond the bytes gathered in a step."""
         return sum(unit.gathered() for unit in self.units) - self.gathered(sync)
 
     def gradients(self, sync: GradientSync, accumulates: bool) -> int:
-        """Gradients at their peak, before the window's last reduction where they are summed up whole."""
+        """Return the peak bytes of gradients, before the window's last reduction if whole gradients are accumulated."""
         shards, whole = self.parts(grad_bytes)
         if not accumulates or sync is GradientSync.every:
             return shards + whole
-        # Offloaded shards come into being next to the whole gradients; others take their place.
+        # Offloaded shards are allocated in addition to the whole gradients; other shards replace them.
         return whole + sum(unit.reduced() for unit in self.units) + (shards if self.offloads else 0)
 
     def reducing_units(self, sync: GradientSync, accumulates: bool, *, root: bool = True) -> int:
-        """Return the bytes of a unit's gradients in the reduction's type, and of those just computed unless summed.
+        """Return the peak bytes of one unit's gradients in its reduction.
+
+        These are the gradients in the reduction's type and, unless they are accumulated whole, the gradients as
+        computed.
 
         Args:
             sync: when gradients are reduced.
             accumulates: whether a window has several microbatches.
-            root: count the root too, which is reduced last.
+            root: whether to count the root too, which is reduced last.
         """
         summed = accumulates and sync is not GradientSync.every
         units = self.units if root else self.units[:-1] or self.units
         return max((unit.reduced() + (0 if summed else unit.computed()) for unit in units), default=0)
 
     def averaging(self) -> int:
-        """The copy of the gradients of `whole` that is averaged over the ranks."""
+        """Return the bytes of the copy of `whole`'s gradients that is averaged over the ranks."""
         return sum(map(grad_bytes, self.whole)) if self.reduces_whole else 0
 
     def reducing(self, sync: GradientSync, accumulates: bool) -> int:
-        """Gradients on their way through a reduction, at most."""
+        """Return the peak bytes of gradients in a reduction."""
         return max(self.reducing_units(sync, accumulates), self.averaging())
 
     def largest_unit(self) -> int:
-        """The largest unit, whole and in the parameters' own type, which has memory before it is sharded."""
+        """Return the bytes of the largest unit in its parameters' types: it is allocated whole before it is sharded."""
         return max((sum(map(num_bytes, unit.parameters)) for unit in self.units), default=0)
 
     def _rows(self, parameter: nn.Parameter) -> int:
@@ -122,7 +125,7 @@ class Layout:
 
 
 def build_layout(config: Distributed, model: nn.Module, policy: PrecisionPolicy, world_size: int) -> Layout:
-    """What `foundry.parallel.wrap` makes of a model; of one that is divided, what it makes of a rank's part."""
+    """Return the layout that `foundry.parallel.wrap` gives a model (with tensor parallelism, a rank's part of it)."""
     resolved = resolve_distributed(config, world_size)
     if isinstance(resolved, Single):
         return Layout([], list(model.parameters()))
@@ -146,7 +149,7 @@ def build_layout(config: Distributed, model: nn.Module, policy: PrecisionPolicy,
 
 
 def _units(model: nn.Module, policy: PrecisionPolicy, *, blocks: bool) -> tuple[list[_Unit], list[nn.Parameter]]:
-    """FSDP2's units, the root last, and the parameters it leaves whole."""
+    """Return FSDP2's units, the root last, and the parameters that FSDP2 does not shard."""
     modules = list(find_blocks(model)) if blocks else []
     in_blocks = {parameter for module in modules for parameter in module.parameters()}
     whole = [p for p in model.parameters() if policy.is_replicated(p, in_block=p in in_blocks)]
@@ -159,10 +162,10 @@ def _units(model: nn.Module, policy: PrecisionPolicy, *, blocks: bool) -> tuple[
 
 
 def num_bytes(tensor: Tensor) -> int:
-    """Bytes of a whole tensor."""
+    """Return the bytes of an unsharded tensor."""
     return tensor.numel() * tensor.element_size()
 
 
 def grad_bytes(parameter: nn.Parameter) -> int:
-    """Bytes of its gradient: none where it is frozen."""
+    """Return the bytes of a parameter's gradient; 0 if it is frozen."""
     return num_bytes(parameter) if parameter.requires_grad else 0

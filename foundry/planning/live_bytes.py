@@ -1,4 +1,4 @@
-"""The memory of tensors while operations run on fake tensors."""
+"""Memory of tensors during operations on fake tensors."""
 
 import weakref
 from typing import Any
@@ -10,11 +10,11 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the storages that operations allocate and that are alive.
+    """Dispatch mode that counts the bytes of storages that operations allocate and that are still alive.
 
     Attributes:
-        now: bytes of the storages that were allocated within the mode and are alive.
-        peak: the largest value of `now`.
+        now: bytes of the live storages that were allocated within the mode.
+        peak: largest value of `now`.
     """
 
     def __init__(self) -> None:

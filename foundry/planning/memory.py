@@ -1,8 +1,8 @@
-"""The memory of a run by part, known from shapes and types alone.
+"""Estimate of a run's memory by part, from shapes and types alone.
 
-What is sharded where follows `foundry.parallel.wrap`; under tensor parallelism all is counted on the model of one rank,
-whose matrices are cut. Weights, gradients, optimizer state, averages and buffers are
-exact; what is in flight is FSDP2's by design, without its collectives' own buffers; activations are an estimate.
+Sharding follows `foundry.parallel.wrap`; under tensor parallelism, all bytes are counted on the model of one rank, with
+divided matrices. Weights, gradients, optimizer state, averaged weights and buffers are exact. Tensors in flight follow
+the design of FSDP2, without the buffers of its collectives. Activations are an estimate.
 """
 
 import copy
@@ -46,23 +46,23 @@ _COUNTED_SAMPLES = 64
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on rank 0, whose shards are the largest.
+    """Bytes on rank 0, which has the largest shards.
 
     Attributes:
         weights: parameters, or this rank's shards of them.
-        frozen_weights: those of them that are not trained.
-        gathered: transient: whole weights of the FSDP2 units that compute or are fetched ahead.
-        gradients: at their peak; between two microbatches without a reduction FSDP2 keeps whole ones.
-        reducing: transient: gradients on their way through a reduction.
-        optimizer: the optimizers' state without scalars; None where they cannot step on fake tensors.
+        frozen_weights: the part of `weights` that is not trained.
+        gathered: transient: gathered weights of the FSDP2 units that compute or are prefetched.
+        gradients: peak of the gradients; between two microbatches without a reduction FSDP2 keeps whole ones.
+        reducing: transient: gradients in a reduction.
+        optimizer: state of the optimizers without scalars; None if they cannot step on fake tensors.
         ema: averaged weights.
-        frozen: models that do not learn, with their buffers.
-        buffers: the model's.
-        activations_estimated: what the forward pass of one microbatch saves; None where it is not known.
-        generation: transient: whole weights, and keys and values of the answers that are generated at a time.
-        host: how much of weights, gradients, optimizer and ema lies in host memory instead of the device's.
-        moments: all that is known, on the device, at the moments of `foundry.planning.moments`, by name.
-        note: why something is None.
+        frozen: frozen models with their buffers.
+        buffers: buffers of the model.
+        activations_estimated: activations that the forward pass of one microbatch saves; None if unknown.
+        generation: transient: gathered weights, and keys and values of the answers that are generated at a time.
+        host: part of weights, gradients, optimizer and ema that is in host memory instead of device memory.
+        moments: bytes on the device at each of the moments of `foundry.planning.moments`, without unknown parts.
+        note: why a value is None.
     """
 
     weights: int
@@ -82,12 +82,12 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Bytes on the device at its peak."""
+        """Peak bytes on the device."""
         return max(self.moments.values())
 
     @property
     def peak(self) -> str:
-        """The moment of the peak."""
+        """Name of the moment of the peak."""
         return max(self.moments, key=self.moments.__getitem__)
 
 
@@ -102,20 +102,20 @@ def estimate_memory(
     answer_tokens: int | None = None,
     pack_tokens: int | None = None,
 ) -> Memory:
-    """Say what a run needs on its fullest rank.
+    """Estimate the memory on the rank that needs the most.
 
     Args:
-        config: of the run.
-        fake: its model; left as it is.
-        world_size: ranks.
-        microbatch: real tensors of a microbatch's shapes; None: activations are not known.
-        device_type: "cuda" or "cpu"; on a CPU offloading moves nothing.
-        tokenizer: of the data, for an objective that takes it.
-        answer_tokens: of the longest prompt with an answer, where the objective generates.
-        pack_tokens: of a row in which such share; None: each has its own.
+        config: configuration of the run.
+        fake: model of the run; not modified.
+        world_size: number of ranks.
+        microbatch: real tensors with the shapes of a microbatch; None if unknown, which leaves activations unknown.
+        device_type: "cuda" or "cpu"; on a CPU offloading has no effect.
+        tokenizer: tokenizer of the data, for objectives that use it.
+        answer_tokens: tokens of the longest prompt with an answer, if the objective generates answers.
+        pack_tokens: tokens of a row that holds several answers; None if each has its own row.
 
     Raises:
-        ConfigError: the strategy does not fit the number of ranks, or the optimizer not the model.
+        ConfigError: the strategy does not fit the number of ranks, or the optimizer does not fit the model.
     """
     policy = PrecisionPolicy(config.precision.mode)
     num_parts = config.distributed.tensor_parallel
@@ -161,7 +161,7 @@ def estimate_memory(
         gathered_in_loss=sum(each.gathered(sync, ahead=False) for each in (layout, *others)),
         activations=activations or Activations(0, 0, 0, 0, 0, False),
         generation=generation,
-        # Of whole parameters; a rank updates its shards alone.
+        # `temporary` is for whole parameters; a rank updates its shards only.
         temporary=temporary * sum(grad_shards) // max(1, sum(map(grad_bytes, model.parameters()))),
     )
     notes = [note for note in (optimizer_note, activations_note, generation_note) if note is not None]
@@ -186,9 +186,10 @@ def estimate_memory(
 def _build_frozen(
     config: Config, objective: Objective, fake: FakeModel, policy: PrecisionPolicy, world_size: int
 ) -> dict[str, tuple[Layout, int]]:
-    """The layouts of the models that the objective compares with, which it is given, and the bytes of their buffers.
+    """Return the layouts of the frozen models that the objective compares with, and the bytes of their buffers.
 
-    Of models that are asked before the first step only, there are none: without gradients they need less than a step.
+    Passes the models to the objective. Returns no model if all are evaluated before the first step: without gradients
+    they need less memory than a training step.
     """
     if not isinstance(objective, ComparingObjective):
         return {}
@@ -214,14 +215,14 @@ def _build_frozen(
 
 
 def checkpoint_bytes(config: Config, fake: FakeModel) -> int | None:
-    """Size of a checkpoint, written by all ranks together: weights, averages and the optimizers' state.
+    """Return the size of a checkpoint over all ranks: weights, averaged weights and optimizer state.
 
     Args:
-        config: of the run.
-        fake: its model; left as it is.
+        config: configuration of the run.
+        fake: model of the run; not modified.
 
     Returns:
-        Bytes of the tensors, a tied one once; None where the optimizers cannot step on fake tensors.
+        Bytes of the tensors, with tied ones counted once; None if the optimizers cannot step on fake tensors.
 
     Raises:
         ConfigError: the optimizer does not fit the model.
@@ -241,8 +242,8 @@ def optimizer_bytes(config: Config, fake: FakeModel) -> dict[str, float]:
     """Return the bytes of optimizer state per element of each trained parameter, by the parameter's name.
 
     Args:
-        config: of the run.
-        fake: its model; left as it is.
+        config: configuration of the run.
+        fake: model of the run; not modified.
 
     Raises:
         RuntimeError: the optimizers cannot step on fake tensors.
@@ -255,9 +256,9 @@ def optimizer_bytes(config: Config, fake: FakeModel) -> dict[str, float]:
 
 
 def _optimizer_state(config: Config, model: nn.Module) -> tuple[dict[Tensor, int], int, str | None]:
-    """Bytes of state of each whole parameter after a step, scalars left out, and bytes that a later step allocates.
+    """Return the bytes of each whole parameter's state, and the bytes that a step allocates once the state exists.
 
-    The last value says why they are not known, or is None.
+    Scalars are not counted. The third value is None, or the reason why the bytes are unknown.
     """
     for parameter in model.parameters():
         parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
@@ -268,7 +269,7 @@ def _optimizer_state(config: Config, model: nn.Module) -> tuple[dict[Tensor, int
         for optimizer in optimizers:
             fused = [group for group in optimizer.param_groups if group.get("fused")]
             for group in fused:
-                # Same state; not every fused kernel knows fake tensors.
+                # The state is the same, and some fused kernels do not support fake tensors.
                 group["fused"] = False
             optimizer.step()
             for updated, held in optimizer.state.items():
@@ -279,7 +280,7 @@ def _optimizer_state(config: Config, model: nn.Module) -> tuple[dict[Tensor, int
                 with live:
                     optimizer.step()
                 temporary = max(temporary, live.peak)
-    except Exception as error:  # whatever a user's optimizer does with numbers that are not there
+    except Exception as error:  # a user's optimizer may fail in any way on fake tensors
         return {}, 0, f"the optimizers cannot step on fake tensors ({format_reason(error)})"
     return state, temporary, None
 
@@ -294,19 +295,19 @@ def _activations(
     microbatch: Microbatch | None,
     device_type: str,
 ) -> tuple[Activations | None, str | None]:
-    """Activations, or why they are not known; `model` holds the parameters of `layout`."""
+    """Return the activations, or the reason why they are unknown; `model` holds the parameters of `layout`."""
     if microbatch is None:
         return None, "activations need a microbatch's shapes"
     samples = len(next(iter(microbatch.values())))
     if samples > 2 * _COUNTED_SAMPLES:
-        # Linear in the samples; a loss that takes its positions in parts would take as long as it has parts.
+        # The bytes are linear in the samples. Counting all samples is slow if the loss loops over tiles of positions.
         parts = [{name: t[:few] for name, t in microbatch.items()} for few in (_COUNTED_SAMPLES, 2 * _COUNTED_SAMPLES)]
         count = partial(_activations, config, objective, model, mode, policy, layout, device_type=device_type)
         (few, note), (more, _) = [count(part) for part in parts]
         if few is None or more is None:
             return None, note
         return few.extrapolated(more, (samples, _COUNTED_SAMPLES)), None
-    # FSDP2 hands over weights in the type it gathers them in, which autocast then need not copy.
+    # FSDP2 passes weights to the module in the type of the gather, so autocast does not copy them.
     gathered: dict[Tensor, torch.dtype | None] = {
         p: unit.gather_dtype for unit in layout.units for p in unit.parameters
     }
@@ -325,7 +326,7 @@ def _activations(
                 grad_checkpointing=config.hparams.grad_checkpointing,
                 selective=config.hparams.grad_checkpointing_policy is CheckpointingPolicy.selective,
             )
-    except Exception as error:  # a model may ask for numbers, or for a kernel that fake tensors do not have
+    except Exception as error:  # a model may read values, or use an operation without a fake kernel
         return None, f"the model cannot run on fake tensors ({format_reason(error)})"
     return found, None
 
@@ -333,7 +334,7 @@ def _activations(
 def _as_held(
     model: nn.Module, policy: PrecisionPolicy, *, narrow_frozen: bool = False, num_parts: int = 1
 ) -> nn.Module:
-    """A copy of a fake model in the types that `PrecisionPolicy.prepare` gives it, of what one of so many ranks has."""
+    """Return a copy of a fake model as one of `num_parts` ranks holds it, in the types of `PrecisionPolicy.prepare`."""
     is_cast = policy.mode is PrecisionMode.pure_bf16
     narrowed: set[Tensor] = {*frozen_matrices(model)} if narrow_frozen and policy.is_amp else set()
 
@@ -351,9 +352,9 @@ def _retyped(
     dtype_of: Callable[[Tensor], torch.dtype],
     cut: Mapping[Tensor, tuple[int, int]] | None = None,
 ) -> nn.Module:
-    """A copy of a fake model in other types; `Module.to` cannot change fake tensors in place.
+    """Return a copy of a fake model in other types; `Module.to` cannot change fake tensors in place.
 
-    Of the parameters in `cut` it has one part: those are divided along a dimension into so many.
+    A parameter in `cut`, which maps to a dimension and a number of parts, is replaced by its first part.
     """
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
@@ -375,7 +376,7 @@ def _average_bytes(config: Config, parameter: nn.Parameter) -> int:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch's log of an operator that fails: the note says it."""
+    """Silence torch's log of operators that fail, which the plan's note reports."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:

@@ -1,4 +1,4 @@
-"""Candidates for the moment of a run at which a device needs the most memory."""
+"""The moments of a run at which a device's memory may peak."""
 
 from foundry.config.schemas.distributed import GradientSync
 from foundry.planning.activations import Activations
@@ -12,7 +12,7 @@ MOMENTS = {
     "reduction": "while gradients that are not sharded are averaged over the ranks",
     "optimizer": "in the optimizer step: gradients, and the optimizer's temporary tensors",
 }
-"""Moments in the order of a run, and the largest parts at each. Memory rises or falls steadily between them."""
+"""Moments in the order of a run, with the largest parts at each. Between them memory changes monotonically."""
 
 
 def count_moments(
@@ -29,19 +29,19 @@ def count_moments(
     generation: int,
     temporary: int,
 ) -> dict[str, int]:
-    """Count the bytes on the device at each of `MOMENTS`, in a step after the first: the optimizer has its state.
+    """Return the bytes on the device at each of `MOMENTS`, for a step after the first, when optimizer state exists.
 
     Args:
-        layout: of the trained model.
+        layout: layout of the trained model.
         sync: when gradients are reduced.
         accumulates: whether a window has several microbatches.
         offloads: whether shards of gradients are in host memory.
-        built: bytes of weights on the device, and of the largest whole unit, of all models.
+        built: bytes of the weights of all models on the device, plus the bytes of the largest unit before sharding.
         states: bytes on the device between two steps.
-        gathered: bytes of the whole weights of FSDP2's units in flight.
-        gathered_in_loss: the same after the last block of the forward pass, with none fetched ahead.
-        activations: of one microbatch.
-        generation: bytes of all whole weights beyond `gathered`, and of keys and values; 0 if nothing is generated.
+        gathered: bytes of gathered weights of the FSDP2 units in flight.
+        gathered_in_loss: the same after the last block of the forward pass, when no unit is prefetched.
+        activations: activations of one microbatch.
+        generation: bytes of all gathered weights beyond `gathered`, and of keys and values; 0 if nothing is generated.
         temporary: bytes that the optimizers allocate and free in a step.
     """
     shards, whole = layout.parts(grad_bytes)
@@ -54,11 +54,12 @@ def count_moments(
     reducing = layout.reducing_units(sync, accumulates)
     in_loss = gathered_in_loss + activations.forward_peak
     first_backward = gathered + activations.saved + activations.backward
-    # The last block's gradients are reduced next to the inputs of all blocks and, with checkpointing, a recomputed one.
+    # While the last block's gradients are reduced, the inputs of all blocks are alive and, with checkpointing, one
+    # recomputed block.
     reducing_block = layout.reducing_units(sync, accumulates, root=False)
     first_reduction = first_backward + reducing_block - (0 if activations.recomputes else activations.block)
     last_block = gathered + activations.rounded + activations.block + activations.backward + reducing_block
-    # FSDP2 frees a unit's whole weights before it reduces their gradients, and the root is the last unit.
+    # FSDP2 frees a unit's gathered weights before it reduces their gradients, and the root is the last unit.
     keeps_root = layout.keeps_gathered or sync is GradientSync.last_keep_params
     root = (gathered if keeps_root else 0) + activations.rounded + reducing
     moments = {

@@ -1,4 +1,4 @@
-"""A plan for people: schedule.csv, schedule.png and a table on the terminal."""
+"""Output of a plan for users: schedule.csv, schedule.png and tables on the terminal."""
 
 import csv
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,16 +21,16 @@ from foundry.tracking.plot_style import save_figure
 from foundry.tracking.schedule_figure import schedule_figure
 
 Sections = Sequence[tuple[str, Sequence[tuple[str, str]]]]
-"""Titles of tables, and the name and value of each of their rows."""
+"""Titles of tables, each with the name and value of every row."""
 
 CSV, PICTURE = "schedule.csv", "schedule.png"
-"""The files in a run directory."""
+"""Names of the files in a run directory."""
 RECOGNIZERS: Mapping[str, Recognizer] = {
     PLAN: has_keys("total_steps", "phases"),
     CSV: has_columns(*(item.name for item in fields(PlannedUpdate))),
     PICTURE: is_picture,
 }
-"""Recognise the files of an earlier plan by their content."""
+"""Functions that recognize the files of an earlier plan by their content."""
 
 _MEMORY_PARTS = {
     "weights": "weights",
@@ -48,19 +48,19 @@ _MEMORY_PARTS = {
 
 
 def write_csv(updates: Iterable[PlannedUpdate], folder: Path) -> Path:
-    """Write a row per update; numbers read back as the same floats."""
+    """Write one row for each update; the numbers read back as the same floats."""
     path = folder / CSV
     with replaced_atomically(path) as stream:
         file = TextIOWrapper(stream, encoding="utf-8", newline="")
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(item.name for item in fields(PlannedUpdate))
         writer.writerows(asdict(update).values() for update in updates)
-        file.detach()  # what is buffered is flushed, and the stream stays open
+        file.detach()  # flushes the buffer, and leaves the stream open
     return path
 
 
 def write_picture(updates: Sequence[PlannedUpdate], phases: Sequence[Phase], folder: Path) -> Path:
-    """Draw learning rate, weight decay and batch size."""
+    """Plot learning rate, weight decay and batch size."""
     path = folder / PICTURE
     save_figure(schedule_figure(updates, phases, run_name=folder.absolute().name), path)
     return path
@@ -81,7 +81,7 @@ def show(plan: Mapping[str, Any], console: Console) -> None:
 
 
 def show_sections(sections: Sections, console: Console) -> None:
-    """Print tables of two columns, all equally wide; one without rows is left out."""
+    """Print tables of two columns with equal widths; tables without rows are skipped."""
     width = max(len(name) for _, rows in sections for name, _ in rows)
     for title, rows in sections:
         if rows:
@@ -91,7 +91,7 @@ def show_sections(sections: Sections, console: Console) -> None:
 
 
 def num_bytes(value: float) -> str:
-    """1234567890 as 1.15 GiB."""
+    """Format a number of bytes: 1234567890 becomes 1.15 GiB."""
     for factor, suffix in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if value >= factor:
             return f"{value / factor:.4g} {suffix}"
@@ -149,7 +149,7 @@ def _run_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _row_lengths(notes: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Of data whose rows have lengths of their own."""
+    """Return rows on the sample lengths; empty for data with samples of equal length."""
     if "row_tokens" not in notes:
         return []
     skipped = [f"{count:,} {kind}" for kind, count in notes["skipped_rows"].items()]
@@ -172,7 +172,7 @@ def _schedule_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _stage_rows(plan: Mapping[str, Any], most: int = 12) -> list[tuple[str, str]]:
-    """Nothing for a constant size; the middle of a long ramp is left out."""
+    """Return the stages of a batch size ramp, with the middle of a long ramp omitted; empty for a constant size."""
     stages = plan["batch_stages"]
     if len(stages) == 1:
         return []
@@ -184,7 +184,7 @@ def _stage_rows(plan: Mapping[str, Any], most: int = 12) -> list[tuple[str, str]
 
 
 def _memory_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The parts that there are, and their sum at the moment at which it is largest."""
+    """Return the nonzero parts of the memory, and their sum at the peak."""
     memory = plan["memory"]
     rows = [
         (name, "not known" if memory[key] is None else num_bytes(memory[key]))
