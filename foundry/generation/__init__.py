@@ -1,1 +1,1 @@
-"""Decoding: continuing prompts, filters and draws of tokens, and samples to look at."""
+"""Text generation: continuation of prompts, token filters and sampling, and sample files for users."""

@@ -1,4 +1,4 @@
-"""Continuing prompts in batches, greedily or by drawing."""
+"""Batched continuation of prompts, by greedy decoding or sampling."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -16,26 +16,26 @@ from foundry.generation.sampling import draw_tokens, filtered
 
 
 def uncompiled() -> AbstractContextManager[Any]:
-    """A context in which compiled blocks run as they are written.
+    """Return a context that runs compiled blocks eagerly.
 
-    Asking torch for it imports the compiler, which is there already where something was compiled.
+    `torch.compiler` imports the compiler, so it is called only if the compiler has been imported already.
     """
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decoding:
-    """How a prompt is continued.
+    """Settings of decoding.
 
     Attributes:
-        max_new_tokens: at most as many are added.
-        temperature: 0 picks the likeliest token.
-        top_k: how many of the likeliest tokens are drawn from; None: all.
-        top_p: the fewest tokens are drawn from whose probabilities sum up to it.
-        stop_ids: tokens of which each ends a continuation.
-        seed: of the drawing.
-        stream: what is drawn for; other streams are independent of it.
-        keeps_log_probs: keep the log-probability with which each token was drawn.
+        max_new_tokens: maximum number of generated tokens.
+        temperature: sampling temperature; 0 for greedy decoding.
+        top_k: number of most probable tokens to sample from; None for all.
+        top_p: sample from the smallest set of tokens whose probabilities sum to this value.
+        stop_ids: token ids that end a continuation.
+        seed: seed of the sampling.
+        stream: name of the random stream; different streams are independent.
+        keeps_log_probs: whether to record the log-probability of each sampled token.
     """
 
     max_new_tokens: int
@@ -50,12 +50,12 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Continuation:
-    """What a model adds to a prompt.
+    """Tokens generated for a prompt.
 
     Attributes:
-        tokens: the token that ends it included.
-        is_ended: it ends with such a token, rather than at `max_new_tokens`.
-        log_probs: with which each token was drawn, through the filters, where they are kept.
+        tokens: generated token ids, including the stop token.
+        is_ended: whether the last token is a stop token; False if generation ended at `max_new_tokens` or the context.
+        log_probs: log-probability of each token after filtering; empty if not recorded.
     """
 
     tokens: tuple[int, ...]
@@ -64,7 +64,7 @@ class Continuation:
 
     @property
     def answer(self) -> tuple[int, ...]:
-        """The tokens without the one that ends them."""
+        """The tokens without the stop token."""
         return self.tokens[:-1] if self.is_ended else self.tokens
 
 
@@ -83,31 +83,35 @@ def generate(
     beat: Callable[[str], None] | None = None,
     images: Sequence[Tensor] | None = None,
 ) -> list[Continuation]:
-    """Continue prompts; what is drawn depends on seed, key and place in the continuation, and not on the batches.
+    """Continue prompts; samples depend on seed, key and position in the continuation, not on the batch composition.
 
-    Where a sequence outgrows the context, the model reads its last `context` tokens anew for each token, or stops.
+    If a sequence outgrows the context, the model either recomputes its last `context` tokens for each new token, or
+    stops.
 
     Args:
         model: maps (tokens, return_logits) to `TokenLogProbs`; its training mode is restored.
-        prompts: tokens, at least one each.
-        decoding: how they are continued.
-        context: most tokens that the model reads.
-        device: where the model computes.
-        batch_size: prompts at a time; one at a time for a model without `new_cache`.
-        keys: what is drawn for a prompt is keyed by; None: its place.
-        is_sliding: continue beyond the context.
-        in_lockstep: call the model as often on every rank, whatever is drawn: each call gathers a sharded model.
-        beat: says what is being done, to a watchdog.
-        images: that each prompt is about, (pictures, 3, size, size) uint8, for a model that looks at such, and has no
-            `new_cache`; None: they are about none.
+        prompts: token ids, at least one for each prompt.
+        decoding: decoding settings.
+        context: maximum number of tokens that the model reads.
+        device: device of the model.
+        batch_size: number of prompts in a batch; a model without `new_cache` always gets one at a time.
+        keys: random key of each prompt; None for its index.
+        is_sliding: whether to continue beyond the context with a sliding window.
+        in_lockstep: call the model equally often on every rank, because each call gathers a sharded model.
+        beat: heartbeat of the watchdog, called with the name of the current activity.
+        images: images of each prompt, (images, 3, size, size) uint8, for a vision model, which must not have
+            `new_cache`; None if the prompts have no images.
+
+    Returns:
+        A continuation for each prompt, in order.
     """
-    model = model.module if isinstance(model, DistributedDataParallel) else model  # which has nothing to reduce here
+    model = model.module if isinstance(model, DistributedDataParallel) else model  # no gradients to reduce here
     keys = range(len(prompts)) if keys is None else keys
     size = batch_size if _new_cache(model, 1) is not None else 1
     found, was_training = list[Continuation](), model.training
     model.eval()
     try:
-        with uncompiled():  # each length would be compiled for itself
+        with uncompiled():  # otherwise each length would be compiled separately
             for start in range(0, len(prompts), size):
                 own = slice(start, start + size)
                 seen = None if images is None else torch.stack(list(images[own])).to(device)
@@ -125,7 +129,7 @@ def _new_cache(model: nn.Module, length: int, padding: Tensor | None = None) -> 
 
 
 class _Batch:
-    """Prompts that are continued together; those that are done leave when they are half of them."""
+    """Prompts that are continued together; finished ones are removed once they are at least half of the batch."""
 
     def __init__(
         self,
@@ -144,14 +148,13 @@ class _Batch:
         self._sequences = [list(prompt) for prompt in prompts]
         self._log_probs: list[list[float]] = [[] for _ in prompts]
         self._is_ended = [False] * len(prompts)
-        self._is_done = [False] * len(prompts)  # or as long as it may be
-        self._rows = list(range(len(prompts)))  # of the prompts that the model still reads
+        self._is_done = [False] * len(prompts)  # ended by a stop token, or at the maximum length
+        self._rows = list(range(len(prompts)))  # indices of the prompts in the model's batch
         self._cache: Any = None
         num_drawn = decoding.max_new_tokens if decoding.temperature > 0 else 0
         self._uniforms = keyed_sequences(decoding.seed, keys, num_drawn, stream=decoding.stream)
 
     def run(self, *, is_sliding: bool, in_lockstep: bool, beat: Callable[[str], None] | None = None) -> None:
-        """Continue all of them."""
         for step in range(self._decoding.max_new_tokens):
             if beat is not None:
                 beat("generating answers")
@@ -166,20 +169,19 @@ class _Batch:
             self._add(*self._choose(self._read(self._decoding.max_new_tokens - step), step))
 
     def continuations(self) -> Iterator[Continuation]:
-        """What has come of each prompt."""
         found = zip(self._prompts, self._sequences, self._is_ended, self._log_probs, strict=True)
         for length, sequence, is_ended, log_probs in found:
             yield Continuation(tuple(sequence[length:]), is_ended, tuple(log_probs))
 
     def _read(self, num_left: int) -> Tensor:
-        """Logits of the next token, (rows, vocab), of which `num_left` are still to come."""
+        """Return the logits of the next token, (rows, vocab) float32; `num_left` tokens remain to be generated."""
         sequences = [self._sequences[row] for row in self._rows]
         expanded: Tensor | None = None
         if self._cache is not None and self._cache.filled < self._cache.length:
             tokens = torch.tensor([sequence[-1:] for sequence in sequences], device=self._device)
         else:
             given = [tuple(sequence[-self._context :]) for sequence in sequences]
-            windows = list(dict.fromkeys(given))  # answers to one prompt begin alike: it is read once
+            windows = list(dict.fromkeys(given))  # a prompt with several answers is read once
             if len(windows) < len(given):
                 places = {window: place for place, window in enumerate(windows)}
                 expanded = torch.tensor([places[window] for window in given], device=self._device)
@@ -197,11 +199,11 @@ class _Batch:
         return logits.float()
 
     def _choose(self, logits: Tensor, step: int) -> tuple[list[int], list[float]]:
-        """The next token of each row, and the log-probability with which it is drawn, where that is kept."""
+        """Return the next token of each row, and its log-probability if it is recorded."""
         decoding, chosen, kept = self._decoding, logits.argmax(-1), logits
         if decoding.temperature > 0:
             kept = filtered(logits, temperature=decoding.temperature, top_k=decoding.top_k, top_p=decoding.top_p)
-            # A temperature so small that the quotients overflow picks the likeliest, too.
+            # If the temperature is so small that the division overflows, use the argmax.
             drawn = draw_tokens(kept, self._uniforms[self._rows, step])
             chosen = torch.where(kept.amax(-1).isfinite(), drawn, chosen)
         log_probs: list[float] = []
@@ -218,7 +220,7 @@ class _Batch:
                 self._is_ended[row] = token in self._decoding.stop_ids
 
     def _let_go(self) -> None:
-        """Stop reading what is done, where that is half of what is read, or all has to be read anew."""
+        """Remove finished rows if they are at least half of the batch, or if the cache must be rebuilt anyway."""
         going_on = [index for index, row in enumerate(self._rows) if not self._is_done[row]]
         is_full = self._cache is None or self._cache.filled == self._cache.length
         if 2 * len(going_on) <= len(self._rows) or is_full:

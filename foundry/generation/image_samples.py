@@ -1,4 +1,4 @@
-"""Drawn images, as a picture to look at."""
+"""Grids of generated images, for users to look at."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,18 +10,19 @@ from torch import Tensor
 from foundry.run_dir.files import replaced_atomically
 
 CELL_PIXELS = 64
-"""Smallest height of an image in the picture."""
+"""Minimum height of an image in the grid, in pixels."""
 _LONGEST_NAME = 14
 
 
 @dataclass(frozen=True)
 class ImageSamples:
-    """Images and the classes they were drawn for.
+    """Generated images with their classes.
 
     Attributes:
-        images: (n, channels, height, width) float32 in [-1, 1], in host memory; one channel is ink on paper.
+        images: (n, channels, height, width) float32 in [-1, 1], in host memory; a single channel is drawn as ink on
+            paper.
         labels: (n,) int64.
-        names: of all classes; none: they are called by their numbers.
+        names: names of all classes; empty to show class numbers.
     """
 
     images: Tensor
@@ -29,7 +30,7 @@ class ImageSamples:
     names: tuple[str, ...] = ()
 
     def save(self, stem: Path) -> Path:
-        """Write `stem`.png: a grid with a row for each class, labelled with it; return the file."""
+        """Write a grid with a labeled row for each class to `stem`.png, and return the path."""
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
@@ -58,7 +59,7 @@ class ImageSamples:
         return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
 
     def _cells(self) -> Tensor:
-        """The images as (n, height, width, 3) float32 in [0, 1], each pixel repeated until it can be seen."""
+        """Return the images as (n, height, width, 3) float32 in [0, 1], enlarged to at least `CELL_PIXELS`."""
         brightness = (self.images.clamp(-1, 1) + 1) / 2
         if brightness.shape[1] == 1:
             brightness = (1 - brightness).expand(-1, 3, -1, -1)
@@ -66,7 +67,7 @@ class ImageSamples:
         return F.interpolate(brightness, scale_factor=factor, mode="nearest").permute(0, 2, 3, 1)
 
     def _grid(self, classes: list[int], gap: int) -> Tensor:
-        """The cells as one picture, (height, width, 3): a row of them for each class, `gap` pixels apart."""
+        """Return the grid as an image, (height, width, 3): a row for each class, `gap` pixels between images."""
         cells = self._cells()
         rows = [cells[self.labels == label] for label in classes]
         height, width = cells.shape[1] + gap, cells.shape[2] + gap

@@ -1,4 +1,4 @@
-"""Answers about pictures, to look at."""
+"""Figures of a model's answers to questions about images."""
 
 import textwrap
 import warnings
@@ -12,19 +12,19 @@ from foundry.run_dir.files import replaced_atomically
 _COLUMNS = 4
 _CELL_INCHES = 2.2
 _LINE, _MOST_LINES = 34, 2
-"""Letters of a line of text under a picture, and lines of each text."""
+"""Characters in a line of text under an image, and maximum number of lines of each text."""
 _RIGHT, _WRONG = "#1a7f37", "#b42318"
 
 
 @dataclass(frozen=True)
 class PictureAnswers:
-    """Questions about pictures and what the model answers.
+    """Questions about images with the model's answers.
 
     Attributes:
         images: (n, 3, height, width) uint8, in host memory.
-        questions: each what was asked last.
-        answers: the model's.
-        truths: the right ones, None where they are not known.
+        questions: last user turn of each prompt.
+        answers: the model's answers.
+        truths: reference answers; None if unknown.
     """
 
     images: Tensor
@@ -34,11 +34,11 @@ class PictureAnswers:
 
     @property
     def text(self) -> str:
-        """All questions with their answers, an empty line between two."""
+        """All questions with their answers, separated by empty lines."""
         return "\n\n".join("\n".join(lines) for lines in self._lines())
 
     def save(self, stem: Path) -> Path:
-        """Write `stem`.png: the pictures with question, answer and, where it is known, the right one; the file."""
+        """Write the images with question, answer and reference answer (if known) to `stem`.png, and return the path."""
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
@@ -60,12 +60,12 @@ class PictureAnswers:
             text.set_parse_math(False)
         file = Path(f"{stem}.png")
         with replaced_atomically(file) as stream, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Glyph")  # a script that the font has not is drawn as boxes
+            warnings.filterwarnings("ignore", "Glyph")  # characters that the font lacks are drawn as boxes
             figure.savefig(stream, dpi=120, format="png")
         return file
 
     def _lines(self) -> list[list[str]]:
-        """What is said about each picture."""
+        """Return the lines of text under each image."""
         found = list[list[str]]()
         for question, answer, truth in zip(self.questions, self.answers, self.truths, strict=True):
             found.append([question, f"answer: {answer}", *([] if truth is None else [f"right: {truth}"])])
@@ -73,6 +73,6 @@ class PictureAnswers:
 
 
 def _wrapped(text: str) -> list[str]:
-    """A text as the few lines that there is room for."""
+    """Wrap a text to the lines that fit under an image."""
     printable = "".join(letter if letter.isprintable() else " " for letter in text)
     return textwrap.wrap(printable, _LINE, max_lines=_MOST_LINES, placeholder=" ...") or [""]

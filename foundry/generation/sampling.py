@@ -1,22 +1,23 @@
-"""Drawing tokens: which the filters leave, and which of these is drawn."""
+"""Token sampling: filters of logits, and draws from the remaining tokens."""
 
 import torch
 from torch import Tensor
 
 
 def filtered(logits: Tensor, *, temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0) -> Tensor:
-    """Logits divided by the temperature, then top-k, then top-p of what is left (Holtzman et al., 2020).
+    """Divide logits by the temperature, then apply top-k, then top-p to the remaining tokens (Holtzman et al., 2020).
 
-    Of equal logits the lower token ids are kept. Differentiable in the logits that are kept.
+    Equal logits are kept in the order of their token ids. Differentiable with respect to the kept logits.
 
     Args:
-        logits: (..., vocab), of any floating-point dtype, which the result has too.
-        temperature: above 0.
-        top_k: how many of the likeliest tokens are kept, at least 1; None: all.
-        top_p: the fewest tokens whose probabilities, renormalised after top-k, sum up to it are kept, at least one.
+        logits: (..., vocab), any floating-point dtype; the result has the same dtype.
+        temperature: sampling temperature, above 0.
+        top_k: number of most probable tokens to keep, at least 1; None for all.
+        top_p: keep the smallest set of tokens whose probabilities, renormalized after top-k, sum to this value; at
+            least one token is kept.
 
     Returns:
-        (..., vocab), not normalised; -inf where a token is left out.
+        (..., vocab), not normalized; -inf for removed tokens.
     """
     scaled = logits / temperature
     if (top_k is None or top_k >= logits.shape[-1]) and top_p >= 1:
@@ -32,30 +33,31 @@ def filtered(logits: Tensor, *, temperature: float = 1.0, top_k: int | None = No
 
 
 def draw_tokens(logits: Tensor, uniforms: Tensor) -> Tensor:
-    """Draw a token for each row by the inverse of its cumulative distribution, in float64.
+    """Sample a token for each row by inverting its cumulative distribution in float64.
 
     Args:
-        logits: (batch, vocab), -inf where a token is left out; at least one of a row is finite, and none is NaN or inf.
-        uniforms: (batch,) float64 from [0, 1).
+        logits: (batch, vocab), -inf for removed tokens; each row has at least one finite logit, and no NaN or +inf.
+        uniforms: (batch,) float64 in [0, 1).
 
     Returns:
         (batch,) int64.
     """
     sums = _running_sums(logits, torch.float64)
-    # Below the total for any number below 1; a token without probability adds nothing, and is never found.
+    # `below` is less than the total for any uniform below 1. A token of probability 0 adds nothing to the sums, so
+    # `searchsorted` never returns it.
     below = (uniforms.to(sums.device, non_blocking=True)[:, None] * sums[:, -1:]).long()
     return torch.searchsorted(sums, below, right=True).squeeze(-1)
 
 
 def _running_sums(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Running sums of the probabilities in units of 2^-52, (..., vocab) int64.
+    """Return the cumulative sums of the probabilities in units of 2^-52, (..., vocab) int64.
 
-    Sums of integers are exact in any order. On a GPU the order of `cumsum` changes from call to call, and
-    `torch.use_deterministic_algorithms` refuses it for floating-point numbers. Totals stay below 2^53, so that float64
-    holds each of them.
+    Integer sums are exact in any order. On a GPU the order of `cumsum` changes from call to call, and
+    `torch.use_deterministic_algorithms` rejects it for floating-point numbers. Totals stay below 2^53, so that float64
+    represents each of them exactly.
 
     Args:
         logits: (..., vocab).
-        dtype: of the softmax: float32 or float64.
+        dtype: type of the softmax: float32 or float64.
     """
     return logits.softmax(dim=-1, dtype=dtype).mul_(2.0**52).long().cumsum_(dim=-1)

@@ -1,4 +1,4 @@
-"""Continued text, to read."""
+"""Text samples: continuations of prompts, for users to read."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -18,20 +18,20 @@ from foundry.run_dir.files import write_atomically
 DEFAULT_PROMPT = "def "
 log = logging.getLogger(__name__)
 _SHOWN, _PICTURES_SHOWN = 4, 8
-"""Held-out prompts that are continued where none is given."""
+"""Numbers of held-out prompts to continue if the user gives none: for text models, and for vision models."""
 _PAGE_WIDTH = 60
 """Characters of a heading in a file of samples."""
 
 
 @dataclass(frozen=True)
 class TextSamples:
-    """Prompts and their continuations by a model.
+    """Prompts with their continuations by a model.
 
     Attributes:
         texts: each prompt with its continuation.
-        prompts: the beginnings of the texts that were given; empty if they are not known.
-        drawn: how the texts were drawn, by name: temperature, seed.
-        step: optimizer steps that the model had taken; None if it is not known.
+        prompts: the prompt at the start of each text; empty if unknown.
+        drawn: sampling settings by name: temperature, seed.
+        step: number of optimizer steps of the model; None if unknown.
     """
 
     texts: tuple[str, ...]
@@ -41,12 +41,12 @@ class TextSamples:
 
     @property
     def text(self) -> str:
-        """All of them, an empty line between two."""
+        """All texts, separated by empty lines."""
         return "\n\n".join(self.texts)
 
     @property
     def page(self) -> str:
-        """All of them under headings: step and drawing, then of each text its number, prompt and continuation."""
+        """All texts under headings: step and sampling settings, then number, prompt and continuation of each text."""
         facts = {**({} if self.step is None else {"step": self.step}), **self.drawn}
         blocks = [", ".join(f"{name} {value}" for name, value in facts.items())] if facts else []
         for number, text in enumerate(self.texts, start=1):
@@ -58,7 +58,7 @@ class TextSamples:
         return "\n\n".join(blocks)
 
     def save(self, stem: Path) -> Path:
-        """Write `stem`.txt and return the file."""
+        """Write `stem`.txt and return its path."""
         file = Path(f"{stem}.txt")
         write_atomically(file, self.page + "\n")
         return file
@@ -70,7 +70,7 @@ def _heading(title: str, sign: str) -> str:
 
 @dataclass(frozen=True)
 class _Asked:
-    """A prompt, where in it what is asked last begins, the right answer where it is known, and what it is about."""
+    """A prompt: token ids, start of the last user turn, reference answer (or None) and images."""
 
     tokens: list[int]
     turn: int = 0
@@ -94,29 +94,29 @@ def continue_text(
     image: Tensor | None = None,
     seed: int = 0,
 ) -> TextSamples | PictureAnswers:
-    """Continue prompts as text, or answer them in a chat; of a model that looks at pictures, about one.
+    """Continue prompts as text, or answer them in a chat; with a vision model, answer questions about an image.
 
-    Every rank calls this together, and runs the model's forward pass as often as the others; all get the same text.
+    All ranks must call this together. They run the model's forward pass equally often, and all get the same text.
 
     Args:
         model: the model, wrapped or not; its training mode is restored.
-        data: `DataSplits` of text; gives the tokenizer, the stop tokens and the chat template.
-        device: where the model computes.
-        prompt: text to continue; None: `prompts`, or the first few of the held-out data, or `def `.
-        prompts: several.
-        max_new_tokens: tokens to add at most; a text ends with its document or answer.
-        temperature: 0 picks the likeliest token.
-        top_k: draw from so many of the likeliest tokens; None: from all.
-        top_p: draw from the fewest tokens whose probabilities sum up to it.
-        stop: tokens that end a text; None: those of the data.
-        chat: put prompts into the data's chat template, where it has one.
-        image: the picture that the prompts are about, (3, image_size, image_size) uint8; None: there is none, or the
-            prompts are held-out ones.
-        seed: of the drawing.
+        data: `DataSplits` of text, with the tokenizer, the stop tokens and the chat template.
+        device: device of the model.
+        prompt: text to continue; None for `prompts`, else the first few held-out prompts, else `def `.
+        prompts: several texts to continue.
+        max_new_tokens: maximum number of generated tokens; a text ends earlier at the end of its document or answer.
+        temperature: sampling temperature; 0 for greedy decoding.
+        top_k: number of most probable tokens to sample from; None for all.
+        top_p: sample from the smallest set of tokens whose probabilities sum to this value.
+        stop: tokens that end a text; None for the data's stop tokens.
+        chat: format prompts with the data's chat template, if it has one.
+        image: image for the prompts, (3, image_size, image_size) uint8; None for text models, or to use held-out
+            prompts with their own images.
+        seed: seed of the sampling.
 
     Raises:
-        ConfigError: a prompt has no tokens, the template refuses it, `stop` names no token, or there is no picture
-            and the model looks at one.
+        ConfigError: a prompt has no tokens, the template rejects it, `stop` contains an unknown token, or a vision
+            model gets no image.
     """
     special = [token for token, added in data.tokenizer.get_added_tokens_decoder().items() if added.special]
     stop_ids = list(data.stop_ids) or special
@@ -128,7 +128,7 @@ def continue_text(
         if image is None and size is not None:
             raise ConfigError(Violation("image", "has no value, and the model answers about pictures; give image=FILE"))
         seen = None if image is None else image.unsqueeze(0)
-        # Without a prompt a text starts where documents do: after the end of another.
+        # An empty prompt becomes the stop token: in training, each document follows the stop token of another.
         texts = _given(prompt, prompts, data, chat=chat)
         asked = [_Asked(_encode(data, text, chat=chat) or stop_ids[:1], images=seen) for text in texts]
     encoded = [each.tokens for each in asked]
@@ -168,7 +168,7 @@ def continue_text(
 
 
 def _about_pictures(asked: "Sequence[_Asked]", found: Sequence[Continuation], data: Any) -> PictureAnswers:
-    """The answers beside the first picture of each prompt."""
+    """Return the answers with the first image of each prompt."""
     return PictureAnswers(
         images=torch.stack([each.images[0] for each in asked if each.images is not None]),
         questions=tuple(" ".join(data.decode(each.tokens[each.turn :]).split()) for each in asked),
@@ -178,16 +178,16 @@ def _about_pictures(asked: "Sequence[_Asked]", found: Sequence[Continuation], da
 
 
 def context_of(model: nn.Module, data: Any) -> int:
-    """Most tokens that a model reads: its `max_seq_len`; without that attribute those of the longest sample."""
+    """Return the model's context length: its `max_seq_len`, or else the length of the longest sample."""
     lengths = (getattr(getattr(model, "module", model), "max_seq_len", None), data.max_tokens, data.tokens_per_sample)
     return int(next(length for length in lengths if length is not None))
 
 
 def _given(prompt: str | None, prompts: Sequence[str] | None, data: Any, *, chat: bool) -> Sequence[str]:
-    """The texts to continue.
+    """Return the texts to continue.
 
     Raises:
-        ConfigError: there are none, or both kinds.
+        ConfigError: no text is given, or both `prompt` and `prompts` are.
     """
     if prompts is None:
         if prompt is None and chat and data.chat_template is not None:
