@@ -1,1 +1,1 @@
-"""Shared by all rooms: events, protocols, progress, durations, errors, keyed random numbers; imports no room above."""
+"""Code shared by all rooms: events, protocols, progress, durations, errors, random numbers; imports no room above."""

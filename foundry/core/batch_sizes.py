@@ -1,4 +1,4 @@
-"""The global batch size as a function of the samples consumed: constant, ramped, or stepwise."""
+"""Global batch size as a function of the samples consumed: constant, ramped, or stepwise."""
 
 import math
 import re
@@ -12,9 +12,9 @@ from typing import Self
 from foundry.core.errors import shown
 
 LARGEST_COUNT = 10**18
-"""Of samples, tokens or steps: int64 holds it."""
+"""Largest number of samples, tokens or steps; it fits into int64."""
 MOST_STAGES = 10_000
-"""Batch sizes of one run; all of them are held in memory."""
+"""Maximum number of batch sizes in a run; all of them are held in memory."""
 
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _COUNT = re.compile(r"(?P<number>(\d+\.?\d*|\.\d+)(e\+?\d{1,2})?)(?P<suffix>[kmbt]?)", re.IGNORECASE)
@@ -22,12 +22,12 @@ _COUNT = re.compile(r"(?P<number>(\d+\.?\d*|\.\d+)(e\+?\d{1,2})?)(?P<suffix>[kmb
 
 @dataclass(frozen=True)
 class Stage:
-    """Consecutive optimizer steps of one size.
+    """Consecutive optimizer steps with the same batch size.
 
     Attributes:
         first_step: optimizer steps before the stage.
-        first_sample: samples consumed before it.
-        global_batch_size: samples per optimizer step in it.
+        first_sample: samples consumed before the stage.
+        global_batch_size: samples per optimizer step in the stage.
     """
 
     first_step: int
@@ -36,14 +36,14 @@ class Stage:
 
 
 class BatchSizes:
-    """A step function of the samples consumed, and where optimizer steps fall on it.
+    """Step function from samples consumed to batch size, with the optimizer steps that result from it.
 
-    A step takes the size at the samples consumed before it, so it may run over the next threshold; the stages are what
-    a run meets. Past the last threshold the size stays.
+    A step uses the size at the number of samples consumed before it, so it may extend beyond the next threshold;
+    `stages` are the resulting steps. After the last threshold the size is constant.
     """
 
     def __init__(self, thresholds: Iterable[tuple[int, int]]) -> None:
-        """Take pairs of samples consumed and the size from there on, the first at 0, in increasing order.
+        """Create from pairs of samples consumed and the size from there on, in increasing order, the first at 0.
 
         Raises:
             ValueError: a size is below 1.
@@ -58,15 +58,15 @@ class BatchSizes:
 
     @classmethod
     def constant(cls, size: int) -> Self:
-        """The same size throughout."""
+        """Create a constant batch size."""
         return cls([(0, size)])
 
     @classmethod
     def ramp(cls, *, start: int, increment: int, over_samples: int, final: int) -> Self:
-        """Megatron-LM's linear ramp (`RampupBatchsizeNumMicroBatchesCalculator`, core 0.17.1), its rounding included.
+        """Create Megatron-LM's linear ramp, including its rounding.
 
-        With c samples consumed and P = over_samples * increment / (final - start) the size is
-        start + increment * int(c / P) up to c = over_samples, and final beyond.
+        Source: `RampupBatchsizeNumMicroBatchesCalculator`, core 0.17.1. With c samples consumed and P = over_samples *
+        increment / (final - start) the size is start + increment * int(c / P) up to c = over_samples, and final beyond.
 
         Raises:
             ValueError: the size does not grow from start to final in whole increments.
@@ -88,14 +88,14 @@ class BatchSizes:
 
     @classmethod
     def parse(cls, text: str, *, tokens_per_sample: int | None = None) -> Self:
-        """Read `"0:768 250B:1536"`: from a threshold on, a size; Megatron-LM's `--step-batch-size-schedule`.
+        """Parse `"0:768 250B:1536"` (threshold:size), the format of Megatron-LM's `--step-batch-size-schedule`.
 
         Args:
-            text: entries apart by spaces or commas, in any order.
-            tokens_per_sample: where given, thresholds count tokens and are divided by it, rounding down.
+            text: entries separated by spaces or commas, in any order.
+            tokens_per_sample: if given, thresholds count tokens and are divided by it, rounding down.
 
         Raises:
-            ValueError: the text is no such list, or its first threshold is not 0, or one comes twice.
+            ValueError: the text does not have this format, its first threshold is not 0, or a threshold occurs twice.
         """
         overrides = [word for word in re.split(r"[\s,]+", text.strip()) if word]
         if not overrides:
@@ -112,44 +112,44 @@ class BatchSizes:
         return cls(pairs)
 
     def rounded(self, multiple: int) -> Self:
-        """Each size rounded down to a multiple.
+        """Return a copy with each size rounded down to a multiple.
 
         Raises:
-            ValueError: one is below the multiple, so that nothing is left of it.
+            ValueError: a size is below the multiple and would become 0.
         """
         return type(self)((samples, size // multiple * multiple) for samples, size in self.thresholds)
 
     @property
     def sizes(self) -> list[int]:
-        """The sizes in their order."""
+        """All sizes in order."""
         return [size for _, size in self.thresholds]
 
     @property
     def final(self) -> int:
-        """The size past the last threshold."""
+        """Size after the last threshold."""
         return self.thresholds[-1][1]
 
     def at(self, samples: int) -> int:
-        """The size of the step that starts after `samples` samples."""
+        """Return the size of the step that starts after `samples` samples."""
         return self.thresholds[bisect_right(self._starts, samples) - 1][1]
 
     def samples_after(self, steps: float) -> float:
-        """Samples that the first `steps` optimizer steps consume; whole for whole steps."""
+        """Return the samples consumed by the first `steps` optimizer steps; integral for an integer number of steps."""
         stage = self.stages[bisect_right(self._stage_steps, steps) - 1]
         return stage.first_sample + (steps - stage.first_step) * stage.global_batch_size
 
     def steps_at(self, samples: float) -> float:
-        """Optimizer steps that `samples` samples make, with the fraction of the last."""
+        """Return the optimizer steps in the first `samples` samples, including the fraction of the last step."""
         stage = self._stage_at(samples)
         return stage.first_step + (samples - stage.first_sample) / stage.global_batch_size
 
     def whole_steps(self, samples: int) -> int:
-        """Whole optimizer steps within `samples` samples."""
+        """Return the number of complete optimizer steps in the first `samples` samples."""
         stage = self._stage_at(samples)
         return stage.first_step + (samples - stage.first_sample) // stage.global_batch_size
 
     def samples_before(self, end: float, steps: float) -> float:
-        """Samples that the last `steps` optimizer steps before `end` samples consume."""
+        """Return the samples consumed by the last `steps` optimizer steps before `end` samples."""
         total = 0.0
         for stage in reversed(self.stages[1:]):
             if stage.first_sample < end:
@@ -166,14 +166,14 @@ class BatchSizes:
 
 
 def parse_count(text: str) -> int:
-    """Read a whole number with an optional suffix, in either case: `9765625`, `250B`, `1.5M`, `1e6`.
+    """Parse an integer with an optional suffix in either case: `9765625`, `250B`, `1.5M`, `1e6`.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is not an integer, or exceeds `LARGEST_COUNT`.
     """
     match = _COUNT.fullmatch(text.strip().replace("_", ""))
     if match is not None:
-        # Decimal, since 2.01 * 1000 is no whole number in binary.
+        # Decimal, because 2.01 * 1000 is not an integer in binary floating point.
         value = Decimal(match["number"]) * _SUFFIXES[match["suffix"].upper()]
         if value > LARGEST_COUNT:
             raise ValueError(f"'{shown(text)}' is more than {LARGEST_COUNT:,}; give a smaller number")
@@ -193,7 +193,7 @@ def _entry(word: str) -> tuple[int, int]:
 
 
 def _first_reaching(k: int, each: float) -> int:
-    """The smallest whole c with int(c / each) >= k, in floating point as Megatron computes it."""
+    """Return the smallest integer c with int(c / each) >= k, in floating point as Megatron computes it."""
     samples = max(0, math.ceil(k * each) - 2)
     while int(samples / each) < k:
         samples += 1
@@ -201,7 +201,7 @@ def _first_reaching(k: int, each: float) -> int:
 
 
 def _merged(thresholds: Iterable[tuple[int, int]]) -> Sequence[tuple[int, int]]:
-    """Without those that change nothing, or are overtaken by another at the same place."""
+    """Remove thresholds that do not change the size, and all but the last at the same number of samples."""
     merged: list[tuple[int, int]] = []
     for samples, size in thresholds:
         if merged and merged[-1][0] == samples:
@@ -212,7 +212,7 @@ def _merged(thresholds: Iterable[tuple[int, int]]) -> Sequence[tuple[int, int]]:
 
 
 def _walk(thresholds: Sequence[tuple[int, int]]) -> Iterable[Stage]:
-    """The stages that optimizer steps meet; one whose threshold a step runs over entirely is left out."""
+    """Yield the stages that optimizer steps reach, without stages that a single step jumps over."""
     step = samples = 0
     ends = [start for start, _ in thresholds[1:]]
     for (_, size), end in zip(thresholds, [*ends, None], strict=True):

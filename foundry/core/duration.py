@@ -17,7 +17,7 @@ _FORMS = '"1000" (steps), "0.3 run", "2 epochs", "50k samples" or "250M tokens"'
 
 
 class Unit(Enum):
-    """What a duration counts."""
+    """Unit of a duration."""
 
     steps = "steps"
     fraction = "fraction"
@@ -29,13 +29,13 @@ class Unit(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """The size of a run, to which durations are relative.
+    """Size of a run; reference for relative durations.
 
     Attributes:
-        total_samples: samples the run consumes, in whole optimizer steps.
+        total_samples: samples that the run consumes, in whole optimizer steps.
         batch_sizes: samples per optimizer step along the run.
         samples_per_epoch: samples in one pass over the training data.
-        tokens_per_sample: tokens in one sample, or None where the data has no tokens.
+        tokens_per_sample: tokens in one sample; None if the data has no tokens.
     """
 
     total_samples: int
@@ -45,23 +45,27 @@ class Budget:
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps of the run."""
+        """Number of optimizer steps in the run."""
         return self.batch_sizes.whole_steps(self.total_samples)
 
 
 @dataclass(frozen=True)
 class Duration:
-    """A length in one of six units; `1` is one step, `1.0` the whole, and `1 run` the run whatever the whole is."""
+    """A length in one of six units.
+
+    `1` is one step, `1.0` the whole reference length, which is the run unless another is given, and `1 run` always the
+    run.
+    """
 
     value: float
     unit: Unit
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read a duration as a user writes it.
+        """Parse a duration in the user's notation.
 
         Raises:
-            ValueError: the text is none of these forms, is negative, is a share above 1, or beyond `LARGEST_COUNT`.
+            ValueError: the text has another form, is negative, is a fraction above 1, or exceeds `LARGEST_COUNT`.
         """
         match, message = _PATTERN.fullmatch(text.strip()), f"'{shown(text)}'"
         if match is None:
@@ -69,7 +73,7 @@ class Duration:
         number = match["number"]
         suffix = match["suffix"]
         unit = match["unit"]
-        # Decimal, since 2.01 * 1000 is no whole number in binary.
+        # Decimal, because 2.01 * 1000 is not an integer in binary floating point.
         exact = Decimal(number) * _SUFFIXES[suffix]
         if exact > LARGEST_COUNT:
             raise ValueError(f"{message} is more than {LARGEST_COUNT:,}; give a smaller number")
@@ -97,10 +101,10 @@ class Duration:
 
     @classmethod
     def parse_positive(cls, text: str) -> Self:
-        """Read a duration that may not be empty.
+        """Parse a duration that must not be zero.
 
         Raises:
-            ValueError: as `parse`, or the length is zero.
+            ValueError: as in `parse`, or the length is zero.
         """
         duration = cls.parse(text)
         if duration.value == 0:
@@ -108,15 +112,15 @@ class Duration:
         return duration
 
     def samples(self, budget: Budget, *, whole: float | None = None, end: float | None = None) -> float:
-        """The length in samples; a fraction is not rounded.
+        """Return the length in samples; fractions are not rounded.
 
         Args:
-            budget: of the run.
-            whole: samples of which a fraction is a part; None: the run.
-            end: samples at which a length in steps ends, where batch sizes differ; None: it starts with the run.
+            budget: size of the run.
+            whole: reference length of a fraction, in samples; None for the run.
+            end: end of a length in steps, in samples, if batch sizes vary; None if the length starts with the run.
 
         Raises:
-            ValueError: the duration counts tokens and the data has none.
+            ValueError: the duration counts tokens and the data has no tokens.
         """
         match self.unit:
             case Unit.steps:
@@ -142,18 +146,21 @@ class Duration:
 
 
 def without_rounding_error(samples: float) -> float:
-    """A product of a share and a count to 15 digits, all that a double holds: whole where the exact product is."""
+    """Round a product of a fraction and a count to 15 digits, so that it is an integer if the exact product is one.
+
+    A double holds 15 decimal digits.
+    """
     return float(f"{samples:.15g}")
 
 
 @dataclass(frozen=True)
 class Interval:
-    """When something that is done again and again is due: every so many optimizer steps, samples or tokens.
+    """Schedule of a recurring event: every so many optimizer steps, samples or tokens.
 
     Attributes:
-        steps: optimizer steps between, or None.
-        samples: samples between, where `steps` is None; due at the step that reaches a multiple of it.
-        tokens: tokens between, for an interval in tokens and a run that counts those it consumes.
+        steps: optimizer steps between events, or None.
+        samples: samples between events if `steps` is None; an event is due at the step that reaches a multiple.
+        tokens: tokens between events, for an interval in tokens and a run that counts its tokens.
     """
 
     steps: int | None
@@ -162,13 +169,13 @@ class Interval:
 
     @classmethod
     def parse(cls, text: str, budget: Budget) -> Self:
-        """Read a duration as the interval of a run of this budget.
+        """Parse a duration as the interval of a run with this budget.
 
         Raises:
-            ValueError: it is none, is empty, or longer than the run.
+            ValueError: the text is not a duration, is zero, or is longer than the run.
         """
         duration = Duration.parse_positive(text)
-        # 0.07 of 100 samples is 7.000000000000001, which the seventh does not reach.
+        # 0.07 of 100 samples is 7.000000000000001, which the seventh sample would not reach.
         samples = without_rounding_error(duration.samples(budget))
         if samples > budget.total_samples:
             length = "" if duration.unit is Unit.steps else f"{shown(text)}, "
@@ -181,20 +188,21 @@ class Interval:
         )
 
     def times_before_end(self, budget: Budget) -> int:
-        """How often it is due before the last step of a run of this budget, at most."""
+        """Return the maximum number of events before the last step of a run with this budget."""
         before = budget.total_steps - 1
         if self.steps is not None:
             return before // self.steps
         return min(before, int(budget.batch_sizes.samples_after(before) / self.samples))
 
     def due(self, step: int, samples_before: int, samples_after: int, tokens: tuple[int, int] | None = None) -> bool:
-        """Whether it is due after optimizer step `step`, which consumed samples `samples_before` to `samples_after`.
+        """Return whether an event is due after optimizer step `step`.
 
         Args:
-            step: counted from one.
-            samples_before: consumed before it.
-            samples_after: consumed after it.
-            tokens: consumed before and after; None: not counted, and every sample has the same number.
+            step: number of the step, counted from one.
+            samples_before: samples consumed before the step.
+            samples_after: samples consumed after the step.
+            tokens: tokens consumed before and after the step; None if they are not counted and all samples have equal
+                lengths.
         """
         if self.steps is not None:
             return step % self.steps == 0
@@ -205,10 +213,10 @@ class Interval:
 
 
 def parse_epoch_steps(text: str) -> int | None:
-    """Read `"10 epoch_steps"`: optimizer steps that are counted anew in each epoch. None for any other text.
+    """Parse `"10 epoch_steps"`: optimizer steps, counted from the start of each epoch. Return None for any other text.
 
     Raises:
-        ValueError: it is zero, or beyond `LARGEST_COUNT`.
+        ValueError: the number is zero or exceeds `LARGEST_COUNT`.
     """
     match = _EPOCH_STEPS.fullmatch(text.strip())
     return None if match is None else int(Duration.parse_positive(match["count"]).value)
@@ -216,14 +224,15 @@ def parse_epoch_steps(text: str) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class EpochInterval:
-    """When something is due that is counted anew in each epoch, in batches: optimizer steps.
+    """Schedule of a recurring event that is counted in batches (optimizer steps) from the start of each epoch.
 
-    A batch belongs to the epoch in which it begins, so where an epoch is no whole number of batches the last one takes
-    its first samples from the next. Batches that grow make epochs of fewer batches. It may be longer than the run: an
-    epoch that does not end is never due.
+    A batch belongs to the epoch of its first sample. So if an epoch is not an integer number of batches, its last batch
+    includes the first samples of the next epoch. If batches grow, later epochs have fewer batches. An interval may be
+    longer than the run: in an epoch that does not end, no event is due.
 
     Attributes:
-        every: a whole number of batches, or a fraction of the epoch's; at least one batch, at most the epoch.
+        every: an integer number of batches, or a fraction of the epoch's batches; at least one batch, at most the
+            epoch.
         batch_sizes: samples per optimizer step along the run.
         samples_per_epoch: samples in one pass over the training data.
     """
@@ -234,22 +243,22 @@ class EpochInterval:
 
     @classmethod
     def of(cls, every: int | float, budget: Budget) -> Self:
-        """Return the interval in a run of this budget."""
+        """Return the interval in a run with this budget."""
         return cls(every=every, batch_sizes=budget.batch_sizes, samples_per_epoch=budget.samples_per_epoch)
 
     def steps_in(self, epoch: int) -> int:
-        """Batches between, in an epoch; the first one is 0."""
+        """Return the number of batches between events in an epoch; epochs are counted from 0."""
         batches = self._steps_before(epoch + 1) - self._steps_before(epoch)
         wanted = self.every if isinstance(self.every, int) else int(batches * self.every)
         return max(1, min(wanted, batches))
 
     def due(self, step: int, samples_before: int, samples_after: int, tokens: tuple[int, int] | None = None) -> bool:
-        """Whether it is due after optimizer step `step`; see `Interval.due`, tokens do not matter."""
+        """Return whether an event is due after optimizer step `step`; see `Interval.due`; `tokens` is ignored."""
         epoch = samples_before // self.samples_per_epoch
         return (step - self._steps_before(epoch)) % self.steps_in(epoch) == 0
 
     def _steps_before(self, epoch: int) -> int:
-        """Optimizer steps that begin before the epoch does."""
+        """Return the number of optimizer steps that begin before the epoch."""
         start = epoch * self.samples_per_epoch
         steps = self.batch_sizes.whole_steps(start)
         return steps + (self.batch_sizes.samples_after(steps) < start)

@@ -1,4 +1,4 @@
-"""Exponential moving average of the weights, sharded as they are."""
+"""Exponential moving average (EMA) of the weights, sharded like the weights."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,25 +11,26 @@ from foundry.core.state_values import read_count
 
 
 class WeightAverage:
-    """A moving average of what is trained of a model's parameters: average = d * average + (1 - d) * weights.
+    """Moving average of a model's trainable parameters: average = d * average + (1 - d) * weights.
 
-    The decay d of update t is min(decay, (1 + t) / (10 + t)), as in TensorFlow's ExponentialMovingAverage, so that
-    a short run does not average in its initial weights.
+    The decay d of update t is min(decay, (1 + t) / (10 + t)), as in TensorFlow's ExponentialMovingAverage, so that a
+    short run does not average in its initial weights.
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self._decay = decay
         self._updates: int | Tensor = 0
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        # In fp32 whatever the weights are: in bf16 a step of 1 - decay would be rounded away.
+        # Always in float32: in bfloat16 an update of weight 1 - decay would be lost to rounding.
         self.average = {name: p.detach().to(torch.float32, copy=True) for name, p in self._parameters.items()}
 
     @torch.no_grad()
     def update(self, skipped: Tensor | bool = False) -> None:
-        """Take in the weights as they are after an optimizer step.
+        """Update the average with the weights after an optimizer step.
 
         Args:
-            skipped: the step changed nothing, and neither does this; a () bool tensor where only the device knows.
+            skipped: whether the optimizer step was skipped, so that the average must not change either; a () bool
+                tensor if only the device knows.
         """
         if isinstance(skipped, Tensor):
             self._update_on_device(skipped)
@@ -42,7 +43,7 @@ class WeightAverage:
         torch._foreach_lerp_(_local(self.average.values()), weights, 1 - decay)
 
     def _update_on_device(self, skipped: Tensor) -> None:
-        """The same, waiting for nothing: towards the weights by 0 where the step was skipped. A kernel per tensor."""
+        """Update without a device sync: a skipped step interpolates by 0. Needs one kernel for each tensor."""
         taken = (~skipped).double()
         self._updates = self._updates + taken
         decay = ((1 + self._updates) / (10 + self._updates)).clamp(max=self._decay)
@@ -51,16 +52,16 @@ class WeightAverage:
             average.lerp_(weight.float(), towards)
 
     def state_dict(self) -> dict[str, int]:
-        """How many updates it has seen; plain JSON. The averages are tensors, saved with the weights."""
+        """Return the number of updates as plain JSON; the averages are tensors, which are saved with the weights."""
         return {"updates": int(self._updates)}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue from `state_dict()`."""
+        """Restore a `state_dict()`."""
         self._updates = read_count(state, "updates")
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Give the model the averaged weights inside the context, and its own back afterwards."""
+        """Give the model the averaged weights during the body, and restore its own weights afterwards."""
         self._swap()
         try:
             yield
@@ -76,5 +77,5 @@ class WeightAverage:
 
 
 def _local(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """This rank's shard of each tensor."""
+    """Return this rank's shard of each tensor."""
     return [local_part(t).detach() for t in tensors]

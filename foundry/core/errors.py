@@ -1,4 +1,4 @@
-"""What foundry says when a configuration cannot be run."""
+"""Config errors and their texts."""
 
 import difflib
 from collections.abc import Callable, Iterable, Sequence
@@ -14,9 +14,9 @@ _BEFORE_DIFFERENCE = 8
 
 @dataclass(frozen=True)
 class Violation:
-    """One config error: the key, and what is wrong with its value and how to mend it.
+    """One config error: the key, and a message with the problem of its value and the remedy.
 
-    As text it is one line without secrets and without what a terminal would obey.
+    Its string is one line without secrets and terminal control characters.
     """
 
     key: str
@@ -27,7 +27,10 @@ class Violation:
 
 
 class ConfigError(Exception):
-    """An error in a configuration, found before anything was spent. Printed as one line per violation; exit code 2."""
+    """An error in a configuration, found before training.
+
+    Printed with one line for each violation; exit code 2.
+    """
 
     def __init__(self, violations: Iterable[Violation] | Violation) -> None:
         self.violations = (violations,) if isinstance(violations, Violation) else tuple(violations)
@@ -38,7 +41,7 @@ class ConfigError(Exception):
 
 
 def format_reason(error: BaseException) -> str:
-    """An error in one line: its kind and the first line of its message; of a config error all of them."""
+    """Format an error in one line: type and first line of the message; for a config error, all violations."""
     if isinstance(error, ConfigError):
         return "; ".join(map(str, error.violations))
     message = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
@@ -46,7 +49,7 @@ def format_reason(error: BaseException) -> str:
 
 
 def nearest(word: str, among: Iterable[str]) -> str:
-    """`; did you mean x?` for the one nearest to a misspelt word, whatever its case, or nothing."""
+    """Return `; did you mean x?` for the closest match to a misspelt word, ignoring case; empty if no word is close."""
     words = dict[str, list[str]]()
     for other in among:
         words.setdefault(other.lower(), []).append(other)
@@ -58,14 +61,14 @@ def nearest(word: str, among: Iterable[str]) -> str:
 
 
 def shown(value: object) -> str:
-    """A value as a line of an error says it: floats short, text as it is, and the middle of what is long left out."""
+    """Format a value for an error message: short floats, plain text, and long values with the middle omitted."""
     if value is None:
         return "null"
     if isinstance(value, float):
         return f"{value:g}"
     try:
         return shortened(visible(str(value)), _LONGEST_VALUE)
-    except ValueError:  # Python prints no integer of more than 4300 digits
+    except ValueError:  # Python does not print integers of more than 4300 digits
         return "a number of thousands of digits"
 
 
@@ -74,15 +77,15 @@ def contrast(was: object, now: object, show: Callable[[object], str] = shown) ->
 
     Args:
         was: one value.
-        now: the other.
-        show: gives the text of a value. If both texts are the same, the values are written in full, and cut to the
-            passage where they first differ.
+        now: the other value.
+        show: formats a value. If both texts are equal, the values are written in full, and cut to the passage around
+            their first difference.
     """
     texts = show(was), show(now)
     if texts[0] != texts[1]:
         return texts
     are_texts = isinstance(was, str) and isinstance(now, str)
-    for write in (str, repr) if are_texts else (repr,):  # as text, a line break is a space
+    for write in (str, repr) if are_texts else (repr,):  # str first; it shows a line break as a space, repr as \n
         whole = [visible(write(value)) for value in (was, now)]
         if whole[0] != whole[1]:
             break
@@ -95,24 +98,24 @@ def contrast(was: object, now: object, show: Callable[[object], str] = shown) ->
 
 
 def listed(items: Sequence[object], most: int) -> str:
-    """`a, b and 3 more`: so many of them by name."""
+    """List the first `most` items by name, as in `a, b and 3 more`."""
     more = f" and {len(items) - most} more" if len(items) > most else ""
     return ", ".join(map(str, items[:most])) + more
 
 
 def first_line(message: str) -> str:
-    """What a library says of an error, in one line; the next one too where the first ends with a colon."""
+    """Return a library's error message in one line: its first line, and the second if the first ends with a colon."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     return " ".join(lines[:2]) if lines and lines[0].endswith(":") else (lines[0] if lines else "unknown error")
 
 
 def visible(text: str) -> str:
-    """Text in one line, without secrets; characters that cannot be printed as their numbers."""
+    """Return text in one line without secrets, with unprintable characters as escape codes."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in one_line(text))
 
 
 def shortened(text: str, most: int) -> str:
-    """A text of at most so many characters: the middle of a longer one is left out."""
+    """Shorten a text to `most` characters by omitting its middle."""
     if len(text) <= most:
         return text
     end = most // 3

@@ -1,4 +1,4 @@
-"""The events that observers get, at step boundaries only."""
+"""Events that observers receive; they are sent at step boundaries only."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,11 +8,11 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedUpdate:
-    """What one optimizer step will use; a row of schedule.csv.
+    """Planned values of one optimizer step; a row of schedule.csv.
 
     Attributes:
-        step: counted from one.
-        samples: consumed when it is done.
+        step: number of the step, counted from one.
+        samples: samples consumed after the step.
     """
 
     step: int
@@ -24,7 +24,7 @@ class PlannedUpdate:
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """Optimizer steps, counted from one, through which a schedule does one thing: warmup, stable, decay, floor."""
+    """Range of optimizer steps, counted from one, of one phase of a schedule: warmup, stable, decay, floor."""
 
     name: str
     first_step: int
@@ -38,14 +38,14 @@ class RunStarted:
     Attributes:
         run_dir: the run directory.
         config: the composed configuration as plain containers.
-        config_hash: its SHA-256, in hexadecimal.
+        config_hash: SHA-256 of the configuration, in hexadecimal.
         plan: derived numbers: world_size, accum_freq, total_steps, total_samples, parameters, …
-        updates: what the run's updates will use, or a selection that shows it.
-        phases: of the learning rate.
-        step: optimizer steps taken before, by an earlier start of the same run.
-        metric: of an evaluation, by which the run is judged; None: by none.
-        data: what is learnt from: None, or `name`, `digest` and `source`, where it lies.
-        devices: of all ranks, for people: "NVIDIA H100 80GB HBM3 x 8", or "cpu, 2 threads".
+        updates: planned updates of the run, or a selection sufficient for plots.
+        phases: phases of the learning rate.
+        step: optimizer steps already taken by an earlier start of the same run.
+        metric: main evaluation metric, reported as the result of the run; None if the run has no evaluation metric.
+        data: training data as `name`, `digest` and `source` (its location), or None.
+        devices: devices of all ranks, for display: "NVIDIA H100 80GB HBM3 x 8", or "cpu, 2 threads".
     """
 
     run_dir: Path
@@ -65,14 +65,14 @@ class StepLogged:
     """Optimizer step `step` is done; one line of metrics.jsonl.
 
     Attributes:
-        loss: of this step's whole global batch.
+        loss: loss over this step's global batch.
         step_seconds: mean duration of a step since the last logged one.
-        tflops: achieved TFLOP/s per rank; None where the model does not say its FLOPs.
-        mfu: share of the device's peak; None where the peak is unknown.
-        peak_memory_bytes: most memory in tensors on this rank's GPU in this run; on a CPU, of the process.
-        reserved_memory_bytes: most that torch has taken from that GPU, its cache included; None on a CPU.
-        allocator_retries: how often that GPU was full until torch gave its cache back; None on a CPU.
-        metrics: the objective's own, averaged over the global batch.
+        tflops: achieved TFLOP/s per rank; None if the model does not define its FLOPs.
+        mfu: fraction of the device's peak FLOP/s; None if the peak is unknown.
+        peak_memory_bytes: peak memory of tensors on this rank's GPU in this run; on a CPU, peak memory of the process.
+        reserved_memory_bytes: peak memory that torch reserved on that GPU, its cache included; None on a CPU.
+        allocator_retries: how many times that GPU ran full and torch had to free its cache; None on a CPU.
+        metrics: metrics of the objective, averaged over the global batch.
     """
 
     step: int
@@ -97,11 +97,11 @@ class StepLogged:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluated:
-    """The model was measured on held-out data after step `step`.
+    """The model was evaluated on held-out data after step `step`.
 
     Attributes:
-        metrics: by their names in metrics.jsonl: `val_loss`, `val_accuracy`.
-        samples_file: the picture or text drawn, if any.
+        metrics: metrics by their names in metrics.jsonl: `val_loss`, `val_accuracy`.
+        samples_file: file of generated samples (image or text), if any.
     """
 
     step: int
@@ -112,12 +112,12 @@ class Evaluated:
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnded:
-    """A run is over.
+    """A run has ended.
 
     Attributes:
         state: finished, stopped, requeued or failed.
-        reason: why, in one line; empty for finished.
-        result: what result.json holds; empty for failed.
+        reason: reason in one line; empty if finished.
+        result: content of result.json; empty if failed.
     """
 
     state: str
@@ -126,19 +126,19 @@ class RunEnded:
 
 
 class Observer(Protocol):
-    """Gets the events of a run on rank 0, in order. An observer never stops a run: what it cannot do it logs.
+    """Receives the events of a run on rank 0, in order. An observer logs its own errors and never stops a run.
 
-    The one exception is the result of a finished run, without which it is not finished.
+    The one exception is writing the result of a finished run, which must succeed for the run to count as finished.
     """
 
     def on_start(self, event: RunStarted) -> None:
-        """The run begins."""
+        """Handle the start of the run."""
 
     def on_step(self, event: StepLogged) -> None:
-        """A logged step is done."""
+        """Handle a logged step."""
 
     def on_evaluation(self, event: Evaluated) -> None:
-        """An evaluation is done."""
+        """Handle an evaluation."""
 
     def on_end(self, event: RunEnded) -> None:
-        """The run is over; release everything."""
+        """Handle the end of the run, and release all resources."""

@@ -1,4 +1,4 @@
-"""Boundary of the readers of foreign data: every exception of a library becomes one error of the reader."""
+"""Boundary for readers of untrusted data: every exception of a library becomes one error of the reader."""
 
 from collections.abc import Callable
 from types import TracebackType
@@ -7,20 +7,20 @@ from typing import TypeGuard
 from foundry.core.errors import ConfigError, shortened, visible
 
 _LONGEST_REASON = 300
-# Messages of torch, C++ and the kernel about host memory; Python's MemoryError and numpy's are classes of their own.
+# Messages of torch, C++ and the kernel about host memory; Python and numpy raise MemoryError or a subclass instead.
 _HOST_MEMORY = ("DefaultCPUAllocator", "std::bad_alloc", "std::bad_array_new_length", "Cannot allocate memory")
 
 
 class ForeignData:
-    """Context in which any exception of the body becomes the error of a reader.
+    """Context manager that converts any exception of the body to the error of a reader.
 
-    No library lists the exceptions that damaged or hostile data can raise in it, so that none is named here. The body
-    is a call of the library and a check of its result, since an error of our own code would become a line, too. A
-    `RuntimeError` about memory passes: `memory_explained` says how to need less.
+    No library documents all exceptions that damaged or hostile data can raise in it, so all are converted. The body
+    must contain only the library call and a check of its result, because errors in foundry's own code would be
+    converted too. A `RuntimeError` about memory is not converted: `memory_explained` explains how to use less memory.
 
     Args:
-        refuse: makes the error from the reason, which is one line.
-        passes: errors of the reader that the body raises itself; they are raised as they are, like `ConfigError`.
+        refuse: creates the error from the reason, which is one line.
+        passes: error classes of the reader that the body raises itself; like `ConfigError`, they are not converted.
     """
 
     def __init__(self, refuse: Callable[[str], Exception], *passes: type[Exception]) -> None:
@@ -28,12 +28,12 @@ class ForeignData:
         self._passes: tuple[type[Exception], ...] = (ConfigError, *passes)
 
     def __enter__(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Raise the reader's error in place of another one."""
+        """Raise the reader's error in place of another exception."""
         if isinstance(error, self._passes) or not (isinstance(error, Exception) or is_panic(error)):
             return
         if isinstance(error, RuntimeError) and is_out_of_host_memory(error):
@@ -51,10 +51,10 @@ def reason_of(error: BaseException) -> str:
 
 
 def is_out_of_host_memory(error: BaseException) -> bool:
-    """Return whether torch or the system could not allocate host memory, which has no exception of its own."""
+    """Return whether torch or the system failed to allocate host memory; both raise general exception classes."""
     return isinstance(error, (RuntimeError, OSError)) and any(text in str(error) for text in _HOST_MEMORY)
 
 
 def is_panic(error: BaseException | None) -> TypeGuard[BaseException]:
-    """Return whether a library written in Rust has panicked, which is no `Exception`."""
+    """Return whether an exception is a panic of a library written in Rust, which does not derive from `Exception`."""
     return type(error).__name__ == "PanicException"

@@ -1,8 +1,8 @@
-"""Random numbers keyed by (seed, stream, position): a sample draws the same ones in whatever microbatch it is.
+"""Random numbers keyed by (seed, stream, position), so that a sample's numbers do not depend on its microbatch.
 
-Philox (Salmon et al., 2011) is a hash of a key and a 256-bit counter. The key holds the seed and the stream, the
-counter's second word the sample's position; its first word counts the numbers that the sample draws. So no two
-samples, streams or seeds share numbers, and none has to be computed to reach another.
+Philox (Salmon et al., 2011) is a hash of a key and a 256-bit counter. The key holds the seed and the stream, the second
+word of the counter holds the sample's position, and its first word counts the numbers drawn for the sample. So
+different samples, streams or seeds share no numbers, and each number can be computed directly.
 """
 
 import hashlib
@@ -17,14 +17,15 @@ from torch import Tensor
 def keyed_normal(
     seed: int, positions: Tensor, shape: tuple[int, ...], *, stream: str, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Standard normal numbers, (batch, *shape) float32.
+    """Return standard normal numbers, (batch, *shape) float32.
 
     Args:
-        seed: of the run.
-        positions: (batch,) int64 in host memory, each sample's place in the global order; -1 is one like any other.
-        shape: of one sample.
-        stream: what the numbers are for; other streams are independent of it.
-        device: where the result goes.
+        seed: seed of the run.
+        positions: (batch,) int64 in host memory, position of each sample in the global order; -1 is treated like any
+            other position.
+        shape: shape of the numbers for one sample.
+        stream: name of the purpose of the numbers; different streams are independent.
+        device: device of the result.
     """
     values = np.empty((len(positions), *shape), dtype=np.float32)
     for row, generator in enumerate(_generators(seed, stream, positions)):
@@ -33,18 +34,18 @@ def keyed_normal(
 
 
 def keyed_uniform(seed: int, positions: Tensor, *, stream: str, device: torch.device | str = "cpu") -> Tensor:
-    """Uniform numbers from [0, 1), (batch,) float32; arguments as in `keyed_normal`."""
+    """Return uniform numbers in [0, 1), (batch,) float32; arguments as in `keyed_normal`."""
     values = [generator.random(dtype=np.float32) for generator in _generators(seed, stream, positions)]
     return torch.tensor(values, dtype=torch.float32).to(device, non_blocking=True)
 
 
 def keyed_sequences(seed: int, positions: Sequence[int], length: int, *, stream: str) -> Tensor:
-    """Uniform numbers from [0, 1), (batch, length) float64; a longer one begins as a shorter one.
+    """Return uniform numbers in [0, 1), (batch, length) float64; a shorter sequence is a prefix of a longer one.
 
     Args:
         seed: as in `keyed_normal`.
-        positions: a whole number for each row, which it is keyed by.
-        length: numbers of a row.
+        positions: key of each row, an integer.
+        length: numbers in a row.
         stream: as in `keyed_normal`.
     """
     values = np.empty((len(positions), length))
@@ -56,13 +57,16 @@ def keyed_sequences(seed: int, positions: Sequence[int], length: int, *, stream:
 def keyed_integers(
     seed: int, positions: Tensor, high: int, *, stream: str, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Uniform integers from 0 to high - 1, (batch,) int64; other arguments as in `keyed_normal`."""
+    """Return uniform integers from 0 to high - 1, (batch,) int64; other arguments as in `keyed_normal`."""
     values = [generator.integers(high) for generator in _generators(seed, stream, positions)]
     return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
 
 
 def _generators(seed: int, stream: str, positions: Tensor) -> Iterator[np.random.Generator]:
-    """For every position a generator at its start; it is the same object, moved, which is six times faster."""
+    """Yield a generator for each position.
+
+    It is one object whose state is reset, which is six times faster than new objects.
+    """
     key = np.frombuffer(hashlib.blake2b(f"{seed}:{stream}".encode(), digest_size=16).digest(), dtype="<u8")
     philox = np.random.Philox(key=key, counter=0)
     start: Any = philox.state

@@ -1,4 +1,4 @@
-"""What a model may answer besides its forward pass."""
+"""Optional methods of models."""
 
 from collections.abc import Callable, Mapping
 from enum import Enum
@@ -8,56 +8,68 @@ from torch import Tensor, nn
 
 
 class ModelHooks(Protocol):
-    """The optional methods of a model; each stands by itself, and where one is missing the run does without it.
+    """Optional methods of a model. They are independent of each other, and a run works without any of them.
 
-    This is documentation and a type: nothing has to derive from it.
+    This class is documentation and a type: models need not derive from it.
     """
 
     def get_fsdp_block_types(self) -> tuple[type[nn.Module], ...]:
-        """The types of repeating blocks that do not derive from `FSDPBlock`: sharded, checkpointed, compiled alone."""
+        """Return types of repeating blocks that do not derive from `FSDPBlock`.
+
+        Like `FSDPBlock`s, they are sharded, checkpointed and compiled separately.
+        """
         ...
 
     def initial_weights(self) -> Mapping[str, Any] | None:
-        """How each parameter is drawn from scratch, by its name, a `foundry.models.keyed_draws.Draw`.
+        """Return the initialization of each parameter, a `foundry.models.keyed_draws.Draw`, by parameter name.
 
-        With it each rank draws only what it holds, and nothing is drawn on resume; without it, or where it is None,
-        every rank builds the whole model first, with the weights that its constructor gives it. Called before the model
-        is wrapped; its matrices may be on the meta device. Parameters that it does not name keep the constructor's
-        values, which is for vectors only.
+        With this method each rank initializes only its own shards, and nothing is initialized on resume. If it is
+        missing or returns None, every rank first builds the whole model with the weights that its constructor assigns.
+        Called before the model is wrapped, when its matrices may be on the meta device. Parameters that the mapping
+        omits keep the constructor's values, which is allowed for vectors only.
         """
         ...
 
     def tensor_parallel_plan(self) -> Mapping[str, Enum]:
-        """How modules are divided over ranks that share their samples, by name or by a pattern such as `blocks.*.up`.
+        """Return how to divide modules over tensor parallel ranks, by name or by a pattern such as `blocks.*.up`.
 
-        `foundry.models.tensor_parallel.Split` says what there is; without it a run refuses tensor parallelism. A layer
-        that is divided gives local tensors. Every other parameter that FSDP2 shards is a DTensor in the forward pass,
-        whole on each rank: read it by `foundry.core.sharded.local_part`.
+        `foundry.models.tensor_parallel.Split` lists the options; a model without this method cannot use tensor
+        parallelism. A divided layer outputs local tensors. Every other parameter that FSDP2 shards is a DTensor in the
+        forward pass, whole on each rank: read it with `foundry.core.sharded.local_part`.
         """
         ...
 
     def training_warning(self) -> str | None:
-        """Say in a line how training this model differs from its author's; None if it does not."""
+        """Return a one-line warning if this model trains differently from its author's version; None if it does not."""
         ...
 
     def flops_per_sample(self, seq_len: int) -> float:
-        """FLOPs of a forward and backward pass over one sample, for FLOP/s and MFU; no argument without tokens."""
+        """Return the FLOPs of a forward and backward pass over one sample, for TFLOP/s and MFU.
+
+        `seq_len` is not passed if the data has no tokens.
+        """
         ...
 
     def export_state(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The state under the names that an export has."""
+        """Return the state dict with the tensor names of an export."""
         ...
 
     def hf_config(self) -> Any:
-        """The `PreTrainedConfig` that `export_state` fits; with it an export is one that transformers loads."""
+        """Return the `PreTrainedConfig` that matches `export_state`; with it, transformers can load an export."""
         ...
 
     def import_name(self, name: str) -> str:
-        """This model's name of a tensor that an export, or transformers, calls `name`; for `model.init_from`."""
+        """Return this model's name for the tensor called `name` in an export or in transformers.
+
+        Used by `model.init_from`.
+        """
         ...
 
     def new_cache(self, length: int, padding: Tensor | None = None) -> Any:
-        """A `foundry.models.kv_cache.Cache` that `forward` takes as `cache`; without it each token reads all others."""
+        """Return a `foundry.models.kv_cache.Cache` for the argument `cache` of `forward`.
+
+        For a model without this method, each generated token needs a forward pass over the whole sequence.
+        """
         ...
 
 
@@ -75,6 +87,6 @@ Name = Literal[
 
 
 def hook(model: nn.Module, name: Name) -> Callable[..., Any] | None:
-    """A model's optional method; None where it has none."""
+    """Return an optional method of a model; None if the model does not have it."""
     method: Callable[..., Any] | None = getattr(model, name, None)
     return method

@@ -1,7 +1,7 @@
-"""Imports of modules by their old names after a move.
+"""Imports of moved modules by their old names.
 
-`import foundry.old`, `from foundry.old import X`, `python -m foundry.old`, pickles and dotted paths find the module of
-the new name. Both names share one module object, so patches by either name have the same effect.
+`import foundry.old`, `from foundry.old import X`, `python -m foundry.old`, pickles and dotted paths find the module by
+its old name. Both names share one module object, so patching one also patches the other.
 """
 
 import sys
@@ -69,7 +69,7 @@ def _moved(path: str) -> str | None:
 
 
 def find_moved(module: str) -> "Callable[[str], object]":
-    """Return a `__getattr__` that finds classes and functions which moved to other modules.
+    """Return a `__getattr__` that finds classes and functions that have moved to other modules.
 
     Args:
         module: `__name__` of the module.
@@ -94,7 +94,7 @@ class MovedModules:
     def find_spec(
         fullname: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
     ) -> "ModuleSpec | None":
-        """Return the import specification of an old name; None for other names."""
+        """Return the import spec of an old name; None for other names."""
         if not fullname.startswith("foundry.") or not MOVED:
             return None
         from importlib.machinery import ModuleSpec, PathFinder
@@ -109,7 +109,7 @@ class MovedModules:
             spec.submodule_search_locations = there.submodule_search_locations
             return spec
         if any(old.startswith(f"{fullname}.") for old in MOVED) and PathFinder.find_spec(fullname, path) is None:
-            return ModuleSpec(fullname, None, is_package=True)  # a package whose modules all moved
+            return ModuleSpec(fullname, None, is_package=True)  # all modules of this package have moved
         return None
 
 
@@ -128,7 +128,7 @@ class _Alias:
         return module
 
     def exec_module(self, module: "ModuleType") -> None:
-        module.__spec__ = self._spec  # Python set the specification of the old name
+        module.__spec__ = self._spec  # replaces the spec of the old name, which Python has set
 
     def get_code(self, fullname: str) -> "CodeType | None":
         """Return the code of the module, for `python -m`."""
@@ -140,6 +140,9 @@ class _Alias:
 
 
 def install() -> None:
-    """Add the finder to `sys.meta_path` once, before the finder of files: old folders may be left with caches."""
+    """Add the finder to `sys.meta_path` once.
+
+    It is placed before the file finder, because the old folders may still exist with cached bytecode.
+    """
     if MovedModules not in sys.meta_path:
         sys.meta_path.insert(0, MovedModules)

@@ -1,7 +1,7 @@
 """Public names of foundry's own parts: `foundry.GRPO`, `foundry.schedules.Linear`.
 
-Configurations have them as `_target_`, and `from foundry import GRPO` imports a part. They stay the same when modules
-move. Names of models, objectives, simulators and trackers are bare; other names have a namespace:
+Configurations use them as `_target_`, and `from foundry import GRPO` imports a part. They stay the same when modules
+move. Models, objectives, simulators and trackers are directly in `foundry`; other parts are in a namespace:
 
 | namespace | parts of | such as |
 |---|---|---|
@@ -12,7 +12,7 @@ move. Names of models, objectives, simulators and trackers are bare; other names
 | `foundry.rewards` | `environment` | `foundry.rewards.ExactMatch` |
 | `foundry.schedules` | `scheduler` | `foundry.schedules.Linear` |
 
-Namespaces have no folders. A part is imported on first use.
+Namespaces are not folders. A part is imported on first use.
 """
 
 import sys
@@ -75,8 +75,9 @@ PARTS = {
     "foundry.schedules.Linear": "foundry.optim.schedules.Linear",
     "foundry.schedules.WSD": "foundry.optim.schedules.WSD",
 }
-"""First paths of parts by public name. Entries never change: older configurations contain these paths, the hash of a
-configuration uses them, and `moved_modules` maps them to current paths."""
+"""Original paths of parts by public name. Entries never change: older configurations contain these paths, the hash of a
+configuration uses them, and `moved_modules` maps them to current paths.
+"""
 
 NAMESPACES = tuple(dict.fromkeys(name.rpartition(".")[0] for name in PARTS if name.count(".") > 1))
 
@@ -89,7 +90,7 @@ def public_name(path: str) -> str:
 
 
 def first_path(path: str) -> str:
-    """Return the first path for a public name or dotted path of a part; return other paths unchanged."""
+    """Return the original path for a public name or dotted path of a part; return other paths unchanged."""
     name = public_name(path)
     return _replace(name, PARTS) or path
 
@@ -128,7 +129,7 @@ def install() -> None:
 
 
 class _Namespace(type(sys)):  # type: ignore[misc] # the type of modules
-    """Module that looks up its attributes in `PARTS`."""
+    """Module type that looks up its attributes in `PARTS`."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, f"Public names of foundry's parts; see {__name__}.")
@@ -150,7 +151,7 @@ def _replace(path: str, table: dict[str, str]) -> str | None:
 
 
 def _names() -> dict[str, str]:
-    """Return public names by first and by current paths."""
+    """Return the public names by original and by current path."""
     return {path: name for name, first in PARTS.items() for path in (first, current_name(first))}
 
 

@@ -1,4 +1,4 @@
-"""The phases of a schedule, from the durations a user gives to samples of this run."""
+"""Phases of a schedule, converted from the user's durations to samples of a run."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -8,14 +8,14 @@ from foundry.core.duration import Budget, Duration
 
 @dataclass(frozen=True, kw_only=True)
 class Phases:
-    """Lengths in samples; they may be fractional.
+    """Lengths of a schedule's phases in samples; they may be fractional.
 
     Attributes:
-        warmup: of the linear warm-up.
-        horizon: where the learning rate has reached its floor, warm-up included.
-        decay: of the decay that ends at the horizon; None where the schedule has no such phase.
-        weight_decay_horizon: where the weight decay has reached its last value.
-        is_clamped: whether the warm-up is shorter than it was given.
+        warmup: length of the linear warmup.
+        horizon: samples until the learning rate reaches its floor, warmup included.
+        decay: length of the decay that ends at the horizon; None if the schedule has no separate decay phase.
+        weight_decay_horizon: samples until the weight decay reaches its final value.
+        is_clamped: whether the warmup is shorter than the user set it.
     """
 
     warmup: float
@@ -35,13 +35,14 @@ class Phases:
         weight_decay_horizon: str | None,
         clamp_warmup: bool = False,
     ) -> Self:
-        """Read durations; a fraction of `warmup` and `decay` is one of the horizon, as Megatron-LM has it.
+        """Convert durations to samples; fractions of `warmup` and `decay` are relative to the horizon.
 
-        A run cut short below its horizon therefore keeps the whole schedule, the weight decay's too, whose horizon is
-        the longer of run and horizon unless it is given. A warm-up that is clamped leaves the horizon its last step.
+        Megatron-LM defines them in the same way. So a run that is shorter than its horizon follows the first part of
+        the whole schedule. This includes the weight decay, whose horizon defaults to the longer of run and horizon. A
+        clamped warmup leaves at least the last step before the horizon.
 
         Raises:
-            ValueError: a duration counts tokens and the data has none.
+            ValueError: a duration counts tokens and the data has no tokens.
         """
         end = Duration.parse(horizon).samples(budget)
         wd_end = (

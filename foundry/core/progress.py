@@ -1,4 +1,4 @@
-"""The clock of a run."""
+"""Counters of a run's progress."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,14 +9,15 @@ from foundry.core.state_values import read_count, read_optional_count
 
 @dataclass(kw_only=True)
 class Progress:
-    """How far a run has come; it advances only after an optimizer step.
+    """Progress of a run, which advances only after an optimizer step.
 
     Attributes:
         samples_per_epoch: samples in one pass over the training data.
-        tokens_per_sample: of a run whose checkpoint does not say its tokens; None: samples are no sequences of tokens.
+        tokens_per_sample: used to count tokens if a checkpoint does not contain them; None if samples are not sequences
+            of tokens.
         steps: optimizer steps taken.
         samples: samples consumed, over all ranks.
-        tokens: likewise, as the source of the samples counts them; None where it counts none.
+        tokens: tokens consumed, over all ranks, as counted by the data; None if it does not count tokens.
     """
 
     samples_per_epoch: int
@@ -27,7 +28,7 @@ class Progress:
 
     @property
     def epoch(self) -> float:
-        """Passes over the training data, with their fraction."""
+        """Number of passes over the training data, as a fraction."""
         return self.samples / self.samples_per_epoch
 
     def advance(self, samples: int, tokens: int | None) -> None:
@@ -37,11 +38,11 @@ class Progress:
         self.tokens = None if tokens is None else (self.tokens or 0) + tokens
 
     def state_dict(self) -> dict[str, int | None]:
-        """Steps, samples and tokens; plain JSON."""
+        """Return steps, samples and tokens as plain JSON."""
         return {"steps": self.steps, "samples": self.samples, "tokens": self.tokens}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()`; one without tokens is of a run whose samples all have the same number."""
+        """Restore a `state_dict()`; without a token count, tokens are computed from `tokens_per_sample`."""
         self.steps, self.samples = read_count(state, "steps"), read_count(state, "samples")
         constant = None if self.tokens_per_sample is None else self.samples * self.tokens_per_sample
         self.tokens = read_optional_count({"tokens": constant, **state}, "tokens")

@@ -1,7 +1,7 @@
-"""Telling tensors and modules that are sharded from whole ones, at no cost where nothing is.
+"""Checks for sharded and fake tensors and sharded modules, without importing the modules that define them.
 
-Importing DTensor and FSDP2 takes half as long as importing torch itself. Whoever has made one has imported its module,
-so a process that has not has none.
+Importing DTensor and FSDP2 takes half as long as importing torch itself. A process that has created a DTensor has
+imported its module, so if the module has not been imported, there are no DTensors.
 """
 
 import sys
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
 
 
 def is_sharded(value: object) -> "TypeGuard[DTensor]":
-    """Whether it is a DTensor."""
+    """Return whether a value is a DTensor."""
     kind: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return kind is not None and isinstance(value, kind)
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, which is all of one that is not sharded; it shares the tensor's memory."""
+    """Return this rank's part of a tensor, which shares its memory; a tensor that is not sharded is its own part."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def sharded_modules(model: nn.Module) -> "list[FSDPModule]":
-    """The modules that `fully_shard` was applied to, outer before inner."""
+    """Return the modules that `fully_shard` was applied to, outer before inner."""
     kind: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     return [] if kind is None else [unit for unit in model.modules() if isinstance(unit, kind)]
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether it is one of `FakeTensorMode`'s, which have shapes and types and no numbers."""
+    """Return whether a tensor is a fake tensor of `FakeTensorMode`, which has a shape and a type but no data."""
     kind: Any = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", None)
     return kind is not None and isinstance(tensor, kind)

@@ -1,4 +1,4 @@
-"""What a simulator is asked."""
+"""Protocols of simulators."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -7,17 +7,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 Observation = Mapping[str, NDArray[Any]]
-"""What a policy sees: `state`, (state_dim,) float32 in the simulator's own units, and where it sees a picture `image`,
-(image_size, image_size, 3) uint8."""
+"""Input of a policy: `state`, (state_dim,) float32 in the simulator's units, and for policies with vision `image`,
+(image_size, image_size, 3) uint8.
+"""
 
 
 class Step(NamedTuple):
-    """What an action has led to.
+    """Result of an action.
 
     Attributes:
-        observation: afterwards.
-        success: whether the task is done now; an episode counts as a success where any of its steps is.
-        ended: whether the episode is over for another reason, such as its length or a mistake.
+        observation: observation after the action.
+        success: whether the task is completed now; an episode counts as a success if any of its steps does.
+        ended: whether the episode ended for another reason, such as its length or a failure.
     """
 
     observation: Observation
@@ -26,61 +27,61 @@ class Step(NamedTuple):
 
 
 class Simulator(Protocol):
-    """One task in one simulated world; episodes follow each other, each from a seed."""
+    """One task in one simulated world, which runs one episode at a time, each from a seed."""
 
     state_dim: int
-    """Numbers in an observation's `state`."""
+    """Size of an observation's `state`."""
     action_dim: int
-    """Numbers in an action."""
+    """Size of an action."""
     fps: float
-    """Actions a second of simulated time."""
+    """Actions per second of simulated time."""
     max_steps: int
-    """Actions after which an episode is over."""
+    """Maximum number of actions in an episode."""
     instruction: str
-    """What is to be done in this episode, in words; empty where it is always the same."""
+    """Instruction of the current episode in words; empty if it is always the same."""
 
     def reset(self, seed: int) -> Observation:
-        """Begin an episode, whose start depends on `seed` alone."""
+        """Begin an episode, whose initial state depends on `seed` only."""
         ...
 
     def step(self, action: NDArray[np.floating[Any]]) -> Step:
-        """Carry out an action, (action_dim,) in the simulator's own units; it is clipped to what can be done."""
+        """Execute an action, (action_dim,) in the simulator's units; it is clipped to the valid range."""
         ...
 
     def render(self, size: int) -> NDArray[np.uint8]:
-        """A picture for people, (size, size, 3).
+        """Return an image for human viewers, (size, size, 3).
 
         Raises:
-            RuntimeError: nothing can be drawn here, such as without EGL.
+            RuntimeError: rendering is not available, for example without EGL.
         """
         ...
 
     def close(self) -> None:
-        """Free what it holds, such as a renderer; it may be called twice."""
+        """Release resources such as a renderer; may be called twice."""
         ...
 
 
 @runtime_checkable
 class Instructing(Protocol):
-    """A simulator whose episodes differ in what is to be done."""
+    """A simulator whose episodes have different instructions."""
 
     instructions: Sequence[str]
-    """All that `instruction` may be."""
+    """All possible values of `instruction`."""
 
 
 @runtime_checkable
 class Demonstrating(Protocol):
-    """A simulator with an expert, which may look at what a policy is not shown."""
+    """A simulator with an expert policy, which may use state that is not in the observations."""
 
     def expert_action(self) -> NDArray[np.float64]:
-        """What the expert would do now, (action_dim,)."""
+        """Return the expert's next action, (action_dim,)."""
         ...
 
 
 @runtime_checkable
 class Describing(Protocol):
-    """A simulator that says what is to be seen, for models that learn to look."""
+    """A simulator that describes its scene in words, to train vision-language models."""
 
     def describe(self, draw: np.random.Generator) -> list[tuple[str, str]]:
-        """Questions about how the episode stands now, with their answers; which, and in what order, is drawn."""
+        """Return questions about the current scene with their answers; `draw` selects and orders them."""
         ...

@@ -1,4 +1,4 @@
-"""Values of a saved state, which a file of somebody else may hold: each is checked when it is read."""
+"""Readers of values in a saved state, which may come from an untrusted file; each value is checked when it is read."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,10 +10,10 @@ _MOST = 2**63
 
 
 def read_count(state: Mapping[str, Any], name: str) -> int:
-    """Return a whole number from 0 to 2**63 - 1.
+    """Return an integer from 0 to 2**63 - 1.
 
     Raises:
-        ValueError: the value is something else; names it.
+        ValueError: the value is not an integer in this range; the message contains its name.
     """
     value = state[name]
     if type(value) is not int or not 0 <= value < _MOST:
@@ -22,15 +22,15 @@ def read_count(state: Mapping[str, Any], name: str) -> int:
 
 
 def read_optional_count(state: Mapping[str, Any], name: str) -> int | None:
-    """Return a whole number, or None; as `read_count`."""
+    """Return an integer as in `read_count`, or None."""
     return None if state[name] is None else read_count(state, name)
 
 
 def read_optional_number(state: Mapping[str, Any], name: str) -> float | None:
-    """Return a finite number as it is saved, or None.
+    """Return a finite number as saved (int or float), or None.
 
     Raises:
-        ValueError: the value is something else; names it.
+        ValueError: the value is neither; the message contains its name.
     """
     value: float | None = state[name]
     if value is not None and not _is_finite(value):
@@ -42,7 +42,7 @@ def read_numbers(state: Mapping[str, Any], name: str) -> Sequence[float]:
     """Return a list of finite numbers.
 
     Raises:
-        ValueError: the value is something else; names it.
+        ValueError: the value is not a list of finite numbers; the message contains its name.
     """
     values: Sequence[float] = state[name]
     if not isinstance(values, list) or not all(map(_is_finite, values)):
@@ -52,6 +52,6 @@ def read_numbers(state: Mapping[str, Any], name: str) -> Sequence[float]:
 
 def _is_finite(value: object) -> bool:
     try:
-        return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type] # one of both
-    except OverflowError:  # a whole number beyond floating point
+        return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type] # int or float
+    except OverflowError:  # an integer too large for a float
         return False

@@ -1,7 +1,7 @@
-"""Signals that ask a run to stop: a scheduler sends them to all processes of a job, and those that train heed them.
+"""Handling of signals that ask a run to stop, which a scheduler sends to all processes of a job.
 
-The others, which read data, score answers or deliver metrics, go on: the run may still need them to come to its next
-checkpoint. They end when the run does.
+Training processes stop. Helper processes, which read data, score answers or send metrics, continue: the run may need
+them until its next checkpoint. They end when the run does.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """For this thread and the processes that it starts meanwhile, until those call `outlive`."""
+    """Block the stop signals during the body, in this thread and in new processes until they call `outlive`."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -27,15 +27,15 @@ def held_back() -> Iterator[None]:
 
 
 def ignore() -> None:
-    """Ignore them for the rest of this process, which is about to end, and in programs that it starts meanwhile."""
+    """Ignore the stop signals for the rest of this process, which is about to end, and in the programs it starts."""
     for signum in STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
 
 
 def outlive() -> None:
-    """From here on they do not end this process, as long as the one that started it is there to do that, by SIGKILL.
+    """Survive the stop signals as long as the parent process, which ends this one by SIGKILL, is alive.
 
-    What this one starts or forks heeds them as ever.
+    Processes that this one starts or forks handle the signals by default.
     """
     parent = os.getppid()
 
@@ -44,16 +44,16 @@ def outlive() -> None:
             os._exit(128 + number)
 
     for signum in STOP_SIGNALS:
-        signal.signal(signum, ignore)  # not SIG_IGN, nor blocked, which a program that is started here would inherit
+        signal.signal(signum, ignore)  # not SIG_IGN, and not blocked: programs started from here would inherit both
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     os.register_at_fork(after_in_child=lambda: [signal.signal(signum, signal.SIG_DFL) for signum in STOP_SIGNALS])
 
 
 def end_with_parent(parent: int | None = None) -> None:
-    """Have Linux kill this process when the one that started it ends, however that ends.
+    """Make Linux kill this process when its parent ends for any reason.
 
     Args:
-        parent: process ID of that one; if it has ended already, this process exits. None: do not check.
+        parent: process id of the parent; if the parent has already ended, this process exits. None skips this check.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -65,7 +65,7 @@ def end_with_parent(parent: int | None = None) -> None:
 def raised() -> Iterator[None]:
     """Raise SystemExit with 128 + the signal's number on SIGTERM or SIGHUP, so that `finally` blocks run.
 
-    Only for the main thread.
+    Can be used in the main thread only.
     """
 
     def leave(number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""How a run ends that a signal asked to end."""
+"""Exception for a run that a signal stops in an orderly way."""
 
 import signal
 from pathlib import Path
@@ -6,18 +6,19 @@ from typing import Literal
 
 
 class Stopped(SystemExit):
-    """A signal came, the run saved and ends in order; it is neither a failure nor a result.
+    """A signal arrived, and the run saved and ends. It has not failed, and it has no result.
 
-    It is a SystemExit, so that the exit code holds whoever started the run: Hydra's `run_job` and submitit catch
-    `Exception` only, so a sweep ends too instead of continuing with the next job after Ctrl-C, and no traceback is
-    printed. The code is the shell's for a process that a signal ended: 130 for Ctrl-C, 143 for SIGTERM, 138 and 140
-    for SIGUSR1 and SIGUSR2; apart from finished (0), failed (1) and refused (2). It crosses processes by pickle.
+    It derives from SystemExit, so that the process gets the exit code under any launcher: Hydra's `run_job` and
+    submitit catch only `Exception`. So after Ctrl-C a sweep ends instead of continuing with the next job, and no
+    traceback is printed. The code is the shell's for a process that a signal ended: 130 for Ctrl-C, 143 for SIGTERM,
+    138 and 140 for SIGUSR1 and SIGUSR2. These differ from the codes for finished (0), failed (1) and refused (2). The
+    exception can be pickled, to be passed between processes.
 
     Attributes:
-        signum: what asked.
+        signum: the signal.
         step: optimizer steps done.
-        checkpoint: where the run resumes from; None where it saves nothing.
-        state: what status.json says: `requeued` where a scheduler starts the same job again by itself, else `stopped`.
+        checkpoint: checkpoint to resume from; None if the run saves no checkpoints.
+        state: state for status.json: `requeued` if a scheduler restarts the job by itself, else `stopped`.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class Stopped(SystemExit):
 
     @property
     def reason(self) -> str:
-        """Why, for status.json."""
+        """Name of the signal, as the reason in status.json."""
         return self.signum.name
 
     def __str__(self) -> str:

@@ -1,8 +1,8 @@
 """Registry of tasks: kinds of training, such as robots, that add schemas, data, models, objectives and evaluations.
 
 A task is a package that declares one `Task`. The built-in tasks are listed in `foundry.tasks.BUILT_IN`; other packages
-register a task as an entry point of the group `foundry.tasks`. A declaration names functions and classes as text,
-`module:name`, which are imported when they are first needed, so that reading it imports no torch. No room outside
+register a task as an entry point of the group `foundry.tasks`. A declaration refers to functions and classes by text,
+`module:name`. They are imported on first use, so that reading a declaration does not import torch. No room outside
 `foundry/tasks/` imports a task.
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 ENTRY_POINTS = "foundry.tasks"
 EVALUATORS = "evaluation.evaluators"
-"""In `Task.schemas`: schemas of evaluators, which are chosen by `_target_` under a name of the user's."""
+"""Key in `Task.schemas` for schemas of evaluators; the user selects an evaluator by `_target_` under a free name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +33,9 @@ class Plot:
     """A figure in plots/.
 
     Attributes:
-        draw: function of the values of evaluations (by metric and step) and the run's name; returns a figure of
-            matplotlib, or None if there is nothing to draw.
-        metrics: names in metrics.jsonl that it shows, which metrics.png leaves out.
+        draw: function of the evaluation values (by metric and step) and the run's name; returns a matplotlib figure, or
+            None if there is nothing to plot.
+        metrics: names in metrics.jsonl of the metrics in this figure, which metrics.png omits.
     """
 
     draw: str
@@ -44,14 +44,14 @@ class Plot:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskEvaluation:
-    """An evaluation by `foundry.eval` in place of losses and answers.
+    """An evaluation by `foundry.eval` that replaces the evaluation of losses and answers.
 
     Attributes:
         measure: function of the run directory, the command's options, the overrides and `compose`, which composes
             overrides; returns the measurements by name.
-        options: frozen dataclass of `setting`s, which the command takes in addition.
-        file: in run directories that are evaluated like this.
-        groups: config groups that the command line may override in this evaluation.
+        options: frozen dataclass of `setting`s, the additional options of the command.
+        file: file name that identifies the run directories to evaluate in this way.
+        groups: config groups that can be overridden on the command line of this evaluation.
         described: completes "is VALUE but is ... " in messages, such as "of policies in a simulator".
     """
 
@@ -64,21 +64,25 @@ class TaskEvaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Everything that a task adds to foundry; each attribute may be left out. Functions and classes are `module:name`.
+    """Declaration of everything that a task adds to foundry; all attributes except the name are optional.
+
+    Functions and classes are given as `module:name`.
 
     Attributes:
-        name: in messages; lower case.
-        schemas: modules with schemas, by group, or by `EVALUATORS`. Their `_target_`s are trusted as foundry's own.
-        checks: functions of a composed `Config` that yield a `Violation` for each error, after bounds are checked.
-        resolvers: functions that compute values of the configuration, by the names of OmegaConf's resolvers.
-        brings: function of a `Bringing` that returns additional options to choose, by group.
-        run_files: classes with `from_json` and `to_json` of the values in `DataSplits.kept`, by file name.
-        plots: by the file name without suffix.
+        name: name of the task in messages; lower case.
+        schemas: modules with schemas, by config group or `EVALUATORS`. Their `_target_`s are trusted like foundry's
+            own.
+        checks: functions of a composed `Config` that yield a `Violation` for each error; called after bounds are
+            checked.
+        resolvers: functions that compute values of the configuration, by name of the OmegaConf resolver.
+        brings: function of a `Bringing` that returns additional options to choose, by config group.
+        run_files: classes with `from_json` and `to_json` for the values in `DataSplits.kept`, by file name.
+        plots: plots by file name without suffix.
         pictures: names or patterns of files in plots/ that the terminal points to.
-        forward_methods: optional methods of models that run their blocks outside `forward`; FSDP2 has to know them.
-        evaluation: by `foundry.eval`.
+        forward_methods: optional methods of models that run their blocks outside of `forward`, to register with FSDP2.
+        evaluation: evaluation by `foundry.eval`.
         options: YAML files of a built-in task in conf/, by folder.
-        config_dir: folder with the options of a task of another package; None for a built-in task.
+        config_dir: folder with the YAML files of a task of another package; None for a built-in task.
     """
 
     name: str
@@ -97,10 +101,10 @@ class Task:
 
 @cache
 def installed_tasks() -> tuple[Task, ...]:
-    """Return the installed tasks: the built-in ones in the order of their list, then the others by name.
+    """Return the installed tasks: the built-in ones in the order of their list, then other packages' tasks by name.
 
     Raises:
-        ConfigError: a task of another package cannot be imported, declares something else, or has the name of another.
+        ConfigError: a task of another package cannot be imported, is not a `Task`, or has the name of another task.
     """
     own = [resolve_name(place) for place in BUILT_IN.values() if find_spec(place.partition(":")[0]) is not None]
     tasks: dict[str, Task] = {task.name: task for task in own}
@@ -118,7 +122,7 @@ def installed_tasks() -> tuple[Task, ...]:
 
 
 def _entry_points() -> "list[EntryPoint]":
-    """Return the entry points of other packages; importlib.metadata, which is slow to import, only if there are any."""
+    """Return the entry points of other packages; imports importlib.metadata, which is slow, only if there are any."""
     if not any(map(_declares_tasks, sys.path)):
         return []
     from importlib.metadata import entry_points
@@ -127,10 +131,10 @@ def _entry_points() -> "list[EntryPoint]":
 
 
 def _declares_tasks(folder: str) -> bool:
-    """Whether the metadata of a package in a folder of the import path has entry points of tasks."""
+    """Return whether a package in a folder of the import path declares entry points of tasks."""
     try:
         about = [path for path in Path(folder).iterdir() if path.suffix in (".dist-info", ".egg-info")]
-    except OSError:  # an archive, or no folder
+    except OSError:  # an archive, or not a folder
         return False
     for path in about:
         try:
@@ -152,7 +156,7 @@ def modules_of(group: str) -> list[ModuleType]:
 
 
 def missing_task(target: str) -> str | None:
-    """Return the name of the built-in task that has a `_target_` (its current name) and is not installed, or None."""
+    """Return the built-in task that contains a `_target_` (its current name) and is not installed; None otherwise."""
     for name, place in BUILT_IN.items():
         module = place.partition(":")[0]
         if target.startswith(f"{module}.") and find_spec(module) is None:
@@ -162,13 +166,13 @@ def missing_task(target: str) -> str | None:
 
 @dataclass(frozen=True)
 class Bringing:
-    """The choices of options so far, for `Task.brings`.
+    """Options chosen so far, the argument of `Task.brings`.
 
     Attributes:
         hparams: option of `hparams` that the chosen method names; None if the method names no option.
         data: schema of the chosen data; None for data without a schema.
         is_brought: whether that option replaces the default of `hparams`.
-        is_free: whether the option of a group is a default or the choice of an option of `hparams`.
+        is_free: returns whether the option of a group is a default or was chosen by an option of `hparams`.
     """
 
     hparams: str | None
@@ -178,7 +182,7 @@ class Bringing:
 
 
 def bringing() -> list[Callable[[Bringing], Mapping[str, str]]]:
-    """Return `Task.brings` of all tasks that have one."""
+    """Return `Task.brings` of all tasks that define it."""
     return [resolve_name(task.brings) for task in installed_tasks() if task.brings is not None]
 
 
@@ -203,5 +207,5 @@ def plots() -> dict[str, Plot]:
 
 
 def evaluations() -> list[TaskEvaluation]:
-    """Return the evaluations of all tasks that have one."""
+    """Return the evaluations of all tasks that define one."""
     return [task.evaluation for task in installed_tasks() if task.evaluation is not None]
