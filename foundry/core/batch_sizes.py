@@ -112,7 +112,7 @@ class BatchSizes:
         return cls(pairs)
 
     def rounded(self, multiple: int) -> Self:
-        """Round each size down to a multiple.
+        """Return a copy with each size rounded down to a multiple.
 
         Raises:
             ValueError: a size is below the multiple and would become 0.
@@ -212,7 +212,7 @@ def _merged(thresholds: Iterable[tuple[int, int]]) -> Sequence[tuple[int, int]]:
 
 
 def _walk(thresholds: Sequence[tuple[int, int]]) -> Iterable[Stage]:
-    """Yield the stages that optimizer steps reach; a stage that lies within one step of the stage before is skipped."""
+    """Yield the stages that optimizer steps reach, without stages that a single step jumps over."""
     step = samples = 0
     ends = [start for start, _ in thresholds[1:]]
     for (_, size), end in zip(thresholds, [*ends, None], strict=True):

@@ -27,7 +27,7 @@ def read_optional_count(state: Mapping[str, Any], name: str) -> int | None:
 
 
 def read_optional_number(state: Mapping[str, Any], name: str) -> float | None:
-    """Return a finite number without converting it, or None.
+    """Return a finite number as saved (int or float), or None.
 
     Raises:
         ValueError: the value is neither; the message contains its name.

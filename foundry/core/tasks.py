@@ -166,7 +166,7 @@ def missing_task(target: str) -> str | None:
 
 @dataclass(frozen=True)
 class Bringing:
-    """The options chosen so far, as input of `Task.brings`.
+    """Options chosen so far, the argument of `Task.brings`.
 
     Attributes:
         hparams: option of `hparams` that the chosen method names; None if the method names no option.

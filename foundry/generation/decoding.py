@@ -155,7 +155,6 @@ class _Batch:
         self._uniforms = keyed_sequences(decoding.seed, keys, num_drawn, stream=decoding.stream)
 
     def run(self, *, is_sliding: bool, in_lockstep: bool, beat: Callable[[str], None] | None = None) -> None:
-        """Generate the continuations of all prompts."""
         for step in range(self._decoding.max_new_tokens):
             if beat is not None:
                 beat("generating answers")
@@ -170,7 +169,6 @@ class _Batch:
             self._add(*self._choose(self._read(self._decoding.max_new_tokens - step), step))
 
     def continuations(self) -> Iterator[Continuation]:
-        """Yield the continuation of each prompt."""
         found = zip(self._prompts, self._sequences, self._is_ended, self._log_probs, strict=True)
         for length, sequence, is_ended, log_probs in found:
             yield Continuation(tuple(sequence[length:]), is_ended, tuple(log_probs))

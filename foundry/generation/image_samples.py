@@ -30,7 +30,7 @@ class ImageSamples:
     names: tuple[str, ...] = ()
 
     def save(self, stem: Path) -> Path:
-        """Write a grid with a labelled row for each class to `stem`.png, and return the path."""
+        """Write a grid with a labeled row for each class to `stem`.png, and return the path."""
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 

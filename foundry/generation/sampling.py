@@ -7,17 +7,17 @@ from torch import Tensor
 def filtered(logits: Tensor, *, temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0) -> Tensor:
     """Divide logits by the temperature, then apply top-k, then top-p to the remaining tokens (Holtzman et al., 2020).
 
-    Ties are broken in favour of lower token ids. Differentiable with respect to the kept logits.
+    Equal logits are kept in the order of their token ids. Differentiable with respect to the kept logits.
 
     Args:
         logits: (..., vocab), any floating-point dtype; the result has the same dtype.
         temperature: sampling temperature, above 0.
         top_k: number of most probable tokens to keep, at least 1; None for all.
-        top_p: keep the smallest set of tokens whose probabilities, renormalised after top-k, sum to this value; at
+        top_p: keep the smallest set of tokens whose probabilities, renormalized after top-k, sum to this value; at
             least one token is kept.
 
     Returns:
-        (..., vocab), not normalised; -inf for removed tokens.
+        (..., vocab), not normalized; -inf for removed tokens.
     """
     scaled = logits / temperature
     if (top_k is None or top_k >= logits.shape[-1]) and top_p >= 1:

@@ -18,7 +18,7 @@ from foundry.run_dir.files import write_atomically
 DEFAULT_PROMPT = "def "
 log = logging.getLogger(__name__)
 _SHOWN, _PICTURES_SHOWN = 4, 8
-"""Numbers of held-out prompts that are continued if the user gives no prompt: of text, and with images."""
+"""Numbers of held-out prompts to continue if the user gives none: for text models, and for vision models."""
 _PAGE_WIDTH = 60
 """Characters of a heading in a file of samples."""
 
@@ -108,7 +108,7 @@ def continue_text(
         temperature: sampling temperature; 0 for greedy decoding.
         top_k: number of most probable tokens to sample from; None for all.
         top_p: sample from the smallest set of tokens whose probabilities sum to this value.
-        stop: tokens that end a text; None for those of the data.
+        stop: tokens that end a text; None for the data's stop tokens.
         chat: format prompts with the data's chat template, if it has one.
         image: image for the prompts, (3, image_size, image_size) uint8; None for text models, or to use held-out
             prompts with their own images.

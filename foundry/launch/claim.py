@@ -108,7 +108,7 @@ def claim(given: str, key: str, *, output_subdir: str | None = None, log_name: s
     Args:
         given: the directory as given by the user.
         key: config key of the directory.
-        output_subdir: subfolder to which Hydra will write the configuration; None if Hydra does not write it.
+        output_subdir: subfolder for Hydra's copy of the configuration; None if Hydra does not write it.
         log_name: name of the file that Hydra will log to.
 
     Raises:

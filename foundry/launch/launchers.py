@@ -93,10 +93,10 @@ class FrozenLauncher(Launcher):
         return self.start(jobs)
 
     def start(self, jobs: Sequence[ComposedJob]) -> list[JobReturn]:
-        """Run the jobs and return their results in order; a job that fails does not end the others.
+        """Run the jobs and return their results in order; a failed job does not end the others.
 
         Raises:
-            ConfigError: the machine or the cluster cannot run such jobs.
+            ConfigError: the machine or the cluster cannot run these jobs.
             KeyboardInterrupt: Ctrl-C ended the wait.
             SystemExit: another signal ended the wait; the code is 128 + its number.
         """

@@ -183,7 +183,7 @@ def _work(rank: int, nproc: int, function: Callable[..., Any], args: tuple[Any, 
 def _end_without_destructors(codes: list[int]) -> None:
     """End a failed rank before the destructors of its libraries run.
 
-    A failed rank is still in its process group, and the destructors of that group's threads would print C++ errors.
+    A failed rank is still in its process group. At exit, C++ would end the group's threads with an error message.
     """
     if codes:
         for stream in (sys.stdout, sys.stderr):

@@ -52,7 +52,7 @@ class Share:
 
 
 class LocalLauncher(FrozenLauncher):
-    """Launcher that runs `n_jobs` jobs at a time; the failure or death of a job does not end the others."""
+    """Launcher that runs `n_jobs` jobs at a time; a job that fails or dies does not affect the others."""
 
     def check(self, configs: Sequence[DictConfig]) -> None:
         """Check that no job needs more GPUs than are visible.

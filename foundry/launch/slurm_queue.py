@@ -97,7 +97,7 @@ def refusal(script: str) -> str | None:
     """Return why Slurm would reject a batch script; None if Slurm accepts it, even if the job would have to wait.
 
     `sbatch --test-only` also rejects a job that would have to wait for nodes that are down or drained. So a rejection
-    is verified by submitting a job that may not start for an hour and is cancelled at once.
+    is verified by submitting a job that may not start for an hour and is canceled at once.
 
     Raises:
         Unreachable: Slurm does not respond.

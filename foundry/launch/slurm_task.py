@@ -44,7 +44,7 @@ class SlurmTask:
         self._work = work
 
     def __call__(self, run_dir: str) -> None:
-        """Execute the run, and exit with its exit code, which lets Slurm recognise a failed job."""
+        """Execute the run, and exit with its exit code, which lets Slurm recognize a failed job."""
         if cpus := os.environ.get("SLURM_CPUS_PER_TASK"):
             os.environ.setdefault("OMP_NUM_THREADS", cpus)
         _leave_in_order()

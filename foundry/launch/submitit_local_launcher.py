@@ -29,7 +29,7 @@ from foundry.run_dir.status import ENDED, read_status, write_status
 
 _POLL_SECONDS = 0.2
 _AGAIN_SECONDS = 2.0
-"""Interval at which SIGTERM is repeated; submitit ignores it until a run has installed its handler."""
+"""Interval for repeating SIGTERM, which submitit ignores until a run has installed its handler."""
 _GPUS = "hydra.launcher.gpus_per_node"
 _INSTEAD = "choose hydra/launcher=local"
 

@@ -58,7 +58,7 @@ def build_adapted(config: Config) -> nn.Module:
 
 @contextmanager
 def _left_out(owner: Any, name: str) -> Iterator[None]:
-    """Replace a function that returns its first argument by the identity."""
+    """During the body, replace a function that modifies and returns its first argument by the identity."""
     original = getattr(owner, name)
 
     def leave(value: Any, *arguments: Any, **options: Any) -> Any:

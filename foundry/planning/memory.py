@@ -60,8 +60,7 @@ class Memory:
         activations_estimated: activations that the forward pass of one microbatch saves; None if unknown.
         generation: transient: gathered weights, and keys and values of the answers that are generated at a time.
         host: part of weights, gradients, optimizer and ema that is in host memory instead of device memory.
-        moments: bytes on the device at each of the moments of `foundry.planning.moments`, by name; unknown parts count
-            0.
+        moments: bytes on the device at each of the moments of `foundry.planning.moments`, without unknown parts.
         note: why a value is None.
     """
 

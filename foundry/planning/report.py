@@ -30,7 +30,7 @@ RECOGNIZERS: Mapping[str, Recognizer] = {
     CSV: has_columns(*(item.name for item in fields(PlannedUpdate))),
     PICTURE: is_picture,
 }
-"""Functions that recognise the files of an earlier plan by their content."""
+"""Functions that recognize the files of an earlier plan by their content."""
 
 _MEMORY_PARTS = {
     "weights": "weights",
@@ -149,7 +149,7 @@ def _run_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _row_lengths(notes: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return rows on the data's lengths; empty if all samples have the same length."""
+    """Return rows on the sample lengths; empty for data with samples of equal length."""
     if "row_tokens" not in notes:
         return []
     skipped = [f"{count:,} {kind}" for kind, count in notes["skipped_rows"].items()]

@@ -72,7 +72,7 @@ def find(run_dir: Path, which: str = "last") -> Path:
         which: "last", "best", or a step number.
 
     Raises:
-        FileNotFoundError: the run has no such checkpoint; the message lists the existing ones.
+        FileNotFoundError: the run does not have this checkpoint; the message lists the existing ones.
     """
     # Read the link before listing: a training run publishes a checkpoint, moves the link, then deletes older ones.
     step = linked_step(run_dir, BEST if which == "best" else LATEST)

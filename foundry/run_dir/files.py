@@ -1,7 +1,7 @@
 """Reading and writing files in a directory whose contents are not trusted.
 
-Run directories are copied, shared and downloaded, so a file may not be what its name suggests. These functions do not
-read or write through symlinks, and never block on a pipe or a device.
+Run directories are copied, shared and downloaded, so a file may be of another kind than its name suggests. These
+functions do not read or write through symlinks, and never block on a pipe or a device.
 """
 
 import errno

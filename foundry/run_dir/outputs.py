@@ -1,6 +1,6 @@
 """Checks of output paths, so that a command does not overwrite files of a run or of the user.
 
-A command may write to a path that does not exist, or replace an earlier output of the same command, which is recognised
+A command may write to a path that does not exist, or replace an earlier output of the same command, which is recognized
 by its content. Inside a run directory the names of the run's own files and folders are reserved, even if they do not
 exist yet.
 """
@@ -30,7 +30,7 @@ def refusal(path: Path, *, own: str | None = None, is_earlier: Recognizer | None
     Args:
         path: file or folder to write.
         own: name of the command's output in a run directory, which is not reserved for this command.
-        is_earlier: recognises a file that may be replaced; None if no file may be replaced.
+        is_earlier: recognizes a file that may be replaced; None if no file may be replaced.
     """
     if (run_dir := _reserving(path, own)) is not None:
         return f"is {path}, which is reserved for the files of {run_dir}; choose another path"

@@ -1,6 +1,6 @@
 """Removal of secrets and terminal control characters from text before it is shown.
 
-A secret is recognised by its key (`api_key`, `password`), by its form (a token with a known prefix, the user part of a
+A secret is recognized by its key (`api_key`, `password`), by its form (a token with a known prefix, the user part of a
 URL, a signed query), or because the configuration read it from the environment (`remember`).
 """
 

@@ -24,7 +24,7 @@ ENDED = ("finished", "stopped", *FAILED)
 """States of a job that do not change without user action."""
 
 STATES = ("finished", "running", *WAITING, "stopped", *FAILED)
-"""All states, in the order in which reports show them."""
+"""All states, in the order of a report."""
 
 _TEXT_OR_NONE = (str, NoneType)
 _TYPES: dict[str, Types] = {

@@ -22,7 +22,7 @@ class TrialLink:
 
     Attributes:
         journal: file that holds the study, relative to the run directory.
-        study: name of the study in that file.
+        study: name of the study in the journal.
         number: number of the trial.
         metric: metric that the pruner compares, named as in metrics.jsonl.
         pruner: `_target_` and arguments of the pruner.
