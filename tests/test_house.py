@@ -14,9 +14,9 @@ from support.house import House, measure
 PACKAGE = Path(__file__).resolve().parent.parent / "foundry"
 FLOORS = 12
 MODULES = 20
-ARROWS = 121
+ARROWS = 118
 CIRCLES = []
-PARAMETERS, SECOND_DEFAULTS = 359, 193
+PARAMETERS, SECOND_DEFAULTS = 289, 139
 
 
 @pytest.fixture(scope="module")
