@@ -60,7 +60,7 @@ def arithmetic(settings: ArithmeticSettings, *, seed: int = 0) -> DataSplits:
     """Worked sums as text or as conversations; the same sums are held out in every form, and with every seed.
 
     Args:
-        settings: the settings.
+        settings: form and number of the sums, and how they become tokens.
         seed: of the sums to learn from.
 
     Raises:

@@ -10,7 +10,7 @@ from glob import has_magic
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from foundry.config.schemas.data import TextFiles
+from foundry.config.schemas.data import RowFiles, TextFiles, TokenFiles
 from foundry.config.sources import is_url, listed_paths
 from foundry.core.errors import ConfigError, Violation
 from foundry.data.corpora.documents import Documents, documents, source_files
@@ -140,9 +140,7 @@ def files_corpus(settings: TextFiles) -> Corpus:
     """
     utf8 = Utf8(settings.encoding_errors.value)
     described = f"files {settings.text_field} {settings.held_out}{'' if utf8.is_strict else f' {utf8.errors}'}"
-    found = find_corpus_files(
-        settings.path, settings.validation_path, described=described, cache_dir=settings.cache_dir
-    )
+    found = find_corpus_files(settings, described=described)
     opened = partial(documents, text_field=settings.text_field, utf8=utf8)
     read = partial(_read, found.train, found.validation, opened, settings.held_out)
     return Corpus(found.fingerprint, found.content, read)
@@ -158,27 +156,21 @@ class CorpusFiles(NamedTuple):
 
 
 def find_corpus_files(
-    path: str | Sequence[str],
-    validation_path: str | Sequence[str] | None,
-    *,
-    described: str,
-    cache_dir: str,
-    kinds: Mapping[str, str] = TEXTS,
+    settings: TextFiles | TokenFiles | RowFiles, *, described: str, kinds: Mapping[str, str] = TEXTS
 ) -> CorpusFiles:
-    """Find the files, and hash what they hold.
+    """Find the files of `path` and of `validation_path`, and hash what they hold.
 
     Args:
-        path: file, folder or glob, or several; the files of each are of one kind.
-        validation_path: likewise; None: there are none.
+        settings: paths, and the folder of the cache.
         described: settings on which the samples depend besides.
-        cache_dir: as of `file_digests`.
         kinds: the suffixes that are read, and the kind that each is of.
 
     Raises:
         ConfigError: there are no files, kinds are mixed, or one cannot be read.
     """
-    train = [_find_files(one, PATH, kinds, cache_dir) for one in listed_paths(path)]
-    validation = [_find_files(one, VALIDATION_PATH, kinds, cache_dir) for one in listed_paths(validation_path)]
+    cache_dir = settings.cache_dir
+    train = [_find_files(one, PATH, kinds, cache_dir) for one in listed_paths(settings.path)]
+    validation = [_find_files(one, VALIDATION_PATH, kinds, cache_dir) for one in listed_paths(settings.validation_path)]
     files = [file for source in train for file in source]
     names = [f"{described} {bool(validation)}", *(file.name for file in files)]
     of_kind = [kinds[suffix_of(source[0])] for source in train]

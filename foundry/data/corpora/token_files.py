@@ -76,9 +76,7 @@ def token_files(settings: TokenFilesSettings, *, seed: int = 0) -> DataSplits:
     seq_len, vocab_size, dtype, held_out = settings.seq_len, settings.vocab_size, settings.dtype, settings.held_out
     chosen = None if settings.tokenizer is None else load_tokenizer(settings.tokenizer, vocab_size)
     described = f"tokens {_FORMAT} {dtype.name} {held_out}"
-    found = find_corpus_files(
-        settings.path, settings.validation_path, described=described, cache_dir=settings.cache_dir, kinds=_KINDS
-    )
+    found = find_corpus_files(settings, described=described, kinds=_KINDS)
     train = [[_opened(file, dtype, PATH) for file in source] for source in found.train]
     validation = [[_opened(file, dtype, VALIDATION_PATH) for file in source] for source in found.validation]
     every = [file for source in (*train, *validation) for file in source]

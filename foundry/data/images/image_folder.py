@@ -106,7 +106,7 @@ def image_folder(settings: ImageFolderSettings, *, seed: int = 0) -> DataSplits:
     Held-out pictures are chosen by their names, and thus the same where pictures are added.
 
     Args:
-        settings: the settings.
+        settings: the folder, and the form of its pictures.
         seed: from which shifts are drawn; runs with different seeds are measured on the same held-out pictures.
 
     Raises:

@@ -53,9 +53,9 @@ def find_rows(settings: RowFiles, columns: tuple[str, ...], *, reads_all: bool =
     Training rows of several paths are `Sources`; held-out rows are taken at even distances from all.
 
     Args:
-        settings: where the rows lie and how they are read.
-        columns: as of `FileRows`, as is `reads_all`.
-        reads_all: read all columns of tables.
+        settings: paths and how rows are read.
+        columns: one of these must be there, as `FileRows` has them.
+        reads_all: read the other columns of tables as well.
 
     Raises:
         ConfigError: there are no files, kinds are mixed, or one cannot be read; or there are too few rows.
@@ -63,9 +63,7 @@ def find_rows(settings: RowFiles, columns: tuple[str, ...], *, reads_all: bool =
     utf8, called, weights = Utf8(settings.encoding_errors.value), settings.columns or {}, settings.weights
     described = f"rows {settings.held_out}{f' {sorted(called.items())}' if called else ''}"
     described += "" if utf8.is_strict else f" {utf8.errors}"
-    found = find_corpus_files(
-        settings.path, settings.validation_path, described=described, cache_dir=settings.cache_dir, kinds=ROWS
-    )
+    found = find_corpus_files(settings, described=described, kinds=ROWS)
     places = list[str]()
     rows, held = list[FileRows](), list[FileRows]()
     for key, sources, of_split in ((PATH, found.train, rows), (VALIDATION_PATH, found.validation, held)):
