@@ -13,6 +13,7 @@ class Gpu:
         name: as `torch.cuda.get_device_name` says it.
         memory_bytes: as `torch.cuda.mem_get_info` says it.
         capability: of compute, as `torch.cuda.get_device_capability` says it.
+        memory_bandwidth: bytes per second of the GPU's memory.
         link_bandwidth: bytes per second in one direction to the GPUs of its node (NVLink, or PCIe).
         network_bandwidth: bytes per second in one direction to another node: a network card of each GPU's own.
     """
@@ -20,6 +21,7 @@ class Gpu:
     name: str
     memory_bytes: int
     capability: tuple[int, int]
+    memory_bandwidth: float
     link_bandwidth: float
     network_bandwidth: float
 
@@ -27,12 +29,12 @@ class Gpu:
 _GIB = 2**30
 
 GPUS = {
-    "a100": Gpu("NVIDIA A100-SXM4-80GB", int(79.1 * _GIB), (8, 0), 300e9, 25e9),
-    "h100": Gpu("NVIDIA H100 80GB HBM3", int(79.1 * _GIB), (9, 0), 450e9, 50e9),
-    "h200": Gpu("NVIDIA H200", int(139.8 * _GIB), (9, 0), 450e9, 50e9),
-    "b200": Gpu("NVIDIA B200", int(178.4 * _GIB), (10, 0), 900e9, 50e9),
-    "l4": Gpu("NVIDIA L4", int(22.0 * _GIB), (8, 9), 32e9, 12.5e9),
-    "l40s": Gpu("NVIDIA L40S", int(44.4 * _GIB), (8, 9), 32e9, 25e9),
+    "a100": Gpu("NVIDIA A100-SXM4-80GB", int(79.1 * _GIB), (8, 0), 2.04e12, 300e9, 25e9),
+    "h100": Gpu("NVIDIA H100 80GB HBM3", int(79.1 * _GIB), (9, 0), 3.35e12, 450e9, 50e9),
+    "h200": Gpu("NVIDIA H200", int(139.8 * _GIB), (9, 0), 4.8e12, 450e9, 50e9),
+    "b200": Gpu("NVIDIA B200", int(178.4 * _GIB), (10, 0), 8.0e12, 900e9, 50e9),
+    "l4": Gpu("NVIDIA L4", int(22.0 * _GIB), (8, 9), 0.3e12, 32e9, 12.5e9),
+    "l40s": Gpu("NVIDIA L40S", int(44.4 * _GIB), (8, 9), 0.864e12, 32e9, 25e9),
 }
 """Dense parts of common servers; NVIDIA's data sheets. Networks: 200 Gbit/s a GPU for A100, 400 for H100 and later."""
 
