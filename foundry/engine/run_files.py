@@ -80,8 +80,8 @@ def _keep_tokenizer_files(config: Config, data: DataSplits, run_dir: Path) -> No
             content = read_bytes(in_hub_cache(source / name))
         except OSError:  # most are missing, and the run itself needs none
             continue
-        with replaced_atomically(make_folder(run_dir / TRANSFORMERS) / name) as file:
-            file.write(content)
+        with replaced_atomically(make_folder(run_dir / TRANSFORMERS) / name) as kept:
+            kept.write(content)
 
 
 def write_architecture(config: Config, model: Any, run_dir: Path) -> None:

@@ -35,28 +35,20 @@ def count_graphs() -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
-def missing_compiler(device: torch.device) -> str | None:
-    """Return the compiler that torch.compile needs on a device and this machine lacks, such as "C++ compiler g++".
+def require_compiler(device: torch.device) -> None:
+    """Refuse to compile on a machine without the compiler that torch.compile needs on a device.
 
-    On a CPU that is Inductor's, on a GPU the one with which Triton builds the launchers of its kernels. None if it is
-    there, or if the device is another one.
+    On a CPU that is Inductor's, on a GPU the one with which Triton builds the launchers of its kernels.
+
+    Raises:
+        ConfigError: it is not there.
     """
     if device.type not in _COMPILERS:
-        return None
+        return
     language, variable, usual = _COMPILERS[device.type]
     chosen = os.environ.get(variable)
     commands = (chosen.split()[0],) if chosen and chosen.strip() else usual
-    if any(shutil.which(command) for command in commands):
-        return None
-    return f"{language} compiler {' or '.join(commands)}"
-
-
-def require_compiler(device: torch.device) -> None:
-    """Refuse to compile on a machine that cannot.
-
-    Raises:
-        ConfigError: `missing_compiler` finds one missing.
-    """
-    if (compiler := missing_compiler(device)) is not None:
+    if not any(shutil.which(command) for command in commands):
+        compiler = f"{language} compiler {' or '.join(commands)}"
         message = f"is true but there is no {compiler} on this machine; install it, or set hparams.torchcompile=false"
         raise ConfigError(Violation("hparams.torchcompile", message))

@@ -62,7 +62,7 @@ def _are_fractions(values: Iterable[float]) -> bool:
 
 @dataclass(frozen=True)
 class _Colours:
-    """_Colours of a parameter's values: a scale for numbers, hues for a few categories."""
+    """Colours of a parameter's values: a scale for numbers, hues for a few categories."""
 
     parameter: Parameter
 
@@ -144,7 +144,7 @@ def _draw_parameter(
 ) -> None:
     """Draw the metric of each job against a parameter; failed and diverged jobs are crosses at the bad end.
 
-    _Colours show the values of another parameter. Lines join the jobs with equal values of all other parameters; for
+    Colours show the values of another parameter. Lines join the jobs with equal values of all other parameters; for
     several seeds they join the means, and a vertical line is one standard deviation to either side.
     """
     axes.set_xlabel(shorten(parameter.name, _LONGEST_NAME), parse_math=False)

@@ -72,14 +72,14 @@ def measure_device_memory(
         frozen: models that do not learn, as they were placed.
     """
     parameters = list(model.parameters())
-    held = {
+    held: dict[str, Iterable[Any]] = {
         "weights": [*parameters, *model.buffers()],
         "gradients": [parameter.grad for parameter in parameters],
         "optimizer state": [one for each in optimizers for state in each.state.values() for one in state.values()],
         "averaged weights": averages,
         "frozen models": [tensor for each in frozen for tensor in (*each.parameters(), *each.buffers())],
     }
-    return DeviceMemory(parts={name: _bytes_on(device, held[name]) for name in held}, **_in_use(device))
+    return DeviceMemory(parts={name: _bytes_on(device, tensors) for name, tensors in held.items()}, **_in_use(device))
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -12,7 +12,7 @@ from torch import nn
 
 from foundry.commands.library import compose, run
 from foundry.core.errors import ConfigError
-from foundry.parallel.compilation import compile_blocks, count_graphs, missing_compiler, require_compiler
+from foundry.parallel.compilation import compile_blocks, count_graphs, require_compiler
 from foundry.training import compiling
 from foundry.training.compiling import Recompilations
 
@@ -54,7 +54,6 @@ def test_compiler_that_a_device_needs_is_looked_for(monkeypatch, device, variabl
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(shutil, "which", lambda command: command if command in programs else None)
-    assert missing_compiler(torch.device(device)) == missing
     if missing is None:
         require_compiler(torch.device(device))
         return

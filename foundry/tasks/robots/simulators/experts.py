@@ -11,11 +11,6 @@ from numpy.typing import NDArray
 Vector = NDArray[np.float64]
 
 
-def fetch_reach(state: Vector) -> Vector:
-    """Straight to the goal."""
-    return _move(10 * (state[-3:] - state[:3]), fingers=0)
-
-
 def fetch_push(state: Vector) -> Vector:
     """Over the block to the side that is away from the goal, down, and push with closed fingers."""
     gripper, block, goal = state[:3], state[3:6], state[-3:]
