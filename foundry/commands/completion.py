@@ -1,4 +1,4 @@
-"""`foundry -sc query=SHELL`: words for tab completion: commands, their options, and what Hydra completes of a run.
+"""`foundry -sc query=SHELL`: words for tab completion: commands, their options, and overrides of a run.
 
 Hydra's functions for bash, zsh and fish, which `foundry -sc install=SHELL` prints, call it with the line in COMP_LINE.
 """
@@ -113,7 +113,7 @@ def _values(key: str, hint: Any, value: str) -> list[str]:
 
 
 def _of_a_run(words: Sequence[str], last: str) -> list[str]:
-    """Return what Hydra completes of the overrides of a run."""
+    """Return the overrides of a run that Hydra finds."""
     from foundry.commands.train import main as train
 
     before, os.environ["COMP_LINE"] = sys.argv[1:], " ".join(["foundry", *words, last])

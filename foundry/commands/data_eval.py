@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from foundry.engine.restore import Restored
 
 _ANSWERED = f"+evaluation.evaluators.exact_match._target_={EXACT_MATCH}"
-"""What an environment is for, where it is composed."""
+"""Evaluator of answers, without which an environment is refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,17 +31,16 @@ class DataOptions(EvalOptions):
 
 
 def measure(path: Path, options: DataOptions, overrides: Sequence[str], compose: Compose) -> dict[str, Any]:
-    """Measure a model on the data of its run, or on those that overrides choose.
+    """Measure a model on the held-out data of its run, or on other data.
 
     Args:
         path: of the run, or a folder of transformers.
         options: of the command.
-        overrides: of data and objective, composed as those of a run that starts from this model; of environment and
-            evaluation.
+        overrides: of the groups of `DATA`.
         compose: composes overrides.
 
     Raises:
-        ConfigError: there is no such run, folder or checkpoint, or the data is not for this model.
+        ConfigError: the run, folder or checkpoint does not exist, or the data does not fit the model.
     """
     import torch
 
@@ -76,8 +75,8 @@ def measure(path: Path, options: DataOptions, overrides: Sequence[str], compose:
 def _open(path: Path, options: DataOptions, overrides: Sequence[str], compose: Compose) -> "Restored":
     """Return the model with the data that it is measured on.
 
-    Data and objective are composed as those of a run that starts from this model, whose rules refuse data that is not
-    for it.
+    Overrides of data and objective are composed with `model=base`: the rules for a run from this model refuse data
+    that does not fit it.
 
     Raises:
         ConfigError: as `measure`.

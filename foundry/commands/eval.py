@@ -82,8 +82,8 @@ def evaluate(words: Sequence[str]) -> dict[str, Any]:
             groups that it takes.
 
     Raises:
-        ConfigError: an option is wrong or is of another evaluation; there is no such run, folder, checkpoint or task;
-            or the data or simulator is not for this model.
+        ConfigError: an option is wrong or belongs to another evaluation; the run, folder, checkpoint or task does not
+            exist; or the data or simulator does not fit the model.
     """
     words = [word for word in words if word != _NO_TASKS]
     run = _run_of(words)
@@ -140,7 +140,7 @@ def _run_of(words: Sequence[str]) -> Path | None:
 
 
 def _schema(own: TaskEvaluation) -> type[Any]:
-    """Return the options of an evaluation; those of a task are joined with the options of every evaluation."""
+    """Return the options of an evaluation, joined with the common ones."""
     options = resolve_name(own.options)
     if issubclass(options, EvalOptions):
         return options
@@ -212,7 +212,7 @@ def _measured_on(overrides: Sequence[str]) -> list[str]:
 
 
 def _page(name: str, doc: str) -> str:
-    """Return the page of help: options of every evaluation, then those of each."""
+    """Return the page of help: the common options, then the options of each evaluation."""
     lines = [*usage(name), "", doc, "", *option_lines(EvalOptions)]
     common = {item.name for item in fields(EvalOptions)}
     for own in (DATA, LM_EVAL, *evaluations()):

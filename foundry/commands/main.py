@@ -11,7 +11,7 @@ COMMANDS = ("train", "plan", "lr_find", "eval", "sample", "export", "report", "d
 """Modules of this package with a `main()`, in the order of the page of `--help`."""
 _COMPLETION = "completion"
 _COMPOSING = ("train", "plan", "lr_find", _COMPLETION)
-"""Modules that compose runs, for which the options of a project are meant."""
+"""Modules that compose runs and take the options of a project."""
 _HELP = "help"
 _LIKE_A_COMMAND = 0.7
 """Least likeness, as of difflib, of a misspelt command."""
@@ -20,8 +20,8 @@ _LIKE_A_COMMAND = 0.7
 def main(config_dir: Path | None = None, config_name: str | None = None) -> None:
     """The entry point of commands and runs, and of a project's own command.
 
-    The first word without `=` is the name of a command; its arguments, before and after, are those of
-    `python -m foundry.NAME`. Without such a word the command is `train`.
+    The first word without `=` is the name of a command, and all other words are its arguments. The default command is
+    `train`.
 
     Args:
         config_dir: folder of the project's options, as with `--config-dir`; None: foundry's options alone.

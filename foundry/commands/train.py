@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from functools import partial
 from io import StringIO
@@ -21,7 +21,7 @@ from foundry.config.command import output_may_close, versions
 from foundry.config.composition.choices import compose_with, keep_choices
 from foundry.config.composition.compose import CONFIG_NAME, config_dir, install
 from foundry.config.composition.hydra_internals import compose_once, take_over, write_help
-from foundry.config.diagnostics.flags import arrange_flags, check_flags
+from foundry.config.diagnostics.flags import arrange_flags, check_flags, plain_overrides
 from foundry.config.diagnostics.help import list_groups, write_page, write_sweep_page
 from foundry.config.environment import detect
 from foundry.config.schemas.root import to_config
@@ -93,6 +93,25 @@ def _masked_output() -> Iterator[None]:
     sys.stdout.write(printable(printed.getvalue()))
 
 
+def _check_flags(arguments: Sequence[str], options: Collection[str]) -> None:
+    """Refuse flags that are not Hydra's, together with the errors of the overrides beside them.
+
+    Raises:
+        ConfigError: there is such a flag.
+    """
+    try:
+        check_flags(arguments, options)
+    except ConfigError as error:
+        from foundry.commands.library import compose
+
+        violations = list(error.violations)
+        try:
+            compose(plain_overrides(arguments))
+        except ConfigError as of_overrides:
+            violations += of_overrides.violations
+        raise ConfigError(violations) from None
+
+
 def enter(task: Callable[[], object], options: Collection[str] = ()) -> None:
     """Compose and do a task: exit code 2 and a line for each config error, 1 if the task failed.
 
@@ -101,7 +120,7 @@ def enter(task: Callable[[], object], options: Collection[str] = ()) -> None:
         options: keys of the command's own, which are no settings of a run.
     """
     try:
-        check_flags(sys.argv[1:], options)
+        _check_flags(sys.argv[1:], options)
         sys.argv[1:] = arrange_flags(sys.argv[1:])
         install(alone=True)
         register()

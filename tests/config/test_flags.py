@@ -135,3 +135,18 @@ def test_every_command_answers_so(module, arguments, lines, run_command):
     assert len(stderr.splitlines()) == len(lines)
     for line, expected in zip(stderr.splitlines(), lines, strict=True):
         assert line.startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("words", "keys"),
+    [
+        (["--lr", "3e-4", "hparams.seed=x", "optimizer=adamv"], ["--lr 3e-4", "optimizer", "hparams.seed"]),
+        (["plan", "--every", "2", "hparams.seed=x"], ["--every 2", "hparams.seed"]),
+        (["--lr", "3e-4", "hparams.seed=1", "hydra.run.dir=x"], ["--lr 3e-4"]),
+        (["--lr", "3e-4", "-m", "hparams.seed=1,x"], ["--lr 3e-4"]),
+        (["--config", "my.yaml", "mine=1"], ["--config my.yaml"]),
+    ],
+)
+def test_wrong_overrides_are_reported_beside_wrong_flags(words, keys, run_command):
+    _, error = run_command(*words, code=2)
+    assert [line.partition(": ")[0] for line in error.splitlines()] == keys

@@ -131,6 +131,18 @@ def check_flags(arguments: Sequence[str], options: Collection[str] = ()) -> None
         raise ConfigError(refuse(flag, lambda key: _setting(key, options)) for flag in flags)
 
 
+def plain_overrides(arguments: Sequence[str]) -> list[str]:
+    """Return the overrides of a run among arguments with wrong flags.
+
+    They are none if they mean something else than in a run of foundry's own options: in a sweep, or with a file or
+    folder of the user's.
+    """
+    flags, others = split_flags(arguments, HYDRA_FLAGS)
+    if any(flag.key in _FILES for flag in flags) or any(map(_is_flag, others)):
+        return []
+    return [word for word in others if not re.match(r"[~+]*hydra[./]", word)]
+
+
 def refuse(flag: Flag, find: Callable[[str], str | None]) -> Violation:
     """The line about a flag.
 
