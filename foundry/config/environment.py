@@ -20,9 +20,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from foundry.core.errors import ConfigError, Violation
+
+if TYPE_CHECKING:
+    from foundry.config.schemas.distributed import Distributed
 
 STORE = "FOUNDRY_STORE"
 """Environment variable with the rendezvous file of the processes that foundry starts on this machine."""
@@ -57,6 +60,33 @@ class LaunchEnvironment:
     num_nodes: int
     master_addr: str = "127.0.0.1"
     master_port: int = _DEFAULT_PORT
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How the run will be started, as far as composition can know.
+
+    Attributes:
+        environment: what torchrun or Slurm say, if one of them started this process.
+        tasks: processes that a launcher starts for each job.
+        distributed: what the run itself starts.
+    """
+
+    environment: LaunchEnvironment
+    tasks: int
+    distributed: "Distributed"
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the run."""
+        if self.environment.launcher != "single":
+            return self.environment.world_size
+        return self.tasks if self.tasks > 1 else self.distributed.nproc_per_node
+
+    @property
+    def dp_size(self) -> int:
+        """Those that train on samples of their own."""
+        return self.distributed.dp_size(self.world_size)
 
 
 _SINGLE = LaunchEnvironment("single", 0, 0, 1, 1, 1)

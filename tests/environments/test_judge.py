@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.composition import configure
 from support.examples import some_of
 
-from foundry.config.checks.rollouts import check_environment
+from foundry.config.checks.environments import check_environment
 from foundry.core.errors import ConfigError, shown
 from foundry.environments.judge import Judge, build_judge
 from foundry.environments.protocol import Answer

@@ -9,13 +9,13 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from foundry.config.checks.rules import Launch, rules
+from foundry.config.checks.rules import rules
 from foundry.config.composition.base import expand_base
 from foundry.config.composition.plain_nodes import check_plain_nodes
 from foundry.config.composition.start_dir import check_folders
 from foundry.config.composition.store import fill_left_out
 from foundry.config.diagnostics.holes import check_hydra, holes
-from foundry.config.environment import detect
+from foundry.config.environment import Launch, detect
 from foundry.config.metrics import check_sweeper
 from foundry.config.record.secrets import check_secrets
 from foundry.config.schemas.launcher import check_launcher, resolve_num_tasks
@@ -58,7 +58,7 @@ def check(composed: DictConfig) -> list[Violation]:
     ]
     single = [*check_secrets(composed), *out, *check_plain_nodes(config), *own, *outside]
     launch = Launch(environment, resolve_num_tasks(composed), sound.distributed)
-    across = [v for rule in rules() for v in _until_out_of_bounds(partial(rule, sound, launch))]
+    across = [v for rule in rules(sound) for v in _until_out_of_bounds(partial(rule, sound, launch))]
     wrong_keys = {violation.key for violation in single}
     # A rule that looked at a value already known to be wrong has nothing to add.
     return single + [v for v in across if not any(key in str(v) or key.startswith(v.key) for key in wrong_keys)]

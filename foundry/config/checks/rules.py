@@ -2,32 +2,22 @@
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import partial
 from itertools import takewhile
 from math import ceil
 from pathlib import Path
 from typing import Any
 
-from foundry.config.checks.adapters import check_adapters
-from foundry.config.checks.pictures import check_pictures
-from foundry.config.checks.rollouts import check_environment, check_rollouts
-from foundry.config.checks.sizes import check_sizes
+from foundry.config.checks.environments import check_environment
 from foundry.config.checks.targets import check_targets
-from foundry.config.checks.tensor_parallel import check_tensor_parallel
 from foundry.config.composition.store import group_schemas
-from foundry.config.environment import LaunchEnvironment
+from foundry.config.environment import Launch
 from foundry.config.lengths import check_lengths, given_sizes, resolve_budget
 from foundry.config.metrics import check_metrics, measured_by
-from foundry.config.schemas.distributed import DDP, FSDP, Distributed, GradientSync, resolve_distributed
-from foundry.config.schemas.guard import SpikeAction
+from foundry.config.schemas.distributed import resolve_distributed
 from foundry.config.schemas.hparams import HParams, ScheduleUnit
-from foundry.config.schemas.model import HuggingFace, PrefixVLM, Transformer
-from foundry.config.schemas.objective import Reference
-from foundry.config.schemas.peft import LoRA
-from foundry.config.schemas.precision import PrecisionMode
 from foundry.config.schemas.root import Config
-from foundry.config.schemas.scheduler import Scheduler
 from foundry.config.sources import download_hint, hub_hint, is_url, listed_paths, why_no_url
 from foundry.core.batch_sizes import BatchSizes
 from foundry.core.duration import Duration, Unit
@@ -36,33 +26,8 @@ from foundry.core.tasks import checks
 
 _MOST_SIZES = 8
 """Batch sizes that a message names."""
-
-
-@dataclass(frozen=True)
-class Launch:
-    """How the run will be started, as far as composition can know.
-
-    Attributes:
-        environment: what torchrun or Slurm say, if one of them started this process.
-        tasks: processes that a launcher starts for each job.
-        distributed: what the run itself starts.
-    """
-
-    environment: LaunchEnvironment
-    tasks: int
-    distributed: Distributed
-
-    @property
-    def world_size(self) -> int:
-        """Ranks of the run."""
-        if self.environment.launcher != "single":
-            return self.environment.world_size
-        return self.tasks if self.tasks > 1 else self.distributed.nproc_per_node
-
-    @property
-    def dp_size(self) -> int:
-        """Those that train on samples of their own."""
-        return self.distributed.dp_size(self.world_size)
+_ENOUGH = (("vocab_size", "vocab_size"), ("max_seq_len", "seq_len"), ("num_classes", "num_classes"))
+"""Sizes of a model, and those of the data that they may not be below."""
 
 
 Rule = Callable[[Config, Launch], Iterator[Violation]]
@@ -147,15 +112,6 @@ def _has_no_tokens(data: Any) -> bool:
     return offers is not None and "tokens" not in offers
 
 
-def _learning_rates(config: Config, launch: Launch) -> Iterator[Violation]:
-    scheduler, lr = config.scheduler, config.hparams.lr
-    if not isinstance(scheduler, Scheduler):
-        return
-    for name in ("min_lr", "force_min_lr", "warmup_init"):
-        if getattr(scheduler, name) > lr:
-            yield Violation(f"scheduler.{name}", f"is {getattr(scheduler, name):g} but hparams.lr is only {lr:g}")
-
-
 def _lengths(config: Config, launch: Launch) -> Iterator[Violation]:
     """Where the length of the run is known without the data; otherwise the run itself checks before its first step."""
     hparams, tokens = config.hparams, _tokens_per_sample(config)
@@ -211,10 +167,6 @@ def _other_loss(loss: str, objective: str, fitting: Sequence[str]) -> str:
     return f"{message}; {remedy}set hparams.loss_function={fitting[0]}"
 
 
-def _targets(config: Config, launch: Launch) -> Iterator[Violation]:
-    yield from check_targets(config)
-
-
 def _metrics(config: Config, launch: Launch) -> Iterator[Violation]:
     measured = measured_by(config)
     if measured is not None:
@@ -233,31 +185,22 @@ def _samples(config: Config, launch: Launch) -> Iterator[Violation]:
             yield Violation(group, f"is {name}, made for {made_for}, but data is {data}, which has {has}")
 
 
-def _packing(config: Config, launch: Launch) -> Iterator[Violation]:
-    """Samples have lengths of their own, the objective knows of several in a row, and no shape is compiled for."""
-    if not getattr(config.data, "packing", False):
-        return
-    if not getattr(config.objective, "takes_packed", False):
-        name = type(config.objective).__name__
-        others = "objective=sft, dpo, distillation or grpo"
-        message = f"is true but objective {name} takes one sample a row; set it to false, or choose {others}"
-        yield Violation("data.packing", message)
-    elif not getattr(config.data, "is_ragged", True):
-        name = type(config.data).__name__
-        message = f"is true but samples of {name} are all of data.seq_len tokens and fill a row each; set it to false"
-        yield Violation("data.packing", message)
-    if config.hparams.torchcompile:
-        message = "is true together with hparams.torchcompile, which would compile each packed row for itself"
-        yield Violation("data.packing", f"{message}; set one of them to false")
-
-
-def _rollouts(config: Config, launch: Launch) -> Iterator[Violation]:
-    yield from check_rollouts(config)
-    yield from check_environment(config)
-
-
 def _sizes(config: Config, launch: Launch) -> Iterator[Violation]:
-    yield from check_sizes(config)
+    """Sizes of model and objective are the data's, or at least as large, as far as their schemas say."""
+    for group, pairs, is_wrong, wanted in (
+        ("model", _same_as_data(config.model), int.__ne__, "must be"),
+        ("model", _ENOUGH, int.__lt__, "must be at least"),
+        ("objective", _same_as_data(config.objective), int.__ne__, "must be"),
+    ):
+        for own, other in pairs:
+            have, need = getattr(getattr(config, group), own, None), getattr(config.data, other, None)
+            if isinstance(have, int) and isinstance(need, int) and is_wrong(have, need):
+                message = f"is {have} but {wanted} data.{other}={need}; leave it out to follow the data"
+                yield Violation(f"{group}.{own}", message)
+
+
+def _same_as_data(part: Any) -> list[tuple[str, str]]:
+    return [(name, name) for name in getattr(part, "same_as_data", ())]
 
 
 def _accumulation(config: Config, launch: Launch) -> Iterator[Violation]:
@@ -295,54 +238,10 @@ def _restarts(config: Config, launch: Launch) -> Iterator[Violation]:
 
 
 def _strategy(config: Config, launch: Launch) -> Iterator[Violation]:
-    distributed = config.distributed
     try:
-        resolve_distributed(distributed, launch.world_size)
+        resolve_distributed(config.distributed, launch.world_size)
     except ConfigError as error:
         yield from error.violations
-    keeps = distributed.gradient_sync is GradientSync.last_keep_params
-    if isinstance(distributed, DDP) and keeps and not distributed.shard_optimizer:
-        yield Violation(
-            "distributed.gradient_sync",
-            "is last_keep_params but ddp never frees its parameters; choose last, or distributed=fsdp",
-        )
-
-
-def _precision(config: Config, launch: Launch) -> Iterator[Violation]:
-    mode, distributed = config.precision.mode, config.distributed
-    if mode is PrecisionMode.amp_float16 and isinstance(distributed, FSDP) and distributed.cpu_offload:
-        yield Violation(
-            "precision",
-            "is amp_float16 but its loss scaling needs gradients on the GPU: set distributed.cpu_offload=false",
-        )
-
-
-def _pictures(config: Config, launch: Launch) -> Iterator[Violation]:
-    yield from check_pictures(config)
-
-
-def _adapters(config: Config, launch: Launch) -> Iterator[Violation]:
-    yield from check_adapters(config)
-
-
-def _tensor_parallel(config: Config, launch: Launch) -> Iterator[Violation]:
-    yield from check_tensor_parallel(config)
-
-
-def _reference(config: Config, launch: Launch) -> Iterator[Violation]:
-    if getattr(config.objective, "reference", None) is Reference.adapters_off and not isinstance(config.peft, LoRA):
-        message = "is adapters_off but peft=none trains the model itself; choose cached or copy, or peft=lora"
-        yield Violation("objective.reference", message)
-
-
-def _rollback(config: Config, launch: Launch) -> Iterator[Violation]:
-    guard, checkpoint = config.guard, config.checkpoint
-    goes_back = guard.spike_zscore is not None and guard.spike_action is SpikeAction.rollback
-    if goes_back and checkpoint.interval is None and checkpoint.every_minutes is None:
-        yield Violation(
-            "guard.spike_action",
-            "is rollback but the run saves no checkpoint on its way; set checkpoint.interval or .every_minutes",
-        )
 
 
 def _paths(config: Config, launch: Launch) -> Iterator[Violation]:
@@ -382,49 +281,32 @@ def _exists(path: str) -> bool:
         return False
 
 
-def _logged_model(config: Config, launch: Launch) -> Iterator[Violation]:
-    """What MLflow is to have at the end is kept, and is a model that transformers loads."""
-    model = config.model
-    if not config.tracking.log_model:
-        return
-    if config.checkpoint.is_off:
-        yield Violation("tracking.log_model", "is true but no checkpoint is kept; set checkpoint.save_final=true")
-    if is_dataclass(model) and (isinstance(model, PrefixVLM) or not isinstance(model, (Transformer, HuggingFace))):
-        message = f"is true but model is {type(model).__name__}, which transformers does not load; leave it out"
-        yield Violation("tracking.log_model", message)
+def _alone(check: Callable[[Config], Iterator[Violation]], config: Config, launch: Launch) -> Iterator[Violation]:
+    """Make a rule of a check that does not ask how the run is started."""
+    yield from check(config)
 
 
 RULES: tuple[Rule, ...] = (
     _budget,
     _batch,
     _accumulation,
-    _learning_rates,
     _lengths,
     _samples,
-    _packing,
-    _rollouts,
+    partial(_alone, check_environment),
     _sizes,
-    _targets,
+    partial(_alone, check_targets),
     _loss,
     _metrics,
-    _pictures,
     _launcher,
     _restarts,
     _strategy,
-    _precision,
-    _adapters,
-    _tensor_parallel,
-    _reference,
-    _rollback,
-    _logged_model,
     _paths,
 )
 
 
-def rules() -> tuple[Rule, ...]:
-    """Return the rules of foundry and those of installed tasks."""
-    return (*RULES, *(partial(_of_task, check) for check in checks()))
-
-
-def _of_task(check: Callable[[Config], Iterator[Violation]], config: Config, launch: Launch) -> Iterator[Violation]:
-    yield from check(config)
+def rules(config: Config) -> Iterator[Rule]:
+    """Yield the rules across groups, the checks of each part with the rest of the run, and those of installed tasks."""
+    yield from RULES
+    parts: list[Any] = [getattr(config, item.name) for item in fields(config)]
+    yield from (part.check_with for part in parts if hasattr(part, "check_with"))
+    yield from (partial(_alone, check) for check in checks())

@@ -328,10 +328,10 @@ def _method(source: Source, definition: ast.ClassDef, names: Sequence[str]) -> P
         raise NotThere(f"{definition.name} has no {names[0]}", what, names[0])
     if len(names) != 1 or len(own) != 1 or not isinstance(own[0], ast.FunctionDef):
         return None
-    kind, *others = own[0].decorator_list or [None]
-    if not isinstance(kind, ast.Name) or kind.id not in ("classmethod", "staticmethod"):
-        return None
-    return _of_decorated(source, own[0].args, 1 if kind.id == "classmethod" else 0, others)
+    match own[0].decorator_list:
+        case [ast.Name("classmethod" | "staticmethod" as kind), *others]:
+            return _of_decorated(source, own[0].args, 1 if kind == "classmethod" else 0, others)
+    return None
 
 
 def _of_function(source: Source, definition: Definition, skip: int = 0) -> Parameters | None:

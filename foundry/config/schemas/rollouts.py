@@ -2,10 +2,16 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
+from foundry.config.diagnostics.elsewhere import own_options
+from foundry.config.schemas.own_evaluators import HeldOut
 from foundry.config.setting import setting
 from foundry.core.errors import Violation
+
+if TYPE_CHECKING:
+    from foundry.config.environment import Launch
+    from foundry.config.schemas.root import Config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +61,33 @@ class Rollouts:
     def samples_per_rollout(self) -> int:
         """Answers of a rollout."""
         return self.num_prompts_per_step * self.num_generations_per_prompt
+
+    def check_with(self, run: "Config", launch: "Launch") -> Iterator[Violation]:
+        """Batch, environment and evaluations are those of a rollout."""
+        if not self.generates:
+            return
+        hparams, name = run.hparams, getattr(self, "described", type(self).__name__)
+        is_scored = getattr(run.environment, "_target_", "") is not None
+        if self.needs_rewards and not is_scored:
+            options = ", ".join(option for option in own_options("environment") if option != "none")
+            remedy = f"choose an option ({options}), or give _target_"
+            yield Violation("environment", f"is none but objective {name} needs one that scores answers; {remedy}")
+        rollout, updates = self.samples_per_rollout, self.updates_per_rollout
+        if hparams.batch_schedule is not None or hparams.batch_ramp.start is not None:
+            key = "batch_ramp" if hparams.batch_schedule is None else "batch_schedule"
+            yield Violation(f"hparams.{key}", f"is given but a step of objective {name} has always the same size")
+        elif hparams.global_batch_size * updates != rollout and rollout % updates == 0:
+            answers = f"num_prompts_per_step {self.num_prompts_per_step} x num_generations_per_prompt "
+            answers += f"{self.num_generations_per_prompt} / updates_per_rollout {updates} = {rollout // updates}"
+            message = f"is {hparams.global_batch_size} but must be the answers of a step: {answers}"
+            yield Violation("hparams.global_batch_size", message)
+        if hparams.allow_rounding:
+            yield Violation("hparams.allow_rounding", f"is True but objective {name} learns from all answers of a step")
+        for key, node in run.evaluation.evaluators.items():
+            if isinstance(node, dict) and node.get("_target_") == HeldOut._target_:
+                remedy = "reward" if self.needs_rewards or is_scored else "answers"
+                message = f"measures a held-out loss, which objective {name} has not; choose evaluation={remedy}"
+                yield Violation(f"evaluation.evaluators.{key}", message)
 
     def check_rollout(self) -> Iterator[Violation]:
         """Refuse a rollout that its updates do not divide, or whose answers to a prompt would be one answer."""

@@ -1,15 +1,19 @@
 """Pictures, with classes or with words."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from enum import Enum
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from foundry.config.image_folder import class_folders
 from foundry.config.schemas.data.base import Data, path_of_files, path_of_held_out_files
 from foundry.config.schemas.data.rows import OnBadRow, Templated, TrainOn
 from foundry.config.setting import OnResume, setting
 from foundry.core.errors import ConfigError, Violation, shown
+
+if TYPE_CHECKING:
+    from foundry.config.environment import Launch
+    from foundry.config.schemas.root import Config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +24,14 @@ class AboutPictures(Templated):
     num_images: ClassVar[int] = 1
 
     train_on: TrainOn = setting(TrainOn.all, "which of the assistant's turns are learnt: all or the last")
+
+    def check_with(self, run: "Config", launch: "Launch") -> Iterator[Violation]:
+        """The model looks at pictures."""
+        wants: frozenset[str] = getattr(run.model, "wants", frozenset({"images"}))
+        if is_dataclass(run.model) and "images" not in wants:
+            model, data = type(run.model).__name__, type(self).__name__
+            message = f"is {model}, which does not look at the pictures of data {data}; choose model=vlm"
+            yield Violation("model", message)
 
 
 @dataclass(frozen=True, kw_only=True)

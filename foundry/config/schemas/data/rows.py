@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from foundry.config.schemas.data.base import (
     URLS,
@@ -18,6 +18,10 @@ from foundry.config.schemas.data.base import (
 from foundry.config.setting import OnResume, setting
 from foundry.config.sources import check_sources
 from foundry.core.errors import Violation, shown
+
+if TYPE_CHECKING:
+    from foundry.config.environment import Launch
+    from foundry.config.schemas.root import Config
 
 LONGEST_ANSWER = "${oc.select:objective.max_new_tokens,0}"
 """What a prompt leaves room for, where the objective generates answers."""
@@ -86,6 +90,22 @@ class Packable(Templated):
         on_resume=OnResume.same,
         runtime=True,
     )
+
+    def check_with(self, run: "Config", launch: "Launch") -> Iterator[Violation]:
+        """Packed samples have lengths of their own, an objective that takes several in a row, and no compiled shape."""
+        if not self.packing:
+            return
+        if not getattr(run.objective, "takes_packed", False):
+            name = type(run.objective).__name__
+            others = "objective=sft, dpo, distillation or grpo"
+            message = f"is true but objective {name} takes one sample a row; set it to false, or choose {others}"
+            yield Violation("data.packing", message)
+        elif not self.is_ragged:
+            message = f"is true but samples of {type(self).__name__} are all of data.seq_len tokens and fill a row each"
+            yield Violation("data.packing", f"{message}; set it to false")
+        if run.hparams.torchcompile:
+            message = "is true together with hparams.torchcompile, which would compile each packed row for itself"
+            yield Violation("data.packing", f"{message}; set one of them to false")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,10 +4,15 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from enum import Enum
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from foundry.config.schemas.precision import PrecisionMode
 from foundry.config.setting import setting
 from foundry.core.errors import ConfigError, Violation, shown
+
+if TYPE_CHECKING:
+    from foundry.config.environment import Launch
+    from foundry.config.schemas.root import Config
 
 _DEFAULT_BUCKET_MB = 25.0
 _HOST_AND_PORT = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s/:?#@]+):(?P<port>\d{1,5})")
@@ -152,6 +157,9 @@ class DDP(Distributed):
             yield Violation(
                 "distributed.bucket_cap_mb", f"is {self.bucket_cap_mb:g} but {reason}, without buckets; drop it"
             )
+        if self.gradient_sync is GradientSync.last_keep_params and not self.shard_optimizer:
+            message = "is last_keep_params but ddp never frees its parameters; choose last, or distributed=fsdp"
+            yield Violation("distributed.gradient_sync", message)
         if self.tensor_parallel > 1 and not self.shard_optimizer:
             message = "but ddp averages whole tensors; set shard_optimizer=true, or choose distributed=fsdp"
             yield Violation("distributed.tensor_parallel", f"is {self.tensor_parallel} {message}")
@@ -172,6 +180,12 @@ class FSDP(Distributed):
     )
     cpu_offload: bool = setting(False, "keep weights, gradients and optimizer state in host memory")
     overlap_param_gather: bool = setting(True, "gather the next block's weights while this one computes")
+
+    def check_with(self, run: "Config", launch: "Launch") -> Iterator[Violation]:
+        """The loss of fp16 is scaled where gradients are on the GPU."""
+        if run.precision.mode is PrecisionMode.amp_float16 and self.cpu_offload:
+            message = "is amp_float16 but its loss scaling needs gradients on the GPU: set"
+            yield Violation("precision", f"{message} distributed.cpu_offload=false")
 
     def mesh_shape(self, world_size: int) -> dict[str, int]:
         """All ranks in one dimension, but for those that divide matrices."""

@@ -3,9 +3,14 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from foundry.config.setting import setting
 from foundry.core.errors import Violation
+
+if TYPE_CHECKING:
+    from foundry.config.environment import Launch
+    from foundry.config.schemas.root import Config
 
 _DEFAULT_MAX_SKIPS, _DEFAULT_WINDOW = 3, 128
 
@@ -65,6 +70,13 @@ class Guard:
         if self.non_finite is NonFinite.stop and self.max_skips != _DEFAULT_MAX_SKIPS:
             message = f"is {self.max_skips} but nothing is skipped; set guard.non_finite=skip or guard.spike_zscore=6"
             yield Violation("guard.max_skips", message)
+
+    def check_with(self, run: "Config", launch: "Launch") -> Iterator[Violation]:
+        """There are checkpoints to go back to."""
+        goes_back = self.spike_zscore is not None and self.spike_action is SpikeAction.rollback
+        if goes_back and run.checkpoint.interval is None and run.checkpoint.every_minutes is None:
+            message = "is rollback but the run saves no checkpoint on its way; set checkpoint.interval or"
+            yield Violation("guard.spike_action", f"{message} .every_minutes")
 
 
 def _idle(name: str, value: str) -> Violation:

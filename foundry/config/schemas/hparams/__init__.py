@@ -3,10 +3,15 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from foundry.config.setting import OnResume, setting
 from foundry.core.batch_sizes import BatchSizes, parse_count
 from foundry.core.errors import Violation, shown
+
+if TYPE_CHECKING:
+    from foundry.config.environment import Launch
+    from foundry.config.schemas.root import Config
 
 
 class ScheduleUnit(Enum):
@@ -185,3 +190,11 @@ class HParams:
         if self.grad_checkpointing_policy is CheckpointingPolicy.selective and not self.grad_checkpointing:
             message = "is selective but nothing is recomputed; set hparams.grad_checkpointing=true, or drop this"
             yield Violation("hparams.grad_checkpointing_policy", message)
+
+    def check_with(self, run: "Config", launch: "Launch") -> Iterator[Violation]:
+        """torch.compile does not recompute all of a block whose matrices are divided."""
+        size = run.distributed.tensor_parallel
+        recomputes_all = self.grad_checkpointing and self.grad_checkpointing_policy is CheckpointingPolicy.full
+        if size > 1 and self.torchcompile and recomputes_all:
+            message = f"is full, which torch.compile cannot do with distributed.tensor_parallel={size}; set it to"
+            yield Violation("hparams.grad_checkpointing_policy", f"{message} selective, or hparams.torchcompile=false")

@@ -4,12 +4,16 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from foundry.config.init_std import parse_std
 from foundry.config.setting import OnResume, setting
 from foundry.core.errors import Violation
 from foundry.run_dir.files import in_hub_cache, read_text
+
+if TYPE_CHECKING:
+    from foundry.config.environment import Launch
+    from foundry.config.schemas.root import Config
 
 _STD_RULES = (
     "a number, small: sqrt(2 / (5 hidden_size)), or wang: sqrt(1 / (3 hidden_size)); outputs of a block / "
@@ -24,11 +28,13 @@ class Model:
     Attributes:
         same_as_data: names of sizes that must be those of the data.
         is_divided: whether its matrices can be divided over ranks.
+        in_transformers: whether transformers loads what the run exports.
         language_part: name of the part that reads tokens, whose weights bring a tokenizer; None: the model itself does.
     """
 
     same_as_data: ClassVar[tuple[str, ...]] = ("image_size", "num_images", "num_channels")
     is_divided: ClassVar[bool] = True
+    in_transformers: ClassVar[bool] = False
     language_part: ClassVar[str | None] = None
 
     _target_: str
@@ -39,6 +45,13 @@ class Model:
         on_resume=OnResume.allowed,
         runtime=True,
     )
+
+    def check_with(self, run: "Config", launch: "Launch") -> Iterator[Violation]:
+        """Ranks divide its matrices only if it says how. A user's own model is asked when it is built."""
+        size = run.distributed.tensor_parallel
+        if size > 1 and not self.is_divided:
+            message = f"is {size} but model {type(self).__name__} is not divided; set it to 1, or choose"
+            yield Violation("distributed.tensor_parallel", f"{message} model=transformer")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +73,7 @@ class Base(Model):
 class Transformer(Model):
     """A Llama-style decoder: RMSNorm, rotary positions, SwiGLU, grouped-query attention."""
 
+    in_transformers: ClassVar[bool] = True
     wants: ClassVar[frozenset[str]] = frozenset({"tokens"})
 
     _target_: str = "foundry.Transformer"
@@ -109,12 +123,22 @@ class Transformer(Model):
                 "model.num_kv_heads", f"is {self.num_kv_heads} but must divide model.num_heads={self.num_heads}"
             )
 
+    def check_with(self, run: "Config", launch: "Launch") -> Iterator[Violation]:
+        """Ranks divide heads, feed-forward and vocabulary evenly."""
+        yield from super().check_with(run, launch)
+        size = run.distributed.tensor_parallel
+        for name in ("num_heads", "num_kv_heads", "intermediate_size", "vocab_size") if self.is_divided else ():
+            if (value := getattr(self, name)) % size:
+                message = f"is {value} but must be a multiple of distributed.tensor_parallel={size}"
+                yield Violation(f"model.{name}", f"{message}; the next is {-(-value // size) * size}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixVLM(Transformer):
     """The decoder of model=transformer behind a convolutional stem: it looks at pictures, and answers about them."""
 
     is_divided: ClassVar[bool] = False
+    in_transformers: ClassVar[bool] = False
     brings_hparams: ClassVar[str] = "vlm"
     wants: ClassVar[frozenset[str]] = frozenset({"tokens", "images"})
 
@@ -145,12 +169,20 @@ class PrefixVLM(Transformer):
             message = f"is {self.image_size} but must be a multiple of 8, the pixels of a patch; set data.image_size"
             yield Violation("model.image_size", f"{message}={near}")
 
+    def check_with(self, run: "Config", launch: "Launch") -> Iterator[Violation]:
+        """There is a size of pictures."""
+        yield from super().check_with(run, launch)
+        if self.image_size is None and getattr(run.data, "image_size", 0) is not None:
+            message = "is null but the model looks at pictures; leave it out to follow the data"
+            yield Violation("model.image_size", message)
+
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFace(Model):
     """Any causal language model of transformers, built from its config or read from a local folder."""
 
     is_divided: ClassVar[bool] = False
+    in_transformers: ClassVar[bool] = True
     wants: ClassVar[frozenset[str]] = frozenset({"tokens"})
 
     _target_: str = "foundry.HuggingFaceCausalLM"

@@ -3,13 +3,18 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from enum import Enum
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from foundry.config.schemas.distillation import DistillationMode, Teaching
+from foundry.config.schemas.peft import LoRA
 from foundry.config.schemas.policy import PolicyGradient
 from foundry.config.schemas.rollouts import Rollouts
 from foundry.config.setting import check_unused, setting
 from foundry.core.errors import Violation
+
+if TYPE_CHECKING:
+    from foundry.config.environment import Launch
+    from foundry.config.schemas.root import Config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +108,13 @@ class SFT:
     sample_tokens: int = setting(160, "longest answer of a text sample in tokens", ge=1, le=10**8)
     temperature: float = setting(0.0, "of a text sample; 0 picks the likeliest token", ge=0)
 
+    def check_with(self, run: "Config", launch: "Launch") -> Iterator[Violation]:
+        """Ranks have whole layers, for which dropout of attention is drawn."""
+        size = run.distributed.tensor_parallel
+        if size > 1 and self.attention_dropout:
+            message = f"is {self.attention_dropout:g} but is drawn for whole layers, which distributed.tensor_parallel"
+            yield Violation("objective.attention_dropout", f"{message}={size} divides; set it to 0")
+
 
 class Prediction(Enum):
     """What a diffusion model predicts."""
@@ -194,6 +206,12 @@ class DPO:
         if self.preference_loss_weight == self.sft_loss_weight == 0:
             message = "is 0 and so is objective.sft_loss_weight; give one of them a weight"
             yield Violation("objective.preference_loss_weight", message)
+
+    def check_with(self, run: "Config", launch: "Launch") -> Iterator[Violation]:
+        """There are adapters to be switched off, if those are the difference to the reference."""
+        if self.reference is Reference.adapters_off and not isinstance(run.peft, LoRA):
+            message = "is adapters_off but peft=none trains the model itself; choose cached or copy, or peft=lora"
+            yield Violation("objective.reference", message)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,9 +3,17 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
+from foundry.config.build import weights_of_parts
+from foundry.config.schemas.optimizer import Muon
+from foundry.config.schemas.precision import PrecisionMode
 from foundry.config.setting import OnResume, setting
 from foundry.core.errors import Violation
+
+if TYPE_CHECKING:
+    from foundry.config.environment import Launch
+    from foundry.config.schemas.root import Config
 
 HEAD = "lm_head"
 
@@ -82,3 +90,19 @@ class LoRA(Peft):
         if heads := [name for name in self.target_modules if name.rpartition(".")[2] == HEAD]:
             message = f"has {heads[0]}, whose matrix is read without its layer; leave it out"
             yield Violation("peft.target_modules", f"{message}, or train all weights with peft=none")
+
+    def check_with(self, run: "Config", launch: "Launch") -> Iterator[Violation]:
+        """The base is one model, whole on each rank; optimizer and arithmetic do adapters no harm."""
+        for name, path in weights_of_parts(run.model).items():
+            message = f"is {path}, and peft=lora keeps adapters alone, whose base is one run or file; train a run"
+            remedy = "without peft first, and start from that with model=base"
+            yield Violation(f"model.{name}.init_from", f"{message} {remedy}")
+        if isinstance(run.optimizer, Muon):
+            message = "is muon, which would make every direction of peft=lora's thin matrices equally large"
+            yield Violation("optimizer", f"{message}; choose optimizer=adamw")
+        if run.precision.mode is PrecisionMode.pure_bf16:
+            message = "is pure_bf16, which rounds most updates of adapters away; choose precision=amp_bfloat16"
+            yield Violation("precision", message)
+        if (size := run.distributed.tensor_parallel) > 1:
+            message = f"is {size} but adapters of peft=lora are not divided; set it to 1"
+            yield Violation("distributed.tensor_parallel", message)

@@ -3,11 +3,16 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from foundry.config.setting import setting
 from foundry.core.duration import Budget, Duration
 from foundry.core.errors import Violation
 from foundry.core.phases import Phases
+
+if TYPE_CHECKING:
+    from foundry.config.environment import Launch
+    from foundry.config.schemas.root import Config
 
 
 class EvaluateAt(Enum):
@@ -119,6 +124,13 @@ class Scheduler:
                 "scheduler.weight_decay_incr_style",
                 f"is {style.value} but start_weight_decay and end_weight_decay are null; give both",
             )
+
+    def check_with(self, run: "Config", launch: "Launch") -> Iterator[Violation]:
+        """No rate of the schedule is above its peak."""
+        lr = run.hparams.lr
+        for name in ("min_lr", "force_min_lr", "warmup_init"):
+            if getattr(self, name) > lr:
+                yield Violation(f"scheduler.{name}", f"is {getattr(self, name):g} but hparams.lr is only {lr:g}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,13 +1,17 @@
 """`tracking=`: what a run tells."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from importlib.util import find_spec
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from foundry.config.packages import missing_message
 from foundry.config.setting import OnResume, setting
 from foundry.core.errors import Violation, shown
+
+if TYPE_CHECKING:
+    from foundry.config.environment import Launch
+    from foundry.config.schemas.root import Config
 
 EXTRAS = {"foundry.TensorBoard": "tensorboard", "foundry.WandB": "wandb"}
 """Extra that each tracker with an optional package needs; the package has the same name."""
@@ -110,3 +114,14 @@ class Tracking:
                 continue
             if (extra := EXTRAS.get(str(node["_target_"]))) is not None and find_spec(extra) is None:
                 yield Violation(key, missing_message(extra, extra))
+
+    def check_with(self, run: "Config", launch: "Launch") -> Iterator[Violation]:
+        """The model that MLflow is to have at the end is kept, and transformers loads it."""
+        if not self.log_model:
+            return
+        if run.checkpoint.is_off:
+            yield Violation("tracking.log_model", "is true but no checkpoint is kept; set checkpoint.save_final=true")
+        if is_dataclass(run.model) and not getattr(run.model, "in_transformers", False):
+            name = type(run.model).__name__
+            message = f"is true but model is {name}, which transformers does not load; leave it out"
+            yield Violation("tracking.log_model", message)

@@ -1,4 +1,4 @@
-"""What learning from the model's own answers asks of the rest of a run, and what its environment does."""
+"""Whether anything asks the environment, and the settings of one of the user's own, which no schema has read."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,6 @@ from omegaconf.errors import OmegaConfBaseException
 from foundry.config.build import field_of
 from foundry.config.checks.targets import runtime_settings
 from foundry.config.composition.store import writable
-from foundry.config.diagnostics.elsewhere import own_options
 from foundry.config.diagnostics.wanted import wanted
 from foundry.config.metrics import EXACT_MATCH, HELD_OUT
 from foundry.config.schemas.environment import InWorker, NoEnvironment, check_weights
@@ -16,35 +15,6 @@ from foundry.config.schemas.rollouts import Rollouts
 from foundry.config.schemas.root import Config
 from foundry.config.setting import check_fields
 from foundry.core.errors import Violation, first_line, shown
-
-
-def check_rollouts(config: Config) -> Iterator[Violation]:
-    """Say where the batch, the environment or the evaluations are not those of a rollout."""
-    objective, hparams = config.objective, config.hparams
-    if not isinstance(objective, Rollouts) or not objective.generates:
-        return
-    name = getattr(objective, "described", type(objective).__name__)
-    is_scored = getattr(config.environment, "_target_", "") is not None
-    if objective.needs_rewards and not is_scored:
-        options = ", ".join(option for option in own_options("environment") if option != "none")
-        remedy = f"choose an option ({options}), or give _target_"
-        yield Violation("environment", f"is none but objective {name} needs one that scores answers; {remedy}")
-    rollout, updates = objective.samples_per_rollout, objective.updates_per_rollout
-    if hparams.batch_schedule is not None or hparams.batch_ramp.start is not None:
-        key = "batch_ramp" if hparams.batch_schedule is None else "batch_schedule"
-        yield Violation(f"hparams.{key}", f"is given but a step of objective {name} has always the same size")
-    elif hparams.global_batch_size * updates != rollout and rollout % updates == 0:
-        answers = f"num_prompts_per_step {objective.num_prompts_per_step} x num_generations_per_prompt "
-        answers += f"{objective.num_generations_per_prompt} / updates_per_rollout {updates} = {rollout // updates}"
-        message = f"is {hparams.global_batch_size} but must be the answers of a step: {answers}"
-        yield Violation("hparams.global_batch_size", message)
-    if hparams.allow_rounding:
-        yield Violation("hparams.allow_rounding", f"is True but objective {name} learns from all answers of a step")
-    for key, node in config.evaluation.evaluators.items():
-        if isinstance(node, dict) and node.get("_target_") == HELD_OUT:
-            remedy = "reward" if objective.needs_rewards or is_scored else "answers"
-            message = f"measures a held-out loss, which objective {name} has not; choose evaluation={remedy}"
-            yield Violation(f"evaluation.evaluators.{key}", message)
 
 
 def check_environment(config: Config) -> Iterator[Violation]:
