@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.checkpoint_parts import Net, assert_same, write
+from support.checkpoint_parts import Net, assert_same, stepped, write
 from support.examples import examples
 from support.nested_optimizer import Nested
 from torch import nn
@@ -105,15 +105,6 @@ def test_what_cannot_be_saved_is_named(kind, depth):
 def test_a_node_that_is_none_is_said(node):
     with pytest.raises(CheckpointError, match="cannot be read"):
         unflatten(node, lambda *_: torch.zeros(1))
-
-
-def stepped(model, optimizer, steps=3):
-    torch.manual_seed(7)
-    for _ in range(steps):
-        for p in model.parameters():
-            p.grad = torch.randn_like(p)
-        optimizer.step()
-    return optimizer
 
 
 def test_training_continues_as_if_it_had_not_stopped(tmp_path):

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from safetensors import safe_open
-from support.checkpoint_parts import Net, assert_same, write
+from support.checkpoint_parts import Net, assert_same, stepped, write
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -76,15 +76,6 @@ def test_nothing_is_pickled(tmp_path):
     assert json.loads((folder / "rank-00000.json").read_text()) == {"rng": 5}
     parameters = {name for name, _ in Net(1).named_parameters()}
     assert names == {f"model.{name}" for name in Net(1).state_dict()} | {f"ema.{name}" for name in parameters}
-
-
-def stepped(model, optimizer, steps=3):
-    torch.manual_seed(7)
-    for _ in range(steps):
-        for p in model.parameters():
-            p.grad = torch.randn_like(p)
-        optimizer.step()
-    return optimizer
 
 
 OPTIMIZERS = {

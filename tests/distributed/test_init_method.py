@@ -1,21 +1,15 @@
 """Ranks meet where `distributed.init_method` says, and not where the variables of their launcher say."""
 
 import os
-import socket
 
 import pytest
 import torch
 from support.harness import CONTEXT, start_server
+from support.run_events import free_port
 
 from foundry.config.schemas.device import DeviceKind
 from foundry.config.schemas.distributed import Distributed
 from foundry.parallel.process_group import process_group
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def meet(pipe, rank, method, port):

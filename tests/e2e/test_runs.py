@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import socket
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 import yaml
 from support.examples import some_of
 from support.in_process import Commands
+from support.run_events import free_port
 from support.tiny import PLOTS, TINY_DIT, TINY_LM
 
 PNG = b"\x89PNG\r\n"
@@ -31,12 +31,6 @@ def losses(run_dir):
 
 def snapshot(folder):
     return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in folder.rglob("*")}
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def test_a_run_leaves_what_the_design_says(lm):

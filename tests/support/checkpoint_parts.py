@@ -47,6 +47,16 @@ def write(run_dir, step, model, ema=None, optimizers=(), *, checkpointer=None, s
     return run_dir / "checkpoints" / f"step_{step:08d}"
 
 
+def stepped(model, optimizer, steps=3):
+    """The optimizer after steps with drawn gradients."""
+    torch.manual_seed(7)
+    for _ in range(steps):
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+    return optimizer
+
+
 def assert_same(one, other):
     assert one.keys() == other.keys()
     for name in one:

@@ -1,26 +1,12 @@
 """Jobs composed fast are those that Hydra composes, and each is handed out as it was checked."""
 
 import pytest
-from hydra import initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
-from hydra.types import RunMode
 from omegaconf import OmegaConf
 from support.examples import some_of
 
-from foundry.config.composition.compose import CONFIG_NAME, config_dir, install
 from foundry.config.schemas.root import to_config
 from foundry.core.errors import ConfigError
 from foundry.sweeps.compose_jobs import compose_jobs
-
-
-@pytest.fixture
-def sweep():
-    """Hydra's loader, and a function that composes a sweep's own configuration."""
-    install()
-    with initialize_config_dir(config_dir(), version_base="1.3"):
-        loader = GlobalHydra.instance().config_loader()
-        yield loader, lambda *words: loader.load_configuration(CONFIG_NAME, list(words), RunMode.MULTIRUN)
-
 
 JOBS = [
     (),

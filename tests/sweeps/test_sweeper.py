@@ -1,14 +1,10 @@
 """How many jobs a sweep may have, what refusing one costs, and how its errors are said."""
 
 import pytest
-from hydra import initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.types import RunMode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foundry.config.composition.compose import CONFIG_NAME, config_dir, install
 from foundry.config.schemas.sweeper import Sweep
 from foundry.core.errors import ConfigError, Violation
 from foundry.sweeps.compose_jobs import compose_jobs
@@ -75,14 +71,6 @@ def test_a_range_needs_a_step(values):
 def test_values_are_counted_as_they_are_enumerated(start, stop, step):
     (override,) = parse(f"a=range({start},{stop},{step})")
     assert count_values(override) == len(list(override.sweep_iterator()))
-
-
-@pytest.fixture
-def sweep():
-    install()
-    with initialize_config_dir(config_dir(), version_base="1.3"):
-        loader = GlobalHydra.instance().config_loader()
-        yield loader, lambda *words: loader.load_configuration(CONFIG_NAME, list(words), RunMode.MULTIRUN)
 
 
 def message(sweep, *words):
