@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
-from enum import EnumType
+from enum import Enum
 from importlib import import_module
 from io import StringIO
 from pathlib import Path
@@ -99,8 +99,9 @@ def _values(key: str, hint: Any, value: str) -> list[str]:
     kinds = get_args(hint) or (hint,)
     if bool in kinds:
         return ["true", "false"]
-    if options := [member.name for kind in kinds if isinstance(kind, EnumType) for member in kind]:
-        return options
+    enumerations = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Enum)]
+    if enumerations:
+        return [member.name for kind in enumerations for member in kind]
     if key.endswith("which"):
         return list(_WHICH)
     if str not in kinds:

@@ -141,7 +141,7 @@ def _run_of(words: Sequence[str]) -> Path | None:
 
 def _schema(own: TaskEvaluation) -> type[Any]:
     """Return the options of an evaluation, joined with the common ones."""
-    options = resolve_name(own.options)
+    options: type[Any] = resolve_name(own.options)
     if issubclass(options, EvalOptions):
         return options
     return dataclass(frozen=True, kw_only=True)(type(options.__name__, (options, EvalOptions), {"__doc__": ""}))

@@ -4,7 +4,6 @@ import logging
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -200,6 +199,8 @@ def evaluate_tasks(
 
 def lm_eval_version() -> str:
     """Which lm_eval measured."""
+    from importlib.metadata import version  # slow to import
+
     return version("lm_eval")
 
 
