@@ -132,7 +132,7 @@ class Remembering(TrainStep):
 
 def build_foundry_step(points: Points, microbatches: int) -> Callable[[], Tensor]:
     """The trainer's own step, with everything of a run but observers."""
-    world = World(0, 0, 1, 1, torch.device("cpu"))
+    world = World.single(torch.device("cpu"))
     policy = PrecisionPolicy(PrecisionMode.fp32)
     model = build_mlp()
     steps = (BLOCKS + WARMUP_BLOCKS) * BLOCK_STEPS + 1  # no block is the last

@@ -152,6 +152,8 @@ def _measure_on_data(path: Path, folder: Path, options: EvalOptions, overrides: 
     """
     import torch
 
+    from foundry.config.record.frozen import hash_config
+    from foundry.core.protocols import RunContext
     from foundry.engine.restore import explained
     from foundry.environments.judge import build_judge
     from foundry.parallel.precision import PrecisionPolicy, fp32_arithmetic
@@ -162,18 +164,25 @@ def _measure_on_data(path: Path, folder: Path, options: EvalOptions, overrides: 
     opened = _open(path, options, overrides)
     config, device = opened.config, opened.device
     judge = build_judge(config.environment)
-    precision = PrecisionPolicy.from_config(config.precision, device)
+    run = RunContext(
+        config=config,
+        config_hash=hash_config(config),
+        data=opened.data,
+        judge=judge,
+        world=World.single(device),
+        precision=PrecisionPolicy.from_config(config.precision, device),
+        run_dir=path,
+    )
     with explained(f"{path} cannot be evaluated", config, "model", "data", "objective"):
         evaluation = Evaluation(
-            model=precision.prepare(opened.model),
+            model=run.precision.prepare(opened.model),
             evaluators=_build_evaluators(opened, options, judge),
-            precision=precision,
-            world=World(0, 0, 1, 1, device),
+            run=run,
             folder=folder,
         )
         arithmetic = fp32_arithmetic(tf32=config.precision.tf32)
         with torch.no_grad(), arithmetic, nullcontext() if judge is None else closing(judge):
-            measured, _ = evaluation.run(0, lambda what: None)
+            measured, _ = evaluation.measure(0, run.beat)
     found = {name.removeprefix("val_"): value for name, value in measured.items()}
     result = {"checkpoint": opened.checkpoint.name, **_with_perplexity(found, config)}
     most = math.inf if options.max_samples is None else options.max_samples
@@ -368,7 +377,7 @@ def _build_evaluators(opened: "Restored", options: EvalOptions, judge: Any) -> d
     config, data = opened.config, opened.data
     size = config.hparams.per_gpu_batch_size if options.batch_size is None else options.batch_size
     common: dict[str, Any] = {"data": data, "per_gpu_batch_size": size, "max_samples": options.max_samples}
-    offered = {"world": World(0, 0, 1, 1, opened.device), "tokenizer": data.tokenizer}
+    offered = {"world": World.single(opened.device), "tokenizer": data.tokenizer}
     objective = build_part(config, "objective", offered=offered)
     evaluators: dict[str, Any] = {}
     if not isinstance(objective, ComparingObjective):

@@ -1,14 +1,23 @@
-"""What the trainer asks of the parts it is given."""
+"""What the trainer asks of the parts it is given, and what parts are told about the run."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 from torch import Tensor, nn
 
 from foundry.core.progress import Progress
+
+if TYPE_CHECKING:
+    from foundry.checkpoint.resume_point import ResumePoint
+    from foundry.config.schemas.root import Config
+    from foundry.data.splits import DataSplits
+    from foundry.environments.judge import Judge
+    from foundry.parallel.precision import PrecisionPolicy
+    from foundry.parallel.process_group import World
+    from foundry.run_dir.folder import RunFolder
 
 Microbatch = dict[str, Tensor]
 """One rank's share of one forward pass; the first dimension of every tensor is the sample.
@@ -150,46 +159,77 @@ class SourcingObjective(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SourceContext:
-    """What a source of windows may be made of.
+class RunContext:
+    """What the parts of a run share; built once on each rank.
+
+    Attributes:
+        config: of the run.
+        config_hash: of the same.
+        world: this rank and the others: `dp_rank`, `dp_size`, `device`, `is_main`, `dp_sum`.
+        precision: the arithmetic of the run.
+        data: training and held-out samples.
+        judge: scores answers; None if the run has no environment.
+        run_dir: where rank 0 writes.
+        watched_dir: the same, watched, on the rank that writes.
+        resume_point: the checkpoint from which the run resumes; None: it starts from scratch.
+        on_activity: called with the optimizer step and the name of each activity that begins.
+        beat: tells the watchdog, which ends a process that is silent for too long, what is done next.
+    """
+
+    config: "Config"
+    config_hash: str
+    world: "World"
+    precision: "PrecisionPolicy"
+    data: "DataSplits"
+    judge: "Judge | None"
+    run_dir: Path
+    watched_dir: "RunFolder | None" = None
+    resume_point: "ResumePoint | None" = None
+    on_activity: Callable[[int, str], None] | None = None
+    beat: Callable[[str], None] = lambda doing: None
+
+    @classmethod
+    def of(cls, run: "RunContext", **others: Any) -> Self:
+        """Return a context with the attributes of another one and those given."""
+        return cls(**{**vars(run), **others})
+
+    @property
+    def seed(self) -> int:
+        """Seed of the run."""
+        return self.config.hparams.seed
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return a context for forward passes in the arithmetic of the run."""
+        return self.precision.autocast(self.world.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceContext(RunContext):
+    """What an objective gets that builds a source of windows.
 
     Attributes:
         model: as it is called in training.
-        data: the `DataSplits` of the run.
-        world: this rank and the others.
-        autocast: a context for forward passes in the arithmetic of the run.
-        seed: of the run.
         batch_size_at: the global batch size after a number of consumed samples.
         build_loader: what reads the training data in the global order: all of it on every rank, or this rank's share.
     """
 
     model: nn.Module
-    data: Any
-    world: Any
-    autocast: Callable[[], AbstractContextManager[Any]]
-    seed: int
     batch_size_at: Callable[[int], int]
     build_loader: "Callable[[bool], WindowSource]"
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationContext:
-    """Where and when an evaluation takes place.
+class EvaluationContext(RunContext):
+    """What an evaluator gets: the run, where and when it is evaluated.
 
     Attributes:
         step: optimizer steps taken.
-        world: this rank and the others: `dp_rank`, `dp_size`, `device`, `is_main`, `dp_sum`.
-        autocast: a context for forward passes in the arithmetic of the run.
         folder: where rank 0 may write what a person is to look at; it need not exist.
-        beat: says what is being done, to a watchdog that would end a process that is silent for too long.
         files: what was written; observers get the first.
     """
 
     step: int
-    world: Any
-    autocast: Callable[[], AbstractContextManager[Any]]
     folder: Path
-    beat: Callable[[str], None]
     files: list[Path] = field(default_factory=list)
 
 

@@ -218,7 +218,7 @@ def _build_adapted(config: Config, run_dir: Path, checkpoint: Path, *, trust: bo
         torch.manual_seed(config.hparams.seed)  # a base that was drawn is drawn again
         return drawn(_build_model(whole), config.hparams.seed)
 
-    world = World(0, 0, 1, 1, torch.device("cpu"))
+    world = World.single(torch.device("cpu"))
     model = read_base(config.model, checkpoint, start, world, "run")
     add_adapters(model, config.peft, config.hparams.seed)
     return model

@@ -20,16 +20,16 @@ from foundry.config.record.frozen import hash_config, plain, strict
 from foundry.config.schemas.root import Config
 from foundry.core.errors import ConfigError, Violation, format_reason
 from foundry.core.events import Observer, RunEnded
+from foundry.core.protocols import RunContext
 from foundry.data.loader import worker_deaths_explained
 from foundry.data.splits import DataSplits
 from foundry.engine.assembly import build_trainer
 from foundry.engine.run_files import refill, write_run_files
-from foundry.engine.trained import Setup
 from foundry.environments.judge import Judge, build_judge
 from foundry.parallel.determinism import deterministic
 from foundry.parallel.gathering import gather
 from foundry.parallel.malloc import keep_freed_memory
-from foundry.parallel.precision import fp32_arithmetic
+from foundry.parallel.precision import PrecisionPolicy, fp32_arithmetic
 from foundry.parallel.process_group import Join, World, process_group
 from foundry.parallel.watchdog import CollectiveError
 from foundry.parts.data import build_data
@@ -108,35 +108,36 @@ def train(
             worker_deaths_explained(),
             memory_explained(world.device, world.rank),
         ):
-            setup = Setup(
+            run = RunContext(
                 config=config,
                 config_hash=config_hash,
                 data=_read_data(config, resume_point),
                 judge=_build_judge(config, held),
                 world=world,
+                precision=PrecisionPolicy.from_config(config.precision, world.device),
                 run_dir=run_dir,
-                folder=RunFolder(run_dir, marker=CONFIG) if world.is_main else None,
+                watched_dir=RunFolder(run_dir, marker=CONFIG) if world.is_main else None,
                 resume_point=resume_point,
                 on_activity=on_activity,
             )
-            return _train(setup, observers, held)
+            return _train(run, observers, held)
 
 
-def _train(setup: Setup, observers: list[Observer], held: ExitStack) -> RunResult:
+def _train(run: RunContext, observers: list[Observer], held: ExitStack) -> RunResult:
     """Build the trainer and let it run; rank 0 writes."""
-    trainer, started = build_trainer(setup)
+    trainer, started = build_trainer(run)
     held.callback(trainer.evaluation.close)
-    folder = setup.folder
+    folder = run.watched_dir
     if folder is not None:
-        beside = write_run_files(setup.config, started.plan, setup.data, setup.run_dir)
+        beside = write_run_files(run.config, started.plan, run.data, run.run_dir)
         held.callback(folder.close)
-        folder.refill = partial(refill, setup.config, started.plan, setup.data, beside, held)
+        folder.refill = partial(refill, run.config, started.plan, run.data, beside, held)
         observers.insert(0, FolderWatch(folder, observers, trainer.evaluation.move))
     trainer.observers = observers
     held.callback(trainer.checkpoints.close)
     with trainer.watchdog, trainer.signals:
         result = trainer.fit(started)
-    return RunResult(setup.run_dir if folder is None else folder.path, result)
+    return RunResult(run.run_dir if folder is None else folder.path, result)
 
 
 def _build_judge(config: Config, held: ExitStack) -> Judge | None:

@@ -353,7 +353,7 @@ class Trainer:
         """Measure and draw with the averaged weights, where kept; ranks do it together. Names as in metrics.jsonl."""
         self._doing("evaluating")
         with self.throughput.pause(), nullcontext() if self.ema is None else self.ema.swapped_in():
-            metrics, files = self.evaluation.run(self.progress.steps, self._doing)
+            metrics, files = self.evaluation.measure(self.progress.steps, self._doing)
         event = Evaluated(
             step=self.progress.steps,
             samples=self.progress.samples,
