@@ -1,4 +1,4 @@
-"""What the trainer asks of the parts it is given, and what parts are told about the run."""
+"""Protocols of the parts that the trainer is given, and the contexts that parts get."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -160,7 +160,7 @@ class SourcingObjective(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
-    """What the parts of a run share; built once on each rank.
+    """The run, as all of its parts share it; built once on each rank.
 
     Attributes:
         config: of the run.
@@ -173,7 +173,7 @@ class RunContext:
         watched_dir: the same, watched, on the rank that writes.
         resume_point: the checkpoint from which the run resumes; None: it starts from scratch.
         on_activity: called with the optimizer step and the name of each activity that begins.
-        beat: tells the watchdog, which ends a process that is silent for too long, what is done next.
+        beat: names the next activity to the watchdog, which ends a process that is silent for too long.
     """
 
     config: "Config"
@@ -205,7 +205,7 @@ class RunContext:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceContext(RunContext):
-    """What an objective gets that builds a source of windows.
+    """Context of an objective that builds a source of windows.
 
     Attributes:
         model: as it is called in training.
@@ -220,7 +220,7 @@ class SourceContext(RunContext):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationContext(RunContext):
-    """What an evaluator gets: the run, where and when it is evaluated.
+    """Context of an evaluator: the run, and where and when it is evaluated.
 
     Attributes:
         step: optimizer steps taken.

@@ -19,7 +19,7 @@ class Evaluation:
     Attributes:
         model: the model as it was wrapped.
         evaluators: by their names in the configuration, in the order in which they measure.
-        run: what the evaluators are told about the run.
+        run: context of the run, from which evaluators get theirs.
         folder: where rank 0 writes what a person is to look at.
     """
 

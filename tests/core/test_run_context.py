@@ -1,4 +1,4 @@
-"""What parts are told about a run."""
+"""Contexts that parts of a run get: the run itself, its source of windows, an evaluation."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from foundry.core.protocols import EvaluationContext, SourceContext
 from foundry.parallel.precision import PrecisionPolicy
 
 
-def test_contexts_of_parts_have_what_the_run_has():
+def test_contexts_of_parts_have_the_attributes_of_the_run():
     run = run_context(seed=7, data=["sample"], judge="judge")
     source = SourceContext.of(run, model=None, batch_size_at=lambda samples: 8, build_loader=None)
     evaluation = EvaluationContext.of(run, step=3, folder=Path("plots"))
@@ -24,7 +24,7 @@ def test_each_evaluation_has_a_beat_and_files_of_its_own():
     first, second = (EvaluationContext.of(run, step=s, folder=Path(), beat=beats.append) for s in (1, 2))
     first.files.append(Path("samples.txt"))
     first.beat("evaluating")
-    run.beat("nothing hears it")
+    run.beat("training")
     assert (second.files, beats) == ([], ["evaluating"])
 
 

@@ -1,4 +1,4 @@
-"""What parts are told about a run that does not exist."""
+"""Contexts of a run without a configuration."""
 
 from pathlib import Path
 from types import SimpleNamespace
