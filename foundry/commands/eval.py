@@ -356,7 +356,7 @@ def _open(path: Path, options: EvalOptions, overrides: Sequence[str]) -> "Restor
     files = {name: str(file) for name, file in own.items() if hasattr(config.data, name) and file.is_file()}
     if hasattr(config.data, "cache_dir"):
         files["cache_dir"] = os.environ.get("FOUNDRY_CACHE", ".cache/foundry")
-    offered = offered_to_data(config)
+    offered = offered_to_data(config.simulator)
     if files:  # nothing is read from the base's folder, or written where the settings say
         config = replace(config, data=replace(config.data, **files))
     return replace(restored, config=config, data=build_part(config, "data", seed=config.hparams.seed, offered=offered))

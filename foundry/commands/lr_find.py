@@ -169,7 +169,7 @@ def ramp(config: Config, options: FindOptions, run_dir: Path) -> RangeTest:
         memory_explained(world.device, world.rank),
     ):
         data = build_data(config)
-        objective = build_objective(config, world, data.tokenizer)
+        objective = build_objective(config.objective, config.peft, world, data.tokenizer)
         if isinstance(objective, RolloutObjective) and objective.rollouts is not None:
             what = "learns from the model's own answers, whose loss says nothing of a rate; try some: -m hparams.lr=..."
             raise ConfigError(Violation("objective", f"{type(objective).__name__} {what}"))

@@ -16,7 +16,6 @@ from foundry.checkpoint.saver import Checkpointer
 from foundry.checkpoint.tensors import read_source_tensors
 from foundry.config.build import field_of
 from foundry.config.record.frozen import plain, strict
-from foundry.config.schemas.root import Config
 from foundry.config.sources import listed_paths
 from foundry.core.duration import Budget
 from foundry.core.events import RunStarted
@@ -82,7 +81,7 @@ def build_trainer(run: RunContext) -> tuple[Trainer, RunStarted]:
             trainer.source.load_tensors(read_source_tensors(resume_point.folder, world))
             restore_rng(resume_point, world, config.hparams.seed)
     if world.is_main:
-        write_architecture(config, trained.unwrapped, run.run_dir)
+        write_architecture(config.model, trained.unwrapped, run.run_dir)
     return trainer, _describe(run, trained, step=trainer.progress.steps)
 
 
@@ -91,7 +90,9 @@ def _build_trainer(run: RunContext, trained: Trained) -> Trainer:
     world = run.world
     data = run.data
     budget = trained.budget
-    progress = Progress(samples_per_epoch=samples_per_epoch(config, data), tokens_per_sample=data.tokens_per_sample)
+    progress = Progress(
+        samples_per_epoch=samples_per_epoch(config.objective, data), tokens_per_sample=data.tokens_per_sample
+    )
     watchdog = _build_watchdog(run)
     run = replace(run, beat=lambda doing: watchdog.beat(progress.steps + 1, doing))
 
@@ -104,7 +105,7 @@ def _build_trainer(run: RunContext, trained: Trained) -> Trainer:
         world=world,
         max_grad_norm=config.hparams.grad_clip_norm,
         guard=config.guard,
-        norms=_build_norms(config, trained, world),
+        norms=_build_norms(run, trained),
     )
     checked = config.hparams.check_first_step
     is_checked = world.device.type == "cuda" if checked == "auto" else checked is True
@@ -112,7 +113,7 @@ def _build_trainer(run: RunContext, trained: Trained) -> Trainer:
         step=step,
         source=_build_source(run, trained),
         schedule=trained.schedule,
-        constant_weight_decay=constant_weight_decay(config),
+        constant_weight_decay=constant_weight_decay(config.optimizer),
         progress=progress,
         budget=budget,
         max_seconds=None if config.hparams.max_minutes is None else 60 * config.hparams.max_minutes,
@@ -123,7 +124,7 @@ def _build_trainer(run: RunContext, trained: Trained) -> Trainer:
         evaluation_interval=config.evaluation.interval_in(budget),
         evaluation=Evaluation(
             model=trained.parallel.model,
-            evaluators=build_evaluators(config, trained.objective, data, run.judge),
+            evaluators=build_evaluators(run, trained.objective),
             run=run,
             folder=run.run_dir / PLOTS,
         ),
@@ -145,12 +146,12 @@ def _build_trainer(run: RunContext, trained: Trained) -> Trainer:
     )
 
 
-def _build_norms(config: Config, trained: Trained, world: World) -> BlockNorms | None:
+def _build_norms(run: RunContext, trained: Trained) -> BlockNorms | None:
     """What measures gradients, weights and updates by block, where that is wanted."""
-    every, inner = config.tracking.norms_every_n_steps, trained.parallel.inner
+    every, inner = run.config.tracking.norms_every_n_steps, trained.parallel.inner
     if every is None:
         return None
-    return BlockNorms(group_by_block(inner, find_blocks(inner)), every_n_steps=every, device=world.device)
+    return BlockNorms(group_by_block(inner, find_blocks(inner)), every_n_steps=every, device=run.world.device)
 
 
 def _build_watchdog(run: RunContext) -> Watchdog:
@@ -172,7 +173,7 @@ def _build_stop_rules(run: RunContext, trained: Trained) -> dict[str, StopRule]:
     """What may end the run early: first the search that proposed it, if one did."""
     pruning = Pruning.of(run.run_dir, run.world)
     searched: dict[str, StopRule] = {} if pruning is None else {"pruning": pruning}
-    return searched | build_stop_rules(run.config, trained.objective, run.data, run.judge)
+    return searched | build_stop_rules(run, trained.objective)
 
 
 def _build_source(run: RunContext, trained: Trained) -> WindowSource:
@@ -284,7 +285,7 @@ def _describe(run: RunContext, trained: Trained, *, step: int) -> RunStarted:
         config=plain(config),
         config_hash=run.config_hash,
         plan=plan,
-        updates=list(planned_updates(schedule, budget, constant_weight_decay(config), shown)),
+        updates=list(planned_updates(schedule, budget, constant_weight_decay(config.optimizer), shown)),
         phases=resolve_phases(schedule, budget),
         step=step,
         metric=config.evaluation.metric,

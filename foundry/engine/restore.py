@@ -197,7 +197,7 @@ def _build(config: Config, run_dir: Path, *, trust: bool) -> nn.Module:
 def _build_model(config: Config, **runtime: Any) -> nn.Module:
     """The model as its constructor makes it, for an objective that may read log-probabilities."""
     model: nn.Module = build_part(config, "model", **runtime)
-    add_log_probs(config, model)
+    add_log_probs(model, config.objective, field_of(config.data, "vocab_size"))
     return model
 
 

@@ -17,6 +17,7 @@ from foundry.checkpoint.resume_point import (
     past_its_end,
 )
 from foundry.config.record.frozen import hash_config, plain, strict
+from foundry.config.schemas.checkpoint import Checkpoint
 from foundry.config.schemas.root import Config
 from foundry.core.errors import ConfigError, Violation, format_reason
 from foundry.core.events import Observer, RunEnded
@@ -111,8 +112,8 @@ def train(
             run = RunContext(
                 config=config,
                 config_hash=config_hash,
-                data=_read_data(config, resume_point),
-                judge=_build_judge(config, held),
+                data=_as_begun(build_data(config), resume_point, config.data, config.checkpoint),
+                judge=_build_judge(config.environment, held),
                 world=world,
                 precision=PrecisionPolicy.from_config(config.precision, world.device),
                 run_dir=run_dir,
@@ -140,9 +141,9 @@ def _train(run: RunContext, observers: list[Observer], held: ExitStack) -> RunRe
     return RunResult(run.run_dir if folder is None else folder.path, result)
 
 
-def _build_judge(config: Config, held: ExitStack) -> Judge | None:
+def _build_judge(environment: Any, held: ExitStack) -> Judge | None:
     """What scores answers; its process ends with the run."""
-    judge = build_judge(config.environment)
+    judge = build_judge(environment)
     if judge is not None:
         held.callback(judge.close)
     return judge
@@ -152,13 +153,12 @@ def _identity(config: Config) -> dict[str, str]:
     return build_data(config).identity()
 
 
-def _read_data(config: Config, resume_point: ResumePoint | None) -> DataSplits:
-    """The data, in the order in which a run that is resumed has begun to read it."""
-    data = build_data(config)
+def _as_begun(data: DataSplits, resume_point: ResumePoint | None, settings: Any, checkpoint: Checkpoint) -> DataSplits:
+    """Return the data in the order in which a resumed run has begun to read it; `settings` are those of the data."""
     if resume_point is None:
         return data
     identity = data.identity()
-    order = check_data(resume_point, identity, plain(config.data), config.checkpoint.on_changed_config)
+    order = check_data(resume_point, identity, plain(settings), checkpoint.on_changed_config)
     return replace(data, content=identity["content"], fingerprint=order)
 
 

@@ -91,10 +91,10 @@ def build_trained(run: RunContext) -> Trained:
     model = initial.model
     if (training_warning := hook(model, "training_warning")) is not None and (line := training_warning()) is not None:
         log.warning(line)
-    base = adapt(model, config, resolve_weights(config.model))
+    base = adapt(model, run, resolve_weights(config.model))
     if resume_point is not None and base is not None:
         check_base(resume_point, base.facts(), config.checkpoint.on_changed_config)
-    pack_tokens = resolve_packing(config, model)
+    pack_tokens = resolve_packing(config.data, model)
     parallel = parallelize(
         precision.prepare(model, frozen_matrices(model) if config.peft.narrows_base else ()),
         precision,
@@ -106,7 +106,7 @@ def build_trained(run: RunContext) -> Trained:
     )
     optimizers = build_optimizers(config, parallel.model)
     ema = None if hparams.ema_decay is None else WeightAverage(parallel.inner, hparams.ema_decay)
-    objective = build_objective(config, world, run.data.tokenizer)
+    objective = build_objective(config.objective, config.peft, world, run.data.tokenizer)
     check_forward(objective, model)
     frozen, can_pack = _build_frozen(run, objective)
     schedule = build_schedule(config, budget)
@@ -134,12 +134,12 @@ def build_trained(run: RunContext) -> Trained:
 
 def _resumed(config: Config) -> InitialModel:
     """The model of a run whose checkpoint has its weights."""
-    return _with_values(InitialModel(build_empty(config)), config, partial(build_model, config))
+    return _with_values(InitialModel(build_empty(config)), config.data, partial(build_model, config))
 
 
-def _with_values(initial: InitialModel, config: Config, build: Callable[[], nn.Module]) -> InitialModel:
+def _with_values(initial: InitialModel, data: Any, build: Callable[[], nn.Module]) -> InitialModel:
     """The model with weights, from `build`, where it is to be asked how it treats samples that share rows."""
-    is_asked = field_of(config.data, "packing", False) and not knows_documents(initial.model)
+    is_asked = field_of(data, "packing", False) and not knows_documents(initial.model)
     return InitialModel(build()) if is_asked else initial
 
 
@@ -154,7 +154,7 @@ def _build_initial(run: RunContext, node: Any, key: str | None = None) -> Initia
         for weights in weights_of_parts(node).values() if tokenizer is not None else ():
             check_same(tokenizer, Path(weights).expanduser())
         initial = read_parts(initial, node, run.world)
-    return _with_values(initial, run.config, initial.whole)
+    return _with_values(initial, run.config.data, initial.whole)
 
 
 def _build_frozen(run: RunContext, objective: Objective) -> tuple[Mapping[str, nn.Module], bool]:
@@ -162,7 +162,7 @@ def _build_frozen(run: RunContext, objective: Objective) -> tuple[Mapping[str, n
     if not isinstance(objective, ComparingObjective) or _are_precomputed(objective):
         return {}, True
     models = {name: _build_initial(run, node, f"objective.{name}") for name, node in objective.frozen_models.items()}
-    can_pack = [resolve_packing(run.config, initial.model, name) is not None for name, initial in models.items()]
+    can_pack = [resolve_packing(run.config.data, initial.model, name) is not None for name, initial in models.items()]
     frozen = {name: _place_frozen(initial, run) for name, initial in models.items()}
     objective.compare(frozen)
     return frozen, all(can_pack)

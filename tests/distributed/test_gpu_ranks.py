@@ -190,7 +190,10 @@ def measure_peak(world, overrides):
     parallel = parallelize(
         policy.prepare(build_model(config)), policy, world, grad_checkpointing=False, torchcompile=False
     )
-    optimizers, objective = build_optimizers(config, parallel.model), build_objective(config, world)
+    optimizers, objective = (
+        build_optimizers(config, parallel.model),
+        build_objective(config.objective, config.peft, world),
+    )
     on_device = {name: tensor if name == "position" else tensor.to(world.device) for name, tensor in batch.items()}
     for number in range(2):
         if world.device.type == "cuda" and number == 1:

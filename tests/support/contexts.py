@@ -1,4 +1,4 @@
-"""Contexts of a run without a configuration."""
+"""Contexts of a run that is not started."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,10 +11,11 @@ from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.process_group import World
 
 
-def run_context(*, world=None, data=None, judge=None, seed=0, per_gpu_batch_size=4, **others):
+def run_context(*, config=None, world=None, data=None, judge=None, seed=0, per_gpu_batch_size=4, **others):
     """Return the context of a run in fp32, alone unless there is a `world`."""
+    hparams = SimpleNamespace(seed=seed, per_gpu_batch_size=per_gpu_batch_size)
     return RunContext(
-        config=SimpleNamespace(hparams=SimpleNamespace(seed=seed, per_gpu_batch_size=per_gpu_batch_size)),
+        config=SimpleNamespace(hparams=hparams) if config is None else config,
         config_hash="",
         world=World.single(torch.device("cpu")) if world is None else world,
         precision=PrecisionPolicy(PrecisionMode.fp32),

@@ -218,7 +218,7 @@ def _targets(config: Config, launch: Launch) -> Iterator[Violation]:
 def _metrics(config: Config, launch: Launch) -> Iterator[Violation]:
     measured = measured_by(config)
     if measured is not None:
-        yield from check_metrics(config, measured)
+        yield from check_metrics(config.evaluation, config.checkpoint.keep_best, measured)
 
 
 def _samples(config: Config, launch: Launch) -> Iterator[Violation]:
