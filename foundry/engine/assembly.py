@@ -94,7 +94,7 @@ def _build_trainer(run: RunContext, trained: Trained) -> Trainer:
         samples_per_epoch=samples_per_epoch(config.objective, data), tokens_per_sample=data.tokens_per_sample
     )
     watchdog = _build_watchdog(run)
-    run = replace(run, beat=lambda doing: watchdog.beat(progress.steps + 1, doing))
+    run = replace(run, beat=watchdog.now)
 
     step = TrainStep(
         model=trained.parallel.model,
@@ -136,9 +136,7 @@ def _build_trainer(run: RunContext, trained: Trained) -> Trainer:
         signals=SignalHandler(),
         ema=trained.ema,
         max_rollbacks=config.guard.max_skips,
-        profiler=StepProfiler(
-            run.run_dir / PROFILE, rank=world.rank, steps=config.tracking.profile.steps, device=world.device
-        ),
+        profiler=_build_profiler(run),
         compiling=_build_compiling(run, trained),
         check_first_step=FirstStepCheck(run, trained, step) if is_checked else None,
         save_final=config.checkpoint.save_final,
@@ -152,6 +150,14 @@ def _build_norms(run: RunContext, trained: Trained) -> BlockNorms | None:
     if every is None:
         return None
     return BlockNorms(group_by_block(inner, find_blocks(inner)), every_n_steps=every, device=run.world.device)
+
+
+def _build_profiler(run: RunContext) -> StepProfiler | None:
+    """Return the recorder of some steps, where any are to be recorded."""
+    steps = run.config.tracking.profile.steps
+    if not steps:
+        return None
+    return StepProfiler(run.run_dir / PROFILE, rank=run.world.rank, steps=steps, device=run.world.device)
 
 
 def _build_watchdog(run: RunContext) -> Watchdog:
