@@ -1,7 +1,6 @@
 """The parts of a run put together: a trainer at the point where the run starts or resumes."""
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,21 +32,20 @@ from foundry.data.loader import Loader
 from foundry.data.splits import DataSplits
 from foundry.engine.first_step import FirstStepCheck
 from foundry.engine.run_files import write_architecture
+from foundry.engine.stalls import build_watchdog
 from foundry.engine.trained import Trained, build_trained, join_samples
 from foundry.evaluators.build import build_evaluators, build_stop_rules
 from foundry.evaluators.pruning import Pruning
 from foundry.models.fsdp_block import find_blocks
 from foundry.objectives.rollout import RolloutObjective
 from foundry.parallel.device import describe_devices, device_name
-from foundry.parallel.flight_recorder import dump_collectives, dump_into
-from foundry.parallel.process_group import World, limit_waits, roll_call
+from foundry.parallel.flight_recorder import dump_into
 from foundry.parallel.rank_flags import RankFlags
-from foundry.parallel.watchdog import EXIT_STALLED, Watchdog
+from foundry.parallel.watchdog import Watchdog
 from foundry.parts.data import samples_per_epoch
 from foundry.parts.optimization import constant_weight_decay
 from foundry.planning.derive import build_plan, planned_updates, resolve_phases, select_steps
 from foundry.rollouts.source import RolloutSource
-from foundry.run_dir.ends import dump_stacks, leave_note, record_end
 from foundry.run_dir.names import PLOTS, PROFILE
 from foundry.training.best import Best
 from foundry.training.block_norms import BlockNorms, group_by_block
@@ -93,7 +91,7 @@ def _build_trainer(run: RunContext, trained: Trained) -> Trainer:
     progress = Progress(
         samples_per_epoch=samples_per_epoch(config.objective, data), tokens_per_sample=data.tokens_per_sample
     )
-    watchdog = _build_watchdog(run)
+    watchdog = build_watchdog(run)
     run = replace(run, beat=watchdog.now)
 
     step = TrainStep(
@@ -152,36 +150,6 @@ def _build_norms(run: RunContext, trained: Trained) -> BlockNorms | None:
     return BlockNorms(group_by_block(inner, find_blocks(inner)), every_n_steps=every, device=run.world.device)
 
 
-def _build_profiler(run: RunContext) -> StepProfiler | None:
-    """Return the recorder of some steps, where any are to be recorded."""
-    steps = run.config.tracking.profile.steps
-    if not steps:
-        return None
-    return StepProfiler(run.run_dir / PROFILE, rank=run.world.rank, steps=steps, device=run.world.device)
-
-
-def _build_watchdog(run: RunContext) -> Watchdog:
-    """What ends the run where a rank waits too long, and says of all ranks what they were doing."""
-    world, limits = run.world, run.config.distributed
-    dump = partial(_dump, run.run_dir, world)
-    return Watchdog(
-        limits.timeout_seconds,
-        world.rank,
-        start_timeout_seconds=limits.start_limit_seconds,
-        roll_call=roll_call(world, limits.timeout_seconds, dump),
-        record=partial(_record_stall, run.run_dir, dump),
-        when_started=partial(limit_waits, limits.timeout_seconds),
-        on_beat=run.on_activity,
-    )
-
-
-def _build_stop_rules(run: RunContext, trained: Trained) -> dict[str, StopRule]:
-    """What may end the run early: first the search that proposed it, if one did."""
-    pruning = Pruning.of(run.run_dir, run.world)
-    searched: dict[str, StopRule] = {} if pruning is None else {"pruning": pruning}
-    return searched | build_stop_rules(run, trained.objective)
-
-
 def _build_source(run: RunContext, trained: Trained) -> WindowSource:
     """Where windows come from: the training data, what the model generates, or the objective's own source."""
     objective, model = trained.objective, trained.parallel.model
@@ -237,6 +205,13 @@ def _build_throughput(run: RunContext, model: nn.Module) -> Throughput:
     )
 
 
+def _build_stop_rules(run: RunContext, trained: Trained) -> dict[str, StopRule]:
+    """What may end the run early: first the search that proposed it, if one did."""
+    pruning = Pruning.of(run.run_dir, run.world)
+    searched: dict[str, StopRule] = {} if pruning is None else {"pruning": pruning}
+    return searched | build_stop_rules(run, trained.objective)
+
+
 def _build_checkpoints(run: RunContext, trained: Trained, watchdog: Watchdog) -> CheckpointManager:
     """What writes checkpoints, where any are wanted."""
     config, world, folder = run.config, run.world, run.watched_dir
@@ -268,6 +243,34 @@ def _build_checkpoints(run: RunContext, trained: Trained, watchdog: Watchdog) ->
             "base": {} if trained.base is None else trained.base.facts(),
         },
         trained_only=trained.base is not None,
+    )
+
+
+def _build_profiler(run: RunContext) -> StepProfiler | None:
+    """Return the recorder of some steps, where any are to be recorded."""
+    steps = run.config.tracking.profile.steps
+    if not steps:
+        return None
+    return StepProfiler(run.run_dir / PROFILE, rank=run.world.rank, steps=steps, device=run.world.device)
+
+
+def _explain_out_of_memory(run: RunContext, trained: Trained, error: BaseException, moment: str) -> str:
+    averages = () if trained.ema is None else trained.ema.average.values()
+    memory = measure_device_memory(
+        trained.parallel.model,
+        trained.optimizers,
+        run.world.device,
+        averages=averages,
+        frozen=trained.frozen.values(),
+    )
+    return explain_out_of_memory(
+        error,
+        memory,
+        run.config,
+        distributed=run.world.distributed,
+        moment=moment,
+        rank=run.world.rank,
+        world_size=run.world.world_size,
     )
 
 
@@ -307,36 +310,3 @@ def _data_facts(node: Any, data: DataSplits) -> dict[str, str]:
     name = name or str(field_of(node, "_target_")).rpartition(".")[2]
     digest = hashlib.sha256(str(data.identity()["content"]).encode(errors="surrogateescape")).hexdigest()[:32]
     return {"name": name, "digest": digest, "source": source}
-
-
-def _dump(run_dir: Path, world: World) -> None:
-    """Write down where this process is, and which collectives it has begun."""
-    dump_stacks(run_dir, world.rank)
-    if world.world_size > 1:
-        dump_collectives(run_dir, world.rank, world.device)
-
-
-def _record_stall(run_dir: Path, dump: Callable[[], None], rank: int, reason: str, stack: str) -> None:
-    leave_note(kind="Stalled", reason=reason, trace=stack, rank=rank, exit_code=EXIT_STALLED)
-    record_end(run_dir, reason, stack)
-    dump()
-
-
-def _explain_out_of_memory(run: RunContext, trained: Trained, error: BaseException, moment: str) -> str:
-    averages = () if trained.ema is None else trained.ema.average.values()
-    memory = measure_device_memory(
-        trained.parallel.model,
-        trained.optimizers,
-        run.world.device,
-        averages=averages,
-        frozen=trained.frozen.values(),
-    )
-    return explain_out_of_memory(
-        error,
-        memory,
-        run.config,
-        distributed=run.world.distributed,
-        moment=moment,
-        rank=run.world.rank,
-        world_size=run.world.world_size,
-    )
