@@ -68,7 +68,7 @@ def torch_write(folder: Path, state: dict[str, Tensor]) -> Measured:
 
 def saver(folder: Path, *, asynchronous: bool) -> Callable[[Path, dict[str, Tensor]], Measured]:
     """Saves one step after another and keeps the last."""
-    world = World(0, 0, 1, 1, torch.device("cpu"))
+    world = World.single(torch.device("cpu"))
     run_dir = folder / ("background" if asynchronous else "once")
     checkpointer = Checkpointer(
         run_dir,

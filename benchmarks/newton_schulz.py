@@ -49,7 +49,7 @@ class Setting:
         with initialize_config_dir(config_dir(), version_base="1.3"):
             words = [f"precision={self.precision}", f"optimizer.ns_dtype={self.ns_dtype}"]
             config = to_config(compose(CONFIG_NAME, words))
-        world, hparams = World(0, 0, 1, 1, torch.device("cpu")), config.hparams
+        world, hparams = World.single(torch.device("cpu")), config.hparams
         policy = PrecisionPolicy.from_config(config.precision, world.device)
         parallel = parallelize(
             build_model(config),

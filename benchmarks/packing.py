@@ -137,7 +137,7 @@ def measure(config: Any, num_windows: int, batch: int, sizes_at_once: Sequence[i
     note += f"{share:.0%} full."
     rows = list[Row]()
     for per_gpu in sizes_at_once:
-        model, objective = build_model(config), build_objective(config)
+        model, objective = build_model(config), build_objective(config.objective, config.peft)
         (optimizer,) = build_optimizers(config, model)
         set_schedule([optimizer], LR)
         sizes: dict[str, Any] = {"batch_size_at": lambda samples: batch, "per_gpu_batch_size": per_gpu}

@@ -12,7 +12,6 @@ import pstats
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -38,7 +37,6 @@ from foundry.parallel.rank_flags import RankFlags
 from foundry.parallel.watchdog import Watchdog
 from foundry.training.best import Best
 from foundry.training.compiling import Recompilations
-from foundry.training.profiling import StepProfiler
 from foundry.training.signals import SignalHandler
 from foundry.training.step import StepResult, TrainStep
 from foundry.training.throughput import Throughput
@@ -133,7 +131,7 @@ class Remembering(TrainStep):
 
 def build_foundry_step(points: Points, microbatches: int) -> Callable[[], Tensor]:
     """The trainer's own step, with everything of a run but observers."""
-    world = World(0, 0, 1, 1, torch.device("cpu"))
+    world = World.single(torch.device("cpu"))
     policy = PrecisionPolicy(PrecisionMode.fp32)
     model = build_mlp()
     steps = (BLOCKS + WARMUP_BLOCKS) * BLOCK_STEPS + 1  # no block is the last
@@ -175,7 +173,7 @@ def build_foundry_step(points: Points, microbatches: int) -> Callable[[], Tensor
         max_rollbacks=0,
         save_final=False,
         explain_out_of_memory=lambda error, step: str(error),
-        profiler=StepProfiler(Path(), rank=0, steps=range(0), device=world.device),
+        profiler=None,
         recompilations=Recompilations(is_compiled=False),
     )
 

@@ -114,7 +114,7 @@ def build_own(rank: Rank, strategy: str, policy: str) -> TakeStep:
     """foundry's step; strategy none leaves every rank to itself."""
     world, precision = rank.world, PrecisionPolicy(rank.precision)
     if strategy == NONE:
-        world = arrange(World(0, 0, 1, 1, world.device), Single())
+        world = arrange(World.single(world.device), Single())
     else:
         config = STRATEGIES[strategy](gradient_sync=GradientSync(policy))
         world = arrange(

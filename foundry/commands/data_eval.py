@@ -44,6 +44,8 @@ def measure(path: Path, options: DataOptions, overrides: Sequence[str], compose:
     """
     import torch
 
+    from foundry.config.record.frozen import hash_config
+    from foundry.core.protocols import RunContext
     from foundry.engine.restore import explained
     from foundry.environments.judge import build_judge
     from foundry.parallel.precision import PrecisionPolicy, fp32_arithmetic
@@ -53,18 +55,25 @@ def measure(path: Path, options: DataOptions, overrides: Sequence[str], compose:
     opened = _open(path, options, overrides, compose)
     config, device = opened.config, opened.device
     judge = build_judge(config.environment)
-    precision = PrecisionPolicy.from_config(config.precision, device)
+    run = RunContext(
+        config=config,
+        config_hash=hash_config(config),
+        data=opened.data,
+        judge=judge,
+        world=World.single(device),
+        precision=PrecisionPolicy.from_config(config.precision, device),
+        run_dir=path,
+    )
     with explained(f"{path} cannot be evaluated", config, "model", "data", "objective"):
         evaluation = Evaluation(
-            model=precision.prepare(opened.model),
+            model=run.precision.prepare(opened.model),
             evaluators=_build_evaluators(opened, options, judge),
-            precision=precision,
-            world=World(0, 0, 1, 1, device),
+            run=run,
             folder=path,
         )
         arithmetic = fp32_arithmetic(tf32=config.precision.tf32)
         with torch.no_grad(), arithmetic, nullcontext() if judge is None else closing(judge):
-            measured, _ = evaluation.run(0, lambda what: None)
+            measured, _ = evaluation.measure(0, run.beat)
     found = {name.removeprefix("val_"): value for name, value in measured.items()}
     most = math.inf if options.max_samples is None else options.max_samples
     held_out: dict[str, Any] = {"num_samples": opened.data.validation, "num_prompts": opened.data.prompts}
@@ -150,7 +159,7 @@ def _with_own_data(opened: "Restored", path: Path, *, trust: bool) -> "Restored"
     files = {name: str(file) for name, file in own.items() if hasattr(config.data, name) and file.is_file()}
     if hasattr(config.data, "cache_dir"):
         files["cache_dir"] = os.environ.get("FOUNDRY_CACHE", ".cache/foundry")
-    offered = offered_to_data(config)
+    offered = offered_to_data(config.simulator)
     if files:  # nothing is read from the base's folder, or written where the settings say
         config = replace(config, data=replace(config.data, **files))
     return replace(opened, config=config, data=build_part(config, "data", seed=config.hparams.seed, offered=offered))
@@ -170,7 +179,7 @@ def _build_evaluators(opened: "Restored", options: DataOptions, judge: Any) -> d
     config, data = opened.config, opened.data
     size = config.hparams.per_gpu_batch_size if options.batch_size is None else options.batch_size
     common: dict[str, Any] = {"data": data, "per_gpu_batch_size": size, "max_samples": options.max_samples}
-    offered = {"world": World(0, 0, 1, 1, opened.device), "tokenizer": data.tokenizer}
+    offered = {"world": World.single(opened.device), "tokenizer": data.tokenizer}
     objective = build_part(config, "objective", offered=offered)
     evaluators: dict[str, Any] = {}
     if objective.compare is None:

@@ -146,12 +146,12 @@ def ramp(config: Config, options: FindOptions, run_dir: Path) -> RangeTest:
         ConfigError: the samples are the model's own answers, or a part cannot be built.
     """
     from foundry.config.record.frozen import hash_config
+    from foundry.core.protocols import RunContext
     from foundry.data.loader import worker_deaths_explained
     from foundry.engine.assembly import build_trainer
-    from foundry.engine.trained import Setup
     from foundry.environments.judge import build_judge
     from foundry.parallel.determinism import deterministic
-    from foundry.parallel.precision import fp32_arithmetic
+    from foundry.parallel.precision import PrecisionPolicy, fp32_arithmetic
     from foundry.parallel.process_group import process_group
     from foundry.parts.data import build_data
     from foundry.parts.objective import build_objective
@@ -168,22 +168,22 @@ def ramp(config: Config, options: FindOptions, run_dir: Path) -> RangeTest:
         memory_explained(world.device, world.rank),
     ):
         data = build_data(config)
-        objective = build_objective(config, world, data.tokenizer)
+        objective = build_objective(config.objective, config.peft, world, data.tokenizer)
         if objective.rollouts is not None:
             what = "learns from the model's own answers, whose loss says nothing of a rate; try some: -m hparams.lr=..."
             raise ConfigError(Violation("objective", f"{type(objective).__name__} {what}"))
         if (judge := build_judge(config.environment)) is not None:
             held.enter_context(closing(judge))
-        setup = Setup(
+        run = RunContext(
             config=config,
             config_hash=hash_config(config),
             data=data,
             judge=judge,
             world=world,
+            precision=PrecisionPolicy.from_config(config.precision, world.device),
             run_dir=run_dir,
-            resume_point=None,
         )
-        trainer, _ = build_trainer(setup)
+        trainer, _ = build_trainer(run)
         held.callback(trainer.evaluation.close)
         with trainer.watchdog:
             for step in range(1, options.steps + 1):

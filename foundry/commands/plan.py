@@ -109,7 +109,7 @@ def plan(config: Config, options: PlanOptions, run_dir: Path) -> dict[str, Any]:
     data = build_data(config)
     budget = build_budget(config, data, config.distributed.dp_size(ranks))
     steps = _written(options.every, budget.total_steps)
-    schedule, decay = build_schedule(config, budget), constant_weight_decay(config)
+    schedule, decay = build_schedule(config, budget), constant_weight_decay(config.optimizer)
     fake = build_fake(partial(build_adapted, config))
     content = _content(config, budget, data, schedule, fake, ranks, target)
     if step_seconds is not None:

@@ -73,7 +73,7 @@ def draw(options: SampleOptions) -> Outcome:
             check_output("out", Path(f"{out}{suffix}"))
     dtype = None if options.dtype is None else getattr(torch, options.dtype.value)
     restored = restore(run_dir, options.which, ema=options.ema, trust=options.trust, dtype=dtype, device=options.device)
-    offered = {"world": World(0, 0, 1, 1, restored.device), "tokenizer": restored.data.tokenizer}
+    offered = {"world": World.single(restored.device), "tokenizer": restored.data.tokenizer}
     objective = build_part(restored.config, "objective", offered=offered)
     names = [item.name for schema in _SAMPLING for item in fields(schema)]
     asked = {name: value for name in names if (value := getattr(options, name)) is not None}

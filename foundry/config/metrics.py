@@ -6,7 +6,9 @@ from functools import cache
 
 from omegaconf import DictConfig, OmegaConf
 
+from foundry.config.schemas.checkpoint import KeepBest
 from foundry.config.schemas.environment import Environment, NoEnvironment
+from foundry.config.schemas.evaluation import Evaluation
 from foundry.config.schemas.own_evaluators import ExactMatch, HeldOut
 from foundry.config.schemas.root import Config
 from foundry.core.errors import Violation, nearest
@@ -119,13 +121,13 @@ def reward_metric_names(scores: Iterable[str]) -> tuple[str, ...]:
     return ("reward", *(f"reward_{name}" for name in scores), "reward_missing")
 
 
-def check_metrics(config: Config, measured: Iterable[str]) -> Iterator[Violation]:
+def check_metrics(evaluation: Evaluation, keep_best: KeepBest, measured: Iterable[str]) -> Iterator[Violation]:
     """Check every setting of a run that chooses a metric. Those equal to `evaluation.metric` are checked with it."""
-    known, own = list(measured), config.evaluation.metric
+    known, own = list(measured), evaluation.metric
     chosen = {
         "evaluation.metric": own,
-        "checkpoint.keep_best.metric": config.checkpoint.keep_best.metric,
-        "evaluation.early_stopping.metric": config.evaluation.early_stopping.metric,
+        "checkpoint.keep_best.metric": keep_best.metric,
+        "evaluation.early_stopping.metric": evaluation.early_stopping.metric,
     }
     for key, metric in chosen.items():
         if metric is not None and (metric != own or key == "evaluation.metric"):

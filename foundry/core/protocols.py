@@ -1,4 +1,4 @@
-"""What the trainer asks of the parts it is given."""
+"""Protocols of the parts that the trainer is given, and the contexts that parts get."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -6,13 +6,21 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from foundry.core.moved_modules import find_moved
 from foundry.core.progress import Progress
+
+if TYPE_CHECKING:
+    from foundry.checkpoint.resume_point import ResumePoint
+    from foundry.config.schemas.root import Config
+    from foundry.data.splits import DataSplits
+    from foundry.environments.judge import Judge
+    from foundry.parallel.precision import PrecisionPolicy
+    from foundry.parallel.process_group import World
 
 __getattr__ = find_moved(__name__)
 
@@ -188,46 +196,75 @@ class Objective(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SourceContext:
-    """What a source of windows may be made of.
+class RunContext:
+    """The run, as all of its parts share it; built once on each rank.
+
+    Attributes:
+        config: of the run.
+        config_hash: of the same.
+        world: this rank and the others: `dp_rank`, `dp_size`, `device`, `is_main`, `dp_sum`.
+        precision: the arithmetic of the run.
+        data: training and held-out samples.
+        judge: scores answers; None if the run has no environment.
+        run_dir: where rank 0 writes.
+        resume_point: the checkpoint from which the run resumes; None: it starts from scratch.
+        on_activity: called with the optimizer step and the name of each activity that begins.
+        beat: names the next activity to the watchdog, which ends a process that is silent for too long.
+    """
+
+    config: "Config"
+    config_hash: str
+    world: "World"
+    precision: "PrecisionPolicy"
+    data: "DataSplits"
+    judge: "Judge | None"
+    run_dir: Path
+    resume_point: "ResumePoint | None" = None
+    on_activity: Callable[[int, str], None] | None = None
+    beat: Callable[[str], None] = lambda doing: None
+
+    @classmethod
+    def of(cls, run: "RunContext", **others: Any) -> Self:
+        """Return a context with the attributes of another one and those given."""
+        return cls(**{**vars(run), **others})
+
+    @property
+    def seed(self) -> int:
+        """Seed of the run."""
+        return self.config.hparams.seed
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return a context for forward passes in the arithmetic of the run."""
+        return self.precision.autocast(self.world.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceContext(RunContext):
+    """Context of an objective that builds a source of windows.
 
     Attributes:
         model: as it is called in training.
-        data: the `DataSplits` of the run.
-        world: this rank and the others.
-        autocast: a context for forward passes in the arithmetic of the run.
-        seed: of the run.
         batch_size_at: the global batch size after a number of consumed samples.
         build_loader: what reads the training data in the global order: all of it on every rank, or this rank's share.
     """
 
     model: nn.Module
-    data: Any
-    world: Any
-    autocast: Callable[[], AbstractContextManager[Any]]
-    seed: int
     batch_size_at: Callable[[int], int]
     build_loader: "Callable[[bool], WindowSource]"
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationContext:
-    """Where and when an evaluation takes place.
+class EvaluationContext(RunContext):
+    """Context of an evaluator: the run, and where and when it is evaluated.
 
     Attributes:
         step: optimizer steps taken.
-        world: this rank and the others: `dp_rank`, `dp_size`, `device`, `is_main`, `dp_sum`.
-        autocast: a context for forward passes in the arithmetic of the run.
         folder: where rank 0 may write what a person is to look at; it need not exist.
-        beat: says what is being done, to a watchdog that would end a process that is silent for too long.
         files: what was written; observers get the first.
     """
 
     step: int
-    world: Any
-    autocast: Callable[[], AbstractContextManager[Any]]
     folder: Path
-    beat: Callable[[str], None]
     files: list[Path] = field(default_factory=list)
 
 

@@ -1,7 +1,6 @@
 """The parts of a run put together: a trainer at the point where the run starts or resumes."""
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,6 @@ from foundry.checkpoint.saver import Checkpointer, NoCheckpoints
 from foundry.checkpoint.tensors import read_source_tensors
 from foundry.config.build import field_of
 from foundry.config.record.frozen import plain, strict
-from foundry.config.schemas.root import Config
 from foundry.config.sources import listed_paths
 from foundry.core.duration import Budget
 from foundry.core.events import RunStarted
@@ -23,6 +21,7 @@ from foundry.core.model_hooks import hook
 from foundry.core.progress import Progress
 from foundry.core.protocols import (
     CheckpointManager,
+    RunContext,
     SourceContext,
     StopRule,
     WindowSource,
@@ -31,20 +30,19 @@ from foundry.data.loader import Loader
 from foundry.data.splits import DataSplits
 from foundry.engine.first_step import FirstStepCheck
 from foundry.engine.run_files import write_architecture
-from foundry.engine.trained import Setup, Trained, build_trained, join_samples
+from foundry.engine.stalls import build_watchdog
+from foundry.engine.trained import Trained, build_trained, join_samples
 from foundry.evaluators.build import build_evaluators, build_stop_rules
 from foundry.evaluators.pruning import Pruning
 from foundry.models.fsdp_block import find_blocks
 from foundry.parallel.device import describe_devices, device_name
-from foundry.parallel.flight_recorder import dump_collectives, dump_into
-from foundry.parallel.process_group import World, limit_waits
+from foundry.parallel.flight_recorder import dump_into
 from foundry.parallel.rank_flags import RankFlags
-from foundry.parallel.watchdog import EXIT_STALLED, Watchdog
+from foundry.parallel.watchdog import Watchdog
 from foundry.parts.data import samples_per_epoch
 from foundry.parts.optimization import constant_weight_decay
 from foundry.planning.derive import build_plan, planned_updates, resolve_phases, select_steps
-from foundry.rollouts.source import build_rollouts
-from foundry.run_dir.ends import dump_stacks, leave_note, read_positions, record_end
+from foundry.rollouts.source import RolloutSource
 from foundry.run_dir.lock import check_ours
 from foundry.run_dir.names import PLOTS, PROFILE
 from foundry.training.best import Best
@@ -59,18 +57,18 @@ from foundry.training.throughput import Throughput
 from foundry.training.trainer import Trainer
 
 
-def build_trainer(setup: Setup) -> tuple[Trainer, RunStarted]:
+def build_trainer(run: RunContext) -> tuple[Trainer, RunStarted]:
     """Build every part, bring each to where the run resumes, and give them to a trainer; also what the run will be.
 
     Raises:
         ConfigError: a part cannot be built from its settings, or the checkpoint is of other parts.
     """
-    config, world, resume_point = setup.config, setup.world, setup.resume_point
+    config, world, resume_point = run.config, run.world, run.resume_point
     if world.world_size > 1:
-        dump_into(setup.run_dir, world.device)
-    trained = build_trained(setup)
-    setup = replace(setup, data=join_samples(setup, trained))
-    trainer = _build_trainer(setup, trained)
+        dump_into(run.run_dir, world.device)
+    trained = build_trained(run)
+    run = replace(run, data=join_samples(run, trained.objective))
+    trainer = _build_trainer(run, trained)
     if resume_point is None:
         seed_rng(config.hparams.seed + 1 + world.rank)
     else:
@@ -79,137 +77,93 @@ def build_trainer(setup: Setup) -> tuple[Trainer, RunStarted]:
             trainer.source.load_tensors(read_source_tensors(resume_point.folder, world))
             restore_rng(resume_point, world, config.hparams.seed)
     if world.is_main:
-        write_architecture(config, trained.unwrapped, setup.run_dir)
-    return trainer, _describe(setup, trained, step=trainer.progress.steps)
+        write_architecture(config.model, trained.unwrapped, run.run_dir)
+    return trainer, _describe(run, trained, step=trainer.progress.steps)
 
 
-def _build_trainer(setup: Setup, trained: Trained) -> Trainer:
-    config = setup.config
-    world = setup.world
-    data = setup.data
+def _build_trainer(run: RunContext, trained: Trained) -> Trainer:
+    config = run.config
+    world = run.world
+    data = run.data
     budget = trained.budget
-    progress = Progress(samples_per_epoch=samples_per_epoch(config, data), tokens_per_sample=data.tokens_per_sample)
-    watchdog = _build_watchdog(setup)
-
-    def beat(what: str) -> None:
-        watchdog.beat(progress.steps + 1, what)
+    progress = Progress(
+        samples_per_epoch=samples_per_epoch(config.objective, data), tokens_per_sample=data.tokens_per_sample
+    )
+    watchdog = build_watchdog(run)
+    run = replace(run, beat=watchdog.now)
 
     step = TrainStep(
         model=trained.parallel.model,
         objective=trained.objective,
         optimizers=trained.optimizers,
         sync=trained.parallel.sync,
-        precision=trained.precision,
+        precision=run.precision,
         world=world,
         max_grad_norm=config.hparams.grad_clip_norm,
         guard=config.guard,
-        norms=_build_norms(config, trained, world),
+        norms=_build_norms(run, trained),
     )
     checked = config.hparams.check_first_step
     is_checked = world.device.type == "cuda" if checked == "auto" else checked is True
     return Trainer(
         step=step,
-        source=_build_source(setup, trained, beat),
+        source=_build_source(run, trained),
         schedule=trained.schedule,
-        constant_weight_decay=constant_weight_decay(config),
+        constant_weight_decay=constant_weight_decay(config.optimizer),
         progress=progress,
         budget=budget,
         max_seconds=None if config.hparams.max_minutes is None else 60 * config.hparams.max_minutes,
         world=world,
-        throughput=_build_throughput(setup, trained.unwrapped),
+        throughput=_build_throughput(run, trained.unwrapped),
         watchdog=watchdog,
         log_every_n_steps=config.tracking.log_every_n_steps,
         evaluation_interval=config.evaluation.interval_in(budget),
         evaluation=Evaluation(
             model=trained.parallel.model,
-            evaluators=build_evaluators(config, trained.objective, data, setup.judge),
-            precision=trained.precision,
-            world=world,
-            folder=setup.run_dir / PLOTS,
+            evaluators=build_evaluators(run, trained.objective),
+            run=run,
+            folder=run.run_dir / PLOTS,
         ),
         metric=config.evaluation.metric,
-        stop_rules=_build_stop_rules(setup, trained),
+        stop_rules=_build_stop_rules(run, trained),
         best=Best(config.checkpoint.keep_best, config.evaluation.metric),
-        checkpoints=_build_checkpoints(setup, trained, watchdog),
+        checkpoints=_build_checkpoints(run, trained, watchdog),
         rank_flags=RankFlags(world),
         signals=SignalHandler(),
         ema=trained.ema,
         max_rollbacks=config.guard.max_skips,
-        profiler=StepProfiler(
-            setup.run_dir / PROFILE, rank=world.rank, steps=config.tracking.profile.steps, device=world.device
-        ),
-        recompilations=Recompilations(is_compiled=setup.config.hparams.torchcompile),
-        check_first_step=FirstStepCheck(setup, trained, step) if is_checked else None,
+        profiler=_build_profiler(run),
+        recompilations=Recompilations(is_compiled=config.hparams.torchcompile),
+        check_first_step=FirstStepCheck(run, trained, step) if is_checked else None,
         save_final=config.checkpoint.save_final,
-        explain_out_of_memory=partial(_explain_out_of_memory, setup, trained),
+        explain_out_of_memory=partial(_explain_out_of_memory, run, trained),
     )
 
 
-def _build_norms(config: Config, trained: Trained, world: World) -> BlockNorms | None:
+def _build_norms(run: RunContext, trained: Trained) -> BlockNorms | None:
     """What measures gradients, weights and updates by block, where that is wanted."""
-    every, inner = config.tracking.norms_every_n_steps, trained.parallel.inner
+    every, inner = run.config.tracking.norms_every_n_steps, trained.parallel.inner
     if every is None:
         return None
-    return BlockNorms(group_by_block(inner, find_blocks(inner)), every_n_steps=every, device=world.device)
+    return BlockNorms(group_by_block(inner, find_blocks(inner)), every_n_steps=every, device=run.world.device)
 
 
-def _build_watchdog(setup: Setup) -> Watchdog:
-    """What ends the run where a rank waits too long, and says of all ranks what they were doing."""
-    world, limits = setup.world, setup.config.distributed
-    return Watchdog(
-        limits.timeout_seconds,
-        world.rank,
-        world_size=world.world_size,
-        start_timeout_seconds=limits.start_limit_seconds,
-        dump=partial(_dump, setup.run_dir, world),
-        read_dumps=partial(read_positions, setup.run_dir, world.rank, world.world_size, limits.timeout_seconds / 2),
-        record=partial(_record_stall, setup.run_dir),
-        when_started=partial(limit_waits, limits.timeout_seconds),
-        on_beat=setup.on_activity,
-    )
-
-
-def _build_stop_rules(setup: Setup, trained: Trained) -> dict[str, StopRule]:
-    """What may end the run early: first the search that proposed it, if one did."""
-    pruning = Pruning.of(setup.run_dir, setup.world)
-    searched: dict[str, StopRule] = {} if pruning is None else {"pruning": pruning}
-    return searched | build_stop_rules(setup.config, trained.objective, setup.data, setup.judge)
-
-
-def _build_source(setup: Setup, trained: Trained, beat: Callable[[str], None]) -> WindowSource:
+def _build_source(run: RunContext, trained: Trained) -> WindowSource:
     """Where windows come from: the training data, what the model generates, or the objective's own source."""
-    world, objective = setup.world, trained.objective
+    objective, model = trained.objective, trained.parallel.model
     if objective.rollouts is not None:
-        return build_rollouts(
-            objective,
-            model=trained.parallel.model,
-            frozen=[trained.frozen[name] for name in objective.recorded_models],
-            data=setup.data,
-            judge=setup.judge,
-            world=world,
-            autocast=partial(trained.precision.autocast, world.device),
-            seed=setup.config.hparams.seed,
-            per_gpu_batch_size=setup.config.hparams.per_gpu_batch_size,
-            beat=beat,
-            pack_tokens=trained.pack_tokens,
-        )
+        recorded = [trained.frozen[name] for name in objective.recorded_models]
+        return RolloutSource(objective, model, run, frozen=recorded, pack_tokens=trained.pack_tokens)
     if objective.build_source is None:
-        return _build_loader(setup, trained.budget, pack_tokens=trained.pack_tokens)
-    context = SourceContext(
-        model=trained.parallel.model,
-        data=setup.data,
-        world=world,
-        autocast=partial(trained.precision.autocast, world.device),
-        seed=setup.config.hparams.seed,
-        batch_size_at=trained.budget.batch_sizes.at,
-        build_loader=partial(_build_loader, setup, trained.budget),
-    )
+        return _build_loader(run, trained.budget, pack_tokens=trained.pack_tokens)
+    build_loader, batch_size_at = partial(_build_loader, run, trained.budget), trained.budget.batch_sizes.at
+    context = SourceContext.of(run, model=model, batch_size_at=batch_size_at, build_loader=build_loader)
     return objective.build_source(context)
 
 
-def _build_loader(setup: Setup, budget: Budget, is_whole: bool = False, pack_tokens: int | None = None) -> Loader:
+def _build_loader(run: RunContext, budget: Budget, is_whole: bool = False, pack_tokens: int | None = None) -> Loader:
     """The training samples in the global order: of this rank, or all of them."""
-    config, data, world = setup.config, setup.data, setup.world
+    config, data, world = run.config, run.data, run.world
     return Loader(
         dataset=data.train,
         order=data.order(config.hparams.seed),
@@ -224,34 +178,41 @@ def _build_loader(setup: Setup, budget: Budget, is_whole: bool = False, pack_tok
     )
 
 
-def _build_throughput(setup: Setup, model: nn.Module) -> Throughput:
+def _build_throughput(run: RunContext, model: nn.Module) -> Throughput:
     """What measures speed; FLOPs where the model, as it was before wrapping, says them."""
-    count, tokens = hook(model, "flops_per_sample"), setup.data.tokens_per_sample
+    count, tokens = hook(model, "flops_per_sample"), run.data.tokens_per_sample
     flops = None if count is None else float(count() if tokens is None else count(tokens))
     return Throughput(
-        world_size=setup.world.world_size,
-        device=setup.world.device,
-        precision=setup.config.precision.mode,
-        tf32=setup.config.precision.tf32,
+        world_size=run.world.world_size,
+        device=run.world.device,
+        precision=run.config.precision.mode,
+        tf32=run.config.precision.tf32,
         flops_per_sample=flops,
         tokens_per_sample=tokens,
     )
 
 
-def _build_checkpoints(setup: Setup, trained: Trained, watchdog: Watchdog) -> CheckpointManager:
+def _build_stop_rules(run: RunContext, trained: Trained) -> dict[str, StopRule]:
+    """What may end the run early: first the search that proposed it, if one did."""
+    pruning = Pruning.of(run.run_dir, run.world)
+    searched: dict[str, StopRule] = {} if pruning is None else {"pruning": pruning}
+    return searched | build_stop_rules(run, trained.objective)
+
+
+def _build_checkpoints(run: RunContext, trained: Trained, watchdog: Watchdog) -> CheckpointManager:
     """What writes checkpoints, where any are wanted."""
-    config, world = setup.config, setup.world
+    config, world = run.config, run.world
     wanted = config.checkpoint
     if wanted.is_off:
         return NoCheckpoints()
     return Checkpointer(
-        setup.run_dir,
+        run.run_dir,
         world,
         asynchronous=wanted.asynchronous,
         keep_last=wanted.keep_last,
         keep_every_steps=wanted.keep_every,
         strict=wanted.strict_saves,
-        check_run_dir=partial(check_ours, setup.run_dir),
+        check_run_dir=partial(check_ours, run.run_dir),
         alive=watchdog.alive,
         model=trained.parallel.model,
         ema=trained.ema,
@@ -259,42 +220,70 @@ def _build_checkpoints(setup: Setup, trained: Trained, watchdog: Watchdog) -> Ch
         interval=wanted.interval_in(trained.budget),
         every_minutes=wanted.every_minutes,
         facts={
-            "config_hash": setup.config_hash,
+            "config_hash": run.config_hash,
             "config": strict(config),
             "strategy": world.distributed.strategy,
-            "data": setup.data.identity(),
+            "data": run.data.identity(),
             "base": {} if trained.base is None else trained.base.facts(),
         },
         trained_only=trained.base is not None,
     )
 
 
-def _describe(setup: Setup, trained: Trained, *, step: int) -> RunStarted:
+def _build_profiler(run: RunContext) -> StepProfiler | None:
+    """Return the recorder of some steps, where any are to be recorded."""
+    steps = run.config.tracking.profile.steps
+    if not steps:
+        return None
+    return StepProfiler(run.run_dir / PROFILE, rank=run.world.rank, steps=steps, device=run.world.device)
+
+
+def _explain_out_of_memory(run: RunContext, trained: Trained, error: BaseException, moment: str) -> str:
+    averages = () if trained.ema is None else trained.ema.average.values()
+    memory = measure_device_memory(
+        trained.parallel.model,
+        trained.optimizers,
+        run.world.device,
+        averages=averages,
+        frozen=trained.frozen.values(),
+    )
+    return explain_out_of_memory(
+        error,
+        memory,
+        run.config,
+        distributed=run.world.distributed,
+        moment=moment,
+        rank=run.world.rank,
+        world_size=run.world.world_size,
+    )
+
+
+def _describe(run: RunContext, trained: Trained, *, step: int) -> RunStarted:
     """What observers get when the run starts."""
-    config, schedule, budget = setup.config, trained.schedule, trained.budget
+    config, schedule, budget = run.config, trained.schedule, trained.budget
     plan = build_plan(
         config,
         budget,
-        setup.data,
+        run.data,
         schedule,
         trained.parallel.model,
-        world_size=setup.world.world_size,
-        strategy=setup.world.distributed.strategy,
-        device=device_name(setup.world.device),
+        world_size=run.world.world_size,
+        strategy=run.world.distributed.strategy,
+        device=device_name(run.world.device),
         pack_tokens=trained.pack_tokens,
     )
     shown = select_steps(schedule, budget)
     return RunStarted(
-        run_dir=setup.run_dir,
+        run_dir=run.run_dir,
         config=plain(config),
-        config_hash=setup.config_hash,
+        config_hash=run.config_hash,
         plan=plan,
-        updates=list(planned_updates(schedule, budget, constant_weight_decay(config), shown)),
+        updates=list(planned_updates(schedule, budget, constant_weight_decay(config.optimizer), shown)),
         phases=resolve_phases(schedule, budget),
         step=step,
         metric=config.evaluation.metric,
-        data=_data_facts(config.data, setup.data),
-        devices=describe_devices(setup.world.device, setup.world.world_size),
+        data=_data_facts(config.data, run.data),
+        devices=describe_devices(run.world.device, run.world.world_size),
     )
 
 
@@ -305,35 +294,3 @@ def _data_facts(node: Any, data: DataSplits) -> dict[str, str]:
     name = name or str(field_of(node, "_target_")).rpartition(".")[2]
     digest = hashlib.sha256(str(data.identity()["content"]).encode(errors="surrogateescape")).hexdigest()[:32]
     return {"name": name, "digest": digest, "source": source}
-
-
-def _dump(run_dir: Path, world: World, step: int, doing: str) -> None:
-    """Write down where this process is, and which collectives it has begun."""
-    dump_stacks(run_dir, world.rank, step, doing)
-    if world.world_size > 1:
-        dump_collectives(run_dir, world.rank, world.device)
-
-
-def _record_stall(run_dir: Path, rank: int, reason: str, stack: str) -> None:
-    leave_note(kind="Stalled", reason=reason, trace=stack, rank=rank, exit_code=EXIT_STALLED)
-    record_end(run_dir, reason, stack)
-
-
-def _explain_out_of_memory(setup: Setup, trained: Trained, error: BaseException, moment: str) -> str:
-    averages = () if trained.ema is None else trained.ema.average.values()
-    memory = measure_device_memory(
-        trained.parallel.model,
-        trained.optimizers,
-        setup.world.device,
-        averages=averages,
-        frozen=trained.frozen.values(),
-    )
-    return explain_out_of_memory(
-        error,
-        memory,
-        setup.config,
-        distributed=setup.world.distributed,
-        moment=moment,
-        rank=setup.world.rank,
-        world_size=setup.world.world_size,
-    )

@@ -8,10 +8,8 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import xxhash
@@ -19,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from foundry.core.protocols import Objective
+from foundry.core.protocols import Objective, RunContext
 from foundry.data.dataset import Dataset, WrappedDataset
 from foundry.data.loader import held_out_batches
 from foundry.data.splits import DataSplits
@@ -70,77 +68,57 @@ class WithColumns(WrappedDataset):
         return {name: column[rows] for name, column in self._columns.items()}
 
 
-@dataclass(frozen=True, kw_only=True)
-class ColumnContext:
-    """Where columns are computed and kept.
-
-    Attributes:
-        data: the samples.
-        world: this rank and the others.
-        autocast: a context for forward passes in the arithmetic of the run.
-        per_gpu_batch_size: samples per forward pass.
-        run_dir: of the run.
-        origin: the run directory of the checkpoint that the run resumes from; None: it starts from scratch.
-    """
-
-    data: DataSplits
-    world: World
-    autocast: Callable[[], AbstractContextManager[Any]]
-    per_gpu_batch_size: int
-    run_dir: Path
-    origin: Path | None
-
-
 def join_columns(
     objective: Objective,
     build_frozen: Callable[[], tuple[Mapping[str, nn.Module], str]],
-    context: ColumnContext,
+    run: RunContext,
 ) -> DataSplits:
     """The data with the objective's columns, from the run directory or computed and written there.
 
     Args:
         objective: says what is computed; it is left without frozen models.
         build_frozen: the frozen models and the digest of their weights; called only where these are needed.
-        context: where.
+        run: has the data and the run directory; if it is resumed, columns are those of the run of its checkpoint.
     """
-    world, identity = context.world, _digest(context.data)
+    world, identity = run.world, _digest(run.data)
     columns = None
-    if context.origin is not None:
-        columns = _read_together(context.origin / COLUMNS, {"data": identity}, world)
-        if columns is not None and context.origin == context.run_dir:
-            return _joined(context.data, columns)
+    if run.resume_point is not None:
+        origin = run.resume_point.folder.parents[1]
+        columns = _read_together(origin / COLUMNS, {"data": identity}, world)
+        if columns is not None and origin == run.run_dir:
+            return _joined(run.data, columns)
         if columns is None and world.is_main:
             log.warning("%s is missing or not as it was written; its numbers are computed again", COLUMNS)
     metadata = {"data": identity}
     if columns is None:
         frozen, metadata["weights"] = build_frozen()
-        columns = _read_together(context.run_dir / COLUMNS, metadata, world)
+        columns = _read_together(run.run_dir / COLUMNS, metadata, world)
         if columns is not None:
-            return _joined(context.data, columns)
+            return _joined(run.data, columns)
         assert objective.compare is not None, "an objective with columns takes frozen models"
         objective.compare(frozen)
-        columns = {split: _compute(objective, getattr(context.data, split), context) for split in _SPLITS}
+        columns = {split: _compute(objective, getattr(run.data, split), run) for split in _SPLITS}
         objective.compare({})
     if world.is_main:
-        _write(context.run_dir / COLUMNS, columns, metadata)
-    return _joined(context.data, columns)
+        _write(run.run_dir / COLUMNS, columns, metadata)
+    return _joined(run.data, columns)
 
 
-def _compute(objective: Objective, dataset: Dataset, context: ColumnContext) -> dict[str, Tensor]:
+def _compute(objective: Objective, dataset: Dataset, run: RunContext) -> dict[str, Tensor]:
     """The columns of a dataset; each rank computes its share, and gets all."""
-    world, columns = context.world, dict[str, Tensor]()
+    world, columns = run.world, dict[str, Tensor]()
     if world.is_main:
         log.info("%s of %d samples, once before the first step", " and ".join(objective.columns), len(dataset))
     batches = held_out_batches(
         dataset,
-        per_gpu_batch_size=context.per_gpu_batch_size,
+        per_gpu_batch_size=run.config.hparams.per_gpu_batch_size,
         dp_rank=world.dp_rank,
         dp_size=world.dp_size,
         max_samples=None,
     )
     for microbatch in batches:
         rows = microbatch["position"]
-        with torch.no_grad(), context.autocast():
+        with torch.no_grad(), run.autocast():
             values = objective.precompute(to_device(microbatch, world.device))
         for name, value in values.items():
             if name not in columns:

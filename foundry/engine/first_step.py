@@ -16,12 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 from foundry.checkpoint.rng import rng_state, set_rng_state
 from foundry.config.schemas.distributed import GradientSync
 from foundry.core.errors import format_reason
-from foundry.core.protocols import Microbatch, Objective
+from foundry.core.protocols import Microbatch, Objective, RunContext
 from foundry.core.sharded import local_part
 from foundry.data.conversations.examples import IGNORED_TARGET
 from foundry.data.dataset import Dataset
 from foundry.data.packing import find_bounds
-from foundry.engine.trained import Setup, Trained
+from foundry.engine.trained import Trained
 from foundry.parallel.device import synchronize
 from foundry.parallel.gathering import gather
 from foundry.parallel.process_group import World
@@ -40,13 +40,13 @@ class FirstStepCheck:
     averages are not asked, and no window is read.
 
     Args:
-        setup: of the run.
+        run: has the configuration, the data and the ranks.
         trained: the model and the objective, as they train.
         step: of the run.
     """
 
-    def __init__(self, setup: Setup, trained: Trained, step: TrainStep) -> None:
-        self._setup, self._trained, self._step = setup, trained, step
+    def __init__(self, run: RunContext, trained: Trained, step: TrainStep) -> None:
+        self._run, self._trained, self._step = run, trained, step
 
     def __call__(self) -> None:
         """Check, or log why the run cannot be checked; every rank calls it together.
@@ -54,7 +54,7 @@ class FirstStepCheck:
         Raises:
             Exception: any error of the passes, such as torch.OutOfMemoryError.
         """
-        world, trained, config = self._setup.world, self._trained, self._setup.config
+        world, trained, config = self._run.world, self._trained, self._run.config
         began = time.monotonic()
         accumulates = max(trained.budget.batch_sizes.sizes) > world.dp_size * config.hparams.per_gpu_batch_size
         with _kept_state([trained.parallel.model, *trained.frozen.values()], world):
@@ -79,10 +79,10 @@ class FirstStepCheck:
             microbatch = self._largest_microbatch()
         except Exception as error:  # of a custom dataset or objective
             reason = format_reason(error)
-        reasons = [each for each in gather(reason, self._setup.world) if each is not None]
+        reasons = [each for each in gather(reason, self._run.world) if each is not None]
         if not reasons:
             return microbatch
-        if self._setup.world.is_main:
+        if self._run.world.is_main:
             log.info("the first step is not checked in advance: %s", reasons[0])
         return None
 
@@ -90,7 +90,7 @@ class FirstStepCheck:
         # Here, since planning would make the start of a run slower that is not checked.
         from foundry.planning.fits import answer_tokens, read_longest
 
-        config, data, objective = self._setup.config, self._setup.data, self._trained.objective
+        config, data, objective = self._run.config, self._run.data, self._trained.objective
         num_rows, pack_tokens = config.hparams.per_gpu_batch_size, self._trained.pack_tokens
         if objective.rollouts is not None:
             longest = answer_tokens(config, data)
@@ -102,7 +102,7 @@ class FirstStepCheck:
             batch = _full_rows(data.train, num_rows, pack_tokens)
         else:
             batch = {name: t.contiguous() for name, t in read_longest(data, num_rows).items()}
-        first = self._setup.world.dp_rank * num_rows
+        first = self._run.world.dp_rank * num_rows
         return {**batch, "position": torch.arange(first, first + num_rows)}
 
     def _reserve_optimizer_state(self) -> list[Tensor]:
@@ -112,7 +112,7 @@ class FirstStepCheck:
         from foundry.planning.fake import build_adapted, build_fake
         from foundry.planning.memory import optimizer_bytes
 
-        config = self._setup.config
+        config = self._run.config
         try:
             per_element = optimizer_bytes(config, build_fake(lambda: build_adapted(config)))
         except Exception as error:  # a custom model or optimizer may not support fake tensors

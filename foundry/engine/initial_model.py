@@ -22,9 +22,9 @@ from foundry.config.build import weights_of_parts
 from foundry.config.record.frozen import typed_group
 from foundry.config.schemas.model import HuggingFace
 from foundry.config.schemas.peft import LoRA
-from foundry.config.schemas.root import Config
 from foundry.config.setting import check_fields
 from foundry.core.errors import ConfigError, Violation, listed
+from foundry.core.protocols import RunContext
 from foundry.models.initialisation import InitialModel
 from foundry.models.lora import add_adapters, count_by_kind, merge_adapters
 from foundry.parallel.process_group import World
@@ -142,24 +142,25 @@ def read_parts(initial: InitialModel, node: Any, world: World) -> InitialModel:
     return InitialModel(initial.model, fill) if found else initial
 
 
-def adapt(model: nn.Module, config: Config, path: Path | None) -> Base | None:
+def adapt(model: nn.Module, run: RunContext, path: Path | None) -> Base | None:
     """Give a model adapters where the configuration asks for them; returns what they are trained beside.
 
     Args:
         model: with its initial weights, not yet wrapped; changed in place.
-        config: of the run.
+        run: has the settings of the adapters.
         path: that the weights came from.
 
     Raises:
         ConfigError: a layer is chosen that the model has not, or that cannot have an adapter.
     """
-    if not isinstance(config.peft, LoRA):
+    peft = run.config.peft
+    if not isinstance(peft, LoRA):
         return None
     base = Base(compute_digest(model), None if path is None else str(path.expanduser().absolute()))
-    names = add_adapters(model, config.peft, config.hparams.seed)
-    if path is None and not isinstance(config.model, dict):
+    names = add_adapters(model, peft, run.seed)
+    if path is None and not isinstance(run.config.model, dict):
         log.warning("peft=lora without a base: what is frozen was drawn; choose model=base model.path=...")
-    log.info("adapters of rank %d: %s (%s)", config.peft.adapter_dim, count_by_kind(names), listed(names, 16))
+    log.info("adapters of rank %d: %s (%s)", peft.adapter_dim, count_by_kind(names), listed(names, 16))
     return base
 
 

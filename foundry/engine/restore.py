@@ -199,7 +199,7 @@ def _build(config: Config, run_dir: Path, *, trust: bool) -> nn.Module:
 def _build_model(config: Config, **runtime: Any) -> nn.Module:
     """The model as its constructor makes it, for an objective that may read log-probabilities."""
     model: nn.Module = build_part(config, "model", **runtime)
-    add_log_probs(config, model)
+    add_log_probs(model, config.objective, field_of(config.data, "vocab_size"))
     return model
 
 
@@ -220,7 +220,7 @@ def _build_adapted(config: Config, run_dir: Path, checkpoint: Path, *, trust: bo
         torch.manual_seed(config.hparams.seed)  # a base that was drawn is drawn again
         return drawn(_build_model(whole), config.hparams.seed)
 
-    world = World(0, 0, 1, 1, torch.device("cpu"))
+    world = World.single(torch.device("cpu"))
     model = read_base(config.model, checkpoint, start, world, "run")
     add_adapters(model, config.peft, config.hparams.seed)
     return model

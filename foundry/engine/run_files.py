@@ -44,7 +44,7 @@ def write_run_files(config: Config, plan: dict[str, Any], data: DataSplits, run_
         for name in (STATUS, RESULT):
             if (run_dir / name).is_dir():
                 raise UnsafeFileError(run_dir / name, "a folder")
-        _keep_tokenizer_files(config, data, run_dir)
+        _keep_tokenizer_files(config.data, data, run_dir)
     except UnsafeFileError as error:
         raise ConfigError(Violation("hydra.run.dir", str(error))) from None
 
@@ -66,9 +66,9 @@ def write_vocabulary(data: DataSplits, folder: Path) -> None:
         write_atomically(folder / CHAT_TEMPLATE, data.chat_template)
 
 
-def _keep_tokenizer_files(config: Config, data: DataSplits, run_dir: Path) -> None:
+def _keep_tokenizer_files(node: Any, data: DataSplits, run_dir: Path) -> None:
     """Keep what lies beside the tokenizer that was given, as it is: class, special tokens, padding, length."""
-    given = getattr(config.data, "tokenizer", None)
+    given = getattr(node, "tokenizer", None)
     if data.tokenizer is None or not isinstance(given, str):
         return
     file = tokenizer_file(given)
@@ -84,7 +84,7 @@ def _keep_tokenizer_files(config: Config, data: DataSplits, run_dir: Path) -> No
             kept.write(content)
 
 
-def write_architecture(config: Config, model: Any, run_dir: Path) -> None:
+def write_architecture(node: Any, model: Any, run_dir: Path) -> None:
     """Of a model that was read from a folder of transformers, what it is built from, should the folder be gone."""
-    if isinstance(config.model, HuggingFace) and config.model.path is not None:
+    if isinstance(node, HuggingFace) and node.path is not None:
         write_atomically(make_folder(run_dir / TRANSFORMERS) / "config.json", model.hf_config().to_json_string())

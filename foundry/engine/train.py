@@ -17,19 +17,20 @@ from foundry.checkpoint.resume_point import (
     past_its_end,
 )
 from foundry.config.record.frozen import hash_config, plain, strict
+from foundry.config.schemas.checkpoint import Checkpoint
 from foundry.config.schemas.root import Config
 from foundry.core.errors import ConfigError, Violation, format_reason
 from foundry.core.events import Observer, RunEnded
+from foundry.core.protocols import RunContext
 from foundry.data.loader import worker_deaths_explained
 from foundry.data.splits import DataSplits
 from foundry.engine.assembly import build_trainer
 from foundry.engine.run_files import write_run_files
-from foundry.engine.trained import Setup
 from foundry.environments.judge import Judge, build_judge
 from foundry.parallel.determinism import deterministic
 from foundry.parallel.gathering import gather
 from foundry.parallel.malloc import keep_freed_memory
-from foundry.parallel.precision import fp32_arithmetic
+from foundry.parallel.precision import PrecisionPolicy, fp32_arithmetic
 from foundry.parallel.process_group import Join, World, process_group
 from foundry.parallel.watchdog import CollectiveError
 from foundry.parts.data import build_data
@@ -106,36 +107,37 @@ def train(
             worker_deaths_explained(),
             memory_explained(world.device, world.rank),
         ):
-            setup = Setup(
+            run = RunContext(
                 config=config,
                 config_hash=config_hash,
-                data=_read_data(config, resume_point),
-                judge=_build_judge(config, held),
+                data=_as_begun(build_data(config), resume_point, config.data, config.checkpoint),
+                judge=_build_judge(config.environment, held),
                 world=world,
+                precision=PrecisionPolicy.from_config(config.precision, world.device),
                 run_dir=run_dir,
                 resume_point=resume_point,
                 on_activity=on_activity,
             )
-            return _train(setup, observers, held)
+            return _train(run, observers, held)
 
 
-def _train(setup: Setup, observers: list[Observer], held: ExitStack) -> RunResult:
+def _train(run: RunContext, observers: list[Observer], held: ExitStack) -> RunResult:
     """Build the trainer and let it run; rank 0 writes."""
-    trainer, started = build_trainer(setup)
+    trainer, started = build_trainer(run)
     held.callback(trainer.evaluation.close)
-    if setup.world.is_main:
-        write_run_files(setup.config, started.plan, setup.data, setup.run_dir)
-        trainer.check_run_dir = partial(check_ours, setup.run_dir)
+    if run.world.is_main:
+        write_run_files(run.config, started.plan, run.data, run.run_dir)
+        trainer.check_run_dir = partial(check_ours, run.run_dir)
     trainer.observers = observers
     held.callback(trainer.checkpoints.close)
     with trainer.watchdog, trainer.signals:
         result = trainer.fit(started)
-    return RunResult(setup.run_dir, result)
+    return RunResult(run.run_dir, result)
 
 
-def _build_judge(config: Config, held: ExitStack) -> Judge | None:
+def _build_judge(environment: Any, held: ExitStack) -> Judge | None:
     """What scores answers; its process ends with the run."""
-    judge = build_judge(config.environment)
+    judge = build_judge(environment)
     if judge is not None:
         held.callback(judge.close)
     return judge
@@ -145,13 +147,12 @@ def _identity(config: Config) -> dict[str, str]:
     return build_data(config).identity()
 
 
-def _read_data(config: Config, resume_point: ResumePoint | None) -> DataSplits:
-    """The data, in the order in which a run that is resumed has begun to read it."""
-    data = build_data(config)
+def _as_begun(data: DataSplits, resume_point: ResumePoint | None, settings: Any, checkpoint: Checkpoint) -> DataSplits:
+    """Return the data in the order in which a resumed run has begun to read it; `settings` are those of the data."""
     if resume_point is None:
         return data
     identity = data.identity()
-    order = check_data(resume_point, identity, plain(config.data), config.checkpoint.on_changed_config)
+    order = check_data(resume_point, identity, plain(settings), checkpoint.on_changed_config)
     return replace(data, content=identity["content"], fingerprint=order)
 
 

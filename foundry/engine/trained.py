@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from foundry.checkpoint.folder import CheckpointError
-from foundry.checkpoint.resume_point import ResumePoint, check_base
+from foundry.checkpoint.resume_point import check_base
 from foundry.checkpoint.tensors import compute_digest, restore_into
 from foundry.config.build import field_of, weights_of_parts
 from foundry.config.schemas.hparams import CheckpointingPolicy
@@ -21,50 +21,22 @@ from foundry.core.duration import Budget
 from foundry.core.ema import WeightAverage
 from foundry.core.errors import ConfigError, Violation
 from foundry.core.model_hooks import hook
-from foundry.core.protocols import Objective, Schedule
+from foundry.core.protocols import Objective, RunContext, Schedule
 from foundry.data.corpora.tokenizer import check_same
 from foundry.data.splits import DataSplits
-from foundry.engine.columns import ColumnContext, join_columns
+from foundry.engine.columns import join_columns
 from foundry.engine.initial_model import Base, adapt, read_initial, read_parts, resolve_weights
-from foundry.environments.judge import Judge
 from foundry.models.documents import knows_documents
 from foundry.models.initialisation import InitialModel
 from foundry.models.lora import frozen_matrices
 from foundry.optim.schedule_state import reconcile
 from foundry.parallel.compilation import require_compiler
-from foundry.parallel.precision import PrecisionPolicy
-from foundry.parallel.process_group import World
 from foundry.parallel.wrap import Parallel, parallelize, place_frozen
 from foundry.parts.model import build_empty, build_model, resolve_packing, start_model
 from foundry.parts.objective import build_objective, check_forward
 from foundry.parts.optimization import build_budget, build_optimizers, build_schedule
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setup:
-    """What is known of a run before any of its parts is built.
-
-    Attributes:
-        config: the composed configuration.
-        config_hash: of the same.
-        data: training and held-out samples.
-        judge: scores answers, where the run has an environment.
-        world: this rank and the others.
-        run_dir: where the run writes.
-        resume_point: the checkpoint to resume from, if there is one.
-        on_activity: called with the optimizer step and the name of each activity that begins.
-    """
-
-    config: Config
-    config_hash: str
-    data: DataSplits
-    judge: Judge | None
-    world: World
-    run_dir: Path
-    resume_point: ResumePoint | None
-    on_activity: Callable[[int, str], None] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +53,6 @@ class Trained:
         frozen: the models that the objective compares with, by name.
         schedule: learning rate and weight decay of each update.
         budget: the size of the run.
-        precision: the arithmetic of the run.
         pack_tokens: tokens of a row that holds several samples; None: each has its own row.
     """
 
@@ -94,32 +65,30 @@ class Trained:
     frozen: Mapping[str, nn.Module]
     schedule: Schedule
     budget: Budget
-    precision: PrecisionPolicy
     pack_tokens: int | None
 
 
-def build_trained(setup: Setup) -> Trained:
+def build_trained(run: RunContext) -> Trained:
     """The model with its optimizers and averages, at their first or restored values."""
-    config, world, resume_point = setup.config, setup.world, setup.resume_point
-    hparams, budget = config.hparams, build_budget(config, setup.data, world.dp_size)
-    precision = PrecisionPolicy.from_config(config.precision, world.device)
+    config, world, precision, resume_point = run.config, run.world, run.precision, run.resume_point
+    hparams, budget = config.hparams, build_budget(config, run.data, world.dp_size)
     is_adapted = isinstance(config.peft, LoRA)
     if hparams.torchcompile:
         require_compiler(world.device)
     if world.world_size > 1:
         from foundry.planning.fits import check_fits  # one process has no gradients to share, and plans nothing
 
-        check_fits(config, setup.data, world)
-    initial = _resumed(config) if resume_point is not None and not is_adapted else _build_initial(setup, None)
+        check_fits(config, run.data, world)
+    initial = _resumed(config) if resume_point is not None and not is_adapted else _build_initial(run, None)
     if is_adapted:  # beside which adapters are drawn, and of which a digest is taken
         initial = InitialModel(initial.whole())
     model = initial.model
     if (training_warning := hook(model, "training_warning")) is not None and (line := training_warning()) is not None:
         log.warning(line)
-    base = adapt(model, config, resolve_weights(config.model))
+    base = adapt(model, run, resolve_weights(config.model))
     if resume_point is not None and base is not None:
         check_base(resume_point, base.facts(), config.checkpoint.on_changed_config)
-    pack_tokens = resolve_packing(config, model)
+    pack_tokens = resolve_packing(config.data, model)
     parallel = parallelize(
         precision.prepare(model, frozen_matrices(model) if config.peft.narrows_base else ()),
         precision,
@@ -131,9 +100,9 @@ def build_trained(setup: Setup) -> Trained:
     )
     optimizers = build_optimizers(config, parallel.model)
     ema = None if hparams.ema_decay is None else WeightAverage(parallel.inner, hparams.ema_decay)
-    objective = build_objective(config, world, setup.data.tokenizer)
+    objective = build_objective(config.objective, config.peft, world, run.data.tokenizer)
     check_forward(objective, model)
-    frozen, can_pack = _build_frozen(setup, objective, precision)
+    frozen, can_pack = _build_frozen(run, objective)
     schedule = build_schedule(config, budget)
     if resume_point is not None:
         try:
@@ -153,73 +122,61 @@ def build_trained(setup: Setup) -> Trained:
         frozen=frozen,
         schedule=schedule,
         budget=budget,
-        precision=precision,
         pack_tokens=pack_tokens if can_pack else None,
     )
 
 
 def _resumed(config: Config) -> InitialModel:
     """The model of a run whose checkpoint has its weights."""
-    return _with_values(InitialModel(build_empty(config)), config, partial(build_model, config))
+    return _with_values(InitialModel(build_empty(config)), config.data, partial(build_model, config))
 
 
-def _with_values(initial: InitialModel, config: Config, build: Callable[[], nn.Module]) -> InitialModel:
+def _with_values(initial: InitialModel, data: Any, build: Callable[[], nn.Module]) -> InitialModel:
     """The model with weights, from `build`, where it is to be asked how it treats samples that share rows."""
-    is_asked = field_of(config.data, "packing", False) and not knows_documents(initial.model)
+    is_asked = field_of(data, "packing", False) and not knows_documents(initial.model)
     return InitialModel(build()) if is_asked else initial
 
 
-def _build_initial(setup: Setup, node: Any, key: str | None = None) -> InitialModel:
+def _build_initial(run: RunContext, node: Any, key: str | None = None) -> InitialModel:
     """A model as a run from scratch starts with it; `node` is of another model than the run's, which `key` names."""
-    node = setup.config.model if node is None else node
-    path, tokenizer = resolve_weights(node), setup.data.tokenizer
+    node = run.config.model if node is None else node
+    path, tokenizer = resolve_weights(node), run.data.tokenizer
     if path is not None and tokenizer is not None:
-        check_same(tokenizer, path, None if node is setup.config.model else key)
-    initial = read_initial(node, path, partial(start_model, setup.config), setup.world, "model.init_from")
+        check_same(tokenizer, path, None if node is run.config.model else key)
+    initial = read_initial(node, path, partial(start_model, run.config), run.world, "model.init_from")
     if path is None:  # else it is the whole model that starts from elsewhere
         for weights in weights_of_parts(node).values() if tokenizer is not None else ():
             check_same(tokenizer, Path(weights).expanduser())
-        initial = read_parts(initial, node, setup.world)
-    return _with_values(initial, setup.config, initial.whole)
+        initial = read_parts(initial, node, run.world)
+    return _with_values(initial, run.config.data, initial.whole)
 
 
-def _build_frozen(
-    setup: Setup, objective: Objective, precision: PrecisionPolicy
-) -> tuple[Mapping[str, nn.Module], bool]:
+def _build_frozen(run: RunContext, objective: Objective) -> tuple[Mapping[str, nn.Module], bool]:
     """The models that the objective compares the run's with at each step, and whether they let samples share rows."""
     if objective.compare is None or objective.columns:
         return {}, True
-    models = {name: _build_initial(setup, node, f"objective.{name}") for name, node in objective.frozen_models.items()}
-    can_pack = [resolve_packing(setup.config, initial.model, name) is not None for name, initial in models.items()]
-    frozen = {name: _place_frozen(initial, precision, setup.world) for name, initial in models.items()}
+    models = {name: _build_initial(run, node, f"objective.{name}") for name, node in objective.frozen_models.items()}
+    can_pack = [resolve_packing(run.config.data, initial.model, name) is not None for name, initial in models.items()]
+    frozen = {name: _place_frozen(initial, run) for name, initial in models.items()}
     objective.compare(frozen)
     return frozen, all(can_pack)
 
 
-def _place_frozen(initial: InitialModel, precision: PrecisionPolicy, world: World) -> nn.Module:
-    return place_frozen(precision.prepare(initial.model), precision, world, fill=initial.fill)
+def _place_frozen(initial: InitialModel, run: RunContext) -> nn.Module:
+    return place_frozen(run.precision.prepare(initial.model), run.precision, run.world, fill=initial.fill)
 
 
-def join_samples(setup: Setup, trained: Trained) -> DataSplits:
+def join_samples(run: RunContext, objective: Objective) -> DataSplits:
     """The data, with what the objective's frozen models make of every sample, where they are asked once."""
-    objective, precision, world, origin = trained.objective, trained.precision, setup.world, setup.resume_point
     if not objective.columns:
-        return setup.data
+        return run.data
 
     def build_frozen() -> tuple[Mapping[str, nn.Module], str]:
         models = {
-            name: _build_initial(setup, node, f"objective.{name}").whole()
+            name: _build_initial(run, node, f"objective.{name}").whole()
             for name, node in objective.frozen_models.items()
         }
         digest = " ".join(f"{name} {compute_digest(model)}" for name, model in models.items())
-        return {name: _place_frozen(InitialModel(m), precision, world) for name, m in models.items()}, digest
+        return {name: _place_frozen(InitialModel(m), run) for name, m in models.items()}, digest
 
-    context = ColumnContext(
-        data=setup.data,
-        world=world,
-        autocast=partial(precision.autocast, world.device),
-        per_gpu_batch_size=setup.config.hparams.per_gpu_batch_size,
-        run_dir=setup.run_dir,
-        origin=None if origin is None else origin.folder.parents[1],
-    )
-    return join_columns(objective, build_frozen, context)
+    return join_columns(objective, build_frozen, run)

@@ -8,11 +8,8 @@ from hydra.errors import InstantiationException
 
 from foundry.config.build import build
 from foundry.config.metrics import check_metrics, val_metric_names
-from foundry.config.schemas.root import Config
 from foundry.core.errors import ConfigError, Violation, first_line
-from foundry.core.protocols import Evaluator, Objective, StopRule
-from foundry.data.splits import DataSplits
-from foundry.environments.judge import Judge
+from foundry.core.protocols import Evaluator, Objective, RunContext, StopRule
 from foundry.evaluators.drawn_samples import DrawnSamples
 from foundry.parts.data import simulator_factory
 from foundry.training.early_stopping import EarlyStopping
@@ -20,21 +17,19 @@ from foundry.training.early_stopping import EarlyStopping
 log = logging.getLogger(__name__)
 
 
-def build_evaluators(
-    config: Config, objective: Objective, data: DataSplits, judge: Judge | None = None
-) -> dict[str, Evaluator]:
+def build_evaluators(run: RunContext, objective: Objective) -> dict[str, Evaluator]:
     """What measures the model during the run, and what draws samples, by name.
 
     Raises:
         ConfigError: they say what they measure, and a setting chooses another metric.
     """
     evaluators, measured = dict[str, Evaluator](), list[str]()
-    are_known = True
-    for name, node in config.evaluation.evaluators.items():
+    evaluation, data, are_known = run.config.evaluation, run.data, True
+    for name, node in evaluation.evaluators.items():
         if node is None:
             continue
         try:
-            evaluator = _build_for_evaluation(config, objective, data, node, judge)
+            evaluator = _build_for_evaluation(run, objective, node)
         except InstantiationException as error:
             if "torchmetrics" not in node:
                 raise  # of the user's own: shown where it came from
@@ -43,9 +38,10 @@ def build_evaluators(
         are_known = are_known and names is not None
         measured += val_metric_names(names or ())
         evaluators[name] = evaluator
-    if are_known and (wrong := list(check_metrics(config, dict.fromkeys(measured)))):
+    keep_best = run.config.checkpoint.keep_best
+    if are_known and (wrong := list(check_metrics(evaluation, keep_best, dict.fromkeys(measured)))):
         raise ConfigError(wrong)
-    if config.evaluation.write_samples and objective.generate is not None:
+    if evaluation.write_samples and objective.generate is not None:
         if data.tokens_per_sample is not None and data.tokenizer is None:
             log.warning("no samples are drawn: the data has tokens and no tokenizer (data.tokenizer)")
             return evaluators
@@ -53,28 +49,25 @@ def build_evaluators(
     return evaluators
 
 
-def build_stop_rules(
-    config: Config, objective: Objective, data: DataSplits, judge: Judge | None = None
-) -> dict[str, StopRule]:
+def build_stop_rules(run: RunContext, objective: Objective) -> dict[str, StopRule]:
     """What may end the run early, by name."""
-    own = [(name, node) for name, node in config.evaluation.stop_rules.items() if node is not None]
-    rules: dict[str, StopRule] = {"early_stopping": EarlyStopping(config.evaluation.early_stopping)}
-    return rules | {name: _build_for_evaluation(config, objective, data, node, judge) for name, node in own}
+    evaluation = run.config.evaluation
+    own = [(name, node) for name, node in evaluation.stop_rules.items() if node is not None]
+    rules: dict[str, StopRule] = {"early_stopping": EarlyStopping(evaluation.early_stopping)}
+    return rules | {name: _build_for_evaluation(run, objective, node) for name, node in own}
 
 
-def _build_for_evaluation(
-    config: Config, objective: Objective, data: DataSplits, node: Mapping[str, Any], judge: Judge | None
-) -> Any:
+def _build_for_evaluation(run: RunContext, objective: Objective, node: Mapping[str, Any]) -> Any:
     """An evaluator or a stop rule; the names of its metrics are for the run, unless it takes them."""
     offered = {
         "objective": objective,
-        "data": data,
-        "tokenizer": data.tokenizer,
-        "judge": judge,
-        "simulator": simulator_factory(config),
-        "seed": config.hparams.seed,
-        "per_gpu_batch_size": config.hparams.per_gpu_batch_size,
-        "max_samples": config.evaluation.max_samples,
+        "data": run.data,
+        "tokenizer": run.data.tokenizer,
+        "judge": run.judge,
+        "simulator": simulator_factory(run.config.simulator),
+        "seed": run.seed,
+        "per_gpu_batch_size": run.config.hparams.per_gpu_batch_size,
+        "max_samples": run.config.evaluation.max_samples,
         "metrics": node.get("metrics"),
     }
     return build({name: value for name, value in node.items() if name != "metrics"}, offered=offered)

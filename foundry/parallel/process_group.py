@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from typing import Self
 from urllib.parse import urlsplit
 
 import torch
@@ -61,6 +62,11 @@ class World:
     distributed: Resolved = field(default_factory=Single)
     mesh: DeviceMesh | None = None
     dp_group: ProcessGroup | None = None
+
+    @classmethod
+    def single(cls, device: torch.device) -> Self:
+        """Return the world of a process that computes alone."""
+        return cls(rank=0, local_rank=0, world_size=1, local_world_size=1, device=device)
 
     @property
     def dp_rank(self) -> int:

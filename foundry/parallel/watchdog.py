@@ -89,6 +89,10 @@ class Watchdog:
         if self._on_beat is not None:
             self._on_beat(step, doing)
 
+    def now(self, doing: str) -> None:
+        """This rank moves, within the same optimizer step, and is about to do `doing`."""
+        self.beat(self._last[0], doing)
+
     def started(self) -> None:
         """What happens once, such as compiling, is done; may be called again."""
         if not self._is_started:

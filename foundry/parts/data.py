@@ -14,24 +14,26 @@ from foundry.parts.fitting import fitting
 
 def build_data(config: Config) -> DataSplits:
     """Training and held-out samples."""
-    data: DataSplits = build(fitting(config.data, "data"), offered=offered_to_data(config), seed=config.hparams.seed)
+    data: DataSplits = build(
+        fitting(config.data, "data"), offered=offered_to_data(config.simulator), seed=config.hparams.seed
+    )
     return data
 
 
-def offered_to_data(config: Config) -> dict[str, Any]:
-    """What data is given where it takes it: what makes the simulator, and its settings."""
-    return {"simulator": simulator_factory(config), "simulator_settings": _simulator_settings(config)}
+def offered_to_data(simulator: Any) -> dict[str, Any]:
+    """What data is given where it takes it: what makes the simulator, and its settings, the group `simulator`."""
+    return {"simulator": simulator_factory(simulator), "simulator_settings": _simulator_settings(simulator)}
 
 
-def build_simulator(config: Config) -> Simulator | None:
-    """Where the policy acts; None where nothing is simulated.
+def build_simulator(node: Any) -> Simulator | None:
+    """Where the policy acts, given the group `simulator`; None where nothing is simulated.
 
     Raises:
         ConfigError: it cannot be built, or has other sizes than the configuration says.
     """
-    if field_of(config.simulator, "_target_") is None:
+    if field_of(node, "_target_") is None:
         return None
-    settings = _simulator_settings(config)
+    settings = _simulator_settings(node)
     simulator: Simulator = build(fitting(settings, "simulator"))
     stated = {name: settings.get(name) for name in ("state_dim", "action_dim")}
     built = {name: getattr(simulator, name) for name in stated}
@@ -44,22 +46,21 @@ def build_simulator(config: Config) -> Simulator | None:
     return simulator
 
 
-def _simulator_settings(config: Config) -> dict[str, Any]:
-    node = config.simulator
+def _simulator_settings(node: Any) -> dict[str, Any]:
     return node if isinstance(node, dict) else asdict(node)
 
 
-def simulator_factory(config: Config) -> Callable[[], Simulator] | None:
+def simulator_factory(node: Any) -> Callable[[], Simulator] | None:
     """What makes a simulator at each call, as `build_simulator` does; None where nothing is simulated."""
 
     def make() -> Simulator:
-        simulator = build_simulator(config)
+        simulator = build_simulator(node)
         assert simulator is not None
         return simulator
 
-    return None if field_of(config.simulator, "_target_") is None else make
+    return None if field_of(node, "_target_") is None else make
 
 
-def samples_per_epoch(config: Config, data: DataSplits) -> int:
+def samples_per_epoch(objective: Any, data: DataSplits) -> int:
     """Samples of one pass over the training data: of an objective that generates, several for each row."""
-    return len(data.train) * int(field_of(config.objective, "samples_per_row", 1))
+    return len(data.train) * int(field_of(objective, "samples_per_row", 1))

@@ -135,25 +135,27 @@ def _construct(config: Config, node: Any, **given: Any) -> nn.Module:
     size = field_of(config.objective, "logprob_chunk_size")
     tile = {} if size is None or not _takes(target, _TILE) else {_TILE: size}
     model: nn.Module = build(node, **_dropouts(config.objective, target), **tile, **given)
-    add_log_probs(config, model, tile_tokens=0 if tile or size is None else size)
+    vocab_size = field_of(config.data, "vocab_size")
+    add_log_probs(model, config.objective, vocab_size, tile_tokens=0 if tile or size is None else size)
     return model.train()  # transformers hands over what it reads from a folder without dropout
 
 
-def add_log_probs(config: Config, model: nn.Module, *, tile_tokens: int = 0) -> None:
+def add_log_probs(model: nn.Module, objective: Any, vocab_size: int | None, *, tile_tokens: int = 0) -> None:
     """Let a model answer with logits where the objective reads log-probabilities; one that computes the loss does not.
 
     Args:
-        config: of the run.
         model: changed in place.
+        objective: the group of the configuration.
+        vocab_size: of the data; None: all columns of the logits.
         tile_tokens: positions whose logits exist at a time, of which the constructor has not been told; 0: all.
 
     Raises:
         ConfigError: nobody can heed `tile_tokens`.
     """
-    target = field_of(config.objective, "_target_")
+    target = field_of(objective, "_target_")
     reads_them = target is not None and getattr(get_object(target), "reads_log_probs", False)
     if reads_them and "token_loss" not in inspect.signature(model.forward).parameters:
-        answer_with_log_probs(model, tile_tokens=tile_tokens, vocab_size=field_of(config.data, "vocab_size"))
+        answer_with_log_probs(model, tile_tokens=tile_tokens, vocab_size=vocab_size)
     elif tile_tokens:
         message = f"is {tile_tokens} but the model, {type(model).__name__}, has no argument {_TILE}; set it to null"
         raise ConfigError(Violation("objective.logprob_chunk_size", message))
@@ -185,18 +187,18 @@ def resolve_init_from(node: Any) -> Path | None:
     return None if path is None else Path(path)
 
 
-def resolve_packing(config: Config, model: nn.Module, name: str = "model") -> int | None:
+def resolve_packing(data: Any, model: nn.Module, name: str = "model") -> int | None:
     """Tokens of a row that holds several samples; None: each has its own row, or the model would mix them.
 
     Args:
-        config: of the run.
+        data: the group of the configuration.
         model: the run's or one that it is compared with, not yet wrapped; it is asked about two short documents.
         name: what it is.
 
     Raises:
         ConfigError: samples are to share rows, and the model's forward() does not take `documents`.
     """
-    if not field_of(config.data, "packing", False):
+    if not field_of(data, "packing", False):
         return None
     parameters = inspect.signature(model.forward).parameters
     if "documents" not in parameters and all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
@@ -206,4 +208,4 @@ def resolve_packing(config: Config, model: nn.Module, name: str = "model") -> in
         message = "data.packing is off: in one row with another document, the %s computes other log-probabilities"
         log.warning(message, name)
         return None
-    return int(field_of(config.data, "seq_len"))
+    return int(field_of(data, "seq_len"))

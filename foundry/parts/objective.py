@@ -8,16 +8,18 @@ from torch import nn
 
 from foundry.config.build import build
 from foundry.config.schemas.peft import LoRA
-from foundry.config.schemas.root import Config
 from foundry.core.errors import ConfigError, Violation
 from foundry.core.protocols import Objective
 from foundry.parallel.process_group import World
 
 
-def build_objective(config: Config, world: World | None = None, tokenizer: Any = None) -> Objective:
-    """What is minimised; given ranks, tokenizer, and if there are adapters where it takes it; no frozen models."""
-    offered = {"world": world, "tokenizer": tokenizer, "has_adapters": isinstance(config.peft, LoRA)}
-    return with_defaults(build(config.objective, offered=offered))
+def build_objective(node: Any, peft: Any, world: World | None = None, tokenizer: Any = None) -> Objective:
+    """Build the objective, without frozen models, from the groups `objective` and `peft`.
+
+    It gets the ranks, the tokenizer, and whether there are adapters, if it takes them.
+    """
+    offered = {"world": world, "tokenizer": tokenizer, "has_adapters": isinstance(peft, LoRA)}
+    return with_defaults(build(node, offered=offered))
 
 
 def with_defaults(part: Any) -> Objective:

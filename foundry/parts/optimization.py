@@ -1,6 +1,7 @@
 """The budget of a run, its schedule and its optimizers."""
 
 import logging
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -33,7 +34,7 @@ def build_budget(config: Config, data: DataSplits, dp_size: int) -> Budget:
         message = "is tokens but a sample of this data has none; set samples"
         raise ConfigError(Violation("hparams.batch_schedule_unit", message))
     try:
-        epoch = samples_per_epoch(config, data)
+        epoch = samples_per_epoch(config.objective, data)
         budget = resolve_budget(hparams, samples_per_epoch=epoch, dp_size=dp_size, tokens_per_sample=tokens)
     except ValueError as error:
         # Thresholds in tokens of data that says only now how many a sample has.
@@ -49,7 +50,7 @@ def build_budget(config: Config, data: DataSplits, dp_size: int) -> Budget:
 
 def build_schedule(config: Config, budget: Budget) -> Schedule:
     """Learning rate and weight decay along the run; says what of the settings it does not follow."""
-    own = constant_weight_decay(config)
+    own = constant_weight_decay(config.optimizer)
     start = getattr(config.scheduler, "start_weight_decay", None)
     end = getattr(config.scheduler, "end_weight_decay", None)
     if start is not None and own not in (start, end):
@@ -75,6 +76,6 @@ def build_optimizers(config: Config, model: nn.Module) -> list[Optimizer]:
     return list(optimizers)
 
 
-def constant_weight_decay(config: Config) -> float:
+def constant_weight_decay(optimizer: Any) -> float:
     """The weight decay where the schedule has none: the optimizer's; 0 for an optimizer without one."""
-    return float(field_of(config.optimizer, "weight_decay") or 0.0)
+    return float(field_of(optimizer, "weight_decay") or 0.0)

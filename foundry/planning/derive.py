@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from foundry.config.schemas.evaluation import Evaluation
 from foundry.config.schemas.rollouts import Rollouts
 from foundry.config.schemas.root import Config
 from foundry.config.schemas.scheduler import EvaluateAt, Scheduler
@@ -58,8 +59,8 @@ def build_plan(
         "precision": config.precision.mode.value,
         **_sizes(budget, config.hparams.per_gpu_batch_size, dp_size),
         **_schedule_lengths(schedule, budget),
-        **_schedule_values(config, schedule, budget),
-        "durations": _durations(config, budget),
+        **_schedule_values(schedule, budget, constant_weight_decay(config.optimizer)),
+        "durations": _durations(config.scheduler, config.evaluation, budget),
         "phases": [vars(phase) for phase in resolve_phases(schedule, budget)],
         "batch_stages": _batch_stages(budget, config.hparams.per_gpu_batch_size * dp_size),
         "parameters": sum(parameter.numel() for parameter in parameters),
@@ -191,8 +192,8 @@ def _batch_stages(budget: Budget, microbatch: int) -> list[dict[str, int]]:
     ]
 
 
-def _schedule_values(config: Config, schedule: Schedule, budget: Budget) -> dict[str, dict[str, float]]:
-    shown = list(planned_updates(schedule, budget, constant_weight_decay(config), select_steps(schedule, budget)))
+def _schedule_values(schedule: Schedule, budget: Budget, weight_decay: float) -> dict[str, dict[str, float]]:
+    shown = list(planned_updates(schedule, budget, weight_decay, select_steps(schedule, budget)))
     first, last = shown[0], shown[-1]
     return {
         "lr": {"first": first.lr, "highest": max(update.lr for update in shown), "last": last.lr},
@@ -214,22 +215,22 @@ def _schedule_lengths(schedule: Schedule, budget: Budget) -> dict[str, float]:
     return {**lengths, "wd_incr_steps": _steps(budget, samples), "wd_incr_samples": samples}
 
 
-def _durations(config: Config, budget: Budget) -> dict[str, str]:
+def _durations(scheduler: Any, evaluation: Evaluation, budget: Budget) -> dict[str, str]:
     """Describe each duration as given and as resolved: `"1"` is one step and `"1.0"` the whole run."""
-    scheduler, resolved = config.scheduler, dict[str, str]()
+    resolved = dict[str, str]()
     if isinstance(scheduler, Scheduler):
         phases = scheduler.phases(budget)
         for name, samples in vars(phases).items():
             if (given := getattr(scheduler, name, None)) is not None:
                 end = phases.horizon if name == "decay" else None
                 resolved[f"scheduler.{name}"] = _meaning(given, budget, samples, end)
-    match config.evaluation.interval_in(budget):
+    match evaluation.interval_in(budget):
         case Interval(samples=samples):
-            resolved["evaluation.interval"] = _meaning(str(config.evaluation.interval), budget, samples)
+            resolved["evaluation.interval"] = _meaning(str(evaluation.interval), budget, samples)
         case EpochInterval() as interval:
             steps = interval.steps_in(0)
             beyond = "" if steps <= budget.total_steps else f"; the run has {budget.total_steps}: only at the end"
-            resolved["evaluation.interval"] = f"{config.evaluation.interval} = every {steps} steps of an epoch{beyond}"
+            resolved["evaluation.interval"] = f"{evaluation.interval} = every {steps} steps of an epoch{beyond}"
     return resolved
 
 

@@ -124,7 +124,9 @@ def estimate_memory(
     sizes = resolve_batch_sizes(config.hparams, dp_size=dp_size, tokens_per_sample=None).sizes
     accumulates = max(sizes) > dp_size * config.hparams.per_gpu_batch_size
     state, temporary, optimizer_note = _optimizer_state(config, model)
-    objective = build_objective(config, World(0, 0, world_size, world_size, torch.device("cpu")), tokenizer)
+    objective = build_objective(
+        config.objective, config.peft, World(0, 0, world_size, world_size, torch.device("cpu")), tokenizer
+    )
     frozen = _build_frozen(config, objective, fake, policy, world_size)
     generation, generation_note = 0, None
     if objective.rollouts is not None and answer_tokens is not None:

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from foundry.config.schemas.rollouts import Rollouts
 from foundry.core.errors import ConfigError, Violation
-from foundry.core.protocols import Microbatch, Objective, Rollout, Window
+from foundry.core.protocols import Microbatch, Objective, Rollout, RunContext, Window
 from foundry.core.state_values import read_count
 from foundry.data.conversations.prompts import RowNumbers
 from foundry.data.loader import Loader
@@ -24,7 +23,6 @@ from foundry.generation.decoding import Decoding
 from foundry.generation.text_samples import context_of
 from foundry.models.token_log_probs import IGNORED_TARGET
 from foundry.parallel.gathering import gather
-from foundry.parallel.process_group import World
 from foundry.parallel.whole_weights import gathered
 from foundry.rollouts.completions import Completion, Completions, complete, place
 
@@ -34,55 +32,6 @@ _MOST_UNREWARDED = 3
 log = logging.getLogger(__name__)
 
 
-def build_rollouts(
-    objective: Objective,
-    *,
-    model: nn.Module,
-    frozen: Sequence[nn.Module],
-    data: DataSplits,
-    judge: Judge | None,
-    world: World,
-    autocast: Callable[[], AbstractContextManager[Any]],
-    seed: int,
-    per_gpu_batch_size: int,
-    beat: Callable[[str], None],
-    pack_tokens: int | None = None,
-) -> "RolloutSource":
-    """The source of a run, which reads prompts in their global order; arguments as those of `RolloutSource`.
-
-    Raises:
-        ConfigError: there is no environment where rewards are learnt from, or there are no prompts, or one cannot be
-            used.
-    """
-    count, settings = len(data.train_prompts), objective.rollouts
-    assert settings is not None
-    if judge is None and settings.needs_rewards:
-        raise ConfigError(Violation("environment", "is none but the objective needs one that scores answers"))
-    if not count or count != len(data.train):
-        raise ConfigError(Violation("data", "has no train_prompts for its training samples; choose data=prompts"))
-    size = settings.num_prompts_per_step
-    return RolloutSource(
-        objective=objective,
-        settings=settings,
-        model=model,
-        frozen=frozen,
-        data=data,
-        judge=judge,
-        world=world,
-        autocast=autocast,
-        seed=seed,
-        per_gpu_batch_size=per_gpu_batch_size,
-        loader=Loader(
-            dataset=RowNumbers(count),
-            order=data.order(seed),
-            batch_size_at=lambda samples: size,
-            per_gpu_batch_size=size,
-        ),
-        beat=beat,
-        pack_tokens=pack_tokens,
-    )
-
-
 class RolloutSource:
     """Has the model answer prompts, and cuts what comes of it into the windows of several updates.
 
@@ -90,63 +39,62 @@ class RolloutSource:
     is in a chunk, and what is drawn for it, does not depend on the number of ranks. Its completions are known to
     all ranks. Within a window they are dealt to ranks and microbatches as a `Loader` deals samples, packed or not.
 
+    Prompts are read in their global order, all of a rollout on every rank.
+
     Args:
-        objective: says what is to be known of what is generated.
-        settings: how much is generated.
+        objective: says how much is generated, and what is to be known of it.
         model: as it is called in training.
+        run: its data has `train_prompts`; its judge, if any, scores answers.
         frozen: the models that the objective records from.
-        data: has `train_prompts`.
-        judge: scores answers; None: nothing does.
-        world: this rank and the others.
-        autocast: a context for forward passes in the arithmetic of the run.
-        seed: of what is drawn.
-        per_gpu_batch_size: completions of a microbatch.
-        loader: reads the numbers of the prompts, all of a rollout on every rank.
-        beat: says what is being done, to a watchdog.
         pack_tokens: tokens of a row that holds several completions, each with its prompt; None: each has its own row.
 
     Raises:
-        ConfigError: a prompt leaves no room for an answer, or lacks a column that the environment reads.
+        ConfigError: there is no environment where rewards are learnt from, or there are no prompts; or one leaves no
+            room for an answer, or lacks a column that the environment reads.
     """
 
     def __init__(
         self,
-        *,
         objective: Objective,
-        settings: Rollouts,
         model: nn.Module,
-        frozen: Sequence[nn.Module],
-        data: DataSplits,
-        judge: Judge | None,
-        world: World,
-        autocast: Callable[[], AbstractContextManager[Any]],
-        seed: int,
-        per_gpu_batch_size: int,
-        loader: Loader,
-        beat: Callable[[str], None],
+        run: RunContext,
+        *,
+        frozen: Sequence[nn.Module] = (),
         pack_tokens: int | None = None,
     ) -> None:
-        self._objective, self._model, self._frozen = objective, model, frozen
-        self._data, self._judge, self._world = data, judge, world
-        self._autocast, self._per_gpu, self._loader, self._beat = autocast, per_gpu_batch_size, loader, beat
-        self._settings, self._pack_tokens = settings, pack_tokens
+        settings, data = objective.rollouts, run.data
+        assert settings is not None
+        if run.judge is None and settings.needs_rewards:
+            raise ConfigError(Violation("environment", "is none but the objective needs one that scores answers"))
+        count, size = len(data.train_prompts), settings.num_prompts_per_step
+        if not count or count != len(data.train):
+            raise ConfigError(Violation("data", "has no train_prompts for its training samples; choose data=prompts"))
+        self._objective, self._settings, self._model, self._frozen = objective, settings, model, frozen
+        self._run, self._data, self._judge, self._world = run, data, run.judge, run.world
+        self._per_gpu, self._pack_tokens = run.config.hparams.per_gpu_batch_size, pack_tokens
+        self._loader = Loader(
+            dataset=RowNumbers(count),
+            order=data.order(run.seed),
+            batch_size_at=lambda samples: size,
+            per_gpu_batch_size=size,
+        )
         self._decoding = Decoding(
             max_new_tokens=settings.max_new_tokens,
             temperature=settings.generation_temperature,
             top_k=settings.generation_top_k,
             top_p=settings.generation_top_p,
             stop_ids=frozenset(data.stop_ids),
-            seed=seed,
+            seed=run.seed,
             stream=_STREAM,
             keeps_log_probs=True,
         )
-        num_chunks = math.ceil(self._settings.samples_per_rollout / self._settings.generation_batch_size)
-        if num_chunks < world.dp_size:
+        num_chunks = math.ceil(settings.samples_per_rollout / settings.generation_batch_size)
+        if num_chunks < self._world.dp_size:
             message = "objective.generation_batch_size=%d makes %d chunks of a rollout: %d of %d ranks generate nothing"
-            idle = world.dp_size - num_chunks
-            log.warning(message, self._settings.generation_batch_size, num_chunks, idle, world.dp_size)
+            idle = self._world.dp_size - num_chunks
+            log.warning(message, settings.generation_batch_size, num_chunks, idle, self._world.dp_size)
         self._context = context_of(model, data)
-        _check_prompts(data, judge, self._context - self._decoding.max_new_tokens)
+        _check_prompts(data, self._judge, self._context - self._decoding.max_new_tokens)
         self._update = 0  # of the rollout; 0: the next window needs another
         self._samples: dict[str, Tensor] = {}
         self._metrics: dict[str, float] = {}
@@ -208,7 +156,7 @@ class RolloutSource:
             for model in self._frozen:
                 held.enter_context(gathered(model))
             for start in range(self._world.dp_rank * size, len(prompts), self._world.dp_size * size):
-                self._beat("generating answers")
+                self._run.beat("generating answers")
                 found = complete(
                     whole,
                     prompts[start : start + size],
@@ -216,22 +164,22 @@ class RolloutSource:
                     self._decoding,
                     context=self._context,
                     world=self._world,
-                    autocast=self._autocast,
+                    autocast=self._run.autocast,
                     record=self._objective.record,
                     tokenizer=self._data.tokenizer,
-                    beat=self._beat,
+                    beat=self._run.beat,
                 )
                 place(completions, found, start)
                 if self._world.leads_share:
                     judged |= enumerate(self._judged(found.answers), start)
-        self._beat("collecting answers")
+        self._run.beat("collecting answers")
         completions.share(self._world)
         self._prepare(completions, self._collected(judged), torch.tensor(keys))
 
     def _judged(self, answers: Sequence[Completion]) -> Sequence[Completion]:
         if self._judge is None:
             return answers
-        judgements = self._judge.judge([one.answer for one in answers], self._beat)
+        judgements = self._judge.judge([one.answer for one in answers], self._run.beat)
         return [replace(one, judgement=judgement) for one, judgement in zip(answers, judgements, strict=True)]
 
     def _collected(self, judged: Mapping[int, Completion]) -> list[tuple[int, bool, Judgement]]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -10,9 +9,7 @@ from torch import nn
 
 from foundry.config.metrics import val_metric_name
 from foundry.core.errors import ConfigError, Violation
-from foundry.core.protocols import EvaluationContext, Evaluator
-from foundry.parallel.precision import PrecisionPolicy
-from foundry.parallel.process_group import World
+from foundry.core.protocols import EvaluationContext, Evaluator, RunContext
 
 
 @dataclass(kw_only=True)
@@ -22,19 +19,17 @@ class Evaluation:
     Attributes:
         model: the model as it was wrapped.
         evaluators: by their names in the configuration, in the order in which they measure.
-        precision: the arithmetic of the run.
-        world: this rank and the others.
+        run: context of the run, from which evaluators get theirs.
         folder: where rank 0 writes what a person is to look at.
     """
 
     model: nn.Module
     evaluators: Mapping[str, Evaluator]
-    precision: PrecisionPolicy
-    world: World
+    run: RunContext
     folder: Path
 
     @torch.no_grad()
-    def run(self, step: int, beat: Callable[[str], None]) -> tuple[dict[str, float], list[Path]]:
+    def measure(self, step: int, beat: Callable[[str], None]) -> tuple[dict[str, float], list[Path]]:
         """Metrics by their names in metrics.jsonl, `val_…`, and the files written; the model is in evaluation mode.
 
         Args:
@@ -44,8 +39,7 @@ class Evaluation:
         Raises:
             ConfigError: two evaluators measure something of the same name.
         """
-        autocast = partial(self.precision.autocast, self.world.device)
-        context = EvaluationContext(step=step, world=self.world, autocast=autocast, folder=self.folder, beat=beat)
+        context = EvaluationContext.of(self.run, step=step, folder=self.folder, beat=beat)
         metrics, was_training = dict[str, float](), self.model.training
         self.model.eval()
         try:

@@ -79,7 +79,7 @@ class Trainer:
         max_rollbacks: how often the run goes back to one checkpoint.
         save_final: whether the end of the run is saved.
         explain_out_of_memory: what took the memory, given torch's error and the moment, such as "in step 3".
-        profiler: records chosen steps.
+        profiler: records chosen steps; None: none are.
         recompilations: warns of graphs that are compiled after the first steps.
         check_first_step: called before the first step; leaves everything as it is. None: nothing is checked.
         check_run_dir: called on rank 0 before anything is written into the run directory; raises if that is lost.
@@ -108,7 +108,7 @@ class Trainer:
     max_rollbacks: int
     save_final: bool
     explain_out_of_memory: Callable[[BaseException, str], str]
-    profiler: StepProfiler
+    profiler: StepProfiler | None
     recompilations: Recompilations
     check_first_step: Callable[[], None] | None = None
     check_run_dir: Callable[[], None] = lambda: None
@@ -147,12 +147,13 @@ class Trainer:
         with self._errors_explained(), CollectedBetweenSteps() as garbage:
             while self.progress.steps < self.budget.total_steps and last.stop_reason is None:
                 try:
-                    with self.profiler.around(self.progress.steps + 1):
+                    with nullcontext() if self.profiler is None else self.profiler.around(self.progress.steps + 1):
                         last = self._advance()
                 except LossSpike as spike:
                     self._roll_back(spike)
                 garbage.after_step(self.progress.steps)
-            self.profiler.stop()
+            if self.profiler is not None:
+                self.profiler.stop()
             if last.metrics is None:  # everything but the end of the run was done before it was resumed
                 last = replace(self._measure(self.progress.samples), stop_reason=last.stop_reason)
             if self.save_final or last.is_best:
@@ -355,7 +356,7 @@ class Trainer:
         self._doing("evaluating")
         self.check_run_dir()
         with self.throughput.pause(), nullcontext() if self.ema is None else self.ema.swapped_in():
-            metrics, files = self.evaluation.run(self.progress.steps, self._doing)
+            metrics, files = self.evaluation.measure(self.progress.steps, self._doing)
         event = Evaluated(
             step=self.progress.steps,
             samples=self.progress.samples,

@@ -6,6 +6,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from support.composition import compose, configure
+from support.contexts import run_context
 
 from foundry.config.build import build
 from foundry.config.composition.store import group_schemas, writable
@@ -166,7 +167,8 @@ def own(folder, monkeypatch, declaration):
 
 def evaluators(*overrides):
     config = configure(*overrides)
-    return build_evaluators(config, build_objective(config), DATA)
+    run = run_context(config=config, data=DATA)
+    return build_evaluators(run, build_objective(config.objective, config.peft))
 
 
 def test_one_that_declares_is_checked_before_the_first_step(tmp_path, monkeypatch):

@@ -36,7 +36,7 @@ def refused(*overrides):
 def test_a_checkpoint_of_a_run_is_kept_by_its_step(run_dir, which, step):
     config = compose([*STUDENT, f"objective.teacher={run_dir}", f"objective.teacher_which={which}"])
     assert config.objective.teacher_which == step
-    teacher = build_objective(config).frozen_models["teacher"]
+    teacher = build_objective(config.objective, config.peft).frozen_models["teacher"]
     assert isinstance(teacher, Transformer)
     assert (teacher.num_layers, teacher.vocab_size) == (3, 300)
     assert teacher.init_from == str(run_dir / "checkpoints" / f"step_{int(step):08d}")
@@ -45,7 +45,7 @@ def test_a_checkpoint_of_a_run_is_kept_by_its_step(run_dir, which, step):
 def test_a_folder_of_transformers_takes_the_student_s_sizes(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     config = compose([*STUDENT, f"objective.teacher={tmp_path}"])
-    teacher = build_objective(config).frozen_models["teacher"]
+    teacher = build_objective(config.objective, config.peft).frozen_models["teacher"]
     assert isinstance(teacher, HuggingFace)
     assert (teacher.path, teacher.vocab_size, teacher.max_seq_len) == (str(tmp_path), 300, 32)
     assert refused(f"objective.teacher={tmp_path}", "objective.teacher_which=best").startswith(

@@ -178,12 +178,12 @@ class Unaware(torch.nn.Module):
 def test_a_model_is_asked_before_the_run(caplog):
     config = configure(*PACKED, "objective=sft")
     assert isolates_documents(make_model())
-    assert resolve_packing(config, make_model()) == config.data.seq_len == 160
-    assert resolve_packing(configure("data=arithmetic", "objective=sft"), Unaware()) is None
-    assert resolve_packing(config, Leaky()) is None
+    assert resolve_packing(config.data, make_model()) == config.data.seq_len == 160
+    assert resolve_packing(configure("data=arithmetic", "objective=sft").data, Unaware()) is None
+    assert resolve_packing(config.data, Leaky()) is None
     assert "data.packing is off: in one row with another document" in caplog.text
     with pytest.raises(ConfigError) as refused:
-        resolve_packing(config, Unaware())
+        resolve_packing(config.data, Unaware())
     expected = "data.packing: is true but the model is Unaware, whose forward() does not take documents; set it to"
     assert str(refused.value).startswith(expected)
 
@@ -227,7 +227,7 @@ def test_the_plan_says_how_full_the_first_rows_are(form, objective, rows_each, t
 
 def test_a_teacher_that_mixes_documents_turns_packing_off(caplog):
     config = configure(*PACKED, "objective=sft")
-    assert resolve_packing(config, Leaky(), "teacher") is None
+    assert resolve_packing(config.data, Leaky(), "teacher") is None
     assert "data.packing is off: in one row with another document, the teacher computes other" in caplog.text
 
 

@@ -1,8 +1,5 @@
 """Exact match by greedy answers, on one process and on two ranks."""
 
-import contextlib
-from pathlib import Path
-
 import pytest
 from support.harness import run_ranks
 
@@ -45,11 +42,12 @@ def built():
 
 
 def measure(model, data, world, **options):
-    from foundry.core.protocols import EvaluationContext
+    from support.contexts import evaluation_context
+
     from foundry.evaluators.exact_match import ExactMatch
 
     beats = []
-    context = EvaluationContext(step=0, world=world, autocast=contextlib.nullcontext, folder=Path(), beat=beats.append)
+    context = evaluation_context(world=world, beat=beats.append)
     measured = ExactMatch(data=data, max_new_tokens=8, **options).evaluate(model, context)
     count = beats.count("answering prompts")
     assert beats.count("generating answers") == 8 * count  # a large model takes its time for each token
@@ -61,7 +59,7 @@ def alone():
 
     from foundry.parallel.process_group import World
 
-    return World(0, 0, 1, 1, torch.device("cpu"))
+    return World.single(torch.device("cpu"))
 
 
 def test_answers_are_compared_but_for_white_space_around_them():

@@ -38,7 +38,7 @@ def train_all(world):
         options |= {"grad_checkpointing": False, "torchcompile": False}
         return train(parallelize(Toy(), FP32, arrange(world, config), **options), FP32, world)
 
-    alone = trained(World(0, 0, 1, 1, world.device), Distributed())
+    alone = trained(World.single(world.device), Distributed())
     return {
         name: [largest_difference(ours, theirs) for ours, theirs in ((found[0], alone[0]), (found[2], alone[2]))]
         for name, found in ((name, trained(world, config)) for name, config in STRATEGIES.items())
@@ -131,9 +131,9 @@ class Continuing:
 
 def draw(world, folder):
     """Collectives of an evaluation that draws 4 tokens for each prompt, and of one that draws 32; the texts."""
+    from support.contexts import evaluation_context
     from support.harness import count_collectives
 
-    from foundry.core.protocols import EvaluationContext
     from foundry.evaluators.drawn_samples import DrawnSamples
     from foundry.models.transformer import Transformer
     from foundry.parallel.process_group import arrange
@@ -148,13 +148,7 @@ def draw(world, folder):
     for num_tokens in (4, 32):
         objective = Continuing(num_tokens)
         evaluator = DrawnSamples(objective=objective, data=[[1, 2, 3], [4]])
-        context = EvaluationContext(
-            world=world,
-            step=num_tokens,
-            folder=folder,
-            autocast=lambda: FP32.autocast(world.device),
-            beat=lambda doing: None,
-        )
+        context = evaluation_context(folder, step=num_tokens, world=world)
         with torch.no_grad():
             counts.append(count_collectives(partial(evaluator.evaluate, model, context)))
         texts.append(objective.texts)
@@ -196,7 +190,10 @@ def measure_peak(world, overrides):
     parallel = parallelize(
         policy.prepare(build_model(config)), policy, world, grad_checkpointing=False, torchcompile=False
     )
-    optimizers, objective = build_optimizers(config, parallel.model), build_objective(config, world)
+    optimizers, objective = (
+        build_optimizers(config, parallel.model),
+        build_objective(config.objective, config.peft, world),
+    )
     on_device = {name: tensor if name == "position" else tensor.to(world.device) for name, tensor in batch.items()}
     for number in range(2):
         if world.device.type == "cuda" and number == 1:

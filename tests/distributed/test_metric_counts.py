@@ -34,6 +34,7 @@ def measure(world, batch):
     """What a step and an evaluation have as metrics, and how many collectives the step took for them."""
     import torch
     import torch.distributed as dist
+    from support.contexts import run_context
 
     from foundry.core.protocols import Window
     from foundry.data.splits import DataSplits
@@ -53,11 +54,10 @@ def measure(world, batch):
     evaluation = Evaluation(
         model=parallel.model,
         evaluators={"held_out": HeldOut(objective=Counted(), data=data, per_gpu_batch_size=2)},
-        precision=FP32,
-        world=world,
+        run=run_context(world=world),
         folder=Path(),
     )
-    measured, _ = evaluation.run(1, lambda what: None)
+    measured, _ = evaluation.measure(1, lambda what: None)
     step = TrainStep(
         model=parallel.model,
         objective=Counted(),
@@ -90,7 +90,7 @@ def test_counts_are_reduced_with_the_sums():
         "y": torch.randn(8, generator=generator),
         "marked": torch.tensor([1.0, 0, 0, 0, 0, 1, 1, 0]),
     }
-    evaluated, stepped, _ = measure(World(0, 0, 1, 1, torch.device("cpu")), batch)
+    evaluated, stepped, _ = measure(World.single(torch.device("cpu")), batch)
     torch.manual_seed(0)
     error = (torch.nn.Linear(3, 1)(batch["x"]).squeeze(-1) - batch["y"]).detach()
     wanted = {

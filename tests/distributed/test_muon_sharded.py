@@ -41,7 +41,7 @@ def train(config, world, num_microbatches):
 def compare(world):
     from foundry.parallel.process_group import World
 
-    weights, momentum, moved = train(Distributed(), World(0, 0, 1, 1, torch.device("cpu")), 2)
+    weights, momentum, moved = train(Distributed(), World.single(torch.device("cpu")), 2)
     results = {}
     for name, config in LAYOUTS.items():
         other = train(config, world, 1)

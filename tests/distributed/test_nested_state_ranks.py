@@ -95,7 +95,7 @@ def differences_from_one_process(world):
     from foundry.config.schemas.distributed import Distributed
     from foundry.parallel.process_group import World
 
-    alone = World(0, 0, 1, 1, torch.device("cpu"))
+    alone = World.single(torch.device("cpu"))
     sharded, single = build(FSDP(), world, 1, "bf16"), build(Distributed(), alone, 1, "bf16")
     before = whole_parameters(single[0])
     train(*sharded, world, range(4))

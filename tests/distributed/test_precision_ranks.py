@@ -32,7 +32,7 @@ def train_modes(world):
     from foundry.parallel.precision import PrecisionPolicy
     from foundry.parallel.process_group import World
 
-    alone = World(0, 0, 1, 1, torch.device("cpu"))
+    alone = World.single(torch.device("cpu"))
     tokens = global_batch(0)[0][:, :-1]
     results = {}
     for mode in (PrecisionMode.amp_bfloat16, PrecisionMode.pure_bf16, PrecisionMode.amp_float16):

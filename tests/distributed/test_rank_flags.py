@@ -9,7 +9,7 @@ from foundry.parallel.process_group import World
 from foundry.parallel.rank_flags import RankFlags
 from foundry.training.signals import Boundary, SignalHandler
 
-ALONE = World(0, 0, 1, 1, torch.device("cpu"))
+ALONE = World.single(torch.device("cpu"))
 
 
 def test_one_process_agrees_with_itself_at_once():

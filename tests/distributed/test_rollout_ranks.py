@@ -56,7 +56,7 @@ def test_rollouts_are_the_same_on_any_number_of_ranks(chunk):
 
     from foundry.parallel.process_group import World
 
-    alone, metrics, tokens = windows(make_model(), make_model(4), World(0, 0, 1, 1, torch.device("cpu")), chunk)
+    alone, metrics, tokens = windows(make_model(), make_model(4), World.single(torch.device("cpu")), chunk)
     results = run_ranks(on_ranks, 2, chunk)
     for strategy in range(2):
         for rank in range(2):

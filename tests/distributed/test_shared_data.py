@@ -50,6 +50,7 @@ def rows():
 def train(world):
     """Two steps and an evaluation: which positions were read, what was measured, and the weights."""
     import torch
+    from support.contexts import run_context
 
     from foundry.data.loader import Loader
     from foundry.data.order import GlobalOrder
@@ -92,11 +93,10 @@ def train(world):
     evaluation = Evaluation(
         model=parallel.model,
         evaluators={"held_out": HeldOut(objective=Regression(), data=data, per_gpu_batch_size=PER_RANK)},
-        precision=FP32,
-        world=world,
+        run=run_context(world=world),
         folder=Path(),
     )
-    measured, _ = evaluation.run(0, lambda what: None)
+    measured, _ = evaluation.measure(0, lambda what: None)
     weights = [whole(parameter.detach()) for parameter in parallel.inner.parameters()]
     logged += [measured["val_loss"], measured["val_absolute"]]
     return positions, logged, [float(value) for weight in weights for value in weight.flatten()]
@@ -125,7 +125,7 @@ def test_pairs_of_ranks_train_as_one_process_does():
 
     from foundry.parallel.process_group import World
 
-    alone = World(0, 0, 1, 1, torch.device("cpu"))
+    alone = World.single(torch.device("cpu"))
     assert isinstance(alone.distributed, Single)
     assert (alone.dp_rank, alone.dp_size) == (0, 1)
     read, logged, weights = train(alone)

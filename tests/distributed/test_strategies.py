@@ -51,7 +51,7 @@ def reference():
     from foundry.parallel.process_group import World, arrange
     from foundry.parallel.wrap import parallelize
 
-    alone = World(0, 0, 1, 1, torch.device("cpu"))
+    alone = World.single(torch.device("cpu"))
     parallel = parallelize(Toy(), FP32, arrange(alone, Distributed()), grad_checkpointing=False, torchcompile=False)
     return train(parallel, FP32, alone, num_microbatches=1)
 

@@ -1,6 +1,5 @@
 """Episodes are the same ones, bit for bit, on one process and on two ranks, under DDP and FSDP2."""
 
-import contextlib
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -12,18 +11,15 @@ from foundry.config.schemas.distributed import DDP, FSDP
 
 def measure(model, world):
     import torch
+    from support.contexts import evaluation_context
     from support.policy_parts import DATA, Wandering
     from support.reach import Reach
 
-    from foundry.core.protocols import EvaluationContext
     from foundry.tasks.robots.evaluators.success import Success
 
     evaluator = Success(objective=Wandering(), data=DATA, simulator=Reach, episodes=11, at_a_time=3)
     with TemporaryDirectory() as folder, torch.no_grad():
-        context = EvaluationContext(
-            step=1, world=world, autocast=contextlib.nullcontext, folder=Path(folder), beat=lambda what: None
-        )
-        found = evaluator.evaluate(model, context)
+        found = evaluator.evaluate(model, evaluation_context(Path(folder), step=1, world=world))
         files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
     return found, files
 
@@ -51,7 +47,7 @@ def test_ranks_share_the_episodes():
 
     from foundry.parallel.process_group import World
 
-    metrics, files = measure(GoThere().eval(), World(0, 0, 1, 1, torch.device("cpu")))
+    metrics, files = measure(GoThere().eval(), World.single(torch.device("cpu")))
     assert 0 < metrics["success"] < 1
     assert sorted(files) == ["rollouts.gif", "rollouts.jsonl", "rollouts_00000001.gif"]
     first, second = run_ranks(on_ranks, 2)

@@ -1,6 +1,5 @@
 """Metrics of torchmetrics in evaluations: fed with predictions or answers, the same on one process and on two ranks."""
 
-import contextlib
 import importlib.util
 import math
 from pathlib import Path
@@ -49,6 +48,7 @@ def rows(count):
 def measure(world, count, wanted=("accuracy", "auroc", "classes")):
     """What is measured of so many samples, two at a time on each rank."""
     import torch
+    from support.contexts import run_context
     from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
 
     from foundry.config.schemas.distributed import DDP
@@ -74,10 +74,10 @@ def measure(world, count, wanted=("accuracy", "auroc", "classes")):
         torchmetrics={name: metrics[name] for name in wanted},
     )
     evaluation = Evaluation(
-        model=parallel.model, evaluators={"held_out": evaluator}, precision=FP32, world=world, folder=Path()
+        model=parallel.model, evaluators={"held_out": evaluator}, run=run_context(world=world), folder=Path()
     )
-    first, _ = evaluation.run(1, lambda what: None)
-    assert evaluation.run(2, lambda what: None)[0] == first, "nothing is left of an earlier evaluation"
+    first, _ = evaluation.measure(1, lambda what: None)
+    assert evaluation.measure(2, lambda what: None)[0] == first, "nothing is left of an earlier evaluation"
     return first
 
 
@@ -91,7 +91,7 @@ def test_ranks_measure_what_one_process_does(count):
 
     from foundry.parallel.process_group import World
 
-    alone = measure(World(0, 0, 1, 1, torch.device("cpu")), count)
+    alone = measure(World.single(torch.device("cpu")), count)
     torch.manual_seed(0)
     held_out = rows(count)
     x, y = (torch.stack([row[key] for row in held_out]) for key in ("x", "y"))
@@ -124,7 +124,7 @@ def test_perplexity_is_that_of_the_loss():
     microbatch = {"tokens": tokens, "targets": targets, "position": torch.tensor([0, 1, -1])}
     objective, metrics = NextToken(), TorchMetrics({"ppl": Perplexity()}, "here")
     metrics.start(torch.device("cpu"))
-    world = World(0, 0, 1, 1, torch.device("cpu"))
+    world = World.single(torch.device("cpu"))
     with torch.no_grad():
         metrics.add(*objective.predict(model, microbatch))
         loss = objective.loss(model, microbatch).loss.item() / objective.num_valid(microbatch)
@@ -155,18 +155,16 @@ def test_texts_have_one_reference_each_whatever_a_metric_takes():
 
 def measure_answers(world):
     import torch
+    from support.contexts import evaluation_context
     from test_exact_match_ranks import built
     from torchmetrics.text import CharErrorRate, ROUGEScore
 
-    from foundry.core.protocols import EvaluationContext
     from foundry.evaluators.exact_match import ExactMatch
 
     model, data = built()
     metrics = {"cer": CharErrorRate(), "rouge": ROUGEScore(rouge_keys="rouge1")}
     evaluator = ExactMatch(data=data, max_new_tokens=8, per_gpu_batch_size=2, torchmetrics=metrics)
-    context = EvaluationContext(
-        step=0, world=world, autocast=contextlib.nullcontext, folder=Path(), beat=lambda what: None
-    )
+    context = evaluation_context(world=world)
     with torch.no_grad():
         return [evaluator.evaluate(model.eval(), context) for _ in range(2)]
 
@@ -179,7 +177,7 @@ def test_answers_are_judged_to_the_bit_on_any_number_of_ranks():
 
     from foundry.parallel.process_group import World
 
-    first, again = measure_answers(World(0, 0, 1, 1, torch.device("cpu")))
+    first, again = measure_answers(World.single(torch.device("cpu")))
     assert first == again
     assert first["exact_match"] == 5 / 7
     assert 0 < first["cer"] < 1

@@ -98,7 +98,7 @@ def continued_alone(mode):
     from foundry.parallel.precision import PrecisionPolicy
     from foundry.parallel.process_group import World
 
-    return continued(built(), PROMPTS, World(0, 0, 1, 1, torch.device("cpu")), PrecisionPolicy(mode))
+    return continued(built(), PROMPTS, World.single(torch.device("cpu")), PrecisionPolicy(mode))
 
 
 @pytest.mark.parametrize("mode", MODES)

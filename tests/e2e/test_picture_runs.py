@@ -81,7 +81,7 @@ def test_a_run_may_start_from_its_weights(settings, finished):
     from foundry.parts.model import start_model
 
     config = settings(f"model.init_from={finished}")
-    world = World(0, 0, 1, 1, torch.device("cpu"))
+    world = World.single(torch.device("cpu"))
     initial = read_initial(
         config.model, resolve_weights(config.model), lambda node: start_model(config, node), world, "model.init_from"
     )

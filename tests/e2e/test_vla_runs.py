@@ -19,7 +19,7 @@ from foundry.data.corpora.tokenizer import train_tokenizer
 from foundry.engine.restore import restore
 from foundry.parallel.process_group import World
 
-ALONE = World(0, 0, 1, 1, torch.device("cpu"))
+ALONE = World.single(torch.device("cpu"))
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2}
 BACKBONE = [f"model.backbone.{name}={size}" for name, size in SIZES.items()]
 QUIET = ["tracking=none", "tracking.progress=false"]

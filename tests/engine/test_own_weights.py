@@ -39,7 +39,7 @@ class Partly(Drawn):
 
 def config(kind, seed=42):
     model = {"_target_": f"{__name__}.{kind.__name__}"}
-    return SimpleNamespace(model=model, objective={}, hparams=SimpleNamespace(seed=seed))
+    return SimpleNamespace(model=model, objective={}, data={}, hparams=SimpleNamespace(seed=seed))
 
 
 def test_a_model_that_says_how_is_drawn_by_name_and_seed():

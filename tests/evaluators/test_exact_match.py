@@ -1,17 +1,14 @@
 """What is measured of answers to held-out prompts, whatever their environment does."""
 
-import contextlib
 import math
 from dataclasses import replace
 
 import pytest
-import torch
+from support.contexts import evaluation_context
 from support.rollout_parts import Vowels, make_data, make_model
 
-from foundry.core.protocols import EvaluationContext
 from foundry.environments.judge import Judge
 from foundry.evaluators.exact_match import ExactMatch
-from foundry.parallel.process_group import World
 
 
 class Silent:
@@ -30,11 +27,7 @@ def test_a_reward_that_no_answer_has_is_nan_and_no_missing_metric(environment, s
         judge=Judge(environment, weights={"vowels": 2.0}, name="Mine", scores=scores),
         max_new_tokens=4,
     )
-    world = World(0, 0, 1, 1, torch.device("cpu"))
-    context = EvaluationContext(
-        step=0, world=world, autocast=contextlib.nullcontext, folder=tmp_path, beat=lambda what: None
-    )
-    found = evaluator.evaluate(make_model(), context)
+    found = evaluator.evaluate(make_model(), evaluation_context(tmp_path))
     if isinstance(environment, Vowels):
         assert found["reward"] == pytest.approx(2 * found["reward_vowels"])
         assert (found["reward_missing"], caplog.messages) == (0, [])

@@ -10,7 +10,7 @@ from foundry.parallel.process_group import World
 from foundry.run_dir.trial import TrialLink, open_storage
 
 optuna = pytest.importorskip("optuna", reason="needs the extra search")
-ALONE = World(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
+ALONE = World.single(torch.device("cpu"))
 MEDIAN = {"_target_": "optuna.pruners.MedianPruner", "n_startup_trials": 1, "n_warmup_steps": 250}
 
 

@@ -14,7 +14,7 @@ from foundry.models.pretrained.huggingface import HuggingFaceCausalLM
 from foundry.models.pretrained.stored_types import find_wrong_types
 from foundry.parallel.process_group import World
 
-ALONE = World(0, 0, 1, 1, torch.device("cpu"))
+ALONE = World.single(torch.device("cpu"))
 LLAMA = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 16}
 WEIGHT = "model.layers.0.mlp.up_proj.weight"
 TYPES = {

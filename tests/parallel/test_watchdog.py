@@ -225,3 +225,11 @@ def test_collective_errors_are_one_line(error, cause):
 def test_other_errors_speak_for_themselves():
     assert translate(RuntimeError("shapes do not match"), rank=0, step=0, doing="forward") is None
     assert translate(ValueError("Timed out waiting"), rank=0, step=0, doing="forward") is None
+
+
+def test_a_further_activity_is_in_the_same_optimizer_step():
+    beats = []
+    watchdog = Watchdog(60.0, 0, on_beat=lambda *at: beats.append(at))
+    watchdog.beat(7, "reading samples")
+    watchdog.now("generating answers")
+    assert beats == [(7, "reading samples"), (7, "generating answers")]

@@ -91,7 +91,7 @@ def saved_by_forward(config, microbatch, *, grad_checkpointing):
 
     And all matrices of blocks in autocast's type, which it keeps until the window ends.
     """
-    world, policy = World(0, 0, 1, 1, torch.device("cpu")), PrecisionPolicy(config.precision.mode)
+    world, policy = World.single(torch.device("cpu")), PrecisionPolicy(config.precision.mode)
     torch.manual_seed(0)
     model = policy.prepare(build(config.model))
     block = next(find_blocks(model))
@@ -163,7 +163,7 @@ def test_activations_of_selective_checkpointing(configure, overrides, monkeypatc
     """What torch keeps of each block, as it says itself, and of one block again what it computes besides."""
     selective = ("hparams.grad_checkpointing=true", "hparams.grad_checkpointing_policy=selective")
     config = configure(*overrides, *selective, "hparams.per_gpu_batch_size=2")
-    microbatch, world = microbatch_of(config, seq_len=48), World(0, 0, 1, 1, torch.device("cpu"))
+    microbatch, world = microbatch_of(config, seq_len=48), World.single(torch.device("cpu"))
     contexts = []
 
     def recorded(*args):

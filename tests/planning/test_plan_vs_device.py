@@ -48,7 +48,10 @@ def planned_and_measured(device, *overrides):
     policy = PrecisionPolicy(config.precision.mode)
     options = {"grad_checkpointing": config.hparams.grad_checkpointing, "torchcompile": False}
     parallel = parallelize(policy.prepare(build_model(config)), policy, world, **options)
-    optimizers, objective = build_optimizers(config, parallel.model), build_objective(config, world)
+    optimizers, objective = (
+        build_optimizers(config, parallel.model),
+        build_objective(config.objective, config.peft, world),
+    )
     averages = WeightAverage(parallel.inner, config.hparams.ema_decay)
     on_device = {name: tensor.to(world.device) for name, tensor in batch.items()}
     for number in range(2):
@@ -117,7 +120,7 @@ def test_the_peak_of_a_step_is_within_five_percent_of_the_plan(overrides, microb
     parallel = parallelize(policy.prepare(model, frozen), policy, world, **options)
     step = TrainStep(
         model=parallel.model,
-        objective=build_objective(config, world),
+        objective=build_objective(config.objective, config.peft, world),
         optimizers=build_optimizers(config, parallel.model),
         sync=parallel.sync,
         precision=policy,

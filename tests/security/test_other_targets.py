@@ -21,7 +21,7 @@ from foundry.evaluators.pruning import Pruning
 from foundry.parallel.process_group import World
 from foundry.run_dir.trial import open_storage
 
-ALONE = World(rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu"))
+ALONE = World.single(torch.device("cpu"))
 QUIET = ["tracking=none", "evaluation.write_samples=false", "tracking.progress=false"]
 optuna = pytest.importorskip("optuna")
 

@@ -62,7 +62,7 @@ def test_what_would_be_imported_needs_trust(write, tmp_path, name):
     assert not (tmp_path / "canary").exists()
     if name != "kwargs":  # which no environment of Fetch takes
         with suppress(ConfigError):  # that module registers no environment
-            build_simulator(config)
+            build_simulator(config.simulator)
         assert (tmp_path / "canary").exists()
 
 

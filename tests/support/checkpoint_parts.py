@@ -11,7 +11,7 @@ from foundry.checkpoint.tensors import collect, describe
 from foundry.parallel.process_group import World
 from foundry.run_dir.checkpoints import MANIFEST
 
-ALONE = World(0, 0, 1, 1, torch.device("cpu"))
+ALONE = World.single(torch.device("cpu"))
 KNOWN = {"samples": 8, "tokens": None, "config_hash": "c0ffee", "config": {"a": {"b": 1}}, "strategy": "none"}
 
 

@@ -20,7 +20,7 @@ def device_of(name):
 
 def alone_on(name):
     """One process on a device."""
-    return World(0, 0, 1, 1, device_of(name))
+    return World.single(device_of(name))
 
 
 class Operations(TorchDispatchMode):

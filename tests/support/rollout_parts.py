@@ -1,7 +1,5 @@
 """A tiny model with prompts and an environment, from which rollouts are made."""
 
-import contextlib
-
 import torch
 
 from foundry.config.schemas.distillation import DistillationMode
@@ -12,8 +10,8 @@ from foundry.environments.judge import Judge
 from foundry.models.transformer import Transformer
 from foundry.objectives.distillation import Distillation
 from foundry.objectives.grpo import GRPO
-from foundry.parallel.process_group import World
-from foundry.rollouts.source import build_rollouts
+from foundry.rollouts.source import RolloutSource
+from support.contexts import run_context
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
 QUESTIONS = ["the dog", "a", "the cat runs", "dog", "cat cat", "runs a dog", "the", "a a"]
@@ -53,19 +51,9 @@ def make_data():
 def make_source(
     objective, model, *, world=None, judge=VOWELS, data=None, frozen=(), per_gpu_batch_size=4, pack_tokens=None
 ):
-    return build_rollouts(
-        objective,
-        model=model,
-        frozen=frozen,
-        data=make_data() if data is None else data,
-        judge=judge,
-        world=World(0, 0, 1, 1, torch.device("cpu")) if world is None else world,
-        autocast=contextlib.nullcontext,
-        seed=5,
-        per_gpu_batch_size=per_gpu_batch_size,
-        beat=lambda what: None,
-        pack_tokens=pack_tokens,
-    )
+    data = make_data() if data is None else data
+    run = run_context(world=world, data=data, judge=judge, seed=5, per_gpu_batch_size=per_gpu_batch_size)
+    return RolloutSource(objective, model, run, frozen=frozen, pack_tokens=pack_tokens)
 
 
 def make_student(teacher, **settings):

@@ -74,7 +74,7 @@ def step_for(model, every, **guard):
         optimizers=[torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)],
         sync=LocalSync(),
         precision=PrecisionPolicy(PrecisionMode.fp32),
-        world=World(0, 0, 1, 1, CPU),
+        world=World.single(CPU),
         max_grad_norm=1e-3,
         guard=Guard(**guard),
         norms=BlockNorms(group_by_block(model, find_blocks(model)), every_n_steps=every, device=CPU),

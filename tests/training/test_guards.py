@@ -269,7 +269,7 @@ def test_settings_that_would_be_ignored_are_refused(options, message):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("make", "options"), [(adamw, ADAMW), (sgd, SGD), (muon, MUON)], ids=["adamw", "sgd", "muon"])
 def test_a_gpu_leaves_steps_out_without_a_word_to_the_host(make, options, caplog):
-    world = World(0, 0, 1, 1, torch.device("cuda", 0))
+    world = World.single(torch.device("cuda", 0))
     skipping, plain = model_of().cuda(), model_of().cuda()
     ours = step_for(skipping, optimizers=make(model=skipping, **options), guard=SKIP, world=world)
     theirs = step_for(plain, optimizers=make(model=plain, **options), guard=SKIP, world=world)

@@ -49,7 +49,7 @@ def build_step(overrides, device):
     parallel = parallelize(policy.prepare(build_model(config)), policy, world, **options)
     step = TrainStep(
         model=parallel.model,
-        objective=build_objective(config, world),
+        objective=build_objective(config.objective, config.peft, world),
         optimizers=build_optimizers(config, parallel.model),
         sync=parallel.sync,
         precision=policy,

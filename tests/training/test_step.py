@@ -22,7 +22,7 @@ from foundry.training.guards import NonFiniteError, UpdateGuard
 from foundry.training.metric_sums import read_means
 from foundry.training.step import TrainStep, to_device
 
-ALONE = World(0, 0, 1, 1, torch.device("cpu"))
+ALONE = World.single(torch.device("cpu"))
 ADAMW = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 
 

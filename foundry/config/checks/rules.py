@@ -170,7 +170,7 @@ def _other_loss(loss: str, objective: str, fitting: Sequence[str]) -> str:
 def _metrics(config: Config, launch: Launch) -> Iterator[Violation]:
     measured = measured_by(config)
     if measured is not None:
-        yield from check_metrics(config, measured)
+        yield from check_metrics(config.evaluation, config.checkpoint.keep_best, measured)
 
 
 def _samples(config: Config, launch: Launch) -> Iterator[Violation]:

@@ -208,7 +208,7 @@ class _Policy:
         self.rollouts = Rollouts(
             objective=build_part(config, "objective"),
             data=restored.data,
-            simulator=simulator_factory(config),
+            simulator=simulator_factory(config.simulator),
             num_observations=field_of(config.data, "num_observations", 2),
             at_a_time=at_a_time,
             instruction_tokens=field_of(config.data, "instruction_tokens"),

@@ -35,7 +35,7 @@ def episode(simulator, seed):
 
 @pytest.fixture(scope="module", params=some_of(["fetch_push", "fetch_pick_and_place"], "fetch_push"))
 def fetch(request):
-    simulator = build_simulator(configure(f"simulator={request.param}"))
+    simulator = build_simulator(configure(f"simulator={request.param}").simulator)
     yield simulator
     simulator.close()
 
@@ -56,7 +56,7 @@ def test_an_episode_of_fetch_depends_on_its_seed_alone(fetch):
 
 @pytest.mark.egl
 def test_fetch_shows_its_goal_and_a_picture():
-    simulator = build_simulator(configure("simulator=fetch_push", "simulator.image_size=40"))
+    simulator = build_simulator(configure("simulator=fetch_push", "simulator.image_size=40").simulator)
     observation = simulator.reset(3)
     goal = simulator._env.unwrapped.goal
     np.testing.assert_allclose(observation["state"][-3:], goal, rtol=1e-6)
@@ -68,7 +68,9 @@ def test_fetch_shows_its_goal_and_a_picture():
 
 
 def test_an_environment_of_ones_own():
-    simulator = build_simulator(configure(*LINE, "simulator.expert=own_environments.expert", "simulator.image_size=8"))
+    simulator = build_simulator(
+        configure(*LINE, "simulator.expert=own_environments.expert", "simulator.image_size=8").simulator
+    )
     assert isinstance(simulator, Demonstrating)
     assert all(episode(simulator, seed)[1] for seed in range(10))
     assert (simulator.fps, simulator.action_dim, simulator.state_dim) == (5, 1, 1)
@@ -78,7 +80,7 @@ def test_an_environment_of_ones_own():
 
 
 def test_without_an_expert_nothing_is_demonstrated():
-    simulator = build_simulator(configure(*LINE))
+    simulator = build_simulator(configure(*LINE).simulator)
     assert not isinstance(simulator, Demonstrating)
     simulator.reset(0)
     assert [simulator.step(np.ones(1)).ended for _ in range(20)] == [False] * 19 + [True]
@@ -87,9 +89,9 @@ def test_without_an_expert_nothing_is_demonstrated():
 def test_a_reward_may_tell_success():
     untold = (*LINE, "+simulator.kwargs.told=false", "simulator.expert=own_environments.expert")
     with pytest.raises(ConfigError) as refused:
-        build_simulator(configure(*untold))
+        build_simulator(configure(*untold).simulator)
     assert str(refused.value).startswith("simulator.success_reward: is null but info of Line-v0 has neither is_success")
-    simulator = build_simulator(configure(*untold, "simulator.success_reward=1"))
+    simulator = build_simulator(configure(*untold, "simulator.success_reward=1").simulator)
     assert all(episode(simulator, seed)[1] for seed in range(10))
 
 
@@ -107,7 +109,7 @@ def test_a_reward_may_tell_success():
 )
 def test_wrong_settings_are_config_errors(overrides, said):
     with pytest.raises(ConfigError) as refused:
-        build_simulator(configure(*LINE, *overrides))
+        build_simulator(configure(*LINE, *overrides).simulator)
     assert str(refused.value).startswith(said)
     assert "\n" not in str(refused.value)
 
@@ -124,7 +126,7 @@ def test_missing_packages_name_the_extra(monkeypatch):
     said = f"simulator: needs gymnasium_robotics, which is not installed; {pip_command('gymnasium_robotics', 'fetch')}"
     assert refusal("simulator=fetch_push") == said
     with pytest.raises(ConfigError) as refused:
-        build_simulator(composed)
+        build_simulator(composed.simulator)
     assert str(refused.value) == said
     monkeypatch.setitem(sys.modules, "gymnasium", None)
     said = f"simulator: needs gymnasium, which is not installed; {pip_command('gymnasium', 'robot')}"

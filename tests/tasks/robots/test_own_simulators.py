@@ -1,5 +1,3 @@
-from dataclasses import replace
-
 import pytest
 from support.composition import configure
 from support.reach import Reach
@@ -9,11 +7,11 @@ from foundry.parts.data import build_simulator
 
 
 def build(**settings):
-    return build_simulator(replace(configure(), simulator={"_target_": "support.reach.Reach", **settings}))
+    return build_simulator({"_target_": "support.reach.Reach", **settings})
 
 
 def test_nothing_is_simulated_by_default():
-    assert build_simulator(configure()) is None
+    assert build_simulator(configure().simulator) is None
 
 
 def test_a_simulator_of_ones_own_is_built_from_its_settings():

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageSequence
+from support.contexts import evaluation_context
 from support.policy_parts import DATA, Blind, GoThere, Wandering
 from support.reach import Reach
 
 from foundry.core.errors import ConfigError
-from foundry.core.protocols import EvaluationContext
 from foundry.data.corpora.tokenizer import train_tokenizer
 from foundry.data.splits import DataSplits
 from foundry.parallel.process_group import World
@@ -21,12 +21,12 @@ from foundry.tasks.robots.evaluators.films import save_gif
 from foundry.tasks.robots.evaluators.rates import wilson_interval
 from foundry.tasks.robots.evaluators.success import Success
 
-ALONE = World(0, 0, 1, 1, torch.device("cpu"))
+ALONE = World.single(torch.device("cpu"))
 
 
 def measure(folder, *, step=0, objective=None, simulator=Reach, beat=lambda what: None, **settings):
     evaluator = Success(objective=objective or Wandering(), data=DATA, simulator=simulator, **settings)
-    context = EvaluationContext(step=step, world=ALONE, autocast=contextlib.nullcontext, folder=folder, beat=beat)
+    context = evaluation_context(folder, step=step, beat=beat)
     with torch.no_grad(), contextlib.closing(evaluator):
         return evaluator.evaluate(GoThere().eval(), context)
 
@@ -167,9 +167,7 @@ def test_films_of_different_lengths_keep_step(tmp_path):
 @pytest.mark.parametrize("options", [{"draw": False}, {"simulator": Blind}])
 def test_success_is_measured_where_nothing_is_drawn(tmp_path, caplog, options):
     evaluator = Success(**({"objective": Wandering(), "data": DATA, "simulator": Reach, "episodes": 3} | options))
-    context = EvaluationContext(
-        step=1, world=ALONE, autocast=contextlib.nullcontext, folder=tmp_path, beat=lambda what: None
-    )
+    context = evaluation_context(tmp_path, step=1)
     with torch.no_grad():
         assert evaluator.evaluate(GoThere(), context) == evaluator.evaluate(GoThere(), context)
     assert [path.name for path in tmp_path.iterdir()] == ["rollouts.jsonl"]
@@ -246,11 +244,8 @@ def told(folder, instruction):
     objective, data = Obeying(tokenizer), replace(DATA, tokenizer=tokenizer)
     words = {"instruction": instruction, "instruction_tokens": 24}
     evaluator = Success(objective=objective, data=data, simulator=Commanded, episodes=6, at_a_time=4, **words)
-    context = EvaluationContext(
-        step=0, world=ALONE, autocast=contextlib.nullcontext, folder=folder, beat=lambda what: None
-    )
     with torch.no_grad(), contextlib.closing(evaluator):
-        evaluator.evaluate(GoThere().eval(), context)
+        evaluator.evaluate(GoThere().eval(), evaluation_context(folder))
     starts = [texts for index, texts in enumerate(objective.told) if index == 0 or texts != objective.told[index - 1]]
     return [text for texts in starts for text in texts], lines(folder)
 

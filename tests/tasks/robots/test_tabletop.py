@@ -108,7 +108,7 @@ def test_actions_are_clipped():
 
 @pytest.mark.parametrize("task", TASKS)
 def test_what_the_configuration_says_is_what_is_built(task):
-    simulator = build_simulator(configure(f"simulator={task}", "simulator.max_steps=7"))
+    simulator = build_simulator(configure(f"simulator={task}", "simulator.max_steps=7").simulator)
     assert (simulator.task, simulator.max_steps, simulator.fps) == (task, 7, 10)
     observation = simulator.reset(0)
     assert observation.keys() == {"state"}
@@ -118,7 +118,7 @@ def test_what_the_configuration_says_is_what_is_built(task):
 
 @pytest.mark.egl
 def test_with_a_picture_the_state_is_that_of_the_pusher():
-    simulator = build_simulator(configure("simulator=push", "simulator.image_size=48"))
+    simulator = build_simulator(configure("simulator=push", "simulator.image_size=48").simulator)
     observation = simulator.reset(0)
     assert observation["state"].shape == (simulator.state_dim,) == (4,)
     assert observation["image"].shape == (48, 48, 3)
@@ -182,7 +182,7 @@ def test_without_mujoco_the_extra_is_named(monkeypatch):
         compose("simulator=around")
     assert str(refused.value) == said
     with pytest.raises(ConfigError) as refused:
-        build_simulator(composed)
+        build_simulator(composed.simulator)
     assert str(refused.value) == said
 
 

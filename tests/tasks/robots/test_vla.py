@@ -27,7 +27,7 @@ BACKBONE = {
 }
 CHUNK = {"horizon": HORIZON, "action_dim": ACTION_DIM, "action_steps": 2}
 OBJECTIVES = [FlowPolicy(seed=5, **CHUNK), DiffusionPolicy(seed=5, **CHUNK), ActionRegression(**CHUNK)]
-ALONE = World(0, 0, 1, 1, torch.device("cpu"))
+ALONE = World.single(torch.device("cpu"))
 
 
 def fresh(*, state_scale: float = 0.3, **changes) -> VLA:

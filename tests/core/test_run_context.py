@@ -1,0 +1,35 @@
+"""Contexts that parts of a run get: the run itself, its source of windows, an evaluation."""
+
+from pathlib import Path
+
+import torch
+from support.contexts import evaluation_context, run_context
+
+from foundry.config.schemas.precision import PrecisionMode
+from foundry.core.protocols import EvaluationContext, SourceContext
+from foundry.parallel.precision import PrecisionPolicy
+
+
+def test_contexts_of_parts_have_the_attributes_of_the_run():
+    run = run_context(seed=7, data=["sample"], judge="judge")
+    source = SourceContext.of(run, model=None, batch_size_at=lambda samples: 8, build_loader=None)
+    evaluation = EvaluationContext.of(run, step=3, folder=Path("plots"))
+    for context in (source, evaluation):
+        assert (context.seed, context.data, context.judge, context.world) == (7, ["sample"], "judge", run.world)
+    assert (evaluation.step, evaluation.folder, evaluation.files) == (3, Path("plots"), [])
+
+
+def test_each_evaluation_has_a_beat_and_files_of_its_own():
+    beats, run = [], run_context()
+    first, second = (EvaluationContext.of(run, step=s, folder=Path(), beat=beats.append) for s in (1, 2))
+    first.files.append(Path("samples.txt"))
+    first.beat("evaluating")
+    run.beat("training")
+    assert (second.files, beats) == ([], ["evaluating"])
+
+
+def test_forward_passes_in_a_context_are_in_the_arithmetic_of_the_run():
+    for mode, dtype in ((PrecisionMode.fp32, torch.float32), (PrecisionMode.amp_bfloat16, torch.bfloat16)):
+        context = EvaluationContext.of(evaluation_context(), precision=PrecisionPolicy(mode))
+        with context.autocast():
+            assert torch.nn.Linear(2, 2)(torch.ones(1, 2)).dtype is dtype
