@@ -133,6 +133,7 @@ class PrefixVLM(Transformer):
     ) -> None:
         super().__init__(settings, hidden_dropout=hidden_dropout, attention_dropout=attention_dropout)
         assert settings.image_size is not None, "a run without pictures is refused before"
+        self.image_size = settings.image_size  # by which samples and `foundry.sample` know that it looks at pictures
         self.stem = PictureStem(settings.image_size, settings.num_images, settings.hidden_size)
         self.init_weights()
 

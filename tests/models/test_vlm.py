@@ -50,6 +50,10 @@ def test_the_answer_is_of_the_words_alone(num_images, tie_embeddings):
     torch.testing.assert_close(made.loss, -output.log_prob.sum())
 
 
+def test_it_says_the_size_of_its_pictures_and_its_context():
+    assert (vlm(image_size=24).image_size, vlm(max_seq_len=9).max_seq_len) == (24, 9)
+
+
 def test_a_word_sees_all_pictures_and_the_words_before_and_none_after():
     model, (tokens, images) = vlm(num_images=2), inputs(num_images=2)
     before = log_probs(model, tokens, images)
