@@ -1,4 +1,4 @@
-"""Compiling a model's blocks with torch.compile."""
+"""Compilation of a model's blocks with torch.compile."""
 
 import os
 import shutil
@@ -10,36 +10,36 @@ from torch import nn
 from foundry.core.errors import ConfigError, Violation
 
 _COMPILERS = {"cpu": ("C++", "CXX", ("g++",)), "cuda": ("C", "CC", ("gcc", "clang"))}
-"""Of each device: language, the environment variable that chooses a compiler, and the usual commands."""
+"""By device type: programming language, environment variable of the compiler, and default commands."""
 
 
 def compile_blocks(blocks: Iterable[nn.Module]) -> None:
-    """Compile each block in place; blocks of one kind share their graphs.
+    """Compile each block in place; blocks of the same class share compiled graphs.
 
     Args:
-        blocks: from `find_blocks`; what calls them and the names of their parameters stay what they are.
+        blocks: from `find_blocks`; their callers and parameter names do not change.
     """
-    import torch._dynamo  # as long to import as torch itself
+    import torch._dynamo  # takes as long to import as torch itself
 
-    # Of a block within DistributedDataParallel it would make several graphs, at the borders of DDP's buckets. These
-    # hold the gradients of several blocks, so that nothing more is overlapped.
+    # DDPOptimizer would split a block into several graphs at the boundaries of DDP's buckets. A bucket holds the
+    # gradients of several blocks, so the split would not increase the overlap.
     torch._dynamo.config.optimize_ddp = False
     for block in blocks:
         block.compile()
 
 
 def count_graphs() -> int:
-    """Graphs that this process has compiled so far; those of another shape or type than before count again."""
+    """Return the number of graphs compiled by this process, including recompilations for other shapes or dtypes."""
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])
 
 
 def missing_compiler(device: torch.device) -> str | None:
-    """Return the compiler that torch.compile needs on a device and this machine lacks, such as "C++ compiler g++".
+    """Return the compiler that torch.compile needs on a device but this machine lacks, such as "C++ compiler g++".
 
-    On a CPU that is Inductor's, on a GPU the one with which Triton builds the launchers of its kernels. None if it is
-    there, or if the device is another one.
+    Inductor needs a compiler on a CPU; on a GPU, Triton needs one for its kernel launchers. None if a compiler is
+    found, or for other device types.
     """
     if device.type not in _COMPILERS:
         return None
@@ -52,10 +52,10 @@ def missing_compiler(device: torch.device) -> str | None:
 
 
 def require_compiler(device: torch.device) -> None:
-    """Refuse to compile on a machine that cannot.
+    """Check that this machine can compile for a device.
 
     Raises:
-        ConfigError: `missing_compiler` finds one missing.
+        ConfigError: the compiler is missing, see `missing_compiler`.
     """
     if (compiler := missing_compiler(device)) is not None:
         message = f"is true but there is no {compiler} on this machine; install it, or set hparams.torchcompile=false"
