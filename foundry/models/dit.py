@@ -16,11 +16,11 @@ from foundry.models.initialisation import draw_weights
 from foundry.models.keyed_draws import Constant, Draw, Normal, Uniform
 
 TIMESTEP_FEATURES = 256
-"""Sines and cosines that describe a timestep, as in DiT."""
+"""Number of sine and cosine features that encode a timestep, as in DiT."""
 
 
 class TimestepEmbedder(nn.Module):
-    """Timesteps as vectors: sines and cosines through a two-layer perceptron."""
+    """Timestep embedding: sines and cosines followed by a two-layer MLP."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class TimestepEmbedder(nn.Module):
         self.fc2 = nn.Linear(hidden_size, hidden_size)
 
     def forward(self, timesteps: Tensor) -> Tensor:
-        """Vectors (batch, hidden_size) of timesteps: (batch,), whole numbers or not."""
+        """Embed timesteps: (batch,), integer or fractional, as (batch, hidden_size) vectors."""
         features = sinusoids(timesteps, TIMESTEP_FEATURES).to(self.fc1.weight.dtype)
         return cast(Tensor, self.fc2(F.silu(self.fc1(features))))
 
@@ -39,13 +39,13 @@ class SelfAttention(nn.Module):
     def __init__(self, hidden_size: int, num_heads: int) -> None:
         super().__init__()
         self.num_heads = num_heads
-        # Without biases: softmax takes no notice of the keys', so their gradient is rounding noise, which Adam would
-        # scale up to full steps; the modulation's shift does the others' work.
+        # No biases. The softmax does not depend on a bias of the keys, so its gradient would be rounding noise, which
+        # Adam would scale up to full steps. The shift of the modulation replaces the biases of queries and values.
         self.qkv = nn.Linear(hidden_size, 3 * hidden_size, bias=False)
         self.out = nn.Linear(hidden_size, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Mix x: (batch, patches, hidden_size) over its patches."""
+        """Attend over the patches of x: (batch, patches, hidden_size)."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v)
         return cast(Tensor, self.out(mixed.transpose(1, 2).flatten(2)))
@@ -65,7 +65,7 @@ class FeedForward(nn.Module):
 
 
 class DiTBlock(FSDPBlock):
-    """Attention and feed-forward, each shifted, scaled and gated by the condition (adaLN-Zero)."""
+    """Attention and feed-forward layers, each shifted, scaled and gated by the condition (adaLN-Zero)."""
 
     def __init__(self, hidden_size: int, num_heads: int, mlp_ratio: float) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class DiTBlock(FSDPBlock):
         self.mlp = FeedForward(hidden_size, int(mlp_ratio * hidden_size))
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
-        """Refine x: (batch, patches, hidden_size), given condition: (batch, hidden_size)."""
+        """Map x: (batch, patches, hidden_size) to the same shape, given condition: (batch, hidden_size)."""
         modulation = self.modulation(F.silu(condition)).unsqueeze(1).chunk(6, dim=-1)
         shift_attention, scale_attention, gate_attention, shift_mlp, scale_mlp, gate_mlp = modulation
         x = x + gate_attention * self.attention(modulated_norm(x, shift_attention, scale_attention))
@@ -82,7 +82,7 @@ class DiTBlock(FSDPBlock):
 
 
 class FinalLayer(nn.Module):
-    """From the residual stream to patches of pixels."""
+    """Output layer, from the residual stream to patches of pixels."""
 
     def __init__(self, hidden_size: int, patch_dim: int) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class FinalLayer(nn.Module):
         self.out = nn.Linear(hidden_size, patch_dim)
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
-        """Patches (batch, patches, patch_dim) of x: (batch, patches, hidden_size), condition: (batch, hidden_size)."""
+        """Map x: (batch, patches, hidden_size) and condition: (batch, hidden_size) to (batch, patches, patch_dim)."""
         shift, scale = self.modulation(F.silu(condition)).unsqueeze(1).chunk(2, dim=-1)
         return cast(Tensor, self.out(modulated_norm(x, shift, scale)))
 
@@ -99,7 +99,7 @@ class DiT(nn.Module):
     """A class-conditional diffusion transformer with adaLN-Zero blocks (Peebles and Xie, 2023, arXiv:2212.09748).
 
     Raises:
-        ConfigError: the sizes do not divide as they must.
+        ConfigError: the sizes are not divisible as required.
     """
 
     @configured_by(DiTSettings)
@@ -119,17 +119,18 @@ class DiT(nn.Module):
         self.init_weights()
 
     def forward(self, images: Tensor, timesteps: Tensor, labels: Tensor) -> Tensor:
-        """What the objective asks of noisy images: their noise or their velocity.
+        """Predict the noise or the velocity of noisy images; the objective defines which of the two.
 
         Args:
             images: (batch, channels, height, width) float32.
             timesteps: (batch,) int64.
-            labels: (batch,) int64, from 0 to num_classes - 1, or num_classes for no class.
+            labels: (batch,) int64, from 0 to num_classes - 1; num_classes stands for "no class".
 
         Returns:
             (batch, channels, height, width) float32.
         """
-        # The residual stream has the patches' dtype: bf16 under autocast over fp32 weights, as with FSDP2's bf16 ones.
+        # The residual stream has the dtype of the patch embeddings: bf16 under autocast with fp32 weights, and also
+        # with the bf16 weights of FSDP2.
         x = self.patch_embedder(self._to_patches(images).to(self.patch_embedder.weight.dtype))
         x = x + position_table(self.grid_size, self.settings.hidden_size, x.device).to(x.dtype)
         condition = self.timestep_embedder(timesteps)
@@ -139,58 +140,59 @@ class DiT(nn.Module):
         return self._to_images(self.final_layer(x, condition)).float()
 
     def initial_weights(self) -> dict[str, Draw]:
-        """How weights are drawn: Xavier-uniform, classes N(0, 0.5); gates and output start at zero, as in DiT.
+        """Return the initialization by parameter name, with gates and output at zero as in DiT.
 
-        DiT draws its embedders from N(0, 0.02). The gates then open more slowly: after 300 steps on digits, all else
-        equal, the held-out loss is 0.359 with those and 0.277 with these.
+        Linear layers are Xavier-uniform, class embeddings N(0, 0.5). With DiT's own initialization of the embedders,
+        N(0, 0.02), the gates open more slowly: after 300 steps on digits, all else equal, the held-out loss is 0.359
+        with DiT's embedders and 0.277 with these.
         """
         return {"label_embedder.weight": Normal(0.5), **linear_draws(self)}
 
     def init_weights(self, seed: int | None = None) -> None:
-        """Draw all weights from scratch, as `initial_weights` says; `seed` as for `draw_weights`."""
+        """Initialize all weights as defined by `initial_weights`; `seed` as for `draw_weights`."""
         draw_weights(self, self.initial_weights(), seed)
 
     def flops_per_sample(self) -> float:
-        """FLOPs of a forward and backward pass over one image: 6 (P N + C + 2 L P² H).
+        """Return the FLOPs of a forward and backward pass over one image: 6 (P N + C + 2 L P² H).
 
-        P patches; N the parameters of matrix products applied to each patch, C those applied once to the image's
-        condition; L layers, H hidden_size. A product costs 2 FLOPs per weight forward and 4 backward, 2 where it
-        is frozen.
+        P is the number of patches, N the number of matmul parameters applied to each patch, C those applied once to the
+        condition of the image, L the number of layers and H hidden_size. A product costs 2 FLOPs per weight forward and
+        4 backward, or 2 backward if the weight is frozen.
         """
         attention = 2 * len(self.blocks) * self.grid_size**4 * self.settings.hidden_size
         return linear_flops(self, self.grid_size**2, ("timestep_embedder",)) + float(6 * attention)
 
     def _to_patches(self, images: Tensor) -> Tensor:
-        """Patches (batch, patches, channels * patch_size²) of images: (batch, channels, height, width)."""
+        """Cut images: (batch, channels, height, width) into patches (batch, patches, channels * patch_size²)."""
         size = self.settings.patch_size
         tiles = images.unfold(2, size, size).unfold(3, size, size)
         return tiles.permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)
 
     def output_head(self) -> nn.Module:
-        """The layer that makes pixels of hidden states."""
+        """Return the layer that maps hidden states to pixels."""
         return self.final_layer
 
     def _to_images(self, patches: Tensor) -> Tensor:
-        """The inverse of `_to_patches`."""
+        """Assemble patches into images; the inverse of `_to_patches`."""
         grid, size = self.grid_size, self.settings.patch_size
         tiles = patches.reshape(-1, grid, grid, self.settings.num_channels, size, size)
         return tiles.permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3)
 
 
 def modulated_norm(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """Layer norm, computed in fp32 and in its input's dtype outside, then shifted and scaled.
+    """Apply layer norm, then scale and shift; the norm is computed in fp32 and returned in the dtype of its input.
 
     Args:
         x: (batch, patches, hidden_size).
         shift: (batch, 1, hidden_size).
-        scale: (batch, 1, hidden_size), 0 for none.
+        scale: (batch, 1, hidden_size); 0 leaves the normalized values unscaled.
     """
     normed = F.layer_norm(x.float(), x.shape[-1:], eps=1e-6).to(x.dtype)
     return normed * (1 + scale) + shift
 
 
 def linear_draws(model: nn.Module) -> dict[str, Draw]:
-    """How linear layers of a model of `DiTBlock`s are drawn: Xavier-uniform; gates and `final_layer.out` are zero."""
+    """Return the initialization of the linear layers: Xavier-uniform, but 0 for modulations and `final_layer.out`."""
     draws: dict[str, Draw] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
@@ -203,12 +205,12 @@ def linear_draws(model: nn.Module) -> dict[str, Draw]:
 
 
 def linear_flops(model: nn.Module, num_tokens: int, of_condition: tuple[str, ...]) -> float:
-    """FLOPs of a sample's products with the linear layers of a model of `DiTBlock`s, forward and backward.
+    """Return the FLOPs per sample of the linear layers of a model made of `DiTBlock`s, forward and backward.
 
     Args:
-        model: of such blocks.
-        num_tokens: patches, or whatever the residual stream has.
-        of_condition: beginnings of the names of layers that are applied once to a sample, as modulations are.
+        model: the model.
+        num_tokens: length of the residual stream, such as the number of patches.
+        of_condition: name prefixes of layers that are applied once per sample, as modulations always are.
     """
     linear = {name: module.weight for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     once = [name for name in linear if "modulation" in name or name.startswith(of_condition)]
@@ -217,7 +219,10 @@ def linear_flops(model: nn.Module, num_tokens: int, of_condition: tuple[str, ...
 
 
 def sinusoids(positions: Tensor, num_features: int) -> Tensor:
-    """Cosines and sines (n, num_features) float32 of positions: (n,), at wavelengths from 2π to 10,000 · 2π."""
+    """Encode positions: (n,) as cosines and sines, (n, num_features) float32.
+
+    Wavelengths range from 2π to 10,000 · 2π.
+    """
     half = num_features // 2
     exponents = torch.arange(half, device=positions.device, dtype=torch.float32) / half
     angles = positions.float()[:, None] * torch.exp(-math.log(10000.0) * exponents)
@@ -225,10 +230,11 @@ def sinusoids(positions: Tensor, num_features: int) -> Tensor:
 
 
 def position_table(grid_size: int, hidden_size: int, device: torch.device) -> Tensor:
-    """Fixed positions (grid_size², hidden_size) float32: half of the features tell the row, half the column.
+    """Return fixed position embeddings (grid_size², hidden_size) float32.
 
-    Computed anew in each forward pass, which costs little: a buffer would be rounded by `.to(torch.bfloat16)`, sent
-    around by DDP and left empty by a start on the meta device.
+    Half of the features encode the row, the other half the column. They are computed in each forward pass, which costs
+    little. A buffer would be rounded by `.to(torch.bfloat16)`, broadcast by DDP and left empty by initialization on the
+    meta device.
     """
     axis = sinusoids(torch.arange(grid_size, device=device), hidden_size // 2)
     rows, columns = axis.repeat_interleave(grid_size, dim=0), axis.repeat(grid_size, 1)

@@ -1,4 +1,4 @@
-"""Rows that hold several documents, of which none sees another."""
+"""Attention and positions for packed rows, whose documents must not attend to each other."""
 
 from functools import cached_property
 
@@ -10,14 +10,15 @@ from foundry.models.varlen import DocumentBounds, has_kernel
 
 
 class Documents:
-    """Which tokens of packed rows belong together; each document has positions of its own.
+    """Document layout of packed rows. Positions restart at 0 in each document.
 
     Args:
-        documents: (batch, seq) int64, the number of each token's document in the microbatch; -1 for padding.
-        bounds: of the same documents, runs of padding among them; None: a GPU attends with a mask.
+        documents: (batch, seq) int64, index of each token's document in the microbatch; -1 for padding.
+        bounds: bounds of the same documents, with each run of padding as a document. None makes GPUs attend with a
+            mask.
 
     Attributes:
-        positions: (batch, seq) int64, of each token in its document.
+        positions: (batch, seq) int64, position of each token in its document.
     """
 
     def __init__(self, documents: Tensor, bounds: DocumentBounds | None = None) -> None:
@@ -29,15 +30,15 @@ class Documents:
 
     @cached_property
     def mask(self) -> Tensor:
-        """(batch, 1, seq, seq) bool, which tokens attend to which: causal, within a document."""
+        """Attention mask, (batch, 1, seq, seq) bool: causal, within a document. True lets a query attend to a key."""
         is_same = self._documents[:, :, None] == self._documents[:, None, :]
         return is_same.tril().unsqueeze(1)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, grouped: bool) -> Tensor:
-        """Causal attention within each document; (batch, heads, seq, head_dim) each.
+        """Compute causal attention within each document; all tensors are (batch, heads, seq, head_dim).
 
-        With bounds a kernel that knows them, on GPUs and for types that have it. On a CPU one document after the other:
-        in a row of 16 documents that takes a ninth of the time of a mask.
+        With bounds, GPUs use the variable-length kernel for the dtypes and head sizes that it supports. CPUs process
+        one document after the other: for a row of 16 documents that takes a ninth of the time of attention with a mask.
         """
         if self._bounds is not None and has_kernel(query.device, query.dtype, query.shape[-1]):
             return self._bounds.attend(query, key, value)
@@ -55,21 +56,23 @@ class Documents:
 
     @cached_property
     def _lengths(self) -> list[list[int]]:
-        """Tokens of each document of each row."""
+        """Token counts of the documents in each row."""
         return [torch.unique_consecutive(row, return_counts=True)[1].tolist() for row in self._documents]
 
 
 def knows_documents(model: torch.nn.Module) -> bool:
-    """Whether a model says of itself that it separates documents, so that it needs no weights to be asked."""
+    """Return the model's `isolates_documents` attribute; this check runs no forward pass."""
     return bool(getattr(model, "isolates_documents", False))
 
 
 @torch.no_grad()
 def isolates_documents(model: torch.nn.Module) -> bool:
-    """Whether a document in a row with another is as it is alone, and the same whatever the other says.
+    """Return True if packing documents into one row leaves the outputs of each document unchanged.
 
-    The latter is asked to the last bit: a model with fresh weights would mix them by little. A model that has the
-    attribute `isolates_documents` is not asked.
+    Runs the model on a small packed row. The second document must give the same outputs as alone, up to a tolerance of
+    1e-3, and bitwise the same outputs after the first document is changed. The second check is exact because freshly
+    initialized weights would leak only little between documents. A model whose attribute `isolates_documents` is True
+    is not run.
     """
     if knows_documents(model):
         return True
@@ -86,7 +89,7 @@ def isolates_documents(model: torch.nn.Module) -> bool:
     model.eval()
     try:
         packed, other, alone = read(first), read(1 - first), model(second, second).log_prob
-    except TypeError:  # it takes no positions
+    except TypeError:  # forward() takes no `documents`
         return False
     finally:
         model.train(was_training)

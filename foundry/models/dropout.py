@@ -1,4 +1,4 @@
-"""Dropout keyed by sample: the same in whatever microbatch, on whatever rank, and when recomputed."""
+"""Dropout keyed by sample: masks do not depend on microbatch, rank or activation recomputation."""
 
 import math
 from dataclasses import dataclass
@@ -13,30 +13,32 @@ _POSITION_BITS = 22
 
 @dataclass(frozen=True)
 class KeyedDropout:
-    """Drops elements by a hash of their sample's key and their place in it; both are independent of padding.
+    """Dropout masks computed by hashing the sample's key and the element's position in it.
 
-    The hash is SplitMix64 (Steele et al., 2014), started at the key: torch's generators are keyed neither by sample nor
-    on a device, and numbers drawn on the host would be as many as the activations.
+    Key and position do not depend on padding. The hash is SplitMix64 (Steele et al., 2014), seeded with the key.
+    PyTorch's generators cannot be keyed by sample on the device, and on the host as many random numbers as activations
+    would be needed.
 
     Args:
-        keys: (batch, seq or 1) int64, of each token's sample; other layers and places in a layer are derived by `fold`.
-        positions: (batch or 1, seq) int64, of each token in its sample.
+        keys: (batch, seq or 1) int64, key of each token's sample; keys for other layers and uses are derived with
+            `fold`.
+        positions: (batch or 1, seq) int64, position of each token in its sample.
     """
 
     keys: Tensor
     positions: Tensor
 
     def fold(self, number: int) -> "KeyedDropout":
-        """Draws for something else of the same samples, such as another layer."""
+        """Return masks for another use with the same samples, such as another layer."""
         return KeyedDropout(_mix(self.keys ^ ~number), self.positions)
 
     def hidden(self, x: Tensor, probability: float) -> Tensor:
-        """Drop elements of x: (batch, seq, hidden_size), and scale up the others."""
+        """Apply dropout to x: (batch, seq, hidden_size), scaling up the kept elements."""
         places = self.positions[..., None] * x.shape[-1] + torch.arange(x.shape[-1], device=x.device)
         return _drop(x, probability, self.keys[..., None], places)
 
     def attention(self, weights: Tensor, probability: float) -> Tensor:
-        """Drop elements of attention weights: (batch, heads, seq, seq), and scale up the others."""
+        """Apply dropout to attention weights: (batch, heads, seq, seq), scaling up the kept elements."""
         heads = torch.arange(weights.shape[1], device=weights.device)
         queries = (heads[:, None] << _POSITION_BITS) + self.positions[:, None]
         places = (queries[..., None] << _POSITION_BITS) + self.positions[:, None, None]
@@ -46,15 +48,15 @@ class KeyedDropout:
 def attend_with_dropout(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, probability: float, draws: KeyedDropout
 ) -> Tensor:
-    """Attention whose weights exist, because fused kernels draw from torch's generator.
+    """Compute attention with materialized weights, because fused kernels draw dropout masks from torch's generator.
 
     Args:
         query: (batch, heads, seq, head_dim).
         key: (batch, kv heads, seq, head_dim).
         value: as `key`.
-        mask: (batch, 1, seq, seq) bool, which tokens attend to which; None: causal.
-        probability: share of the weights that are dropped.
-        draws: of this layer.
+        mask: (batch, 1, seq, seq) bool, true where a query may attend to a key; None for causal attention.
+        probability: dropout probability of the attention weights.
+        draws: dropout masks of this layer.
     """
     groups = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
@@ -72,13 +74,13 @@ def _drop(x: Tensor, probability: float, keys: Tensor, places: Tensor) -> Tensor
 
 
 def _mix(values: Tensor) -> Tensor:
-    """SplitMix64's finaliser, elementwise; products wrap around."""
+    """Apply SplitMix64's finalizer elementwise; products wrap around."""
     for shift, factor in zip((30, 27), _FACTORS, strict=True):
         values = (values ^ _shift_right(values, shift)) * factor
     return values ^ _shift_right(values, 31)
 
 
 def _shift_right(values: Tensor, bits: int) -> Tensor:
-    """A shift that fills with zeros; int64's own fills with the sign."""
+    """Shift right and fill with zeros; int64's own shift fills with the sign bit."""
     shifted: Tensor = (values >> bits) & (2 ** (64 - bits) - 1)
     return shifted

@@ -6,8 +6,9 @@ from torch import Tensor
 
 
 def matmul_flops(weights: Iterable[Tensor]) -> int:
-    """FLOPs of a forward and backward pass through matrix products, for each vector that is multiplied.
+    """Return the FLOPs of a forward and backward pass through matrix products, for each input vector.
 
-    2 a weight forward, 2 for the gradient of its input and 2 for its own, which a frozen one has not.
+    A weight costs 2 FLOPs in the forward pass, 2 for the gradient of the input and 2 for the gradient of the weight;
+    the last 2 are not counted if the weight is frozen.
     """
     return sum((6 if weight.requires_grad else 4) * weight.numel() for weight in weights)

@@ -1,4 +1,4 @@
-"""Which modules are sharded, checkpointed and compiled on their own."""
+"""Marker of a model's repeating blocks, which are sharded, checkpointed and compiled one by one."""
 
 from collections.abc import Iterator
 
@@ -8,17 +8,17 @@ from foundry.core.model_hooks import hook
 
 
 class FSDPBlock(nn.Module):
-    """Marks a repeating block, such as a transformer layer. A pure marker: it adds no behaviour.
+    """Base class that marks a repeating block, such as a transformer layer. It adds no behavior.
 
-    A model whose blocks cannot inherit from it says their types in `get_fsdp_block_types()`.
+    A model whose blocks cannot inherit from it returns their types from `get_fsdp_block_types()`.
     """
 
 
 def find_blocks(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the blocks of a model, inner before outer.
 
-    A block is an `FSDPBlock`, or an instance of a type that some module's `get_fsdp_block_types()` names; that
-    method is asked of every nested module, and speaks for the modules below it.
+    A block is an `FSDPBlock`, or an instance of a type that the `get_fsdp_block_types()` method of an enclosing module
+    returns. The method is looked up on every module, and its types apply to the modules below it.
     """
     yield from _blocks_below(model, ())
 

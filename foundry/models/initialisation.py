@@ -1,4 +1,4 @@
-"""Initial weights of transformers: normal, with smaller ones where a block adds to the residual stream."""
+"""Weight initialization of transformers: normal, with a smaller std for matrices that add to the residual stream."""
 
 import math
 import re
@@ -19,31 +19,35 @@ from foundry.models.fsdp_block import find_blocks
 from foundry.models.keyed_draws import Constant, Draw, Normal, Part, draw_parts
 
 Fill = Callable[[nn.Module], None]
-"""Gives a model, wrapped or not, the weights that it starts with; of a sharded one each rank's own part."""
+"""Function that initializes the weights of a model, wrapped or not.
+
+On a sharded model each rank fills its own shards.
+"""
 
 _OUTPUT = re.compile(
     r"^(?!.*norm)(.*\.)?("
-    r"o_proj|out_proj|c_proj|down_proj|output_linear|dense_4h_to_h|fc2|fc_out|w2|Wo"  # of their own name
-    r"|\w*att\w*\.dense|output\.dense"  # named by where they are: BLOOM, Falcon, GPT-NeoX, Phi; BERT
+    r"o_proj|out_proj|c_proj|down_proj|output_linear|dense_4h_to_h|fc2|fc_out|w2|Wo"  # named after their role
+    r"|\w*att\w*\.dense|output\.dense"  # named after their position: BLOOM, Falcon, GPT-NeoX, Phi; BERT
     r")$"
 )
-"""Matrices whose product a block adds to the residual stream, by their path within the block."""
+"""Matrices whose product a block adds to the residual stream, matched by their path within the block."""
 
 
 @dataclass(frozen=True)
 class InitialModel:
-    """A model as it was built, and the weights that it starts with.
+    """A newly built model, and the function that initializes it.
 
     Attributes:
-        model: not wrapped; its matrices may be on the meta device, and then have no numbers.
-        fill: gives it its weights once it is where it trains; None: it has them, or nobody asks for them.
+        model: not wrapped. Its matrices may be on the meta device and then have no values.
+        fill: initializes the weights once the model is on its training device; None if it is initialized already or its
+            values are not needed.
     """
 
     model: nn.Module
     fill: Fill | None = None
 
     def whole(self) -> nn.Module:
-        """The model with its weights, in host memory."""
+        """Return the model with initialized weights, in host memory."""
         allocate(self.model.parameters(), "cpu")
         if self.fill is not None:
             self.fill(self.model)
@@ -51,40 +55,42 @@ class InitialModel:
 
 
 def resolve_std(std: float | str, hidden_size: int) -> float:
-    """The standard deviation that a number or a rule's name stands for.
+    """Return the standard deviation given as a number or as the name of a rule.
 
     Args:
-        std: the number, or `small`: sqrt(2 / (5 hidden_size)), or `wang`: sqrt(1 / (3 hidden_size)).
+        std: a number, `small`: sqrt(2 / (5 hidden_size)), or `wang`: sqrt(1 / (3 hidden_size)).
         hidden_size: width of the residual stream.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: `std` is not a number and not the name of a rule.
     """
     parsed = parse_std(str(std))
     return parsed(hidden_size) if callable(parsed) else parsed
 
 
 def output_std(std: float, num_layers: int) -> float:
-    """Standard deviation of matrices that add to the residual stream, which 2 num_layers of them share.
+    """Return the std of matrices that add to the residual stream: std / sqrt(2 num_layers).
 
-    GPT-2 (Radford et al., 2019, section 2.3), as `scaled_init_method_normal` of Megatron-LM computes it.
+    A model has 2 num_layers of them. From GPT-2 (Radford et al., 2019, section 2.3), computed as in Megatron-LM's
+    `scaled_init_method_normal`.
     """
     return std / math.sqrt(2.0 * num_layers)
 
 
 def matrix_draws(model: nn.Module, *, std: float, embedding_std: float) -> dict[str, Draw]:
-    """How a transformer's weights are drawn, by name.
+    """Return the initialization of a transformer's weights by parameter name.
 
-    Matrices are N(0, std), except `output_std` where a block adds to the residual stream and N(0, embedding_std) in
-    embeddings, whose padding row is zero. A head tied to an embedding is one. Biases are zero; norms keep theirs.
+    Matrices are N(0, std), matrices that add to the residual stream have `output_std`, and embeddings are N(0,
+    embedding_std) with a padding row of zeros. A head tied to an embedding is initialized as an embedding. Biases are
+    zero; norms are not listed and keep their values.
 
     Args:
-        model: its blocks are those of `find_blocks`; on any device, also meta, and with fake tensors.
+        model: its blocks are found by `find_blocks`; on any device including meta, and with fake tensors.
         std: standard deviation of a matrix.
-        embedding_std: standard deviation of embeddings of tokens and positions.
+        embedding_std: standard deviation of token and position embeddings.
 
     Raises:
-        ConfigError: a parameter is of an unknown kind, or a block's output projections are not to be found.
+        ConfigError: a parameter is of an unknown kind, or the output projections of a block cannot be identified.
     """
     blocks = list(find_blocks(model))
     outputs = _output_projections(blocks)
@@ -102,12 +108,13 @@ def matrix_draws(model: nn.Module, *, std: float, embedding_std: float) -> dict[
 
 
 def draw_weights(model: nn.Module, draws: Mapping[str, Draw], seed: int | None = None) -> None:
-    """Draw the weights of a model that is not wrapped.
+    """Initialize the weights of an unwrapped model.
 
     Args:
-        model: parameters without numbers, on the meta device or fake, are left so.
-        draws: by the parameter's name.
-        seed: that they are keyed by; None: one that torch's generator gives, so that `torch.manual_seed` decides.
+        model: parameters on the meta device and fake tensors are skipped.
+        draws: initialization by parameter name.
+        seed: seed of the values; None takes one from torch's default generator, so that `torch.manual_seed` determines
+            the weights.
     """
     named = model.named_parameters()
     parts = {name: Part.whole(p) for name, p in named if not p.is_meta and not is_fake(p)}
@@ -117,7 +124,7 @@ def draw_weights(model: nn.Module, draws: Mapping[str, Draw], seed: int | None =
 
 
 class _Undrawn(TorchFunctionMode):
-    """Draws nothing on the meta device: torch 2.13 draws normal numbers there in Python, and imports its compiler."""
+    """Skips initializers on the meta device, where torch 2.13 runs normal_() in Python and imports its compiler."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -132,10 +139,12 @@ class _Undrawn(TorchFunctionMode):
 
 @contextmanager
 def matrices_on_meta() -> Iterator[None]:
-    """Have modules that are built in the body keep no numbers of their matrices, which nothing then fills.
+    """Put the matrices of modules that are built inside the context on the meta device.
 
-    Vectors and buffers are as their constructors make them: they are small, and only constructors know them. Whoever
-    shares a parameter still does: the tensor itself is exchanged.
+    Nothing fills them afterwards.
+
+    Vectors and buffers keep the values assigned by their constructors: they are small, and only the constructors can
+    compute them. Shared parameters stay shared, because the tensor itself is swapped.
     """
     register = nn.Module.register_parameter
 
@@ -153,24 +162,24 @@ def matrices_on_meta() -> Iterator[None]:
 
 
 def allocate(parameters: Iterable[nn.Parameter], device: torch.device | str) -> None:
-    """Give parameters on the meta device memory, which nothing has filled; in place, others are left as they are."""
+    """Move parameters from the meta device to uninitialized memory, in place; other parameters are not changed."""
     for parameter in parameters:
         if parameter.is_meta:
             _exchange(parameter, device)
 
 
 def _exchange(parameter: nn.Parameter, device: torch.device | str) -> None:
-    """Have the same parameter be on another device, without its numbers, for whoever holds it."""
+    """Move a parameter to another device without its values, in place, so that all references to it stay valid."""
     if is_sharded(parameter):
         empty = torch.empty_like(parameter, device=device)
-    else:  # of a tensor on the meta device `empty_like` is Python, and imports sympy
+    else:  # on the meta device `empty_like` is implemented in Python and imports sympy
         empty = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device)
     other = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     torch.utils.swap_tensors(parameter, other)  # type: ignore[no-untyped-call]
 
 
 def _output_projections(blocks: Sequence[nn.Module]) -> set[Tensor]:
-    """The parameters of the blocks that add to the residual stream: attention's and the feed-forward's of each."""
+    """Return the parameters that add to the residual stream: the output projections of attention and feed-forward."""
     outputs = set[Tensor]()
     for block in blocks:
         matrices = {name: p for name, p in block.named_parameters() if p.ndim >= 2 and not name.endswith("bias")}
@@ -186,7 +195,7 @@ def _output_projections(blocks: Sequence[nn.Module]) -> set[Tensor]:
 
 
 def _check_known(model: nn.Module, embeddings: dict[Tensor, int | None]) -> None:
-    """Refuse parameters that mean something else than a matrix, such as convolutions, decays and fixed sinusoids."""
+    """Raise a ConfigError for parameters that are not plain matrices, such as convolutions and fixed sinusoids."""
     convolved = {p for module in model.modules() if isinstance(module, _ConvNd) for p in module.parameters()}
     unknown = [
         name

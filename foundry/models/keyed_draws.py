@@ -1,7 +1,7 @@
-"""Initial weights keyed by seed, parameter and element: any part of a tensor has the same bits whoever draws it.
+"""Weight initialization keyed by seed, parameter name and element index: any slice has the same bits on every rank.
 
-Philox (Salmon et al., 2011) is a hash of a key and a counter. The key holds the seed and the parameter's name, the
-counter counts blocks of the flattened tensor, so that a rank draws what it holds and nothing else, however it is cut.
+Philox (Salmon et al., 2011) hashes a key and a counter. The key holds the seed and the parameter name; the counter is
+the block index in the flattened tensor. A rank therefore generates only the values of its own shards, for any sharding.
 """
 
 import hashlib
@@ -17,18 +17,21 @@ from torch import Tensor
 from foundry.core.sharded import is_fake
 
 _BLOCK = 2**16
-"""Numbers that are computed together: vectorised functions may round the end of a shorter array in another way."""
+"""Number of values computed together.
+
+Fixed, because vectorized functions may round the tail of a shorter array differently.
+"""
 
 _COUNTERS = _BLOCK // 8
-"""Steps of Philox's counter in a block: each gives 256 bits, a number takes 32."""
+"""Steps of Philox's counter per block: a step gives 256 bits, and a value takes 32."""
 
 _PIECE = 2**22
-"""Numbers that exist at a time besides the tensor itself."""
+"""Maximum number of values held in a temporary tensor, in addition to the tensor being filled."""
 
 
 @dataclass(frozen=True)
 class Normal:
-    """N(0, std²); the row `zero_row` of the tensor, where given, is zero: that of an embedding's padding."""
+    """N(0, std²). `zero_row`, if set, is the index of a row of zeros, such as the padding row of an embedding."""
 
     std: float
     zero_row: int | None = None
@@ -36,38 +39,38 @@ class Normal:
 
 @dataclass(frozen=True)
 class Uniform:
-    """Uniform from -bound to bound."""
+    """Uniform distribution from -bound to bound."""
 
     bound: float
 
     @classmethod
     def xavier(cls, fan_in: int, fan_out: int) -> "Uniform":
-        """Of the variance 2 / (fan_in + fan_out) (Glorot and Bengio, 2010)."""
+        """Return the distribution with variance 2 / (fan_in + fan_out) (Glorot and Bengio, 2010)."""
         return cls(math.sqrt(6.0 / (fan_in + fan_out)))
 
 
 @dataclass(frozen=True)
 class Constant:
-    """One number everywhere."""
+    """The same value for every element."""
 
     value: float
 
 
 Compute = Callable[[Tensor], Tensor]
-"""Numbers, (_BLOCK,) float32, of a block of random words, (2, _BLOCK / 2) int32."""
+"""Maps a block of random words, (2, _BLOCK / 2) int32, to values, (_BLOCK,) float32."""
 
 Draw = Normal | Uniform | Constant
-"""How a parameter is drawn; what `ModelHooks.initial_weights` gives for each name."""
+"""Initialization of a parameter; `ModelHooks.initial_weights` returns one by parameter name."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What is to be drawn of a tensor.
+    """The slice of a tensor to initialize.
 
     Attributes:
-        target: filled in place, of any floating-point type and on any device.
-        shape: of the whole.
-        offsets: where `target` begins in the whole, one number per dimension.
+        target: tensor filled in place, of any floating-point dtype, on any device.
+        shape: shape of the whole tensor.
+        offsets: start of `target` in the whole tensor, per dimension.
     """
 
     target: Tensor
@@ -76,18 +79,18 @@ class Part:
 
     @classmethod
     def whole(cls, tensor: Tensor) -> "Part":
-        """All of a tensor."""
+        """Return the part that covers a whole tensor."""
         return cls(tensor.detach(), tuple(tensor.shape), (0,) * tensor.ndim)
 
 
 @torch.no_grad()
 def draw_parts(draws: Mapping[str, Draw], parts: Mapping[str, Part], seed: int) -> None:
-    """Draw parts of parameters in place.
+    """Initialize slices of parameters in place.
 
     Args:
-        draws: by the parameter's name.
-        parts: by the same; names that `draws` lacks keep what they have, and fake tensors have no numbers.
-        seed: of the run.
+        draws: initialization by parameter name.
+        parts: slices by parameter name. Parameters missing from `draws` keep their values; fake tensors are skipped.
+        seed: seed of the run.
     """
     for name, part in parts.items():
         if is_fake(part.target):
@@ -104,9 +107,9 @@ def draw_parts(draws: Mapping[str, Draw], parts: Mapping[str, Part], seed: int) 
 
 
 def _fill(part: Part, words: "_Words", compute: Compute, scale: float) -> None:
-    """Fill a part with numbers of the whole tensor times `scale`, some rows at a time."""
+    """Fill a part with its slice of the whole tensor's random values, times `scale`; a few rows at a time."""
     target, shape, offsets = part.target, part.shape, part.offsets
-    if target.ndim == 0 or (target.shape[1:] == shape[1:] and target.is_contiguous()):  # one run of the flat tensor
+    if target.ndim == 0 or (target.shape[1:] == shape[1:] and target.is_contiguous()):  # contiguous in the flat tensor
         row = math.prod(shape[1:])
         target, shape, offsets = target.view(-1), (math.prod(shape),), (offsets[0] * row if offsets else 0,)
     row = math.prod(shape[1:])
@@ -120,7 +123,7 @@ def _fill(part: Part, words: "_Words", compute: Compute, scale: float) -> None:
 
 
 class _Words:
-    """The random 32-bit words of one parameter, block by block."""
+    """Generator of the random 32-bit words of one parameter, block by block."""
 
     def __init__(self, seed: int, name: str) -> None:
         key = np.frombuffer(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=16).digest(), dtype="<u8")
@@ -128,7 +131,7 @@ class _Words:
         self._state: Any = self._philox.state
 
     def numbers(self, start: int, stop: int, compute: Compute) -> Tensor:
-        """What `compute` makes of the words at flat indices from `start` to `stop`: (stop - start,) float32."""
+        """Apply `compute` to the words at flat indices `start` to `stop`; returns (stop - start,) float32."""
         found = torch.empty(stop - start)
         for block, words in self._blocks(start // _BLOCK, -(-stop // _BLOCK)):
             first, last = max(start, block * _BLOCK), min(stop, (block + 1) * _BLOCK)
@@ -136,22 +139,22 @@ class _Words:
         return found
 
     def _blocks(self, first: int, last: int) -> Iterator[tuple[int, Tensor]]:
-        """(2, _BLOCK / 2) int32 for each block."""
+        """Yield the index and the random words, (2, _BLOCK / 2) int32, of each block."""
         counter = first * _COUNTERS
         self._state["state"]["counter"][:] = (counter % 2**64, counter // 2**64, 0, 0)
-        self._state["buffer_pos"] = 4  # nothing is left of an earlier counter
+        self._state["buffer_pos"] = 4  # discard words buffered for an earlier counter
         self._philox.state = self._state
         for block in range(first, last):
             yield block, torch.from_numpy(self._philox.random_raw(_BLOCK // 2).view(np.int32)).view(2, -1)
 
 
 def _uniform(words: Tensor) -> Tensor:
-    """(_BLOCK,) float32 from -1 to 1."""
+    """Map words to (_BLOCK,) float32, uniform from -1 to 1."""
     return words.flatten().float().mul_(2.0**-31)
 
 
 def _normal(words: Tensor) -> Tensor:
-    """(_BLOCK,) float32, standard normal (Box and Muller, 1958); none is beyond 6.7."""
+    """Map words to (_BLOCK,) float32, standard normal (Box and Muller, 1958); absolute values are at most 6.7."""
     radius = (words[0] & 0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).log_().mul_(-2.0).sqrt_()
     angle = words[1].float().mul_(math.pi * 2.0**-31)
     return torch.cat([radius * angle.cos(), radius * angle.sin()])

@@ -1,4 +1,4 @@
-"""Keys and values of the tokens that a model has read already, so that it reads each only once."""
+"""Key-value caches, so that generation processes each token only once."""
 
 from abc import ABC, abstractmethod
 
@@ -9,17 +9,17 @@ from foundry.models.varlen import DocumentBounds, has_kernel
 
 
 class Cache(ABC):
-    """How far the sequences of a batch have been read; a model's own kind of cache holds what it keeps of them.
+    """Number of cached columns of a batch of sequences; subclasses hold the cached tensors.
 
-    Sequences of different lengths end at the same column. What a shorter one lacks on the left is padding: no token
-    attends to it, and it attends to itself alone. Positions count the tokens of the sequence.
+    Sequences of different lengths end at the same column, and shorter ones are left-padded. No token attends to
+    padding, and a padding column attends only to itself. Positions count the tokens of a sequence without padding.
 
     Args:
-        length: columns at most.
-        padding: (batch,) int64, columns of padding of each sequence; None: they have the same length.
+        length: maximum number of columns.
+        padding: (batch,) int64, padding columns of each sequence; None if all have the same length.
 
     Attributes:
-        filled: columns that have been read.
+        filled: number of columns in the cache.
     """
 
     def __init__(self, length: int, padding: Tensor | None = None) -> None:
@@ -27,16 +27,20 @@ class Cache(ABC):
         self.filled = 0
 
     def positions(self, batch: int, seq_len: int, device: torch.device) -> Tensor:
-        """Positions of the next columns, (batch, seq_len) int64; 0 for padding."""
+        """Return the positions of the next columns, (batch, seq_len) int64; 0 for padding."""
         columns = torch.arange(self.filled, self.filled + seq_len, device=device).expand(batch, -1)
         return columns if self.padding is None else (columns - self.padding[:, None]).clamp(min=0)
 
     def advance(self, seq_len: int) -> None:
-        """Note that so many more columns have been read."""
+        """Record that `seq_len` more columns are in the cache."""
         self.filled += seq_len
 
     def keep(self, rows: Tensor) -> None:
-        """Have these sequences instead; rows: (kept,) int64, ascending, and several times where several go on."""
+        """Select the sequences to keep.
+
+        Args:
+            rows: (kept,) int64, ascending indices of the sequences; a repeated index duplicates a sequence.
+        """
         self.padding = None if self.padding is None else self.padding[rows]
         self._keep(rows)
 
@@ -45,11 +49,11 @@ class Cache(ABC):
 
 
 class KVCache(Cache):
-    """Keys and values of each layer, in memory that is allocated once.
+    """Keys and values of each layer, in memory allocated once.
 
     Args:
-        num_layers: of the model.
-        length: columns at most.
+        num_layers: number of layers of the model.
+        length: maximum number of columns.
         padding: as in `Cache`.
     """
 
@@ -58,10 +62,11 @@ class KVCache(Cache):
         self.layers = [LayerCache(self) for _ in range(num_layers)]
 
     def mask(self, seq_len: int, device: torch.device) -> Tensor | None:
-        """Which columns the next ones attend to, (batch or 1, 1, seq_len, filled + seq_len) bool.
+        """Return the attention mask of the next columns, (batch or 1, 1, seq_len, filled + seq_len) bool.
 
         Returns:
-            None where there is no padding and only one column, or none before it, is read: causal attention says it.
+            The mask. None if causal attention needs no mask, because no sequence is padded and there is either a single
+            new column or an empty cache.
         """
         if self.padding is None and (seq_len == 1 or self.filled == 0):
             return None
@@ -74,13 +79,15 @@ class KVCache(Cache):
         return ((causal & is_token) | (columns == rows)).unsqueeze(1)
 
     def bounds(self, seq_len: int, device: torch.device, dtype: torch.dtype, head_dim: int) -> DocumentBounds | None:
-        """Where sequences of different lengths begin, if the next columns are the first and a kernel can attend so.
+        """Return the bounds of left-padded sequences for the first columns.
+
+        None if no sequence is padded, the cache is not empty, or no kernel supports attention with bounds.
 
         Args:
-            seq_len: columns to read.
-            device: of the queries.
-            dtype: of the queries.
-            head_dim: of the queries.
+            seq_len: number of columns to process.
+            device: device of the queries.
+            dtype: dtype of the queries.
+            head_dim: head size of the queries.
         """
         if self.padding is None or self.filled > 0 or not has_kernel(device, dtype, head_dim):
             return None
@@ -92,10 +99,10 @@ class KVCache(Cache):
 
 
 class LayerCache:
-    """The keys and values of one layer.
+    """Keys and values of one layer.
 
     Args:
-        whole: says how many columns are filled.
+        whole: the cache of the model, which holds the number of filled columns.
     """
 
     def __init__(self, whole: KVCache) -> None:
@@ -104,7 +111,7 @@ class LayerCache:
         self._values: Tensor | None = None
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep the next columns' keys and values, (batch, heads, seq, head_dim) each; returns those of all columns."""
+        """Append keys and values of the next columns, (batch, heads, seq, head_dim) each; return all columns."""
         shape = (*key.shape[:2], self._whole.length, key.shape[3])
         if self._keys is None or self._values is None:
             self._keys, self._values = key.new_zeros(shape), value.new_zeros(shape)
@@ -114,6 +121,6 @@ class LayerCache:
         return self._keys[:, :, :end], self._values[:, :, :end]
 
     def keep(self, rows: Tensor) -> None:
-        """Forget all sequences but some."""
+        """Select the sequences to keep."""
         if self._keys is not None and self._values is not None:
             self._keys, self._values = self._keys[rows], self._values[rows]

@@ -1,4 +1,4 @@
-"""Language models whose `forward()` returns logits, called like a model that answers with log-probabilities."""
+"""Adapter that lets language models whose `forward()` returns logits return log-probabilities instead."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -15,28 +15,30 @@ _TARGET_NAMES = ("target", "label")
 
 
 def answer_with_log_probs(model: nn.Module, *, tile_tokens: int = 0, vocab_size: int | None = None) -> None:
-    """Let a model that returns logits, (batch, seq, vocab), be called as one that returns `TokenLogProbs`.
+    """Make a model that returns logits, (batch, seq, vocab), return `TokenLogProbs` instead.
 
-    The model's `forward` is replaced by a `LogitsForward`, so that the log-probabilities are computed within the root
-    module under every strategy, and names of parameters stay as they are. `TokenLogProbs` are passed on unchanged.
+    The model's `forward` is replaced by a `LogitsForward`. Log-probabilities are therefore computed inside the root
+    module under every distributed strategy, and parameter names do not change. A model that returns `TokenLogProbs`
+    already is passed through.
 
     Args:
         model: not yet wrapped; changed in place.
         tile_tokens: positions whose log-probabilities are computed at a time, as in `read_log_probs`.
-        vocab_size: entries of the data's vocabulary; a model may have more. None: unknown.
+        vocab_size: vocabulary size of the data, the minimum for the model's vocabulary; None skips this check.
 
     Raises:
-        ConfigError: `tile_tokens` is given, and the signature shows that the model computes log-probabilities itself.
+        ConfigError: `tile_tokens` is given, but the signature shows that the model computes log-probabilities itself.
     """
     model.forward = LogitsForward(model, tile_tokens=tile_tokens, vocab_size=vocab_size)
 
 
 class LogitsForward:
-    """The forward pass of a model, with log-probabilities computed from its logits.
+    """Forward pass of a model, followed by computing log-probabilities from its logits.
 
-    Its signature adds `targets`, `return_logits`, `read` and `per_token` to the model's own parameters. A model that
-    takes `return_logits`, targets and any keyword, or any arguments at all, keeps its signature. Targets are passed on
-    if the model's second positional parameter is required, or named after targets or labels.
+    The signature adds `targets`, `return_logits`, `read` and `per_token` to the parameters of the model. The signature
+    is unchanged if the model takes `return_logits`, or arbitrary keyword arguments together with either targets or
+    arbitrary positional arguments. Targets are passed to the model if its second positional parameter is required or is
+    named after targets or labels.
     """
 
     def __init__(self, model: nn.Module, *, tile_tokens: int, vocab_size: int | None) -> None:
@@ -68,14 +70,14 @@ class LogitsForward:
 
         Args:
             tokens: (batch, seq) int64.
-            targets: (batch, seq) int64, -100 where ignored; None: only the logits are returned.
+            targets: (batch, seq) int64, -100 where ignored; None returns only the logits.
             return_logits: also return the logits.
             read: see `read_log_probs`.
             per_token: see `read_log_probs`.
-            options: keyword arguments that the model takes itself.
+            options: keyword arguments passed to the model.
 
         Raises:
-            ConfigError: the answer is not logits for every position, and not log-probabilities.
+            ConfigError: the output is not `TokenLogProbs`, and not a tensor of logits for every position.
         """
         own = {"return_logits": return_logits, "read": read, "per_token": per_token}
         given = {name: value for name, value in own.items() if value and (self._keeps_call or name in self._taken)}
@@ -89,7 +91,7 @@ class LogitsForward:
         return read_log_probs(answer, targets, tile_tokens=self._tile_tokens, **asked)
 
     def _check_log_probs(self, answer: Any, targets: Tensor | None, not_given: set[str]) -> None:
-        """Refuse log-probabilities that ignore a requested tile size or argument."""
+        """Raise a ConfigError if log-probabilities were computed without the requested tile size or arguments."""
         if targets is not None and answer.log_prob.shape != targets.shape:
             not_given = {"targets"} | not_given
         self._refuse_tiles()
@@ -109,7 +111,7 @@ class LogitsForward:
             )
 
     def _check_logits(self, answer: Any, tokens: Tensor) -> None:
-        """Refuse anything but logits for each position of the tokens."""
+        """Raise a ConfigError unless the model returned logits for each position of the tokens."""
         batch, seq = tokens.shape
         if isinstance(answer, Tensor) and answer.dim() == 3 and answer.shape[:2] == tokens.shape:
             if self._vocab_size is None or answer.shape[-1] >= self._vocab_size:
@@ -123,13 +125,13 @@ class LogitsForward:
 
 
 def _is_for_targets(parameter: inspect.Parameter) -> bool:
-    """Whether targets are passed by a model's second positional parameter."""
+    """Return whether the second positional parameter of a model's forward() takes targets."""
     is_required = parameter.default is parameter.empty
     return is_required or any(name in parameter.name.lower() for name in _TARGET_NAMES)
 
 
 def _extended(signature: inspect.Signature, num_positional: int) -> inspect.Signature:
-    """Return a model's signature with foundry's keywords; its first parameters become tokens and targets."""
+    """Return a model's signature with foundry's keyword arguments; its first parameters become tokens and targets."""
     positional, keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
     first = [inspect.Parameter("tokens", positional), inspect.Parameter("targets", positional, default=None)]
     own = [p for p in list(signature.parameters.values())[num_positional:] if p.kind in (positional, keyword)]
@@ -139,7 +141,7 @@ def _extended(signature: inspect.Signature, num_positional: int) -> inspect.Sign
 
 
 def _described(answer: Any) -> str:
-    """An answer in a few words: its type, and shapes of tensors."""
+    """Describe a model output by its type, and by shape for tensors."""
     if isinstance(answer, Tensor):
         return "a scalar" if answer.dim() == 0 else f"a tensor of shape {tuple(answer.shape)}"
     if isinstance(answer, tuple) and answer:

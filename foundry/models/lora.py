@@ -1,4 +1,4 @@
-"""Low-rank adapters (Hu et al., 2021): which layers have one, and their weights with it."""
+"""Low-rank adapters (LoRA; Hu et al., 2021): selecting layers, adding adapters and merging their weights."""
 
 import math
 import re
@@ -23,26 +23,26 @@ MEGATRON = {
     "linear_fc1": ("gate_proj", "up_proj", "gate_up_proj", "fc1", "c_fc", "dense_h_to_4h"),
     "linear_fc2": ("down_proj", "fc2", "dense_4h_to_h"),
 }
-"""Megatron's names of the linear layers of a block, and what others call them."""
+"""Names that Megatron uses for the linear layers of a block, each with the names used by other code bases."""
 
 _NO_ALIASES: Mapping[str, Sequence[str]] = {}
 _KEY = "peft.target_modules"
 _ADAPTER = "default"
 _SEED_OFFSET = 0x4C6F5241
-"""So that adapters are not drawn with the random numbers of the first weights."""
+"""Offset of the seed, so that adapters do not use the same random numbers as the initial weights."""
 
 
 def match_targets(
     names: Iterable[str], patterns: Iterable[str], aliases: Mapping[str, Sequence[str]] = _NO_ALIASES
 ) -> list[str]:
-    """The full names of the layers that patterns choose, in the order of `names`.
+    """Return the full names of the layers that match any pattern, in the order of `names`.
 
-    A pattern is the last part of a dotted name, as it is, or wildcards for all of it: in `*.layers.1.*.q_proj` the
-    dots are dots, so that layers 10 to 19 are not meant.
+    A pattern is either the last part of a dotted name or a wildcard pattern for the whole name. In
+    `*.layers.1.*.q_proj` the dots are literal, so layers 10 to 19 do not match.
 
     Args:
         names: dotted names of the layers that can have an adapter.
-        patterns: of which one must fit.
+        patterns: patterns; a layer is selected if one of them matches.
         aliases: other names for a last part, such as `linear_qkv` for `q_proj`, `k_proj` and `v_proj`.
     """
     wanted = [name for pattern in patterns for name in _without_aliases(pattern, aliases)]
@@ -50,21 +50,21 @@ def match_targets(
 
 
 def scaling(alpha: float, rank: int, *, rslora: bool = False) -> float:
-    """What the product of the two matrices is multiplied by: alpha / rank, or alpha / √rank (Kalajdzievski, 2023)."""
+    """Return the scale of the product of the two matrices: alpha / rank, or alpha / √rank (Kalajdzievski, 2023)."""
     return alpha / (math.sqrt(rank) if rslora else rank)
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, *, alpha: float, rslora: bool = False) -> Tensor:
-    """The matrix of a layer and its adapter in one: weight + scaling x B A, in the dtype of `weight`.
+    """Return the weight of a layer merged with its adapter, weight + scaling x B A, in the dtype of `weight`.
 
-    The sum is made in float32 at least and rounded once: in bfloat16 most of a small adapter would be lost.
+    The sum is computed in float32 or wider and rounded once: in bfloat16 most of a small adapter would be lost.
 
     Args:
         weight: (out_features, in_features).
         a: (rank, in_features).
         b: (out_features, rank).
         alpha: scale of the adapter.
-        rslora: scale by the root of the rank.
+        rslora: divide by the square root of the rank instead of the rank.
     """
     dtype = torch.promote_types(torch.promote_types(weight.dtype, a.dtype), torch.float32)
     delta = scaling(alpha, a.shape[0], rslora=rslora) * (b.to(dtype) @ a.to(dtype))
@@ -72,10 +72,13 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, *, alpha: float, rslora: bool =
 
 
 def resolve_targets(model: nn.Module, patterns: Iterable[str]) -> list[str]:
-    """The full names of a model's linear layers that patterns choose; Megatron's names are those of layers in blocks.
+    """Return the full names of a model's linear layers that match the patterns.
+
+    Megatron's names match only layers inside blocks, or any layer if the model has no blocks.
 
     Raises:
-        ConfigError: a pattern fits no layer, or the head, whose matrix a language model reads without the layer.
+        ConfigError: a pattern matches no layer, or it matches the head, whose matrix a language model uses without
+            calling the layer.
     """
     layers = {name: module for name, module in model.named_modules() if is_linear(module)}
     blocks = {module for block in find_blocks(model) for module in block.modules()}
@@ -100,18 +103,18 @@ def resolve_targets(model: nn.Module, patterns: Iterable[str]) -> list[str]:
 
 
 def add_adapters(model: nn.Module, settings: LoRA, seed: int) -> list[str]:
-    """Give layers of a model adapters, which change nothing yet, and freeze everything else; in place.
+    """Add adapters to layers of a model and freeze all other parameters, in place; outputs do not change yet.
 
     Args:
-        model: not yet wrapped; the adapters are float32, and names `<layer>.weight` become `<layer>.base_layer.weight`.
-        settings: of the adapters.
-        seed: of their first weights, which depend on nothing else.
+        model: not yet wrapped. The adapters are float32; `<layer>.weight` is renamed to `<layer>.base_layer.weight`.
+        settings: adapter settings.
+        seed: seed of the adapters' initial weights, which depend on nothing else.
 
     Returns:
-        The full names of the layers.
+        Full names of the adapted layers.
 
     Raises:
-        ConfigError: as `resolve_targets`; or peft cannot add adapters to these layers.
+        ConfigError: as in `resolve_targets`, or peft cannot add adapters to these layers.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -121,7 +124,7 @@ def add_adapters(model: nn.Module, settings: LoRA, seed: int) -> list[str]:
         lora_alpha=cast(int, settings.alpha),
         lora_dropout=settings.adapter_dropout or 0.0,
         use_rslora=settings.rslora,
-        # A pattern for whole names: those of a list would fit the ends of others, too.
+        # A pattern for full names: names in a list would also match the ends of other names.
         target_modules="|".join(map(re.escape, names)),
         fan_in_fan_out=not any(isinstance(model.get_submodule(name), nn.Linear) for name in names),
     )
@@ -137,15 +140,15 @@ def _refuse(names: Sequence[str], reason: str) -> ConfigError:
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
-    """The layers of a model that have adapters, as peft's `LoraLayer`, by the name that the layer had without."""
+    """Return the layers that have adapters, as peft's `LoraLayer`, keyed by the layer's name without the adapter."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
 
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Have a model, wrapped or not, compute in the body what its base does; what is trained stays trainable.
+    """Disable the adapters of a model, wrapped or not, inside the context; `requires_grad` is not changed.
 
-    peft's `enable_adapters` would change `requires_grad`, after which FSDP2 and optimizers no longer fit the model.
+    peft's `enable_adapters` would change `requires_grad`, which breaks FSDP2 and optimizers built for the model.
     """
     layers = list(adapted_layers(model).values())
     before = [layer._disable_adapters for layer in layers]
@@ -160,7 +163,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def merge_adapters(model: nn.Module) -> None:
-    """Add the adapters of a model, not wrapped, to the weights of their layers, and take them away; in place."""
+    """Merge the adapters of an unwrapped model into the weights of their layers and remove them, in place."""
     for layer in adapted_layers(model).values():
         base, a, b = layer.base_layer, layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
         settings = {"alpha": layer.lora_alpha[_ADAPTER], "rslora": layer.use_rslora[_ADAPTER]}
@@ -170,27 +173,27 @@ def merge_adapters(model: nn.Module) -> None:
 
 
 def remove_adapters(model: nn.Module) -> None:
-    """Leave a model, not wrapped, with the layers that it had before adapters; in place."""
+    """Replace the adapted layers of an unwrapped model by their base layers, in place."""
     for name, layer in adapted_layers(model).items():
         model.set_submodule(name, layer.base_layer)
-    if hasattr(model, "peft_config"):  # which injection has left
+    if hasattr(model, "peft_config"):  # set by peft when it injects adapters
         del model.peft_config
 
 
 def frozen_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """The frozen weights of linear layers in blocks, which autocast rounds whenever it multiplies by them."""
+    """Return the frozen weights of linear layers in blocks, which autocast rounds in every matrix product."""
     modules = (module for block in find_blocks(model) for module in block.modules() if is_linear(module))
     weights = (cast(nn.Parameter, module.weight) for module in modules)
     return [weight for weight in dict.fromkeys(weights) if not weight.requires_grad]
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module multiplies by a matrix and does nothing else: torch's, or transformers' Conv1D."""
+    """Return whether a module only multiplies by a matrix: nn.Linear, or transformers' Conv1D."""
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
 def count_by_kind(names: Iterable[str]) -> str:
-    """Layers by the last part of their names, such as "q_proj x 4, v_proj x 4"."""
+    """Count layers by the last part of their names, such as "q_proj x 4, v_proj x 4"."""
     counts = Counter(name.rpartition(".")[2] for name in names)
     return ", ".join(f"{kind} x {count}" for kind, count in counts.items())
 
@@ -200,6 +203,6 @@ def _fits(name: str, pattern: str) -> bool:
 
 
 def _without_aliases(pattern: str, aliases: Mapping[str, Sequence[str]]) -> list[str]:
-    """The pattern, and with each name for which its last part stands."""
+    """Return the pattern, and one variant for each name that its last part is an alias of."""
     start, dot, leaf = pattern.rpartition(".")
     return [pattern, *(f"{start}{dot}{name}" for name in aliases.get(leaf, ()))]

@@ -1,4 +1,4 @@
-"""The loss of a projection onto the vocabulary, whose gradients are made where its logits exist."""
+"""Loss over a projection onto the vocabulary that computes gradients tile by tile, without keeping the logits."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,22 +13,25 @@ from foundry.models.tensor_parallel import VocabularyShard
 
 _CPU_TILE_TOKENS = 256
 _TILE_ELEMENTS = 2**28
-"""Logits of a tile where the device is no CPU, on which a few hundred tokens are the fastest: 2 GB at 8 bytes each.
+"""Number of logits per tile on devices other than CPUs, about 2 GB at 8 bytes each.
 
-A matrix product of fewer tokens would take less time than reading and writing the head's gradient in float32.
+CPUs are fastest with a few hundred tokens.
+
+With fewer tokens per tile, the matrix product would take less time than reading and writing the head's float32
+gradient.
 """
 _CPU_ROWS = 2048
-"""Of a matrix that a CPU adds in pieces."""
+"""Number of rows of a matrix that a CPU adds at a time."""
 
 _planned_device: ContextVar[str | None] = ContextVar("planned_device", default=None)
 
 
 @contextmanager
 def tiles_for(device_type: str) -> Iterator[None]:
-    """Have the body project as many tokens at a time as on another device; its numbers are the same but for rounding.
+    """Use another device's default tile size inside the context; results are the same up to rounding.
 
     Args:
-        device_type: "cuda" or "cpu", of the run that is planned on fake tensors.
+        device_type: "cuda" or "cpu", device type of the run that is planned on fake tensors.
     """
     token = _planned_device.set(device_type)
     try:
@@ -38,7 +41,7 @@ def tiles_for(device_type: str) -> Iterator[None]:
 
 
 def _tile_tokens(device_type: str, vocab_size: int) -> int:
-    """Tokens projected at a time if the model does not say."""
+    """Return the number of tokens projected at a time if the caller did not set it."""
     is_cpu = (_planned_device.get() or device_type) == "cpu"
     return _CPU_TILE_TOKENS if is_cpu else max(1, _TILE_ELEMENTS // vocab_size)
 
@@ -55,24 +58,24 @@ def projected_loss(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sum weight x (cross-entropy + z_loss_coefficient x log-sum-exp²) over tokens.
 
-    The gradients of hidden states and head are made tile by tile in the forward pass: each logit is computed once and
-    kept by none. That of the head is summed in float32 at least. A second backward pass is an error.
+    The forward pass also computes the gradients of hidden states and head, tile by tile, so each logit is computed once
+    and none is kept. The head's gradient is accumulated in float32 or wider. A second backward pass raises an error.
 
-    Where the vocabulary is divided over ranks, each makes the logits of its own entries only, and what goes over the
-    ranks is a maximum and two sums for each token, and the sum of the gradient of the hidden states.
+    If the vocabulary is sharded over ranks, each rank computes only the logits of its shard. The ranks exchange one
+    maximum and two sums per token, and the sum of the gradient of the hidden states.
 
     Args:
-        hidden: (tokens, hidden_size), equal on ranks that divide the vocabulary.
-        weight: (vocab, hidden_size), the head's matrix; a DTensor where the vocabulary is divided.
-        targets: (tokens,) int64; what is below 0 stands for 0, and should have no weight.
+        hidden: (tokens, hidden_size), identical on ranks that shard the vocabulary.
+        weight: (vocab, hidden_size), weight matrix of the head; a DTensor if the vocabulary is sharded.
+        targets: (tokens,) int64; negative targets are replaced by 0 and should have weight 0.
         weights: (tokens,) float32.
         z_loss_coefficient: see PaLM (Chowdhery et al., 2022, section 5).
-        finds_correct: also say whether the likeliest token is the target.
-        tile_tokens: tokens projected at a time; 0: as many as are fast.
+        finds_correct: also return whether the argmax of the logits equals the target.
+        tile_tokens: tokens projected at a time; 0 chooses a fast value.
 
     Returns:
-        The loss, () float32, which alone is differentiable, log-probabilities of targets and log-sum-exps, (tokens,)
-        float32 each, and whether the likeliest token is the target, (tokens,) bool or (0,).
+        The loss, () float32, the only differentiable output; the log-probabilities of the targets and the log-sum-exps,
+        (tokens,) float32 each; and whether the argmax equals the target, (tokens,) bool, or (0,) if not requested.
     """
     weight, shard = VocabularyShard.of(weight)
     device = hidden.device.type
@@ -107,7 +110,7 @@ class _ProjectedLoss(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=exact) if needs_weight else None
         log_prob, logsumexp = (hidden.new_empty(len(targets), dtype=exact) for _ in range(2))
         correct = targets.new_empty(len(targets) if finds_correct else 0, dtype=torch.bool)
-        # Made once: a tile's would be there still when the next one's are made.
+        # Allocate once. A buffer per tile would still exist while the next tile's buffers are allocated.
         products = hidden.new_empty(min(tile_tokens, len(targets)), len(head), dtype=dtype)
         wide = products if dtype is exact else torch.empty_like(products, dtype=exact)
         with torch.autocast(hidden.device.type, enabled=False):
@@ -124,7 +127,8 @@ class _ProjectedLoss(torch.autograd.Function):
                 if shard is not None:
                     highest = shard.highest_(highest)
                     target, is_own = shard.find(target)
-                # In place from here on: on a CPU new memory takes longer than sums, and `log_softmax` than all of this.
+                # In place from here on: on a CPU, allocating memory takes longer than the sums, and `log_softmax`
+                # longer than this whole computation.
                 of_target = logits.sub_(highest).gather(-1, target)[:, 0]
                 sums = logits.exp_().sum(-1)
                 if shard is not None and is_own is not None:
@@ -162,7 +166,10 @@ class _ProjectedLoss(torch.autograd.Function):
 
 
 def _add_wider(total: Tensor, part: Tensor) -> None:
-    """Add `part` to `total`, of a wider type, in place; a CPU would first widen all of it, which takes longer."""
+    """Add `part` to `total`, of a wider dtype, in place.
+
+    A CPU adds chunks, because a single add would first convert all of `part`.
+    """
     rows = _CPU_ROWS if total.device.type == "cpu" else len(total)
     for own, added in zip(torch.split(total, rows), torch.split(part, rows), strict=True):
         own.add_(added)

@@ -1,7 +1,7 @@
-"""What of a model is divided among ranks that share their samples, and a vocabulary that is.
+"""Tensor-parallel plans of models, and operations on a vocabulary that is sharded over ranks.
 
-Tensor parallelism as in Megatron-LM (Shoeybi et al., 2019, sections 3 and 4): a model says how its matrices are cut,
-and `foundry.parallel.tensor_parallel` cuts them.
+Tensor parallelism as in Megatron-LM (Shoeybi et al., 2019, sections 3 and 4): a model declares how its matrices are
+sharded, and `foundry.parallel.tensor_parallel` shards them. Ranks of a tensor-parallel group process the same samples.
 """
 
 from dataclasses import dataclass
@@ -18,15 +18,15 @@ from foundry.core.sharded import is_sharded
 
 
 class Split(Enum):
-    """How a module is divided; a model's `tensor_parallel_plan()` names one for each that is.
+    """How a module is sharded; a model's `tensor_parallel_plan()` returns one for each sharded module.
 
     Attributes:
-        columns: a linear layer without a bias whose output features are divided; its input is whole.
-        rows: a linear layer without a bias whose input features are divided; its outputs are summed.
-        vocabulary: the entries of an embedding, or of a head whose matrix is read by `VocabularyShard.of` and which is
-            not called.
-        input: nothing of the module's own: its first argument goes to several layers divided by columns, so that its
-            gradient is summed once for all of them.
+        columns: a linear layer without bias whose output features are sharded; its input is replicated.
+        rows: a linear layer without bias whose input features are sharded; its outputs are summed.
+        vocabulary: the entries of an embedding, or of a head that is not called as a module: its weight is read with
+            `VocabularyShard.of`.
+        input: none of the module's own parameters. Its first argument is the input of several layers sharded by
+            columns, so the gradient of this argument is summed once for all of them.
     """
 
     columns = "columns"
@@ -37,15 +37,16 @@ class Split(Enum):
 
 @dataclass(frozen=True)
 class VocabularyShard:
-    """This rank's entries of a vocabulary that is divided evenly over a group of ranks.
+    """This rank's entries of a vocabulary that is sharded evenly over a group of ranks.
 
-    The ranks hold the same hidden states, and from what is summed or gathered here on all compute the same. So the
-    gradient of a sum is that of each summand, and only that of the hidden states is itself a sum over the ranks.
+    The ranks hold identical hidden states and, after each sum or gather in this class, compute identical values. The
+    gradient of a sum is therefore passed unchanged to each summand; only the gradient of the hidden states is summed
+    over the ranks.
 
     Attributes:
-        group: the ranks.
-        start: the first of the entries.
-        size: how many they are.
+        group: process group of the ranks.
+        start: index of the first entry of this rank.
+        size: number of entries of this rank.
     """
 
     group: ProcessGroup
@@ -54,7 +55,10 @@ class VocabularyShard:
 
     @classmethod
     def of(cls, head: Tensor) -> "tuple[Tensor, VocabularyShard | None]":
-        """This rank's rows of a head's matrix (vocab, hidden_size), and which they are; None where they are all."""
+        """Return this rank's rows of a head's matrix (vocab, hidden_size), and its shard of the vocabulary.
+
+        The shard is None if the matrix is not sharded.
+        """
         if not is_sharded(head):
             return head, None
         assert head.device_mesh.ndim == 1, "what FSDP2 has divided it gathers before it is used"
@@ -62,23 +66,26 @@ class VocabularyShard:
         return local, cls(group, group.rank() * len(local), len(local))
 
     def find(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Where among its entries targets are, 0 for those of other ranks, and whether they are its own."""
+        """Return the index of each target in this rank's entries, and whether this rank holds it.
+
+        The index is 0 for targets that other ranks hold.
+        """
         places = targets - self.start
         is_own = (places >= 0) & (places < self.size)
         return places.where(is_own, 0), is_own
 
     def highest_(self, values: Tensor) -> Tensor:
-        """The maximum over the ranks, in place and without a gradient."""
+        """Replace values by their maximum over the ranks, in place and without gradient."""
         dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
         return values
 
     def sum_(self, values: Tensor) -> Tensor:
-        """The sum over the ranks, in place and without a gradient."""
+        """Replace values by their sum over the ranks, in place and without gradient."""
         dist.all_reduce(values, group=self.group)
         return values
 
     def argmax(self, logits: Tensor) -> Tensor:
-        """(tokens, 1) int64, the entry of the whole vocabulary that is likeliest, given (tokens, size) logits."""
+        """Return the argmax over the whole vocabulary, (tokens, 1) int64, given this rank's (tokens, size) logits."""
         own, places = logits.max(-1, keepdim=True)
         is_highest = own == self.highest_(own.clone())
         first = (places + self.start).where(is_highest, torch.iinfo(torch.int64).max)
@@ -86,22 +93,22 @@ class VocabularyShard:
         return first
 
     def enter(self, hidden: Tensor) -> Tensor:
-        """The same hidden states, to be projected onto this rank's entries: their gradient is summed over the ranks."""
+        """Return the hidden states unchanged; in the backward pass their gradient is summed over the ranks."""
         return cast(Tensor, _Enter.apply(hidden, self))  # type: ignore[no-untyped-call]
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over the ranks, differentiable."""
+        """Return the sum over the ranks; differentiable."""
         return cast(Tensor, _Sum.apply(values, self))  # type: ignore[no-untyped-call]
 
     def gather(self, logits: Tensor) -> Tensor:
-        """(..., vocab) of (..., size) each, differentiable."""
+        """Gather (..., size) logits of all ranks into (..., vocab); differentiable."""
         return cast(Tensor, _Gather.apply(logits, self))  # type: ignore[no-untyped-call]
 
 
 def embed_divided(embedding: nn.Embedding, tokens: Tensor) -> Tensor:
-    """The forward pass of an embedding whose entries are divided: (..., hidden_size) of tokens (...) int64.
+    """Look up tokens (...) int64 in an embedding whose entries are sharded; returns (..., hidden_size).
 
-    DTensor's own makes the gradient of all entries on each rank.
+    DTensor's own embedding materializes the gradient of all entries on each rank.
     """
     weight, shard = VocabularyShard.of(embedding.weight)
     assert shard is not None, "the embedding is whole"

@@ -1,4 +1,4 @@
-"""The one thing objectives ask of a language model: the log-probability of given tokens."""
+"""Log-probabilities of target tokens, the interface between language models and objectives."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,22 +12,25 @@ from torch.utils.checkpoint import checkpoint
 from foundry.models.tensor_parallel import VocabularyShard
 
 IGNORED_TARGET = -100
-"""A target that counts for nothing: PyTorch's and transformers' convention."""
+"""Target value of positions that are excluded from the loss, as in PyTorch and transformers."""
 
 _CPU_CHUNK_ELEMENTS = 2**21
 
 
 @dataclass(frozen=True)
 class TokenLogProbs:
-    """What a causal model says about target tokens; differentiable through every field, or through `loss` alone.
+    """Output of a causal language model for target tokens.
+
+    All fields are differentiable; if `loss` is set, only `loss` is.
 
     Attributes:
         log_prob: (batch, seq) float32, log p(target); exactly 0 at ignored targets. (batch, 0) without targets.
-        logsumexp: (batch, seq) float32, log-sum-exp of the logits, at ignored targets too. (batch, 0) without targets.
-        logits: (batch, seq, vocab) in the compute dtype, where asked for.
-        read: (batch, seq, ...) by name, what was read off the logits besides, where asked for.
-        loss: () float32, the sum that a `TokenLoss` asks for.
-        correct: (batch, seq) bool, whether the likeliest token is the target, where a `TokenLoss` asks for it.
+        logsumexp: (batch, seq) float32, log-sum-exp of the logits, also at ignored targets. (batch, 0) without targets.
+        logits: (batch, seq, vocab) in the compute dtype; None unless requested.
+        read: (batch, seq, ...) each, by name: the further values that a `Read` function computed from the logits.
+        loss: () float32, the sum defined by a `TokenLoss`; None without one.
+        correct: (batch, seq) bool, whether the argmax of the logits equals the target; None unless a `TokenLoss`
+            requests it.
     """
 
     log_prob: Tensor
@@ -39,11 +42,12 @@ class TokenLogProbs:
 
 
 Read = Callable[..., dict[str, Tensor]]
-"""Reads something off (tokens, vocab) float32 logits, given the (tokens,) targets: (tokens, ...) each, by name.
+"""Function that computes further values from the logits.
 
-Whatever else is given for each token, (tokens, ...) each, are further arguments.
+It takes (tokens, vocab) float32 logits, the (tokens,) targets and any further per-token tensors, (tokens, ...) each,
+and returns tensors of shape (tokens, ...), by name.
 
-It is called tile by tile, and again in the backward pass where logits are recomputed, so that they never exist at once.
+It is called tile by tile, and again in the backward pass if logits are recomputed, so that the full logits never exist.
 """
 
 
@@ -57,20 +61,19 @@ def project_log_probs(
     read: Read | None = None,
     per_token: Sequence[Tensor] = (),
 ) -> TokenLogProbs:
-    """Project hidden states onto the vocabulary and read off the log-probabilities of the targets in fp32.
+    """Project hidden states onto the vocabulary and compute the log-probabilities of the targets in fp32.
 
-    Where the vocabulary is divided over ranks, logits are gathered only for what is read off them besides, tile by
-    tile, or where they are returned.
+    If the vocabulary is sharded over ranks, logits are gathered only to call `read`, tile by tile, or to return them.
 
     Args:
-        hidden: (batch, seq, hidden_size), equal on ranks that divide the vocabulary.
-        weight: (vocab, hidden_size), the head's matrix; a DTensor where the vocabulary is divided.
-        targets: (batch, seq) int64, -100 where ignored; None: only logits are computed.
-        tile_tokens: positions projected at a time and recomputed in the backward pass, so that no more than
-            tile_tokens x vocab logits ever exist; 0: all at once. Has no effect where logits are returned.
+        hidden: (batch, seq, hidden_size), identical on ranks that shard the vocabulary.
+        weight: (vocab, hidden_size), weight matrix of the head; a DTensor if the vocabulary is sharded.
+        targets: (batch, seq) int64, -100 where ignored; None computes only the logits.
+        tile_tokens: positions projected at a time and recomputed in the backward pass, so that at most tile_tokens x
+            vocab logits exist at once; 0 projects all at once. Ignored if logits are returned.
         return_logits: also return the logits.
-        read: what else is read off them.
-        per_token: (batch, seq, ...) each, what `read` is given besides.
+        read: function that computes further values from the logits.
+        per_token: (batch, seq, ...) each, further arguments of `read`.
     """
     weight, shard = VocabularyShard.of(weight)
     if shard is not None:
@@ -98,17 +101,17 @@ def read_log_probs(
     per_token: Sequence[Tensor] = (),
     shard: VocabularyShard | None = None,
 ) -> TokenLogProbs:
-    """Read the log-probabilities of the targets off logits.
+    """Compute the log-probabilities of the targets from logits.
 
     Args:
-        logits: (batch, seq, vocab), or this rank's of a vocabulary that is divided.
-        targets: (batch, seq) int64, -100 where ignored; None: only the logits are returned, always.
-        tile_tokens: positions read at a time, and again in the backward pass, so that what is made of them in fp32 does
-            not exist at once; 0: all.
+        logits: (batch, seq, vocab), or this rank's shard of a sharded vocabulary.
+        targets: (batch, seq) int64, -100 where ignored; None returns only the logits, regardless of `return_logits`.
+        tile_tokens: positions processed at a time and recomputed in the backward pass, so that fp32 intermediates exist
+            for one tile only; 0 processes all at once.
         return_logits: also return the logits.
-        read: what else is read off them.
-        per_token: (batch, seq, ...) each, what `read` is given besides.
-        shard: the entries of the vocabulary that the logits are of; None: all. Logits are not returned then.
+        read: function that computes further values from the logits.
+        per_token: (batch, seq, ...) each, further arguments of `read`.
+        shard: vocabulary entries that the logits cover; None if they cover all. Logits of a shard are not returned.
     """
     if targets is None:
         empty = logits.new_empty((logits.shape[0], 0), dtype=torch.float32)
@@ -119,7 +122,8 @@ def read_log_probs(
             for logits_tile, *others in zip(*_split(tile_tokens, logits, targets, *per_token), strict=True)
         ]
         return _joined(tiles, targets, logits if return_logits else None)
-    # On a CPU the allocator returns large buffers to the kernel, and faulting them in anew takes half the loss's time.
+    # On a CPU the allocator returns large buffers to the kernel, and page faults on new ones take half the time of the
+    # loss.
     chunk = max(1, _CPU_CHUNK_ELEMENTS // logits.shape[-1]) if logits.device.type == "cpu" else 0
     tiles = [
         _log_probs(logits_tile, read, shard, *others)
@@ -129,7 +133,10 @@ def read_log_probs(
 
 
 def _split(tile_tokens: int, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
-    """Flatten (batch, seq, ...) over positions and cut each into tiles of so many; 0: one tile."""
+    """Flatten (batch, seq, ...) over positions and split each tensor into tiles of `tile_tokens`.
+
+    0 gives a single tile.
+    """
     flat = [tensor.flatten(0, 1) for tensor in tensors]
     return [torch.split(tensor, tile_tokens or max(1, len(tensor))) for tensor in flat]
 
@@ -138,14 +145,14 @@ _Tile = tuple[Tensor, Tensor, dict[str, Tensor]]
 
 
 def _joined(tiles: Sequence[_Tile], targets: Tensor, logits: Tensor | None = None) -> TokenLogProbs:
-    """(batch, seq, ...) from the (tokens, ...) of each tile."""
+    """Concatenate the (tokens, ...) outputs of the tiles into (batch, seq, ...) tensors."""
     log_probs, logsumexps, reads = zip(*tiles, strict=True)
     read = {name: _whole([tile[name] for tile in reads], targets) for name in reads[0]}
     return TokenLogProbs(_whole(log_probs, targets), _whole(logsumexps, targets), logits, read)
 
 
 def _whole(parts: Sequence[Tensor], targets: Tensor) -> Tensor:
-    """A copy, because FSDP2 warns of outputs that are views."""
+    """Concatenate tiles and copy the result, because FSDP2 warns about outputs that are views."""
     whole = torch.cat(list(parts))
     return whole.view(*targets.shape, *whole.shape[1:]).clone()
 
@@ -159,10 +166,10 @@ def _tile_log_probs(
 def _log_probs(
     logits: Tensor, read: Read | None, shard: VocabularyShard | None, targets: Tensor, *per_token: Tensor
 ) -> _Tile:
-    """Log-probabilities and log-sum-exps, (tokens,) float32 each, of (tokens, vocab) logits, and what `read` reads.
+    """Return log-probabilities and log-sum-exps, (tokens,) float32 each, and the output of `read`.
 
-    The fused cross-entropy is half the time of a log-sum-exp and a gather; adding the target's logit back gives the
-    log-sum-exp, whose backward pass costs nothing unless a loss uses it.
+    The fused cross-entropy takes half the time of a log-sum-exp and a gather. Adding the target's logit to it gives the
+    log-sum-exp, whose backward pass is free unless a loss uses it.
     """
     logits = logits.float()
     others = {} if read is None else read(logits if shard is None else shard.gather(logits), targets, *per_token)
@@ -177,7 +184,10 @@ def _log_probs(
 
 
 def _divided_log_probs(logits: Tensor, targets: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
-    """The same of this rank's (tokens, entries) logits: a maximum and two sums for each token go over the ranks."""
+    """Return log-probabilities and log-sum-exps from this rank's (tokens, entries) logits.
+
+    The ranks exchange one maximum and two sums per token.
+    """
     highest = shard.highest_(logits.detach().amax(-1))
     places, is_own = shard.find(targets)
     shifted = logits - highest[:, None]

@@ -1,4 +1,4 @@
-"""What language models minimise: a sum over tokens, made by the model itself where it can."""
+"""The loss of language models: a weighted sum over tokens, computed by the model itself if it supports this."""
 
 import inspect
 from dataclasses import dataclass, replace
@@ -14,12 +14,12 @@ from foundry.models.token_log_probs import IGNORED_TARGET, TokenLogProbs, read_l
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """What is summed over tokens: weight x (cross-entropy + z_loss_coefficient x log-sum-exp²).
+    """Settings of the sum over tokens: weight x (cross-entropy + z_loss_coefficient x log-sum-exp²).
 
     Attributes:
         z_loss_coefficient: see PaLM (Chowdhery et al., 2022, section 5).
-        weights: (batch, seq) float32, of each token; None: 1. An ignored target has none.
-        finds_correct: also say whether the likeliest token is the target.
+        weights: (batch, seq) float32, weight of each token; None means 1. Ignored targets always have weight 0.
+        finds_correct: also return whether the argmax of the logits equals the target.
     """
 
     z_loss_coefficient: float = 0.0
@@ -27,7 +27,7 @@ class TokenLoss:
     finds_correct: bool = False
 
     def weigh(self, targets: Tensor) -> Tensor:
-        """(batch, seq) float32, 0 where the target is ignored."""
+        """Return the weight of each token, (batch, seq) float32; 0 at ignored targets."""
         is_valid = targets != IGNORED_TARGET
         return is_valid.float() if self.weights is None else self.weights.float().masked_fill(~is_valid, 0.0)
 
@@ -35,14 +35,14 @@ class TokenLoss:
 def project_loss(
     hidden: Tensor, weight: Tensor, targets: Tensor, token_loss: TokenLoss, *, tile_tokens: int = 0
 ) -> TokenLogProbs:
-    """Sum the loss of tokens over a projection of hidden states onto the vocabulary, as `projected_loss` does.
+    """Project hidden states onto the vocabulary and sum the loss of the tokens, with `projected_loss`.
 
     Args:
         hidden: (batch, seq, hidden_size).
-        weight: (vocab, hidden_size), the head's matrix.
+        weight: (vocab, hidden_size), weight matrix of the head.
         targets: (batch, seq) int64, -100 where ignored.
-        token_loss: the loss.
-        tile_tokens: positions projected at a time; 0: as many as are fast.
+        token_loss: loss settings.
+        tile_tokens: positions projected at a time; 0 chooses a fast value.
     """
     loss, log_prob, logsumexp, correct = projected_loss(
         hidden.flatten(0, 1),
@@ -60,12 +60,12 @@ def project_loss(
 
 
 def read_loss(logits: Tensor, targets: Tensor, token_loss: TokenLoss, *, tile_tokens: int = 0) -> TokenLogProbs:
-    """Sum the loss of tokens over logits that exist.
+    """Sum the loss of tokens from their logits.
 
     Args:
         logits: (batch, seq, vocab).
         targets: (batch, seq) int64, -100 where ignored.
-        token_loss: the loss.
+        token_loss: loss settings.
         tile_tokens: as in `read_log_probs`.
     """
     read = _find_correct if token_loss.finds_correct else None
@@ -75,15 +75,17 @@ def read_loss(logits: Tensor, targets: Tensor, token_loss: TokenLoss, *, tile_to
 def ask_for_loss(
     model: nn.Module, tokens: Tensor, targets: Tensor, token_loss: TokenLoss, **asked: Any
 ) -> TokenLogProbs:
-    """What a model answers to tokens and targets, with the loss: made by it, or of the log-probabilities that it gives.
+    """Run a language model and return its outputs with the loss.
+
+    The model computes the loss itself if its forward() takes `token_loss`; otherwise the loss is computed here, from
+    the log-probabilities that the model returns.
 
     Args:
-        model: maps (tokens, targets) to `TokenLogProbs`, wrapped or not; it makes the loss if its forward() takes
-            `token_loss`.
+        model: maps (tokens, targets) to `TokenLogProbs`; wrapped or not.
         tokens: (batch, seq) int64.
         targets: (batch, seq) int64, -100 where ignored.
-        token_loss: the loss.
-        asked: further keywords of the model.
+        token_loss: loss settings.
+        asked: further keyword arguments of the model.
     """
     kind: Any = type(model.module if isinstance(model, DistributedDataParallel) else model)
     if _makes_loss(kind):
@@ -112,5 +114,5 @@ def _with_loss(output: TokenLogProbs, targets: Tensor, token_loss: TokenLoss) ->
 
 
 def _find_correct(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    """Whether the likeliest token is the target, (tokens,) bool; never where that is ignored."""
+    """Return whether the argmax of the logits equals the target, (tokens,) bool; False at ignored targets."""
     return {"correct": logits.argmax(-1) == targets}

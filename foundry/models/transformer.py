@@ -1,4 +1,4 @@
-"""A Llama-style decoder in plain PyTorch, under the parameter names of transformers' Llama."""
+"""A Llama-style decoder in plain PyTorch, with the parameter names of transformers' Llama."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square normalisation (Zhang and Sennrich, 2019): computed in fp32, in its input's dtype outside."""
+    """Root-mean-square normalization (Zhang and Sennrich, 2019), computed in fp32; the output has the input's dtype."""
 
     def __init__(self, hidden_size: int, eps: float) -> None:
         super().__init__()
@@ -36,18 +36,18 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise x: (..., hidden_size) over its last dimension."""
-        # An fp32 weight would promote the residual stream; FSDP2 hands over a bf16 one.
+        """Normalize x: (..., hidden_size) over its last dimension."""
+        # An fp32 weight would promote the residual stream to fp32. With FSDP2 the weight is bf16 already.
         weight = local_part(self.weight).to(x.dtype)
         if x.device.type != "cuda":
             return F.rms_norm(x, weight.shape, weight, self.eps)
-        # From torch 2.12 on CUDA's autocast casts what goes in to fp32 and back, which the kernel does by itself.
+        # Since torch 2.12, autocast on CUDA casts the inputs to fp32 and the output back, which the kernel does itself.
         with torch.autocast("cuda", enabled=False):
             return F.rms_norm(x, weight.shape, weight, self.eps)
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions and grouped key and value heads."""
+    """Causal self-attention with rotary positions and grouped-query heads."""
 
     def __init__(self, hidden_size: int, num_heads: int, num_kv_heads: int, dropout: float = 0.0) -> None:
         super().__init__()
@@ -69,14 +69,14 @@ class Attention(nn.Module):
         draws: KeyedDropout | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        """Attend within x: (batch, seq, hidden_size), and to what a cache holds; cos, sin: (..., seq, head_dim)."""
+        """Attend within x: (batch, seq, hidden_size) and to cached keys and values; cos, sin: (..., seq, head_dim)."""
         query, key, value = self.project(x, cos, sin)
         if cache is not None:
             key, value = cache.append(key, value)
         return self.attend(query, key, value, mask, draws, documents)
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of x, (batch, heads or kv heads, seq, head_dim) each, after rotation."""
+        """Project x to rotated queries and keys, and values; (batch, heads or kv heads, seq, head_dim) each."""
         query, key, value = (
             projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
@@ -92,19 +92,19 @@ class Attention(nn.Module):
         draws: KeyedDropout | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        """What queries find, (batch, queries, hidden_size); all as `project` gives them.
+        """Compute the attention output, (batch, queries, hidden_size), of tensors returned by `project`.
 
         Args:
             query: (batch, heads, queries, head_dim).
             key: (batch, kv heads, keys, head_dim).
             value: as `key`.
-            mask: (batch or 1, 1, queries, keys) bool, which attends to which; or bounds, if there are as many keys as
-                queries and each attends within a document; None: each to those up to its own, or all where they are
-                fewer than keys.
-            draws: of the dropout of attention weights; None: none are dropped.
-            documents: of packed rows.
+            mask: (batch or 1, 1, queries, keys) bool, true where a query may attend to a key; or document bounds, for
+                causal attention within documents, with as many keys as queries. None for causal attention, or for
+                attention to all keys if there are fewer queries than keys.
+            draws: dropout masks of the attention weights; None disables dropout.
+            documents: document layout of packed rows.
         """
-        is_causal = mask is None and query.shape[2] == key.shape[2]  # else the one query attends to all keys
+        is_causal = mask is None and query.shape[2] == key.shape[2]  # otherwise the single query attends to all keys
         if isinstance(mask, DocumentBounds):
             attended = mask.attend(query, key, value)
         elif draws is not None and self.dropout > 0:
@@ -122,7 +122,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (Shazeer, 2020)."""
+    """SwiGLU feed-forward layer (Shazeer, 2020)."""
 
     def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
@@ -131,13 +131,13 @@ class FeedForward(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Transform x: (batch, seq, hidden_size) position by position."""
+        """Transform each position of x: (batch, seq, hidden_size)."""
         output: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return output
 
 
 class TransformerBlock(FSDPBlock):
-    """Attention and feed-forward, each normalised before and added to the residual stream."""
+    """Pre-norm transformer block: attention and feed-forward layers with residual connections."""
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class TransformerBlock(FSDPBlock):
         return self.add(x, self.self_attn(self.input_layernorm(x), cos, sin, cache, mask, draws, documents), draws)
 
     def add(self, x: Tensor, attended: Tensor, draws: KeyedDropout | None = None) -> Tensor:
-        """Add what attention found to the residual stream x, and then the feed-forward of it."""
+        """Add the attention output to the residual stream x, then the feed-forward output."""
         x = x + self._drop(attended, draws, 0)
         output: Tensor = x + self._drop(self.mlp(self.post_attention_layernorm(x)), draws, 1)
         return output
@@ -180,7 +180,7 @@ class TransformerBlock(FSDPBlock):
 
 
 class Decoder(nn.Module):
-    """Everything below the head."""
+    """The decoder without its head."""
 
     def __init__(self, embed_tokens: nn.Embedding, layers: nn.ModuleList, norm: RMSNorm) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ class Decoder(nn.Module):
         draws: KeyedDropout | None = None,
         documents: Documents | None = None,
     ) -> Tensor:
-        """Hidden states (batch, seq, hidden_size) of tokens: (batch, seq) int64; cos, sin: (..., seq, head_dim)."""
+        """Map tokens: (batch, seq) int64 to hidden states (batch, seq, hidden_size); cos, sin: (..., seq, head_dim)."""
         x = to_compute_dtype(self.embed_tokens(tokens))
         cos, sin = cos.to(x.dtype), sin.to(x.dtype)
         mask: Tensor | DocumentBounds | None = None
@@ -219,13 +219,16 @@ class Decoder(nn.Module):
 class Transformer(nn.Module):
     """A Llama-style decoder: RMSNorm, rotary positions, SwiGLU, grouped-query attention.
 
+    Dropout applies only in training mode, and only if `forward` gets dropout keys.
+
     Args:
-        settings: widths, numbers of layers and heads, and initial weights.
-        hidden_dropout: share of elements dropped from what attention and feed-forward add to the residual stream.
-        attention_dropout: share of attention weights dropped; both only in training, and where samples have keys.
+        settings: widths, numbers of layers and heads, and initialization.
+        hidden_dropout: dropout probability of the attention and feed-forward outputs that are added to the residual
+            stream.
+        attention_dropout: dropout probability of the attention weights.
 
     Raises:
-        ConfigError: the heads do not divide as they must.
+        ConfigError: the numbers of heads are not divisible as required.
     """
 
     isolates_documents = True
@@ -273,21 +276,21 @@ class Transformer(nn.Module):
         documents: Tensor | None = None,
         document_bounds: DocumentBounds | None = None,
     ) -> TokenLogProbs:
-        """Log-probabilities of the targets.
+        """Return the log-probabilities of the targets.
 
         Args:
             tokens: (batch, seq) int64.
-            targets: (batch, seq) int64, the token after each position, -100 where ignored; None: only logits.
-            cache: what was read before these tokens, from `new_cache`; they are added to it. There are no targets then,
-                and the logits are those of the last position, (batch, 1, vocab).
+            targets: (batch, seq) int64, the token after each position, -100 where ignored; None computes only logits.
+            cache: cache of the preceding tokens, from `new_cache`; these tokens are appended to it. Targets must be
+                None, and the logits cover the last position only, (batch, 1, vocab).
             return_logits: also return the logits, (batch, seq, vocab).
-            read: what else is read off them.
-            per_token: (batch, seq, ...) each, what `read` is given besides.
-            token_loss: the loss to sum; neither logits nor anything read off them are returned then.
-            dropout_keys: (samples,) int64, of each sample, for training with dropout.
-            documents: (batch, seq) int64, the sample of each token where rows hold several, -1 for padding; None: row
-                i is sample i.
-            document_bounds: of the same documents, for attention without a mask on GPUs.
+            read: function that computes further values from the logits.
+            per_token: (batch, seq, ...) each, further arguments of `read`.
+            token_loss: settings of the loss to compute; logits and the outputs of `read` are not returned then.
+            dropout_keys: (samples,) int64, key of each sample, for training with dropout.
+            documents: (batch, seq) int64, index of each token's sample in packed rows, -1 for padding; None if row i is
+                sample i.
+            document_bounds: bounds of the same documents, for attention without a mask on GPUs.
 
         Raises:
             ValueError: the sequence is longer than max_seq_len.
@@ -323,7 +326,7 @@ class Transformer(nn.Module):
         read: Read | None,
         per_token: Sequence[Tensor],
     ) -> TokenLogProbs:
-        """What `forward` returns of hidden states (batch, seq, hidden_size), by the head."""
+        """Apply the head to hidden states (batch, seq, hidden_size) and return the output of `forward`."""
         head = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
         if token_loss is not None and targets is not None:
             return project_loss(hidden, head, targets, token_loss, tile_tokens=self.settings.logprob_tile_tokens)
@@ -338,24 +341,24 @@ class Transformer(nn.Module):
         )
 
     def new_cache(self, length: int, padding: Tensor | None = None) -> KVCache:
-        """An empty cache for `forward`; arguments as those of `Cache`."""
+        """Return an empty cache for `forward`; arguments as for `Cache`."""
         return KVCache(len(self.model.layers), length, padding)
 
     def initial_weights(self) -> dict[str, Draw]:
-        """How weights are drawn from scratch: norms are ones, matrices as `matrix_draws` says."""
+        """Return the initialization by parameter name: norms are ones, matrices are as in `matrix_draws`."""
         norms = {f"{name}.weight": Constant(1.0) for name, m in self.named_modules() if isinstance(m, RMSNorm)}
         return {**norms, **matrix_draws(self, std=self.init_std, embedding_std=self.embedding_init_std)}
 
     def init_weights(self, seed: int | None = None) -> None:
-        """Draw all weights from scratch, as `initial_weights` says; `seed` as for `draw_weights`."""
+        """Initialize all weights as defined by `initial_weights`; `seed` as for `draw_weights`."""
         draw_weights(self, self.initial_weights(), seed)
 
     def output_head(self) -> nn.Module | None:
-        """The projection onto the vocabulary, unless the embedding does it."""
+        """Return the projection onto the vocabulary; None if it is tied to the embedding."""
         return self.lm_head
 
     def tensor_parallel_plan(self) -> dict[str, Split]:
-        """Heads, the width of the feed-forward and the vocabulary are divided; norms are not."""
+        """Return the tensor-parallel plan: heads, feed-forward width and vocabulary are sharded, norms replicated."""
         block = {
             "self_attn": Split.input,
             **{f"self_attn.{name}_proj": Split.columns for name in "qkv"},
@@ -368,11 +371,11 @@ class Transformer(nn.Module):
         return plan | {"model.embed_tokens": Split.vocabulary, "lm_head": Split.vocabulary}
 
     def flops_per_sample(self, seq_len: int) -> float:
-        """FLOPs of a forward and backward pass over one sequence of seq_len tokens.
+        """Return the FLOPs of a forward and backward pass over one sequence of seq_len tokens.
 
-        Per token 6 N + 12 L H Q T (PaLM, Chowdhery et al., 2022, appendix B): N the parameters of matrix products
-        including the head, L layers, H heads of Q dimensions, T = seq_len; causality is not subtracted. A
-        frozen matrix counts 4 instead of 6.
+        Per token 6 N + 12 L H Q T (PaLM, Chowdhery et al., 2022, appendix B), with N parameters in matrix products
+        including the head, L layers, H heads of dimension Q, and T = seq_len. The FLOPs that causal masking could save
+        are not subtracted. A frozen matrix counts 4 instead of 6.
         """
         attention = 12 * len(self.model.layers) * self.model.embed_tokens.embedding_dim * seq_len
         matrices = [module.weight for module in self.modules() if isinstance(module, nn.Linear)]
@@ -380,7 +383,7 @@ class Transformer(nn.Module):
         return float(seq_len * (matmul_flops([*matrices, *tied]) + attention))
 
     def hf_config(self) -> "LlamaConfig":
-        """The same architecture as a transformers config; `export_state` fits the model it describes."""
+        """Return the transformers config of this architecture; `export_state` returns the matching weights."""
         from transformers import LlamaConfig
 
         return LlamaConfig(
@@ -402,21 +405,21 @@ class Transformer(nn.Module):
         )
 
     def export_state(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-        """This model's state under transformers' names, which are its own."""
+        """Return the state dict under transformers' parameter names, which are the same."""
         return dict(state_dict)
 
 
 def to_compute_dtype(x: Tensor) -> Tensor:
-    """The tensor in autocast's dtype where autocast is on, so that the residual stream is the one FSDP2 computes."""
+    """Cast to autocast's dtype if autocast is on, so that the residual stream has the same dtype as with FSDP2."""
     device_type = x.device.type
     return x.to(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else x
 
 
 def rotary_table(seq_len: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, (seq_len, head_dim) float32 each, of rotary positions (Su et al., 2021).
+    """Return cosines and sines of rotary positions, (seq_len, head_dim) float32 each (Su et al., 2021).
 
-    Angles repeat for both halves of a head, as in transformers. Computed anew in each forward pass, which costs
-    little: a buffer would be rounded by `.to(torch.bfloat16)` and left empty by a start on the meta device.
+    Angles repeat for both halves of a head, as in transformers. They are computed in each forward pass, which costs
+    little. A buffer would be rounded by `.to(torch.bfloat16)` and left empty by initialization on the meta device.
     """
     exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
     positions = torch.arange(seq_len, device=device, dtype=torch.float32)
@@ -425,14 +428,14 @@ def rotary_table(seq_len: int, head_dim: int, theta: float, device: torch.device
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn x: (batch, heads, seq, head_dim) by its positions; cos, sin: (..., seq, head_dim)."""
+    """Apply rotary positions to x: (batch, heads, seq, head_dim); cos, sin: (..., seq, head_dim)."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
 def _keyed_dropout(keys: Tensor, documents: Tensor | None, packed: Documents | None, seq_len: int) -> KeyedDropout:
-    """Draws keyed by sample, wherever in a row it is."""
+    """Return dropout masks keyed by sample, independent of the sample's place in a packed row."""
     if documents is None or packed is None:
         return KeyedDropout(keys[:, None], torch.arange(seq_len, device=keys.device)[None])
-    # Padding, document -1, has the last key.
+    # Padding has document -1 and therefore indexes the last key.
     return KeyedDropout(torch.cat([keys, keys.new_zeros(1)])[documents], packed.positions)

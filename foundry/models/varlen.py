@@ -1,4 +1,4 @@
-"""Attention within concatenated documents, by torch's kernel for sequences of variable length."""
+"""Attention within concatenated documents, with PyTorch's kernel for variable-length sequences."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -12,19 +12,19 @@ if TYPE_CHECKING:
     import torch.nn.attention.varlen
 
 _HEAD_DIM_STEP, _LARGEST_HEAD_DIM = 8, 192
-"""FlashAttention supports larger heads too, but on some GPUs without a backward pass."""
+"""FlashAttention supports larger heads too, but not their backward pass on some GPUs."""
 _MIN_CAPABILITY = (8, 0)
 _KNOWS_GROUPED_HEADS = torch.__version__ >= "2.12"
 
 
 @dataclass(frozen=True)
 class DocumentBounds:
-    """First tokens of the documents in a batch whose rows are concatenated.
+    """Bounds of the documents in a batch whose rows are concatenated.
 
     Attributes:
-        starts: (documents + 1,) int32, the first token of each document, and after the last document the number of
-            tokens. Documents of no tokens may stand at the end.
-        longest: tokens of the longest document, or more.
+        starts: (documents + 1,) int32, first token of each document, followed by the total number of tokens. Empty
+            documents are allowed at the end.
+        longest: length of the longest document in tokens, or an upper bound.
     """
 
     starts: Tensor
@@ -32,10 +32,12 @@ class DocumentBounds:
 
     @classmethod
     def of_padded(cls, padding: Tensor, seq_len: int) -> "DocumentBounds":
-        """Return the bounds of left-padded rows without waiting for the device; padding counts as a document.
+        """Return the bounds of left-padded rows without a device synchronization.
+
+        The padding of a row counts as a document.
 
         Args:
-            padding: (batch,) int64, columns of padding of each row, less than `seq_len`.
+            padding: (batch,) int64, padding columns of each row, fewer than `seq_len`.
             seq_len: columns of a row.
         """
         rows = torch.arange(len(padding) + 1, device=padding.device) * seq_len
@@ -43,12 +45,12 @@ class DocumentBounds:
         return cls(torch.cat((starts, rows[-1:])).int(), seq_len)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Causal attention within each document, whose memory is linear in the tokens.
+        """Compute causal attention within each document, with memory linear in the number of tokens.
 
         Args:
-            query: (batch, heads, seq, head_dim); `has_kernel` is true for its device, type and head_dim.
-            key: (batch, kv heads, seq, head_dim); `heads` is a multiple of `kv heads`.
-            value: as `key`.
+            query: (batch, heads, seq, head_dim); `has_kernel` must be true for its device, dtype and head_dim.
+            key: (batch, kv heads, seq, head_dim); `heads` must be a multiple of `kv heads`.
+            value: same shape as `key`.
 
         Returns:
             (batch, heads, seq, head_dim).
@@ -66,10 +68,10 @@ class DocumentBounds:
 
 
 def has_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether `DocumentBounds.attend` supports a device, a type and a size of heads.
+    """Return whether `DocumentBounds.attend` supports this device, dtype and head size.
 
-    FlashAttention needs an NVIDIA GPU of compute capability 8.0 or more, float16 or bfloat16, and a multiple of 8 as
-    `head_dim`.
+    FlashAttention needs an NVIDIA GPU of compute capability 8.0 or higher, float16 or bfloat16, and a `head_dim` that
+    is a multiple of 8.
     """
     is_half = dtype in (torch.bfloat16, torch.float16)
     has_size = head_dim % _HEAD_DIM_STEP == 0 and head_dim <= _LARGEST_HEAD_DIM
@@ -80,5 +82,5 @@ def has_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
 def _is_supported(device: torch.device) -> bool:
     if torch.version.hip is not None or not torch.backends.cuda.is_flash_attention_available():
         return False
-    import_module("torch.nn.attention.varlen")  # takes seconds, since it imports torch.compile's code
+    import_module("torch.nn.attention.varlen")  # takes seconds, because it imports the code of torch.compile
     return torch.cuda.get_device_capability(device) >= _MIN_CAPABILITY

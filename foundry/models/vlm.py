@@ -1,4 +1,4 @@
-"""A decoder that looks at pictures before it reads, and answers about them."""
+"""A vision-language model: a decoder that attends to image patches as a prefix of the text."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,18 +20,18 @@ from foundry.models.transformer import RMSNorm, Transformer, TransformerBlock, r
 from foundry.models.varlen import DocumentBounds
 
 PATCH = 8
-"""Height and width in pixels of what a picture token is made of."""
+"""Height and width in pixels of the image patch behind each image token."""
 
 KeysAndValues = tuple[Tensor, Tensor]
-"""(batch, kv heads, pictures and words, head_dim) each, of one layer, after rotation."""
+"""Keys and values of one layer after rotation, (batch, kv heads, image patches + text tokens, head_dim) each."""
 
 
 class PictureStem(nn.Module):
-    """Strided convolutions from pictures to a token for each patch, with a learned position for each patch.
+    """Strided convolutions that map images to one token per patch, plus a learned position embedding per patch.
 
     Args:
-        image_size: height and width of a picture in pixels, a multiple of 8.
-        num_images: pictures of a sample.
+        image_size: height and width of an image in pixels, a multiple of 8.
+        num_images: images per sample.
         hidden_size: width of a token.
     """
 
@@ -43,7 +43,7 @@ class PictureStem(nn.Module):
         self.positions = nn.Parameter(torch.zeros(num_images * (image_size // PATCH) ** 2, hidden_size))
 
     def forward(self, images: Tensor) -> Tensor:
-        """Tokens (batch, patches of all pictures, hidden_size) of images: (batch, pictures, 3, size, size) uint8."""
+        """Map images: (batch, images, 3, size, size) uint8 to tokens (batch, patches of all images, hidden_size)."""
         # From 0..255 to [-1, 1].
         x = (images.flatten(0, 1).float() / 127.5 - 1.0).to(self.conv1.weight.dtype)
         x = self.conv3(F.gelu(self.conv2(F.gelu(self.conv1(x)))))
@@ -51,7 +51,7 @@ class PictureStem(nn.Module):
         return patches + self.positions.to(patches.dtype)
 
     def initial_weights(self) -> dict[str, Draw]:
-        """Convolutions are N(0, 1 / fan in), positions N(0, 0.02)."""
+        """Return the initialization by parameter name: convolutions N(0, 1 / fan in), positions N(0, 0.02)."""
         draws: dict[str, Draw] = {"positions": Normal(0.02)}
         for name, conv in self._convolutions():
             draws[f"{name}.weight"] = Normal(conv.weight[0].numel() ** -0.5)
@@ -59,7 +59,7 @@ class PictureStem(nn.Module):
         return draws
 
     def flops(self) -> float:
-        """FLOPs of a forward and backward pass over the pictures of one sample."""
+        """Return the FLOPs of a forward and backward pass over the images of one sample."""
         places, total = 16 * len(self.positions), 0
         for _, conv in self._convolutions():
             total += places * matmul_flops([conv.weight])
@@ -71,10 +71,10 @@ class PictureStem(nn.Module):
 
 
 class PrefixBlock(TransformerBlock):
-    """A block that also gives its keys and values, for others to attend to.
+    """A transformer block that also returns its keys and values, so that other models can attend to them.
 
-    They are outputs of the forward pass, since FSDP2 gathers a block's weights for the backward pass of its outputs,
-    and a checkpointed block computes anew what it has given.
+    They are outputs of the forward pass because FSDP2 gathers the weights of a block for the backward pass of its
+    outputs, and because a checkpointed block recomputes its outputs.
     """
 
     def forward(  # type: ignore[override]
@@ -87,43 +87,45 @@ class PrefixBlock(TransformerBlock):
         *,
         keys_only: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Map x: (batch, seq, hidden_size) to the same shape; its keys and values, (batch, kv heads, seq, head_dim).
+        """Return the new residual stream, (batch, seq, hidden_size), and the block's keys and values.
+
+        Keys and values are (batch, kv heads, seq, head_dim).
 
         Args:
-            x: the residual stream.
-            cos: (seq, head_dim), of `rotary_table`.
+            x: residual stream, (batch, seq, hidden_size).
+            cos: (seq, head_dim), from `rotary_table`.
             sin: as `cos`.
-            mask: (batch, 1, seq, seq) bool, which attend to which.
-            draws: of dropout.
-            keys_only: nothing but keys and values is asked for; x comes back as it was.
+            mask: (batch, 1, seq, seq) bool, true where a query may attend to a key.
+            draws: dropout masks.
+            keys_only: compute keys and values only, and return x unchanged.
         """
         query, key, value = self.self_attn.project(self.input_layernorm(x), cos, sin)
-        value = value.clone()  # FSDP2 warns of views among the outputs of a block
+        value = value.clone()  # FSDP2 warns about block outputs that are views
         if keys_only:
             return x.clone(), key, value
         return self.add(x, self.self_attn.attend(query, key, value, mask, draws), draws), key, value
 
 
 class PrefixVLM(Transformer):
-    """`Transformer` behind a convolutional stem: pictures are a prefix, of which all see all, that words look back at.
+    """`Transformer` with image patches as a prefix: bidirectional attention over images, causal attention over text.
 
-    A prefix language model (Raffel et al., 2020, section 3.2.1) as PaliGemma is (Beyer et al., 2024). Rotary positions
-    run on over pictures and words.
+    A convolutional stem embeds the images. It is a prefix language model (Raffel et al., 2020, section 3.2.1) like
+    PaliGemma (Beyer et al., 2024). Rotary positions are continuous across image patches and text.
 
     Args:
-        settings: those of a decoder, and the number and size of pictures, which do not count in `max_seq_len`.
-        hidden_dropout: as of `Transformer`, as is `attention_dropout`.
-        attention_dropout: of attention weights.
+        settings: decoder settings, and the number and size of images, which do not count toward `max_seq_len`.
+        hidden_dropout: as for `Transformer`.
+        attention_dropout: as for `Transformer`.
 
     Raises:
-        ConfigError: the sizes do not divide as they must.
+        ConfigError: the sizes are not divisible as required.
     """
 
     isolates_documents = False
     block_type = PrefixBlock
-    hf_config: Any = None  # transformers has no such model
+    hf_config: Any = None  # transformers has no equivalent model
     tensor_parallel_plan: Any = None
-    new_cache: Any = None  # answers are short, and read anew for each word
+    new_cache: Any = None  # not supported: answers are short, and the model reruns the whole sequence for each token
 
     settings: PrefixVLMSettings
 
@@ -152,14 +154,14 @@ class PrefixVLM(Transformer):
         documents: Tensor | None = None,
         document_bounds: DocumentBounds | None = None,
     ) -> TokenLogProbs:
-        """Log-probabilities of the targets, given pictures and the words before; of words alone.
+        """Return the log-probabilities of the targets, given the images and the preceding text tokens.
 
-        Of `tokens`, (batch, seq) int64, those below 0 are padding. `images` are (batch, num_images, 3, image_size,
-        image_size) uint8. There is no cache, and rows do not hold several samples, since each has its own pictures. All
-        else is as for `Transformer.forward`.
+        Outputs cover text positions only. In `tokens`, (batch, seq) int64, negative values are padding. `images` are
+        (batch, num_images, 3, image_size, image_size) uint8. There is no cache, and rows do not hold several samples,
+        because each sample has its own images. The other arguments are as for `Transformer.forward`.
 
         Raises:
-            ValueError: the sequence is longer than max_seq_len, no pictures are given, or a cache or documents are.
+            ValueError: the sequence is longer than max_seq_len, images are missing, or a cache or documents are passed.
         """
         if images is None:
             raise ValueError("PrefixVLM answers about pictures and is given none; give images")
@@ -178,26 +180,29 @@ class PrefixVLM(Transformer):
     def trunk(
         self, tokens: Tensor, images: Tensor, *, dropout_keys: Tensor | None = None
     ) -> tuple[Tensor, list[KeysAndValues], Tensor]:
-        """Hidden states of pictures and words, and what each layer lets others attend to.
+        """Return hidden states of images and text, and the keys and values of each layer.
 
         Args:
-            tokens: (batch, words) int64; below 0 is padding, which nobody sees.
+            tokens: (batch, text tokens) int64; negative values are padding, which other positions do not attend to.
             images: (batch, num_images, 3, image_size, image_size) uint8.
             dropout_keys: (batch,) int64, for training with dropout.
 
         Returns:
-            Hidden states (batch, pictures and words, hidden_size), normalised; keys and values of each layer,
-            (batch, kv heads, pictures and words, head_dim); and which of these places are no padding, (batch, pictures
-            and words) bool.
+            Normalized hidden states, (batch, image patches + text tokens, hidden_size); keys and values of each layer,
+            (batch, kv heads, image patches + text tokens, head_dim); and a mask, (batch, image patches + text tokens)
+            bool, that is False at padding.
 
         Raises:
-            ValueError: there are more words than max_seq_len.
+            ValueError: there are more text tokens than max_seq_len.
         """
         x, kept, is_visible = self._layers(tokens, images, dropout_keys)
         return self.model.norm(x), kept, is_visible
 
     def observe(self, tokens: Tensor, images: Tensor) -> tuple[list[KeysAndValues], Tensor]:
-        """`trunk` without its hidden states: what comes after the last layer's keys and values is not computed."""
+        """Return the keys and values and the padding mask of `trunk`.
+
+        Hidden states of the last layer are not computed.
+        """
         _, kept, is_visible = self._layers(tokens, images, None, keys_only=True)
         return kept, is_visible
 
@@ -226,7 +231,10 @@ class PrefixVLM(Transformer):
         return x, kept, is_visible
 
     def initial_weights(self) -> dict[str, Draw]:
-        """Norms are ones, convolutions as `PictureStem` says, all else as of `Transformer`."""
+        """Return the initialization by parameter name.
+
+        Norms are ones, the stem is as in `PictureStem`, and the rest as in `Transformer`.
+        """
         norms = {f"{name}.weight": Constant(1.0) for name, m in self.named_modules() if isinstance(m, RMSNorm)}
         decoder = matrix_draws(self.model, std=self.init_std, embedding_std=self.embedding_init_std)
         head = {} if self.lm_head is None else {"lm_head.weight": Normal(self.init_std)}
@@ -234,14 +242,14 @@ class PrefixVLM(Transformer):
         return {**norms, **{f"model.{name}": draw for name, draw in decoder.items()}, **head, **stem}
 
     def init_weights(self, seed: int | None = None) -> None:
-        """Draw all weights from scratch, as `initial_weights` says; `seed` as for `draw_weights`."""
-        if hasattr(self, "stem"):  # the constructor of the decoder asks before there is one
+        """Initialize all weights as defined by `initial_weights`; `seed` as for `draw_weights`."""
+        if hasattr(self, "stem"):  # the constructor of the base class calls this before the stem exists
             super().init_weights(seed)
 
     def flops_per_sample(self, seq_len: int) -> float:
-        """FLOPs of a forward and backward pass over the pictures of a sample and seq_len words; see `Transformer`'s.
+        """Return the FLOPs of a forward and backward pass over the images of a sample and seq_len text tokens.
 
-        The head is of words alone.
+        Counted as in `Transformer.flops_per_sample`. The head is applied to text positions only.
         """
         length = len(self.stem.positions) + seq_len
         attention = 12 * len(self.model.layers) * self.model.embed_tokens.embedding_dim * length
@@ -251,13 +259,14 @@ class PrefixVLM(Transformer):
 
 
 def prefix_mask(num_patches: int, is_visible: Tensor) -> Tensor:
-    """Which places attend to which, (batch, 1, places, places) bool.
+    """Return the prefix-LM attention mask, (batch, 1, positions, positions) bool.
 
-    Pictures see each other, words see these and the words before. Padding is seen by itself alone.
+    Image positions attend to all image positions; text positions attend to images and to the text up to and including
+    themselves. A padding position attends to itself too, and no other position attends to it.
 
     Args:
-        num_patches: places of pictures, which come first.
-        is_visible: (batch, places) bool, false for padding.
+        num_patches: number of image positions, which come first.
+        is_visible: (batch, positions) bool, False at padding.
     """
     places = torch.arange(is_visible.shape[1], device=is_visible.device)
     is_before = (places <= places[:, None]) | (places < num_patches)

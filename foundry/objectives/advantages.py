@@ -1,4 +1,4 @@
-"""Advantages of completions over the others of their prompt."""
+"""Advantages of completions relative to other completions of the same prompt."""
 
 from dataclasses import dataclass
 
@@ -8,12 +8,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class GroupAdvantages:
-    """What completions are worth within their groups; of the rewards' dtype, without gradients.
+    """Advantages of completions within their groups, in the dtype of the rewards, without gradients.
 
     Attributes:
-        baseline: (completions,), what each reward is compared with.
-        std: (completions,), the deviation by which it may be divided; 0 where a group has none.
-        advantage: (completions,), 0 where a reward is NaN or has none to be compared with.
+        baseline: (completions,), subtracted from the reward.
+        std: (completions,), standard deviation that the advantage may be divided by; 0 if rewards of a group are equal.
+        advantage: (completions,), 0 if the reward is NaN or is the only one of its group.
     """
 
     baseline: Tensor
@@ -30,17 +30,19 @@ def group_advantages(
     normalize_rewards: bool = True,
     epsilon: float = 1e-6,
 ) -> GroupAdvantages:
-    """Compare each reward with those of the same group (Shao et al., 2024; leave-one-out: Ahmadian et al., 2024).
+    """Compare each reward with the rewards of the same group (Shao et al., 2024).
 
-    The variance is taken of differences to one of the rewards, in two passes: E[x²] - E[x]² leaves a rounding error
-    where the rewards are equal, and a division by its root makes an advantage of hundreds.
+    The leave-one-out baseline is from Ahmadian et al., 2024. The variance is computed from differences to one of the
+    rewards, in two passes: E[x²] - E[x]² leaves a rounding error for equal rewards, and dividing by its square root
+    gives advantages in the hundreds.
 
     Args:
-        rewards: (completions,), floating point; NaN where a completion cannot be scored, and does not count.
-        groups: (completions,) int64, the same number for completions of one prompt.
-        use_rloo: baseline and deviation are those of the other completions; False: of all.
-        normalize_rewards: divide by the deviation + `epsilon`, where there is one.
-        epsilon: added to the deviation.
+        rewards: (completions,), floating point; NaN if a completion could not be scored, which excludes it.
+        groups: (completions,) int64, equal for completions of the same prompt.
+        use_rloo: compute baseline and standard deviation over the other completions of the group; False includes the
+            completion itself.
+        normalize_rewards: divide by the standard deviation + `epsilon` if the standard deviation is not 0.
+        epsilon: added to the standard deviation.
     """
     values = rewards.double()
     baseline, std, advantage = values.clone(), torch.zeros_like(values), torch.zeros_like(values)
@@ -61,26 +63,26 @@ def group_advantages(
 
 
 def penalized_rewards(rewards: Tensor, kl: Tensor, mask: Tensor, penalty: float) -> Tensor:
-    """Rewards less `penalty` x the sum of the divergence over each completion's tokens.
+    """Return the rewards minus `penalty` x the sum of the KL divergence over each completion's tokens.
 
     Args:
         rewards: (completions,).
-        kl: (completions, tokens), an estimate token by token.
-        mask: (completions, tokens) bool, tokens that count.
-        penalty: weight of the divergence.
+        kl: (completions, tokens), per-token estimates.
+        mask: (completions, tokens) bool, valid tokens.
+        penalty: weight of the KL divergence.
     """
     return rewards - penalty * kl.masked_fill(~mask, 0.0).sum(-1)
 
 
 def mean_and_std(values: Tensor, rounding: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Mean and sample standard deviation of each row, (rows,); finite if the squares of the values are.
+    """Return mean and sample standard deviation of each row, (rows,); finite if the squares of the values are.
 
     Args:
         values: (rows, columns) float64.
-        rounding: relative error of the values; a deviation that it can explain is 0.
+        rounding: relative error of the values; a standard deviation within this error is set to 0.
     """
     differences = values - values[:, :1]
-    # A power of two, which changes no bit of the result and keeps the sum of squares finite.
+    # A power of two, which does not change any bit of the result and keeps the sum of squares finite.
     scale = torch.frexp(differences.abs().amax(-1, keepdim=True)).exponent.to(values.dtype).exp2()
     scaled = differences / scale
     shift = scaled.mean(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Denoising diffusion: a model learns to tell an image from the noise added to it."""
+"""Denoising diffusion objective: a model predicts the noise, the velocity or the clean image from a noisy image."""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -17,7 +17,7 @@ from foundry.core.protocols import LossSum, Microbatch, Objective
 from foundry.generation.image_samples import ImageSamples
 
 _MOST_CLASSES = 16
-"""Of which images are drawn unless some are named."""
+"""Maximum number of classes to generate images for by default."""
 
 
 class Diffusion(Objective):
@@ -25,8 +25,7 @@ class Diffusion(Objective):
 
     A microbatch holds `images`: (batch, channels, height, width) float32 in [-1, 1], `labels`: (batch,) int64 and
     `position`. The model maps (noisy images, timesteps, labels) to a prediction of the images' shape; the label
-    `num_classes` stands for no class.
-    Of more than 16 classes `generate` chooses 16.
+    `num_classes` stands for "no class". If there are more than 16 classes, `generate` selects at most 16 of them.
     """
 
     metrics: tuple[str, ...] = from_settings()
@@ -39,18 +38,18 @@ class Diffusion(Objective):
         )
 
     def num_valid(self, microbatch: Microbatch) -> int:
-        """Number of samples that are not padding."""
+        """Return the number of samples that are not padding."""
         return int((microbatch["position"] >= 0).sum())
 
     def loss(self, model: nn.Module, microbatch: Microbatch) -> LossSum:
-        """Sum over the samples of the mean squared error over an image's elements, in float32.
+        """Return the sum over samples of the mean squared error over an image's elements, in float32.
 
-        Noise, timesteps and dropped conditions depend on the seed and the sample's position only. A model in
-        evaluation mode is given every class.
+        Noise, timesteps and dropped labels depend only on the seed and the sample's position. In evaluation mode no
+        labels are dropped.
         """
         images, position = microbatch["images"].float(), microbatch["position"].cpu()
         is_valid = (position >= 0).to(images.device, non_blocking=True)
-        # Whatever padding holds, NaN included, must not reach a gradient.
+        # Padding may hold any values, including NaN, which must not reach a gradient.
         images = torch.where(is_valid[:, None, None, None], images, 0.0)
         noise, timesteps = self._noise(position, images)
         labels = self._labels(microbatch["labels"], position, drop=model.training)
@@ -72,22 +71,22 @@ class Diffusion(Objective):
         steps: int | None = None,
         seed: int | None = None,
     ) -> ImageSamples:
-        """Draw images by DDIM (Song et al., 2021) with classifier-free guidance (Ho and Salimans, 2022).
+        """Generate images with DDIM (Song et al., 2021) and classifier-free guidance (Ho and Salimans, 2022).
 
-        Every rank that holds a share of the model calls it together; all get the same images.
+        All ranks that hold a shard of the model must call it together; all return the same images.
 
         Args:
             model: called as in training, in evaluation mode.
-            data: the splits; the first training image tells the shape, and classes may have names.
-            device: where the model is.
-            samples_per_class: images of each class, instead of the objective's own number.
-            labels: the class of each image, instead of the same number of every class.
-            guidance_scale: instead of the objective's own.
-            steps: denoising steps, instead of the objective's own.
-            seed: of the initial noise, instead of the objective's own.
+            data: the data splits; the first training image defines the shape, and `class_names` labels the result.
+            device: device of the model.
+            samples_per_class: images per class; None uses the objective's setting.
+            labels: class of each image; None generates the same number for every class.
+            guidance_scale: guidance scale; None uses the objective's setting.
+            steps: denoising steps; None uses the objective's setting.
+            seed: seed of the initial noise; None uses the objective's setting.
 
         Raises:
-            ConfigError: there is no class or no such class, or there are more steps than timesteps.
+            ConfigError: no class is selected, a class does not exist, or there are more steps than timesteps.
         """
         own = self.settings
         count = own.samples_per_class if samples_per_class is None else samples_per_class
@@ -127,7 +126,7 @@ class Diffusion(Objective):
         return images
 
     def _guided(self, model: nn.Module, images: Tensor, timesteps: Tensor, labels: Tensor, scale: float) -> Tensor:
-        """The prediction, moved away from the one without a class; both come from one forward pass."""
+        """Return the prediction with classifier-free guidance, computed in a single forward pass."""
         if scale == 1:
             return cast(Tensor, model(images, timesteps, labels)).float()
         no_class = torch.full_like(labels, self.settings.num_classes)
@@ -136,12 +135,12 @@ class Diffusion(Objective):
         return unconditional + scale * (conditional - unconditional)
 
     def _noise(self, position: Tensor, images: Tensor) -> tuple[Tensor, torch.IntTensor]:
-        """Noise, of the images' shape, and timesteps, (batch,) int64, of the samples at `position`."""
+        """Return noise, with the shape of the images, and timesteps, (batch,) int64, of the samples at `position`."""
         device, num_timesteps = images.device, len(self.noise_schedule.alphas_cumprod)
         seed = self.settings.seed
         noise = keyed_normal(seed, position, tuple(images.shape[1:]), stream="noise", device=device)
         timesteps = keyed_integers(seed, position, num_timesteps, stream="timestep", device=device)
-        return noise, cast(torch.IntTensor, timesteps)  # diffusers' annotation, whatever the dtype
+        return noise, cast(torch.IntTensor, timesteps)  # diffusers' annotation, regardless of the dtype
 
     def _labels(self, labels: Tensor, position: Tensor, *, drop: bool) -> Tensor:
         own = self.settings
@@ -155,7 +154,7 @@ class Diffusion(Objective):
 
 
 def prediction_target(schedule: DDIMScheduler, clean: Tensor, noise: Tensor, timesteps: torch.IntTensor) -> Tensor:
-    """What a model is to predict: noise, velocity, or what is clean, of whose shape it is."""
+    """Return the target of the prediction: noise, velocity or the clean values; it has the shape of `clean`."""
     config: Any = schedule.config
     match Prediction(config.prediction_type):
         case Prediction.epsilon:
@@ -169,11 +168,11 @@ def prediction_target(schedule: DDIMScheduler, clean: Tensor, noise: Tensor, tim
 def make_noise_schedule(
     prediction: Prediction, num_train_timesteps: int, beta_schedule: BetaSchedule, timestep_spacing: str = "trailing"
 ) -> DDIMScheduler:
-    """The noise schedule, for training and for drawing; the spacing has diffusers' name.
+    """Return the noise schedule for training and generation; `timestep_spacing` is an option of diffusers.
 
-    Trailing timesteps begin at the noisiest one, as a drawing does. With velocity prediction that one is nothing but
-    noise, which is what a drawing begins with (Lin et al., 2024, arXiv:2305.08891); noise prediction could not tell an
-    image from it, and what predicts the sample does not care.
+    With trailing spacing, generation starts at the noisiest timestep. For velocity prediction this timestep is pure
+    noise, like the initial noise of generation (Lin et al., 2024, arXiv:2305.08891). Noise prediction cannot recover an
+    image from pure noise, and sample prediction does not need it.
     """
     schedule: DDIMScheduler = DDIMScheduler(
         num_train_timesteps=num_train_timesteps,

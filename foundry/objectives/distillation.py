@@ -1,4 +1,4 @@
-"""Distillation: a student learns the distribution of a teacher, token by token."""
+"""Knowledge distillation: a student learns the next-token distributions of a teacher."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -22,13 +22,13 @@ _TEACHER = "teacher"
 
 
 class Distillation(Objective):
-    """Cross-entropy and divergence from a teacher at the same targets (Hinton et al., 2015).
+    """Cross-entropy plus divergence from a teacher at the same targets (Hinton et al., 2015).
 
-    A microbatch holds `tokens` and `targets`: (batch, seq) int64, targets -100 where ignored, and `position`; where
-    rows hold several samples also `documents`: (batch, seq) int64, the sample of each token, -1 for padding. A token
-    costs ce_ratio x cross-entropy + (1 - ce_ratio) x temperature² x divergence. On policy (Agarwal et al., 2023) the
-    targets are tokens that the student has drawn itself: ce_ratio is 0, no gradient goes through the drawing, and what
-    would be the cross-entropy is measured as `entropy`.
+    A microbatch holds `tokens` and `targets`: (batch, seq) int64, targets -100 where ignored, and `position`; for
+    packed rows also `documents`: (batch, seq) int64, index of each token's sample, -1 for padding. The loss of a token
+    is ce_ratio x cross-entropy + (1 - ce_ratio) x temperature² x divergence. On policy (Agarwal et al., 2023) the
+    targets are tokens sampled from the student: ce_ratio is 0, no gradient flows through the sampling, and the
+    cross-entropy term is reported as `entropy`.
     """
 
     reads_log_probs = True
@@ -38,15 +38,15 @@ class Distillation(Objective):
     @configured_by(DistillationSettings)
     def __init__(self, settings: DistillationSettings) -> None:
         self.settings = settings
-        # The teacher is called at each update, and not when answers are generated.
+        # The teacher is called in each update, but not during generation.
         self.rollouts = settings if settings.generates else None
 
     @cached_property
     def frozen_models(self) -> Mapping[str, Any]:  # type: ignore[override] # resolved when a run starts
-        """The teacher, as it was recorded.
+        """The teacher, as described by its recorded configuration.
 
         Raises:
-            ConfigError: there is none, or it may not be built.
+            ConfigError: the teacher does not exist, is not trusted, or does not fit the student.
         """
         s = self.settings
         sizes = {"vocab_size": s.vocab_size, "max_seq_len": s.max_seq_len}
@@ -57,18 +57,20 @@ class Distillation(Objective):
         return Path(self.settings.teacher).expanduser()
 
     def compare(self, frozen: Mapping[str, nn.Module]) -> None:
-        """Take the teacher."""
+        """Set the teacher."""
         self._teacher = frozen[_TEACHER]
 
     def num_valid(self, microbatch: Microbatch) -> int:
-        """Number of targets that are not ignored, in samples that are not padding."""
+        """Return the number of targets that are not ignored, in samples that are not padding."""
         return int((valid_targets(microbatch) != IGNORED_TARGET).sum())
 
     def loss(self, model: nn.Module, microbatch: Microbatch) -> LossSum:
-        """Sum over the valid tokens; no logits of the student, and with `top_k` none of the teacher's, exist at once.
+        """Return the sum of the loss over valid tokens.
+
+        The student's full logits never exist at once; with `top_k` the teacher's do not either.
 
         Raises:
-            ConfigError: the teacher has another vocabulary.
+            ConfigError: the teacher has another vocabulary size.
         """
         tokens, targets = microbatch["tokens"], valid_targets(microbatch)
         packed = document_keywords(self._teacher, microbatch)
@@ -84,13 +86,13 @@ class Distillation(Objective):
         return LossSum(loss, dict(zip(self.settings.metrics, means, strict=True)))
 
     def prepare(self, rollout: Rollout) -> Prepared:
-        """The answers as they are, or those alone that ended by themselves."""
+        """Return no extra columns, or with `overlong_filtering` targets that ignore truncated completions."""
         if not self.settings.overlong_filtering:
             return Prepared({})
         return Prepared({"targets": rollout.targets.masked_fill(rollout.is_truncated[:, None], IGNORED_TARGET)})
 
     def _read_teacher(self, logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """What is kept of (tokens, vocab) logits."""
+        """Return the teacher's log-probabilities to keep, from (tokens, vocab) logits."""
         self._num_entries = logits.shape[-1]
         teacher = keep_teacher(logits, self.settings)
         return {"log_prob": teacher.log_prob} | ({} if teacher.tokens is None else {"tokens": teacher.tokens})
@@ -98,7 +100,7 @@ class Distillation(Objective):
     def _read_student(
         self, logits: Tensor, targets: Tensor, log_prob: Tensor, tokens: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """(tokens,), the divergence; 0 at ignored targets."""
+        """Return the divergence, (tokens,); 0 at ignored targets."""
         if logits.shape[-1] != self._num_entries:
             message = (
                 f"is {self._folder}, whose model has {self._num_entries} tokens and the student {logits.shape[-1]}"

@@ -1,4 +1,4 @@
-"""How far a student's next-token distribution is from its teacher's."""
+"""Divergence between the next-token distributions of a student and its teacher."""
 
 import math
 from dataclasses import dataclass
@@ -9,16 +9,17 @@ from torch import Tensor
 from foundry.config.schemas.distillation import Divergence, OutsideTopK, Teaching
 
 _LOG_ZERO = -100.0
-"""The logarithm of the probability that the teacher gives what `OutsideTopK.zero` leaves out."""
+"""Log-probability assigned to the tokens that `OutsideTopK.zero` excludes from the teacher's distribution."""
 
 
 @dataclass(frozen=True)
 class TeacherLogProbs:
-    """A teacher's distribution, or what is kept of it.
+    """A teacher's distribution, possibly truncated to its top k tokens.
 
     Attributes:
-        log_prob: (..., vocab) without tokens; else (..., top_k), with `OutsideTopK.tail` one more entry for the rest.
-        tokens: (..., top_k) int64, the likeliest; None: all are kept.
+        log_prob: (..., vocab), or (..., top_k) if `tokens` is set; `OutsideTopK.tail` adds an entry for the remaining
+            probability.
+        tokens: (..., top_k) int64, the most likely tokens; None if all tokens are kept.
     """
 
     log_prob: Tensor
@@ -37,20 +38,20 @@ def keep_teacher(logits: Tensor, settings: Teaching) -> TeacherLogProbs:
 
 
 def divergence_from(teacher: TeacherLogProbs, student_logits: Tensor, settings: Teaching) -> Tensor:
-    """Divergence of each position's distributions, summed over the vocabulary and not multiplied by temperature².
+    """Return the divergence at each position, summed over the vocabulary and not multiplied by temperature².
 
     forward is KL(teacher ‖ student), reverse is KL(student ‖ teacher), mixed is a weighted sum of both, and jsd the
-    generalised Jensen-Shannon divergence (Agarwal et al., 2023, equation 1): with m = β teacher + (1 - β) student,
-    β KL(teacher ‖ m) + (1 - β) KL(student ‖ m).
+    generalized Jensen-Shannon divergence (Agarwal et al., 2023, equation 1): with m = β teacher + (1 - β) student, β
+    KL(teacher ‖ m) + (1 - β) KL(student ‖ m).
 
     Args:
-        teacher: made by `keep_teacher` with the same settings.
-        student_logits: (..., vocab), floating point; the result has their dtype.
-        settings: of the divergence.
+        teacher: output of `keep_teacher` with the same settings.
+        student_logits: (..., vocab), floating point; the result has the same dtype.
+        settings: divergence settings.
 
     Returns:
-        (...), never negative but for rounding, and 0 where the distributions are equal, except with
-        `OutsideTopK.zero`, whose teacher is cut off while the student is not.
+        (...), non-negative up to rounding, and 0 if the distributions are equal, except with `OutsideTopK.zero`, which
+        truncates the teacher but not the student.
     """
     student, kept = (student_logits / settings.temperature).log_softmax(-1), teacher.log_prob
     if (tokens := teacher.tokens) is not None:
@@ -76,11 +77,14 @@ def divergence_from(teacher: TeacherLogProbs, student_logits: Tensor, settings: 
 
 
 def _kl(first: Tensor, second: Tensor) -> Tensor:
-    """KL(first ‖ second) of log-probabilities over the last dimension."""
+    """Return KL(first ‖ second) of log-probabilities over the last dimension."""
     return (first.exp() * (first - second)).sum(-1)
 
 
 def _rest(log_prob: Tensor, tokens: Tensor) -> Tensor:
-    """(..., 1), the log-probability of all other tokens; a sum, since 1 - sum would lose the digits of a small one."""
+    """Return the log-probability of all other tokens, (..., 1).
+
+    Computed as a sum, because 1 - sum would lose the digits of a small value.
+    """
     is_kept = torch.zeros_like(log_prob, dtype=torch.bool).scatter(-1, tokens, True)
     return log_prob.masked_fill(is_kept, -math.inf).logsumexp(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Direct preference optimisation: chosen responses become likelier than rejected ones."""
+"""Direct preference optimization: increases the likelihood of chosen responses relative to rejected ones."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,14 +21,14 @@ _REFERENCE = "reference"
 
 
 class DPO(Objective):
-    """Preference loss over pairs of responses, compared with a reference: the model with which the run started.
+    """Preference loss over pairs of responses, relative to a reference: the model at the start of the run.
 
     A microbatch holds `tokens` and `targets`: (pairs, 2, seq) int64, the chosen response first, targets -100 for
-    prompts and padding, and `position`: (pairs,); where the reference is cached also `reference`: (pairs, 2). Where
-    pairs share rows, tokens and targets are (packs, 2, seq), and so are `documents`, int64: 2n for tokens of the n-th
-    pair's chosen response, 2n + 1 for those of its rejected one, -1 for padding. A pair counts where both of its
-    responses have targets. The loss is a mean over pairs, ln 2 at the start with the sigmoid; see `pair_losses` for the
-    settings.
+    prompts and padding, and `position`: (pairs,); with a cached reference also `reference`: (pairs, 2). If pairs are
+    packed into rows, tokens, targets and `documents` are (packs, 2, seq) int64, and `documents` is 2n for tokens of the
+    n-th pair's chosen response, 2n + 1 for its rejected response, and -1 for padding. A pair is valid if both of its
+    responses have targets. The loss is a mean over valid pairs, initially ln 2 with the sigmoid loss; see `pair_losses`
+    for the settings.
     """
 
     reads_log_probs = True
@@ -44,27 +44,27 @@ class DPO(Objective):
         self.columns = (_REFERENCE,) if reference is Reference.cached else ()
 
     def compare(self, frozen: Mapping[str, nn.Module]) -> None:
-        """Take the reference; none where microbatches have what it made of them."""
+        """Set the reference model; None if microbatches contain its cached log-probabilities."""
         self._reference = frozen.get(_REFERENCE)
 
     def precompute(self, microbatch: Microbatch) -> dict[str, Tensor]:
-        """`reference`: (pairs, 2) float64, its log-probabilities of the responses."""
+        """Return `reference`: (pairs, 2) float64, the reference's log-probabilities of the responses."""
         assert self._reference is not None
         return {_REFERENCE: _response_log_probs(self._reference, microbatch)}
 
     def num_valid(self, microbatch: Microbatch) -> int:
-        """Number of pairs that count."""
+        """Return the number of valid pairs."""
         return int(_is_valid(microbatch).sum())
 
     def loss(self, model: nn.Module, microbatch: Microbatch) -> LossSum:
-        """Sum of the pairs' losses, with rewards: β times the log-ratios of responses to the reference."""
+        """Return the sum of the pairs' losses; rewards are β times the log-ratios of responses to the reference."""
         reference = self._ask_reference(model, microbatch)
         log_prob = _response_log_probs(model, microbatch)
         is_valid, num_tokens = _is_valid(microbatch), _num_tokens(microbatch)
         losses = pair_losses(log_prob, reference, num_tokens, is_valid, self.settings)
         rewards = self.settings.ref_policy_kl_penalty * losses.rewards.detach()
         margin = rewards[:, 0] - rewards[:, 1]
-        # Means over tokens, so that long and short responses can be compared.
+        # Per token, so that long and short responses are comparable.
         chosen = (log_prob.detach()[:, 0] / num_tokens[:, 0].clamp(min=1)).masked_fill(~is_valid, 0.0)
         values = {
             "preference_loss": losses.preference.detach(),
@@ -79,7 +79,11 @@ class DPO(Objective):
 
     @torch.no_grad()
     def _ask_reference(self, model: nn.Module, microbatch: Microbatch) -> Tensor:
-        """(pairs, 2) float64; asked before the policy: FSDP2 wants nothing between its forward and backward."""
+        """Return the reference's log-probabilities, (pairs, 2) float64.
+
+        It is called before the policy, because FSDP2 requires the policy's backward pass to follow its forward pass
+        directly.
+        """
         if _REFERENCE in microbatch:
             return microbatch[_REFERENCE]
         if not self._is_within:
@@ -90,7 +94,7 @@ class DPO(Objective):
 
 @contextmanager
 def _without_dropout(model: nn.Module) -> Iterator[None]:
-    """Have a model be in evaluation mode in the body."""
+    """Put a model into evaluation mode inside the context."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -101,19 +105,25 @@ def _without_dropout(model: nn.Module) -> Iterator[None]:
 
 
 def _is_valid(microbatch: Microbatch) -> Tensor:
-    """(pairs,) bool, where the microbatch is: not padding, and both responses have tokens."""
+    """Return the mask of valid pairs, (pairs,) bool, on the device of the microbatch.
+
+    A pair is valid if it is not padding and both of its responses have tokens.
+    """
     has_tokens = _num_tokens(microbatch).gt(0).all(-1)
     return has_tokens & (microbatch["position"] >= 0).to(has_tokens.device, non_blocking=True)
 
 
 def _num_tokens(microbatch: Microbatch) -> Tensor:
-    """(pairs, 2) int64, tokens of the responses."""
+    """Return the number of tokens of each response, (pairs, 2) int64."""
     is_token = microbatch["targets"].flatten(0, -2) != IGNORED_TARGET
     return unpack(is_token, microbatch, parts=2).sum(-1).view(-1, 2)
 
 
 def _response_log_probs(model: nn.Module, microbatch: Microbatch) -> Tensor:
-    """(pairs, 2) float64, the log-probabilities of responses; a float32 sum of many would lose a small margin."""
+    """Return the log-probabilities of responses, (pairs, 2) float64.
+
+    In float32, long sums would lose a small margin.
+    """
     tokens, targets = (microbatch[name].flatten(0, -2) for name in ("tokens", "targets"))
     log_prob: Tensor = model(tokens, targets, **document_keywords(model, microbatch)).log_prob
     return unpack(log_prob, microbatch, parts=2).double().sum(-1).view(-1, 2)
@@ -121,13 +131,13 @@ def _response_log_probs(model: nn.Module, microbatch: Microbatch) -> Tensor:
 
 @dataclass(frozen=True)
 class PairLosses:
-    """What pairs of responses cost; of the inputs' dtype, exactly 0 for pairs that do not count.
+    """Losses of pairs of responses, in the dtype of the inputs; exactly 0 for invalid pairs.
 
     Attributes:
-        loss: (pairs,), the weighted sum of the other two.
+        loss: (pairs,), the weighted sum of `preference` and `sft`.
         preference: (pairs,).
-        sft: (pairs,), the negative log-probability of the chosen response.
-        rewards: (pairs, 2), log-ratios to the reference of chosen and rejected, not multiplied by β.
+        sft: (pairs,), negative log-probability of the chosen response.
+        rewards: (pairs, 2), log-ratios of the chosen and the rejected response to the reference, not multiplied by β.
     """
 
     loss: Tensor
@@ -140,19 +150,19 @@ class PairLosses:
 def pair_losses(
     log_prob: Tensor, reference: Tensor, num_tokens: Tensor, is_valid: Tensor, settings: DPOSettings
 ) -> PairLosses:
-    """Loss of each pair from the log-probabilities of its two responses, chosen first.
+    """Compute the loss of each pair from the log-probabilities of its two responses, chosen first.
 
-    With δ the chosen less the rejected response's log-ratio to the reference and β the penalty: sigmoid is
-    -log σ(βδ) (Rafailov et al., 2023, equation 7), hinge max(0, 1 - βδ) (Zhao et al., 2023) and ipo
-    (δ - 1 / 2β)² (Azar et al., 2023, equation 17), for which log-ratios are best averaged over tokens. Label
-    smoothing ε makes it (1 - ε) loss(δ) + ε loss(-δ).
+    δ is the log-ratio of the chosen response to the reference minus that of the rejected response, and β is the
+    penalty: sigmoid is -log σ(βδ) (Rafailov et al., 2023, equation 7), hinge max(0, 1 - βδ) (Zhao et al., 2023) and ipo
+    (δ - 1 / 2β)² (Azar et al., 2023, equation 17). For ipo, log-ratios are best averaged over tokens. Label smoothing ε
+    turns the loss into (1 - ε) loss(δ) + ε loss(-δ).
 
     Args:
-        log_prob: (pairs, 2), summed over the tokens of each response, under the model.
-        reference: (pairs, 2), under the reference.
-        num_tokens: (pairs, 2), of each response.
-        is_valid: (pairs,) bool, pairs that count.
-        settings: of the losses.
+        log_prob: (pairs, 2), log-probabilities under the model, summed over the tokens of each response.
+        reference: (pairs, 2), log-probabilities under the reference.
+        num_tokens: (pairs, 2), tokens of each response.
+        is_valid: (pairs,) bool, valid pairs.
+        settings: settings of the losses.
     """
     s = settings
     log_prob, reference = (tensor.masked_fill(~is_valid[:, None], 0.0) for tensor in (log_prob, reference))

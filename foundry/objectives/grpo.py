@@ -1,4 +1,4 @@
-"""Group-relative policy optimisation: answers that are better than others to the same prompt become likelier."""
+"""Group-relative policy optimization: raises the likelihood of completions that score above their group's average."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -27,17 +27,17 @@ _MISMATCHES = ("mult_prob_error", "sampler_kl", "entropy")
 
 
 class GRPO(Objective):
-    """Clipped policy gradient of completions by their advantages (Shao et al., 2024); see `policy_loss`.
+    """Clipped policy gradient of completions, weighted by their advantages (Shao et al., 2024); see `policy_loss`.
 
     A microbatch holds `tokens` and `targets`: (completions, seq) int64, targets -100 for prompts and padding,
-    `position`, and what `prepare` makes of a rollout. Where completions share rows, the former are (rows, seq), and so
-    are `documents`, the completion of each token, -1 for padding. The loss is a mean over tokens, or with
-    token_level_loss=False over completions, of those that count. Log-probabilities are those of the filters that the
-    tokens were drawn with; the divergence is of the unfiltered ones, from the model with which the run started.
-    Truncated completions that `overlong_filtering` leaves out stay in the baseline.
+    `position`, and the columns returned by `prepare`. If completions are packed into rows, tokens, targets and
+    `documents` are (rows, seq), and `documents` is the index of each token's completion, -1 for padding. The loss is a
+    mean over valid tokens, or over valid completions with token_level_loss=False. Log-probabilities are computed after
+    the sampling filters; the KL divergence uses unfiltered ones, and its reference is the model at the start of the
+    run. Truncated completions that `overlong_filtering` excludes from the loss remain in the baseline.
 
     Args:
-        has_adapters: whether the model has any.
+        has_adapters: whether the model has adapters.
     """
 
     reads_log_probs = True
@@ -47,7 +47,7 @@ class GRPO(Objective):
     def __init__(self, settings: GRPOSettings, *, has_adapters: bool = False) -> None:
         self.settings, self.rollouts = settings, settings
         self._has_reference = settings.ref_policy_kl_penalty > 0
-        self._is_within = has_adapters  # the model without its adapters is its own reference
+        self._is_within = has_adapters  # the model with disabled adapters is the reference
         has_copy = self._has_reference and not has_adapters
         self.frozen_models: Mapping[str, Any] = {_REFERENCE: None} if has_copy else {}
         self.recorded_models = tuple(self.frozen_models)
@@ -60,16 +60,16 @@ class GRPO(Objective):
         self.forward_keywords = ("read",) if self._is_filtered else ()
 
     def compare(self, frozen: Mapping[str, nn.Module]) -> None:
-        """Take the reference, unless the model without its adapters is it."""
+        """Set the reference; None if the model with disabled adapters is used."""
         self._reference = frozen.get(_REFERENCE)
 
     def num_valid(self, microbatch: Microbatch) -> int:
-        """Number of tokens that count, or of completions that have such."""
+        """Return the number of valid tokens, or of completions with valid tokens."""
         mask = _counted(microbatch)
         return int((mask if self.settings.token_level_loss else mask.any(-1)).sum())
 
     def loss(self, model: nn.Module, microbatch: Microbatch) -> LossSum:
-        """Sum over the tokens, or over completions of the means of theirs, with the penalty of the divergence."""
+        """Return the loss summed over tokens, or over completions as means over their tokens, with the KL penalty."""
         mask = _counted(microbatch)
         log_prob, unfiltered = self._log_probs(model, microbatch)
         old = microbatch.get("old", log_prob.detach())
@@ -97,14 +97,14 @@ class GRPO(Objective):
             metrics["kl"] = Mean(found.kl.detach().float())
         if self.settings.positive_example_nll_weight > 0:
             nll, number = positive_example_nll(log_prob, kept, microbatch["reward"])
-            # Each sum has a count of its own: the step divides both by the number of valid items.
-            scale = microbatch["nll_scale"][:1].sum()  # of a microbatch without completions 0
+            # The two sums have different counts, but the step divides both by the number of valid items.
+            scale = microbatch["nll_scale"][:1].sum()  # 0 for a microbatch without completions
             loss = loss + self.settings.positive_example_nll_weight * scale * nll
             metrics["positive_nll"] = Mean(nll.detach().float(), number)
         return LossSum(loss.float(), metrics)
 
     def record(self, model: nn.Module, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """The policy's log-probabilities where they are needed after the first update, and the reference's."""
+        """Return the policy's log-probabilities if later updates or rewards need them, and the reference's."""
         recorded = dict[str, Tensor]()
         if self.settings.updates_per_rollout > 1 or self.settings.use_kl_in_reward:
             filtered_ones, unfiltered = self._log_probs(model, {"tokens": tokens, "targets": targets})
@@ -121,7 +121,7 @@ class GRPO(Objective):
         return recorded
 
     def prepare(self, rollout: Rollout) -> Prepared:
-        """Advantages within groups, and which completions count."""
+        """Return advantages within groups, and which completions count in the loss."""
         is_token = rollout.targets != IGNORED_TARGET
         counts = ~rollout.is_truncated if self.settings.overlong_filtering else torch.ones_like(rollout.is_truncated)
         columns = {name: rollout.recorded[name] for name in ("old", _REFERENCE) if name in rollout.recorded}
@@ -154,7 +154,7 @@ class GRPO(Objective):
         return Prepared(columns, metrics | _describe(rewards, rollout))
 
     def example(self, num_samples: int, seq_len: int) -> Microbatch:
-        """A microbatch of completions of that length."""
+        """Return a microbatch of completions of this length."""
         per_token = torch.zeros(num_samples, seq_len)
         per_sample = torch.zeros(num_samples)
         columns = {"sampler": per_token, "advantage": per_sample, "is_counted": torch.ones(num_samples).bool()}
@@ -168,7 +168,10 @@ class GRPO(Objective):
         return {**super().example(num_samples, seq_len), **columns}
 
     def _log_probs(self, model: nn.Module, microbatch: Microbatch) -> tuple[Tensor, Tensor | None]:
-        """(completions, seq) float32: as the filters leave them, and without filters; None where there are none."""
+        """Return log-probabilities after the filters and without them, (completions, seq) float32 each.
+
+        The second is None if sampling uses no filters.
+        """
         asked = document_keywords(model, microbatch)
         if self._is_filtered:
             asked["read"] = self._read
@@ -179,14 +182,21 @@ class GRPO(Objective):
         )
 
     def _read(self, logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """(tokens,) log-probabilities of the targets among the tokens that the filters leave; 0 at ignored targets."""
+        """Return log-probabilities of the targets among the tokens that pass the filters, (tokens,).
+
+        Ignored targets get 0.
+        """
         ignored = targets == IGNORED_TARGET
         kept = filtered(logits, **self._filters).log_softmax(-1)
         chosen = kept.gather(-1, targets.masked_fill(ignored, 0).unsqueeze(-1)).squeeze(-1)
         return {"filtered": chosen.masked_fill(ignored, 0.0)}
 
     def _nll_scale(self, mask: Tensor, rewards: Tensor) -> Tensor:
-        """(completions,), for each update's completions the items that count over the tokens with a reward above 0."""
+        """Return the scale of the NLL term for each completion, (completions,).
+
+        Per update, it is the number of valid items divided by the number of valid tokens in completions with a reward
+        above 0.
+        """
         scales = list[Tensor]()
         for own, reward in zip(
             mask.chunk(self.settings.updates_per_rollout), rewards.chunk(self.settings.updates_per_rollout), strict=True
@@ -198,19 +208,19 @@ class GRPO(Objective):
 
 
 def _by_completion(values: Tensor, microbatch: Microbatch) -> Tensor:
-    """(completions, seq), as wide as the columns of a rollout; values: (rows, seq), of the tokens."""
+    """Unpack per-token values, (rows, seq), to (completions, seq), as wide as the columns of a rollout."""
     return unpack(values, microbatch, width=microbatch.get("sampler", values).shape[1])
 
 
 def _counted(microbatch: Microbatch) -> Tensor:
-    """(completions, seq) bool, where the microbatch is: tokens that count."""
+    """Return the mask of valid tokens, (completions, seq) bool, on the device of the microbatch."""
     mask = _by_completion(microbatch["targets"] != IGNORED_TARGET, microbatch)
     is_sample = (microbatch["position"] >= 0).to(mask.device, non_blocking=True)
     return mask & (microbatch["is_counted"] & is_sample)[:, None]
 
 
 def _describe(rewards: Tensor, rollout: Rollout) -> dict[str, float]:
-    """Of groups: the mean deviation of their rewards, and the share of those from which nothing can be learnt."""
+    """Return the mean standard deviation of rewards within groups, and the fraction of groups without variance."""
     groups = [rewards[rollout.group == group] for group in sorted(set(rollout.group.tolist()))]
     scored = [own[~own.isnan()] for own in groups]
     deviations = torch.stack([mean_and_std(own[None])[1][0] if len(own) > 1 else own.new_zeros(()) for own in scored])

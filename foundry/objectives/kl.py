@@ -1,4 +1,4 @@
-"""Estimates of the divergence between a policy and its reference, token by token."""
+"""Per-token estimators of the KL divergence between a policy and its reference."""
 
 import torch
 from torch import Tensor
@@ -15,18 +15,18 @@ def kl_estimate(
     output_clamp: float | None = 10.0,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """Estimate KL(policy ‖ reference) at tokens drawn from the policy (Schulman, "Approximating KL divergence", 2020).
+    """Estimate KL(policy ‖ reference) at tokens sampled from the policy.
 
-    With r = reference - log_prob: k1 is -r, k2 is r²/2 and k3 is e^r - 1 - r. A clamped token has no gradient, not
-    through its weight either.
+    Estimators from Schulman, "Approximating KL divergence", 2020. With r = reference - log_prob: k1 is -r, k2 is r²/2
+    and k3 is e^r - 1 - r. A clamped token has no gradient, including the gradient through its weight.
 
     Args:
-        log_prob: of the drawn tokens under the policy, any shape.
-        reference: the same under the reference.
-        kl_type: the estimator; k1 and k3 are unbiased, k2 and k3 are never negative.
-        input_clamp: largest |r|; None: no limit.
-        output_clamp: largest magnitude of the weighted estimate; None: no limit.
-        weights: of each token, such as the ratio of the policy to the one that drew it.
+        log_prob: log-probabilities of the sampled tokens under the policy, any shape.
+        reference: log-probabilities under the reference, same shape.
+        kl_type: estimator; k1 and k3 are unbiased, k2 and k3 are never negative.
+        input_clamp: largest |r|; None disables clamping.
+        output_clamp: largest magnitude of the weighted estimate; None disables clamping.
+        weights: weight of each token, such as the probability ratio of the policy to the sampling policy.
     """
     r = reference - log_prob
     if input_clamp is not None:

@@ -1,4 +1,4 @@
-"""Cross-entropy of the next token: pre-training."""
+"""Next-token cross-entropy, for pretraining."""
 
 from typing import Any
 
@@ -17,13 +17,13 @@ from foundry.objectives.unpacking import document_keywords
 class NextToken(Objective):
     """Cross-entropy of the next token, with an optional z-loss (PaLM, Chowdhery et al., 2022, section 5).
 
-    A microbatch holds `tokens` and `targets`: (batch, seq) int64, targets -100 where ignored, and `position`. The
-    model maps (tokens, targets) to `TokenLogProbs`.
+    A microbatch holds `tokens` and `targets`: (batch, seq) int64, targets -100 where ignored, and `position`. The model
+    maps (tokens, targets) to `TokenLogProbs`.
     """
 
     reads_log_probs = True
     asks_for_loss = True
-    """Its logits exist tile by tile whatever `model.logprob_tile_tokens` is."""
+    """Logits are always computed tile by tile, regardless of `model.logprob_tile_tokens`."""
     metrics: tuple[str, ...] = from_settings()
 
     @configured_by(NextTokenSettings)
@@ -31,13 +31,13 @@ class NextToken(Objective):
         self.settings = settings
 
     def num_valid(self, microbatch: Microbatch) -> int:
-        """Number of targets that are not ignored, in samples that are not padding."""
+        """Return the number of targets that are not ignored, in samples that are not padding."""
         return int((valid_targets(microbatch) != IGNORED_TARGET).sum())
 
     def loss(self, model: nn.Module, microbatch: Microbatch) -> LossSum:
-        """Sum over the valid tokens of cross-entropy + z_loss_coefficient x logsumexp².
+        """Return the sum over valid tokens of cross-entropy + z_loss_coefficient x logsumexp².
 
-        With a z-loss, its sum (weighted) and that of the cross-entropy are metrics too.
+        With a z-loss, the sums of the cross-entropy and of the weighted z-loss are also returned as metrics.
         """
         targets = valid_targets(microbatch)
         token_loss = TokenLoss(z_loss_coefficient=self.settings.z_loss_coefficient)
@@ -51,17 +51,20 @@ class NextToken(Objective):
         )
 
     def predict(self, model: nn.Module, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
-        """Logits, (tokens, vocab), and targets, (tokens,) int64, where these are valid."""
+        """Return logits, (tokens, vocab), and targets, (tokens,) int64, at valid targets."""
         return predict_tokens(model, microbatch)
 
     def generate(self, model: nn.Module, data: Any, device: Any, **options: Any) -> TextSamples | PictureAnswers:
-        """Continue prompts; options are those of `continue_text`, where the lengths and the temperature are open."""
+        """Continue prompts.
+
+        Options are passed to `continue_text`, with lengths and temperature from the settings by default.
+        """
         own = {"max_new_tokens": self.settings.sample_tokens, "temperature": self.settings.temperature}
         return continue_text(model, data, device, **{**own, **options})
 
 
 def predict_tokens(model: nn.Module, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
-    """A language model's logits, (tokens, vocab), and the targets, (tokens,) int64, where these are not ignored."""
+    """Return a language model's logits, (tokens, vocab), and targets, (tokens,) int64, at targets not ignored."""
     targets = valid_targets(microbatch)
     beside = document_keywords(model, microbatch)
     beside |= {name: microbatch[name] for name in ("images",) if name in microbatch}
@@ -71,8 +74,8 @@ def predict_tokens(model: nn.Module, microbatch: Microbatch) -> tuple[Tensor, Te
 
 
 def valid_targets(microbatch: Microbatch) -> Tensor:
-    """Targets, (batch, seq) int64, with those of padding samples ignored."""
+    """Return the targets, (batch, seq) int64, with the targets of padding samples set to -100."""
     targets, is_padding = microbatch["targets"], microbatch["position"] < 0
-    if not bool(is_padding.any()):  # in host memory, so nothing waits for the device
+    if not bool(is_padding.any()):  # `position` is in host memory, so this does not synchronize with the device
         return targets
     return targets.masked_fill(is_padding.to(targets.device, non_blocking=True)[:, None], IGNORED_TARGET)

@@ -1,4 +1,4 @@
-"""The clipped policy gradient of group-relative policy optimisation and its variants."""
+"""The clipped policy gradient of group-relative policy optimization and its variants."""
 
 import math
 from dataclasses import dataclass
@@ -12,17 +12,17 @@ from foundry.objectives.kl import kl_estimate
 
 @dataclass(frozen=True, kw_only=True)
 class Completions:
-    """Completions as they were sampled and as the policy sees them now.
+    """Log-probabilities of completions, at sampling time and under the current policy.
 
     Attributes:
-        log_prob: (completions, tokens) under the policy that is trained, through the filters that sampled; -inf where
-            a filter leaves a token out, which then only counts for the divergence.
-        old: (completions, tokens) under the same policy at the rollout.
-        sampler: (completions, tokens) as the sampler said.
-        mask: (completions, tokens) bool, tokens that count; none of a completion that is left out.
+        log_prob: (completions, tokens) under the trained policy, after the sampling filters; -inf if a filter excludes
+            the token, which then counts only for the KL divergence.
+        old: (completions, tokens) under the same policy at the time of the rollout.
+        sampler: (completions, tokens) as reported by the sampler.
+        mask: (completions, tokens) bool, valid tokens; all False for an excluded completion.
         advantage: (completions,).
-        reference: (completions, tokens) under the reference, unfiltered; None: without a divergence.
-        unfiltered: (completions, tokens) under the policy without filters; None: `log_prob` has none.
+        reference: (completions, tokens) under the reference, unfiltered; None if there is no KL divergence.
+        unfiltered: (completions, tokens) under the policy without filters; None if `log_prob` is unfiltered.
     """
 
     log_prob: Tensor
@@ -36,15 +36,17 @@ class Completions:
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """Sums over the tokens or, without `token_level_loss`, the completions of a microbatch; () of the inputs' dtype.
+    """Sums over the tokens of a microbatch, or over its completions without `token_level_loss`.
+
+    The sums are scalars in the dtype of the inputs.
 
     Attributes:
-        loss: policy + ref_policy_kl_penalty x kl, to be divided by the number of tokens or completions that count.
+        loss: policy + ref_policy_kl_penalty x kl, to be divided by the number of valid tokens or completions.
         policy: the clipped objective.
-        kl: the divergence, 0 where it is no part of the loss.
-        ratio: (completions, tokens) of the policy to itself at the rollout, without gradient.
-        weight: (completions, tokens), what corrects for the sampler; 1 without such a correction.
-        is_kept: (completions, tokens) bool, tokens whose policy term counts.
+        kl: the KL divergence; 0 if it is not part of the loss.
+        ratio: (completions, tokens), probability ratio of the policy to itself at the rollout, without gradient.
+        weight: (completions, tokens), importance weight that corrects for the sampler; 1 without this correction.
+        is_kept: (completions, tokens) bool, tokens that contribute to the policy term.
     """
 
     loss: Tensor
@@ -61,12 +63,12 @@ def policy_loss(completions: Completions, settings: PolicyGradient) -> PolicyLos
     Sources of variants: `ratio_clip_c` Ye et al., 2019; `sequence_level_importance_ratios` Zheng et al., 2025 (GSPO);
     `use_cispo` Chen et al., 2025.
 
-    With the ratio ρ of the policy to itself at the rollout and the advantage A, a token costs
-    max(-Aρ, -A clip(ρ, 1 - ratio_clip_min, 1 + ratio_clip_max)) plus the weighted divergence from the reference.
+    With the ratio ρ of the policy to itself at the rollout and the advantage A, the loss of a token is max(-Aρ, -A
+    clip(ρ, 1 - ratio_clip_min, 1 + ratio_clip_max)) plus the weighted KL divergence from the reference.
     """
     mask, s = completions.mask, settings
     is_kept = mask & completions.log_prob.isfinite() & completions.old.isfinite()
-    # Where nothing counts there may be anything, which times 0 would be NaN in the backward pass.
+    # Masked positions may hold any values, which would give NaN in the backward pass even when multiplied by 0.
     log_prob = completions.log_prob.masked_fill(~is_kept, 0.0)
     old = log_prob.detach() if s.force_on_policy_ratio else completions.old.masked_fill(~is_kept, 0.0)
     advantage = completions.advantage[:, None]
@@ -82,15 +84,15 @@ def policy_loss(completions: Completions, settings: PolicyGradient) -> PolicyLos
 
 
 def positive_example_nll(log_prob: Tensor, mask: Tensor, rewards: Tensor) -> tuple[Tensor, Tensor]:
-    """The negative log-probability of completions with a reward above 0 (Yue et al., 2025, equation 10), and its count.
+    """Return the negative log-likelihood of completions with a reward above 0 (Yue et al., 2025, equation 10).
 
     Args:
         log_prob: (completions, tokens).
-        mask: (completions, tokens) bool, tokens that count.
+        mask: (completions, tokens) bool, valid tokens.
         rewards: (completions,).
 
     Returns:
-        The sum over their tokens, and the number of these, () each.
+        The sum over their valid tokens, and the number of these tokens, () each.
     """
     is_positive = mask & (rewards > 0)[:, None]
     return -log_prob.masked_fill(~is_positive, 0.0).sum(), is_positive.sum()
@@ -98,19 +100,19 @@ def positive_example_nll(log_prob: Tensor, mask: Tensor, rewards: Tensor) -> tup
 
 @torch.no_grad()
 def sampling_mismatch(log_prob: Tensor, old: Tensor, sampler: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """How far the sampler is from the trainer, as sums over the tokens that count, () each.
+    """Return measures of the mismatch between sampler and trainer, as sums over valid tokens, () each.
 
     Args:
-        log_prob: (completions, tokens) under the policy that is trained.
-        old: likewise under the same policy at the rollout.
-        sampler: likewise as the sampler said.
-        mask: (completions, tokens) bool, tokens that count.
+        log_prob: (completions, tokens) under the trained policy.
+        old: same shape, under the same policy at the time of the rollout.
+        sampler: same shape, as reported by the sampler.
+        mask: (completions, tokens) bool, valid tokens.
 
     Returns:
-        mult_prob_error: exp |old - sampler|, whose mean is 1 where both agree; above 1.02 something differs.
-        sampler_kl, trainer_kl: k3 of the sampler from the trainer and the other way round.
-        js_divergence: of both from their mean.
-        entropy: of the policy, estimated by importance sampling.
+        mult_prob_error: exp |old - sampler|; the mean is 1 if both agree, and a mean above 1.02 indicates a mismatch.
+        sampler_kl, trainer_kl: k3 estimates of KL(sampler ‖ trainer) and KL(trainer ‖ sampler).
+        js_divergence: divergence of both from their mean.
+        entropy: entropy of the policy, estimated by importance sampling.
     """
     log_prob, old, sampler = (values.masked_fill(~mask, 0.0) for values in (log_prob, old, sampler))
     mixture = torch.logaddexp(old, sampler) - math.log(2)
@@ -129,14 +131,14 @@ def sampling_mismatch(log_prob: Tensor, old: Tensor, sampler: Tensor, mask: Tens
 
 
 def _ratio(log_ratio: Tensor, mask: Tensor, by_sequence: bool) -> Tensor:
-    """(completions, tokens), the ratio of each token or the geometric mean of its completion's."""
+    """Return the ratio of each token, (completions, tokens), or the geometric mean over its completion."""
     if by_sequence:
         log_ratio = (log_ratio.sum(-1, keepdim=True) / _lengths(mask)[:, None]).expand_as(log_ratio)
     return log_ratio.exp()
 
 
 def _clipped(log_prob: Tensor, ratio: Tensor, advantage: Tensor, s: PolicyGradient) -> Tensor:
-    """What each token costs, before the correction for the sampler."""
+    """Return the loss of each token before the correction for the sampler."""
     clipped = ratio.clamp(1 - s.ratio_clip_min, 1 + s.ratio_clip_max)
     if s.use_cispo:
         loss = -advantage * clipped.detach() * log_prob
@@ -152,11 +154,13 @@ def _clipped(log_prob: Tensor, ratio: Tensor, advantage: Tensor, s: PolicyGradie
 
 
 def _sampler_weights(log_ratio: Tensor, mask: Tensor, s: PolicyGradient) -> Tensor:
-    """(completions, tokens), the trainer's probability over the sampler's at the rollout, within its bounds.
+    """Return the importance weight of each token, (completions, tokens), within its bounds.
+
+    It is the trainer's probability divided by the sampler's, both at the time of the rollout.
 
     Args:
         log_ratio: (completions, tokens), 0 where `mask` is False.
-        mask: tokens that count.
+        mask: valid tokens.
         s: the settings.
     """
     if not s.use_importance_sampling_correction:
@@ -179,7 +183,7 @@ def _sampler_weights(log_ratio: Tensor, mask: Tensor, s: PolicyGradient) -> Tens
 
 
 def _divergence(completions: Completions, ratio: Tensor, s: PolicyGradient) -> Tensor:
-    """(completions, tokens), the estimate of the divergence from the reference, with its weight."""
+    """Return the weighted estimate of the KL divergence from the reference, (completions, tokens)."""
     assert completions.reference is not None, "a divergence needs a reference"
     log_prob = completions.log_prob if completions.unfiltered is None else completions.unfiltered
     log_prob, reference = (t.masked_fill(~completions.mask, 0.0) for t in (log_prob, completions.reference))
@@ -201,11 +205,11 @@ def _divergence(completions: Completions, ratio: Tensor, s: PolicyGradient) -> T
 
 
 def _reduced(values: Tensor, mask: Tensor, by_token: bool) -> Tensor:
-    """The sum over tokens, or over completions of the mean of their tokens."""
+    """Return the sum over tokens, or the sum over completions of the mean over their tokens."""
     values = values.masked_fill(~mask, 0.0)
     return values.sum() if by_token else (values.sum(-1) / _lengths(mask)).sum()
 
 
 def _lengths(mask: Tensor) -> Tensor:
-    """(completions,), tokens that count, at least 1."""
+    """Return the number of valid tokens per completion, (completions,), at least 1."""
     return mask.sum(-1).clamp(min=1)

@@ -1,4 +1,4 @@
-"""Cross-entropy of answers: supervised fine-tuning."""
+"""Cross-entropy of responses, for supervised fine-tuning."""
 
 from typing import Any
 
@@ -18,12 +18,12 @@ from foundry.objectives.unpacking import document_keywords
 
 
 class SFT(Objective):
-    """Cross-entropy of the tokens that the model is to say, with an optional z-loss as in pre-training.
+    """Cross-entropy on the assistant tokens, with an optional z-loss as in pretraining.
 
     A microbatch holds `tokens` and `targets`: (batch, seq) int64, targets -100 for prompts and padding, and `position`.
-    Where rows hold several samples, also `documents`: (batch, seq) int64, the sample of each token, -1 for padding;
-    `position` is then that of each sample. Of data with pictures also `images`: (batch, pictures, 3, size, size) uint8,
-    which the model is given. Dropout is drawn by `seed` and the sample's position.
+    Packed rows also have `documents`: (batch, seq) int64, index of each token's sample, -1 for padding; `position` then
+    has one entry per sample. Data with images also has `images`: (batch, images, 3, size, size) uint8, which are passed
+    to the model. Dropout masks depend on `seed` and the sample's position.
     """
 
     reads_log_probs = True
@@ -39,7 +39,10 @@ class SFT(Objective):
             self.forward_keywords += ("dropout_keys",)
 
     def num_valid(self, microbatch: Microbatch) -> int:
-        """Number of targets that are not ignored; with `sft_average_log_probs` of samples that have any."""
+        """Return the number of targets that are not ignored.
+
+        With `sft_average_log_probs`, the number of samples with targets.
+        """
         is_valid = valid_targets(microbatch) != IGNORED_TARGET
         if not self.settings.sft_average_log_probs:
             return int(is_valid.sum())
@@ -48,9 +51,9 @@ class SFT(Objective):
         return int(is_valid.any(1).sum())
 
     def loss(self, model: nn.Module, microbatch: Microbatch) -> LossSum:
-        """Sum over valid tokens, or over samples of the mean of theirs.
+        """Return the loss summed over valid tokens, or over samples as means over their valid tokens.
 
-        The accuracy is the share of valid tokens of which the model finds no other more likely.
+        The accuracy is the fraction of valid tokens whose target is the argmax.
         """
         targets = valid_targets(microbatch)
         asked: dict[str, Any] = self._dropout_keys(microbatch, targets)
@@ -71,16 +74,19 @@ class SFT(Objective):
         return LossSum(output.loss, metrics)
 
     def predict(self, model: nn.Module, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
-        """Logits, (tokens, vocab), and targets, (tokens,) int64, where these are valid."""
+        """Return logits, (tokens, vocab), and targets, (tokens,) int64, at valid targets."""
         return predict_tokens(model, microbatch)
 
     def generate(self, model: nn.Module, data: Any, device: Any, **options: Any) -> TextSamples | PictureAnswers:
-        """Answer prompts; options are those of `continue_text`, where the lengths and the temperature are open."""
+        """Answer prompts.
+
+        Options are passed to `continue_text`, with lengths and temperature from the settings by default.
+        """
         own = {"max_new_tokens": self.settings.sample_tokens, "temperature": self.settings.temperature}
         return continue_text(model, data, device, **{**own, **options})
 
     def _dropout_keys(self, microbatch: Microbatch, targets: Tensor) -> dict[str, Tensor]:
-        """What the model keys its dropout by, (batch,) int64, where there is any."""
+        """Return the keyword argument with dropout keys, (batch,) int64; empty without dropout."""
         if not self._has_dropout:
             return {}
         keys = keyed_integers(
@@ -90,9 +96,14 @@ class SFT(Objective):
 
 
 def _tokens_of_sample(is_valid: Tensor, documents: Tensor | None) -> Tensor:
-    """(batch, seq or 1) int64, how many valid tokens each token's sample has; is_valid: (batch, seq) bool."""
+    """Return the number of valid tokens in each token's sample, (batch, seq or 1) int64.
+
+    Args:
+        is_valid: (batch, seq) bool.
+        documents: (batch, seq) int64, sample of each token in packed rows; None if each row is a sample.
+    """
     if documents is None:
         return is_valid.sum(1, keepdim=True)
-    samples = documents.flatten() + 1  # whole numbers, whose sum does not depend on the order of atomic additions
+    samples = documents.flatten() + 1  # integers, so the sum does not depend on the order of atomic additions
     counts = torch.zeros(samples.numel() + 1, dtype=torch.int64, device=samples.device)
     return counts.scatter_add_(0, samples, is_valid.flatten().long())[samples].view_as(documents)

@@ -1,4 +1,4 @@
-"""Packed rows: keyword arguments for the model, and values of tokens by document."""
+"""Packed rows: keyword arguments for the model, and per-document views of token values."""
 
 import inspect
 from functools import cache
@@ -13,12 +13,12 @@ from foundry.models.varlen import DocumentBounds
 
 
 def document_keywords(model: nn.Module, microbatch: Microbatch) -> dict[str, Any]:
-    """Return the keyword arguments with which a model separates the documents of packed rows.
+    """Return the keyword arguments that make a model separate the documents of packed rows.
 
-    They are empty if samples have rows of their own.
+    The result is empty if rows are not packed.
 
     Args:
-        model: wrapped or not; `document_bounds` is among the keywords if its forward() takes them.
+        model: wrapped or not; `document_bounds` is included if its forward() takes it.
         microbatch: its `documents` may have further dimensions before (rows, seq).
     """
     if "documents" not in microbatch:
@@ -26,7 +26,7 @@ def document_keywords(model: nn.Module, microbatch: Microbatch) -> dict[str, Any
     keywords: dict[str, Any] = {"documents": microbatch["documents"].flatten(0, -2)}
     kind: Any = type(model.module if isinstance(model, DistributedDataParallel) else model)
     if "document_starts" in microbatch and _takes_bounds(kind):
-        longest = int(microbatch["longest_document"])  # in host memory, so nothing waits for the device
+        longest = int(microbatch["longest_document"])  # in host memory, so this does not synchronize with the device
         keywords["document_bounds"] = DocumentBounds(microbatch["document_starts"], longest)
     return keywords
 
@@ -39,19 +39,19 @@ def _takes_bounds(kind: Any) -> bool:
 def unpack(
     values: Tensor, microbatch: Microbatch, *, parts: int = 1, width: int | None = None, fill: float = 0
 ) -> Tensor:
-    """Take packed rows apart, so that sums by document are sums of rows, packed or not.
+    """Unpack rows to one row per document, so that a sum over a row is the sum over a document.
 
-    Values are gathered: a GPU adds up scattered ones in another order each time.
+    Uses a gather: a scatter-add on a GPU would add values in a different order each time.
 
     Args:
-        values: (rows, seq), of the microbatch's tokens.
-        microbatch: without `documents` its rows are the documents, and the values are returned as they are.
-        parts: documents of a sample.
-        width: tokens of the longest document, or more; None: of a row.
-        fill: what stands after a document's last token.
+        values: (rows, seq), values of the microbatch's tokens.
+        microbatch: without `documents` its rows are the documents, and the values are returned unchanged.
+        parts: documents per sample.
+        width: length of the longest document in tokens, or an upper bound; None uses the row length.
+        fill: value after the last token of a document.
 
     Returns:
-        (samples x parts, width), the values of each document from its first token on.
+        (samples x parts, width), the values of each document, starting at its first token.
     """
     if "documents" not in microbatch:
         return values
@@ -60,7 +60,7 @@ def unpack(
     is_first = torch.ones_like(documents, dtype=torch.bool)
     is_first[:, 1:] = documents[:, 1:] != documents[:, :-1]
     flat = documents.flatten()
-    # Each document writes its start once; all else goes to one more entry, which is not read.
+    # Each document writes its start once; all other tokens write to one extra entry that is not read.
     to = torch.where(is_first.flatten() & (flat >= 0), flat, count)
     places = torch.arange(flat.numel(), device=device)
     starts = torch.zeros(count + 1, dtype=torch.int64, device=device).scatter_(0, to, places)

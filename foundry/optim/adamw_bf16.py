@@ -1,4 +1,4 @@
-"""AdamW whose moments are stored in bf16."""
+"""AdamW with moments stored in bf16."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, overload
@@ -11,15 +11,15 @@ from foundry.core.sharded import local_part
 from foundry.optim.eager import AdamW
 
 _CHUNK_BYTES = 256 * 2**20
-"""Of a chunk's moments in the type of the update, unless one parameter alone has more."""
+"""Size of the moments of a chunk in the dtype of the update, unless a single parameter has more."""
 
 
 class Bf16AdamW(AdamW):
-    """AdamW (Loshchilov and Hutter, 2019) whose moments are rounded to bf16 between steps: half of their memory.
+    """AdamW (Loshchilov and Hutter, 2019) with moments rounded to bf16 between steps, which halves their memory.
 
-    A step widens the moments of a chunk of parameters to the parameters' type, has torch's kernel update them and the
-    parameters, and rounds the moments to the nearest bf16 numbers. DTensors are updated shard by shard.
-    Its arguments are those of `torch.optim.AdamW`; `amsgrad`, `maximize`, `capturable` and `differentiable` do nothing.
+    A step converts the moments of a chunk of parameters to the dtype of the parameters, updates both with torch's
+    kernel, and rounds the moments to the nearest bf16 values. DTensors are updated shard by shard. The arguments equal
+    those for `torch.optim.AdamW`; `amsgrad`, `maximize`, `capturable` and `differentiable` have no effect.
     """
 
     @overload
@@ -28,7 +28,7 @@ class Bf16AdamW(AdamW):
     def step(self, closure: Callable[[], Any]) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> float | None:
-        """Update every parameter that has a gradient."""
+        """Update all parameters that have gradients."""
         assert closure is None, "the loss is evaluated once a step"
         for group in self.param_groups:
             for chunk in _chunks([parameter for parameter in group["params"] if parameter.grad is not None]):
@@ -62,10 +62,10 @@ class Bf16AdamW(AdamW):
         torch._foreach_copy_(stored, moments)
 
     def _state(self, parameter: Tensor, *, is_fused: bool) -> dict[str, Tensor]:
-        """The parameter's moments and number of steps, under torch's names; at first zeros."""
+        """Return the parameter's moments and step count under torch's names, initialized to zeros."""
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
-            # Where torch's kernels expect it: beside the parameter, or on the CPU.
+            # The device that torch's kernels expect: that of the parameter if fused, otherwise the CPU.
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if is_fused else "cpu")
             state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
@@ -73,7 +73,7 @@ class Bf16AdamW(AdamW):
 
 
 def _chunks(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Parameters whose widened moments are held at a time."""
+    """Split parameters into chunks whose converted moments fit into `_CHUNK_BYTES`."""
     chunk, held = list[Tensor](), 0
     for parameter in parameters:
         size = 2 * local_part(parameter).numel() * parameter.element_size()

@@ -1,8 +1,9 @@
-"""PyTorch's optimizers without the compiler, which their methods import only to be left alone by it.
+"""PyTorch's optimizers without the import of torch's compiler.
 
-`torch.optim.Optimizer` wraps its methods so that `torch.compile` does not look into them, and for that imports
-`torch._dynamo`, with sympy: as long as importing torch itself, though nothing is compiled. What is wrapped is found by
-`inspect.unwrap`; where torch wraps nothing, these classes are torch's own. A compiled model imports it anyway.
+`torch.optim.Optimizer` wraps its methods to exclude them from `torch.compile`. For that it imports `torch._dynamo` and
+sympy, which takes as long as importing torch itself even if nothing is compiled. These classes use the original
+methods, found with `inspect.unwrap`; in a version of torch that wraps nothing they equal torch's classes. A compiled
+model imports the compiler anyway.
 """
 
 import inspect
@@ -15,7 +16,7 @@ _unwrap: Any = inspect.unwrap
 
 
 class EagerOptimizer(optim.Optimizer):
-    """A `torch.optim.Optimizer` whose own methods import no compiler."""
+    """A `torch.optim.Optimizer` whose base methods do not import the compiler."""
 
     add_param_group = _unwrap(optim.Optimizer.add_param_group)
     load_state_dict = _unwrap(optim.Optimizer.load_state_dict)
@@ -24,7 +25,7 @@ class EagerOptimizer(optim.Optimizer):
 
 
 def _eager_step(kind: type[optim.Optimizer]) -> Any:
-    """The step of a kind of optimizer, which is not differentiated."""
+    """Return the original step of an optimizer class, run without gradients."""
     return torch.no_grad()(_unwrap(kind.step))
 
 

@@ -1,13 +1,14 @@
-"""Muon for matrices that may be sharded.
+"""Muon optimizer for matrices that may be sharded.
 
-`torch.optim.Muon` multiplies the shards of a matrix through DTensor, in bfloat16, where partial products are rounded
-before they are summed: in three steps two ranks are 1e-3 away from one. Here each update is gathered and orthogonalised
-whole, so any number of ranks takes the same one; momentum and weights stay sharded. Each matrix has one rank that does
-this for it, and the update travels in the type of the iteration, to which it is rounded first in any case.
+`torch.optim.Muon` multiplies the shards of a matrix through DTensor in bfloat16, which rounds partial products before
+they are summed: after three steps, two ranks differ from one by 1e-3. Here each update is gathered and orthogonalized
+as a whole matrix, so the result is the same for any number of ranks; momentum and weights stay sharded. One rank
+orthogonalizes each matrix. The update is sent in the dtype of the iteration, because the iteration rounds it to this
+dtype anyway.
 
-Equal gradients give equal updates in either arithmetic. Gradients that differ in the last bit, as sums in another order
-do, give updates that differ by at most 3.4445^5 = 485 times as much in fp32. In bfloat16 a difference may also change
-which way a number is rounded, and weak directions are made of such roundings.
+Equal gradients give equal updates in fp32 and in bfloat16. If gradients differ in the last bit, for example because of
+another summation order, the difference of the updates is at most 3.4445^5 = 485 times as large in fp32. In bfloat16 a
+difference may also change how a value is rounded, and the weak singular directions consist of these rounding errors.
 """
 
 import math
@@ -25,13 +26,18 @@ from foundry.optim.owners import Batch, cut, divide, join, place
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _CHUNK_BYTES = 64 * 2**20
-"""Of the parts of matrices whose momentum or weights are updated together, unless one alone has more; an update holds
-up to four times as much."""
+"""Size of the parts of matrices whose momentum or weights are updated together, unless a single part is larger.
+
+An update needs up to four times as much memory.
+"""
 _HOST_CHUNK_BYTES = 64 * 2**10
-"""The same on a CPU, where joining saves calls, and copies of more than its cache cost more than these."""
+"""The same limit on a CPU.
+
+Concatenating saves calls, but copying more than the CPU's cache holds costs more than the saved calls.
+"""
 
 _Member = tuple[Tensor, dict[str, Any]]
-"""A matrix and its group of parameters."""
+"""A matrix and its parameter group."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +45,10 @@ class _Work:
     """A batch of matrices.
 
     Attributes:
-        numbers: of each of its matrices, the place among all.
-        batch: how they are exchanged.
-        advancing: places in the batch of the matrices whose momentum moves on together.
-        applying: places of those whose weights are updated together.
+        numbers: index of each matrix of the batch in the list of all matrices.
+        batch: exchange of the matrices between ranks.
+        advancing: indices into the batch, in groups of matrices whose momentum is updated together.
+        applying: indices into the batch, in groups of matrices whose weights are updated together.
     """
 
     numbers: list[int]
@@ -52,24 +58,25 @@ class _Work:
 
 
 class Muon(EagerOptimizer):
-    """Momentum, orthogonalised (Jordan et al., 2024); in bfloat16 one process equals `torch.optim.Muon` bit for bit.
+    """Momentum with orthogonalized updates (Jordan et al., 2024).
 
-    The update is scaled to the root mean square of AdamW's (Liu et al., 2025), so that both use the same rate, and
-    weight decay is decoupled. Each matrix is orthogonalised by one rank, so that all have about the same work.
+    In bfloat16 on one process the results equal `torch.optim.Muon` bit for bit. Updates are scaled to the RMS of
+    AdamW's updates (Liu et al., 2025), so that both optimizers use the same learning rate, and weight decay is
+    decoupled. Each matrix is orthogonalized by one rank, with the work balanced over the ranks.
 
     Args:
-        params: matrices, or groups of them; DTensors may be sharded in any way.
+        params: matrices or parameter groups; DTensors may be sharded in any way.
         lr: learning rate.
-        momentum: decay of the velocity.
-        nesterov: look ahead by one step of momentum.
-        ns_steps: Newton-Schulz iterations.
-        ns_dtype: what they are computed in: float32 or bfloat16.
-        weight_decay: decoupled, times the rate.
-        group: the ranks that hold equal plain matrices and gradients, as under DDP, and divide the work of these; None:
-            each rank does it all. DTensors know their ranks.
+        momentum: decay of the momentum buffer.
+        nesterov: use Nesterov momentum.
+        ns_steps: number of Newton-Schulz iterations.
+        ns_dtype: dtype of the Newton-Schulz iterations: float32 or bfloat16.
+        weight_decay: decoupled weight decay, multiplied by the learning rate.
+        group: ranks that hold equal plain matrices and gradients, as with DDP, and share the work; None makes each rank
+            do all of it. For DTensors the ranks of their mesh are used.
     """
 
-    # As fused optimizers do, it leaves the update out where `found_inf` is 1, without reading the device.
+    # Like fused optimizers, skips the update if `found_inf` is 1, without a device synchronization.
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -98,18 +105,19 @@ class Muon(EagerOptimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every matrix that has a gradient."""
+        """Update all matrices that have gradients."""
         assert closure is None, "the loss is evaluated once a step"
         moving = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
         updates = [self._update(work, [moving[n] for n in work.numbers]) for work in self._divided(moving)]
-        # While one batch is orthogonalised, the next is gathered and the one before returns; alike on all ranks.
+        # While one batch is orthogonalized, the next is gathered and the previous one scattered, in the same order on
+        # all ranks.
         for tick in range(len(updates) + 2):
             for update in reversed(updates[max(0, tick - 2) : tick + 1]):
                 next(update, None)
         return None
 
     def _divided(self, moving: list[_Member]) -> list[_Work]:
-        """The matrices in batches; computed anew only where others have gradients."""
+        """Return the matrices in batches; recomputed only if the set of matrices with gradients changes."""
         known = [id(matrix) for matrix, _ in moving]
         if self._work[0] != known:
             kinds: dict[Any, list[int]] = {}
@@ -135,7 +143,7 @@ class Muon(EagerOptimizer):
         return self._work[1]
 
     def _update(self, work: _Work, members: list[_Member]) -> Iterator[None]:
-        """Update a batch of matrices, and pause while something of it is on its way."""
+        """Update a batch of matrices; yields while a transfer is in progress."""
         batch = work.batch
         arriving = batch.gather(self._advance(work, members))
         yield
@@ -146,9 +154,9 @@ class Muon(EagerOptimizer):
         self._apply(work, members, returning())
 
     def _advance(self, work: _Work, members: list[_Member]) -> list[Tensor]:
-        """Move the momentum on, and return this rank's parts that owners orthogonalise, in the type of the iteration.
+        """Update the momentum and return this rank's parts to be orthogonalized, in the dtype of the iteration.
 
-        One kernel takes many matrices, laid one after another.
+        Matrices are concatenated so that one kernel processes many of them.
         """
         ahead: dict[int, Tensor] = {}
         for numbers in work.advancing:
@@ -164,29 +172,33 @@ class Muon(EagerOptimizer):
         return [ahead[number] for number, is_given in enumerate(work.batch.is_given) if is_given]
 
     def _apply(self, work: _Work, members: list[_Member], directions: Sequence[Tensor]) -> None:
-        """Decay the weights and add the orthogonalised updates.
+        """Apply weight decay and add the orthogonalized updates.
 
         Args:
             work: the batch.
-            members: its matrices and their groups.
+            members: its matrices and their parameter groups.
             directions: this rank's part of each update.
         """
         for numbers in work.applying:
             matrix, group = members[numbers[0]]
             weights = [local_part(members[number][0]) for number in numbers]
             weight, rate = join(weights), group["lr"] * 0.2 * math.sqrt(max(matrix.shape))
-            # Of bf16 weights too: `add_` rounds bf16 otherwise at the end of a tensor, and a shard ends elsewhere.
+            # In fp32 for bf16 weights too: the bf16 `add_` rounds differently at the end of a tensor, and shards end at
+            # different places.
             updated = weight.float() * (1 - group["lr"] * group["weight_decay"])
             updated.add_(join([directions[number] for number in numbers]), alpha=-rate)
             self._store(weights, weight, updated)
 
     def _store(self, targets: list[Tensor], old: Tensor, new: Tensor) -> None:
-        """Give tensors their new numbers, or the old ones if the update is left out; old, new: (elements,), joined."""
+        """Write new values to tensors, or the old ones if the update is skipped.
+
+        `old` and `new` are the concatenated values of all tensors, (elements,).
+        """
         kept = new if self.found_inf is None else torch.where(self.found_inf > 0, old, new)
         torch._foreach_copy_(targets, cut(kept, [target.shape for target in targets]))
 
     def _momentum(self, matrix: Tensor) -> Tensor:
-        """The velocity of a matrix, at first zeros."""
+        """Return the momentum buffer of a matrix, initialized to zeros."""
         state = self.state[matrix]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(matrix)
@@ -195,14 +207,14 @@ class Muon(EagerOptimizer):
 
 
 def orthogonalise(matrix: Tensor, num_steps: int, dtype: torch.dtype) -> Tensor:
-    """The nearest semi-orthogonal matrix, roughly: singular values end up between about 0.7 and 1.2.
+    """Return roughly the nearest semi-orthogonal matrix: singular values end up between about 0.7 and 1.2.
 
-    A quintic Newton-Schulz iteration with the coefficients of https://kellerjordan.github.io/posts/muon.
+    Runs a quintic Newton-Schulz iteration with the coefficients of https://kellerjordan.github.io/posts/muon.
 
     Args:
-        matrix: (rows, columns) floating point.
-        num_steps: iterations.
-        dtype: of the iteration.
+        matrix: (rows, columns), floating point.
+        num_steps: number of iterations.
+        dtype: dtype of the iteration.
 
     Returns:
         (rows, columns) of `dtype`.
@@ -219,7 +231,7 @@ def orthogonalise(matrix: Tensor, num_steps: int, dtype: torch.dtype) -> Tensor:
 
 
 def _chunks(members: list[_Member], kind: Callable[[Tensor, dict[str, Any]], Hashable]) -> list[list[int]]:
-    """Places of the matrices of each kind, as many together as the limit of bytes allows."""
+    """Group the matrices by kind, and split each group so that it does not exceed the limit in bytes."""
     kinds: dict[Hashable, list[int]] = {}
     for number, member in enumerate(members):
         kinds.setdefault(kind(*member), []).append(number)
@@ -238,11 +250,11 @@ def _chunks(members: list[_Member], kind: Callable[[Tensor, dict[str, Any]], Has
 
 
 def _device(matrix: Tensor) -> torch.device:
-    """Where a matrix is orthogonalised: on the GPU, where its shards are offloaded from one."""
+    """Return the device on which a matrix is orthogonalized: the GPU if its shards are offloaded from one."""
     return torch.device(matrix.device_mesh.device_type) if is_sharded(matrix) else matrix.device
 
 
 def _cost(rows: int, columns: int) -> float:
-    """FLOPs of an iteration, but for a factor."""
+    """Return the FLOPs of an iteration, up to a constant factor."""
     short, long = sorted((rows, columns))
     return short**2 * (2.0 * long + short)

@@ -1,7 +1,7 @@
-"""PyTorch's optimizers, and Muon, over the parameter groups every run wants.
+"""PyTorch's optimizers and Muon, with common parameter groups.
 
-Each function takes the model as it was wrapped and returns the optimizers that together cover its trainable
-parameters. Groups carry `lr_mult` and `wd_mult`, which scale the schedule's values.
+Each function takes the wrapped model and returns the optimizers that together cover its trainable parameters. Parameter
+groups have `lr_mult` and `wd_mult`, which scale the values of the schedule.
 """
 
 import re
@@ -37,16 +37,16 @@ _NS_DTYPES = {NsDtype.fp32: torch.float32, NsDtype.bf16: torch.bfloat16}
 
 @runtime_checkable
 class HasHead(Protocol):
-    """A model that says which of its parts makes predictions of hidden states."""
+    """A model that declares its output head."""
 
     def output_head(self) -> nn.Module | None:
-        """That part; None where the embedding's matrix does it."""
+        """Return the head; None if the head is tied to the embedding."""
         ...
 
 
 @configured_by(AdamWSettings)
 def adamw(settings: AdamWSettings, *, model: nn.Module, lr: float) -> list[Optimizer]:
-    """AdamW (Loshchilov and Hutter, 2019); its moments are stored in the parameters' type, or in `moments_dtype`."""
+    """AdamW (Loshchilov and Hutter, 2019); moments are stored in the dtype of the parameters, or in `moments_dtype`."""
     kind: type[AdamW] = AdamW if settings.moments_dtype is None else Bf16AdamW
     return [kind(_groups(model, settings), **_moments(model, settings), lr=lr)]
 
@@ -68,10 +68,10 @@ def sgd(settings: SGDSettings, *, model: nn.Module, lr: float) -> list[Optimizer
 def muon(
     settings: MuonSettings, *, model: nn.Module, lr: float, precision: PrecisionMode = PrecisionMode.amp_bfloat16
 ) -> list[Optimizer]:
-    """Muon (Jordan et al., 2024) for the matrices inside blocks, AdamW for everything else.
+    """Muon (Jordan et al., 2024) for the matrices inside blocks, AdamW for all other parameters.
 
-    Muon's updates are scaled to the root mean square of AdamW's (Liu et al., 2025), so that both use `lr`. Where
-    `ns_dtype` is None the iteration is in bf16 if the model's matrices are multiplied in it, else in fp32.
+    Muon's updates are scaled to the RMS of AdamW's updates (Liu et al., 2025), so that both use `lr`. If `ns_dtype` is
+    None, the iteration runs in bf16 if `precision` multiplies matrices in bf16, and otherwise in fp32.
     """
     matrices = {p for block in find_blocks(model) for p in block.parameters() if p.requires_grad and p.ndim == 2}
     own = _groups(model, settings, only=matrices)
@@ -87,7 +87,8 @@ def muon(
             ns_steps=settings.ns_steps,
             ns_dtype=_NS_DTYPES[NsDtype(ns_dtype)],
             weight_decay=settings.weight_decay,
-            # DDP has reduced the gradients: all ranks hold the same, and need not all compute the same.
+            # DDP has reduced the gradients already: all ranks hold the same values, and each can process a share of the
+            # matrices.
             group=model.process_group if isinstance(model, DistributedDataParallel) else None,
         )
         optimizers.insert(0, orthogonal)
@@ -101,7 +102,7 @@ def _groups(
 
 
 def _moments(model: nn.Module, settings: AdamSettings | MuonSettings) -> dict[str, Any]:
-    """The arguments of torch's Adam and AdamW."""
+    """Return the keyword arguments of torch's Adam and AdamW."""
     return {"betas": (settings.beta1, settings.beta2), "eps": settings.eps, "fused": _fused(model)}
 
 
@@ -112,19 +113,19 @@ def param_groups(
     *,
     only: Set[nn.Parameter] | None = None,
 ) -> list[dict[str, Any]]:
-    """Split trainable parameters into torch's groups.
+    """Split trainable parameters into parameter groups.
 
-    Matrices decay; biases, norms and other vectors do not, unless a group says so. Sharded parameters and whole ones go
-    apart as well, since a fused kernel takes only one kind at a time.
+    Weight decay applies to matrices, and to biases, norms and other vectors only if a group sets `wd_mult`. Sharded and
+    unsharded parameters are in separate groups, because a fused kernel accepts only one kind at a time.
 
     Args:
-        model: as it was wrapped.
-        weight_decay: of the parameters with a factor of one.
+        model: the wrapped model.
+        weight_decay: weight decay of parameters with `wd_mult` 1.
         groups: the fields of `foundry.config.schemas.optimizer.ParamGroups`.
-        only: leave out all others; None: take all.
+        only: parameters to include; None includes all.
 
     Raises:
-        ConfigError: a group matches no trainable parameter, or two match the same.
+        ConfigError: a group matches no trainable parameter, or two groups match the same parameter.
     """
     chosen = _assign(model, groups or {})
     members: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
@@ -144,11 +145,11 @@ def param_groups(
 
 
 def not_covered(optimizers: object, model: nn.Module) -> str | None:
-    """Why these are not the optimizers of a model; None where they take each trainable parameter once.
+    """Explain why optimizers do not fit a model; None if they contain each trainable parameter exactly once.
 
     Args:
-        optimizers: what a part of the user's own has returned.
-        model: as it was wrapped.
+        optimizers: return value of the user's optimizer function.
+        model: the wrapped model.
     """
     if not isinstance(optimizers, (list, tuple)):
         remedy = "return [optimizer]" if isinstance(optimizers, Optimizer) else "return [torch.optim.AdamW(...)]"
@@ -174,7 +175,7 @@ def _kind(value: object) -> str:
 
 
 def _assign(model: nn.Module, groups: Groups) -> dict[nn.Parameter, Mapping[str, Any]]:
-    """The group of each parameter that has one; embeddings and head left at their defaults are none."""
+    """Map parameters to their groups; the groups of embeddings and head are left out if they keep their defaults."""
     named = {
         **{name: groups[name] for name in ("embeddings", "head") if not _is_neutral(groups.get(name, {}))},
         **{f"patterns.{name}": group for name, group in groups.get("patterns", {}).items()},
@@ -198,7 +199,8 @@ def _is_neutral(group: Mapping[str, Any]) -> bool:
 
 
 def _members(model: nn.Module, name: str, match: str | None) -> list[tuple[str, nn.Parameter]]:
-    # DDP alone renames parameters, and a pattern means the same on any number of ranks.
+    # DDP is the only wrapper that changes parameter names; unwrap it, so that a pattern means the same for any number
+    # of ranks.
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     named = [(n, p) for n, p in inner.named_parameters() if p.requires_grad]
     embeddings = {p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
@@ -211,5 +213,5 @@ def _members(model: nn.Module, name: str, match: str | None) -> list[tuple[str, 
 
 
 def _fused(model: nn.Module) -> bool:
-    """Whether the optimizer's fused kernel takes these parameters: floating point, on a CPU or a GPU."""
+    """Return whether the fused kernel supports all parameters: floating point, on a CPU or a GPU."""
     return all(p.device.type in ("cpu", "cuda") and torch.is_floating_point(p) for p in model.parameters())

@@ -1,7 +1,7 @@
-"""Whole matrices on one rank each: what every rank holds a part of goes to an owner, and results come back as parts.
+"""Exchange of sharded matrices: each matrix is gathered whole on one owner rank, and its results are scattered back.
 
-Two all-to-alls for a batch of matrices, in the same order on all ranks and asynchronous, so that one batch is on its
-way while another is computed.
+A batch of matrices takes two all-to-alls. They run asynchronously and in the same order on all ranks, so that one batch
+is transferred while another is computed.
 """
 
 import math
@@ -21,21 +21,25 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 _BATCH_BYTES = 64 * 2**20
-"""Of whole matrices that an owner receives at a time, unless one alone is larger; about three batches are in flight."""
+"""Size of the whole matrices that an owner receives at a time, unless a single one is larger.
+
+About three batches are in flight.
+"""
 
 _Part = tuple[slice, slice]
 
 
 @dataclass(frozen=True)
 class Placed:
-    """How a matrix lies on the ranks of a group.
+    """Layout of a matrix on the ranks of a group.
 
     Attributes:
-        group: the ranks; None: this process alone.
-        rank: this one in the group.
-        shape: of the whole matrix.
-        parts: the rows and columns of each rank, in the order of the group.
-        copies: which copy of the matrix each rank's part belongs to; ranks of one copy make up a whole.
+        group: process group; None for this process only.
+        rank: this process's rank in the group.
+        shape: shape of the whole matrix.
+        parts: the rows and columns that each rank holds, in the order of the group.
+        copies: identifier of the replica that each rank's part belongs to; the ranks of one replica hold the whole
+            matrix together.
     """
 
     group: ProcessGroup | None
@@ -45,21 +49,22 @@ class Placed:
     copies: tuple[tuple[int, ...], ...]
 
     def numel(self, rank: int) -> int:
-        """Elements of a rank's part."""
+        """Return the number of elements in a rank's part."""
         rows, columns = self.parts[rank]
         return int((rows.stop - rows.start) * (columns.stop - columns.start))
 
     def is_whole(self, rank: int) -> bool:
-        """Whether a rank holds the whole matrix."""
+        """Return whether a rank holds the whole matrix."""
         return self.numel(rank) == self.shape[0] * self.shape[1]
 
 
 def place(matrices: Sequence[Tensor], group: ProcessGroup | None) -> list[Placed]:
-    """How matrices lie.
+    """Return the layout of each matrix.
 
     Args:
-        matrices: DTensors in any placement by shards, or tensors that are equal on all ranks of `group`.
-        group: those that hold a plain tensor; None: this process alone.
+        matrices: DTensors with sharded or replicated placements, or plain tensors that are equal on all ranks of
+            `group`.
+        group: ranks that hold the plain tensors; None for this process only.
     """
     known: dict[Any, Placed] = {}
     placed = []
@@ -91,7 +96,7 @@ def _place_shards(matrix: "DTensor") -> Placed:
 
 
 def _group(mesh: "DeviceMesh") -> ProcessGroup:
-    """All ranks of a mesh."""
+    """Return the process group with all ranks of a mesh."""
     if mesh.ndim == 1:
         return mesh.get_group()
     if mesh.size() == dist.get_world_size():
@@ -104,12 +109,12 @@ def _group(mesh: "DeviceMesh") -> ProcessGroup:
 def _part(
     shape: tuple[int, int], mesh: "DeviceMesh", placements: Sequence[Any], coordinate: list[int]
 ) -> tuple[_Part, tuple[int, ...]]:
-    """The part at a coordinate of the mesh, cut as `Tensor.chunk` does, and the number of its copy."""
+    """Return the part at a coordinate of the mesh, sharded as by `Tensor.chunk`, and the identifier of its replica."""
     from torch.distributed.tensor import Replicate, Shard
 
     bounds, copy = [[0, shape[0]], [0, shape[1]]], []
-    # FSDP2 cuts what tensor parallelism has cut already, and calls that strided: it comes last, though its dimension of
-    # the mesh comes first.
+    # FSDP2 shards tensors that tensor parallelism has sharded before, with a strided placement. It must be applied
+    # last, although its mesh dimension comes first.
     for dim in sorted(range(mesh.ndim), key=lambda dim: not isinstance(placements[dim], (Shard, Replicate))):
         placement, index = placements[dim], coordinate[dim]
         if isinstance(placement, Replicate):
@@ -123,7 +128,7 @@ def _part(
 
 
 def assign(costs: Sequence[float], num_ranks: int) -> list[int]:
-    """An owner for each of several pieces of work: the largest first, to whoever has the least so far."""
+    """Assign an owner to each piece of work: largest first, to the rank with the smallest load so far."""
     load, owners = [0.0] * num_ranks, [0] * len(costs)
     for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
         owner = min(range(num_ranks), key=load.__getitem__)
@@ -135,15 +140,15 @@ class Batch:
     """Matrices of one group that are exchanged together, each with an owner.
 
     Args:
-        placed: how each lies.
-        owners: of each, a rank of the group; in ascending order.
-        dtype: in which they travel.
-        device: on which they are exchanged.
-        home: on which this rank's parts lie: `device`, or the host.
+        placed: layout of each matrix.
+        owners: owner of each matrix, a rank of the group; in ascending order.
+        dtype: dtype of the exchange.
+        device: device of the exchange.
+        home: device of this rank's parts: `device` or the CPU.
 
     Attributes:
-        is_mine: of each, whether this rank is its owner.
-        is_given: of each, whether `gather` takes this rank's part.
+        is_mine: whether this rank owns the matrix, for each matrix.
+        is_given: whether `gather` takes this rank's part of the matrix, for each matrix.
     """
 
     def __init__(
@@ -161,10 +166,10 @@ class Batch:
         self.is_mine = [owner == me for owner in owners]
         owned = [each for each, owner in pairs if owner == me]
         self._shapes = [each.shape for each in owned]
-        # Both are known to all ranks alike, so that none waits in a collective that another leaves out.
+        # Both flags are the same on all ranks; otherwise a rank could wait in a collective that another rank skips.
         self._is_gathered = not all(each.is_whole(owner) for each, owner in pairs)
         self._is_scattered = len(ranks) > 1
-        # To an owner go the parts of the copy that it has a part of itself; from it, the parts of all copies.
+        # The owner receives only the parts of its replica, and sends results to all replicas.
         sent = [each.copies[me] == each.copies[owner] for each, owner in pairs]
         self.is_given = sent if self._is_gathered else self.is_mine
         self._given = [
@@ -187,10 +192,10 @@ class Batch:
         """Send this rank's parts to the owners of the matrices.
 
         Args:
-            parts: of the matrices with `is_given`, in their order.
+            parts: the parts of the matrices whose `is_given` is true, in their order.
 
         Returns:
-            A function that waits for the whole matrices that are this rank's own.
+            A function that waits for the whole matrices owned by this rank and returns them.
         """
         arriving: Callable[[], Tensor] | None = None
         if self._is_gathered or self._is_offloaded:
@@ -200,7 +205,7 @@ class Batch:
         def assemble() -> list[Tensor]:
             if arriving is None and self._device.type == "cpu":
                 return list(parts)
-            # Each has memory of its own, which is aligned: kernels of GPUs may sum in another order where it is not.
+            # Each matrix gets its own, aligned memory: GPU kernels may sum unaligned memory in a different order.
             wholes = [torch.empty(shape, dtype=self._dtype, device=self._device) for shape in self._shapes]
             places = [wholes[number][part] for number, part in self._sources]
             found = parts if arriving is None else cut(arriving(), [place.shape for place in places])
@@ -211,10 +216,10 @@ class Batch:
         return assemble
 
     def scatter(self, wholes: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """Send each rank its parts of the wholes that this one owns.
+        """Send each rank its parts of the whole matrices that this rank owns.
 
         Returns:
-            A function that waits for this rank's parts of all matrices.
+            A function that waits for this rank's parts of all matrices and returns them.
         """
         if not self._is_scattered and not self._is_offloaded:
             return lambda: list(wholes)
@@ -232,7 +237,7 @@ class Batch:
         return join([torch.empty(0, dtype=self._dtype, device=device), *tensors])
 
     def _carry(self, flat: Tensor, device: torch.device) -> Tensor:
-        """The same numbers on a device, by one copy from or to pinned memory; the host waits for those that it gets."""
+        """Copy a tensor to a device in a single copy through pinned memory; copies to the CPU are synchronous."""
         if flat.device.type == device.type:
             return flat
         if device.type == "cpu":
@@ -240,7 +245,13 @@ class Batch:
         return flat.pin_memory().to(device, non_blocking=True)
 
     def _exchange(self, source: Tensor, given: list[int], taken: list[int]) -> Callable[[], Tensor]:
-        """Start to send each rank the elements `given` to it, in order; what is returned waits for theirs."""
+        """Start an all-to-all and return a function that waits for its result.
+
+        Args:
+            source: (elements,), the elements for each rank, in rank order.
+            given: number of elements sent to each rank.
+            taken: number of elements received from each rank.
+        """
         target = source.new_empty(sum(taken))
         work = dist.all_to_all_single(target, source, taken, given, group=self._group, async_op=True)
 
@@ -252,13 +263,13 @@ class Batch:
 
 
 def join(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors one after another, (elements,): a copy, or a view of one that is alone."""
+    """Flatten and concatenate tensors, (elements,); a single tensor is returned as a view."""
     flat = [tensor.reshape(-1) for tensor in tensors]
     return torch.cat(flat) if len(flat) > 1 else flat[0]
 
 
 def cut(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Views of a tensor, (elements,), that hold joined tensors of these shapes."""
+    """Split a flat tensor, (elements,), into views of the given shapes; the inverse of `join`."""
     parts = torch.split(flat, [math.prod(shape) for shape in shapes])
     return [part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
 
@@ -266,14 +277,16 @@ def cut(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
 def divide(
     placed: Sequence[Placed], costs: Sequence[float], dtype: torch.dtype, device: torch.device, home: torch.device
 ) -> list[tuple[list[int], Batch]]:
-    """Give matrices of one group owners, and batch them: the numbers of each batch's matrices, and the batch.
+    """Assign owners to matrices of one group and batch them.
+
+    Return the matrix indices and the `Batch` of each batch.
 
     Args:
-        placed: how each lies.
-        costs: of each, the work of its owner.
-        dtype: in which they travel.
-        device: on which they are exchanged.
-        home: on which this rank's parts lie.
+        placed: layout of each matrix.
+        costs: cost of processing each matrix.
+        dtype: dtype of the exchange.
+        device: device of the exchange.
+        home: device of this rank's parts.
     """
     owners = assign(costs, len(placed[0].parts))
     batches, held = [list[int]()], [0] * len(placed[0].parts)

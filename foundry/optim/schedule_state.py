@@ -1,4 +1,4 @@
-"""Which schedule a resumed run follows: the configuration's or the checkpoint's."""
+"""Choice of the schedule of a resumed run: from the configuration or from the checkpoint."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,19 +16,20 @@ _REMEDIES = {
 
 
 def reconcile(schedule: Schedule, saved: Mapping[str, Any], mode: SchedulerOnResume) -> Schedule:
-    """Choose between the configured schedule and the one that a checkpoint was trained with.
+    """Return the configured schedule or the one in the checkpoint, depending on the mode.
 
-    Nothing else carries schedule values over a resume: the clock counts samples, both curves are pure functions of it,
-    and what parameter groups held is set anew before every update. (Megatron-LM leaves the checkpoint's bounds in the
-    groups, forgets WSD's decay, and adds the saved count to its own.)
+    No other state carries schedule values over a resume: progress counts samples, both curves are pure functions of it,
+    and the values in parameter groups are overwritten before every update. (Megatron-LM keeps the checkpoint's bounds
+    in the groups, loses WSD's decay, and adds the saved count to its own.)
 
     Args:
-        schedule: as configured.
-        saved: the `state_dict` of the one in the checkpoint.
-        mode: match refuses any difference; config and checkpoint take that side.
+        schedule: the configured schedule.
+        saved: `state_dict` of the schedule in the checkpoint.
+        mode: `match` rejects any difference; `config` and `checkpoint` select one of the two.
 
     Raises:
-        ConfigError: under match, with a line for every field that differs.
+        ConfigError: mode is `match` and fields differ, with one line per field; or mode is `checkpoint` and the saved
+            state is of an unknown schedule.
     """
     if mode is SchedulerOnResume.config:
         return schedule

@@ -1,7 +1,7 @@
-"""Learning rate and weight decay as pure functions of the number of samples consumed.
+"""Learning rate and weight decay as pure functions of the number of consumed samples.
 
-The curves are Megatron-LM's (`optimizer_param_scheduler.py`, core 0.20), whose unit is one sample; the order of
-operations is kept, so that the numbers agree bit for bit.
+The curves are Megatron-LM's (`optimizer_param_scheduler.py`, core 0.20), in units of samples. The order of operations
+is the same too, so the values agree bit for bit.
 """
 
 import math
@@ -19,16 +19,16 @@ from foundry.core.duration import Budget
 
 @dataclass(frozen=True, kw_only=True)
 class WeightDecay:
-    """Weight decay from `start` to `end`, rising or falling; it has no warm-up.
+    """Weight decay schedule from `start` to `end`, increasing or decreasing, without warmup.
 
     Attributes:
-        start: the value at the beginning.
-        end: the value from the horizon on.
-        horizon: samples at whose end the value is `end`.
-        style: the way between them.
+        start: initial value.
+        end: value from the horizon on.
+        horizon: number of samples after which the value is `end`.
+        style: shape of the curve.
 
     Raises:
-        ValueError: the horizon is empty, or the values of a constant differ.
+        ValueError: the horizon is empty, or `start` and `end` differ although the style is constant.
     """
 
     start: float
@@ -43,10 +43,10 @@ class WeightDecay:
             raise ValueError(f"weight decay cannot change within {self.horizon:g} samples")
 
     def at(self, samples: float) -> float:
-        """The value after `samples` samples: start + f (end - start), with r the elapsed share of the horizon.
+        """Return the value after `samples` samples: start + f (end - start).
 
-        f is r for linear and (cos(pi (1 - r)) + 1) / 2 for cosine. At the horizon it is `end` itself, which that sum
-        may miss by a rounding.
+        With r = samples / horizon, f is r for linear and (cos(pi (1 - r)) + 1) / 2 for cosine. From the horizon on the
+        value is exactly `end`, which the sum may miss by a rounding error.
         """
         if self.style is IncrementStyle.constant or samples >= self.horizon:
             return self.end
@@ -58,17 +58,18 @@ class WeightDecay:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule(ABC):
-    """What every schedule has: warm-up, horizon and floor of the learning rate, and perhaps a weight decay's curve.
+    """Base class of schedules: warmup, horizon and floor of the learning rate, and optionally a weight decay curve.
 
     Attributes:
-        max_lr: the peak.
-        warmup: samples of the linear warm-up; may be fractional.
-        warmup_init: the rate at its start.
-        horizon: samples at whose end the rate has reached `min_lr`, warm-up included.
-        min_lr: the rate past the horizon.
-        force_min_lr: after the warm-up the rate never falls below this.
-        evaluate_at: where an update that consumes samples a to b reads the curves: at b, or at a as Megatron-LM does.
-        weight_decay_curve: None leaves the optimizer's own value alone.
+        max_lr: peak learning rate.
+        warmup: samples of the linear warmup; may be fractional.
+        warmup_init: learning rate at the start of the warmup.
+        horizon: number of samples, including the warmup, after which the learning rate is `min_lr`.
+        min_lr: learning rate after the horizon.
+        force_min_lr: lower bound of the learning rate after the warmup.
+        evaluate_at: point of the curves that applies to an update that consumes samples a to b: b, or a as in
+            Megatron-LM.
+        weight_decay_curve: weight decay schedule; None keeps the optimizer's own value.
     """
 
     max_lr: float
@@ -83,16 +84,16 @@ class Schedule(ABC):
     @classmethod
     @configured_by(Settings)
     def from_durations(cls, settings: Settings, *, max_lr: float, budget: Budget, **own: Any) -> Self:
-        """Return the schedule of a run of this budget.
+        """Return the schedule of a run with this budget.
 
         Args:
-            settings: lengths are durations, as `foundry.core.duration` reads them.
-            max_lr: the peak.
-            budget: of the run.
-            own: fields that the class has besides those of its settings.
+            settings: settings with lengths as durations, in the syntax of `foundry.core.duration`.
+            max_lr: peak learning rate.
+            budget: budget of the run.
+            own: further fields of the class that are not in its settings.
 
         Raises:
-            ValueError: a length counts tokens and the data has none.
+            ValueError: a length is given in tokens, but the data has no tokens.
         """
         phases = settings.phases(budget)
         start, end, style = settings.start_weight_decay, settings.end_weight_decay, settings.weight_decay_incr_style
@@ -105,76 +106,76 @@ class Schedule(ABC):
         return cls(max_lr=max_lr, **{**shared, **own})
 
     def lr(self, samples_before: int, samples_after: int) -> float:
-        """The learning rate of the update that consumes samples `samples_before` to `samples_after`."""
+        """Return the learning rate of the update that consumes samples `samples_before` to `samples_after`."""
         return self.lr_at(samples_after if self.evaluate_at is EvaluateAt.end else samples_before)
 
     def weight_decay(self, samples_before: int, samples_after: int) -> float | None:
-        """The weight decay of that update; None: what the optimizer was given."""
+        """Return the weight decay of that update; None keeps the optimizer's own value."""
         if self.weight_decay_curve is None:
             return None
         return self.weight_decay_curve.at(samples_after if self.evaluate_at is EvaluateAt.end else samples_before)
 
     def lr_at(self, samples: float) -> float:
-        """The value of the learning rate's curve after `samples` samples."""
+        """Return the learning rate after `samples` samples."""
         if self.warmup > 0 and samples <= self.warmup:
             return self.warmup_init + (self.max_lr - self.warmup_init) * samples / self.warmup
         return max(self.after_warmup(samples), self.force_min_lr)
 
     @abstractmethod
     def after_warmup(self, samples: float) -> float:
-        """The value of the curve past the warm-up."""
+        """Return the learning rate after `samples` samples, past the warmup."""
 
     def phases(self) -> list[tuple[str, float]]:
-        """The phases of the learning rate in order, each with the samples at whose end it ends."""
+        """Return the phases of the learning rate in order, each with the number of samples after which it ends."""
         return [("warmup", self.warmup), ("decay", self.horizon), ("floor", math.inf)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Every number the schedule is made of, as plain JSON, and its style."""
+        """Return all fields and the style of the schedule as plain JSON."""
         return {"style": type(self).__name__, **_plain(asdict(self))}
 
     def _between(self, share: float) -> float:
         return self.min_lr + share * (self.max_lr - self.min_lr)
 
     def _elapsed(self, samples: float) -> float:
-        """The share of the way from the end of the warm-up to the horizon."""
+        """Return the elapsed fraction of the way from the end of the warmup to the horizon."""
         return (samples - self.warmup) / (self.horizon - self.warmup)
 
 
 class Constant(Schedule):
-    """The peak rate, forever."""
+    """Constant peak learning rate after the warmup."""
 
     def phases(self) -> list[tuple[str, float]]:
-        """No decay, and so no floor."""
+        """Return the phases: warmup and constant, without decay and floor."""
         return [("warmup", self.warmup), ("constant", math.inf)]
 
     def after_warmup(self, samples: float) -> float:
-        """The peak."""
+        """Return the peak learning rate."""
         return self.max_lr
 
 
 class Linear(Schedule):
-    """A straight line down to `min_lr`."""
+    """Linear decay to `min_lr`."""
 
     def after_warmup(self, samples: float) -> float:
-        """1 - r of the way from `min_lr` to the peak, r being the elapsed share."""
+        """Return min_lr + (1 - r) (max_lr - min_lr), with r the elapsed fraction of the decay."""
         return self.min_lr if samples > self.horizon else self._between(1.0 - self._elapsed(samples))
 
 
 class Cosine(Schedule):
-    """Half a cosine down to `min_lr`."""
+    """Cosine decay to `min_lr`."""
 
     def after_warmup(self, samples: float) -> float:
-        """(cos(pi r) + 1) / 2 of the way from `min_lr` to the peak, r being the elapsed share."""
+        """Return min_lr + (cos(pi r) + 1) / 2 (max_lr - min_lr), with r the elapsed fraction of the decay."""
         if samples > self.horizon:
             return self.min_lr
         return self._between(0.5 * (math.cos(math.pi * self._elapsed(samples)) + 1.0))
 
 
 class InverseSquareRoot(Schedule):
-    """The peak times the root of warm-up over samples, never below `min_lr`, to which it drops past the horizon."""
+    """Inverse square root decay with `min_lr` as lower bound; the learning rate drops to `min_lr` after the horizon."""
 
     def after_warmup(self, samples: float) -> float:
-        """max(min_lr, max_lr sqrt(w) / sqrt(n)), with w and n at least one sample."""
+        """Return max(min_lr, max_lr sqrt(w) / sqrt(n)) for warmup w and sample count n, both at least 1."""
         if samples > self.horizon:
             return self.min_lr
         return max(self.min_lr, self.max_lr * math.sqrt(max(self.warmup, 1)) / math.sqrt(max(samples, 1)))
@@ -182,11 +183,11 @@ class InverseSquareRoot(Schedule):
 
 @dataclass(frozen=True, kw_only=True)
 class WSD(Schedule):
-    """Warm-up, stable at the peak, then a decay that ends at the horizon (Hu et al., 2024).
+    """Warmup, stable phase at the peak, then a decay that ends at the horizon (Hu et al., 2024).
 
     Attributes:
         decay: samples of the decay.
-        decay_style: its shape.
+        decay_style: shape of the decay.
     """
 
     decay: float
@@ -195,20 +196,20 @@ class WSD(Schedule):
     @classmethod
     @configured_by(WSDSettings)
     def from_durations(cls, settings: WSDSettings, *, max_lr: float, budget: Budget, **own: Any) -> Self:
-        """Return the schedule of a run, as `Schedule.from_durations` does."""
+        """Return the schedule of a run, as in `Schedule.from_durations`."""
         return super().from_durations(settings, max_lr=max_lr, budget=budget, **own)
 
     def phases(self) -> list[tuple[str, float]]:
-        """The warm-up, the stable phase and the decay that ends it."""
+        """Return the phases: warmup, stable, decay and floor."""
         corners = [("stable", self.horizon - self.decay), ("decay", self.horizon)]
         return [("warmup", self.warmup), *corners, ("floor", math.inf)]
 
     def after_warmup(self, samples: float) -> float:
-        """The peak until `horizon - decay`; then by `decay_style`, q being the elapsed share of the decay."""
+        """Return the peak until `horizon - decay`, then the decay of `decay_style` at its elapsed fraction q."""
         start = self.horizon - self.decay
         if samples <= start:
             return self.max_lr
-        # At the horizon itself q would miss 1 by a rounding where the decay is fractional.
+        # At the horizon, q may miss 1 by a rounding error if the decay is fractional.
         if samples >= self.horizon:
             return self.min_lr
         return self._between(_anneal((samples - start) / self.decay, self.decay_style))
@@ -227,11 +228,11 @@ def _anneal(q: float, style: DecayStyle) -> float:
 
 
 STYLES: dict[str, type[Schedule]] = {cls.__name__: cls for cls in (Constant, Linear, Cosine, InverseSquareRoot, WSD)}
-"""The schedules by the name under which their state is saved."""
+"""Schedule classes by the style name in their saved state."""
 
 
 def from_state(state: dict[str, Any]) -> Schedule:
-    """The schedule whose `state_dict` this is.
+    """Return the schedule with this `state_dict`.
 
     Raises:
         ValueError: the style is unknown.

@@ -1,4 +1,4 @@
-"""SGD by torch's fused kernel, of sharded parameters too."""
+"""SGD with torch's fused kernel, which here also supports sharded parameters."""
 
 from collections.abc import Callable
 from typing import Any, overload
@@ -14,8 +14,8 @@ from foundry.optim.eager import SGD
 class ShardedSGD(SGD):
     """`torch.optim.SGD` whose fused kernel updates DTensors shard by shard.
 
-    Momentum begins at zeros, which gives the bits of torch's first step. So a first step that is left out leaves no
-    momentum without numbers behind. `dampening`, `maximize` and `differentiable` do nothing.
+    Momentum starts at zeros, which gives the same bits as torch's first step, and leaves no momentum uninitialized if
+    the first step is skipped. `dampening`, `maximize` and `differentiable` have no effect.
     """
 
     @overload
@@ -24,7 +24,7 @@ class ShardedSGD(SGD):
     def step(self, closure: Callable[[], Any]) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> float | None:
-        """Update every parameter that has a gradient."""
+        """Update all parameters that have gradients."""
         assert closure is None, "the loss is evaluated once a step"
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
@@ -48,7 +48,7 @@ class ShardedSGD(SGD):
         return None
 
     def _momentum(self, parameter: Tensor) -> Tensor:
-        """The parameter's momentum, under torch's name; at first zeros."""
+        """Return the momentum buffer of a parameter under torch's name, initialized to zeros."""
         state: dict[str, Tensor] = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)

@@ -1,1 +1,1 @@
-"""Process group, wrapping, gradient synchronisation and precision."""
+"""Distributed training: process group, model wrapping, gradient synchronization and precision."""

@@ -1,4 +1,4 @@
-"""Recomputing a block's activations in the backward pass: all of them, or all but the expensive ones."""
+"""Activation checkpointing of blocks: recompute all activations in the backward pass, or all but expensive ones."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,39 +10,38 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 _aten = torch.ops.aten
 
 _SAVED_OPS = [
-    # Matrix products: each layer's projections, without and with a bias, in float8.
+    # Matrix products of linear layers: without bias, with bias, and in float8.
     _aten.mm.default,
     _aten.addmm.default,
     _aten._scaled_mm.default,
-    # Convolutions, of patches of images.
+    # Convolutions, as in patch embeddings.
     _aten.convolution.default,
-    # Attention in one kernel, as each backend of `scaled_dot_product_attention` is called.
+    # Fused attention, one operator per backend of `scaled_dot_product_attention`.
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
 ]
 _SAVED_BY_NAME = frozenset({"torch_attn::_varlen_attn"})
-"""Attention of packed rows, an operator that does not exist until `torch.nn.attention.varlen` is imported."""
+"""Attention of packed rows; the operator does not exist until `torch.nn.attention.varlen` is imported."""
 
 
 def is_saved(operator: Any) -> bool:
-    """Return whether selective checkpointing keeps the outputs of an operator (an `OpOverload`).
+    """Return whether selective checkpointing saves the outputs of an operator (an `OpOverload`).
 
-    It keeps those of operators that take most of a block's time. `bmm` is left out, because it is attention written
-    out, whose scores grow with the square of the sequence. Norms, activation functions, rotations, casts and sums are
-    computed again.
+    It saves the outputs of operators that take most of a block's time. `bmm` is excluded because it is used in unfused
+    attention, whose scores grow with the square of the sequence length. Norms, activation functions, rotary embeddings,
+    casts and sums are recomputed.
     """
     return operator in _SAVED_OPS or str(operator.name()) in _SAVED_BY_NAME
 
 
 def checkpointed(forward: Callable[..., Any], *, selective: bool) -> Callable[..., Any]:
-    """A block's forward pass, of which the backward pass computes again what it needs.
+    """Return a block's forward function with activation checkpointing.
 
     Args:
-        forward: of the block.
-        selective: keep the outputs of operators for which `is_saved` is true; else nothing but the block's inputs is
-            kept.
+        forward: forward method of the block.
+        selective: save the outputs of operators selected by `is_saved`; False saves only the inputs of the block.
     """
     options = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if selective else {}
     return partial(_checkpointed, forward, options)

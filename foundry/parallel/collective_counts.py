@@ -1,4 +1,4 @@
-"""Collectives of one optimizer step, counted from the strategy: the traffic that a step should have, and no other.
+"""Expected number of collectives of an optimizer step, computed from the strategy.
 
 `gradient_sync.py` has a table of the collectives of each policy.
 """
@@ -17,22 +17,23 @@ def step_collectives(
     num_loss_tiles: int = 1,
     has_replicated: bool = True,
 ) -> Counter[str]:
-    """Number of collectives between devices of one optimizer step, by kind; a DDP of buckets is not counted.
+    """Return the number of collectives between devices in one optimizer step, by kind, except for bucketed DDP.
 
-    A unit is a sharded module: each block, and the root with all that is in no block. Apart from the wrapper a step has
+    A unit is a sharded module: each block, and the root with all parameters outside blocks. In addition to the
+    wrapper's collectives, a step has
 
-    - one all-reduce of the number of valid items, one of the sums of loss and metrics;
-    - one of the squares of sharded gradients, for their norm, over each mesh dimension that divides them;
-    - one of the gradients that FSDP2 leaves replicated;
-    - two all-to-alls for each batch of matrices that Muon brings together.
+    - one all-reduce of the number of valid items, and one of the sums of loss and metrics;
+    - one of the squares of sharded gradients, for their norm, per mesh dimension that shards them;
+    - one of the gradients of parameters that FSDP2 leaves replicated;
+    - two all-to-alls for each batch of matrices that Muon gathers.
 
     Args:
         distributed: the resolved strategy.
-        num_blocks: of the model.
+        num_blocks: number of blocks of the model.
         num_microbatches: forward passes of the step.
-        num_owner_batches: batches of matrices that an optimizer brings together; 0: it needs no whole matrices.
-        num_loss_tiles: parts of a microbatch's loss, under tensor parallelism.
-        has_replicated: whether FSDP2 leaves parameters replicated: norms and biases in blocks, under amp.
+        num_owner_batches: batches of matrices that an optimizer gathers; 0 for optimizers that need no whole matrices.
+        num_loss_tiles: tiles of a microbatch's loss, with tensor parallelism.
+        has_replicated: whether FSDP2 leaves parameters replicated, as it does with norms and biases in blocks with amp.
     """
     if isinstance(distributed, Single):
         return Counter()
@@ -50,10 +51,11 @@ def step_collectives(
 
 
 def _unit_collectives(distributed: FSDP | DDP, num_blocks: int, num_microbatches: int) -> Counter[str]:
-    """All-gathers, reduce-scatters and, of HSDP, all-reduces of the units that FSDP2 shards.
+    """Count all-gathers, reduce-scatters and, for HSDP, all-reduces of the units that FSDP2 shards.
 
     A block is gathered for the forward pass and again for the backward pass, the root once for both. Weights that are
-    kept through the window are gathered once in all; gradients are reduced with each microbatch, or with the last.
+    kept through the window are gathered once per window. Gradients are reduced after every microbatch, or after the
+    last.
     """
     sync = distributed.gradient_sync
     keeps, units = isinstance(distributed, DDP) or sync is GradientSync.last_keep_params, num_blocks + 1
@@ -67,10 +69,10 @@ def _unit_collectives(distributed: FSDP | DDP, num_blocks: int, num_microbatches
 
 
 def _tensor_parallel_all_reduces(num_blocks: int, num_microbatches: int, num_loss_tiles: int) -> int:
-    """All-reduces of activations after attention and feed-forward, and of the gradients of their inputs.
+    """Count all-reduces of activations after attention and feed-forward layers, and of their input gradients.
 
-    A microbatch adds the embedded tokens, the gradient of the last hidden states, and for each tile of the loss the
-    maximum and the sums over the vocabulary. A step adds two for the norm: divided gradients are summed over a second
-    dimension of the mesh.
+    Each microbatch adds one for the embedded tokens, one for the gradient of the last hidden states, and for each tile
+    of the loss the maximum and the sums over the vocabulary. Each step adds two for the norm: gradients sharded by
+    tensor parallelism are summed over a second mesh dimension.
     """
     return num_microbatches * (4 * num_blocks + 2 + 2 * num_loss_tiles) + 2

@@ -1,4 +1,4 @@
-"""Compiling a model's blocks with torch.compile."""
+"""Compilation of a model's blocks with torch.compile."""
 
 import os
 import shutil
@@ -10,14 +10,14 @@ from torch import nn
 from foundry.core.errors import ConfigError, Violation
 
 _COMPILERS = {"cpu": ("C++", "CXX", ("g++",)), "cuda": ("C", "CC", ("gcc", "clang"))}
-"""Of each device: language, the environment variable that chooses a compiler, and the usual commands."""
+"""By device type: programming language, environment variable of the compiler, and default commands."""
 
 
 def compile_blocks(blocks: Iterable[nn.Module]) -> None:
-    """Compile each block in place; blocks of one kind share their graphs.
+    """Compile each block in place; blocks of the same class share compiled graphs.
 
     Args:
-        blocks: from `find_blocks`; what calls them and the names of their parameters stay what they are.
+        blocks: from `find_blocks`; their callers and parameter names do not change.
     """
     import torch._dynamo  # as long to import as torch itself
 
@@ -29,7 +29,7 @@ def compile_blocks(blocks: Iterable[nn.Module]) -> None:
 
 
 def count_graphs() -> int:
-    """Graphs that this process has compiled so far; those of another shape or type than before count again."""
+    """Return the number of graphs compiled by this process, including recompilations for other shapes or dtypes."""
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])

@@ -1,4 +1,4 @@
-"""The same bits from the same run on the same device, where kernels leave a choice."""
+"""Deterministic algorithms: repeated runs on the same device give the same bits."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,15 +13,15 @@ _UNKNOWN = "does not have a deterministic implementation"
 
 @contextmanager
 def deterministic(is_wanted: bool) -> Iterator[None]:
-    """Only algorithms that give the same bits each time; on a CPU nearly all do, on a GPU they cost time.
+    """Use only deterministic algorithms inside the context; on a CPU nearly all are, on a GPU they are slower.
 
-    https://docs.pytorch.org/docs/stable/notes/randomness.html; the workspace of cuBLAS is set by `choose_device`.
+    See https://docs.pytorch.org/docs/stable/notes/randomness.html; `choose_device` sets the workspace of cuBLAS.
 
     Args:
-        is_wanted: else nothing is changed.
+        is_wanted: False changes nothing.
 
     Raises:
-        ConfigError: an operation has no such algorithm.
+        ConfigError: an operation has no deterministic algorithm.
     """
     if not is_wanted:
         yield
@@ -30,7 +30,7 @@ def deterministic(is_wanted: bool) -> Iterator[None]:
     fills = filling.fill_uninitialized_memory
     benchmark = torch.backends.cudnn.benchmark
     torch.use_deterministic_algorithms(True)
-    filling.fill_uninitialized_memory = False  # what is read before it is written would be a bug
+    filling.fill_uninitialized_memory = False  # reading uninitialized memory would be a bug anyway
     torch.backends.cudnn.benchmark = False
     try:
         yield

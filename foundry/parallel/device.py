@@ -1,6 +1,7 @@
-"""The devices of this machine: the only module that asks torch.cuda for names, memory, generators and streams.
+"""Access to the devices of this machine.
 
-Most functions with a `device` also accept the CPU, so that callers need no special case.
+This is the only module that uses torch.cuda for names, memory, generators and streams. Most functions with a `device`
+argument also accept the CPU, so that callers need no special case.
 """
 
 import os
@@ -18,23 +19,23 @@ from foundry.config.schemas.device import DeviceKind
 from foundry.core.errors import ConfigError, Violation
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""Names of one setting, the newest first."""
+"""Names of the same setting, newest first."""
 
 
 def count_cuda() -> int:
-    """Return the number of GPUs that this process sees."""
+    """Return the number of GPUs visible to this process."""
     return torch.cuda.device_count()
 
 
 def select_cuda(device: torch.device) -> None:
-    """Make a GPU the default of this process, for which "cuda" stands."""
+    """Make a GPU the current device of this process, so that "cuda" refers to it."""
     torch.cuda.set_device(device)
 
 
 def choose_device(kind: DeviceKind = DeviceKind.auto) -> torch.device:
-    """Return the device of a process, "cuda" without an index for its GPU.
+    """Return the device of a process; "cuda" without an index if it uses a GPU.
 
-    GPUs that CUDA_VISIBLE_DEVICES hides do not exist.
+    GPUs hidden by CUDA_VISIBLE_DEVICES are ignored.
 
     Raises:
         ConfigError: torch cannot use the machine's GPU, or `kind` is cuda and there is no GPU.
@@ -53,10 +54,10 @@ def choose_device(kind: DeviceKind = DeviceKind.auto) -> torch.device:
 
 
 def _set_default_variables() -> None:
-    """Set variables that torch reads when it first allocates on a GPU and first multiplies there, unless the user has.
+    """Set variables that torch reads at the first allocation and matrix product on a GPU, unless the user has set them.
 
-    Segments of the allocator that grow fit batches of varying size. Deterministic products need a fixed workspace of
-    cuBLAS, and a process keeps the workspace of its first run: so every run has this one, of 8 x 4,096 KiB.
+    Expandable segments of the allocator suit batches of varying size. Deterministic matrix products need a fixed cuBLAS
+    workspace, and a process keeps the workspace of its first run, so every run uses this one of 8 x 4,096 KiB.
     https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-alloc-conf
     https://docs.nvidia.com/cuda/cublas/index.html#results-reproducibility
     """
@@ -66,7 +67,7 @@ def _set_default_variables() -> None:
 
 
 def _explain_unusable_gpu() -> str:
-    """Why torch cannot use a GPU that is there, and how to mend it."""
+    """Explain why torch cannot use an existing GPU, and how to fix it."""
     if torch.version.cuda is None:
         other = "install another wheel: https://pytorch.org/get-started/locally"
         return f"torch {torch.__version__} is built without CUDA; {other}"
@@ -80,11 +81,11 @@ def _explain_unusable_gpu() -> str:
 
 
 def describe_devices(device: torch.device, world_size: int) -> str:
-    """Return the devices of a run for people: "NVIDIA H100 80GB HBM3 x 8", or "cpu, 2 threads".
+    """Return a readable description of a run's devices: "NVIDIA H100 80GB HBM3 x 8", or "cpu, 2 threads".
 
     Args:
-        device: of this rank; the other ranks are assumed to have the same kind.
-        world_size: ranks.
+        device: device of this rank; the other ranks are assumed to have the same kind.
+        world_size: number of ranks.
     """
     name = device_name(device) + (f" x {world_size}" if world_size > 1 else "")
     if device.type == "cuda":
@@ -104,13 +105,13 @@ def computes_bf16(device: torch.device) -> bool:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has done all that was queued; a CPU queues nothing."""
+    """Wait for all queued work on a GPU; no effect on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def finish_copies(device: torch.device) -> None:
-    """Wait until a GPU has done the copies to pinned memory that the current stream has."""
+    """Wait for the copies to pinned memory in the current stream of a GPU."""
     torch.cuda.current_stream(device).synchronize()
 
 
@@ -120,18 +121,18 @@ def cuda_rng_state(device: torch.device) -> Tensor:
 
 
 def set_cuda_rng_state(state: Tensor, device: torch.device) -> None:
-    """Continue a GPU's generator from `cuda_rng_state`."""
+    """Restore a GPU's generator from `cuda_rng_state`."""
     torch.cuda.set_rng_state(state, device)
 
 
 @dataclass(frozen=True)
 class CudaMemory:
-    """Bytes of a GPU's memory.
+    """Memory of a GPU in bytes.
 
     Attributes:
-        allocated: in tensors of this process.
-        reserved: taken from the device by torch, its cache included.
-        capacity: of the device.
+        allocated: memory in tensors of this process.
+        reserved: memory that torch has reserved on the device, including its cache.
+        capacity: total memory of the device.
     """
 
     allocated: int
@@ -140,7 +141,7 @@ class CudaMemory:
 
 
 def cuda_memory(device: torch.device) -> CudaMemory:
-    """Return the memory of a GPU as torch's allocator counts it for this process."""
+    """Return the memory of a GPU as counted by torch's allocator for this process."""
     stats = torch.cuda.memory_stats(device)
     return CudaMemory(
         allocated=stats["allocated_bytes.all.current"],
@@ -150,15 +151,15 @@ def cuda_memory(device: torch.device) -> CudaMemory:
 
 
 def reset_memory_statistics(device: torch.device) -> None:
-    """Count the peaks of memory on a selected GPU and the retries of its allocator anew."""
+    """Reset the peak memory statistics and the allocator retries of a GPU that has been selected."""
     torch.cuda.reset_peak_memory_stats(device)
     torch.cuda.reset_accumulated_memory_stats(device)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the most memory in tensors on a GPU since `reset_memory_statistics`; on a CPU, the largest resident set.
+    """Return the peak memory in tensors on a GPU since `reset_memory_statistics`; on a CPU, the peak resident set.
 
-    The resident set is counted in bytes on macOS and in KiB elsewhere.
+    `ru_maxrss` is in bytes on macOS and in KiB elsewhere.
     """
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
@@ -167,17 +168,17 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def reserved_memory_bytes(device: torch.device) -> int | None:
-    """Return the most memory that torch has taken from a GPU, its cache included, since `reset_memory_statistics`.
+    """Return the peak memory that torch has reserved on a GPU, including its cache; None on a CPU.
 
-    None on a CPU.
+    The peak is counted since `reset_memory_statistics`.
     """
     return int(torch.cuda.max_memory_reserved(device)) if device.type == "cuda" else None
 
 
 def allocator_retries(device: torch.device) -> int | None:
-    """Return how often a GPU's memory was full until torch gave its cache back, since `reset_memory_statistics`.
+    """Return how often a GPU allocation succeeded only after torch had freed its cache; None on a CPU.
 
-    None on a CPU.
+    Retries are counted since `reset_memory_statistics`.
     """
     return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0)) if device.type == "cuda" else None
 
@@ -192,12 +193,12 @@ def resident_bytes() -> int:
 
 
 def free_memory(device: torch.device, local_world_size: int = 1) -> int:
-    """Return the bytes of a GPU that nobody holds; on a CPU this rank's share of the host's memory, free or not.
+    """Return the free memory of a GPU in bytes; on a CPU this rank's share of the host's memory, free or not.
 
-    Memory that torch caches from tensors of this process counts as free; that of other processes does not.
+    Memory cached by torch in this process counts as free; memory of other processes does not.
 
     Args:
-        device: of this rank.
+        device: device of this rank.
         local_world_size: ranks on this node, which share the host's memory.
     """
     if device.type != "cuda":
@@ -207,7 +208,7 @@ def free_memory(device: torch.device, local_world_size: int = 1) -> int:
 
 
 def host_capacity() -> int:
-    """Return the bytes that this process may have: the least of machine, container and address space."""
+    """Return the memory limit of this process in bytes: the minimum of machine, container and address space."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
     if address_space != resource.RLIM_INFINITY:
@@ -220,7 +221,7 @@ def host_capacity() -> int:
 
 
 def record_memory_history() -> None:
-    """Have torch record each allocation on GPUs from now on."""
+    """Start recording GPU allocations with torch."""
     torch.cuda.memory._record_memory_history()
 
 

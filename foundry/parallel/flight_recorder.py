@@ -1,6 +1,6 @@
-"""Torch's record of the latest collectives, written down when ranks wait for each other too long.
+"""Recording of the latest collectives with torch's flight recorder, dumped if ranks wait too long for each other.
 
-`torchfrtrace FOLDER` compares the ranks' files: it names the collective that some have begun and others have not.
+`torchfrtrace FOLDER` compares the dumps of the ranks and names the collective that only some of them have started.
 """
 
 import os
@@ -14,28 +14,28 @@ from foundry.run_dir.names import FLIGHT_RECORDER
 
 _NUM_COLLECTIVES = "2000"
 _PREFIX = "rank_"
-# Since torch 2.8 the first names are meant; it still knows the second, and warns about them.
+# The first names are current since torch 2.8; the second are still supported, with a warning.
 _SIZE = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _FILE = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
 
 def record_collectives() -> None:
-    """Have torch keep the latest collectives of this process; before its first process group is made.
+    """Enable torch's record of collectives; call before the process creates its first process group.
 
-    What the user has set stays in force.
+    Variables set by the user take precedence.
     """
     _set(_SIZE, _NUM_COLLECTIVES)
     _set(("TORCH_NCCL_DUMP_ON_TIMEOUT",), "1")
 
 
 def dump_into(run_dir: Path, device: torch.device) -> None:
-    """Have NCCL, where it ends the process before a watchdog does, write its record into the run directory.
+    """Make NCCL write its record to the run directory if NCCL ends the process before a watchdog does.
 
-    It looks for the place only then, so this may be said when all ranks know the run directory.
+    NCCL reads the path only at that time, so this can be called after the ranks have agreed on the run directory.
 
     Args:
-        run_dir: of the run.
-        device: of this rank; without a GPU there is no NCCL.
+        run_dir: the run directory.
+        device: device of this rank; no effect on a CPU, which does not use NCCL.
     """
     if device.type == "cuda" and not any(name in os.environ for name in _FILE):
         make_folder(run_dir / FLIGHT_RECORDER)
@@ -43,12 +43,12 @@ def dump_into(run_dir: Path, device: torch.device) -> None:
 
 
 def dump_collectives(run_dir: Path, rank: int, device: torch.device) -> None:
-    """Write down the latest collectives of this process, in place of what a rank of this number has said before.
+    """Write the latest collectives of this process, replacing an earlier dump of the same rank.
 
     Args:
-        run_dir: of the run.
-        rank: whose process this is.
-        device: of this rank.
+        run_dir: the run directory.
+        rank: rank of this process.
+        device: device of this rank.
     """
     dump = getattr(c10d, "_dump_nccl_trace" if device.type == "cuda" else "_dump_fr_trace", None)
     if dump is None:
@@ -59,6 +59,6 @@ def dump_collectives(run_dir: Path, rank: int, device: torch.device) -> None:
 
 
 def _set(names: tuple[str, ...], value: str) -> None:
-    """Set the first of several variables of one meaning, unless one of them is set."""
+    """Set the first of several equivalent environment variables, unless one of them is set."""
     if not any(name in os.environ for name in names):
         os.environ[names[0]] = value

@@ -1,4 +1,4 @@
-"""Values that ranks tell each other: data, and nothing that runs."""
+"""Exchange of Python values between ranks that accepts data only and never executes received code."""
 
 import io
 import pickle
@@ -20,17 +20,17 @@ _PLAIN = {(kind.__module__, kind.__name__): kind for kind in (set, frozenset, Po
 
 
 def gather(value: _T, world: World, group: ProcessGroup | None = None) -> list[_T]:
-    """Every rank's value, by rank; all ranks call this together.
+    """Gather every rank's value, in rank order; all ranks must call this together.
 
-    `torch.distributed.all_gather_object` would run whatever code somebody sends who has come in a rank's place.
+    `torch.distributed.all_gather_object` would execute any code sent by a process that poses as a rank.
 
     Args:
-        value: of plain containers, numbers, texts, paths and foundry's dataclasses.
+        value: plain containers, numbers, strings, paths and foundry's dataclasses.
         world: the ranks.
-        group: over which they speak, in host memory; None: the default.
+        group: process group to use, with tensors in host memory; None for the default group.
 
     Raises:
-        pickle.UnpicklingError: a rank has sent anything else.
+        pickle.UnpicklingError: a rank has sent another type.
     """
     if world.world_size == 1:
         return [value]
@@ -44,15 +44,15 @@ def gather(value: _T, world: World, group: ProcessGroup | None = None) -> list[_
 
 
 def broadcast(value: _T, world: World, group: ProcessGroup | None = None) -> _T:
-    """Rank 0's value on every rank; all ranks call this together.
+    """Return rank 0's value on every rank; all ranks must call this together.
 
     Args:
-        value: as `gather` takes it; of other ranks than 0 it does not matter.
+        value: as for `gather`; ignored on other ranks than 0.
         world: the ranks.
-        group: over which they speak, in host memory; None: the default.
+        group: process group to use, with tensors in host memory; None for the default group.
 
     Raises:
-        pickle.UnpicklingError: rank 0 has sent anything else.
+        pickle.UnpicklingError: rank 0 has sent another type.
     """
     if world.world_size == 1:
         return value
@@ -66,17 +66,17 @@ def broadcast(value: _T, world: World, group: ProcessGroup | None = None) -> _T:
 
 
 def loads(data: bytes) -> Any:
-    """A pickled value of plain containers, numbers, texts, paths and foundry's dataclasses.
+    """Unpickle a value made of plain containers, numbers, strings, paths and foundry's dataclasses.
 
     Raises:
-        pickle.UnpicklingError: it names anything else.
+        pickle.UnpicklingError: the pickle refers to another type.
     """
     return _Unpickler(io.BytesIO(data)).load()
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """Only what is data, from modules that are loaded: importing one would run it."""
+        """Return only data types, and only from loaded modules, because importing a module would execute it."""
         found: type | None = _PLAIN.get((module, name))
         if found is None and module.startswith("foundry."):
             named = vars(sys.modules.get(module, object)).get(name)

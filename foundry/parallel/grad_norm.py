@@ -1,4 +1,4 @@
-"""The global norm of a gradient that is partly sharded, and clipping by it."""
+"""Global norm of gradients that may be sharded, and gradient clipping."""
 
 import math
 from collections.abc import Iterable
@@ -13,18 +13,18 @@ from foundry.core.sharded import is_sharded
 
 @torch.no_grad()
 def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-    """Scale the gradients so that their global norm is at most `max_norm`; no device is read.
+    """Scale the gradients so that their global norm is at most `max_norm`, without a device synchronization.
 
-    The norm is that of all gradients together, as if one process held them. A plain gradient counts once, being the
-    same on all ranks. A DTensor counts each shard once: the squares are summed over the mesh dimensions that shard it
-    and not over those that replicate it, as HSDP and tensor parallelism do.
+    The norm covers all gradients, as if one process held them. A plain gradient, which is the same on all ranks, counts
+    once. Each shard of a DTensor counts once: squares are summed over the mesh dimensions that shard it, but not over
+    replicating dimensions, as in HSDP and tensor parallelism.
 
     Args:
-        parameters: those of the model; without a gradient they count nothing.
-        max_norm: above 0; infinity: nothing is scaled. Where the norm is not finite the gradients become so too.
+        parameters: parameters of the model; those without a gradient are skipped.
+        max_norm: above 0; infinity disables scaling. If the norm is not finite, the gradients become non-finite too.
 
     Returns:
-        () float32, the L2 norm before, equal on all ranks, a plain tensor on the device of the first gradient.
+        () float32, the L2 norm before clipping; equal on all ranks, a plain tensor on the device of the first gradient.
     """
     grads_by = dict[tuple[torch.device, tuple[ProcessGroup, ...]], list[Tensor]]()
     for parameter in parameters:
@@ -41,7 +41,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
         return torch.zeros(())
     norm = total.sqrt()
     if max_norm < math.inf:
-        # 1e-6 as in torch.nn.utils.clip_grad_norm_: no division by zero, and the same numbers.
+        # 1e-6 as in torch.nn.utils.clip_grad_norm_: avoids division by zero and gives the same numbers.
         factor = (max_norm / (norm + 1e-6)).clamp_(max=1.0)
         for (device, _), grads in grads_by.items():
             torch._foreach_mul_(grads, factor.to(device))
@@ -49,10 +49,10 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
 
 
 def local_shard(tensor: Tensor) -> tuple[tuple[ProcessGroup, ...], Tensor]:
-    """The process groups over which a tensor is divided, and this rank's part of it; a plain one is whole."""
+    """Return the process groups that a tensor is sharded over, and this rank's shard; a plain tensor is not sharded."""
     if not is_sharded(tensor):
         return (), tensor
     assert not any(placement.is_partial() for placement in tensor.placements), "a gradient is read before it is reduced"
-    # Not `is_shard()`, which is false of what FSDP2 has cut once more, after tensor parallelism.
+    # Not `is_shard()`, which is false for the strided placement of tensors sharded by tensor parallelism and FSDP2.
     dims = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     return tuple(tensor.device_mesh.get_group(dim) for dim in dims), tensor.to_local()

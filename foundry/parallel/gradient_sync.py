@@ -1,6 +1,6 @@
-"""When gradients are reduced over ranks, for whatever a model has become.
+"""Gradient synchronization policies for every kind of model wrapper.
 
-Every class here is a `foundry.core.protocols.Synchroniser`. What one window of M microbatches costs:
+Each class here is a `foundry.core.protocols.Synchroniser`. Cost of one window of M microbatches:
 
 | | every | last | last_keep_params |
 |---|---|---|---|
@@ -8,8 +8,8 @@ Every class here is a `foundry.core.protocols.Synchroniser`. What one window of 
 | FSDP2, per sharded unit | 2M all-gathers, M reduce-scatters | 2M, 1 | 1, 1 |
 | memory | least | + whole fp32 gradients | + whole weights |
 
-An FSDP2 unit that stays gathered after forward, such as the root, gathers M times instead of 2M. Outside a window, in
-evaluation, every unit frees its weights after forward.
+An FSDP2 unit that stays gathered after its forward pass, such as the root, needs M all-gathers instead of 2M. Outside a
+window, as in evaluation, every unit frees its weights after its forward pass.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,25 +27,25 @@ from foundry.parallel.process_group import World
 
 
 class LocalSync:
-    """One process: its gradients are the whole ones, under every policy."""
+    """Synchronization for a single process: its gradients are complete under every policy."""
 
     def microbatch(self, *, first: bool, last: bool) -> AbstractContextManager[None]:
-        """Nothing to do around a microbatch."""
+        """Return a context that does nothing."""
         return nullcontext()
 
     def finish(self) -> None:
-        """Nothing is left to reduce."""
+        """Do nothing; no reduction is pending."""
 
 
 class DDPSync:
-    """DDP, whose buckets are reduced while the backward pass runs.
+    """DDP with buckets that are reduced during the backward pass.
 
     Args:
         model: a `DistributedDataParallel`, or a wrapper around one.
         policy: `every` or `last`.
 
     Raises:
-        ConfigError: `last_keep_params`, which has nothing to keep here.
+        ConfigError: the policy is `last_keep_params`; DDP never frees weights.
     """
 
     def __init__(self, model: nn.Module, policy: GradientSync) -> None:
@@ -56,24 +56,27 @@ class DDPSync:
         self._ddp, self._policy = found[0], policy
 
     def microbatch(self, *, first: bool, last: bool) -> AbstractContextManager[None]:
-        """`no_sync` around forward and backward: DDP decides in the forward pass whether the backward pass reduces."""
+        """Return `no_sync` for microbatches that defer the reduction.
+
+        The context must cover the forward pass too, because DDP decides there whether the backward pass reduces.
+        """
         deferred = self._policy is not GradientSync.every and not last
         return _no_sync(self._ddp) if deferred else nullcontext()
 
     def finish(self) -> None:
-        """DDP reduces everything itself, scalars included."""
+        """Do nothing; DDP reduces all gradients itself, scalars included."""
 
 
 class DeferredDDPSync:
-    """The same average as DDP's, in one piece after the backward pass.
+    """The same average as DDP's, computed by all-reduces after the backward pass, without overlap.
 
     Args:
-        parameters: of the unwrapped model; those that need no gradient are left out.
+        parameters: parameters of the unwrapped model; those without `requires_grad` are ignored.
         policy: `every` or `last`.
-        world: this rank and the others.
+        world: the ranks.
 
     Raises:
-        ConfigError: `last_keep_params`, which has nothing to keep here.
+        ConfigError: the policy is `last_keep_params`; DDP never frees weights.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], policy: GradientSync, world: World) -> None:
@@ -83,33 +86,36 @@ class DeferredDDPSync:
 
     @contextmanager
     def microbatch(self, *, first: bool, last: bool) -> Iterator[None]:
-        """Reduce afterwards under `every`; what was averaged before stays what it is."""
+        """Reduce after the microbatch under `every`.
+
+        Averaging the accumulated gradients again does not change the averages of earlier microbatches.
+        """
         yield
         if self._policy is GradientSync.every:
             average_gradients(self._parameters, self._world)
 
     def finish(self) -> None:
-        """Reduce the window's sum, once."""
+        """Reduce the window's accumulated gradients once, unless the policy is `every`."""
         if self._policy is not GradientSync.every:
             average_gradients(self._parameters, self._world)
 
 
 class FSDPSync:
-    """FSDP2 and HSDP, and DDP with a sharded optimizer.
+    """FSDP2, HSDP, and DDP with a sharded optimizer.
 
-    `set_is_last_backward` stays true: under `every` a microbatch then waits for its reductions on the device only, and
-    false would leave the order of prefetching of one microbatch to the next.
+    `set_is_last_backward` stays true: under `every`, a microbatch then waits for its reductions on the device only, and
+    false would carry one microbatch's prefetch order over to the next.
 
     Args:
-        model: what `fully_shard` was applied to, or a wrapper around it such as `torch.compile`'s.
-        policy: any.
-        world: this rank and the others.
+        model: the module that `fully_shard` was applied to, or a wrapper around it such as that of `torch.compile`.
+        policy: any policy.
+        world: the ranks.
         replicated: parameters that FSDP2 ignores; their gradients are averaged at the end of a window.
-        reshard_after_forward: what the blocks do between a forward and a backward pass, unless weights are kept.
+        reshard_after_forward: free the weights of blocks between forward and backward pass, unless weights are kept.
         keep_params: keep weights gathered through a window under every policy, as DDP does.
 
     Raises:
-        ConfigError: no sharded module can be found.
+        ConfigError: the model has no sharded module.
     """
 
     def __init__(
@@ -135,31 +141,34 @@ class FSDPSync:
 
     @contextmanager
     def microbatch(self, *, first: bool, last: bool) -> Iterator[None]:
-        """Reduce in this backward pass or not; keep what is gathered until the window's last one."""
+        """Set whether this backward pass reduces gradients and whether gathered weights are kept.
+
+        Weights are kept until the window's last microbatch, if the policy or `keep_params` requests it.
+        """
         self._root.set_requires_gradient_sync(last or self._policy is GradientSync.every)
         self._root.set_reshard_after_backward(last or not self._keep_params)
         if first:
             self._root.set_reshard_after_forward(self._reshard_after_forward and not self._keep_params)
-            # The root's backward pass comes next and needs its weights.
+            # The root's backward pass follows immediately and needs its weights.
             self._root.set_reshard_after_forward(False, recurse=False)
         yield
         if last:
             self._leave_window()
 
     def finish(self) -> None:
-        """Average what FSDP2 does not shard."""
+        """Average the gradients of parameters that FSDP2 does not shard."""
         average_gradients(self._replicated, self._world)
 
     def _leave_window(self) -> None:
-        """Outside a window nothing stays gathered: it would be stale once the weights are changed in place."""
+        """Keep no weights gathered outside a window: they would be stale after an in-place update of the shards."""
         self._root.set_reshard_after_forward(True)
 
 
 @torch.no_grad()
 def average_gradients(parameters: Sequence[nn.Parameter], world: World) -> None:
-    """Replace each gradient by its mean over the ranks that divide the data: one all-reduce per device and type.
+    """Replace each gradient by its mean over the data-parallel ranks, with one all-reduce per device and dtype.
 
-    A rank without a gradient contributes zeros, so that every rank takes part and ends with the same.
+    A rank without a gradient contributes zeros, so that every rank takes part and gets the same result.
     """
     groups: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
     for parameter in parameters:

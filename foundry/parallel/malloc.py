@@ -1,4 +1,4 @@
-"""The C library's allocator, for training on a CPU."""
+"""Settings of the C library's memory allocator for training on a CPU."""
 
 import ctypes
 import os
@@ -12,11 +12,11 @@ _NEVER, _PAD_BYTES = 2**31 - 1, 2**28
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep what is freed, for the next activation of the same size, instead of giving it back.
+    """Make glibc keep freed memory for the next activation of the same size instead of returning it to the kernel.
 
-    Its default maps every large tensor anew, and the kernel zeroes each page again: a fifth of the time of a small
-    language model's step. Variables of glibc's own (`MALLOC_*`) that the user has set stay in force; other C libraries
-    are left alone.
+    By default every large tensor is mapped anew, and the kernel zeroes each page again, which takes a fifth of the step
+    time of a small language model. glibc's own variables (`MALLOC_*`) take precedence if the user has set any; other C
+    libraries are not changed.
     """
     if not sys.platform.startswith("linux") or any(name.startswith("MALLOC_") for name in os.environ):
         return

@@ -1,8 +1,8 @@
-"""The arithmetic of a run, the same under one process, DDP and FSDP2.
+"""Numerical precision of a run, the same for one process, DDP and FSDP2.
 
-Under the amp modes every wrapper computes with autocast on fp32 parameters. FSDP2 additionally gathers the matrices of
-the blocks in the compute type, which halves its traffic and changes no result: autocast would round exactly those
-numbers in exactly that way. What autocast reads in fp32 (embeddings, norm weights) FSDP2 does not round either.
+In the amp modes every wrapper uses autocast with fp32 parameters. FSDP2 also gathers the matrices of the blocks in the
+compute dtype, which halves its traffic and does not change results: autocast would round the same values in the same
+way. Values that autocast reads in fp32 (embeddings, norm weights) are not rounded by FSDP2 either.
 """
 
 from collections.abc import Iterable, Iterator
@@ -32,10 +32,10 @@ _COMPUTE_DTYPES = {
 
 @contextmanager
 def fp32_arithmetic(*, tf32: bool) -> Iterator[None]:
-    """Have GPUs compute fp32 matrix products and convolutions alike in the body: both in TF32, or both in fp32.
+    """Use the same format for fp32 matrix products and convolutions on GPUs inside the context: TF32 or fp32.
 
-    Torch's default is TF32 for convolutions only. Its older switches are used, since reading them raises an error once
-    the newer ones (`fp32_precision`) have been set. https://docs.pytorch.org/docs/stable/notes/cuda.html
+    Torch's default is TF32 for convolutions only. This uses torch's older switches, because reading them raises an
+    error once the newer ones (`fp32_precision`) have been set. https://docs.pytorch.org/docs/stable/notes/cuda.html
 
     Args:
         tf32: `precision.tf32` of the run.
@@ -50,12 +50,12 @@ def fp32_arithmetic(*, tf32: bool) -> Iterator[None]:
 
 
 class PrecisionPolicy:
-    """What weights, compute and gradient reduction are held in.
+    """Dtypes of weights, compute and gradient reduction.
 
     Attributes:
-        mode: the user's choice.
-        compute_dtype: what matrices are multiplied in.
-        is_amp: fp32 weights, another type of compute.
+        mode: the configured mode.
+        compute_dtype: dtype of matrix products.
+        is_amp: whether weights are fp32 and the compute dtype is another.
     """
 
     def __init__(self, mode: PrecisionMode) -> None:
@@ -65,10 +65,10 @@ class PrecisionPolicy:
 
     @classmethod
     def from_config(cls, config: Precision, device: torch.device) -> "PrecisionPolicy":
-        """The policy of a `precision=` choice on this device.
+        """Return the policy of the configured precision on this device.
 
         Raises:
-            ConfigError: the device has no arithmetic of that type.
+            ConfigError: the device does not support the compute dtype.
         """
         policy = cls(config.mode)
         if policy.compute_dtype is torch.bfloat16 and not computes_bf16(device):
@@ -79,11 +79,11 @@ class PrecisionPolicy:
         return policy
 
     def prepare(self, model: nn.Module, frozen: Iterable[nn.Parameter] = ()) -> nn.Module:
-        """Bring parameters and buffers to the type they are held in; call it before the optimizer is built.
+        """Cast parameters and buffers to their storage dtype; call before the optimizer is built.
 
-        pure_bf16 casts them, and from then on what the model is called with. The other modes need fp32 parameters and
-        leave the model alone, but for those of `frozen`: matrices that autocast would round each time, and amp holds
-        rounded.
+        pure_bf16 casts the model to bf16, and its inputs in each forward pass. The other modes need fp32 parameters and
+        do not change the model, except `frozen`: with amp these matrices are stored rounded, because autocast would
+        round them in every pass.
         """
         for parameter in frozen if self.is_amp else ():
             parameter.data = parameter.data.to(self.compute_dtype)
@@ -93,17 +93,17 @@ class PrecisionPolicy:
         return model
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
-        """The context of a forward pass on `device`; the backward pass runs outside it."""
+        """Return the context of a forward pass on `device`; run the backward pass outside it."""
         return torch.autocast(device.type, dtype=self.compute_dtype) if self.is_amp else nullcontext()
 
     @contextmanager
     def window(self, device: torch.device) -> Iterator[None]:
-        """Enter the context of all passes of a window, in which autocast rounds each weight once.
+        """Make autocast round each weight only once per window; the context covers all passes of a window.
 
-        torch empties the cache of rounded weights when the outermost autocast context of a thread ends, an inactive one
-        too. On CUDA the backward pass would run in the device's own thread, in which checkpointing enters autocast as
-        the outermost context: each recomputed block would empty the cache. So it runs in the calling thread. Nothing
-        is lost by that, since a process computes on one device.
+        torch clears the cache of rounded weights when the outermost autocast context of a thread exits, even a disabled
+        one. On CUDA the backward pass would run in the device's own thread. Activation checkpointing would enter
+        autocast there as the outermost context, so each recomputed block would clear the cache. The backward pass
+        therefore runs in the calling thread. This costs nothing, because a process computes on one device.
         """
         if not self.is_amp:
             yield
@@ -112,38 +112,39 @@ class PrecisionPolicy:
             yield
 
     def is_replicated(self, parameter: nn.Parameter, *, in_block: bool) -> bool:
-        """Whether FSDP2 leaves this parameter whole on every rank, its gradient averaged once a window.
+        """Return whether FSDP2 leaves this parameter unsharded, so that its gradient is averaged once per window.
 
-        Scalars cannot be sharded. Norm weights and biases of a block must not be rounded with its matrices under amp;
+        Scalars cannot be sharded. With amp, norm weights and biases of a block must not be rounded with its matrices;
         they are a few thousandths of a model.
         """
         return parameter.ndim == 0 or (self.is_amp and in_block and parameter.ndim == 1)
 
     def fsdp_policy(self, *, root: bool = False) -> "MixedPrecisionPolicy":
-        """What FSDP2 gathers and reduces in, for a block or for the root, which holds embeddings and the head."""
+        """Return FSDP2's gather and reduce dtypes for a block, or for the root, which holds embeddings and head."""
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         if not self.is_amp:
             return MixedPrecisionPolicy(cast_forward_inputs=False)
-        # Autocast casts what it multiplies; casting inputs here as well would round masks, timesteps and residuals.
+        # Autocast casts the inputs of matrix products; casting all inputs here would also round masks, timesteps and
+        # residuals.
         param_dtype = None if root else self.compute_dtype
         return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
     def scaler(self, device: torch.device) -> "LossScaler | None":
-        """The loss scaler that amp_float16 needs; None in the other modes, whose exponent range is that of fp32."""
+        """Return the loss scaler of amp_float16; None in the other modes, whose exponent range equals that of fp32."""
         return LossScaler(device) if self.mode is PrecisionMode.amp_float16 else None
 
 
 class LossScaler:
     """Dynamic loss scaling (Micikevicius et al. 2018, section 3.2) for plain and DTensor gradients.
 
-    It speaks as `torch.amp.GradScaler` does: scale, unscale_, step, update. That one fails on gradients of which only
-    some are DTensors, and decides per rank; here a gradient that is infinite on one rank skips the step on all.
+    The interface is that of `torch.amp.GradScaler`: scale, unscale_, step, update. GradScaler fails if only some
+    gradients are DTensors, and decides per rank; here an infinite gradient on one rank skips the step on all ranks.
 
     Args:
-        device: where the scale lives.
-        init_scale: first factor on the loss.
-        growth_interval: steps without an infinity after which the factor doubles.
+        device: device of the scale.
+        init_scale: initial scale of the loss.
+        growth_interval: number of steps without infinities after which the scale doubles.
     """
 
     def __init__(self, device: torch.device, *, init_scale: float = 2.0**16, growth_interval: int = 2000) -> None:
@@ -152,19 +153,19 @@ class LossScaler:
         self._growth_interval = growth_interval
         self._unscaled: set[int] = set()
         self.found_inf: Tensor | None = None
-        """() float32, 1 where a gradient unscaled since the last update() was not finite; equal on all ranks."""
+        """() float32, 1 if any gradient unscaled since the last update() was not finite; equal on all ranks."""
 
     def get_scale(self) -> float:
-        """The current factor; reads the device."""
+        """Return the current scale; synchronizes with the device."""
         return float(self._scale.item())
 
     def scale(self, loss: Tensor) -> Tensor:
-        """`loss` times the factor, for the backward pass."""
+        """Return `loss` times the scale, for the backward pass."""
         return loss * self._scale
 
     @torch.no_grad()
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide the gradients by the factor, once a step and before clipping, without reading the device."""
+        """Divide the gradients by the scale, once per step and before clipping, without a device synchronization."""
         assert id(optimizer) not in self._unscaled, "the gradients are unscaled already"
         self._unscaled.add(id(optimizer))
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
@@ -179,9 +180,9 @@ class LossScaler:
         self.found_inf = found if self.found_inf is None else torch.maximum(self.found_inf, found)
 
     def step(self, optimizer: Optimizer) -> bool:
-        """Update the weights unless a gradient is not finite; say whether it was done. Reads the device once.
+        """Update the weights unless a gradient is not finite; return whether they were updated. Synchronizes once.
 
-        With several optimizers unscale_ the gradients of all of them first: then none steps where one must not.
+        With several optimizers, call unscale_ for all of them first: then either all of them step, or none does.
         """
         if id(optimizer) not in self._unscaled:
             self.unscale_(optimizer)
@@ -193,7 +194,7 @@ class LossScaler:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Halve the factor after an infinity; double it after `growth_interval` steps without one."""
+        """Halve the scale after an infinity; double it after `growth_interval` steps without one."""
         assert self.found_inf is not None, "update() follows unscale_() or step()"
         bad = self.found_inf > 0
         good_steps = torch.where(bad, 0, self._good_steps + 1)
@@ -204,17 +205,17 @@ class LossScaler:
         self._unscaled.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """The factor and the number of good steps at it."""
+        """Return the scale and the number of consecutive good steps."""
         return {"scale": self._scale.item(), "good_steps": self._good_steps.item()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict()`."""
+        """Restore a `state_dict()`."""
         self._scale.fill_(state["scale"])
         self._good_steps.fill_(state["good_steps"])
 
 
 def _local_grads(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
-    """This rank's part of each gradient, by device and type; writing to it writes to the gradient."""
+    """Return this rank's shard of each gradient, grouped by device and dtype; the shards are views."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
@@ -224,7 +225,7 @@ def _local_grads(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def cast_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """A forward pre-hook: floating-point arguments in bfloat16, everything else as it is."""
+    """Forward pre-hook that casts floating-point arguments to bfloat16."""
 
     def cast(value: Any) -> Any:
         return value.to(torch.bfloat16) if isinstance(value, Tensor) and value.is_floating_point() else value

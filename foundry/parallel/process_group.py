@@ -1,4 +1,4 @@
-"""The ranks of a run: who we are, on which device, and how long we live."""
+"""The ranks of a run: process group, device, device mesh and timeouts."""
 
 import itertools
 import os
@@ -27,31 +27,31 @@ from foundry.parallel.device import choose_device, count_cuda, reset_memory_stat
 from foundry.parallel.flight_recorder import record_collectives
 
 DATA_DIMS = ("replicate", "shard")
-"""The dimensions of a device mesh along which ranks have samples of their own; along any other they share them."""
+"""Mesh dimensions along which ranks process different samples; along other dimensions they process the same samples."""
 
 TENSOR_DIM = "tensor"
-"""The dimension along which ranks divide the matrices of a model between them."""
+"""Mesh dimension along which ranks shard the matrices of a model."""
 
 Join = Callable[[Distributed, LaunchEnvironment, str, torch.device], None]
-"""Joins torch's default process group: settings, launch variables, names of the backends, device of this rank."""
+"""Joins torch's default process group, given settings, launch variables, backend names and this rank's device."""
 
 _numbers = itertools.count()
-"""Of the process groups that this process has joined; a file store serves one."""
+"""Counter of the process groups that this process has joined; a file store can be used only once."""
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among those that train together.
+    """This process's place among the ranks of a run.
 
     Attributes:
-        rank: over all nodes.
-        local_rank: on this node.
+        rank: global rank.
+        local_rank: rank on this node.
         world_size: number of ranks.
-        local_world_size: ranks on this node.
-        device: where this rank computes.
-        distributed: how the ranks train together.
-        mesh: the ranks, arranged for that; None where nothing is wrapped.
-        dp_group: the ranks with whose samples this one's make up the global batch; None: all.
+        local_world_size: number of ranks on this node.
+        device: device of this rank.
+        distributed: the resolved strategy.
+        mesh: device mesh of the strategy; None if the model is not wrapped.
+        dp_group: data-parallel group, whose samples together are the global batch; None if this is all ranks.
     """
 
     rank: int
@@ -70,30 +70,30 @@ class World:
 
     @property
     def dp_rank(self) -> int:
-        """Which of the `dp_size` shares of a global batch is this rank's; files and messages name `rank` instead."""
+        """Index of this rank's share of a global batch, out of `dp_size`; files and messages use `rank` instead."""
         return self.rank if self.dp_group is None else self.dp_group.rank()
 
     @property
     def dp_size(self) -> int:
-        """How many ranks divide a global batch among them."""
+        """Number of ranks that a global batch is divided among."""
         return self.world_size if self.dp_group is None else self.dp_group.size()
 
     @property
     def dp_mesh(self) -> DeviceMesh:
-        """The dimensions of the mesh that divide the data, which is what FSDP2 shards over."""
+        """The data-parallel dimensions of the mesh; FSDP2 shards over them."""
         assert self.mesh is not None, "there is no mesh where nothing is wrapped"
         names = _data_dims(self.mesh)
         return self.mesh if names == self.mesh.mesh_dim_names else self.mesh[names]
 
     @property
     def tp_mesh(self) -> DeviceMesh | None:
-        """The dimension of the mesh that divides matrices; None where they are whole."""
+        """The tensor-parallel dimension of the mesh; None without tensor parallelism."""
         names = () if self.mesh is None else self.mesh.mesh_dim_names or ()
         return self.mesh[TENSOR_DIM] if self.mesh is not None and TENSOR_DIM in names else None
 
     @property
     def leads_share(self) -> bool:
-        """Whether this is the first of the ranks that share their samples; what is done once for a share, it does."""
+        """Whether this is the first of the ranks that process the same samples; it does work needed once per share."""
         if self.mesh is None:
             return True
         names, place = self.mesh.mesh_dim_names or (), self.mesh.get_coordinate() or ()
@@ -101,23 +101,23 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the rank that writes and speaks."""
+        """Whether this is rank 0, which writes files and logs."""
         return self.rank == 0
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
-        """Sum `tensor` over all ranks in place and return it; on one process it is the sum already."""
+        """Sum `tensor` over all ranks in place and return it; a single process returns it unchanged."""
         if self.world_size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def dp_sum(self, tensor: Tensor) -> Tensor:
-        """Sum `tensor` over the ranks that divide a global batch, in place, and return it."""
+        """Sum `tensor` over the data-parallel ranks in place and return it."""
         if self.dp_size > 1:
             dist.all_reduce(tensor, group=self.dp_group)
         return tensor
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait for all ranks."""
         if self.world_size > 1:
             dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
 
@@ -126,21 +126,22 @@ class World:
 def process_group(
     config: Distributed, kind: DeviceKind = DeviceKind.auto, *, join: Join | None = None
 ) -> Iterator[World]:
-    """Join the ranks that were started together, arranged as `config` says, and leave them at the end.
+    """Join the process group with the mesh of `config`, and leave it at the end of the context.
 
-    A rank that fails leaves by the end of its process: to leave in order NCCL waits for collectives that the others
-    will never join, and whatever the process has to say would wait with it.
+    A rank that fails does not leave the process group but lets its process end: an orderly exit would make NCCL wait
+    for collectives that the other ranks never join, and would delay the error message.
 
-    One process joins nothing, except with `cpu_offload`: FSDP2 does the offloading, and needs a group even of one.
+    A single process joins no group, except with `cpu_offload`: FSDP2 does the offloading, and needs a group even for
+    one rank.
 
     Args:
-        config: backend, meeting place and timeout.
-        kind: of the devices to compute on.
-        join: joins the process group; None: `join_ranks`.
+        config: backend, init method and timeout.
+        kind: kind of device to use.
+        join: joins the process group; None uses `join_ranks`.
 
     Raises:
-        ConfigError: more ranks than GPUs on this node, no usable GPU, nccl on CPUs, launch variables that contradict,
-            or a strategy that does not fit the number of ranks.
+        ConfigError: more ranks than GPUs on this node, no usable GPU, nccl on CPUs, contradictory launch variables, or
+            a strategy that does not fit the number of ranks.
     """
     environment = detect()
     device = _device(environment, choose_device(kind))
@@ -158,7 +159,7 @@ def process_group(
     _prefer_loopback(environment.num_nodes)
     _allow_many_connections()
     record_collectives()
-    if dist.is_initialized():  # a run of this process has failed before
+    if dist.is_initialized():  # left over from an earlier run in this process that failed
         dist.destroy_process_group()
     (join or join_ranks)(config, environment, backend, device)
     is_in_order = world.world_size == 1
@@ -167,7 +168,7 @@ def process_group(
         limit_waits(config.start_limit_seconds)
         yield world
         is_in_order = True
-    except Stopped:  # as all ranks have agreed
+    except Stopped:  # all ranks have agreed on this stop
         is_in_order = True
         raise
     finally:
@@ -176,7 +177,7 @@ def process_group(
 
 
 def arrange(world: World, config: Distributed) -> World:
-    """The world with its strategy resolved and the device mesh of that; called by all ranks, within a process group.
+    """Return the world with its strategy resolved and its device mesh; all ranks must call this, in a process group.
 
     Raises:
         ConfigError: the strategy does not fit the number of ranks.
@@ -188,7 +189,7 @@ def arrange(world: World, config: Distributed) -> World:
 
 
 def with_mesh(world: World, mesh: DeviceMesh | None) -> World:
-    """The world on a device mesh, and the group of ranks that divide the data; called by all ranks."""
+    """Return the world with a device mesh and its data-parallel group; all ranks must call this."""
     group = None
     if mesh is not None and (names := _data_dims(mesh)) != mesh.mesh_dim_names:
         data = mesh[names]
@@ -197,9 +198,9 @@ def with_mesh(world: World, mesh: DeviceMesh | None) -> World:
 
 
 def side_group(world: World) -> ProcessGroup | None:
-    """A group of all ranks in host memory, for what another thread says; None where a rank is alone.
+    """Create a gloo group of all ranks for communication from another thread; None for a single process.
 
-    All ranks make it together. Each is one more connection to every other rank, so there is one for those who need it.
+    All ranks must call this together. Each group adds a connection to every other rank, so create it only if needed.
     """
     if world.world_size == 1 or not _has_peers():
         return None
@@ -210,16 +211,19 @@ def side_group(world: World) -> ProcessGroup | None:
 
 
 def limit_waits(seconds: float) -> None:
-    """Have every collective of this process, in whichever group, fail soon after a watchdog of so many seconds.
+    """Set the timeout of all process groups to slightly more than a watchdog's timeout.
 
-    Torch gives the groups that it makes for a device mesh, and for parts of one, half an hour of its own.
+    Torch gives the groups of a device mesh and its slices a timeout of half an hour.
+
+    Args:
+        seconds: timeout of the watchdog.
     """
     for group in dist.distributed_c10d._world.pg_map if _has_peers() else ():
         group.set_timeout(_longest_wait(seconds))
 
 
 def _has_peers() -> bool:
-    """Whether there are processes to talk to: torch's fake backend has ranks without processes."""
+    """Return whether there are other processes; torch's fake backend has ranks without processes."""
     return dist.is_initialized() and dist.get_backend() != dist.Backend.FAKE
 
 
@@ -228,13 +232,13 @@ def _data_dims(mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 def _device(environment: LaunchEnvironment, device: torch.device) -> torch.device:
-    """This rank's device of that kind."""
+    """Select and return this rank's device of that kind."""
     if device.type != "cuda":
         return device
     count = count_cuda()
-    # Slurm's --gpus-per-task shows each task its own GPU only, as number 0, and so does who sets CUDA_VISIBLE_DEVICES
-    # for each process. Those that foundry or submitit start here all have the same; NCCL names two that share one
-    # otherwise.
+    # With Slurm's --gpus-per-task, or with CUDA_VISIBLE_DEVICES set per process, each process sees only its own GPU,
+    # with index 0. Processes started by foundry or submitit on this node all see the same GPUs; if two would share one,
+    # NCCL reports it.
     is_shared = STORE in os.environ or environment.launcher == "submitit"
     is_own = environment.launcher == "slurm" or ("CUDA_VISIBLE_DEVICES" in os.environ and not is_shared)
     index = 0 if count == 1 and is_own else environment.local_rank
@@ -243,12 +247,12 @@ def _device(environment: LaunchEnvironment, device: torch.device) -> torch.devic
         raise ConfigError(Violation("processes on this node", message))
     device = torch.device("cuda", index)
     select_cuda(device)
-    reset_memory_statistics(device)  # a run before this one in the process may have had a higher peak
+    reset_memory_statistics(device)  # an earlier run in this process may have had a higher peak
     return device
 
 
 def _backend(config: Distributed, device: torch.device) -> str:
-    """The backend's name for torch; on GPUs gloo moves tensors in host memory, which offloading and counting need."""
+    """Return the backend string for torch; on GPUs it adds gloo for CPU tensors, which offloading and counting need."""
     if config.backend is Backend.gloo or (config.backend is Backend.auto and device.type != "cuda"):
         return "gloo"
     if device.type != "cuda":
@@ -257,7 +261,7 @@ def _backend(config: Distributed, device: torch.device) -> str:
 
 
 def _longest_wait(seconds: float) -> timedelta:
-    """For a collective: longer than the watchdog's time, since that knows which rank is to blame."""
+    """Return the timeout of collectives: longer than the watchdog's, which can name the rank at fault."""
     return timedelta(seconds=seconds * 1.25)
 
 
@@ -277,7 +281,7 @@ def join_ranks(config: Distributed, environment: LaunchEnvironment, backend: str
         return
     store, method = _store(config, environment, timeout), config.init_method
     if method == "env://" and environment.launcher in ("slurm", "submitit"):
-        # These set neither MASTER_ADDR nor RANK; the variables that they do set say the same.
+        # Slurm and submitit do not set MASTER_ADDR and RANK, but other variables with the same information.
         method = f"tcp://{environment.master_addr}:{environment.master_port}"
     dist.init_process_group(
         backend,
@@ -291,10 +295,10 @@ def join_ranks(config: Distributed, environment: LaunchEnvironment, backend: str
 
 
 def _store(config: Distributed, environment: LaunchEnvironment, timeout: timedelta) -> Store | None:
-    """Where ranks of one machine find each other, out of reach of any other machine; None: as `init_method` says.
+    """Return a store that only this machine can reach; None if the ranks meet through `init_method`.
 
-    torch's own store listens on every interface of rank 0's machine. Ranks that foundry has started meet in a file
-    that only their user can open; others by the loopback interface, where that is where they are told to meet.
+    torch's own store listens on every interface of rank 0's machine. Ranks started by foundry use a file that only
+    their user can open; other ranks use the loopback interface if their address is on it.
     """
     if config.init_method == "env://" and (path := os.environ.get(STORE)):
         store = FileStore(f"{path}{next(_numbers)}", environment.world_size)
@@ -317,18 +321,18 @@ def _store(config: Distributed, environment: LaunchEnvironment, timeout: timedel
 
 
 def _allow_many_connections() -> None:
-    """Let this process have as many open files as it may: gloo holds one for each other rank in each of its groups."""
+    """Raise the limit of open files to its maximum: gloo needs one for each other rank in each of its groups."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
-        with suppress(ValueError, OSError):  # macOS refuses what it says is the limit
+        with suppress(ValueError, OSError):  # macOS rejects the limit that it reports
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _prefer_loopback(num_nodes: int) -> None:
-    """On one node let gloo and NCCL use the loopback interface, which nobody reaches from outside.
+    """Make gloo and NCCL use the loopback interface on a single node, which other machines cannot reach.
 
-    The host's own name, gloo's choice, may also resolve to nothing reachable. It stays set while the process lives,
-    because groups made later (meshes) read it too.
+    gloo's default, the host's own name, may also resolve to an unreachable address. The variables stay set for the
+    lifetime of the process, because groups created later (meshes) read them too.
     """
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if num_nodes == 1 and loopback is not None:

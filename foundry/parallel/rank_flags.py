@@ -1,4 +1,4 @@
-"""What ranks agree on at step boundaries."""
+"""Flags that ranks combine at step boundaries."""
 
 import torch
 import torch.distributed as dist
@@ -9,11 +9,11 @@ from foundry.parallel.process_group import World
 class RankFlags:
     """Combines flags over the ranks, so that all of them see the same value at the same step boundary.
 
-    Its tensors are in host memory, so that no device waits for it. It speaks over the ranks' own group, from the thread
-    that trains: every rank makes the same calls in the same order. On one process there is nobody to ask.
+    Tensors are in host memory, so there is no device synchronization. It uses the default process group from the
+    training thread: every rank must make the same calls in the same order. A single process does not communicate.
 
     Args:
-        world: the ranks; their process group exists already.
+        world: the ranks; their process group must exist.
     """
 
     def __init__(self, world: World) -> None:
@@ -24,31 +24,31 @@ class RankFlags:
         self._pending: dist.Work | None = None
 
     def exchange(self, flags: int) -> int:
-        """The flags that the ranks gave at the previous call, by bitwise or; on one process, these.
+        """Start combining this call's flags and return the previous call's, combined by bitwise or.
 
-        Their reduction went on during the step between, so nobody waits; these are on their way when this returns. Each
-        flag given is seen once, one call late.
+        The reduction runs during the step between two calls, so no rank waits. Every flag is seen once, one call late.
+        On a single process the flags are returned immediately.
 
         Args:
-            flags: this rank's, below 2^63.
+            flags: flags of this rank, below 2^63.
 
         Returns:
-            The same on every rank; 0 at the first call.
+            The same value on every rank; 0 at the first call.
         """
         if self._group is None:
             return flags
         seen = self._received()
-        # The group's own method: torch.distributed.all_reduce around it costs three times as much.
+        # The group's own method: torch.distributed.all_reduce takes three times as long.
         self._pending = self._group.allreduce([self._value.fill_(flags)], self._options)
         return seen
 
     def settle(self, flags: int) -> int:
-        """The flags of this call and of the one before, without delay: ranks wait for each other."""
+        """Return the flags of this call and the previous one, combined without delay; ranks wait for each other."""
         before = self.exchange(flags)
         return before | self._received()
 
     def _received(self) -> int:
-        """Wait for the reduction under way, if there is one."""
+        """Wait for the pending reduction and return its result; 0 if no reduction is pending."""
         if self._pending is None:
             return 0
         self._pending.wait()

@@ -1,9 +1,9 @@
-"""Tensor parallelism: a model's matrices cut over ranks that share their samples, before FSDP2 shards what is left.
+"""Tensor parallelism: shards a model's matrices over ranks that process the same samples, before FSDP2 is applied.
 
-The model says itself what is cut how (`Split`). A parameter of the plan becomes a DTensor of the mesh's dimension for
-it, every other one a DTensor that each rank holds whole, so that norm, optimizer and checkpoint need to know nothing:
-placements say what is counted and written once. Each rank has the whole model and cuts its own part of it; nothing is
-sent.
+The model declares how each module is sharded (`Split`). Parameters in this plan become DTensors sharded over the
+tensor-parallel mesh dimension. The remaining ones become replicated DTensors. Norm, optimizer and checkpoint therefore
+need no special code: placements tell which values to count and to write once. Each rank builds the whole model and
+keeps its own part, without communication.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,12 +27,12 @@ _KEY = "distributed.tensor_parallel"
 
 
 def is_divisible(model: nn.Module, num_ranks: int) -> bool:
-    """Whether a model says how it is divided, and can be by so many ranks."""
+    """Return whether a model has a tensor-parallel plan and its sizes are divisible by the number of ranks."""
     return hook(model, "tensor_parallel_plan") is not None and not list(_violations(model, num_ranks))
 
 
 def divided_dims(model: nn.Module) -> dict[Tensor, int]:
-    """The parameters that are divided, each with the dimension along which it is; all others every rank holds."""
+    """Return the sharded parameters, each with its sharded dimension; the remaining parameters are replicated."""
     return {
         module.weight: 1 if split is Split.rows else 0
         for _, module, split in _planned(model)
@@ -41,16 +41,16 @@ def divided_dims(model: nn.Module) -> dict[Tensor, int]:
 
 
 def divide(model: nn.Module, mesh: DeviceMesh, policy: PrecisionPolicy) -> None:
-    """Divide a model in place; forward and backward passes of the ranks of `mesh` are then one.
+    """Shard a model in place; the ranks of `mesh` then run forward and backward passes together.
 
     Args:
-        model: equal on all ranks, on any device, also meta; its forward pass reads a whole parameter that has become a
-            DTensor by `local_part`.
-        mesh: of one dimension, over ranks that share their samples.
-        policy: the arithmetic; it knows which parameters FSDP2 leaves alone, and so does this.
+        model: equal on all ranks, on any device including meta. Its forward pass must read replicated parameters, which
+            become DTensors, with `local_part`.
+        mesh: one-dimensional mesh of the ranks that process the same samples.
+        policy: precision policy; parameters that it excludes from FSDP2 are excluded here too.
 
     Raises:
-        ConfigError: the model does not say how, or does not divide by so many ranks.
+        ConfigError: the model has no plan, or its sizes are not divisible by the number of ranks.
     """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
@@ -65,7 +65,7 @@ def divide(model: nn.Module, mesh: DeviceMesh, policy: PrecisionPolicy) -> None:
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter not in dims and not policy.is_replicated(parameter, in_block=parameter in in_blocks):
-                # So that one optimizer updates tensors of one mesh, and each is counted and written once.
+                # So that an optimizer updates tensors of a single mesh, and each parameter is counted and written once.
                 _distribute(module, name, mesh, Replicate())
     for name, module, split in _planned(model):
         match split:
@@ -91,7 +91,10 @@ def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: "Plac
 
 
 def _share_input(mesh: DeviceMesh, module: nn.Module, args: Sequence[Any]) -> tuple[Any, ...]:
-    """A forward pre-hook: the layers inside take this DTensor as it is, and its gradient is summed where it is made."""
+    """Forward pre-hook that turns the input into a replicated DTensor.
+
+    The layers inside use this DTensor directly. In the backward pass its gradient is summed over the ranks once, here.
+    """
     from torch.distributed.tensor import DTensor, Replicate
 
     first, *others = args
@@ -99,7 +102,7 @@ def _share_input(mesh: DeviceMesh, module: nn.Module, args: Sequence[Any]) -> tu
 
 
 def _planned(model: nn.Module) -> Iterator[tuple[str, nn.Module, Split]]:
-    """The modules that the model's plan names, in the model's order."""
+    """Yield the modules that the model's plan names, in model order, with name and split."""
     ask = hook(model, "tensor_parallel_plan")
     plan: dict[str, Split] = {} if ask is None else ask()
     for name, module in model.named_modules():

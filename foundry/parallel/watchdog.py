@@ -1,4 +1,4 @@
-"""What to say, and do, when a rank stops moving."""
+"""Watchdog that ends a stalled rank with a diagnosis, and translation of errors from failed collectives."""
 
 import os
 import sys
@@ -12,14 +12,14 @@ from typing import Self
 import torch.distributed as dist
 
 EXIT_STALLED = 74
-"""Exit code of a process that its watchdog ended; sysexits.h calls it an input/output error."""
+"""Exit code of a process ended by its watchdog; sysexits.h defines it as an input/output error."""
 
 _TICKS = 12
-"""How often a watchdog looks within its time."""
+"""Number of checks within the timeout."""
 _LONGEST_TICK = 5.0  # seconds
 _RECORDING_SECONDS = 5.0
 
-# gloo reports as RuntimeError; these are the beginnings of what it and the stores say.
+# gloo raises RuntimeError; these are fragments of the messages of gloo and the stores.
 _COLLECTIVE_MESSAGES = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -35,28 +35,28 @@ _COLLECTIVE_MESSAGES = (
 
 
 class CollectiveError(RuntimeError):
-    """A collective failed: another rank died, or did not come in time."""
+    """Failure of a collective: another rank died, or did not join in time."""
 
 
 class Watchdog:
-    """Ends this process, saying where it was, when nothing has moved for too long.
+    """Ends this process with a diagnosis if it makes no progress within the timeout.
 
-    The others then fail in their collectives, or their launcher ends them. A daemon thread watches; it needs the main
-    thread only to release the interpreter, which every blocking collective does. Time in which the process itself is
-    stopped, as by Ctrl-Z, is not counted.
+    The other ranks then fail in their collectives, or their launcher ends them. The watchdog is a daemon thread. It
+    needs the main thread only to release the interpreter lock, which every blocking collective does. Time during which
+    the process itself is stopped, for example by Ctrl-Z, does not count.
 
-    A rank that has waited for half of its time writes down where it is. So do all that wait, and the rank that does not
-    is the one for which they wait.
+    A rank that has waited for half of the timeout dumps its position. All waiting ranks do so. A rank without a dump is
+    silent: it is stopped, busy or unreachable, and the other ranks are waiting for it.
 
     Args:
-        timeout_seconds: longest time between beats.
-        rank: named in the message.
-        world_size: ranks.
-        start_timeout_seconds: the same until `started` is called; None: no other.
-        dump: writes down where this rank is, given optimizer step and activity: when half of the time is over, if there
-            are other ranks, and at the end.
-        read_dumps: reads what the ranks have written down lately, by rank; None if this rank could not write.
-        record: writes down whose fault it is, the message, and the main thread's stack; it has a few seconds.
+        timeout_seconds: longest time between heartbeats.
+        rank: rank of this process, for the message.
+        world_size: number of ranks.
+        start_timeout_seconds: timeout until `started` is called; None uses `timeout_seconds`.
+        dump: saves the position of this rank, given the optimizer step and the activity. Called after half of the
+            timeout if there are other ranks, and before the process ends.
+        read_dumps: returns the recent dumps by rank; None if this rank could not write its own.
+        record: saves the rank at fault, the message and the main thread's stack; must return within seconds.
         when_started: called once, by `started`.
         on_beat: called with the arguments of each `beat`.
     """
@@ -84,7 +84,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def beat(self, step: int, doing: str) -> None:
-        """This rank moves: it is at optimizer step `step` and about to do `doing`."""
+        """Heartbeat: report that this rank has reached optimizer step `step` and is about to do `doing`."""
         self._last = (step, doing)
         if self._on_beat is not None:
             self._on_beat(step, doing)
@@ -94,7 +94,7 @@ class Watchdog:
         self.beat(self._last[0], doing)
 
     def started(self) -> None:
-        """What happens once, such as compiling, is done; may be called again."""
+        """Report that one-time work such as compilation is done. Idempotent."""
         if not self._is_started:
             self._is_started = True
             if self._when_started is not None:
@@ -102,21 +102,27 @@ class Watchdog:
 
     @property
     def limit_seconds(self) -> float:
-        """The longest time between beats by now."""
+        """The timeout that currently applies."""
         return self._timeout_seconds if self._is_started else self._start_timeout_seconds
 
     def alive(self) -> None:
-        """This rank moves, within what it was about to do."""
+        """Heartbeat within the current activity."""
         step, doing = self._last
         self._last = (step, doing)
 
     @property
     def blame(self) -> str:
-        """Which ranks give no sign of life, if this one has waited for half of its time."""
+        """Message that names the silent ranks.
+
+        It is empty if no rank is silent, or if this rank has not waited for half of the timeout.
+        """
         return _blame(self._silent(self._dumps()))
 
     def _dumps(self) -> Mapping[int, tuple[int, str]] | None:
-        """Where the ranks that wait are; None if this rank has not waited for long, is alone, or could not write."""
+        """Return the dumps of the waiting ranks.
+
+        None if this rank has not waited for half of the timeout, is alone, or could not write its own dump.
+        """
         return self._read_dumps() if self._read_dumps is not None and self._has_dumped else None
 
     def _silent(self, dumps: Mapping[int, tuple[int, str]] | None) -> list[int]:
@@ -144,12 +150,12 @@ class Watchdog:
             if self._last is not seen:
                 seen, waited, self._has_dumped = self._last, 0.0, False
                 continue
-            # A tick that took much longer than a tick is one in which the process was stopped.
+            # A check that comes much later than scheduled means that the process was stopped.
             limit = self.limit_seconds
             waited += min(passed, 2 * tick)
             if waited >= limit / 2 and not self._has_dumped and self._dump is not None and self._world_size > 1:
                 self._has_dumped = True
-                # In a thread, because a file system that hangs may be what this process waits for.
+                # In a thread, because this process may be waiting for the file system that the dump is written to.
                 threading.Thread(target=self._dump, args=seen, daemon=True).start()
             if waited >= limit:
                 self._end(waited, *seen)
@@ -172,13 +178,13 @@ class Watchdog:
         recording.join(_RECORDING_SECONDS)
         sys.stderr.write(f"{lines[-1]}\n")
         sys.stderr.flush()
-        # Nothing else ends a thread that is stuck inside a collective; there is nothing left to clean up in order.
+        # Nothing else ends a thread that is stuck inside a collective, and no orderly cleanup is possible.
         os._exit(EXIT_STALLED)
 
     def _verdict(
         self, seconds: float, step: int, doing: str, dumps: Mapping[int, tuple[int, str]] | None
     ) -> tuple[int, str]:
-        """Which rank is to blame, and the line that says so."""
+        """Return the rank at fault and the message that names it."""
         limit = self.limit_seconds
         name = "timeout_seconds" if limit == self._timeout_seconds else "start_timeout_seconds"
         setting = f"(distributed.{name}={limit:g}), at step {step}, {doing}"
@@ -198,14 +204,14 @@ def _blame(silent: Sequence[int]) -> str:
 
 
 def translate(error: BaseException, *, rank: int, step: int, doing: str, blame: str = "") -> CollectiveError | None:
-    """One line for a failed collective; None for any other error, which speaks for itself.
+    """Return a one-line error for a failed collective; None for any other error.
 
     Args:
-        error: what was raised around the step.
-        rank: this process.
-        step: optimizer steps done.
-        doing: what the rank was about to do, as in `Watchdog.beat`.
-        blame: who is known to be the cause, as in `Watchdog.blame`.
+        error: exception raised during the step.
+        rank: rank of this process.
+        step: number of completed optimizer steps.
+        doing: activity of the rank, as in `Watchdog.beat`.
+        blame: known cause, as in `Watchdog.blame`.
     """
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     is_collective = isinstance(error, dist.DistError) or (

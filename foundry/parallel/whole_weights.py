@@ -1,4 +1,4 @@
-"""Weights gathered for a while, so that each rank calls the model as often as it likes."""
+"""Context managers that gather all weights of a model, so that forward passes need no communication."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,15 +15,16 @@ from foundry.parallel.process_group import World
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[nn.Module]:
-    """The model with all of its weights on every rank; forward passes in the body communicate nothing.
+    """Gather all weights of a model on every rank; forward passes inside the context do not communicate.
 
-    Under tensor parallelism it is those of a rank's part, and ranks that share their samples call the model together.
+    With tensor parallelism each rank gathers only its part, and the ranks of a tensor-parallel group call the model
+    together.
 
-    Every rank enters together, and needs memory for the whole model in the type that it is gathered in. The weights
-    must not change in the body.
+    All ranks must enter together, and each needs memory for the whole model in the dtype that it is gathered in. The
+    weights must not change inside the context.
 
     Args:
-        model: as it is called in training.
+        model: the model as called in training.
     """
     model = cast(nn.Module, model.module) if isinstance(model, DistributedDataParallel) else model
     units = sharded_modules(model)
@@ -35,18 +36,18 @@ def gathered(model: nn.Module) -> Iterator[nn.Module]:
     finally:
         for unit in units:
             unit.reshard()
-            # As `FSDPSync` leaves it outside of a window.
+            # `FSDPSync` leaves the units in this state outside a window.
             unit.set_reshard_after_forward(True, recurse=False)
 
 
 @contextmanager
 def gathered_if_they_fit(model: nn.Module, world: World) -> Iterator[nn.Module]:
-    """`gathered` if no rank lacks memory for it; else the model as it is, whose forward passes gather layer by layer.
+    """Gather all weights if every rank has enough memory; otherwise yield the model, which gathers layer by layer.
 
-    Every rank enters together, and all of them call the model equally often.
+    All ranks must enter together and call the model equally often.
 
     Args:
-        model: as it is called in training.
+        model: the model as called in training.
         world: the ranks.
     """
     inner = cast(nn.Module, model.module) if isinstance(model, DistributedDataParallel) else model
@@ -60,6 +61,6 @@ def gathered_if_they_fit(model: nn.Module, world: World) -> Iterator[nn.Module]:
 
 
 def _fit(model: nn.Module, world: World) -> bool:
-    """Whether this rank has memory for all weights, and as much again for what is computed with them."""
+    """Return whether this rank has memory for all weights, plus the same amount for activations."""
     needed = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     return 2 * needed <= free_memory(world.device, world.local_world_size)

@@ -1,7 +1,7 @@
-"""Turning a model into one that trains on this world: tensor parallelism, checkpointing, compilation, DDP or FSDP2.
+"""Preparing a model for distributed training: tensor parallelism, checkpointing, compilation, and DDP or FSDP2.
 
-One process needs no wrapper, so `ddp` and `fsdp` of one are the bare model, and every synchronisation policy holds. The
-exception is `cpu_offload`, which FSDP2 does: it shards over a group of one.
+A single process needs no wrapper, so `ddp` and `fsdp` return the bare model and every synchronization policy is valid.
+The exception is `cpu_offload`, which FSDP2 implements: it shards over a group of one rank.
 """
 
 import logging
@@ -42,8 +42,8 @@ class Parallel:
     """A model ready for training.
 
     Attributes:
-        model: what to call; its parameters are what the optimizer gets.
-        sync: when its gradients are reduced.
+        model: the module to call; its parameters are passed to the optimizer.
+        sync: gradient synchronization policy of the model.
     """
 
     model: nn.Module
@@ -51,12 +51,12 @@ class Parallel:
 
     @property
     def inner(self) -> nn.Module:
-        """The model itself, under its own parameter names; call `model`, not this."""
+        """The unwrapped model, with its own parameter names; call `model` instead."""
         return cast(nn.Module, self.model.module) if isinstance(self.model, DistributedDataParallel) else self.model
 
 
 class RanksDifferError(RuntimeError):
-    """Ranks that must start alike do not."""
+    """Error if parameters or buffers differ across ranks at the start."""
 
 
 def parallelize(
@@ -69,21 +69,25 @@ def parallelize(
     selective_checkpointing: bool = False,
     fill: Fill | None = None,
 ) -> Parallel:
-    """Checkpoint and compile the blocks, then wrap; parameter names stay what they are (`Parallel.inner` under DDP).
+    """Checkpoint and compile the blocks, then wrap the model; parameter names do not change.
+
+    With DDP, this holds for `Parallel.inner`.
 
     Args:
-        model: equal on all ranks, already `policy.prepare`d; changed in place and moved to the device. What is on the
-            meta device gets memory there, a unit of FSDP2 at a time.
-        policy: the arithmetic.
-        world: from `process_group`; it knows the strategy, and has the device mesh for it.
+        model: equal on all ranks, after `policy.prepare`; changed in place and moved to the device. Parameters on the
+            meta device are allocated there, one FSDP2 unit at a time.
+        policy: precision policy.
+        world: from `process_group`; defines the strategy and its device mesh.
         grad_checkpointing: recompute each block's activations in the backward pass.
         torchcompile: compile each block.
-        selective_checkpointing: of what `grad_checkpointing` would recompute, keep what takes most of the time.
-        fill: gives the model its first weights, where it is then; None: it has them, or a checkpoint is read later.
+        selective_checkpointing: do not recompute the most expensive operators that `grad_checkpointing` would
+            recompute.
+        fill: initializes the weights of the wrapped model; None if it is initialized already or a checkpoint is loaded
+            later.
 
     Raises:
-        ConfigError: a policy or field that cannot act on this model, or one that tensor parallelism cannot divide.
-        RanksDifferError: parameters or buffers that differ between ranks; the first is named.
+        ConfigError: a policy or setting has no effect on this model, or tensor parallelism cannot shard the model.
+        RanksDifferError: parameters or buffers differ between ranks; the message names the first.
     """
     distributed = world.distributed
     blocks = list(find_blocks(model))
@@ -97,7 +101,7 @@ def parallelize(
         divide(model, world.tp_mesh, policy)
     for block in blocks:
         if grad_checkpointing:
-            # The forward of the instance, not a wrapper module: a wrapper would rename every parameter below it.
+            # Replaces the instance's forward method; a wrapper module would rename all parameters of the block.
             block.forward = checkpointed(block.forward, selective=selective_checkpointing)
     if torchcompile:
         compile_blocks(blocks)
@@ -109,18 +113,18 @@ def parallelize(
 
 
 def place_frozen(model: nn.Module, policy: PrecisionPolicy, world: World, *, fill: Fill | None = None) -> nn.Module:
-    """Put a model that does not learn where the run's model is: sharded under FSDP2, else whole on every rank.
+    """Place a frozen model like the run's model: sharded with FSDP2, otherwise replicated on every rank.
 
-    One that tensor parallelism cannot divide is sharded over the ranks with samples of their own only.
+    A model that tensor parallelism cannot shard is sharded over the data-parallel ranks only.
 
     Args:
         model: as for `parallelize`.
-        policy: the arithmetic.
+        policy: precision policy.
         world: from `process_group`.
         fill: as for `parallelize`.
 
     Raises:
-        RanksDifferError: parameters or buffers that differ between ranks; the first is named.
+        RanksDifferError: parameters or buffers differ between ranks; the message names the first.
     """
     model.requires_grad_(False).eval()
     if world.world_size > 1:
@@ -133,7 +137,10 @@ def place_frozen(model: nn.Module, policy: PrecisionPolicy, world: World, *, fil
 
 
 def _place(model: nn.Module, world: World, fill: Fill | None) -> nn.Module:
-    """Put a model whole onto the device, with its first weights; where a checkpoint is read later, it has any."""
+    """Move an unsharded model to the device and initialize it.
+
+    Without `fill`, parameters from the meta device have arbitrary values, because a checkpoint is loaded later.
+    """
     allocate(model.parameters(), world.device)
     model = model.to(world.device)
     if fill is not None:
@@ -155,12 +162,12 @@ def _wrap_ddp(model: nn.Module, ddp: DDP, policy: PrecisionPolicy, world: World,
         model,
         device_ids=[world.device] if world.device.type == "cuda" else None,
         process_group=world.dp_group,
-        bucket_cap_mb=cast(int, ddp.bucket_cap_mb),  # torch takes fractions; its annotation says int
+        bucket_cap_mb=cast(int, ddp.bucket_cap_mb),  # torch accepts fractions, although its annotation is int
         gradient_as_bucket_view=True,
         init_sync=False,
     )
-    # FSDP2 does not broadcast buffers before each forward pass either: a model means the same under both. Set here
-    # because torch 2.13 renamed the argument and warns about the name that 2.11 knows.
+    # FSDP2 does not broadcast buffers before each forward pass either, so a model behaves the same with both. Set here
+    # because torch 2.13 renamed the argument and warns about the name used by 2.11.
     wrapped.broadcast_buffers = False
     return Parallel(wrapped, DDPSync(wrapped, ddp.gradient_sync))
 
@@ -168,9 +175,10 @@ def _wrap_ddp(model: nn.Module, ddp: DDP, policy: PrecisionPolicy, world: World,
 def _wrap_sharded_optimizer(
     model: nn.Module, ddp: DDP, policy: PrecisionPolicy, world: World, fill: Fill | None
 ) -> Parallel:
-    """Megatron's distributed optimizer: gradients reduce-scattered, weights gathered once a window and kept through it.
+    """Wrap the model as with Megatron's distributed optimizer.
 
-    Without any overlap the whole model is one unit: gathered before the window, reduced after its last backward pass.
+    Gradients are reduce-scattered, and weights are gathered once per window and kept until its end. Without any overlap
+    the whole model is one unit, gathered before the window and reduced after its last backward pass.
     """
     replicated = _shard(
         model,
@@ -202,7 +210,7 @@ def _wrap_fsdp(model: nn.Module, fsdp: FSDP, policy: PrecisionPolicy, world: Wor
         policy,
         blocks=True,
         reshard_after_forward=reshard,
-        # Pinned memory needs a GPU to be pinned for.
+        # Pinned memory needs a GPU.
         offload=CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if fsdp.cpu_offload else None,
         overlap=fsdp.overlap_param_gather,
         fill=fill,
@@ -222,7 +230,11 @@ def _shard(
     overlap: bool,
     fill: Fill | None,
 ) -> list[nn.Parameter]:
-    """`fully_shard` the blocks bottom-up and then the root, and fill them; return the parameters left whole."""
+    """Apply `fully_shard` to the blocks bottom-up and then to the root, and initialize the model.
+
+    Returns:
+        The parameters that stay unsharded.
+    """
     from torch.distributed.fsdp import OffloadPolicy, fully_shard, register_fsdp_forward_method
 
     mesh, device = world.dp_mesh, world.device
@@ -232,13 +244,13 @@ def _shard(
         parameter.data = parameter.data.to(mesh.device_type)
     shard = partial(fully_shard, mesh=mesh, offload_policy=offload or OffloadPolicy(), ignored_params=set(replicated))
     for unit in units:
-        allocate(unit.parameters(), device)  # of which sharding leaves this rank's part
+        allocate(unit.parameters(), device)  # sharding then keeps only this rank's part
         shard(unit, mp_policy=policy.fsdp_policy(), reshard_after_forward=reshard_after_forward)
     allocate(model.parameters(), device)
     shard(model, mp_policy=policy.fsdp_policy(root=True), reshard_after_forward=reshard_after_forward)
     for name in (name for task in installed_tasks() for name in task.forward_methods):
         if hasattr(model, name):
-            register_fsdp_forward_method(model, name)  # whose blocks may run before the first forward pass
+            register_fsdp_forward_method(model, name)  # its blocks may run before the first forward pass
     if fill is not None:
         fill(model)
     _set_prefetch(sharded_modules(model), overlap)
@@ -246,32 +258,33 @@ def _shard(
 
 
 def _find_replicated(model: nn.Module, units: Sequence[nn.Module], policy: PrecisionPolicy) -> list[nn.Parameter]:
-    """Return the parameters that stay whole on every rank.
+    """Return the parameters that stay unsharded on every rank.
 
-    No reference to any other parameter outlives the call: FSDP2 frees a whole parameter once nothing refers to it.
+    No reference to any other parameter outlives the call, because FSDP2 frees an unsharded parameter when its last
+    reference is gone.
     """
     in_blocks = {parameter for unit in units for parameter in unit.parameters()}
     return [p for p in model.parameters() if policy.is_replicated(p, in_block=p in in_blocks)]
 
 
 def _set_prefetch(units: "list[FSDPModule]", overlap: bool) -> None:
-    """Gather one unit ahead in forward (the backward pass does so by itself), or never ahead."""
+    """Prefetch one unit ahead in the forward pass (the default in the backward pass), or disable all prefetching."""
     if overlap:
         for unit, following in pairwise(units):
             unit.set_modules_to_forward_prefetch([following])
         return
     for unit in units:
-        # An explicit list replaces FSDP2's own prefetching; a unit already gathered is gathered no second time.
+        # An explicit list replaces FSDP2's own prefetching, and a unit that is already gathered is not gathered again.
         unit.set_modules_to_backward_prefetch([unit])
 
 
 def _check_equal(model: nn.Module, world: World) -> None:
-    """Compare one checksum per tensor over the ranks: three small collectives for any size of model.
+    """Check that the model is equal on all ranks by comparing one checksum per tensor.
 
-    Of those on the meta device type and shape are compared.
+    Takes three small collectives for any model size. For tensors on the meta device, dtype and shape are compared.
     """
     shapes, sums = list[tuple[str, tuple[int, ...]]](), list[Tensor]()
-    # No list of the tensors themselves: the first collective of a process imports modules of torch that keep the frames
+    # Do not collect the tensors in a list: the first collective of a process imports torch modules that keep the frames
     # of their callers, and with them whole parameters, until the next full garbage collection.
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         shapes.append((name, tuple(tensor.shape)))
@@ -289,7 +302,7 @@ def _check_equal(model: nn.Module, world: World) -> None:
 
 
 def _checksum(name: str, tensor: Tensor) -> Tensor:
-    """() int64, the wrapping sum of the bits: exact, and NaN equals itself."""
+    """Return the wrapping sum of the bits, () int64: exact, and equal for equal NaNs."""
     if tensor.is_meta:
         return torch.tensor(zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode()))
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -298,7 +311,7 @@ def _checksum(name: str, tensor: Tensor) -> Tensor:
 
 
 def _differing(values: Tensor) -> list[int]:
-    """Indices of the (n,) int64 `values` that are not the same on all ranks."""
+    """Return the indices of the (n,) int64 `values` that differ between ranks."""
     lowest, highest = values.clone(), values.clone()
     dist.all_reduce(lowest, dist.ReduceOp.MIN)
     dist.all_reduce(highest, dist.ReduceOp.MAX)

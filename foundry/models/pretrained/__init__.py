@@ -1,1 +1,1 @@
-"""Models of transformers: their configs, files of weights and sizes."""
+"""Models of transformers: their configs, weight files and sizes."""

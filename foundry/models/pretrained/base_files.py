@@ -1,6 +1,7 @@
-"""Check of the files of weights in a folder of transformers, before transformers opens them.
+"""Check of the weight files in a model folder, before transformers opens them.
 
-It opens each file that the index of the weights names, and unpickles one whose name does not end in .safetensors.
+transformers opens each file named in the index of the weights, and unpickles files whose names do not end in
+.safetensors.
 """
 
 import stat
@@ -15,14 +16,14 @@ _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def check_weights(folder: Path, config: Any) -> None:
-    """Refuse weights in other files than regular .safetensors files of the folder itself.
+    """Raise a ConfigError unless all weights are in regular .safetensors files directly inside the folder.
 
     Args:
-        folder: of transformers.
-        config: its PreTrainedConfig, whose `transformers_weights` may name the file.
+        folder: model folder of transformers.
+        config: its PreTrainedConfig, whose `transformers_weights` field may name the file.
 
     Raises:
-        ConfigError: the index or the configuration names another file, or the folder has adapters beside the weights.
+        ConfigError: the index or the config names another kind of file, or the folder also has adapters.
     """
     if (folder / "adapter_config.json").exists():
         message = f"{str(folder)!r} has adapters (adapter_config.json) beside its weights"
@@ -31,7 +32,7 @@ def check_weights(folder: Path, config: Any) -> None:
     if first is None:
         first = _WEIGHTS if (folder / _WEIGHTS).is_file() else _INDEX
         if not (folder / first).exists():
-            return  # the message of transformers names the missing file
+            return  # transformers reports the missing file
     if isinstance(first, str) and first.endswith(f"{_SUFFIX}.index.json"):
         _require_regular(folder, first, (".json",))
         names = _shards(folder / first)
@@ -42,7 +43,7 @@ def check_weights(folder: Path, config: Any) -> None:
 
 
 def _shards(index: Path) -> list[Any]:
-    """The files that an index names."""
+    """Return the files named in an index."""
     try:
         content = read_object(index.resolve(), needed={"weight_map": dict, "metadata": dict})
     except (DamagedFileError, OSError) as error:
@@ -51,10 +52,12 @@ def _shards(index: Path) -> list[Any]:
 
 
 def _require_regular(folder: Path, name: Any, suffix: tuple[str, ...]) -> None:
-    """Refuse a name that is not one of a regular file of the folder; links are followed, as a hub's cache needs.
+    """Check that a name is that of a regular file directly inside the folder.
+
+    Symlinks are followed, for the Hub's cache.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: the name has another suffix, leads out of the folder, or is not that of a readable regular file.
     """
     wrong = ""
     if not isinstance(name, str) or not name.endswith(suffix):

@@ -1,4 +1,4 @@
-"""Bounds on the sizes of a model of transformers, before it is built: it gets as many layers as config.json says."""
+"""Limits on the sizes in a transformers config, checked before transformers builds a model of that size."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -18,16 +18,16 @@ _BOUNDS = (
     (re.compile(r"(?:positions|position_embeddings|n_ctx|context_length|seq_len\w*)$"), 2**24),
     (re.compile(r"(?:size|dim|width|embd|inner|model|ff|heads?|experts|groups)$"), 10**8),
 )
-"""Patterns of names in a config.json, each with its largest value, which no known model reaches."""
+"""Patterns of field names in a config.json, each with an upper bound beyond all known models."""
 _MOST_MODULES = 2**18
-"""A model of 61 layers with 384 experts of four modules each has 94,000."""
+"""For comparison, a model of 61 layers with 384 experts of four modules each has 94,000 modules."""
 
 
 def check_sizes(folder: Path) -> None:
-    """Refuse a config.json that asks for more layers, or larger ones, than any machine can build.
+    """Raise a ConfigError if config.json asks for more or larger layers than any machine can build.
 
     Args:
-        folder: of transformers, with a config.json.
+        folder: model folder of transformers, with a config.json.
 
     Raises:
         ConfigError: config.json is not a JSON object, or a size in it is out of bounds.
@@ -44,7 +44,7 @@ def check_sizes(folder: Path) -> None:
 
 
 def check_own_sizes(fields: Mapping[str, Any]) -> None:
-    """Refuse sizes out of bounds in the `model.config` of a composed or recorded configuration.
+    """Raise a ConfigError for sizes out of bounds in the `model.config` of a composed or recorded configuration.
 
     Raises:
         ConfigError: a size is out of bounds.
@@ -58,10 +58,10 @@ def check_own_sizes(fields: Mapping[str, Any]) -> None:
 
 @contextmanager
 def bounded_modules() -> Iterator[None]:
-    """Limit the number of modules that the body builds, for counts whose names are not in the table of bounds.
+    """Limit the number of modules built inside the context, for sizes that no pattern in `_BOUNDS` covers.
 
     Raises:
-        ConfigError: the body has put together more than 2**18 modules.
+        ConfigError: more than 2**18 modules have been registered inside the context.
     """
     count = 0
 
@@ -80,7 +80,7 @@ def bounded_modules() -> Iterator[None]:
 
 
 def _out_of_bounds(value: Any, name: str = "") -> Iterator[tuple[str, tuple[float, int]]]:
-    """Yield the settings above their bounds, with value and bound; nested objects are searched, too."""
+    """Yield the names of settings above their bounds, each with value and bound; nested objects are searched too."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from _out_of_bounds(item, f"{name}.{key}" if name else str(key))

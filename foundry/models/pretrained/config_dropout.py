@@ -1,4 +1,4 @@
-"""Dropout of transformers models: the fields of their configs, which each architecture names in its own way."""
+"""Dropout probabilities in transformers configs, whose field names differ between architectures."""
 
 import operator
 import re
@@ -13,22 +13,22 @@ _DROPOUT = re.compile("drop")
 _ATTENTION = re.compile("attention|attn")
 _OF_OTHER_HEADS = re.compile("classifier|summary")
 _ONLY_WITHIN = re.compile("activation|layerdrop")
-"""Hidden states inside a feed-forward layer, and whole layers: zeroed with `hidden_dropout=0`, else left alone."""
+"""Dropout inside feed-forward layers, and dropping of whole layers: set by `hidden_dropout=0` only."""
 
 
 def set_dropouts(config: PreTrainedConfig, **dropouts: float | None) -> dict[str, Any]:
-    """Put probabilities into every field of a config that drops hidden states or attention weights.
+    """Set the dropout probabilities of hidden states and attention weights in all fields of a config.
 
     Args:
-        config: of the model, which is changed.
-        dropouts: `hidden_dropout` and `attention_dropout`; None leaves the fields of that kind as they are. Zero leaves
-            nothing of that kind that drops.
+        config: config of the model, changed in place.
+        dropouts: `hidden_dropout` and `attention_dropout`. None leaves the fields of that kind unchanged; 0 disables
+            all dropout of that kind.
 
     Returns:
-        The fields that were changed, by dotted name, with the values that they had.
+        The previous values of the changed fields, by dotted name.
 
     Raises:
-        ConfigError: a probability above zero for an architecture without such a field.
+        ConfigError: a probability is above zero, but the architecture has no field for it.
     """
     had: dict[str, Any] = {}
     for kind, value in dropouts.items():
@@ -46,7 +46,7 @@ def set_dropouts(config: PreTrainedConfig, **dropouts: float | None) -> dict[str
 
 
 def find_wrong_dropouts(config: PreTrainedConfig) -> Iterator[tuple[str, str]]:
-    """Yield the dotted names of fields that are no probabilities, each with the reason."""
+    """Yield the dotted names of dropout fields that are not probabilities, each with the reason."""
     for name in _fields(config):
         value = operator.attrgetter(name)(config)
         if not 0 <= value <= 1:
@@ -54,9 +54,9 @@ def find_wrong_dropouts(config: PreTrainedConfig) -> Iterator[tuple[str, str]]:
 
 
 def put(config: PreTrainedConfig, name: str, value: Any) -> Any:
-    """Set the field of a dotted name, and return the value that it had.
+    """Set the field with a dotted name and return its previous value.
 
-    Some configs declare a probability as an integer, so the check of the type is passed over.
+    Writes to `vars()`, because some configs declare a probability as an integer and would reject a float.
     """
     *path, field = name.split(".")
     node: Any = config
@@ -68,7 +68,7 @@ def put(config: PreTrainedConfig, name: str, value: Any) -> Any:
 
 
 def _fields(config: PreTrainedConfig, prefix: str = "") -> Iterator[str]:
-    """The dotted names of the fields of a config, and of those within it, that are probabilities of dropping."""
+    """Yield the dotted names of dropout probabilities in a config and in its nested configs."""
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
             yield from _fields(value, f"{prefix}{name}.")
@@ -77,7 +77,7 @@ def _fields(config: PreTrainedConfig, prefix: str = "") -> Iterator[str]:
 
 
 def _kind(name: str) -> str | None:
-    """The setting that a field follows; None for one of a head that no language model has."""
+    """Return the setting that determines a dropout field; None for heads that language models do not have."""
     if _OF_OTHER_HEADS.search(name):
         return None
     return "attention_dropout" if _ATTENTION.search(name.rpartition(".")[2]) else "hidden_dropout"

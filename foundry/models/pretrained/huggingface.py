@@ -1,4 +1,4 @@
-"""Any causal language model of transformers, behind the forward pass that objectives expect."""
+"""Wrapper that gives any causal language model of transformers the forward pass that objectives expect."""
 
 import copy
 import inspect
@@ -36,22 +36,23 @@ from foundry.models.transformer import to_compute_dtype
 _PREFIX = "causal_lm."
 _OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError)
 _ROUTER_LOGITS = "output_router_logits"
-"""Field by which configs of mixtures of experts ask for the auxiliary loss that balances the experts."""
+"""Config field that enables the auxiliary loss that balances the experts of a mixture-of-experts model."""
 
 
 class HuggingFaceCausalLM(nn.Module):
-    """A causal language model of transformers, with fresh weights or those of a local folder; weights are fp32.
+    """A causal language model of transformers with fp32 weights, newly initialized or read from a local folder.
 
     Args:
-        settings: the folder or the architecture, the fields of its config, and how fresh weights are drawn.
-        read_weights: take the folder's weights; False: they come from a checkpoint, and the folder has none.
-        hidden_dropout: probability of dropping hidden states in training, see `set_dropouts`; None: as its config says.
-        attention_dropout: probability of dropping attention weights; None: as its config says.
-        logprob_tile_tokens: positions whose log-probabilities are computed at a time; 0: all.
+        settings: the folder or the architecture, the fields of its config, and the initialization of new weights.
+        read_weights: read the folder's weights; False if they come from a checkpoint and the folder contains none.
+        hidden_dropout: dropout probability of hidden states, see `set_dropouts`; None keeps the config's value.
+        attention_dropout: dropout probability of attention weights; None keeps the config's value.
+        logprob_tile_tokens: positions whose log-probabilities are computed at a time; 0 computes all at once.
 
     Raises:
-        ConfigError: there is no such folder, architecture or field, or the vocabulary or the positions do not suffice,
-            init_std does not know the architecture, or it has no such dropout.
+        ConfigError: the folder, architecture or config field does not exist; the vocabulary or the number of positions
+            is too small; init_std does not support the architecture; or a dropout is given that the architecture does
+            not have.
     """
 
     @configured_by(HuggingFaceSettings)
@@ -77,7 +78,7 @@ class HuggingFaceCausalLM(nn.Module):
         self._asks_router_loss = bool(getattr(hf_config, _ROUTER_LOGITS, False))
         self._own_dtype = torch.float32 if path is None or hf_config.dtype is None else hf_config.dtype
         self._replaced = set_dropouts(hf_config, hidden_dropout=hidden_dropout, attention_dropout=attention_dropout)
-        if self._asks_router_loss:  # nobody reads that loss, and with a cache transformers fails to compute it
+        if self._asks_router_loss:  # the auxiliary loss is not used, and transformers fails to compute it with a cache
             self._replaced[_ROUTER_LOGITS] = True
             setattr(hf_config, _ROUTER_LOGITS, False)
         self.config = hf_config
@@ -95,7 +96,7 @@ class HuggingFaceCausalLM(nn.Module):
         self.logprob_tile_tokens = logprob_tile_tokens
 
     def output_head(self) -> nn.Module | None:
-        """The projection onto the vocabulary; tied to the embedding it counts as that."""
+        """Return the projection onto the vocabulary, even if it is tied to the embedding."""
         head: nn.Module | None = self.causal_lm.get_output_embeddings()  # type: ignore[no-untyped-call]
         return head
 
@@ -112,20 +113,20 @@ class HuggingFaceCausalLM(nn.Module):
         dropout_keys: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> TokenLogProbs:
-        """Log-probabilities of the targets.
+        """Return the log-probabilities of the targets.
 
         Args:
             tokens: (batch, seq) int64.
-            targets: (batch, seq) int64, the token after each position, -100 where ignored; None: only logits.
-            cache: what was read before these tokens, from `new_cache`; they are added to it. There are no targets then,
-                and the logits are those of the last position, (batch, 1, vocab).
+            targets: (batch, seq) int64, the token after each position, -100 where ignored; None computes only logits.
+            cache: cache of the preceding tokens, from `new_cache`; these tokens are appended to it. Targets must be
+                None, and the logits cover the last position only, (batch, 1, vocab).
             return_logits: also return the logits, (batch, seq, vocab).
-            read: what else is read off them.
-            per_token: (batch, seq, ...) each, what `read` is given besides.
-            token_loss: the loss to sum; neither logits nor anything read off them are returned then.
-            dropout_keys: unused: transformers draws from torch's generator, whose state is in checkpoints.
-            documents: (batch, seq) int64, the sample of each token where rows hold several, -1 for padding; given
-                neither mask nor cache, transformers separates them where positions start anew.
+            read: function that computes further values from the logits.
+            per_token: (batch, seq, ...) each, further arguments of `read`.
+            token_loss: settings of the loss to compute; logits and the outputs of `read` are not returned then.
+            dropout_keys: unused: transformers uses torch's default generator, whose state is saved in checkpoints.
+            documents: (batch, seq) int64, index of each token's sample in packed rows, -1 for padding. Without a mask
+                and a cache, transformers separates documents at positions that restart.
         """
         if cache is not None:
             logits = self.causal_lm(input_ids=tokens, **self._from_cache(cache, tokens)).logits[:, -1:]
@@ -149,7 +150,7 @@ class HuggingFaceCausalLM(nn.Module):
         )
 
     def training_warning(self) -> str | None:
-        """Say that a mixture of experts is trained without the auxiliary loss for which its config asks."""
+        """Return a warning if a mixture of experts is trained without the auxiliary loss that its config enables."""
         if not self._asks_router_loss:
             return None
         return (
@@ -158,7 +159,10 @@ class HuggingFaceCausalLM(nn.Module):
         )
 
     def new_cache(self, length: int, padding: Tensor | None = None) -> "TransformersCache | None":
-        """An empty cache for `forward`, arguments as those of `Cache`; None where the architecture has another kind."""
+        """Return an empty cache for `forward`; None if the architecture needs another kind of cache.
+
+        The arguments are those of `Cache`.
+        """
         inner: Any = self.causal_lm
         if getattr(inner, "_is_stateful", False) or not inner._supports_default_dynamic_cache():
             return None
@@ -172,7 +176,7 @@ class HuggingFaceCausalLM(nn.Module):
         token_loss: TokenLoss | None,
         **asked: Any,
     ) -> TokenLogProbs:
-        """As `forward`, of a model whose logits are the product of its last hidden states with the head."""
+        """Compute `forward` if the logits are just the product of the last hidden states and the head's matrix."""
         base: Any = self.causal_lm.base_model
         with nullcontext() if given else _one_document_a_row():
             hidden = base(input_ids=tokens, use_cache=False, **given).last_hidden_state
@@ -182,7 +186,7 @@ class HuggingFaceCausalLM(nn.Module):
         return project_log_probs(hidden, head.weight, targets, tile_tokens=self.logprob_tile_tokens, **asked)
 
     def _from_cache(self, cache: "TransformersCache", tokens: Tensor) -> dict[str, Any]:
-        """What transformers is given besides tokens, where it has read others before them."""
+        """Return the keyword arguments that transformers needs to continue from a cache."""
         batch, seq_len = tokens.shape
         given: dict[str, Any] = {"past_key_values": cache.held, "use_cache": True}
         if cache.padding is not None:
@@ -195,7 +199,10 @@ class HuggingFaceCausalLM(nn.Module):
         return given
 
     def get_fsdp_block_types(self) -> tuple[type[nn.Module], ...]:
-        """The types transformers says not to split; failing that, that of the first list of modules."""
+        """Return the block types, for sharding, checkpointing and compiling.
+
+        These are the types that transformers declares not to split, else the types in the first ModuleList.
+        """
         names = set(getattr(self.causal_lm, "_no_split_modules", None) or ())
         types = {type(module) for module in self.causal_lm.modules() if type(module).__name__ in names}
         if not types:
@@ -204,38 +211,42 @@ class HuggingFaceCausalLM(nn.Module):
         return tuple(sorted(types, key=lambda t: t.__name__))
 
     def flops_per_sample(self, seq_len: int) -> float:
-        """FLOPs of a forward and backward pass over one sequence of seq_len tokens.
+        """Return the FLOPs of a forward and backward pass over one sequence of seq_len tokens.
 
-        Per token 6 N + 12 L H Q T (PaLM, Chowdhery et al., 2022, appendix B), as for `Transformer`, 4 N where frozen.
-        Of a mixture of experts all are counted, also those that a token does not visit. A recurrent layer has no such
-        second term, and the scan over its state, a few per cent of its products, is not counted.
+        Per token 6 N + 12 L H Q T (PaLM, Chowdhery et al., 2022, appendix B), as for `Transformer`, and 4 N for frozen
+        weights. All experts of a mixture count, including experts that a token is not routed to. Recurrent layers do
+        not have the second term. The scan over their state is not counted; it costs a few per cent of their matrix
+        products.
         """
         config: Any = self.config
         attention = 0
-        if heads := getattr(config, "num_attention_heads", 0):  # a model of recurrent layers alone names none
+        if heads := getattr(config, "num_attention_heads", 0):  # models of recurrent layers only do not define it
             head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
             attention = 12 * _attention_layers(config) * heads * head_dim * seq_len
         return float(seq_len * (matmul_flops(_matmul_weights(self.causal_lm)) + attention))
 
     def initial_weights(self) -> dict[str, Draw] | None:
-        """How weights are drawn from scratch; None: by the architecture itself, or they are those of a folder."""
+        """Return the initialization by parameter name.
+
+        None if the architecture initializes itself or weights come from a folder.
+        """
         return None if self._stds is None else matrix_draws(self, std=self._stds[0], embedding_std=self._stds[1])
 
     def init_weights(self, seed: int | None = None) -> None:
-        """Draw the weights that `initial_weights` names; `seed` as for `draw_weights`."""
+        """Initialize the weights listed by `initial_weights`; `seed` as for `draw_weights`."""
         draw_weights(self, self.initial_weights() or {}, seed)
 
     def _set_stds(self, init_std: float | str, embedding_init_std: float | str) -> None:
         config: Any = self.config
         std = resolve_std(init_std, config.hidden_size)
         self._stds = std, resolve_std(embedding_init_std, config.hidden_size)
-        # OPT and a few others have the second name.
+        # OPT and a few other architectures use the second name.
         for name in ("initializer_range", "init_std"):
             if hasattr(config, name):
                 setattr(config, name, std)
 
     def hf_config(self) -> PreTrainedConfig:
-        """The transformers config that `export_state` fits; for use, so with the key-value cache on."""
+        """Return the transformers config that matches `export_state`, with the key-value cache enabled."""
         config = copy.deepcopy(self.config)
         config.use_cache = True
         config.architectures = [type(self.causal_lm).__name__]
@@ -245,22 +256,22 @@ class HuggingFaceCausalLM(nn.Module):
         return config
 
     def export_state(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-        """This model's state under transformers' names, a tied matrix once."""
+        """Return the state dict under transformers' parameter names; tied matrices are included once."""
         tied: dict[str, str] = self.causal_lm.all_tied_weights_keys
         named = {name.removeprefix(_PREFIX): value for name, value in state_dict.items()}
         return {name: value for name, value in named.items() if name not in tied}
 
     def import_name(self, name: str) -> str:
-        """This model's name of a tensor that `export_state` or transformers calls `name`."""
+        """Return this model's name of the tensor that `export_state` and transformers call `name`."""
         return f"{_PREFIX}{name}"
 
 
 class TransformersCache(Cache):
-    """A cache of transformers' own, which knows of sliding windows and other kinds of layers.
+    """Wrapper of transformers' own cache, which supports sliding windows and other kinds of layers.
 
     Args:
-        config: of the model.
-        length: columns at most.
+        config: config of the model.
+        length: maximum number of columns.
         padding: as in `Cache`.
     """
 
@@ -274,10 +285,10 @@ class TransformersCache(Cache):
 
 @contextmanager
 def _one_document_a_row() -> Iterator[None]:
-    """Meanwhile transformers takes it for granted that positions count from the first token to the last.
+    """Make transformers assume, inside the context, that every row holds one document.
 
-    Where it has neither mask nor cache it compares them, to find rows of several documents, and a device is waited for
-    in every forward pass to know the answer. It can go when `masking_utils` can be told.
+    Without a mask and a cache, transformers compares positions to detect packed rows, which synchronizes with the
+    device in every forward pass. This workaround can go once `masking_utils` has an option to skip the check.
     """
     look = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
@@ -313,7 +324,7 @@ def _load(path: str, config: PreTrainedConfig) -> PreTrainedModel:
             dtype=torch.float32,
             local_files_only=True,
             trust_remote_code=False,
-            use_safetensors=True,  # any other file of weights is unpickled
+            use_safetensors=True,  # any other weight file would be unpickled
             output_loading_info=True,
         )
     if missing := sorted(loading["missing_keys"]):
@@ -326,13 +337,13 @@ def _load(path: str, config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _integral_buffers(model: PreTrainedModel) -> set[str]:
-    """Buffers without fractions by the names that a folder may have for them, with and without the inner model's."""
+    """Return the names of integer buffers as a folder may store them, with and without the prefix of the base model."""
     names = {name for name, buffer in model.named_buffers() if not buffer.dtype.is_floating_point}
     return names | {name.removeprefix(f"{model.base_model_prefix}.") for name in names}
 
 
 def _without_weights(path: str, config: PreTrainedConfig) -> PreTrainedModel:
-    """The model of a folder for a plan, which reads no weights: nothing is known of their values."""
+    """Build the model of a folder on fake tensors, for a plan; its weights are not read."""
     model = _build(path, config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -341,13 +352,16 @@ def _without_weights(path: str, config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _attention_layers(config: Any) -> int:
-    """How many of the layers attend; hybrids list the kind of each, recurrent ones under other names."""
+    """Count the layers with attention.
+
+    Hybrid models list the kind of each layer, recurrent layers under other names.
+    """
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     return sum(kind == "hybrid" or ("attention" in kind and kind != "linear_attention") for kind in kinds)
 
 
 def _matmul_weights(model: PreTrainedModel) -> list[nn.Parameter]:
-    """Those of matrix products: all matrices but embeddings, and the head though it be tied to one."""
+    """Return the weights of matrix products: all matrices except embeddings, and the head even if it is tied."""
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     matrices = [p for p in model.parameters() if p.ndim >= 2 and p not in embeddings]
     output_embeddings: Any = model.get_output_embeddings

@@ -1,4 +1,4 @@
-"""Whether logits are no more than a product of hidden states with a matrix."""
+"""Check whether a model's logits are just the product of hidden states and a matrix."""
 
 from typing import Any
 
@@ -10,11 +10,11 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 _VIEWS = frozenset(
     {"alias", "detach", "device", "expand", "slice", "squeeze", "t", "transpose", "unsqueeze", "view", "_unsafe_view"}
 )
-"""Operators that compute nothing; fake tensors are asked for their device."""
+"""Operators that compute nothing; `device` is recorded because fake tensors are queried for it."""
 
 
 class _Seen(TorchDispatchMode):
-    """The operators that are called, from a moment on."""
+    """Records the names of the called operators while `is_on`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -28,7 +28,7 @@ class _Seen(TorchDispatchMode):
 
 
 class _Hidden(MoeModelOutputWithPast):
-    """Last hidden states of a base model; None for whatever else an architecture asks for."""
+    """Output of a base model with hidden states only; every other attribute is None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -36,13 +36,14 @@ class _Hidden(MoeModelOutputWithPast):
 
 
 def has_plain_head(causal_lm: Any) -> bool:
-    """Whether nothing but a product with the head's matrix lies between last hidden states and logits.
+    """Return whether the logits are just the product of the last hidden states and the head's matrix.
 
-    Some architectures scale or cap logits, add a bias, or project in between. It is read off the operators that follow
-    the base model, which is not run, so that it can be said of any size and of a model without values, too.
+    Some architectures scale or cap the logits, add a bias, or insert another projection. The check records the
+    operators that follow the base model, which is not run, so it works for a model of any size and for models without
+    values.
 
     Args:
-        causal_lm: of transformers.
+        causal_lm: a causal language model of transformers.
     """
     head: Any = causal_lm.get_output_embeddings()
     base, kind = causal_lm.base_model, type(head)
@@ -59,7 +60,7 @@ def has_plain_head(causal_lm: Any) -> bool:
     try:
         with torch.no_grad(), seen:
             causal_lm(input_ids=tokens, use_cache=False)
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):  # it wants more than that
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):  # it needs more inputs
         return False
     finally:
         del base.forward

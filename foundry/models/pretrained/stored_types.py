@@ -1,7 +1,7 @@
-"""Types of the tensors of a base: float32, bfloat16 and float16 are trained as they are, anything else is refused.
+"""Dtypes of the stored tensors of a base model; only float32, bfloat16 and float16 are accepted.
 
-A weight of another type is usually quantised: its numbers mean nothing without scales, which transformers ignores if
-the folder's config.json does not ask for them.
+A weight of another dtype is usually quantized: its values are meaningless without scales, which transformers ignores
+unless the folder's config.json declares the quantization.
 """
 
 import json
@@ -16,16 +16,16 @@ from foundry.core.errors import listed
 from foundry.run_dir.files import in_hub_cache, read_text
 
 READ_TYPES = ("F32", "BF16", "F16")
-"""Types of weights that are read, as safetensors calls them."""
+"""Accepted dtypes of weights, in safetensors' notation."""
 REMEDY = "give a folder whose weights are float32, bfloat16 or float16"
 
 _POSITIONS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
-"""Stored tensors that transformers computes anew, which older versions wrote."""
+"""Stored tensors that transformers recomputes; older versions saved them."""
 _SCALE = re.compile(r"scale|zero_point|absmax")
 
 
 def folder_types(folder: Path) -> dict[str, str]:
-    """Return safetensors' word for the type of each tensor that transformers reads of a folder.
+    """Return the dtype of each tensor that transformers reads from a folder, in safetensors' notation.
 
     Raises:
         SafetensorError: a file is damaged.
@@ -39,14 +39,14 @@ def folder_types(folder: Path) -> dict[str, str]:
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{index.name} names no files of weights: {error!r}") from None
     types = dict[str, str]()
-    for file in filter(Path.is_file, (folder / name for name in names)):  # transformers names a missing one
+    for file in filter(Path.is_file, (folder / name for name in names)):  # transformers reports missing files
         with safe_open(file, framework="pt") as opened:
             types |= {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
     return types
 
 
 def find_quantisation(config: Any) -> str | None:
-    """Return the quantisation method of a transformers config; None if its weights are not quantised."""
+    """Return the quantization method of a transformers config; None if its weights are not quantized."""
     for part in (config, config.get_text_config()):
         for name in ("quantization_config", "compression_config"):
             if asked := getattr(part, name, None):
@@ -58,13 +58,13 @@ def find_quantisation(config: Any) -> str | None:
 def find_wrong_types(
     types: Mapping[str, str], unread: Collection[str], ignored: Iterable[str], integral: Collection[str]
 ) -> str:
-    """Describe the tensors that cannot be trained as they are; empty if all can.
+    """Describe the tensors whose dtypes are not accepted for training; return "" if all are accepted.
 
     Args:
-        types: of the stored tensors, by name.
-        unread: stored tensors that belong to nothing in the model.
-        ignored: patterns of stored tensors that the architecture leaves out.
-        integral: buffers of the model that hold no fractions, such as positions.
+        types: dtype of each stored tensor, by name.
+        unread: stored tensors that match no tensor of the model.
+        ignored: patterns of stored tensors that the architecture ignores.
+        integral: integer buffers of the model, such as positions.
     """
     left_out = re.compile("|".join(f"({pattern})" for pattern in (*_POSITIONS, *ignored)))
     wrong = [

@@ -1,4 +1,4 @@
-"""Configs of transformers: made of fields or read from a folder, and checked before a model is built."""
+"""Configs of transformers models, built from fields or read from a folder, and checked before a model is built."""
 
 import difflib
 import re
@@ -27,15 +27,16 @@ def resolve_config(
     """Return the config of a new model, or of the model in a folder.
 
     Args:
-        path: folder with a config.json; None: the config of `architecture`.
+        path: folder with a config.json; None for the config of `architecture`.
         architecture: transformers' model type.
-        fields: over the defaults of the architecture, or over those of the folder.
-        vocab_size: tokens of the data; a new model gets as many, one of a folder must have at least as many.
-        max_seq_len: longest sequence in tokens, which the positions must allow.
+        fields: override the defaults of the architecture or the config of the folder.
+        vocab_size: vocabulary size of the data. A new model gets the same size; the model of a folder must have at
+            least this size.
+        max_seq_len: longest sequence in tokens, which the model's positions must allow.
 
     Raises:
-        ConfigError: there is no such folder, architecture or field, transformers refuses a value, or the vocabulary or
-            the positions do not suffice.
+        ConfigError: the folder, architecture or field does not exist, transformers rejects a value, or the vocabulary
+            or the number of positions is too small.
     """
     check_own_sizes(fields)
     if path is None:
@@ -54,7 +55,7 @@ def _fresh_config(architecture: str, fields: Mapping[str, Any]) -> PreTrainedCon
         raise ConfigError(Violation("model.architecture", message))
     default = CONFIG_MAPPING[architecture]()
     _check_fields(default, architecture, fields)
-    # The defaults are those of a large vocabulary.
+    # The default token ids refer to the architecture's own, larger vocabulary.
     absent = {name: None for name in ("bos_token_id", "eos_token_id", "pad_token_id") if hasattr(default, name)}
     with ForeignData(refuse_fields):
         config: PreTrainedConfig = AutoConfig.for_model(architecture, **{**absent, **fields})
@@ -64,7 +65,7 @@ def _fresh_config(architecture: str, fields: Mapping[str, Any]) -> PreTrainedCon
 
 
 def _wrong_numbers(usual: PreTrainedConfig, fields: Mapping[str, Any]) -> Iterator[Violation]:
-    """Find negative numbers and sizes of 0, which transformers accepts and no model can have.
+    """Yield violations for negative values and sizes of 0, which transformers accepts but no model can have.
 
     Args:
         usual: the config without these fields; a field is checked if its default is positive.
@@ -82,11 +83,11 @@ def _wrong_numbers(usual: PreTrainedConfig, fields: Mapping[str, Any]) -> Iterat
 
 
 def _wrong_divisions(config: PreTrainedConfig, is_new: bool) -> Iterator[tuple[str, str]]:
-    """Yield names of numbers of heads and experts at which the first forward pass would fail, each with the reason.
+    """Yield the fields for heads and experts that would make the first forward pass fail, each with the reason.
 
     Args:
-        config: of the model.
-        is_new: also compare heads with the width; configs of folders may leave out the width of a head.
+        config: config of the model.
+        is_new: also compare the number of heads with the width; the config of a folder may omit the head size.
     """
 
     def size(name: str) -> int | None:
@@ -145,7 +146,10 @@ def _check_quantisation(path: str, config: PreTrainedConfig) -> None:
 
 
 def _check_kernels(path: str, config: PreTrainedConfig) -> None:
-    """Refuse a folder that would have transformers fetch code: the attention of a hub, which it names by a `/`."""
+    """Reject a folder whose config makes transformers download code: an attention kernel of the Hub.
+
+    The name of a Hub kernel contains a `/`.
+    """
     attention = getattr(config, "_attn_implementation", None)
     if "/" in str(attention):
         message = f"{path!r} asks for the code {attention!r} of a hub; give one with +model.config.attn_implementation="
@@ -168,10 +172,10 @@ def _check_sizes(config: PreTrainedConfig, vocab_size: int, max_seq_len: int) ->
 
 
 def _check_first_step(config: PreTrainedConfig, fields: Mapping[str, Any], path: str | None) -> None:
-    """Refuse values with which a model can be built and fails in its first step.
+    """Raise a ConfigError if the model can be built with these values but fails in its first step.
 
     Args:
-        config: of the model.
+        config: config of the model.
         fields: fields that the user sets.
         path: folder of the config; None for a new model.
     """
@@ -186,12 +190,12 @@ def _check_first_step(config: PreTrainedConfig, fields: Mapping[str, Any], path:
 
 
 def refuse_fields(reason: str) -> ConfigError:
-    """Return the error for fields of `model.config` that transformers refuses for this reason."""
+    """Return the error for fields of `model.config` that transformers rejects, with the reason."""
     return ConfigError(Violation("model.config", f"has fields that transformers refuses: {reason}"))
 
 
 def refuse_folder(path: str, reason: str) -> ConfigError:
-    """Return the error for a folder from which transformers builds no model for this reason."""
+    """Return the error for a folder that transformers cannot build a model from, with the reason."""
     message = (
         f"is {path}, from which transformers builds no model: {reason}; correct its files or choose another folder"
     )
