@@ -1,1 +1,1 @@
-"""Checkpoints: sharded, durable before they are published, verified before they are read, written in the background."""
+"""Sharded checkpoints: written in the background, published once they are on disk, verified before they are read."""

@@ -1,4 +1,4 @@
-"""Weights as transformers writes them: safetensors of at most 5 GB with an index, a tensor at a time in memory."""
+"""Writer of weights in transformers' format: safetensors files of at most 5 GB with an index, one tensor at a time."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -14,18 +14,18 @@ from foundry.checkpoint.shard import DTYPES
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_FILE_BYTES = 5 * 10**9
 
-# The order in which safetensors itself writes types, so that every tensor is aligned to its own.
+# Order of dtypes in a file, as in safetensors itself, so that every tensor is aligned to its dtype.
 _ORDER = ("I64", "F64", "F32", "I32", "BF16", "F16", "I16", "F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL")
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor that is to be written.
+    """A tensor to write.
 
     Attributes:
-        shape: of the whole.
-        dtype: in which it is written.
-        read: fills a tensor of that shape and type.
+        shape: shape of the whole tensor.
+        dtype: dtype in the file.
+        read: fills a tensor of that shape and dtype.
     """
 
     shape: torch.Size
@@ -34,22 +34,22 @@ class Weight:
 
     @classmethod
     def held(cls, tensor: Tensor, dtype: torch.dtype) -> "Weight":
-        """One that is in memory."""
+        """Return the weight of a tensor that is in memory."""
         return cls(tensor.shape, dtype, lambda target: target.copy_(tensor.detach()))
 
     @property
     def num_bytes(self) -> int:
-        """In the file."""
+        """Size in the file."""
         return self.shape.numel() * self.dtype.itemsize
 
 
 def write_weights(out: Path, weights: Mapping[str, Weight], *, max_file_bytes: int = MAX_FILE_BYTES) -> None:
-    """Write model.safetensors, or several files and model.safetensors.index.json; tensors in the order given.
+    """Write model.safetensors, or several files with model.safetensors.index.json, in the order of `weights`.
 
     Args:
-        out: a folder.
-        weights: by name.
-        max_file_bytes: of a file's tensors, unless it holds a single one.
+        out: the output folder.
+        weights: weights by name.
+        max_file_bytes: maximum size of the tensors in a file; a larger tensor gets its own file.
     """
     files, room = list[dict[str, Weight]](), 0
     for name, weight in weights.items():
@@ -76,7 +76,7 @@ def write_weights(out: Path, weights: Mapping[str, Weight], *, max_file_bytes: i
 
 @torch.no_grad()
 def _write_file(file: Path, weights: Mapping[str, Weight]) -> None:
-    """The bytes that safetensors' own `save_file` writes; https://github.com/huggingface/safetensors#format."""
+    """Write the same bytes as safetensors' `save_file`; https://github.com/huggingface/safetensors#format."""
     names = sorted(weights, key=lambda name: (_ORDER.index(DTYPES[weights[name].dtype]), name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begin = 0
@@ -93,4 +93,4 @@ def _write_file(file: Path, weights: Mapping[str, Weight]) -> None:
             tensor = torch.empty(weights[name].shape, dtype=weights[name].dtype)
             weights[name].read(tensor)
             stream.write(cast(Any, tensor.reshape(-1).view(torch.uint8).numpy()))
-            del tensor  # before the next is allocated
+            del tensor  # free the memory before the next tensor is allocated

@@ -1,4 +1,4 @@
-"""A run directory that holds a finished run answers with its result, for the settings that gave it and no others."""
+"""Check whether the result of a finished run in a run directory is valid for the current settings."""
 
 import json
 import logging
@@ -25,22 +25,24 @@ def check_finished(
     result: Mapping[str, Any],
     identity: Callable[[], Mapping[str, Any]],
 ) -> None:
-    """Refuse the result of a finished run to other settings than its own.
+    """Check that the settings of this run would give the result that the finished run recorded.
 
     Args:
-        config: of this run.
-        recorded: the same as a manifest holds it.
-        config_hash: of the same.
-        run_dir: holds the finished run.
-        resume_point: its newest checkpoint, if it kept any.
-        result: what its result.json says.
-        identity: of this run's data; asked only where nothing but the place of the data has changed.
+        config: configuration of this run.
+        recorded: the same configuration, in the form that a manifest records.
+        config_hash: hash of the same configuration.
+        run_dir: directory of the finished run.
+        resume_point: newest checkpoint of the finished run; None if it kept no checkpoint.
+        result: content of its result.json.
+        identity: returns the identity of this run's data; called only if no setting changed except the location of the
+            data.
 
     Raises:
-        ConfigError: with a line for every setting with which the result would be another.
+        ConfigError: if settings changed that affect the result; each has a line in the message.
     """
     if result.get("config_hash") != config_hash:
-        # A launcher writes the settings of this run into config.yaml; a checkpoint may be of an earlier start.
+        # config.yaml may already hold this run's settings (a launcher writes it), and a checkpoint may be of an earlier
+        # start.
         is_resume_points = resume_point is not None and resume_point.manifest.config_hash == result.get("config_hash")
         was = resume_point.manifest.config if resume_point is not None and is_resume_points else read_recorded(run_dir)
         if was is None:

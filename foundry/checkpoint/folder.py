@@ -1,13 +1,13 @@
-"""Checkpoints as files: what a folder holds, how it is published, found and verified. No tensor is known here.
+"""Files of a checkpoint: format, publication and verification, without knowledge of tensors.
 
-    checkpoints/step_00000200/manifest.json          what it is, and size and checksum of every other file
+    checkpoints/step_00000200/manifest.json          description, and size and checksum of every other file
     checkpoints/step_00000200/shard-00000.safetensors the tensors of one rank
-    checkpoints/step_00000200/rank-00000.json         what only that rank knows, such as its random numbers
-    checkpoints/latest, checkpoints/best              links
+    checkpoints/step_00000200/rank-00000.json         state of one rank, such as its RNG state
+    checkpoints/latest, checkpoints/best              symlinks
     checkpoints/.step_00000200.partial                being written
     checkpoints/.step_00000200.removed                being deleted
 
-A folder has its final name only when every byte in it is on the disk, and loses it before the first byte is deleted.
+A folder gets its final name only after every byte in it is on disk, and is renamed before its first byte is deleted.
 """
 
 import errno
@@ -26,7 +26,7 @@ from foundry.run_dir.files import UnsafeFileError, open_regular, read_text, sync
 from foundry.run_dir.names import CHECKPOINTS
 
 FORMAT = 1
-"""Of the checkpoints that are written, and the highest that is read; a manifest that names none is of format 1."""
+"""Format of written checkpoints, and the highest that can be read; a manifest without a format has format 1."""
 
 _PUT_ASIDE = re.compile(NAME.pattern + r"\.corrupt[0-9]*")
 _TENSORS = ".safetensors"
@@ -34,21 +34,21 @@ _CHUNK_BYTES = 2**22
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be read, or does not fit what it is to be read into."""
+    """A checkpoint cannot be read, or does not match the model or run that reads it."""
 
 
 class DamagedError(CheckpointError):
-    """A file of a checkpoint is missing, or has another size or checksum than it should."""
+    """A file of a checkpoint is missing, or its size or checksum differs from the manifest."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong with a checkpoint.
+    """A problem with a checkpoint.
 
     Attributes:
-        message: names the file and what is wrong with it.
-        is_damage: a file is missing or its bytes are others, for good. Anything else, such as a denied permission or a
-            disk that does not answer, says nothing about the checkpoint itself.
+        message: description of the problem, with the name of the file.
+        is_damage: whether a file is missing or has changed, permanently. Other problems, such as a denied permission or
+            a disk error, do not prove that the checkpoint is damaged.
     """
 
     message: str
@@ -57,11 +57,11 @@ class Problem:
 
 @dataclass(frozen=True)
 class FileFacts:
-    """What a file must be.
+    """Expected size and checksum of a file.
 
     Attributes:
-        bytes: its size.
-        checksum: of its content, XXH3 of 128 bits in hexadecimal.
+        bytes: size of the file.
+        checksum: 128-bit XXH3 of its content, in hexadecimal.
     """
 
     bytes: int
@@ -70,25 +70,25 @@ class FileFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a checkpoint says of itself.
+    """Description of a checkpoint.
 
     Attributes:
         step: optimizer steps taken.
         samples: samples consumed.
-        tokens: tokens consumed; None where the data has none.
-        config_hash: of the run's configuration.
-        config: the configuration.
-        strategy: how the model was wrapped.
-        state: what else a resumed run needs; any JSON.
-        world_size: ranks that wrote it.
-        versions: of the libraries that wrote it.
-        metric: by which the run is judged, at this step, where it was measured and finite.
-        files: every other file of the folder.
-        optimizer: how nested state of optimizers is made up of tensors; empty for state that is tensors by name.
-        data: what tells the data from other data; empty in checkpoints that did not say it.
-        base: digest and path of the weights beside which adapters were trained, which are all that the checkpoint then
-            holds; empty where it holds the whole model.
-        format: of the checkpoint; a field that is unknown within a format may be ignored.
+        tokens: tokens consumed; None if the data does not count tokens.
+        config_hash: hash of the run's configuration.
+        config: the run's configuration.
+        strategy: parallel strategy of the run.
+        state: further state that a resumed run needs, as JSON.
+        world_size: number of ranks that wrote the checkpoint.
+        versions: versions of the libraries that wrote it.
+        metric: finite value at this step of the metric that selects the best checkpoint; None if it was not measured.
+        files: size and checksum of every other file in the folder.
+        optimizer: structure of nested optimizer states; empty for flat states of named tensors.
+        data: identity of the training data; empty in checkpoints that did not record it.
+        base: digest and path of the base weights if the checkpoint contains only adapters; empty if it has the whole
+            model.
+        format: format of the checkpoint; readers ignore unknown fields within a format.
     """
 
     step: int
@@ -122,12 +122,12 @@ _FROM_ONE = frozenset({"world_size", "format"})
 
 
 def partial_path(run_dir: Path, step: int) -> Path:
-    """Where a step's checkpoint is written before it is published."""
+    """Return the temporary path of a step's checkpoint, before it is published."""
     return run_dir / CHECKPOINTS / f".{step_name(step)}.partial"
 
 
 def write_durably(path: Path, text: str) -> FileFacts:
-    """Write a small new file and wait until it is on the disk."""
+    """Write a small new file and wait until it is on disk."""
     content = text.encode()
     with open_regular(path, "xb") as file:
         file.write(content)
@@ -137,31 +137,31 @@ def write_durably(path: Path, text: str) -> FileFacts:
 
 
 def write_json(path: Path, content: Any) -> FileFacts:
-    """Write strict JSON durably.
+    """Write strict JSON and wait until it is on disk.
 
     Raises:
-        ValueError: a number is NaN or infinite.
+        ValueError: if a number is NaN or infinite.
     """
     return write_durably(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
 def publish(partial: Path, manifest: Manifest) -> Path:
-    """Give a checkpoint its final name, once all its other files are on the disk.
+    """Write the manifest and give a checkpoint its final name, after all its other files are on disk.
 
-    What has that name already is first renamed to a name that `remove_leftovers` deletes.
+    An existing folder of that name is first renamed to a name that `remove_leftovers` deletes.
 
     Args:
-        partial: the folder as it was written.
-        manifest: of all files.
+        partial: the folder with the other files.
+        manifest: the manifest, including all files.
 
     Returns:
-        The folder under its final name.
+        The folder with its final name.
 
     Raises:
-        ValueError: a number in the manifest is NaN or infinite.
+        ValueError: if a number in the manifest is NaN or infinite.
     """
-    content = json.loads(json.dumps(asdict(manifest), allow_nan=False))  # with the names and lists that are read back
-    # A changed byte in the manifest itself is noticed too.
+    content = json.loads(json.dumps(asdict(manifest), allow_nan=False))  # with JSON's types, as they are read back
+    # The checksum detects changes of the manifest itself.
     write_json(partial / MANIFEST, {"checksum": _checksum_of_json(content), **content})
     sync_path(partial)
     folder = partial.with_name(step_name(manifest.step))
@@ -173,12 +173,15 @@ def publish(partial: Path, manifest: Manifest) -> Path:
 
 
 def removed_path(folder: Path) -> Path:
-    """The name under which a folder is deleted."""
+    """Return the temporary name of a checkpoint folder during its deletion."""
     return folder.with_name(f".{folder.name}.removed")
 
 
 def link(folder: Path, name: str) -> None:
-    """Let `checkpoints/<name>` point to a checkpoint, in one step; relative, so that a run directory can move."""
+    """Atomically point the symlink `checkpoints/<name>` to a checkpoint.
+
+    It is relative, so a run directory can be moved.
+    """
     fresh = folder.with_name(f".{name}.partial")
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(folder.name)
@@ -187,14 +190,14 @@ def link(folder: Path, name: str) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """What a checkpoint says of itself.
+    """Read the manifest of a checkpoint.
 
-    Fields that this version does not know are ignored, and those that are missing have their defaults.
+    Unknown fields are ignored, and missing fields have their default values.
 
     Raises:
-        DamagedError: the manifest is missing, half-written or changed.
-        CheckpointError: it is whole, but of a newer format, or not one that foundry writes.
-        OSError: it cannot be read.
+        DamagedError: if the manifest is missing, incomplete or changed.
+        CheckpointError: if it is intact, but has a newer format or was not written by foundry.
+        OSError: if it cannot be read.
     """
     try:
         text = read_text(folder / MANIFEST)
@@ -204,7 +207,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise DamagedError(f"{MANIFEST} is no text") from None
     try:
         content = json.loads(text)
-        _check_format(content)  # first: a later format may have another checksum
+        _check_format(content)  # first, since a later format may use another checksum
         checksum = content.pop("checksum")
         found = _checksum_of_json(content)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -222,7 +225,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _fits(name: str, value: Any) -> bool:
-    """Return whether a field of a manifest has its type; whole numbers count something, so that none is negative."""
+    """Return whether a field of a manifest has the right type; counts must not be negative."""
     if not isinstance(value, _TYPES[name]) or isinstance(value, bool):
         return False
     if name not in _COUNTS or not isinstance(value, int):
@@ -231,7 +234,7 @@ def _fits(name: str, value: Any) -> bool:
 
 
 def _check_format(content: Mapping[str, Any]) -> None:
-    """Refuse what only a later version can read."""
+    """Raise if the format requires a later version of foundry."""
     written = content.get("format", FORMAT)
     if isinstance(written, (int, float)) and written > FORMAT:
         versions = content.get("versions")
@@ -241,7 +244,7 @@ def _check_format(content: Mapping[str, Any]) -> None:
 
 
 def _parse_facts(name: str, facts: Any) -> FileFacts:
-    """Size and checksum of a file, whose name stays within the folder."""
+    """Return size and checksum of a file; the name must not lead out of the folder."""
     if not name or name.startswith(".") or {"/", "\\", "\0"} & set(name) or name == MANIFEST:
         raise CheckpointError(f"{MANIFEST} names {name!r}, which is no file of a checkpoint")
     size, checksum = (facts.get(key) if isinstance(facts, dict) else None for key in ("bytes", "checksum"))
@@ -251,31 +254,32 @@ def _parse_facts(name: str, facts: Any) -> FileFacts:
 
 
 def list_put_aside(run_dir: Path) -> list[Path]:
-    """What had been a checkpoint until it was found damaged."""
+    """Return the damaged checkpoints that were renamed."""
     names = names_in(run_dir / CHECKPOINTS)
     return [run_dir / CHECKPOINTS / name for name in sorted(names) if _PUT_ASIDE.fullmatch(name)]
 
 
 def problems(folder: Path, *, part: int = 0, num_parts: int = 1) -> list[str]:
-    """What is wrong with a checkpoint, in lines; nothing is, if the list is empty. As `examine`."""
+    """Return the messages of the problems found by `examine`."""
     return [problem.message for problem in examine(folder, part=part, num_parts=num_parts)]
 
 
 def examine(folder: Path, *, part: int = 0, num_parts: int = 1) -> list[Problem]:
-    """What is wrong with a checkpoint, and whether that is damage; nothing is, if the list is empty.
+    """Return the problems of a checkpoint; empty if it is intact.
 
-    Every file is read, at the speed of the disk; links, pipes and devices are not.
+    Every file in the manifest is read completely, at the speed of the disk; symlinks, pipes and devices are not opened.
 
     Args:
         folder: the checkpoint.
-        part: check every `num_parts`-th file, from this one on, so that ranks can share the work.
-        num_parts: among how many the work is shared.
+        part: check every `num_parts`-th file, starting with this one, so that ranks can divide the files among
+            themselves.
+        num_parts: number of processes that divide the files.
     """
     try:
         if folder.is_symlink():
             raise UnsafeFileError(folder, "a symbolic link", "a checkpoint")
         manifest = read_manifest(folder)
-        # The reader of tensors opens all of them, named in the manifest or not.
+        # The reader opens all shards, including files that are not in the manifest.
         if strangers := sorted({name for name in names_in(folder) if name.endswith(_TENSORS)} - set(manifest.files)):
             return [Problem(f"{strangers[0]} is not named in {MANIFEST}; remove it", is_damage=False)]
     except CheckpointError as error:
@@ -302,7 +306,7 @@ def _file_problems(path: Path, facts: FileFacts) -> Iterator[Problem]:
 
 def _unreadable(path: Path, error: OSError) -> Problem:
     if isinstance(error, UnsafeFileError):
-        # Whoever shows it names the folder.
+        # The caller's message has the folder.
         return Problem(f"{Path(error.filename).name} {error.strerror}", is_damage=False)
     name = errno.errorcode.get(error.errno or 0, type(error).__name__)
     return Problem(f"{path.name} cannot be read ({error.strerror or error}, {name})", is_damage=False)

@@ -1,4 +1,4 @@
-"""`model.init_from`: weights of another run or another program, everything else from scratch."""
+"""Implementation of `model.init_from`: initialize only the weights, from another run or another program's files."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -20,24 +20,24 @@ from foundry.run_dir.checkpoints import MANIFEST, find
 from foundry.run_dir.names import CHECKPOINTS
 
 _READ_TYPES = tuple(DTYPES[dtype] for dtype in (torch.float32, torch.bfloat16, torch.float16))
-"""Types of weights that are read; another one, such as float8, is quantised."""
+"""Dtypes of weights that can be read; other dtypes, such as float8, are quantized."""
 
 
 def init_from(path: Path, world: World, model: nn.Module, *, key: str = "model.init_from") -> None:
-    """Give a model the weights that lie at a path; each rank reads what it holds of them.
+    """Load the weights at a path into a model; each rank reads its own shards.
 
-    Nothing but weights is read: what a run's config.yaml names is not built. A checkpoint is first compared with the
-    checksums of its manifest.
+    Only weights are read; parts in the run's config.yaml are not instantiated. The files of a checkpoint are first
+    compared with the checksums in its manifest.
 
     Args:
-        path: a run directory (its newest checkpoint), a checkpoint, a .safetensors file, or a folder of them as
-            transformers writes it. Averaged weights are taken where a run kept them.
-        world: all ranks call this together, and share the reading that checksums need.
-        model: wrapped or not, or a part of one; under DDP the model inside.
-        key: of the setting that says the path, for messages.
+        path: a run directory (its newest checkpoint is used), a checkpoint, a .safetensors file, or a folder of them in
+            transformers' format. Averaged weights are used if the run has them.
+        world: all its ranks call this function together and divide the verification of checksums among themselves.
+        model: a model or a part of one, wrapped or not; for DDP, the inner module.
+        key: config key of the path, for error messages.
 
     Raises:
-        ConfigError: there are no weights, they are damaged, or their names or shapes are not the model's.
+        ConfigError: if the path has no weights, they are damaged, or their names or shapes do not match the model.
     """
     try:
         if (checkpoint := find_checkpoint(path)) is not None:
@@ -60,26 +60,26 @@ def init_from(path: Path, world: World, model: nn.Module, *, key: str = "model.i
 
 
 def find_checkpoint(path: Path) -> Path | None:
-    """The checkpoint that a path is, or of a run directory the newest; None for anything else.
+    """Return the path itself if it is a checkpoint, the newest checkpoint if it is a run directory, otherwise None.
 
     Raises:
-        FileNotFoundError: a run directory has none.
+        FileNotFoundError: if the run directory has no checkpoint.
     """
     if (path / MANIFEST).is_file():
-        return path.resolve()  # `checkpoints/latest` is a link
+        return path.resolve()  # resolves the symlink `checkpoints/latest`
     return find(path, "last") if (path / CHECKPOINTS).is_dir() else None
 
 
 def weight_files(path: Path) -> list[Path]:
-    """A .safetensors file, or those of a folder."""
+    """Return a .safetensors file as a list, or those in a folder."""
     return [path] if path.is_file() else sorted(path.glob("*.safetensors"))
 
 
 def compare_files(files: Iterable[Path], model: nn.Module) -> str:
-    """Describe how names, shapes or types of .safetensors files do not fit a model; empty if all weights are there.
+    """Describe how names, shapes or dtypes in .safetensors files differ from a model; empty if they match.
 
     Raises:
-        CheckpointError: a file is none, or damaged.
+        CheckpointError: if a file is damaged or is not a .safetensors file.
     """
     wanted: dict[str, Tensor] = dict(model.state_dict())
     tied, buffers = tied_names(model), {name for name, _ in model.named_buffers()}
@@ -101,7 +101,7 @@ def compare_files(files: Iterable[Path], model: nn.Module) -> str:
 
 @torch.no_grad()
 def copy_files(files: Iterable[Path], model: nn.Module) -> None:
-    """Fill what this rank holds of a model from .safetensors files that fit it, a tensor at a time."""
+    """Fill a model's tensors, or this rank's shards, from matching .safetensors files, one tensor at a time."""
     chunks = local_chunks(dict(model.state_dict()))
     for _, name, slices in _stored(files, model):
         if (chunk := chunks.get(name)) is not None:
@@ -110,20 +110,20 @@ def copy_files(files: Iterable[Path], model: nn.Module) -> None:
 
 
 def _stored(files: Iterable[Path], model: nn.Module) -> Iterator[tuple[str, str, Any]]:
-    """Of each tensor in the files its name, the model's name for it, and what reads slices of it."""
+    """Yield for each tensor its name in the file, its name in the model, and the safetensors slice that reads it."""
     own_name = hook(model, "import_name") or (lambda name: name)
     for file in files:
         with _opened(file) as opened:
-            for stored in opened.keys():  # noqa: SIM118 # an opened file is no mapping
+            for stored in opened.keys():  # noqa: SIM118 # an opened file is not a mapping
                 yield stored, own_name(stored), opened.get_slice(stored)
 
 
 @contextmanager
 def _opened(file: Path) -> Iterator[Any]:
-    """A .safetensors file.
+    """Open a .safetensors file.
 
     Raises:
-        CheckpointError: it is none, or part of one.
+        CheckpointError: if the file is damaged or is not a .safetensors file.
     """
     try:
         if not file.is_file():

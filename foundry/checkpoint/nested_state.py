@@ -1,4 +1,7 @@
-"""Nested state of optimizers as named tensors and JSON: dicts, lists, tuples and sets of tensors, numbers and text."""
+"""Conversion of nested optimizer states to named tensors and JSON, and back.
+
+A state may consist of dicts, lists, tuples and sets of tensors, numbers and strings.
+"""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -17,18 +20,18 @@ _COLLECTIONS: dict[type, str] = {list: "list", tuple: "tuple", set: "set", froze
 
 
 def flatten(value: Any, prefix: str, owner: str) -> tuple[Any, dict[str, Tensor]]:
-    """Take a value apart.
+    """Split a nested value into JSON and named tensors.
 
     Args:
-        value: a tensor, None, a bool, int, float or str, or dicts, lists, tuples and sets of them.
-        prefix: of the tensors' names.
-        owner: whose value it is, for the error.
+        value: a tensor, None, a bool, int, float or str, or dicts, lists, tuples and sets of these.
+        prefix: prefix of the tensor names.
+        owner: owner of the value, for the error message.
 
     Returns:
-        Plain JSON from which `unflatten` makes the same value again, and the tensors by name.
+        JSON for `unflatten`, and the tensors by name.
 
     Raises:
-        CheckpointError: something in it is none of these; names it and its type.
+        CheckpointError: if the value contains an unsupported type; the message has its name and type.
     """
     tensors: dict[str, Tensor] = {}
 
@@ -37,17 +40,17 @@ def flatten(value: Any, prefix: str, owner: str) -> tuple[Any, dict[str, Tensor]
         if isinstance(value, Tensor):
             if not can_be_saved(value):
                 raise _unsupported(owner, name, f"a tensor of {value.dtype}, {value.layout}")
-            name = f"{name}#{len(tensors)}"  # keys 1 and "1" are two
+            name = f"{name}#{len(tensors)}"  # the number distinguishes the keys 1 and "1"
             tensors[name] = value
             node = {"tensor": name, "dtype": str(value.dtype), "cpu": value.device.type == "cpu"}
-            # The order in memory decides how products are rounded.
+            # Keep the memory order, since it affects how matrix products are rounded.
             return node if value.is_contiguous() else node | {"order": _order(value)}
         if type(value) in (dict, OrderedDict):
             if wrong := [key for key in value if type(key) not in (str, int)]:
                 raise _unsupported(owner, name, f"a dict with a {type(wrong[0]).__name__} as key")
             return {"dict": [[key, encoded(item, (*path, str(key)))] for key, item in value.items()]}
         if (kind := _COLLECTIONS.get(type(value))) is not None:
-            items = value if isinstance(value, (list, tuple)) else sorted(value, key=repr)  # the same on every rank
+            items = value if isinstance(value, (list, tuple)) else sorted(value, key=repr)  # equal on all ranks
             return {kind: [encoded(item, (*path, str(index))) for index, item in enumerate(items)]}
         if type(value) is float:
             return {"float": value.hex()}  # JSON has no NaN
@@ -59,17 +62,18 @@ def flatten(value: Any, prefix: str, owner: str) -> tuple[Any, dict[str, Tensor]
 
 
 def unflatten(node: Any, allocate: Callable[[str, torch.dtype, bool], Tensor]) -> tuple[Any, dict[str, Tensor]]:
-    """Put a value together again.
+    """Restore a nested value from JSON.
 
     Args:
-        node: from `flatten`.
-        allocate: gives the tensor of a name, a type, and whether it was in host memory; values are read into it later.
+        node: the JSON from `flatten`.
+        allocate: returns a tensor for a name, a dtype, and whether the saved tensor was in host memory; its values are
+            read later.
 
     Returns:
         The value, and its tensors by name.
 
     Raises:
-        CheckpointError: the node is none that `flatten` gives.
+        CheckpointError: if the node is not valid output of `flatten`.
     """
     tensors: dict[str, Tensor] = {}
 
@@ -96,7 +100,7 @@ def unflatten(node: Any, allocate: Callable[[str, torch.dtype, bool], Tensor]) -
 
 
 def saveable(value: dict[str, Any]) -> dict[str, Any]:
-    """A dict without those entries, at any depth of dicts, that `flatten` refuses."""
+    """Return a copy of a dict without the entries, at any depth, that `flatten` does not support."""
     kept: dict[str, Any] = {}
     for key, item in value.items():
         with suppress(CheckpointError):
@@ -106,17 +110,17 @@ def saveable(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def can_be_saved(tensor: Tensor) -> bool:
-    """Whether a file of a checkpoint can hold a tensor of this type."""
+    """Return whether a checkpoint file can store a tensor with this dtype and layout."""
     return tensor.dtype in DTYPES and tensor.layout is torch.strided
 
 
 def _order(tensor: Tensor) -> list[int]:
-    """The dimensions from the one whose neighbours lie farthest apart in memory to the nearest."""
+    """Return the dimensions sorted by stride, largest first."""
     return sorted(range(tensor.dim()), key=lambda dim: -tensor.stride()[dim])
 
 
 def tensor_names(node: Any) -> Iterator[str]:
-    """The names of the tensors that a node stands for."""
+    """Yield the names of the tensors in a node from `flatten`."""
     if isinstance(node, Mapping):
         if "tensor" in node:
             yield str(node["tensor"])

@@ -1,4 +1,4 @@
-"""The state of optimizers under the names of their parameters, and room for it before an optimizer's first step."""
+"""Optimizer states as tensors named after their parameters, and allocation of states before the first step."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,18 +18,18 @@ from foundry.checkpoint.nested_state import can_be_saved, flatten, saveable, ten
 from foundry.core.sharded import is_sharded
 
 _OF_GROUPS = frozenset(("params", "lr_mult", "wd_mult", "initial_lr"))
-"""Entries of a group that are settings, whatever its optimizer."""
+"""Keys of a parameter group that are settings rather than state, for every optimizer."""
 PREFIX, GROUPS, BESIDES = "optimizer.", "optimizer_groups.", "optimizer_besides."
 
 
 @dataclass(frozen=True)
 class ParameterState:
-    """What one optimizer keeps for one parameter, or for one group of parameters.
+    """Optimizer state of one parameter or one parameter group.
 
     Attributes:
-        tensors: by their name in a checkpoint.
-        node: of state that is not just tensors by name, how the tensors make it up, as JSON; None for other state.
-        accept: gives the optimizer the state, once the tensors have been read.
+        tensors: tensors by their name in a checkpoint.
+        node: JSON structure of a nested state; None for a flat state of named tensors.
+        accept: assigns the state to the optimizer, after the tensors were read.
     """
 
     tensors: dict[str, Tensor]
@@ -38,10 +38,10 @@ class ParameterState:
 
 
 def collect_state(inner: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
-    """The tensors of all state, by their name in a checkpoint.
+    """Return the tensors of all optimizer states, by their name in a checkpoint.
 
     Raises:
-        CheckpointError: state that cannot be saved, or that another layout could not read.
+        CheckpointError: if a state cannot be saved, or could not be read with another layout.
     """
     tensors: dict[str, Tensor] = {}
     for name, parameter, optimizer, _ in _optimized(inner, optimizers):
@@ -52,10 +52,10 @@ def collect_state(inner: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str
 
 
 def describe_state(inner: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-    """What the names of tensors do not say of the state, as JSON for the manifest; empty for most optimizers.
+    """Return the structure of nested optimizer states as JSON for the manifest; empty for most optimizers.
 
     Raises:
-        CheckpointError: as `collect_state`.
+        CheckpointError: as in `collect_state`.
     """
     states: dict[str, Any] = {}
     for name, parameter, optimizer, _ in _optimized(inner, optimizers):
@@ -73,19 +73,22 @@ def allocate_state(
     saved: Mapping[str, torch.Size],
     described: Mapping[str, Any],
 ) -> list[ParameterState]:
-    """State for every parameter that has some in a checkpoint, with the layout of this run and values to be read.
+    """Allocate optimizer states for all parameters that have a state in a checkpoint, in the layout of this run.
 
-    What an optimizer keeps, of which type and on which device, is seen from a step of its own on a small parameter,
-    or said by the checkpoint where it is more than tensors by name.
+    The dtypes and devices of a flat state are determined by one step of a copy of the optimizer on a tiny parameter. A
+    nested state is described by the checkpoint.
 
     Args:
-        inner: the model itself.
-        optimizers: over its parameters; they stay as they are.
+        inner: the unwrapped model.
+        optimizers: optimizers of its parameters; they are not changed.
         saved: shapes of the checkpoint's tensors by name.
-        described: from `describe_state`.
+        described: the JSON from `describe_state`.
+
+    Returns:
+        The states, whose tensors still have to be filled.
 
     Raises:
-        CheckpointError: the checkpoint's state is another optimizer's.
+        CheckpointError: if the checkpoint has the state of another optimizer.
     """
     states = described.get("states", {})
     nested = set(tensor_names(states))
@@ -101,7 +104,7 @@ def allocate_state(
         if name in states:
             allocated.append(_allocate_nested(name, parameter, optimizer, saved, states[name]))
             continue
-        # Without a gradient a parameter has no state; if no parameter has any, it was not saved.
+        # A parameter without a gradient has no state. If the checkpoint has no state at all, it was not saved.
         if not keys[name] and is_saved:
             continue
         kind = (id(group), parameter.ndim, parameter.dtype, parameter.device)
@@ -121,7 +124,7 @@ def allocate_state(
 
 
 def _held(name: str, parameter: nn.Parameter, optimizer: Optimizer) -> ParameterState:
-    """A parameter's state as it is to be saved."""
+    """Return the state of a parameter as it is saved."""
     state = optimizer.state.get(parameter, {})
     if _is_flat(state):
         held = ParameterState(_named(name, state))
@@ -133,7 +136,7 @@ def _held(name: str, parameter: nn.Parameter, optimizer: Optimizer) -> Parameter
 
 
 def _is_flat(state: Mapping[Any, Any]) -> bool:
-    """Whether it is tensors by name and nothing else, as of torch's own optimizers."""
+    """Return whether a state contains only named tensors, as in torch's own optimizers."""
     return all(
         isinstance(key, str)
         and not {".", "/", "#"} & set(key)
@@ -147,9 +150,9 @@ def _named(name: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _held_by_groups(inner: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[tuple[list[str], ParameterState]]:
-    """What optimizers count or estimate for a whole group, such as the step size of Prodigy, and its parameters.
+    """Yield the optimizer state of each parameter group, such as the step size of Prodigy, with the parameter names.
 
-    Arguments of a constructor are settings, and not state; so is what cannot be saved.
+    Constructor arguments are settings and not state, and values that cannot be saved are skipped.
     """
     names = {parameter: name for name, parameter in inner.named_parameters()}
     for optimizer in optimizers:
@@ -169,10 +172,10 @@ def _held_by_groups(inner: nn.Module, optimizers: Sequence[Optimizer]) -> Iterat
 
 
 def _held_besides(optimizers: Sequence[Optimizer]) -> Iterator[tuple[int, ParameterState]]:
-    """What hooks of an optimizer add to its state dict, as far as it can be saved; the rest are settings.
+    """Yield the saveable entries that hooks of an optimizer add to its state dict, with the index of the optimizer.
 
     Raises:
-        CheckpointError: there is something, and no hook that takes it back.
+        CheckpointError: if there are additional entries, but no hook that loads them.
     """
     for number, optimizer in enumerate(optimizers):
         besides = {key: value for key, value in optimizer.state_dict().items() if key not in ("state", "param_groups")}
@@ -228,7 +231,7 @@ def _allocate_nested(
 def _allocate_groups(
     inner: nn.Module, optimizers: Sequence[Optimizer], saved: Mapping[str, torch.Size], text: Mapping[str, Any]
 ) -> ParameterState:
-    """State for the groups that have a saved group's parameters; another layout may have split it, or joined some."""
+    """Allocate the state of the groups that contain a saved group's parameters; group boundaries may have changed."""
     names = {name: parameter for name, parameter in inner.named_parameters() if name in text["parameters"]}
     own = [
         (optimizer, group)
@@ -244,7 +247,7 @@ def _allocate_groups(
 
     def accept() -> None:
         for optimizer, group in own:
-            # What the group had been given when it was made is a setting, and this run's.
+            # Keys passed at the creation of the group are settings of this run.
             given = group.keys() - optimizer.defaults.keys()
             group.update({key: deepcopy(value) for key, value in state.items() if key not in given})
 
@@ -265,7 +268,7 @@ def _another(name: str, has: str, keeps: str, optimizer: Optimizer) -> Checkpoin
 def _optimized(
     inner: nn.Module, optimizers: Iterable[Optimizer]
 ) -> Iterator[tuple[str, nn.Parameter, Optimizer, dict[str, Any]]]:
-    """Name, parameter, optimizer and group of everything that is optimized."""
+    """Yield name, parameter, optimizer and parameter group of every optimized parameter."""
     names = {parameter: name for name, parameter in inner.named_parameters()}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -274,7 +277,7 @@ def _optimized(
 
 
 def _check(held: ParameterState, parameter: nn.Parameter) -> None:
-    """Refuse what only this layout could read."""
+    """Raise for state tensors that could only be read with the current layout."""
     if not is_sharded(parameter):
         return
     for name, value in held.tensors.items():
@@ -287,7 +290,7 @@ def _check(held: ParameterState, parameter: nn.Parameter) -> None:
 
 
 def _after_one_step(optimizer: Optimizer, group: Mapping[str, Any], like: nn.Parameter) -> dict[str, Any]:
-    """The state that the optimizer makes for a parameter of a few numbers."""
+    """Return the state that the optimizer creates for a tiny parameter after one step."""
     probe = object.__new__(type(optimizer))
     probe.__dict__ |= optimizer.__dict__
     tiny = nn.Parameter(torch.zeros(_tiny_shape(like), dtype=like.dtype, device=like.device))
@@ -302,7 +305,10 @@ def _tiny_shape(parameter: nn.Parameter) -> tuple[int, ...]:
 
 
 def _empty_like(value: Any, parameter: nn.Parameter, saved_shape: torch.Size | None) -> Any:
-    """A tensor of `value`'s type, laid out as the parameter where it is shaped as one; anything else is kept."""
+    """Return zeros of `value`'s dtype, laid out like the parameter if the state has the parameter's shape.
+
+    A value that is not a tensor is returned unchanged.
+    """
     if not isinstance(value, Tensor):
         return value
     if value.shape == _tiny_shape(parameter):

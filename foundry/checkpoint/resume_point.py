@@ -1,4 +1,4 @@
-"""Where a run resumes from: its own newest whole checkpoint, or another run's."""
+"""Selection and checks of the checkpoint to resume from: the run's newest intact one, or one of another run."""
 
 import json
 import logging
@@ -27,17 +27,17 @@ from foundry.run_dir.names import CHECKPOINTS
 log = logging.getLogger(__name__)
 _KEY = "checkpoint.resume"
 _DATA_KEYS = {"content": ("path",), "tokenizer": ("tokenizer",), "samples": ()}
-"""What the identity of data is compared by, and the settings it depends on first."""
+"""Entries of the data identity that are compared, each with the settings most likely to have changed it."""
 _DIGEST_SHOWN = 12
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """A whole checkpoint that a run resumes from.
+    """An intact checkpoint to resume a run from.
 
     Attributes:
         folder: the checkpoint.
-        manifest: what it says of itself, or what of that holds for this run.
+        manifest: the manifest of the checkpoint, without the entries that do not apply to this run.
     """
 
     folder: Path
@@ -45,11 +45,11 @@ class ResumePoint:
 
     @property
     def state(self) -> dict[str, Any]:
-        """The trainer's state; what it lacks is a ConfigError when it is asked for."""
+        """State of the trainer; a read of a missing key raises `ConfigError`."""
         return _Told({key: _told(value) for key, value in self.manifest.state.items()})
 
     def reading(self) -> ForeignData:
-        """Return the context in which the state is read: what does not fit a run is a ConfigError."""
+        """Return a context manager for reading the state: an invalid state raises `ConfigError`."""
         return ForeignData(self._state_error)
 
     def _state_error(self, reason: str) -> ConfigError:
@@ -61,20 +61,23 @@ class ResumePoint:
 
 
 def find_resume_point(resume: str, run_dir: Path, world: World) -> ResumePoint | None:
-    """The checkpoint to resume from; all ranks together, and with the same answer.
+    """Return the checkpoint to resume from, or None to start from scratch.
 
-    A run directory that has checkpoints of its own resumes from them, wherever it once started. Those that are damaged
-    and newer are put aside under a name that ends in `.corrupt`, so that they neither count nor are lost. Where none is
-    whole, or one cannot be read, nothing is renamed and the run does not start: it would start from step 0.
+    All ranks call this and get the same result.
+
+    A run directory that has checkpoints resumes from them, even if the run originally started from another checkpoint.
+    Damaged checkpoints newer than the chosen one are renamed to a name that ends in `.corrupt`, so that they are
+    ignored but not lost. If no checkpoint is intact, or one cannot be read, nothing is renamed and the run does not
+    start, because it would start from step 0.
 
     Args:
-        resume: auto, never, or a run directory or checkpoint.
-        run_dir: of this run.
-        world: this rank and the others.
+        resume: auto, never, or the path of a run directory or checkpoint.
+        run_dir: directory of this run.
+        world: this rank and its process group.
 
     Raises:
-        ConfigError: there is no whole checkpoint at the path or among the run's own, one cannot be read, or `never`
-            meets a run that has some.
+        ConfigError: if no checkpoint at the path or in the run directory is intact, if one cannot be read, or if
+            `resume` is never and the run has checkpoints.
     """
     try:
         return _find_origin(resume, run_dir, world)
@@ -103,7 +106,11 @@ def _find_origin(resume: str, run_dir: Path, world: World) -> ResumePoint | None
 
 
 def _list_checkpoints(run_dir: Path) -> list[str]:
-    """The names of those there are, or were; the folder must be the run's own, since checkpoints are deleted in it."""
+    """Return the names of all checkpoints, including the damaged ones that were renamed.
+
+    Checkpoints are deleted in their folder, so the folder must not be a symlink, and `latest` and `best` must be
+    symlinks.
+    """
     if (run_dir / CHECKPOINTS).is_symlink():
         raise UnsafeFileError(run_dir / CHECKPOINTS, "a symbolic link", "a folder of the run directory")
     for path in (run_dir / CHECKPOINTS / name for name in (LATEST, BEST)):
@@ -115,18 +122,19 @@ def _list_checkpoints(run_dir: Path) -> list[str]:
 def check_config(
     resume_point: ResumePoint, config: Config, recorded: Mapping[str, Any], on_changed: OnChangedConfig
 ) -> None:
-    """Say in which settings a resumed run differs from the one that was saved, and refuse what makes it another.
+    """Log the settings that differ between a resumed run and the saved one; reject changes that affect the result.
+
+    The location of the data may differ if the checkpoint records the identity of its content, which `check_data`
+    compares.
 
     Args:
         resume_point: the checkpoint.
-        config: of this run.
-        recorded: the same as a manifest holds it.
-        on_changed: whether to refuse, or only to warn.
-
-    Where data lies may differ if the checkpoint knows its content, which `check_data` compares.
+        config: configuration of this run.
+        recorded: the same configuration, in the form that a manifest records.
+        on_changed: raise an error, or only log a warning.
 
     Raises:
-        ConfigError: with a line for every setting that changes what the run computes.
+        ConfigError: if changed settings affect the computation; each has a line in the message.
     """
     refused: list[Difference] = []
     for difference in differences(resume_point.manifest.config, recorded, config):
@@ -145,26 +153,26 @@ def check_config(
 def check_data(
     resume_point: ResumePoint, now: Mapping[str, Any], settings: Mapping[str, Any], on_changed: OnChangedConfig
 ) -> str:
-    """Refuse other data than the checkpoint was trained on, wherever either lies.
+    """Check that the data is the data on which the checkpoint was trained; its location may differ.
 
     Args:
         resume_point: the checkpoint.
-        now: the identity of this run's data.
-        settings: of the data, to be named.
-        on_changed: whether to refuse, or only to warn.
+        now: identity of this run's data.
+        settings: settings of the data, for the error message.
+        on_changed: raise an error, or only log a warning.
 
     Returns:
-        The fingerprint from which the order of samples is drawn: the checkpoint's, as far as its data is this data.
+        The fingerprint that determines the order of samples: the checkpoint's, unless the content of the data changed.
 
     Raises:
-        ConfigError: the content, the tokenizer or the number of samples is another.
+        ConfigError: if the content, the tokenizer or the number of samples differs.
     """
     was = resume_point.manifest.data
     changed = changed_data(resume_point.manifest, now)
     differing = _differing_settings(resume_point.manifest, settings)
     wrong: list[Violation] = []
     for name in changed:
-        # The rest follows from what comes first, but for a tokenizer that was chosen.
+        # Later differences follow from the first one, except for a tokenizer that the user chose.
         if name != changed[0] and (name != "tokenizer" or settings.get("tokenizer") is None):
             continue
         keys = [key for key in (*differing, *_DATA_KEYS[name]) if (key == "tokenizer") == (name == "tokenizer")]
@@ -178,7 +186,7 @@ def check_data(
 
 
 def _differing_settings(manifest: Manifest, settings: Mapping[str, Any]) -> list[str]:
-    """Settings of the data whose values differ from the checkpoint's, first those that say where it lies."""
+    """Return the data settings with values other than the checkpoint's, starting with those that locate the data."""
     recorded = manifest.config.get("data")
     found = list(differences({"data": recorded or settings}, {"data": settings}))
     found.sort(key=lambda difference: not difference.locates_data)
@@ -190,7 +198,7 @@ def _digest(value: object) -> str:
 
 
 def _refuse(wrong: Sequence[Violation], on_changed: OnChangedConfig) -> None:
-    """Raise for violations with the remedy, or only warn of them if `on_changed` says so."""
+    """Raise for violations, with the remedy added, or only log warnings, depending on `on_changed`."""
     if wrong and on_changed is OnChangedConfig.error:
         raise ConfigError(Violation(one.key, f"{one.message}; {REMEDY}") for one in wrong)
     for violation in wrong:
@@ -198,15 +206,17 @@ def _refuse(wrong: Sequence[Violation], on_changed: OnChangedConfig) -> None:
 
 
 def check_base(resume_point: ResumePoint, now: Mapping[str, Any], on_changed: OnChangedConfig) -> None:
-    """Refuse to go on training adapters beside other weights than they were trained with, wherever either lie.
+    """Check that adapters continue training with the base weights that they were trained with.
+
+    Only the digest of the weights is compared; their location may differ.
 
     Args:
         resume_point: the checkpoint.
-        now: digest and path of the base of this run.
-        on_changed: whether to refuse, or only to warn.
+        now: digest and path of this run's base weights.
+        on_changed: raise an error, or only log a warning.
 
     Raises:
-        ConfigError: the base is another.
+        ConfigError: if the base weights differ.
     """
     was = resume_point.manifest.base
     if was.get("digest") == now["digest"]:
@@ -219,12 +229,15 @@ def check_base(resume_point: ResumePoint, now: Mapping[str, Any], on_changed: On
 
 
 def changed_data(manifest: Manifest, now: Mapping[str, Any]) -> list[str]:
-    """What the data of a run differs in from that of a checkpoint; what the checkpoint does not say does not differ."""
+    """Return the entries of the data identity that differ from the checkpoint's.
+
+    An entry that the checkpoint does not record counts as equal.
+    """
     return [name for name in _DATA_KEYS if manifest.data.get(name) not in (None, now[name])]
 
 
 class _Told(dict[str, Any]):
-    """A mapping that refuses the checkpoint for what it lacks."""
+    """A dict that raises `ConfigError` for a missing key."""
 
     def __missing__(self, key: str) -> Any:
         message = f"leads to a checkpoint whose manifest has no {key} in its state; choose another checkpoint"
@@ -236,7 +249,7 @@ def _told(value: Any) -> Any:
 
 
 def past_its_end(resume_point: ResumePoint) -> ResumePoint:
-    """The same checkpoint for a run that is to continue although early stopping had ended it."""
+    """Return the same checkpoint without its stop reason, to continue a run that early stopping had ended."""
     return replace(
         resume_point,
         manifest=replace(resume_point.manifest, state={**resume_point.manifest.state, "stop_reason": None}),
@@ -244,7 +257,7 @@ def past_its_end(resume_point: ResumePoint) -> ResumePoint:
 
 
 def is_longer(resume_point: ResumePoint | None, config: Mapping[str, Any]) -> bool:
-    """Whether a finished run is asked to continue: a budget has grown, or is gone."""
+    """Return whether a finished run should continue: one of its budgets was raised or removed."""
     if resume_point is None:
         return False
     budgets = [d for d in differences(resume_point.manifest.config, config) if d.is_budget and d.was is not None]
@@ -252,7 +265,7 @@ def is_longer(resume_point: ResumePoint | None, config: Mapping[str, Any]) -> bo
 
 
 def restore_rng(resume_point: ResumePoint, world: World, seed: int) -> None:
-    """Continue this rank's random numbers, or on another number of ranks start new ones that no rank has used."""
+    """Restore the RNG state of this rank, or seed new, unused generators if the number of ranks changed."""
     file = resume_point.folder / f"rank-{world.rank:05d}.json"
     if resume_point.manifest.world_size == world.world_size and file.name in resume_point.manifest.files:
         set_rng_state(json.loads(read_text(file)), world.device)
@@ -261,8 +274,8 @@ def restore_rng(resume_point: ResumePoint, world: World, seed: int) -> None:
 
 
 def _elsewhere(path: Path, world: World) -> ResumePoint:
-    """Another run's checkpoint: this run does not end where that one did, and its directory lacks that one's best."""
-    folder: Path | None = path.expanduser().resolve()  # of `latest`, the checkpoint that it leads to
+    """Return a checkpoint of another run, without that run's stop reason and best step."""
+    folder: Path | None = path.expanduser().resolve()  # resolves `latest` to the checkpoint
     assert folder is not None
     if not os.path.lexists(folder / MANIFEST):
         folder = verify_newest(folder, world)
@@ -276,12 +289,12 @@ def _elsewhere(path: Path, world: World) -> ResumePoint:
 
 
 def _put_aside_newer(run_dir: Path, whole: Path | None) -> None:
-    """Rename what is newer than the newest whole checkpoint; nothing if there is none."""
+    """Rename all checkpoints that are newer than `whole`, the newest intact one; None renames nothing."""
     for folder in list_checkpoints(run_dir) if whole is not None else ():
         if whole is not None and parse_step(folder) > parse_step(whole):
             folder.rename(_unused(folder.with_name(f"{folder.name}.corrupt")))
 
 
 def _unused(path: Path) -> Path:
-    """The path, or the first of those with a number after it that nothing has yet."""
+    """Return the path, or if it exists the path with the first free number appended."""
     return next(p for p in chain([path], (path.with_name(f"{path.name}{n}") for n in count(2))) if not p.exists())

@@ -1,4 +1,4 @@
-"""Which checkpoints are kept, and how the others go."""
+"""Selection of the checkpoints to delete, and their deletion."""
 
 import shutil
 from collections.abc import Iterable
@@ -11,13 +11,14 @@ from foundry.run_dir.names import CHECKPOINTS
 def to_remove(
     checkpoints: Iterable[int], *, keep_last: int | None, keep_every_steps: int | None, best: int | None
 ) -> list[int]:
-    """The steps whose checkpoints are no longer wanted, oldest first; never the newest and never the best.
+    """Return the steps whose checkpoints should be deleted, oldest first; never the newest and never the best.
 
     Args:
-        checkpoints: steps of those there are.
-        keep_last: how many of the newest are kept, at least 1; None: all.
-        keep_every_steps: multiples of this are kept for good; None: there are none.
-        best: the step that is kept whatever its age.
+        checkpoints: steps of the existing checkpoints.
+        keep_last: number of newest checkpoints to keep, at least 1; None keeps all.
+        keep_every_steps: checkpoints at multiples of this number of steps are kept permanently; None disables this
+            rule.
+        best: step that is always kept; None if no checkpoint is the best one.
     """
     steps = sorted(set(checkpoints))
     if keep_last is None:
@@ -28,7 +29,7 @@ def to_remove(
 
 
 def remove(folder: Path) -> None:
-    """Delete a checkpoint: first its name, so that what a kill leaves behind looks like no checkpoint."""
+    """Delete a checkpoint; it is renamed first, so that an interrupted deletion does not leave a checkpoint's name."""
     removed = removed_path(folder)
     if removed.exists():
         shutil.rmtree(removed)
@@ -37,10 +38,10 @@ def remove(folder: Path) -> None:
 
 
 def remove_leftovers(run_dir: Path) -> None:
-    """Delete what interrupted saves and removals have left."""
+    """Delete the remains of interrupted saves and deletions."""
     for pattern in (".step_*.partial", ".step_*.removed"):
         for folder in (run_dir / CHECKPOINTS).glob(pattern):
             if folder.is_symlink() or not folder.is_dir():
-                folder.unlink()  # what it leads to is not ours
+                folder.unlink()  # only the link: its target may not belong to this run
             else:
                 shutil.rmtree(folder)

@@ -1,4 +1,4 @@
-"""A rank's random-number generators as plain JSON, exactly."""
+"""Exact state of a rank's random number generators as plain JSON."""
 
 import base64
 import random
@@ -12,10 +12,10 @@ from foundry.parallel.device import cuda_rng_state, set_cuda_rng_state
 
 
 def seed_rng(seed: int) -> None:
-    """Start the generators of torch, of Python, and of numpy where something imported it.
+    """Seed the generators of torch and Python, and of numpy if it is imported.
 
     Args:
-        seed: another one on every rank, so that dropout differs between ranks.
+        seed: the seed; it should differ between ranks, so that dropout differs.
     """
     torch.manual_seed(seed)
     random.seed(seed)
@@ -24,13 +24,13 @@ def seed_rng(seed: int) -> None:
 
 
 def rng_state(device: torch.device) -> dict[str, Any]:
-    """The state of torch on the CPU and on this rank's device, of Python, and of numpy where something imported it.
+    """Return the RNG state of torch on the CPU and on this rank's device, of Python, and of numpy if it is imported.
 
     Args:
-        device: where this rank computes; reading a GPU's generator waits for nothing.
+        device: device of this rank; reading the generator of a GPU does not synchronize with it.
 
     Returns:
-        Plain JSON, for `set_rng_state`.
+        Plain JSON for `set_rng_state`.
     """
     version, internal, gauss = random.getstate()
     state: dict[str, Any] = {"torch": _encode(torch.get_rng_state()), "python": [version, list(internal), gauss]}
@@ -43,11 +43,11 @@ def rng_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
-    """Continue the generators from a state; one that this rank does not have (no GPU here) is left out.
+    """Restore the generators; the state of a missing generator (such as a GPU's on a CPU machine) is ignored.
 
     Args:
-        state: from `rng_state`.
-        device: where this rank computes.
+        state: the state from `rng_state`.
+        device: device of this rank.
     """
     torch.set_rng_state(_decode(state["torch"]))
     version, internal, gauss = state["python"]

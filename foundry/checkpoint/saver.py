@@ -1,4 +1,4 @@
-"""Saving checkpoints, at once or in the background, so that a failure costs a checkpoint and not the run."""
+"""Saving of checkpoints, synchronously or in the background; a failed save does not stop the run."""
 
 import logging
 import math
@@ -51,7 +51,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class _Save:
-    """One checkpoint as this rank has to write it."""
+    """One checkpoint, as this rank writes it."""
 
     manifest: Manifest
     chunks: Mapping[str, Chunk]
@@ -61,17 +61,17 @@ class _Save:
 
 
 class Checkpointer:
-    """Writes a run's checkpoints and keeps those that are wanted.
+    """Writer of a run's checkpoints, which also deletes old checkpoints according to the retention settings.
 
-    All ranks construct it and call `write` and `finish` together. What goes wrong while writing is one line in the log
-    of rank 0: training continues, and the checkpoints there were stay. Only a save that is waited for has to succeed,
-    as the last one of a run.
+    All ranks construct it and call `write` and `finish` together. If a save fails, rank 0 logs one line, training
+    continues and earlier checkpoints stay. Only a save that training waits for, such as the last one of a run, must
+    succeed.
 
     Attributes:
         run_dir: the run directory.
-        failed_saves: how many could not be written.
-        blocked_seconds: how long the last `write` kept the training thread.
-        seconds: from the call of the last save that has ended to its end.
+        failed_saves: number of checkpoints that could not be written.
+        blocked_seconds: time that the training thread spent in the last `write`.
+        seconds: duration of the last completed save, from its call to its end.
     """
 
     def __init__(
@@ -93,24 +93,25 @@ class Checkpointer:
         check_run_dir: Callable[[], None] = lambda: None,
         alive: Callable[[], None] | None = None,
     ) -> None:
-        """Prepare to save into a run directory; what interrupted saves have left there goes with the first save.
+        """Prepare to save into a run directory; the first save deletes the remains of interrupted saves.
 
         Args:
-            run_dir: the run directory, where all ranks see it.
-            world: this rank and the others.
-            model: the model as it was wrapped.
-            ema: averaged weights, where kept.
-            optimizers: all of the run.
-            trained_only: of the weights, save those that are trained; the rest lies elsewhere.
-            facts: entries of every manifest that do not change: config_hash, config, strategy, data and base.
-            interval: between checkpoints; None: by time only.
-            every_minutes: between checkpoints; None: by interval only.
-            asynchronous: hold up training only while tensors are copied to host memory.
-            keep_last: how many of the newest to keep; None: all.
-            keep_every_steps: multiples of this are kept for good; None: there are none.
-            strict: raise what went wrong, at the next call of `write` or `finish`.
+            run_dir: the run directory, on a file system that all ranks share.
+            world: this rank and its process group.
+            model: the wrapped model.
+            ema: averaged weights; None if the run does not average weights.
+            optimizers: all optimizers of the run.
+            trained_only: skip frozen weights, which are stored elsewhere.
+            facts: constant entries of every manifest: config_hash, config, strategy, data and base.
+            interval: interval between checkpoints; None for `every_minutes` only.
+            every_minutes: minutes between checkpoints; None for `interval` only.
+            asynchronous: block training only while tensors are copied to host memory.
+            keep_last: number of newest checkpoints to keep; None keeps all.
+            keep_every_steps: checkpoints at multiples of this number of steps are kept permanently; None disables this
+                rule.
+            strict: raise the error of a failed save at the next call of `write` or `finish`.
             check_run_dir: called on rank 0 before a save writes anything; raises if the run directory is lost.
-            alive: tells a watchdog, while training waits for a save, that more of it is on the disk.
+            alive: heartbeat for the watchdog, called as the save makes progress while training waits for it.
         """
         self.run_dir, self._check_run_dir, self._alive = run_dir, check_run_dir, alive
         self._model, self._ema, self._optimizers = model, ema, optimizers
@@ -120,7 +121,7 @@ class Checkpointer:
         self._is_state_checked = self._is_waited_for = False
         self._world, self._strict = world, strict
         self._keep_last, self._keep_every_steps = keep_last, keep_every_steps
-        # A group beside: the background thread's messages never meet those of the training thread.
+        # A separate group keeps the background thread's collectives apart from the training thread's.
         self._group = side_group(world) if asynchronous else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
         self._copies = HostCopies()
@@ -134,7 +135,10 @@ class Checkpointer:
         return self._pending is not None and not self._pending.done()
 
     def is_time(self) -> bool:
-        """Whether the minutes are over; true once each time, and on rank 0 only, whose clock counts."""
+        """Return whether `every_minutes` have passed since the last save.
+
+        A True result restarts the interval. Only rank 0 returns True, since its clock decides.
+        """
         if self._every_minutes is None or not self._world.is_main:
             return False
         now = time.monotonic()
@@ -144,14 +148,14 @@ class Checkpointer:
         return True
 
     def is_due(self, step: int, samples_before: int, samples_after: int, tokens: tuple[int, int] | None = None) -> bool:
-        """Whether the interval asks for one after step `step`, which consumed those samples and tokens."""
+        """Return whether a checkpoint is due after a step, given the samples and tokens before and after it."""
         return self._interval is not None and self._interval.due(step, samples_before, samples_after, tokens)
 
     def check_state(self) -> None:
-        """Find out whether the optimizers' state can be saved as soon as there is some, and not at the first save.
+        """Check once, as soon as the optimizers have state, that it can be saved.
 
         Raises:
-            ConfigError: it cannot.
+            ConfigError: if it cannot be saved.
         """
         if self._is_state_checked or not any(optimizer.state for optimizer in self._optimizers):
             return
@@ -171,10 +175,10 @@ class Checkpointer:
         is_best: bool,
         wait: bool,
     ) -> Path:
-        """Save the run as it is; with `wait`, return only when it is on the disk.
+        """Save the current state of the run; with `wait`, return only when it is on disk.
 
         Raises:
-            SaveError: it was waited for and could not be written; with `checkpoint.strict_saves`, the one before.
+            SaveError: if this save failed and `wait` is set, or an earlier one failed with `checkpoint.strict_saves`.
         """
         self._since = time.monotonic()
         manifest = {
@@ -198,14 +202,17 @@ class Checkpointer:
         return self.run_dir / CHECKPOINTS / step_name(progress.steps)
 
     def close(self) -> None:
-        """Wait for a save that is still being written, unless it may need ranks that are gone."""
+        """Wait for a pending save in a single process; with several ranks return at once, since some may be gone."""
         if self._world.world_size == 1:
             self.join()
 
     def roll_back(self) -> dict[str, Any] | None:
-        """Bring back the weights and optimizers of the newest checkpoint; its trainer's state, None if there is none.
+        """Restore weights and optimizers from the newest intact checkpoint.
 
-        Random numbers continue: what they were drawn for is not read again.
+        The RNG states are not restored, because the run does not read the same data again.
+
+        Returns:
+            State of the trainer from that checkpoint; None if there is no intact checkpoint.
         """
         self.join()
         folder = verify_newest(self.run_dir, self._world)
@@ -227,21 +234,22 @@ class Checkpointer:
         is_best: bool = False,
         wait: bool = False,
     ) -> None:
-        """Write a checkpoint of this step; if there is a whole one, only the links are set.
+        """Write a checkpoint; if an intact one of this step exists, only update the symlinks.
 
-        One that is still being written is waited for first.
+        A pending save is waited for first.
 
         Args:
             step: optimizer steps taken.
-            tensors: gives what to save, as `collect` does; called at once.
-            manifest: what the run knows: `samples`, `tokens`, `config_hash`, `config`, `strategy` and `state`.
-            rank_state: plain JSON that only this rank knows.
-            metric: by which the run is judged, finite, where it was measured at this step.
-            is_best: no earlier step had a better one.
-            wait: return only when it is on the disk.
+            tensors: returns the tensors to save, as `collect` does; called immediately.
+            manifest: manifest entries of the run: `samples`, `tokens`, `config_hash`, `config`, `strategy` and `state`.
+            rank_state: state of this rank, as plain JSON.
+            metric: finite value of the metric that selects the best checkpoint; None if it was not measured at this
+                step.
+            is_best: whether no earlier step has a better value.
+            wait: return only when the checkpoint is on disk.
 
         Raises:
-            SaveError: with `strict`, an earlier save failed; or this one, if it was waited for.
+            SaveError: if an earlier save failed and `strict` is set, or this save failed and `wait` is set.
         """
         begin = time.perf_counter()
         if self.pending:
@@ -259,7 +267,7 @@ class Checkpointer:
             versions={"foundry": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
             **manifest,
         )
-        if self._thread is not None:  # one that is waited for, too: tensor by tensor a GPU takes longer
+        if self._thread is not None:  # even for a save with `wait`: one copy per tensor would be slower on a GPU
             chunks = self._copies.take(chunks, from_host=in_background)
         job = _Save(about, chunks, rank_state, is_best, begin)
         if self._thread is not None and in_background:
@@ -273,16 +281,16 @@ class Checkpointer:
             self._raise_error()
 
     def finish(self) -> None:
-        """Wait until everything is on the disk.
+        """Wait until all saves are on disk.
 
         Raises:
-            SaveError: the last save failed.
+            SaveError: if the last save failed.
         """
         self.join()
         self._raise_error()
 
     def join(self) -> None:
-        """Wait until nothing is being written, whatever has become of it."""
+        """Wait for a pending save, whether or not it succeeds."""
         if self._pending is not None:
             self._is_waited_for = True
             self._pending.result()
@@ -294,7 +302,7 @@ class Checkpointer:
             raise error
 
     def _run(self, job: _Save) -> None:
-        """Save, and turn what goes wrong into a line and a number."""
+        """Write a checkpoint; convert an exception to an error message and count it."""
         step = job.manifest.step
         try:
             self._write(job)
@@ -308,7 +316,7 @@ class Checkpointer:
         self.seconds = time.perf_counter() - job.begin
 
     def _write(self, job: _Save) -> None:
-        """All ranks together; each step begins when all have done the one before."""
+        """Write a checkpoint in phases; a phase begins when all ranks have completed the previous one."""
         is_there = self._together(partial(self._on_main, self._prepare, job.manifest.step))[0]
         folder = self.run_dir / CHECKPOINTS / step_name(job.manifest.step)
         if is_there and not damage_together(folder, self._world, self._group):
@@ -320,7 +328,7 @@ class Checkpointer:
         self._together(partial(self._on_main, self._publish, job, files))
 
     def _prepare(self, step: int) -> bool:
-        """Make room for a checkpoint, and return whether there is one of this step."""
+        """Create the folder for a new checkpoint, and return whether a checkpoint of this step already exists."""
         self._check_run_dir()
         remove_leftovers(self.run_dir)
         partial = partial_path(self.run_dir, step)
@@ -337,7 +345,7 @@ class Checkpointer:
         }
 
     def _tell_alive(self) -> None:
-        """While training goes on it has to show that itself."""
+        """Send a heartbeat if training waits for this save; otherwise training sends its own heartbeats."""
         if self._alive is not None and self._is_waited_for:
             self._alive()
 
@@ -348,11 +356,12 @@ class Checkpointer:
         self._point_to(publish(partial, about), job.is_best)
 
     def _point_to(self, folder: Path, is_best: bool) -> None:
-        """Set the links, then delete what is no longer wanted."""
+        """Update the symlinks, then delete the checkpoints that should not be kept."""
         link(folder, LATEST)
         if is_best:
             link(folder, BEST)
-        # Of later steps are only those that a run which went back has left.
+        # Checkpoints of later steps exist only if the run went back to an earlier step; `keep_last` does not count
+        # them.
         earlier = {parse_step(other): other for other in list_checkpoints(self.run_dir)}
         steps = [step for step in earlier if step <= parse_step(folder)]
         unwanted = to_remove(
@@ -376,18 +385,18 @@ class Checkpointer:
 
 
 class NoCheckpoints:
-    """Keeps nothing."""
+    """Checkpointer for a run that saves no checkpoints."""
 
     def is_time(self) -> bool:
-        """Never."""
+        """Return False."""
         return False
 
     def is_due(self, step: int, samples_before: int, samples_after: int, tokens: tuple[int, int] | None = None) -> bool:
-        """Never."""
+        """Return False."""
         return False
 
     def check_state(self) -> None:
-        """Nothing is to be saved."""
+        """Do nothing."""
 
     def save(
         self,
@@ -399,13 +408,13 @@ class NoCheckpoints:
         is_best: bool,
         wait: bool,
     ) -> None:
-        """Save nothing."""
+        """Do nothing."""
 
     def finish(self) -> None:
-        """Wait for nothing."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing is being written."""
+        """Do nothing."""
 
     def roll_back(self) -> None:
-        """There is nothing to go back to."""
+        """Return None."""

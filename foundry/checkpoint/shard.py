@@ -1,9 +1,9 @@
-"""One rank's file of a checkpoint: which tensors it writes, copied to host memory first or not.
+"""Writing of one rank's safetensors file of a checkpoint: selection of tensors, copies in host memory, file format.
 
-The format is safetensors with torch.distributed.checkpoint's offsets in the header, as `HuggingFaceStorageWriter`
-writes with `save_distributed`, and `HuggingFaceStorageReader` reads it. That writer gathers every rank's plan on one
-and builds the file in memory twice, holding the interpreter; here a rank knows its share from the layout, and tensors
-go to the disk from where they are, summed on the way.
+The format is safetensors with the offsets of torch.distributed.checkpoint in the header, as written by
+`HuggingFaceStorageWriter` with `save_distributed` and read by `HuggingFaceStorageReader`. That writer gathers the plans
+of all ranks on one rank and builds the file in memory twice while it holds the GIL. Here each rank derives its share
+from the layout, and tensors are written to disk without a copy and hashed on the way.
 """
 
 import json
@@ -40,7 +40,7 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""What safetensors can hold, and its names for it."""
+"""Dtypes that safetensors can store, with their names in its format."""
 
 _BUFFER_BYTES, _ALIGNMENT_BYTES = 2**20, 8
 _SYNCED_BYTES = 2**30
@@ -51,8 +51,8 @@ class Chunk:
     """A part of a tensor.
 
     Attributes:
-        local: this rank's part.
-        offsets: where it begins in the whole, one number per dimension.
+        local: the part that this rank holds.
+        offsets: position of the part's first element in the whole tensor, one number per dimension.
     """
 
     local: Tensor
@@ -60,14 +60,15 @@ class Chunk:
 
 
 def own_chunks(tensors: Mapping[str, Tensor], *, rank: int, world_size: int) -> dict[str, Chunk]:
-    """What this rank writes: its shards, and of what several ranks hold alike its share.
+    """Return the chunks that this rank writes: its shards, and its share of the tensors that several ranks hold.
 
-    No rank asks another: all compute the same division.
+    All ranks compute the same assignment, without communication.
 
     Args:
-        tensors: the same names on every rank; DTensors sharded in any way, others equal on all ranks.
-        rank: this one.
-        world_size: ranks.
+        tensors: tensors with the same names on every rank; DTensors may be sharded in any way, other tensors are equal
+            on all ranks.
+        rank: rank of this process.
+        world_size: number of ranks.
     """
     loads = [0] * world_size
     own: dict[str, Tensor] = {}
@@ -86,18 +87,18 @@ def own_chunks(tensors: Mapping[str, Tensor], *, rank: int, world_size: int) -> 
 
 
 def local_chunks(tensors: Mapping[str, Tensor]) -> dict[str, Chunk]:
-    """What this rank holds of tensors, sharded or whole; none of what it holds nothing of."""
+    """Return the chunks of sharded or whole tensors that this rank holds; tensors without elements here are omitted."""
     chunks: dict[str, Chunk] = {}
     offsets = _offsets({name: tensor for name, tensor in tensors.items() if is_sharded(tensor)})
     for name, tensor in tensors.items():
         local = local_part(tensor)
-        if local.numel() > 0 or tensor.numel() == 0:  # a dimension shorter than the ranks leaves some with nothing
+        if local.numel() > 0 or tensor.numel() == 0:  # empty if a dimension is smaller than the number of ranks
             chunks[name] = Chunk(local.detach(), offsets.get(name, (0,) * tensor.ndim))
     return chunks
 
 
 def _offsets(sharded: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    """Where in the whole tensors this rank's shards begin, as torch's own plan of a checkpoint has it."""
+    """Return the offsets of this rank's shards in the whole tensors, computed by torch's own checkpoint planner."""
     if not sharded:
         return {}
     from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
@@ -107,18 +108,18 @@ def _offsets(sharded: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
 
 
 def write_shard(path: Path, chunks: Mapping[str, Chunk], alive: Callable[[], None] | None = None) -> FileFacts:
-    """Write the chunks as one safetensors file and wait until it is on the disk.
+    """Write chunks as one safetensors file and wait until it is on disk.
 
     Args:
-        path: a new file.
-        chunks: on any device; those in host memory are written without a copy.
-        alive: called now and then, when more is on the disk.
+        path: path of the new file, which must not exist.
+        chunks: chunks on any device; those in host memory are written without a copy.
+        alive: heartbeat, called after each piece of at most 1 GiB.
 
     Raises:
-        OSError: the disk is full, or the folder cannot be written to.
-        TypeError: a type that safetensors does not know.
+        OSError: if the disk is full or the folder is not writable.
+        TypeError: if safetensors does not support a dtype.
     """
-    # The larger types first, as safetensors itself does, so that every tensor is aligned to its type.
+    # Sort by item size, largest first, as safetensors does, so that every tensor is aligned to its dtype.
     names = sorted(chunks, key=lambda name: (-chunks[name].local.element_size(), name))
     digest, size, unsynced = xxhash.xxh3_128(), 0, 0
     with open_regular(path, "xb", buffering=_BUFFER_BYTES) as file:
@@ -129,7 +130,7 @@ def write_shard(path: Path, chunks: Mapping[str, Chunk], alive: Callable[[], Non
                 digest.update(piece)
                 size += file.write(piece)
                 unsynced += len(piece)
-                if unsynced >= _SYNCED_BYTES:  # or all of it would be waited for at the end, without a sign of life
+                if unsynced >= _SYNCED_BYTES:  # otherwise the last fsync waits for all of it
                     file.flush()
                     os.fdatasync(file.fileno())
                     unsynced = 0
@@ -141,24 +142,26 @@ def write_shard(path: Path, chunks: Mapping[str, Chunk], alive: Callable[[], Non
 
 
 class HostCopies:
-    """Host memory for the chunks of one save, kept for the next."""
+    """Host memory for the chunks of one save, reused by the next save."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
     @property
     def num_bytes(self) -> int:
-        """Host memory held."""
+        """Size of the allocated host memory."""
         return sum(map(_num_bytes, self._buffers.values()))
 
     def take(self, chunks: Mapping[str, Chunk], *, from_host: bool = True) -> dict[str, Chunk]:
-        """Copy the chunks; the copies are valid until the next call, and what was copied may change.
+        """Copy chunks to host memory.
 
-        From a GPU all copies are queued to pinned memory, and waited for once.
+        The originals may change afterwards, and the copies are valid until the next call.
+
+        Copies from a GPU are all queued to pinned memory and synchronized once.
 
         Args:
-            chunks: on any device.
-            from_host: copy those in host memory too; else the result has them as they are.
+            chunks: chunks on any device.
+            from_host: also copy chunks that are in host memory; if False, they are returned as they are.
         """
         copied = {name: chunk for name, chunk in chunks.items() if from_host or chunk.local.is_cuda}
         copies: dict[str, Chunk] = {}
@@ -178,13 +181,13 @@ class HostCopies:
 
 
 def _content(tensor: Tensor) -> memoryview:
-    """A tensor's bytes; from a GPU they come when it is their turn."""
+    """Return the bytes of a tensor; a tensor on a GPU is copied to host memory now."""
     flat = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return memoryview(cast(Any, flat))
 
 
 def _header(chunks: Mapping[str, Chunk], names: list[str]) -> bytes:
-    """Length and JSON, padded: https://github.com/huggingface/safetensors#format."""
+    """Return the header, a length and padded JSON: https://github.com/huggingface/safetensors#format."""
     entries: dict[str, object] = {
         "__metadata__": {
             "DCP_SHARDING_INFO": json.dumps({name: {"saved_offsets": chunks[name].offsets} for name in names}),
@@ -206,7 +209,7 @@ def _header(chunks: Mapping[str, Chunk], names: list[str]) -> bytes:
 
 
 def _is_writer(tensor: "DTensor", index: int) -> bool:
-    """Whether this rank writes its shard: of the ranks that hold the same one, they take turns."""
+    """Return whether this rank writes its shard; ranks that hold the same shard take turns by `index`."""
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return False

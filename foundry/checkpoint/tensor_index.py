@@ -1,10 +1,10 @@
-"""Where each tensor of a checkpoint lies in its files, and reading any part of it.
+"""Index of a checkpoint's tensors, and reads of any part of them.
 
-    checkpoints/step_00000200/tensors.json   by name: type, and the file, place, offsets and sizes of each part
+    checkpoints/step_00000200/tensors.json   by tensor name: dtype; file, position, offsets and sizes of each part
 
-It is made of the headers of all shards when a checkpoint is published, and of those of an older checkpoint, which has
-none, when it is read. With it a rank opens only the files that hold its own parts. The header of each file that is
-opened must agree with it, so that a shard that another program has rewritten is not read at the old places.
+The index is built from the headers of all shards when a checkpoint is published, or when an older checkpoint without an
+index is read. It allows a rank to open only the files that hold its own parts. The header of each opened file must
+match the index, so that a shard rewritten by another program is not read at outdated positions.
 """
 
 import json
@@ -34,12 +34,12 @@ _NAMES = {name: dtype for dtype, name in DTYPES.items()}
 
 @dataclass(frozen=True)
 class _Part:
-    """A part of a tensor in a file, row by row.
+    """A part of a tensor in a file, stored in row-major order.
 
     Attributes:
-        file: its name.
-        begin: of its first byte there.
-        offsets: where it begins in the whole, one number per dimension.
+        file: name of the file.
+        begin: position of its first byte in the file.
+        offsets: position of its first element in the whole tensor, one number per dimension.
         sizes: its shape.
     """
 
@@ -50,7 +50,7 @@ class _Part:
 
 
 _Header = dict[str, tuple[str, int, list[int], list[int]]]
-"""Header of a file by tensor: safetensors' word for the type, begin, offsets and sizes as of `_Part`."""
+"""Header of a file: by tensor name, the safetensors name of the dtype, and begin, offsets and sizes as in `_Part`."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,9 @@ class TensorIndex:
 
     Attributes:
         folder: the checkpoint.
-        entries: as in the file: by name safetensors' word for the type; file, begin, offsets and sizes of each part.
-        num_bytes: of each file that may be read.
+        entries: content of the index file: by tensor name, the safetensors name of the dtype, and the file, begin,
+            offsets and sizes of each part.
+        num_bytes: size of each file that may be read.
     """
 
     folder: Path
@@ -69,27 +70,28 @@ class TensorIndex:
     _headers: dict[str, _Header] = field(default_factory=dict, repr=False)
 
     def shapes(self) -> dict[str, torch.Size]:
-        """The shapes of all tensors."""
+        """Return the shapes of all tensors by name."""
         return {name: self.shape(name) for name in self.entries}
 
     def shape(self, name: str) -> torch.Size:
-        """The shape of a tensor: where its last part ends."""
+        """Return the shape of a tensor, computed from its parts."""
         ends = ([o + s for o, s in zip(offsets, sizes, strict=True)] for _, _, offsets, sizes in self.entries[name][1])
         return torch.Size(map(max, zip(*ends, strict=True)))
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type in which a tensor is stored."""
+        """Return the dtype of a tensor in the files."""
         return _NAMES[self.entries[name][0]]
 
     @torch.no_grad()
     def fill(self, chunks: Mapping[str, Chunk]) -> None:
-        """Read parts of tensors into place, of whatever type and on whatever device these are; each file opened once.
+        """Fill chunks, of any dtype on any device, from the files of the checkpoint; each file is opened once.
 
         Args:
-            chunks: by the tensor's name, what is to be filled and where it begins in the whole, as a slice of its rows.
+            chunks: the chunks to fill, by the name of their tensor.
 
         Raises:
-            CheckpointError: the files do not hold all of it, or the header of one disagrees with the index.
+            CheckpointError: if the files lack a part of a chunk or contain it twice, or a file's header does not match
+                the index.
         """
         by_file: dict[str, list[tuple[_Part, str]]] = defaultdict(list)
         missing = {name: chunk.local.numel() for name, chunk in chunks.items()}
@@ -110,16 +112,16 @@ class TensorIndex:
         width = self.dtype(name).itemsize
         for file, begin, offsets, sizes in self.entries[name][1]:
             part = _Part(file, begin, tuple(offsets), tuple(sizes))
-            # Or a file that somebody made could ask for any amount of memory.
+            # Without this check a crafted file could request any amount of memory.
             if min(begin, *sizes, *offsets, 0) < 0 or begin + math.prod(sizes) * width > self.num_bytes[file]:
                 raise CheckpointError(f"{self.folder} has a part of {name} beyond the end of {file}")
             yield part
 
     def _check_header(self, stream: IO[bytes], file: str, wanted: list[tuple[_Part, str]]) -> None:
-        """Compare the header of a file, read once, with the index.
+        """Compare the header of a file, which is read once, with the index.
 
         Raises:
-            CheckpointError: the file has a tensor in another type, shape or place, or not at all.
+            CheckpointError: if a tensor is missing or has another dtype, shape or position.
         """
         if file not in self._headers:
             self._headers[file] = _read_header(stream, self.folder / file)
@@ -132,14 +134,15 @@ class TensorIndex:
 
 
 def read_index(folder: Path, world: World | None = None) -> TensorIndex:
-    """Where the tensors of a checkpoint are.
+    """Return the index of a checkpoint's tensors.
 
     Args:
         folder: the checkpoint.
-        world: all its ranks call this together, and rank 0 reads; None: this process reads for itself.
+        world: all its ranks call this function together, and only rank 0 reads files; with None, this process reads
+            them.
 
     Raises:
-        CheckpointError: the checkpoint has no tensors that can be read; on every rank.
+        CheckpointError: on every rank, if the checkpoint has no readable tensors.
     """
     found: tuple[str, dict[str, int]] | str = ""
     if world is None or world.is_main:
@@ -160,7 +163,7 @@ def read_index(folder: Path, world: World | None = None) -> TensorIndex:
 
 
 def build_index(folder: Path) -> str:
-    """The content of the index, from the headers of all shards in a folder."""
+    """Return the content of the index file, built from the headers of all shards in a folder."""
     entries: dict[str, tuple[str, list[Any]]] = {}
     for file in sorted(path.name for path in folder.iterdir() if path.name.endswith(_TENSORS)):
         with open_regular(folder / file, "rb") as stream:
@@ -174,7 +177,7 @@ def _read_header(stream: IO[bytes], path: Path) -> _Header:
     """Read the header of an opened .safetensors file.
 
     Raises:
-        CheckpointError: it is none.
+        CheckpointError: if the file is not a valid .safetensors file.
     """
     size = int.from_bytes(stream.read(8), "little")
     if size > os.fstat(stream.fileno()).st_size:
@@ -208,13 +211,13 @@ def _read_text(folder: Path) -> tuple[str, dict[str, int]]:
 
 
 def _overlap(part: _Part, chunk: Chunk) -> list[tuple[int, int]]:
-    """In each dimension the first element of the whole that both have, and the one after the last."""
+    """Return per dimension the range, start and stop in the whole tensor, that a part and a chunk have in common."""
     ends = zip(part.offsets, part.sizes, chunk.offsets, chunk.local.shape, strict=True)
     return [(start := max(p, c), max(start, min(p + p_size, c + c_size))) for p, p_size, c, c_size in ends]
 
 
 def _copy(stream: IO[bytes], part: _Part, dtype: torch.dtype, chunk: Chunk) -> None:
-    """Copy what a part and a chunk share, some of its rows at a time; those that the file holds are read whole."""
+    """Copy the common elements of a part and a chunk, a few rows at a time; rows of the file are read completely."""
     overlap = _overlap(part, chunk) or [(0, 1)]
     sizes, offsets, own = part.sizes or (1,), part.offsets or (0,), chunk.offsets or (0,)
     target = chunk.local if chunk.local.ndim else chunk.local.view(1)

@@ -1,8 +1,8 @@
-"""What a checkpoint holds of a run: weights, their average and the optimizers' state, under names no wrapper changes.
+"""Named tensors of a checkpoint: weights, averaged weights and optimizer states, independent of model wrappers.
 
-`model.<name>`, `ema.<name>` and `optimizer.<name>.<key>`, where <name> is the parameter's own;
-`optimizer_groups.<optimizer>.<group>.<key>` where an optimizer keeps something for all parameters of a group; and
-`source.<name>` for what the source of windows keeps in tensors.
+Tensors are named `model.<name>`, `ema.<name>` and `optimizer.<name>.<key>`, where <name> is the parameter's name. An
+optimizer's state for all parameters of a group is named `optimizer_groups.<name>.<key>` after the first parameter of
+the group, and tensors of the window source are named `source.<name>`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -35,17 +35,19 @@ def collect(
     *,
     trained_only: bool = False,
 ) -> dict[str, Tensor]:
-    """The tensors themselves, no copies; sharded ones stay sharded, a tied one comes once.
+    """Return the tensors to save, by name, without copying them.
+
+    Sharded tensors stay sharded, and a tied tensor is returned once.
 
     Args:
-        model: as it was wrapped.
-        ema: the averaged weights, where kept.
-        optimizers: all of the run.
-        source: tensors of the source of windows, equal on all ranks.
-        trained_only: of the weights, those that are trained; the rest lies elsewhere.
+        model: the wrapped model.
+        ema: the averaged weights; None if the run does not average weights.
+        optimizers: all optimizers of the run.
+        source: tensors of the window source, equal on all ranks.
+        trained_only: skip frozen weights, which are stored elsewhere.
 
     Raises:
-        CheckpointError: an optimizer's state that another layout could not read.
+        CheckpointError: if the state of an optimizer could not be read with another layout.
     """
     inner = _inner(model)
     weights = {f"model.{name}": tensor for name, tensor in _weights(inner, trained_only).items()}
@@ -54,10 +56,10 @@ def collect(
 
 
 def describe(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-    """What the manifest has to say of the optimizers' state besides the tensors that `collect` gives.
+    """Return the part of the optimizer states that is not in the tensors of `collect`, as JSON for the manifest.
 
     Raises:
-        CheckpointError: state that cannot be saved.
+        CheckpointError: if a state cannot be saved.
     """
     return describe_state(_inner(model), optimizers)
 
@@ -71,18 +73,22 @@ def restore_into(
     trained_only: bool = False,
     world: World | None = None,
 ) -> None:
-    """Read what `collect` gave, whatever number of ranks and wrapper wrote it; every rank reads its own part.
+    """Read the tensors that `collect` returned when the checkpoint was written; each rank reads its own shards.
+
+    The checkpoint may have been written by another number of ranks, with another wrapper.
 
     Args:
         folder: the checkpoint.
-        model: as it is wrapped now.
-        ema: the averaged weights, where kept; how many updates they have seen is not a tensor, and the caller's.
-        optimizers: over this model's parameters; whatever state they have is replaced.
+        model: the wrapped model.
+        ema: the averaged weights; None if the run does not average weights. The caller restores the number of updates,
+            which is not a tensor.
+        optimizers: optimizers of this model's parameters; their current state is replaced.
         trained_only: as in `collect`.
-        world: all its ranks call this together, and rank 0 finds out for all where tensors are; None: each by itself.
+        world: all its ranks call this function together, and rank 0 reads the index for all of them; with None each
+            process reads the index itself.
 
     Raises:
-        CheckpointError: the checkpoint lacks tensors of this run, has others, or has them in another shape.
+        CheckpointError: if the tensors of the checkpoint and of this run differ in name or shape.
     """
     index = read_index(folder, world)
     saved = index.shapes()
@@ -102,7 +108,7 @@ def restore_into(
 
 
 def read_source_tensors(folder: Path, world: World | None = None) -> dict[str, Tensor]:
-    """The tensors of the source of windows, whole and in host memory; none for a source that has none.
+    """Return the tensors of the window source in host memory, unsharded; empty if the source saved no tensors.
 
     Args:
         folder: the checkpoint.
@@ -118,17 +124,20 @@ def read_source_tensors(folder: Path, world: World | None = None) -> dict[str, T
 def load_weights(
     folder: Path, model: nn.Module, *, ema: bool = False, trained_only: bool = False, world: World | None = None
 ) -> None:
-    """Read a checkpoint's weights into a model, whatever number of ranks wrote it; each rank reads its own part.
+    """Read a checkpoint's weights into a model; each rank reads its own shards.
+
+    The checkpoint may have been written by another number of ranks.
 
     Args:
         folder: the checkpoint.
-        model: a model of the same configuration; its own tensors are filled, so that there is no second copy.
-        ema: read the averaged weights instead of the model's own, where there are any; buffers are the model's own.
+        model: a model of the same configuration; its tensors are filled in place, so no second copy is allocated.
+        ema: read averaged weights instead of the model's own weights if the checkpoint has them; buffers are always the
+            model's own.
         trained_only: as in `collect`.
         world: as in `restore_into`.
 
     Raises:
-        CheckpointError: the checkpoint lacks weights of the model, has others, or has them in another shape.
+        CheckpointError: if the names or shapes of the weights in the checkpoint differ from the model's.
     """
     weights = _weights(model, trained_only)
     index, stored = find_weights(folder, weights, ema=ema, world=world)
@@ -139,15 +148,15 @@ def load_weights(
 
 
 def require_shapes(folder: Path, model: nn.Module, *, trained_only: bool = False) -> None:
-    """Check that a checkpoint has a model's weights in the model's shapes, for a model that has no memory yet.
+    """Check that a checkpoint has the weights of a model in the same shapes, for a model without allocated memory.
 
     Args:
         folder: the checkpoint.
-        model: its parameters may be on the meta device.
+        model: the model; its parameters may be on the meta device.
         trained_only: as in `collect`.
 
     Raises:
-        CheckpointError: the checkpoint lacks weights of the model, has others, or has them in another shape.
+        CheckpointError: if the names or shapes of the weights in the checkpoint differ from the model's.
     """
     weights = _weights(model, trained_only)
     index, stored = find_weights(folder, weights, ema=False)
@@ -158,16 +167,16 @@ def require_shapes(folder: Path, model: nn.Module, *, trained_only: bool = False
 def find_weights(
     folder: Path, names: Iterable[str], *, ema: bool, world: World | None = None
 ) -> tuple[TensorIndex, dict[str, str]]:
-    """Where a checkpoint has a model's weights, and under which names it does.
+    """Return the tensor index of a checkpoint and, for each weight of a model, its name in the checkpoint.
 
     Args:
         folder: the checkpoint.
-        names: of all that a checkpoint of the model has, a tied one once.
-        ema: take the averaged weights where there are any.
+        names: names of all weights that a checkpoint of the model has; tied weights are listed once.
+        ema: use averaged weights if the checkpoint has them.
         world: as in `restore_into`.
 
     Raises:
-        CheckpointError: the checkpoint lacks weights of the model, or has others.
+        CheckpointError: if the checkpoint lacks weights of the model or has additional ones.
     """
     names = list(names)
     with readable(folder):
@@ -179,12 +188,15 @@ def find_weights(
 
 
 def tied_names(inner: nn.Module) -> set[str]:
-    """Second and further names of one parameter: it is saved once, under its first, as safetensors demands."""
+    """Return all names of tied parameters except the first of each.
+
+    The parameter is saved once, under its first name.
+    """
     return set(first_names(inner))
 
 
 def first_names(inner: nn.Module) -> dict[str, str]:
-    """The names that `tied_names` gives, each with the first of its parameter."""
+    """Return the names from `tied_names`, each mapped to the first name of its parameter."""
     first: dict[nn.Parameter, str] = {}
     named = inner.named_parameters(remove_duplicate=False)
     return {name: kept for name, parameter in named if (kept := first.setdefault(parameter, name)) != name}
@@ -195,7 +207,7 @@ def _inner(model: nn.Module) -> nn.Module:
 
 
 def compute_digest(model: nn.Module) -> str:
-    """XXH3 of 128 bits, in hexadecimal, of a model's weights and their names; it is on the CPU and not wrapped."""
+    """Return the 128-bit XXH3 digest, in hexadecimal, of the names and weights of an unwrapped model on the CPU."""
     digest = xxhash.xxh3_128()
     for name, tensor in sorted(_weights(model).items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
@@ -204,7 +216,7 @@ def compute_digest(model: nn.Module) -> str:
 
 
 def _weights(inner: nn.Module, trained_only: bool = False) -> dict[str, Tensor]:
-    """Parameters and buffers, each once. Asked for its state, FSDP2 reshards whatever is gathered."""
+    """Return parameters and buffers, tied ones once; `state_dict` makes FSDP2 reshard gathered parameters."""
     state, left_out = inner.state_dict(), tied_names(inner)
     if trained_only:
         trained = {name for name, parameter in inner.named_parameters() if parameter.requires_grad}
@@ -218,7 +230,7 @@ def _averages(ema: WeightAverage | None) -> dict[str, Tensor]:
 
 @contextmanager
 def readable(folder: Path) -> Iterator[None]:
-    """Say in a line what is wrong with files that are as their manifest says, and no tensors."""
+    """Convert errors in reading tensors to a one-line `CheckpointError`, for files that match the manifest."""
     try:
         yield
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -238,7 +250,7 @@ def _check_names(folder: Path, wanted: Iterable[str], saved: Iterable[str]) -> N
 
 
 def _read(index: TensorIndex, targets: Mapping[str, Tensor]) -> None:
-    """Fill the targets in place."""
+    """Fill the target tensors in place."""
     _require_shapes(index, targets)
     index.fill(local_chunks(targets))
 
@@ -250,5 +262,5 @@ def _require_shapes(index: TensorIndex, targets: Mapping[str, Tensor]) -> None:
 
 
 def _accept(inner: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Give the model what was read, for one whose state is no view of its tensors."""
+    """Load the tensors that were read, for a model whose `state_dict` returns copies rather than its own tensors."""
     inner.load_state_dict({name.partition(".")[2]: tensor for name, tensor in weights.items()}, strict=False)

@@ -1,4 +1,4 @@
-"""Finding the newest whole checkpoint, all ranks together."""
+"""Verification of checkpoints by all ranks together, and search for the newest intact one."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -18,18 +18,18 @@ _T = TypeVar("_T")
 
 
 def verify_newest(run_dir: Path, world: World) -> Path | None:
-    """The newest checkpoint that is whole; each newer one that is damaged is named in the log, with what is wrong.
+    """Return the newest intact checkpoint, or None; damaged newer ones are logged with the damage.
 
-    Every byte is read once, each rank reading its share of the files.
+    Every byte is read once: the files are divided among the ranks.
 
     Args:
-        run_dir: the run directory, where all ranks see it.
-        world: all its ranks call this together, and learn the same.
+        run_dir: the run directory, on a file system that all ranks share.
+        world: all its ranks call this function together and get the same result.
 
     Raises:
-        CheckpointError: one cannot be read, which says nothing about whether it is whole.
+        CheckpointError: if a checkpoint cannot be read, so that it is unknown whether it is intact.
     """
-    # Rank 0's list: another rank's view of a shared file system may be older.
+    # Use the listing of rank 0, since the view of a shared file system may be stale on other ranks.
     for folder in together(partial(list_checkpoints, run_dir), world)[0]:
         damage = damage_together(folder, world)
         if not damage:
@@ -40,15 +40,17 @@ def verify_newest(run_dir: Path, world: World) -> Path | None:
 
 
 def damage_together(folder: Path, world: World, group: ProcessGroup | None = None) -> list[str]:
-    """What of a checkpoint is damaged, known to every rank after all have looked at their share of its files.
+    """Return the damage of a checkpoint, a line each.
+
+    Every rank checks its share of the files and gets the whole list.
 
     Args:
         folder: the checkpoint.
-        world: all its ranks call this together.
-        group: over which they speak; None: the default.
+        world: all its ranks call this function together.
+        group: process group for the communication; None for the default group.
 
     Raises:
-        CheckpointError: it cannot be read; on every rank.
+        CheckpointError: on every rank, if the checkpoint cannot be read.
     """
     found = gather(examine(folder, part=world.rank, num_parts=world.world_size), world, group)
     problems = {problem for part in found for problem in part}
@@ -58,10 +60,10 @@ def damage_together(folder: Path, world: World, group: ProcessGroup | None = Non
 
 
 def together(work: Callable[[], _T], world: World, group: ProcessGroup | None = None) -> Sequence[_T]:
-    """Every rank's result; if any rank failed, all raise the same.
+    """Call a function on every rank and return the results of all ranks; if it fails on any rank, all ranks raise.
 
     Raises:
-        CheckpointError: names the ranks and their reasons.
+        CheckpointError: if a rank failed; the message has the failed ranks with their reasons.
     """
     result: _T | None = None
     reason: str | None = None

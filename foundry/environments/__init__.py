@@ -1,1 +1,1 @@
-"""Environments, which score a model's answers; torch is not imported here."""
+"""Environments, which compute rewards for a model's answers; no module here imports torch."""

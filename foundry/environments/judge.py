@@ -1,4 +1,4 @@
-"""Rewards: what an environment's scores come to."""
+"""Computation of rewards from the scores of an environment."""
 
 import logging
 import math
@@ -14,23 +14,25 @@ from foundry.environments.worker import FaultError, Worker
 
 _TIMEOUT_SECONDS = 10.0
 _MOST_LOST = 8
-"""Processes that an environment may cost at answers one after the other before it has scored any; then it is broken,
-and each further call of the judge tries one answer only."""
+"""Maximum number of processes that an environment may lose on consecutive answers before it has scored any.
+
+After that the environment counts as broken, and each further call of the judge scores only one answer.
+"""
 _KEY = "environment"
 FAULTS = ("raised", "timed_out", "died", "no_number")
-"""Why an answer has no reward although the environment was asked for one."""
+"""Kinds of faults; an answer with a fault has no reward."""
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What an answer is worth.
+    """Reward and scores of an answer.
 
     Attributes:
-        reward: the weighted sum of the scores; None: it cannot be scored.
-        scores: by name; those that are no number are left out.
-        fault: one of `FAULTS`; empty: none.
-        message: what happened.
+        reward: weighted sum of the scores; None if the answer cannot be scored.
+        scores: scores by name; scores that are not finite numbers are omitted.
+        fault: one of `FAULTS`; empty if there was no fault.
+        message: description of the fault.
     """
 
     reward: float | None
@@ -40,19 +42,19 @@ class Judgement:
 
 
 class Judge:
-    """Scores answers by an environment; whatever it does, the run goes on.
+    """Computation of rewards by an environment; an error in the environment does not stop the run.
 
-    An answer has no reward if a score is None, NaN or too large (`_is_number`), or if the environment raises at it,
-    hangs at it or dies of it.
-    Where that happens in a call with several answers, each of them is scored again by itself.
+    An answer has no reward if one of its scores is missing (None), NaN or too large (`_is_number`), or if the
+    environment raises, hangs or crashes on it. If a call with several answers fails, each of them is scored again
+    separately.
 
     Args:
-        scorer: an environment in this process, or one in a process of its own.
-        answers_per_call: how many answers it is given at a time.
-        weights: of the scores, by name; 1 where left out.
-        name: of the environment, for messages.
-        needs: columns that it reads.
-        scores: their names; None: the environment does not say.
+        scorer: an environment in this process, or a worker that runs one in a separate process.
+        answers_per_call: number of answers per call of the environment.
+        weights: weights of the scores, by name; the default is 1.
+        name: name of the environment, for messages.
+        needs: dataset columns that the environment reads.
+        scores: names of its scores; None if unknown.
     """
 
     def __init__(
@@ -69,14 +71,14 @@ class Judge:
         self._weights, self.name, self.needs = dict(weights), name, tuple(needs)
         self.scores = scores
         self._has_warned = self._has_scored = False
-        self._lost = 0  # processes, before any answer was scored
+        self._lost = 0  # number of processes lost before any answer was scored
 
     def judge(self, answers: Sequence[Answer], beat: Callable[[str], None] = lambda what: None) -> list[Judgement]:
-        """What each answer is worth.
+        """Return the reward and scores of each answer.
 
         Args:
-            answers: to be scored.
-            beat: says what is being done, to a watchdog.
+            answers: the answers to score.
+            beat: heartbeat, called with the name of the current activity.
         """
         found = self._judge(answers, self._answers_per_call, beat)
         for judgement, answer in zip(found, answers, strict=True):
@@ -87,7 +89,7 @@ class Judge:
         return found
 
     def close(self) -> None:
-        """End the process of the environment, where it has one."""
+        """Terminate the environment's process, if it has one."""
         if isinstance(self._scorer, Worker):
             self._scorer.close()
 
@@ -126,22 +128,22 @@ class Judge:
 
 
 def _is_number(value: float) -> bool:
-    """Whether a mean and a deviation can be computed of a value: its square is finite in float64."""
+    """Return whether mean and deviation of a value can be computed: its square is finite in float64."""
     return math.isfinite(value * value)
 
 
 def _why_none(value: float | None) -> str:
-    """Explain that a finite value is too large; empty for NaN and infinity, which explain themselves."""
+    """Explain that a finite value is too large; empty for NaN and infinity, which need no explanation."""
     return ", whose square is not finite in float64" if value is not None and math.isfinite(value) else ""
 
 
 def build_judge(node: Any) -> Judge | None:
-    """The judge of a run, given its group `environment`; None where nothing scores answers.
+    """Build the judge of a run from its config group `environment`; None if the run has no environment.
 
-    One of the user's own runs in a process of its own.
+    User-defined environments run in a separate process.
 
     Raises:
-        ConfigError: the environment cannot be built.
+        ConfigError: if the environment cannot be built.
     """
     target = field_of(node, "_target_")
     if target is None:

@@ -1,4 +1,4 @@
-"""Environments that compare answers with what they are to be, or to look like."""
+"""Environments that compare answers with a reference answer or a pattern."""
 
 import re
 from collections.abc import Sequence
@@ -12,7 +12,10 @@ from foundry.environments.protocol import Answer, Scores
 
 
 class ExactMatch:
-    """`correct` if the answer is that of the row, but for white space around it; `format` if a pattern matches."""
+    """Environment that scores `correct` if the answer equals the row's, except for surrounding whitespace.
+
+    With a pattern, the compared text is the pattern's last match, and `format` is 1 if there is a match.
+    """
 
     @configured_by(ExactMatchSettings)
     def __init__(self, settings: ExactMatchSettings) -> None:
@@ -20,7 +23,7 @@ class ExactMatch:
         self._pattern = None if settings.pattern is None else re.compile(settings.pattern)
 
     def score(self, answers: Sequence[Answer]) -> list[Scores]:
-        """`correct` is None where the row has no `answer`."""
+        """Return the scores of each answer, with None for `correct` if the row has no `answer`."""
         return [self._score(answer) for answer in answers]
 
     def _score(self, answer: Answer) -> Scores:
@@ -36,7 +39,10 @@ class ExactMatch:
 
 
 class MultipleChoice:
-    """`correct` where the last choice that is named is that of the row; `format` where one is named."""
+    """Environment for multiple-choice questions.
+
+    It scores `correct` if the last choice in the answer is the row's, and `format` if the answer contains a choice.
+    """
 
     @configured_by(MultipleChoiceSettings)
     def __init__(self, settings: MultipleChoiceSettings) -> None:
@@ -44,7 +50,7 @@ class MultipleChoice:
         self._pattern = re.compile(rf"\b([{re.escape(self._choices)}])\b" if pattern is None else pattern)
 
     def score(self, answers: Sequence[Answer]) -> list[Scores]:
-        """`correct` is None where the row's `answer` is no choice."""
+        """Return the scores of each answer, with None for `correct` if the row's `answer` is not a choice."""
         return [self._score(answer) for answer in answers]
 
     def _score(self, answer: Answer) -> Scores:
@@ -61,22 +67,26 @@ class MultipleChoice:
 
 
 class Format:
-    """`format` where the whole answer matches."""
+    """Environment that scores `format` if a pattern matches the whole answer."""
 
     @configured_by(FormatSettings)
     def __init__(self, settings: FormatSettings) -> None:
         self._pattern = re.compile(settings.pattern, re.DOTALL)
 
     def score(self, answers: Sequence[Answer]) -> list[Scores]:
-        """1 or 0 for each answer."""
+        """Return 1 or 0 for each answer."""
         return [{"format": float(self._pattern.fullmatch(answer.text.strip()) is not None)} for answer in answers]
 
 
 class Arithmetic:
-    """`correct` where the number after the last `Answer:` is that of the row; `format` where the text ends with one."""
+    """Environment for arithmetic problems.
+
+    It scores `correct` if the number after the last `Answer:` is the row's, and `format` if the text ends with
+    `Answer:` and a number.
+    """
 
     def score(self, answers: Sequence[Answer]) -> list[Scores]:
-        """`correct` is None where the row's `answer` has no number."""
+        """Return the scores of each answer, with None for `correct` if the row's `answer` has no number."""
         return [self._score(answer) for answer in answers]
 
     def _score(self, answer: Answer) -> Scores:
@@ -94,7 +104,10 @@ _ENDS = re.compile(r"Answer: -?\d+\s*$")
 
 
 def find_last(pattern: re.Pattern[str], text: str) -> str | None:
-    """The first group of a pattern's last match, or all of that where it has no group; None: it does not match."""
+    """Return the first group of a pattern's last match, or the whole match if the pattern has no groups.
+
+    Returns None if there is no match.
+    """
     matches = list(pattern.finditer(text))
     if not matches:
         return None

@@ -1,22 +1,22 @@
-"""What an environment is given, and what it answers."""
+"""Interface of environments: their input, the answers, and their output, the scores."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 Scores = Mapping[str, float | None]
-"""What an answer is worth, by name; None or NaN where that cannot be told."""
+"""Scores of an answer by name; None or NaN if a score cannot be determined."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model has answered.
+    """Completion of a prompt by a model.
 
     Attributes:
-        text: without the token that ends it.
-        prompt: what it answers, as the model was given it.
-        columns: of the prompt's row: `answer`, and whatever else the data has.
-        is_truncated: it did not end by itself.
+        text: the completion, without its stop token.
+        prompt: the prompt as the model received it.
+        columns: columns of the prompt's row, such as `answer`.
+        is_truncated: whether it reached the length limit instead of a stop token.
     """
 
     text: str
@@ -26,8 +26,11 @@ class Answer:
 
 
 class Environment(Protocol):
-    """Scores answers; each by itself, so that batches change nothing."""
+    """Protocol of an environment, which scores each answer independently, so that batching has no effect."""
 
     def score(self, answers: Sequence[Answer]) -> Sequence[Scores]:
-        """The scores of each answer, by name; one of the user's own is given one answer at a time."""
+        """Return the scores of each answer, by name.
+
+        A user-defined environment receives one answer per call by default.
+        """
         ...

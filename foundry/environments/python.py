@@ -1,4 +1,4 @@
-"""Whether an answer is Python."""
+"""Environment that scores whether an answer is valid Python."""
 
 import ast
 import re
@@ -11,13 +11,13 @@ _FENCED = re.compile(r"```(?:python|py)?\s*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
 class Python:
-    """`parses` where the answer is source text that Python can parse: the code between ``` where there is any.
+    """Environment that scores `parses` if Python can parse the answer, or its code blocks between ``` if it has any.
 
-    Nothing of it is run. Its parser may exhaust the stack of its process, so it has one of its own.
+    The code is not executed. Since the parser may exhaust the stack of its process, it runs in a separate one.
     """
 
     def score(self, answers: Sequence[Answer]) -> list[Scores]:
-        """1 or 0 for each answer."""
+        """Return 1 or 0 for each answer."""
         return [{"parses": float(_parses(answer.text))} for answer in answers]
 
 

@@ -1,4 +1,4 @@
-"""An environment in a process of its own, which is ended when it takes too long and started again."""
+"""Worker that runs an environment in a separate process, which is killed after a timeout and restarted."""
 
 if __name__ == "__main__":
     from foundry.core.safe_path import leave_current_folder
@@ -24,12 +24,12 @@ from foundry.core.safe_path import environment_of_module
 from foundry.environments.protocol import Answer
 
 _START_SECONDS = 600.0
-"""To import what the environment needs, on a busy machine."""
+"""Timeout for importing and building the environment, on a busy machine."""
 _LOOK_SECONDS = 1.0
-"""Between two looks at whether the process is still there."""
+"""Seconds between two checks that the process is alive."""
 _LONGEST_MESSAGE = 300
 _LONGEST_REPLY = 2**26
-"""Bytes; an environment that writes into the connection without an end would take all memory."""
+"""Limit in bytes; without it an environment that writes endlessly into the connection could exhaust all memory."""
 
 
 class FaultError(RuntimeError):
@@ -45,14 +45,14 @@ class FaultError(RuntimeError):
 
 
 class Worker:
-    """Has a process score answers.
+    """Proxy of an environment that runs in a separate process.
 
     Args:
         node: configuration of the environment, with `_target_`.
-        timeout_seconds: longest time of one call of its `score`.
+        timeout_seconds: maximum duration of one call of its `score`.
 
     Raises:
-        FaultError: the environment cannot be built.
+        FaultError: if the environment cannot be built.
     """
 
     def __init__(self, node: Mapping[str, Any], timeout_seconds: float) -> None:
@@ -62,10 +62,11 @@ class Worker:
         self._start()
 
     def score(self, answers: Sequence[Answer]) -> list[dict[str, float | None]]:
-        """The scores of each answer, of one call.
+        """Return the scores of each answer, from one call of the environment.
 
         Raises:
-            FaultError: it raised, took too long, or its process has died; the next answers are scored by a new one.
+            FaultError: if the call raised, timed out, or its process died; the next answers are scored by a new
+                process.
         """
         if self._process is None:
             self._start()
@@ -77,7 +78,7 @@ class Worker:
             return _checked(reply["scores"], len(answers))
 
     def close(self) -> None:
-        """End the process, and those that it has started."""
+        """Kill the process and its child processes."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -129,12 +130,12 @@ class Worker:
             return _parse_reply(line, self._requests)
 
     def _disturbed(self, reason: str) -> FaultError:
-        """End the process, whose connection holds something else than a reply: the next one might, too."""
+        """Kill the process, since after an invalid reply the next one may be invalid too, and return the error."""
         self.close()
         return FaultError("died", f"wrote into the connection of the environment's process ({reason})")
 
     def _ended(self) -> str:
-        """End the process, which answers no more; what has become of it."""
+        """Kill a process that no longer replies, and return a description of how it ended."""
         assert self._process is not None
         try:
             code = self._process.wait(_LOOK_SECONDS)
@@ -145,10 +146,10 @@ class Worker:
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
     def _read_line(self, deadline: float) -> bytes:
-        """A line of the process, or what there is of it where the process has ended.
+        """Read a line from the process; the line is incomplete if the process has ended.
 
         Raises:
-            TimeoutError: there is none by then.
+            TimeoutError: if there is no complete line before the deadline.
         """
         assert self._process is not None
         assert self._process.stdout is not None
@@ -164,16 +165,16 @@ class Worker:
                     line += part
                 elif left <= 0:
                     raise TimeoutError
-                elif self._process.poll() is not None:  # what it has started may hold the pipe
+                elif self._process.poll() is not None:  # its child processes may keep the pipe open
                     break
         return bytes(line)
 
 
 def _parse_reply(line: bytes, number: int) -> dict[str, Any]:
-    """Return the reply to the request of this number.
+    """Return the reply to the request with a number.
 
     Raises:
-        ValueError: the line is another one.
+        ValueError: if the line is not that reply.
     """
     reply = json.loads(line)
     if not isinstance(reply, dict) or reply.get("number") != number:
@@ -182,12 +183,15 @@ def _parse_reply(line: bytes, number: int) -> dict[str, Any]:
 
 
 def _serve() -> None:
-    """In the process: build the environment that the first line names, and score the answers of each line after it."""
+    """Build the environment described in the first line, and score the answers in each further line.
+
+    Runs in the worker.
+    """
     stop_signals.outlive()
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what the environment prints is for people
+    os.dup2(2, 1)  # the environment's output goes to stderr
     requests = os.fdopen(os.dup(0), "r", encoding="utf-8")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what it reads is not the answers
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the environment cannot read the requests
     first = json.loads(requests.readline())
     stop_signals.end_with_parent(first["parent"])
     _end_first()
@@ -199,7 +203,7 @@ def _serve() -> None:
     own = os.getpid()
 
     def reply(number: int, **content: Any) -> None:
-        if os.getpid() != own:  # the environment has forked, and both have come back
+        if os.getpid() != own:  # a forked child of the environment returned here too
             os._exit(0)
         replies.write(json.dumps({"number": number, **content}) + "\n")
         replies.flush()
@@ -210,7 +214,7 @@ def _serve() -> None:
         environment = build(first["node"])
         if not callable(getattr(environment, "score", None)):
             raise TypeError(f"{first['node']['_target_']} has no method score(answers)")
-    except BaseException as error:  # sys.exit() and the like are an environment's fault as any other
+    except BaseException as error:  # including SystemExit and similar
         reply(first["number"], raised=_described(error))
         return
     reply(first["number"], ready=True)
@@ -224,10 +228,10 @@ def _serve() -> None:
 
 
 def _checked(scores: Any, count: int) -> list[dict[str, float | None]]:
-    """The scores of so many answers.
+    """Return the scores of a number of answers with checked types.
 
     Raises:
-        TypeError: they are none.
+        TypeError: if they are not valid scores.
     """
     is_list = isinstance(scores, (list, tuple)) and len(scores) == count
     if not is_list or not all(isinstance(one, Mapping) for one in scores):
@@ -248,7 +252,7 @@ def _number(name: object, value: Any) -> float | None:
 
 
 def _end_first() -> None:
-    """Have the kernel end this process, not the run, where memory is short."""
+    """Make the kernel's OOM killer prefer this process to the training run."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
 

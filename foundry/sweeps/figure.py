@@ -1,4 +1,4 @@
-"""report.png of a sweep: the metric against each swept parameter, and the learning curves of all jobs."""
+"""Figure of a sweep (report.png): the metric against each swept parameter, and the learning curves of all jobs."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from matplotlib.lines import Line2D
 
 _WIDE_SPAN = 20.0
-"""Positive values whose largest is more than this many times the smallest are drawn on a logarithmic axis."""
+"""Ratio of the largest to the smallest positive value above which an axis is logarithmic."""
 
 _PRUNED = "#c2a5cf"
-"""Of jobs that a search ended early."""
+"""Color of jobs that a search ended early."""
 
 _TICK_INCHES, _LEGEND_INCHES = 0.085, 0.07
-"""Width of a character of a tick label, and of a row of names, estimated."""
+"""Estimated width in inches of a character of a tick label, and of a character of a legend row."""
 
 _HUES = (BLUE, "#db2777", "#0d9488", "#7c3aed", "#a16207", "#0891b2", "#475569", "#65a30d")
-"""Hues of categories, without the colours of the best job and of states."""
+"""Colors of categories, which exclude the colors of the best job and of states."""
 _SCALE, _SCALE_END = "viridis", 0.75  # its end is too light to be seen
 _MOST_TICKS = 12
 _SHORTEST_TICK = 7  # characters, below which category names are drawn at an angle
@@ -48,9 +48,10 @@ Curve = tuple[JobReport, list[tuple[int, float]]]
 
 
 def _is_share_metric(sweep: SweepReport, values: Iterable[float]) -> bool:
-    """Whether a metric is a fraction of one, such as an accuracy, which means nothing on a logarithmic axis.
+    """Return whether a metric is a fraction between 0 and 1, such as an accuracy, which needs a linear axis.
 
-    A loss between 0 and 1 is none; any metric between 0 and 1 of which a higher value is better is one.
+    A metric between 0 and 1 is a fraction if a higher value is better, or if its name suggests it; other losses are
+    not.
     """
     is_named = any(word in sweep.metric for word in _SHARE_METRICS)
     return (is_named or not sweep.minimize) and _are_fractions(values)
@@ -77,13 +78,13 @@ class _Colours:
         return to_hex(colormaps[_SCALE](_SCALE_END * rank / max(len(values) - 1, 1)))
 
     def of(self, job: JobReport) -> str:
-        """A job's colour."""
+        """Return the color of a job."""
         return self[self.parameter.at[job.index]]
 
 
 @dataclass(frozen=True)
 class Frame:
-    """The vertical extent that all panels of the metric share."""
+    """Vertical range that all panels of the metric share."""
 
     low: float
     high: float
@@ -91,10 +92,10 @@ class Frame:
 
     @classmethod
     def around(cls, values: Iterable[float], *, is_linear: bool = False) -> "Frame":
-        """Hold the values; of those far above or below the bulk only that they lie outside.
+        """Return a range that contains the values, except for extreme outliers on a linear axis.
 
         Args:
-            values: at least one is finite; NaN and infinities do not count.
+            values: at least one is finite; NaN and infinities are ignored.
             is_linear: never choose a logarithmic axis.
         """
         finite = sorted(value for value in values if math.isfinite(value))
@@ -111,25 +112,25 @@ class Frame:
         return cls(low - margin, high + margin, False)
 
     def share(self, value: float) -> float:
-        """How far up the panel a value lies, from 0 to 1."""
+        """Return the height of a value in the panel, from 0 to 1."""
         low, high = (math.log(self.low), math.log(self.high)) if self.is_log else (self.low, self.high)
         place = math.log(value) if self.is_log else value
         return min(max((place - low) / (high - low), 0.0), 1.0)
 
     def apply(self, axes: "Axes") -> None:
-        """Give a panel this extent."""
+        """Apply this range to a panel."""
         if self.is_log:
             scale_logarithmically(axes)
         axes.set_ylim(self.low, self.high)
 
 
 def _size_inches(axes: "Axes") -> tuple[float, float]:
-    """Width and height of a panel without its labels."""
+    """Return width and height of a panel without its labels."""
     return axes.bbox.width / axes.figure.dpi, axes.bbox.height / axes.figure.dpi
 
 
 def _resolve_colour(sweep: SweepReport, job: JobReport) -> str:
-    """A job's colour: of the best, or of its state."""
+    """Return the color of a job: that of the best job, or of its state."""
     if job is sweep.best:
         return ORANGE
     if job.has_failed:
@@ -175,7 +176,7 @@ def _draw_series(
     others: Sequence[Parameter],
     colours: _Colours | None,
 ) -> None:
-    """Join the jobs that differ in the parameter only, and show mean and standard deviation of several seeds."""
+    """Connect the jobs that differ only in the parameter, and show mean and standard deviation over several seeds."""
     series: dict[tuple[float, ...], dict[float, list[JobReport]]] = {}
     for job in sweep.jobs:
         if job.is_complete and job.has_metric:
@@ -196,14 +197,14 @@ def _draw_series(
 
 
 def _draw_spread(axes: "Axes", at: Sequence[float], values: Sequence[float], colour: str) -> None:
-    """A dash at the mean of several seeds, and a line of one standard deviation to either side."""
+    """Draw a dash at the mean of several seeds, and a line of one standard deviation to either side."""
     middle, mean, spread = fmean(at), fmean(values), stdev(values)
     axes.plot([middle] * 2, [mean - spread, mean + spread], color=colour, linewidth=2, alpha=0.8, zorder=2, gid="std")
     axes.plot(middle, mean, "_", color=colour, markersize=14, markeredgewidth=2.4, zorder=4, gid="mean")
 
 
 def _name_colours(axes: "Axes", colours: _Colours) -> None:
-    """Write a row above the panel: name of the coloured parameter, and as many of its values as fit."""
+    """Draw a legend row above the panel: name of the colored parameter, and as many of its values as fit."""
     from matplotlib.lines import Line2D
 
     parameter = colours.parameter
@@ -239,9 +240,10 @@ def _name_colours(axes: "Axes", colours: _Colours) -> None:
 def _draw_job(
     axes: "Axes", x: float, sweep: SweepReport, job: JobReport, frame: Frame, colours: _Colours | None
 ) -> None:
-    """A star for the best, a dot for another, a triangle where the frame ends; hollow until the job is complete.
+    """Draw a job's marker: a star for the best job, a dot for other jobs.
 
-    The line behind it is the interval of the metric, where there is one.
+    A job whose metric is out of range gets a triangle, and an incomplete job a hollow marker. A line behind the marker
+    shows the interval of the metric, if it has one.
     """
     assert job.metric is not None
     y = min(max(job.metric, frame.low), frame.high)
@@ -265,9 +267,10 @@ def _draw_job(
 
 
 def _scale_numbers(axes: "Axes", parameter: Parameter) -> Callable[[JobReport], float]:
-    """Set the axis: logarithmic over a wide span, unless the values are shares or all but the least are evenly spaced.
+    """Set a numeric axis; it is logarithmic for a wide span of values.
 
-    Each value has a tick if there are few, except values whose labels would overlap.
+    It stays linear for fractions, and if all values except the smallest are evenly spaced. If there are few values,
+    each has a tick, except those whose labels would overlap.
     """
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
@@ -291,7 +294,7 @@ def _scale_numbers(axes: "Axes", parameter: Parameter) -> Callable[[JobReport], 
 
 
 def _apart(parameter: Parameter, *, is_log: bool, inches: float) -> list[float]:
-    """Return the values whose labels do not overlap on an axis of this length, the first and the last among them."""
+    """Return the values whose labels do not overlap on an axis of this length, always with the first and the last."""
     values = parameter.values
     scaled = [math.log(value) if is_log else value for value in values]
     extent = scaled[-1] - scaled[0] or 1.0
@@ -310,7 +313,7 @@ def _apart(parameter: Parameter, *, is_log: bool, inches: float) -> list[float]:
 def _scale_categories(axes: "Axes", parameter: Parameter, others: Sequence[Parameter]) -> Callable[[JobReport], float]:
     """Set the category names, on two lines or at an angle if they are long.
 
-    Jobs of a category stand side by side, sorted by the other parameters.
+    Jobs of a category are placed side by side, sorted by the other parameters.
     """
     names = parameter.labels
     slot = _size_inches(axes)[0] / (len(names) + 0.2) / _TICK_INCHES
@@ -335,7 +338,7 @@ def _scale_categories(axes: "Axes", parameter: Parameter, others: Sequence[Param
 
 
 def _in_lines(name: str, longest: int) -> str:
-    """A category's name on one or two lines of so many characters, broken between words if possible."""
+    """Split a category's name into at most two lines of a given length, between words if possible."""
     text = shorten(name, 2 * longest)
     if len(text) <= longest:
         return text
@@ -345,7 +348,7 @@ def _in_lines(name: str, longest: int) -> str:
 
 
 def sweep_figure(sweep: SweepReport) -> "Figure":
-    """A panel for each parameter, and one for the learning curves."""
+    """Return the figure of a sweep: a panel for each parameter, and one for the learning curves."""
     parameters = Parameter.read_all(sweep)
     drawings: list[Panel] = [
         *_parameter_panels(sweep, parameters),
@@ -370,7 +373,7 @@ def _parameter_panels(sweep: SweepReport, parameters: Sequence[Parameter]) -> It
 
 
 def _draw_curves(axes: "Axes", sweep: SweepReport, parameters: Sequence[Parameter]) -> None:
-    """The metric of every job over its steps; the training loss while nothing has been evaluated twice."""
+    """Draw the metric of every job over its steps; the training loss if no job has two evaluations."""
     name, curves = _curves(sweep)
     count_steps(axes)
     axes.set_ylabel(shorten(name, 40), parse_math=False)
@@ -408,7 +411,7 @@ def _draw_curves(axes: "Axes", sweep: SweepReport, parameters: Sequence[Paramete
 
 
 def _curve_colour(sweep: SweepReport, job: JobReport, colours: _Colours | None) -> str:
-    """The colour of the first parameter's value, unless the job is the best or has another state than finished."""
+    """Return the color of the first parameter's value; the best job and incomplete jobs have their own colors."""
     if colours is not None and job.is_complete and job is not sweep.best:
         return colours.of(job)
     return _resolve_colour(sweep, job)
@@ -416,7 +419,7 @@ def _curve_colour(sweep: SweepReport, job: JobReport, colours: _Colours | None) 
 
 @dataclass(frozen=True)
 class _CurveName:
-    """Name of a curve, or of the curves of several seeds, at the end of the best one."""
+    """Name at the end of a curve, or at the end of the best curve of several seeds."""
 
     text: str
     end: float
@@ -452,13 +455,13 @@ def _curve_names(
 
 
 def _write_names(axes: "Axes", names: Sequence[_CurveName], frame: Frame, title: str) -> None:
-    """Write names at the right of the panel, close to the ends of their curves; the panel becomes narrower.
+    """Write names to the right of the panel, close to the ends of their curves; the panel becomes narrower.
 
     Args:
-        axes: of the curves.
-        names: of curves.
-        frame: the vertical extent of the panel.
-        title: above the names: the parameters whose values they are.
+        axes: the panel with the curves.
+        names: names of the curves.
+        frame: vertical range of the panel.
+        title: names of the parameters, shown above the names; empty for none.
     """
     at, (width, height) = axes.get_position(), _size_inches(axes)
     room = (max(len(name.text) for name in names) + 2) * _NAME_INCHES / width if names else 0.0
@@ -475,9 +478,10 @@ def _write_names(axes: "Axes", names: Sequence[_CurveName], frame: Frame, title:
 
 
 def spread(places: Sequence[float], gap: float) -> list[float]:
-    """Move ascending places between 0 and 1, as little as possible in squares, until neighbours are `gap` apart.
+    """Move ascending positions between 0 and 1 by the least sum of squares until neighbors are `gap` apart.
 
-    This is isotonic regression of the places minus multiples of the gap. Places outside the range are moved into it.
+    This is isotonic regression of the positions minus multiples of the gap. Positions outside the range are moved into
+    it.
     """
     pools = list[tuple[float, int]]()  # mean and number
     for index, place in enumerate(places):
@@ -499,19 +503,19 @@ def _curves(sweep: SweepReport) -> tuple[str, list[Curve]]:
 
 
 def _finite_curves(sweep: SweepReport, metric: str) -> list[Curve]:
-    """What was measured of each job, if a number was among it."""
+    """Return the curves of a metric that have at least one finite value."""
     curves = ((job, evaluations(job, metric)) for job in sweep.jobs)
     return [(job, _thinned(points)) for job, points in curves if any(math.isfinite(value) for _, value in points)]
 
 
 def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """So many that no more can be told apart, the last one among them."""
+    """Reduce a curve to the number of points that can be distinguished, and keep the last one."""
     stride = max(1, math.ceil(len(points) / _MOST_POINTS))
     return [*points[:-1:stride], points[-1]]
 
 
 def _head(figure: "Figure", sweep: SweepReport) -> None:
-    """Title and best job at the left, what the marks mean at the right."""
+    """Write title and best job at the left, and the legend of the markers at the right."""
     best, number = sweep.best, len(sweep.jobs)
     title, handles = f"{sweep.metric_name} of {number} job{'s' * (number != 1)}", list(_handles(sweep))
     if best is None:

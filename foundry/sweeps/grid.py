@@ -1,4 +1,4 @@
-"""From swept overrides to the overrides of each job."""
+"""Expansion of swept overrides to the overrides of each job."""
 
 import itertools
 import math
@@ -17,18 +17,18 @@ from foundry.sweeps.job import Job
 
 _ZIP, _EXCLUDE = "hydra.sweeper.zip", "hydra.sweeper.exclude"
 _OVERRIDE = re.compile(r"""(?:'[^']*'|"[^"]*"|\S)+""")
-"""What spaces separate, those within quotes excepted."""
+"""Matches overrides separated by spaces, except for spaces within quotes."""
 
 
 def expand(overrides: Sequence[Override], options: Sweep) -> list[Job]:
-    """Every job of a sweep, the last key varying fastest.
+    """Return all jobs of a sweep; the last key varies fastest.
 
     Args:
-        overrides: the sweep's overrides, parsed; of several for one key the last one counts.
-        options: which keys go together, which combinations are left out, and how many jobs there may be.
+        overrides: the parsed overrides of the sweep; the last one for a key takes effect.
+        options: the zipped keys, the excluded combinations, and the maximum number of jobs.
 
     Raises:
-        ConfigError: with everything that is wrong with them.
+        ConfigError: with all errors in the overrides and options.
     """
     by_key = {override.get_key_element(): override for override in overrides}
     if continuous := [o for o in by_key.values() if o.is_sweep_override() and not o.is_discrete_sweep()]:
@@ -38,7 +38,7 @@ def expand(overrides: Sequence[Override], options: Sweep) -> list[Job]:
         )
     zipped = options.zip
     swept = {key: override for key, override in by_key.items() if override.is_sweep_override()}
-    # Counted before anything is enumerated: range(1000000) is typed quickly.
+    # Check the size before anything is enumerated: range(1000000) is quickly typed.
     if too_many := list(_check_size(swept, zipped, options.max_jobs)):
         raise ConfigError(too_many)
     values = {key: [f"{key}={value}" for value in o.sweep_string_iterator()] for key, o in swept.items()}
@@ -50,10 +50,10 @@ def expand(overrides: Sequence[Override], options: Sweep) -> list[Job]:
 
 
 def count_values(override: Override) -> int:
-    """How many values a swept key has, without enumerating those of a range.
+    """Return the number of values of a swept key, without enumerating a range.
 
     Raises:
-        ValueError: it is a range without an end.
+        ValueError: if it is an infinite range.
     """
     value = override.value()
     if not isinstance(value, RangeSweep):
@@ -118,7 +118,7 @@ def _check_zip(zipped: Sequence[Sequence[str]], values: dict[str, list[str]]) ->
 def _product(
     by_key: dict[str, Override], values: dict[str, list[str]], zipped: Sequence[Sequence[str]]
 ) -> Iterator[Job]:
-    """The grid; each axis is one swept key, or several zipped ones at the place of the first."""
+    """Yield the jobs of the grid; each axis is one swept key, or several zipped keys at the position of the first."""
     group_of = {key: tuple(group) for group in zipped for key in group}
     axes = dict.fromkeys(group_of.get(key, (key,)) for key in values)
     choices = [list(zip(*(values[key] for key in axis), strict=True)) for axis in axes]
@@ -130,12 +130,15 @@ def _product(
 
 
 def format_override(override: Override) -> str:
-    """An override as it was given, its number written as Hydra does."""
+    """Return an override as text, with numbers in Hydra's notation."""
     return f"{override.get_key_element()}={override.get_value_element_as_str()}"
 
 
 def _without(jobs: list[Job], excluded: Iterable[str]) -> list[Job]:
-    """The jobs that no exclusion names; one that names none is an error, most likely of spelling."""
+    """Return the jobs that no exclusion matches.
+
+    An exclusion without a match is an error, since it is probably a typo.
+    """
     violations, left = [], jobs
     for text in map(str, excluded):
         try:

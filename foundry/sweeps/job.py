@@ -1,4 +1,4 @@
-"""One job of a sweep, from the grid or search that proposes it to `sweep.json` and the report."""
+"""A job of a sweep, from its proposal by a grid or search to `sweep.json` and the report."""
 
 import hashlib
 import json
@@ -13,11 +13,11 @@ class Job:
     """One point of a sweep.
 
     Attributes:
-        swept: those of its overrides that other jobs of the sweep have with other values.
-        overrides: everything that it is composed from; empty for one that was read from `sweep.json`.
-        index: its number, which a resumed sweep does not give to another; -1 until it has one.
-        dir: its run directory, relative to the sweep's; empty until it has one.
-        config_hash: of the configuration that it composes to; empty until it is composed.
+        swept: overrides whose values differ between the jobs of the sweep.
+        overrides: all overrides of the job; empty if it was read from `sweep.json`.
+        index: number of the job, which a resumed sweep never reassigns; -1 before it is assigned.
+        dir: its run directory, relative to the sweep's; empty before it is assigned.
+        config_hash: hash of its composed configuration; empty before composition.
     """
 
     swept: tuple[str, ...]
@@ -28,13 +28,13 @@ class Job:
 
     @property
     def id(self) -> str:
-        """The same for the same point, whatever else the sweep has, in whatever order and spelling it was typed."""
+        """Digest of the swept overrides, independent of their order and spelling and of the other jobs."""
         points = sorted(respell_targets(override, first_path) for override in self.swept)
         return hashlib.sha256(json.dumps(points).encode()).hexdigest()[:16]
 
     @property
     def settings(self) -> str:
-        """What tells it from the other jobs."""
+        """The swept overrides as text."""
         return ", ".join(self.swept)
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""What a resumed sweep keeps of its jobs: their numbers, directories and configurations."""
+"""Manifest of a sweep: numbers, directories and configurations of its jobs, which a resumed sweep keeps."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -21,15 +21,15 @@ _MOST_JOBS_NAMED = 5
 
 @dataclass(frozen=True, kw_only=True)
 class SweepManifest:
-    """A sweep.
+    """Content of a `sweep.json`.
 
     Attributes:
-        command: the overrides it was last started with.
-        created: when it was first started, in ISO 8601.
+        command: overrides of its last start.
+        created: time of its first start, in ISO 8601.
         launcher: the chosen `hydra/launcher`.
-        metric: what jobs are compared by.
+        metric: metric for comparing jobs.
         direction: `minimize` or `maximize`.
-        jobs: all of them, in the order of their indices, also those that only an earlier start had.
+        jobs: all jobs by index, including the jobs of earlier starts.
     """
 
     command: tuple[str, ...]
@@ -41,10 +41,10 @@ class SweepManifest:
 
     @classmethod
     def load(cls, sweep_dir: Path) -> "SweepManifest | None":
-        """What the directory holds; None where no sweep has been.
+        """Load the manifest of a directory; None if it does not exist.
 
         Raises:
-            ConfigError: what it holds cannot be read.
+            ConfigError: if it cannot be read.
         """
         try:
             content = read_sweep_file(sweep_dir, to_resume=True)
@@ -69,7 +69,7 @@ class SweepManifest:
     def begin(
         cls, sweep_dir: Path, command: Sequence[str], *, launcher: str, metric: str, direction: str
     ) -> "SweepManifest":
-        """A sweep about to start; with the jobs of the one that the directory holds, if any."""
+        """Return the manifest of a new start, including the jobs of an existing sweep in the directory."""
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         fresh = cls(command=tuple(command), created=now, launcher=launcher, metric=metric, direction=direction)
         earlier = cls.load(sweep_dir)
@@ -97,21 +97,21 @@ class SweepManifest:
         write_sweep_file(sweep_dir, content)
 
     def number(self, jobs: Sequence[Job]) -> list[int]:
-        """The index of each job: its old one where it has one, else the next that is free."""
+        """Return the index of each job: its existing index, or the next free one."""
         known = {job.id: job.index for job in self.jobs}
         free = itertools.count(1 + max(known.values(), default=-1))
         return [known[job.id] if job.id in known else next(free) for job in jobs]
 
     def with_jobs(self, jobs: Sequence[Job]) -> "SweepManifest":
-        """The sweep with these jobs, whether it knew them or not."""
+        """Return the manifest with these jobs added or updated."""
         merged = {job.index: job for job in (*self.jobs, *jobs)}
         return replace(self, jobs=tuple(merged[index] for index in sorted(merged)))
 
     def check(self, sweep_dir: Path, jobs: Sequence[Job], configs: Sequence[Config]) -> None:
-        """Refuse to resume a sweep whose jobs are to be others than they were.
+        """Check that the jobs of a resumed sweep have the same configurations as before.
 
         Raises:
-            ConfigError: with each setting that differs, and the jobs where it does.
+            ConfigError: with each changed setting and the affected jobs.
         """
         known = {job.id: job for job in self.jobs}
         changed: dict[str, list[Job]] = {}
@@ -132,7 +132,7 @@ class SweepManifest:
 
 
 def _changes(run_dir: Path, config: Config) -> Iterator[Difference]:
-    """How a job's configuration differs from the one its run directory holds."""
+    """Return the differences between a job's configuration and the one recorded in its run directory."""
     now = plain(config)
     del now["hparams"]["accum_freq"]
     was = read_recorded(run_dir) or {}

@@ -1,4 +1,4 @@
-"""Ending the run in MLflow that is above those of a sweep's jobs, with what came of the sweep."""
+"""Completion of a sweep's parent run in MLflow, with the results of the sweep."""
 
 import logging
 import time
@@ -22,22 +22,22 @@ _log = logging.getLogger(__name__)
 
 
 def close_parent(sweep_dir: Path, *, uri: str | None = None, stopped: bool = False) -> None:
-    """End the sweep's run in MLflow, with what came of it, once no job is left that will run.
+    """Log the results of a sweep to its run in MLflow and end that run, if no job is running or queued.
 
-    Where there is no such run, nothing is done.
+    Does nothing if the sweep has no run in MLflow.
 
     Args:
         sweep_dir: the sweep's directory.
-        uri: the store with its credentials, which the directory does not remember; None: MLFLOW_TRACKING_URI.
-        stopped: the sweep was interrupted, so that those still queued will not run.
+        uri: tracking URI including credentials, which are not stored in the directory; None for MLFLOW_TRACKING_URI.
+        stopped: whether the sweep was interrupted, so that queued jobs will not run.
 
     Raises:
-        Exception: what MLflow raises.
+        Exception: any error of MLflow.
     """
     parent = Destination.load(sweep_dir)
     if parent is None or parent.run_id is None or (not stopped and _is_going(sweep_dir)):
         return
-    if parent.uri != masked_text(tracking_uri(uri)):  # the directory may be somebody else's, and so the store
+    if parent.uri != masked_text(tracking_uri(uri)):  # the directory may come from another user with another store
         _log.warning("the sweep's run in MLflow stays open: %s is not the store in use here", parent.uri)
         return
     from foundry.tracking.mlflow.store import MlflowStore
@@ -50,13 +50,13 @@ def close_parent(sweep_dir: Path, *, uri: str | None = None, stopped: bool = Fal
     client, run_id = store.connect()
     known = client.get_run(run_id)
     if known.info.status == status and tags.items() <= known.data.tags.items():
-        return  # the last job has done it
+        return  # already done by the last job's process
     for operation in _closing(sweep, parent.evaluation_name(sweep.metric), tags, status):
         store.apply([operation])
 
 
 def try_to_close_parent(sweep_dir: Path, *, uri: str | None = None, stopped: bool = False) -> None:
-    """The same; that a store does not answer, or not soon, is a line in the log and no more."""
+    """Call `close_parent` with short timeouts, and only log an error, such as a store that does not respond."""
     try:
         with short_waits():
             close_parent(sweep_dir, uri=uri, stopped=stopped)
@@ -65,24 +65,24 @@ def try_to_close_parent(sweep_dir: Path, *, uri: str | None = None, stopped: boo
 
 
 def close_parent_of_job(run_dir: Path, *, uri: str | None = None) -> None:
-    """The same after a job has ended, for the sweep that it belongs to; a sweep that a process runs is left to that."""
+    """End the run of a job's sweep in MLflow after the job has ended, unless the process of the sweep is alive."""
     link = ParentLink.load(run_dir)
     if link is not None and not is_held(run_dir / link.sweep):
         try_to_close_parent(run_dir / link.sweep, uri=uri)
 
 
 def _is_going(sweep_dir: Path) -> bool:
-    """Whether a job runs or will, as far as the jobs have said; one whose directory is gone does not."""
+    """Return whether a job is running or queued, according to the status files."""
     folders = [job["dir"] for job in read_sweep_file(sweep_dir)["jobs"]]
     return any(read_status(sweep_dir / folder).get("state") in _GOING for folder in reversed(folders))
 
 
 def _outcome(sweep: SweepReport) -> dict[str, str]:
-    """Tags of a parent whose jobs have ended: how many are in which state, which is the best, and how to repeat it."""
+    """Return the tags of a completed parent: numbers of jobs by state, the best job, and how to repeat it."""
     lines = [masked_text(text.plain) for text in summary(sweep)]
     tags = {
         "jobs": ", ".join(f"{number} {state}" for state, number in sweep.counts.items()),
-        _DESCRIPTION: "  \n".join(f"`{line}`" for line in lines),  # Markdown: a line each, nothing in it is markup
+        _DESCRIPTION: "  \n".join(f"`{line}`" for line in lines),  # Markdown: line breaks, no markup
     }
     if (best := sweep.best) is not None:
         swept = masked_values((key, best.values[key]) for key in sweep.names if key in best.values)
@@ -91,14 +91,14 @@ def _outcome(sweep: SweepReport) -> dict[str, str]:
 
 
 def _closing(sweep: SweepReport, metric: str, tags: Mapping[str, str], status: str) -> Iterator[dict[str, Any]]:
-    """What ends a parent; its metric is that of the best job, so that sweeps can be compared, too."""
+    """Yield the operations that end a parent; its metric is the best job's, for comparisons between sweeps."""
     now = time.time_ns() // 1_000_000
     yield {"op": "tags", "values": tags}
     if (best := sweep.best) is not None and best.metric is not None:
         yield {"op": "metrics", "time_ms": now, "step": 0, "values": {metric: best.metric}}
     try:
         files = write_files(sweep)
-    except Exception as error:  # the picture of a sweep is not worth a run that stays open
+    except Exception as error:  # a failed plot must not keep the run open
         _log.warning("the sweep's run in MLflow has no report: %s: %s", type(error).__name__, error)
         files = []
     for file in files:

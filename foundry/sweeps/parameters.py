@@ -1,4 +1,4 @@
-"""The swept parameters of a sweep, as its picture shows them: places along an axis, names, and series of jobs."""
+"""Swept parameters as the figure of a sweep shows them: axis positions, names, and series of jobs."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,9 +16,9 @@ class Parameter:
     """An override that differs between jobs.
 
     Attributes:
-        name: as shown.
-        at: each job's place along the axis, by index: its value, or the number of its category.
-        labels: of the categories; empty for numbers.
+        name: displayed name.
+        at: position of each job on the axis, by job index: its value, or the number of its category.
+        labels: names of the categories; empty for numbers.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Parameter:
 
     @classmethod
     def read(cls, sweep: SweepReport, key: str) -> "Parameter":
-        """Numbers where every job has one, else categories in the order in which they were given."""
+        """Return a numeric parameter if every job has a number, else one with categories in the order of the jobs."""
         texts = {job.index: job.values.get(key, "-") for job in sorted(sweep.jobs, key=lambda job: job.index)}
         numbers = {index: parse_number(text) for index, text in texts.items()}
         if all(math.isfinite(number) for number in numbers.values()):
@@ -37,10 +37,12 @@ class Parameter:
 
     @classmethod
     def read_all(cls, sweep: SweepReport) -> list["Parameter"]:
-        """The swept parameters; those that always go together, as zipped ones do, are one.
+        """Return the swept parameters.
 
-        Where no value occurs twice, as in a random search, nothing can be said to go together. A seed is a parameter
-        only if nothing else is swept, since its values repeat the settings of other parameters.
+        Parameters that always vary together, such as zipped ones, are joined into one.
+
+        If no value occurs twice, as in a random search, parameters are never joined. A seed is a parameter only if
+        nothing else is swept, since its values repeat the settings of other parameters.
         """
         together: dict[tuple[float, ...], list[Parameter]] = {}
         for key in [key for key in sweep.names if not is_seed(key)] or sweep.names:
@@ -52,7 +54,7 @@ class Parameter:
 
     @classmethod
     def _joined(cls, parameters: Sequence["Parameter"]) -> "Parameter":
-        """Categories, each named by the values that go together."""
+        """Join parameters into categories that are named by their combined values."""
         first = parameters[0]
         names = {index: ", ".join(one.label(one.at[index]) for one in parameters) for index in first.at}
         labels = tuple(dict.fromkeys(names.values()))
@@ -61,7 +63,7 @@ class Parameter:
 
     @property
     def values(self) -> list[float]:
-        """The different places, ascending."""
+        """Distinct axis positions in ascending order."""
         return sorted(set(self.at.values()))
 
     @property
@@ -70,7 +72,7 @@ class Parameter:
         return not self.labels and all(value.is_integer() for value in self.values)
 
     def label(self, value: float, longest: int = _LONGEST_LABEL) -> str:
-        """A place's name, of at most so many characters."""
+        """Return the name of an axis position, shortened to a number of characters."""
         return shorten(self.labels[int(value)] if self.labels else number_text(value, digits=4), longest)
 
 
@@ -80,7 +82,7 @@ def number_text(value: float, digits: int = 6) -> str:
 
 
 def shorten(text: str, longest: int) -> str:
-    """Cut a text in its middle, since names often have equal beginnings, and files equal ends."""
+    """Shorten a text in its middle, since names often share their beginnings and files their endings."""
     if len(text) <= longest:
         return text
     head = longest // 2
@@ -89,5 +91,5 @@ def shorten(text: str, longest: int) -> str:
 
 
 def series_of(parameters: Iterable[Parameter], index: int) -> tuple[float, ...]:
-    """Return a job's places along some of the parameters, by which jobs belong to one series."""
+    """Return a job's axis positions for the given parameters; jobs with equal positions form a series."""
     return tuple(parameter.at[index] for parameter in parameters)

@@ -1,4 +1,4 @@
-"""Making foundry's sweepers and launchers known to Hydra, which imports one where it is used."""
+"""Registration of foundry's sweepers and launchers in Hydra, with lazy imports."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 
 def register() -> None:
-    """Register the names that the schemas of `hydra/sweeper` and `hydra/launcher` have as `_target_`.
+    """Register the names that the schemas of `hydra/sweeper` and `hydra/launcher` use as `_target_`.
 
-    The launchers of hydra-submitit-launcher compose a job again in each of its tasks, from the YAML files as they are
-    by then, and each task would take the run directory. So foundry's own launchers, which use submitit too, take their
-    place.
+    The launchers of hydra-submitit-launcher compose a job again in each of its tasks, from the YAML files at that time,
+    and each task would claim the run directory. Therefore they are replaced by foundry's own launchers, which also use
+    submitit.
     """
     register_plugin(f"{PLUGINS}.GridSweeper", build_grid_sweeper)
     register_plugin(f"{PLUGINS}.OptunaSweeper", build_optuna_sweeper)
@@ -26,25 +26,25 @@ def register() -> None:
     register_plugin(f"{SUBMITIT_PLUGIN}.LocalLauncher", build_submitit_local_launcher)
 
 
-# Hydra imports what it calls by its name, so that a partial would not do.
+# Hydra imports these functions by their names, so partial objects cannot replace them.
 
 
 def build_grid_sweeper(**settings: Any) -> "CheckedSweeper":
-    """The sweeper of `hydra/sweeper=foundry`."""
+    """Build the sweeper of `hydra/sweeper=foundry`."""
     from foundry.sweeps.sweeper import GridSweeper
 
     return GridSweeper(**settings)
 
 
 def build_optuna_sweeper(**settings: Any) -> "CheckedSweeper":
-    """The sweeper of `hydra/sweeper=optuna`."""
+    """Build the sweeper of `hydra/sweeper=optuna`."""
     from foundry.sweeps.search import OptunaSweeper
 
     return OptunaSweeper(**settings)
 
 
 def build_sequential_launcher(**settings: Any) -> "FrozenLauncher":
-    """A launcher of `hydra/launcher=sequential`."""
+    """Build the launcher of `hydra/launcher=sequential`."""
     from foundry.launch.sequential import SequentialLauncher
     from foundry.sweeps.worker import work
 
@@ -52,7 +52,7 @@ def build_sequential_launcher(**settings: Any) -> "FrozenLauncher":
 
 
 def build_local_launcher(**settings: Any) -> "FrozenLauncher":
-    """A launcher of `hydra/launcher=local`."""
+    """Build the launcher of `hydra/launcher=local`."""
     from foundry.launch.local_launcher import LocalLauncher
     from foundry.sweeps.worker import work
 
@@ -60,7 +60,7 @@ def build_local_launcher(**settings: Any) -> "FrozenLauncher":
 
 
 def build_slurm_launcher(**settings: Any) -> "FrozenLauncher":
-    """A launcher of `hydra/launcher=slurm` or `submitit_slurm`."""
+    """Build the launcher of `hydra/launcher=slurm` or `submitit_slurm`."""
     from foundry.launch.slurm_launcher import SlurmLauncher
     from foundry.sweeps.worker import work
 
@@ -68,7 +68,7 @@ def build_slurm_launcher(**settings: Any) -> "FrozenLauncher":
 
 
 def build_submitit_local_launcher(**settings: Any) -> "FrozenLauncher":
-    """A launcher of `hydra/launcher=submitit_local`."""
+    """Build the launcher of `hydra/launcher=submitit_local`."""
     from foundry.launch.submitit_local_launcher import SubmititLocalLauncher
     from foundry.sweeps.worker import work
 

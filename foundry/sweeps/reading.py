@@ -1,4 +1,4 @@
-"""A sweep as it stands, read from its directory: its jobs, how each is doing, and which is the best."""
+"""Current state of a sweep, read from its directory: its jobs, their states and metrics, and the best one."""
 
 import math
 import os
@@ -31,14 +31,14 @@ from foundry.tracking.humanize import duration
 from foundry.tracking.metrics_file import read_curve
 
 NOT_RUNNING = "the sweep is not running; the same command resumes it"
-"""Said of jobs that nobody will start."""
+"""Note on queued jobs that no process will start."""
 
-_QUIET_SECONDS = 300.0  # a run that logs rarely, or evaluates for long, is silent for a while
-_ON_THIS_MACHINE = ("sequential", "local", "submitit_local")  # a user's YAML built on slurm may have another name
+_QUIET_SECONDS = 300.0  # runs that log rarely or evaluate for a long time can be silent for minutes
+_ON_THIS_MACHINE = ("sequential", "local", "submitit_local")  # a user's YAML based on slurm may have another name
 
 
 class Which(Enum):
-    """The evaluation by which jobs are compared."""
+    """The evaluation that supplies the metric for comparing jobs."""
 
     last = "last"
     best = "best"
@@ -46,21 +46,21 @@ class Which(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class JobReport:
-    """How a job of a sweep is doing.
+    """State of a job of a sweep.
 
     Attributes:
-        job: the job; of one that no sweep.json lists, `swept` are all its overrides.
-        state: that of status.json; `queued` before there is one, `lost` where its process is gone, `unknown` where it
-            cannot be read.
-        is_going: whether it may still come to an end by itself.
-        note: why it failed, stopped, was pruned or will not start, or that there is no sign of life.
-        step: optimizer steps done.
-        metric: what the sweep compares; of the latest evaluation where the job has not finished.
-        interval: of a finished job, the least and the largest value that the metric may really have, where its
-            evaluations measured them as `<metric>_low` and `<metric>_high`.
-        seconds: since it was started last, until its last sign of life, or now.
+        job: the job; if it is not listed in a sweep.json, `swept` contains all its overrides.
+        state: state in status.json; `queued` if the file does not exist, `lost` if its process has died, `unknown` if
+            the file is unreadable.
+        is_going: whether it is running or will still be started.
+        note: why it failed, stopped, was pruned or will not start, or for how long it has been silent.
+        step: number of completed optimizer steps.
+        metric: the sweep's metric; from the latest evaluation if the job has not finished.
+        interval: lower and upper bound of a finished job's metric, if its evaluations measured them as `<metric>_low`
+            and `<metric>_high`.
+        seconds: time from its last start to its last status update, or until now if it is running.
         result: result.json of a finished job.
-        slurm_id: what Slurm calls a job that it has and that has not ended, else empty.
+        slurm_id: Slurm's id of a job that is pending or running there; otherwise empty.
     """
 
     job: Job
@@ -78,37 +78,37 @@ class JobReport:
 
     @property
     def index(self) -> int:
-        """The job's number."""
+        """Number of the job."""
         return self.job.index
 
     @cached_property
     def values(self) -> dict[str, str]:
-        """What was swept, by key; of two for one key the later holds."""
+        """Swept values by key; the last one takes effect for a repeated key."""
         return dict(key_and_value(override) for override in self.job.swept)
 
     @property
     def log(self) -> Path:
-        """The job's log."""
+        """Path of the job's log."""
         return self.run_dir / LOG
 
     @property
     def is_pruned(self) -> bool:
-        """Whether a search ended it early, for promising less than others."""
+        """Whether a search ended it early because other trials were better."""
         return bool(self.result.get("pruned"))
 
     @property
     def is_complete(self) -> bool:
-        """Whether its metric is that of a whole run."""
+        """Whether it finished and was not pruned, so that its metric belongs to a complete run."""
         return self.state == "finished" and not self.is_pruned
 
     @property
     def has_failed(self) -> bool:
-        """Whether it came to an end without a result."""
+        """Whether it ended without a result."""
         return self.state in FAILED
 
     @property
     def has_metric(self) -> bool:
-        """Whether the metric can be compared."""
+        """Whether the metric is finite and can be compared."""
         return self.metric is not None and math.isfinite(self.metric)
 
     @property
@@ -117,22 +117,22 @@ class JobReport:
         return self.metric is not None and not math.isfinite(self.metric) and not self.has_failed
 
     def rank(self, *, minimize: bool) -> tuple[int, bool, bool, float, int]:
-        """What jobs are sorted by: the best first, those that have failed last."""
+        """Return a sort key: the best job first, failed jobs last."""
         value = self.metric if self.metric is not None and self.has_metric else 0.0
         return _place(self.state), self.is_pruned, not self.has_metric, value if minimize else -value, self.index
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepReport:
-    """A sweep as it stands.
+    """State of a sweep.
 
     Attributes:
-        metric: what jobs are compared by.
+        metric: metric for comparing jobs.
         minimize: whether lower is better.
-        which: the evaluation that counts.
-        jobs: the best first, those that have failed last.
-        names: the keys whose values differ between jobs, with the short names they are shown by.
-        command: the overrides that it was started with, where they are known.
+        which: the evaluation that supplies the metric.
+        jobs: the jobs, the best first, failed ones last.
+        names: keys whose values differ between jobs, with their short display names.
+        command: overrides of the command that started the sweep; empty if unknown.
     """
 
     folder: Path
@@ -145,13 +145,13 @@ class SweepReport:
 
     @property
     def best(self) -> JobReport | None:
-        """The best of the jobs that ran to their end; while there is none, of those that may."""
+        """Best complete job; if no job is complete, the best incomplete one that has a metric and has not failed."""
         comparable = [job for job in self.jobs if job.has_metric and not job.has_failed]
         return next((job for job in comparable if job.is_complete), next(iter(comparable), None))
 
     @property
     def metric_name(self) -> str:
-        """The metric, and of which evaluation where it is not the last."""
+        """Name of the metric, prefixed with "best" unless it is from the last evaluation."""
         return f"best {self.metric}" if self.which is Which.best else self.metric
 
     @property
@@ -161,30 +161,30 @@ class SweepReport:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Jobs by state, in the order of the table."""
+        """Number of jobs by state, in the order of the table."""
         counted = Counter(job.state for job in self.jobs)
         return {state: counted[state] for state in sorted(counted, key=_place)}
 
     @property
     def is_going(self) -> bool:
-        """Whether a job is running or will."""
+        """Whether a job is running or will be started."""
         return any(job.is_going for job in self.jobs)
 
     @property
     def exit_code(self) -> int:
-        """0: all jobs have finished; 1: one has failed or is lost; 3: none has, and some have not finished."""
+        """Exit code: 0 if all jobs have finished, 1 if one has failed or is lost, 3 otherwise."""
         if any(job.has_failed for job in self.jobs):
             return 1
         return 0 if all(job.state == "finished" for job in self.jobs) else 3
 
     def repeat(self, job: JobReport) -> str:
-        """The command that does a job again, for a shell."""
-        # What Hydra wrote has those, too, that all jobs share.
+        """Return the shell command that repeats a job."""
+        # Hydra's record also has the overrides that all jobs share.
         overrides = recorded_overrides(job.run_dir) or job.job.swept
         return format_command(overrides, self.command)
 
     def settings(self, job: JobReport) -> str:
-        """What tells a job from the others: `lr=0.001 seed=2`."""
+        """Return the swept values of a job as text, such as `lr=0.001 seed=2`."""
         return " ".join(f"{name}={brief(job.values[key])}" for key, name in self.names.items() if key in job.values)
 
 
@@ -193,7 +193,7 @@ def _place(state: str) -> int:
 
 
 def evaluations(job: JobReport, metric: str) -> list[tuple[int, float]]:
-    """(optimizer step, value) of a metric in metrics.jsonl, ascending."""
+    """Return the (optimizer step, value) pairs of a metric in metrics.jsonl, in ascending order."""
     try:
         found = [(step, _float(value)) for step, value in read_curve(job.run_dir, metric)]
     except (OSError, ValueError):
@@ -204,17 +204,17 @@ def evaluations(job: JobReport, metric: str) -> list[tuple[int, float]]:
 def read_sweep(
     folder: Path, which: Which = Which.last, *, locks: bool = True, now: datetime | None = None
 ) -> SweepReport:
-    """Read a sweep's directory, or one that holds run directories.
+    """Read a sweep's directory, or a folder that contains run directories.
 
     Args:
-        folder: of the sweep.
-        which: the evaluation that counts.
-        locks: see by their locks whether processes are at work. False: take the word of status.json, as the last job
-            does, which holds its lock a little longer than it trains.
-        now: the time, for jobs that are running.
+        folder: directory of the sweep.
+        which: the evaluation that supplies the metric.
+        locks: check the lock files to find out which processes are alive. False relies on status.json alone, as the
+            last job does, because it still holds its lock when training is over.
+        now: current time, for running jobs; None reads the clock.
 
     Raises:
-        ConfigError: there are no jobs in it, or what lists them is damaged.
+        ConfigError: if the folder has no jobs, or the list of jobs is damaged.
     """
     facts = _facts(folder)
     metric = one_line(facts.get("metric", "val_loss"))
@@ -247,11 +247,11 @@ def read_sweep(
 
 @dataclass(frozen=True, kw_only=True)
 class _Reader:
-    """Reads one job after another.
+    """Reader of jobs.
 
     Attributes:
-        is_running: whether the process that starts the jobs is there, or may be.
-        may_be_on_slurm: whether Slurm starts the jobs that were submitted to it, without that process.
+        is_running: whether the process that starts the jobs is alive, or may be.
+        may_be_on_slurm: whether Slurm may start submitted jobs without that process.
     """
 
     metric: str
@@ -263,7 +263,7 @@ class _Reader:
     may_be_on_slurm: bool
 
     def read(self, job: Job, run_dir: Path) -> JobReport:
-        """How a job stands."""
+        """Return the state of a job."""
         state, status, problem = self._state(run_dir)
         is_waiting = state in WAITING
         submitted = (
@@ -291,7 +291,7 @@ class _Reader:
         return replace(report, note=note, metric=metric, interval=self._interval(report))
 
     def _state(self, run_dir: Path) -> tuple[str, dict[str, Any], str]:
-        """The job's state, its status.json, and what is wrong with that file."""
+        """Return the job's state, its status.json, and the problem with that file, if any."""
         status, problem = _read_status(run_dir)
         state = "unknown" if problem else status.get("state", "queued")
         if self.locks and state != "finished":
@@ -299,7 +299,7 @@ class _Reader:
             if held:
                 return "running", status, problem
             if state == "running" and held is False:
-                status, problem = _read_status(run_dir)  # it may have ended between the two looks
+                status, problem = _read_status(run_dir)  # read again: it may have ended before the lock was checked
                 state = "unknown" if problem else status.get("state", "queued")
                 return ("lost" if state == "running" else state), status, problem
         return state, status, problem
@@ -354,10 +354,10 @@ def _facts(folder: Path) -> dict[str, Any]:
 
 
 def _list_jobs(folder: Path, facts: Mapping[str, Any]) -> list[Job]:
-    """The jobs that sweep.json lists, or else the run directories in a folder, whose overrides are those of Hydra.
+    """Return the jobs in sweep.json, else the run directories in the folder, with Hydra's recorded overrides.
 
     Raises:
-        ConfigError: the folder cannot be read.
+        ConfigError: if the folder cannot be read.
     """
     if "jobs" in facts:
         return [
@@ -381,7 +381,10 @@ def _list_jobs(folder: Path, facts: Mapping[str, Any]) -> list[Job]:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], str]:
-    """A JSON object, and what is wrong with the file; an empty one where it is missing or damaged."""
+    """Return the JSON object in a file, and the problem with the file.
+
+    If the file is missing or damaged, the object is empty.
+    """
     try:
         return read_object(path), ""
     except FileNotFoundError:
@@ -401,7 +404,7 @@ def _read_status(run_dir: Path) -> tuple[dict[str, Any], str]:
 
 
 def _float(value: object) -> float | None:
-    """A number of a file; None for anything else."""
+    """Return a number as a float; None for other types."""
     try:
         return float(value) if isinstance(value, int | float) else None
     except OverflowError:
@@ -421,6 +424,6 @@ def _last_line(path: Path) -> str:
 
 
 def _differing(jobs: Sequence[JobReport]) -> list[str]:
-    """The keys whose values are not the same in all jobs, in the order of the overrides."""
+    """Return the keys whose values differ between jobs, in the order of the overrides."""
     keys = dict.fromkeys(key for job in jobs for key in job.values)
     return [key for key in keys if len({job.values.get(key) for job in jobs}) > 1]

@@ -1,4 +1,4 @@
-"""What is wrong with the jobs of a sweep, each error once, with the jobs that have it."""
+"""Summary of the config errors of a sweep: each error once, with the affected jobs."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,19 +8,19 @@ from foundry.sweeps.job import Job
 
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 _ALIKE_IN_FULL = 3
-"""Messages that differ in nothing but a job's own values are all printed, up to so many; of more, the first."""
+"""If more messages than this differ only in the jobs' own values, only the first of them is printed."""
 _NUMBERS_SHOWN = 3
 
 Found = tuple[int, Job, Violation]
-"""A violation, and the job that it was found in, with its number."""
+"""Number of a job, the job, and one of its violations."""
 
 
 def refusals(jobs: Sequence[Job], results: Sequence[object]) -> list[Violation]:
-    """A line for each error, with the jobs that make it.
+    """Return one violation for each distinct error, with the affected jobs in its message.
 
     Args:
-        jobs: of a sweep.
-        results: what each composes to; a ConfigError for one that is wrong.
+        jobs: the jobs of a sweep.
+        results: the composed configuration of each job, or its ConfigError.
     """
     equal: dict[Violation, list[Found]] = {}
     for number, (job, result) in enumerate(zip(jobs, results, strict=True)):
@@ -33,7 +33,7 @@ def refusals(jobs: Sequence[Job], results: Sequence[object]) -> list[Violation]:
 
 
 def _lines(alike: Iterable[list[list[Found]]], total: int) -> Iterator[tuple[int, Violation]]:
-    """The lines, each with the number of the first job that it is about."""
+    """Yield the violations, each with the number of its first affected job."""
     for groups in alike:
         if len(groups) <= _ALIKE_IN_FULL:
             yield from ((found[0][0], _line(found, total, "")) for found in groups)
@@ -55,7 +55,7 @@ def _line(found: list[Found], total: int, how: str) -> Violation:
 
 
 def _shape(message: str, job: Job) -> str:
-    """A message without numbers, and without the texts that the job has as values and others have not."""
+    """Return a message with placeholders in place of numbers and the job's swept values."""
     shape = _NUMBER.sub("#", message)
     for override in job.swept:
         value = _NUMBER.sub("#", override.partition("=")[2])

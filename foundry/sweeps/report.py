@@ -1,4 +1,4 @@
-"""How a sweep stands, on the terminal and in files: once, or again and again until no job runs any more."""
+"""Report of a sweep's state on the terminal and in files, once or repeatedly until no job is running."""
 
 import csv
 import io
@@ -29,7 +29,7 @@ from foundry.sweeps.seeds import SeedGroup, is_seed, seed_groups
 from foundry.tracking.humanize import duration
 
 CSV, JSON, PICTURE = "report.csv", "report.json", "report.png"
-"""The files in a sweep's directory."""
+"""Names of the report files in the sweep's directory."""
 
 _FACTS = ("job", "state", "step", "total_steps", "seconds", "note", "run_dir")
 _RECOGNIZERS: Mapping[str, Recognizer] = {
@@ -47,20 +47,20 @@ _STYLES = {
     "failed": "red",
     "lost": "red",
 }
-_MOST_NUMBERS = 8  # of jobs with the same note
+_MOST_NUMBERS = 8  # maximum number of jobs listed for one note
 _ANY_WIDTH = 10_000
-_ROWS_BESIDES = 6  # title, head and lines around the jobs of a table
+_ROWS_BESIDES = 6  # rows of the title, header and rules around a table of jobs
 _SECONDS_BETWEEN_QUESTIONS = 15.0
 
 
 def report(folder: Path, console: Console, *, which: Which = Which.last, picture: bool = True) -> int:
-    """Print how a sweep stands and write its picture, CSV and JSON into its directory.
+    """Print the state of a sweep and write its plot, CSV and JSON into its directory.
 
     Returns:
-        0: all jobs have finished; 1: one has failed or is lost; 3: none has, and some have not finished.
+        Exit code: 0 if all jobs have finished, 1 if one has failed or is lost, 3 otherwise.
 
     Raises:
-        ConfigError: there are no jobs in the folder, or a file of the report's name that no report has written.
+        ConfigError: if the folder has no jobs, or contains a file with a report's name that is not a report.
     """
     sweep = read_sweep(folder, which)
     show_and_write(sweep, console, picture=picture)
@@ -68,19 +68,19 @@ def report(folder: Path, console: Console, *, which: Which = Which.last, picture
 
 
 def show_and_write(sweep: SweepReport, console: Console, *, picture: bool = True) -> None:
-    """Print how a sweep stands and write its picture, CSV and JSON into its directory, if they can be written there.
+    """Print the state of a sweep and write its plot, CSV and JSON into its directory, if it is writable.
 
     Raises:
-        ConfigError: a file of the report's name that no report has written.
+        ConfigError: if the directory contains a file with a report's name that is not a report.
     """
     show(sweep, console)
     try:
         files = write_files(sweep, picture=picture)
-    except ConfigError:  # a file that no report has written is kept
+    except ConfigError:  # a file that is not a report must not be overwritten
         raise
-    except OSError as error:  # somebody else's sweep
+    except OSError as error:  # for example the directory of another user
         _say(console, f"no files written: {error}")
-    except Exception as error:  # somebody else's numbers, which no picture can show
+    except Exception as error:  # for example values that cannot be plotted
         _say(console, f"not all files written: {type(error).__name__}: {error}")
     else:
         _say(console, f"in {sweep.folder}: {', '.join(file.name for file in files)}")
@@ -91,10 +91,10 @@ def _say(console: Console, line: str) -> None:
 
 
 def read_settled(folder: Path, which: Which) -> SweepReport:
-    """The sweep as it stands now, after asking Slurm about jobs that nobody may be waiting for.
+    """Return the state of a sweep after a Slurm query for jobs that no launcher process may be waiting for.
 
     Raises:
-        ConfigError: there are no jobs in the folder.
+        ConfigError: if the folder has no jobs.
     """
     sweep = read_sweep(folder, which)
     if not settle_unwatched([job.run_dir for job in sweep.jobs]):
@@ -107,14 +107,14 @@ def read_settled(folder: Path, which: Which) -> SweepReport:
 
 @dataclass(kw_only=True)
 class _Looks:
-    """Reads a sweep again and again, and asks Slurm now and then about jobs that nobody may be waiting for."""
+    """Repeated reads of a sweep, with a Slurm query at most every 15 seconds for jobs without a launcher process."""
 
     folder: Path
     which: Which
     asked: float = -math.inf
 
     def read(self) -> SweepReport:
-        """The sweep as it stands now."""
+        """Return the current state of the sweep."""
         if time.monotonic() - self.asked < _SECONDS_BETWEEN_QUESTIONS:
             return read_sweep(self.folder, self.which)
         self.asked = time.monotonic()
@@ -122,7 +122,7 @@ class _Looks:
 
 
 def watch(folder: Path, console: Console, *, which: Which, seconds: float) -> bool:
-    """Show the table, or a line for each change, until no job is running or waiting; False after Ctrl-C."""
+    """Show a live table, or print a line for each change, until no job is running or queued; False after Ctrl-C."""
     try:
         if console.is_terminal:
             _watch_table(_Looks(folder=folder, which=which), console, seconds)
@@ -169,7 +169,7 @@ class _Column:
 
 
 def show(sweep: SweepReport, console: Console) -> None:
-    """Print the table and the summary; without colours, boxes and line breaks where nobody watches."""
+    """Print the table and the summary; without colors, boxes and line breaks if the output is not a terminal."""
     if console.is_terminal:
         console.print(screen(sweep, console))
         return
@@ -180,12 +180,12 @@ def show(sweep: SweepReport, console: Console) -> None:
 
 
 def screen(sweep: SweepReport, console: Console, *, scrolls: bool = True) -> Group:
-    """The jobs, the best first; below them what there is to say of some, and the summary.
+    """Return the table of jobs, the best first, with notes on jobs and the summary below it.
 
     Args:
-        sweep: as it stands.
-        console: where it is shown; without the logs' names where it is narrow.
-        scrolls: False: leave out jobs where the console is too low for all.
+        sweep: the state of the sweep.
+        console: console for the output; if it is narrow, the column of log files is omitted.
+        scrolls: if False, omit jobs that do not fit the height of the console.
     """
     below: list[ConsoleRenderable] = [*_seeds_table(sweep), *_notes(sweep), *summary(sweep)]
     jobs: Sequence[JobReport] = sweep.jobs
@@ -202,7 +202,7 @@ def screen(sweep: SweepReport, console: Console, *, scrolls: bool = True) -> Gro
 
 
 def summary(sweep: SweepReport) -> Iterator[Text]:
-    """How many jobs are in which state, which is the best, and how to repeat it."""
+    """Yield the lines of the summary: number of jobs by state, the best job, and the command that repeats it."""
     states = [Text(f"{number} {state}", style=_STYLES.get(state, "")) for state, number in sweep.counts.items()]
     number = len(sweep.jobs)
     pruned = sum(job.is_pruned for job in sweep.jobs)
@@ -224,7 +224,7 @@ def summary(sweep: SweepReport) -> Iterator[Text]:
 
 
 def _over_seeds(sweep: SweepReport, group: SeedGroup) -> str:
-    """`lr=0.01, val_loss 0.3989 ± 0.0021 of 3 seeds`."""
+    """Return the result of a seed group, such as `lr=0.01, val_loss 0.3989 ± 0.0021 of 3 seeds`."""
     settings = " ".join(f"{sweep.names[key]}={brief(value)}" for key, value in group.values.items())
     measured = (
         f"{sweep.metric_name} {metric_text(group.mean)} ± {metric_text(group.std)} of {len(group.measured)} seeds"
@@ -233,7 +233,7 @@ def _over_seeds(sweep: SweepReport, group: SeedGroup) -> str:
 
 
 def why_no_best(sweep: SweepReport) -> str:
-    """What is said in place of the best job where there is none."""
+    """Return the reason why a sweep has no best job."""
     if not sweep.metric:
         return "no metric to compare jobs by (evaluation.metric is null)"
     if sweep.is_going:
@@ -243,7 +243,7 @@ def why_no_best(sweep: SweepReport) -> str:
 
 
 def metric_text(value: float | None) -> str:
-    """Four decimals, or four digits where these would say little."""
+    """Format a metric with four decimals, or with four significant digits if it is very large or small."""
     if value is None:
         return "-"
     return f"{value:.4f}" if 0.1 <= abs(value) < 1e4 else f"{value:.4g}"
@@ -253,7 +253,7 @@ def _table(sweep: SweepReport, jobs: Sequence[JobReport], *, with_log: bool = Tr
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     columns = _columns(sweep) if with_log else _columns(sweep)[:-1]
     for column in columns:
-        is_cut_first = column.name in sweep.names.values()  # on a narrow screen
+        is_cut_first = column.name in sweep.names.values()  # shortened first on a narrow screen
         side: Literal["left", "right"] = "right" if column.is_number else "left"
         table.add_column(column.name, justify=side, no_wrap=not is_cut_first, overflow="ellipsis")
     for job in jobs:
@@ -268,7 +268,7 @@ def _table(sweep: SweepReport, jobs: Sequence[JobReport], *, with_log: bool = Tr
 
 
 def _seeds_table(sweep: SweepReport) -> Iterator[Table]:
-    """Mean and standard deviation over seeds, on a terminal; nothing where no seed is swept."""
+    """Yield a table of mean and standard deviation over seeds; nothing if the seed is not swept."""
     if rows := list(_seed_rows(sweep)):
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for column in _seed_columns(sweep):
@@ -284,7 +284,7 @@ def _seed_columns(sweep: SweepReport) -> list[_Column]:
 
 
 def _seed_rows(sweep: SweepReport) -> Iterator[list[str]]:
-    """A row for each setting: its values, how many of its seeds are measured, mean and standard deviation."""
+    """Yield a row for each setting: its values, number of measured seeds, mean and standard deviation."""
     for group in seed_groups(sweep):
         settings = [brief(group.values.get(key, "-")) for key in sweep.names if not is_seed(key)]
         count = f"{len(group.measured)}/{len(group.jobs)}"
@@ -292,13 +292,13 @@ def _seed_rows(sweep: SweepReport) -> Iterator[list[str]]:
 
 
 def _most_telling(jobs: Sequence[JobReport], number: int) -> Sequence[JobReport]:
-    """So many of the jobs, in their order: those that run, then from the top."""
+    """Select a number of jobs, running ones first and then from the top, and keep their order."""
     chosen = {job.index for job in sorted(jobs, key=lambda job: job.state != "running")[:number]}
     return [job for job in jobs if job.index in chosen]
 
 
 def _notes(sweep: SweepReport) -> Iterator[Text]:
-    """What there is to say of jobs, once for those of which it is the same."""
+    """Yield the notes on jobs; jobs with equal notes share one line."""
     by_note: dict[str, list[JobReport]] = {}
     for job in sweep.jobs:
         if job.note:
@@ -332,7 +332,7 @@ def _cells(sweep: SweepReport, job: JobReport) -> list[str]:
     done = "-" if job.step is None else str(job.step)
     measured = metric_text(job.metric)
     if job.metric is not None and not job.is_complete:
-        measured += "*"  # not of the whole run
+        measured += "*"  # not measured at the end of a complete run
     return [
         str(job.index),
         *(brief(job.values.get(key, "-")) for key in sweep.names),
@@ -372,11 +372,11 @@ def _aligned(columns: Sequence[_Column], cells: Sequence[Sequence[str]]) -> Iter
 
 
 def write_files(sweep: SweepReport, *, picture: bool = True) -> list[Path]:
-    """Write all of them, or all but the picture, which takes longest.
+    """Write all report files; the plot, which takes the longest, is optional.
 
     Raises:
-        ConfigError: a file by one of these names is there, and no report has written it.
-        OSError: the directory cannot be written to.
+        ConfigError: if a file with one of these names exists that is not a report.
+        OSError: if the directory is not writable.
     """
     if folders := [path for name in _RECOGNIZERS if (path := sweep.folder / name).is_dir()]:
         raise UnsafeFileError(folders[0], "a folder")
@@ -389,7 +389,7 @@ def write_files(sweep: SweepReport, *, picture: bool = True) -> list[Path]:
 
 
 def write_csv(sweep: SweepReport) -> Path:
-    """A row per job: what was swept, how it stands, and every number of its result; an empty cell where none is."""
+    """Write a row per job: swept values, state, and all numbers of its result; cells without a value are empty."""
     results = [dict(_numbers(job.result)) for job in sweep.jobs]
     measured = list(dict.fromkeys(name for result in results for name in result if name not in (*_FACTS, "metric")))
     text = io.StringIO()
@@ -406,14 +406,14 @@ def write_csv(sweep: SweepReport) -> Path:
 
 
 def write_json(sweep: SweepReport) -> Path:
-    """Write `report_facts` and return the file."""
+    """Write the result of `report_facts` as JSON and return the file's path."""
     path = sweep.folder / JSON
     write_atomically(path, encode(report_facts(sweep)) + "\n")
     return path
 
 
 def report_facts(sweep: SweepReport) -> dict[str, Any]:
-    """Return the table as values of JSON, with the best job and the overrides of each."""
+    """Return the table as JSON values, including the best job and each job's overrides."""
     best = sweep.best
     return {
         "metric": sweep.metric,
@@ -447,7 +447,7 @@ def report_facts(sweep: SweepReport) -> dict[str, Any]:
 
 
 def write_picture(sweep: SweepReport) -> Path:
-    """What `sweep_figure` draws."""
+    """Write the figure from `sweep_figure` and return the file's path."""
     from foundry.sweeps.figure import sweep_figure
     from foundry.tracking.plot_style import save_figure
 

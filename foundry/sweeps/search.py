@@ -1,7 +1,7 @@
-"""`hydra/sweeper=optuna`: a sweep whose jobs Optuna proposes, each by the results of those before it.
+"""Sweeper of `hydra/sweeper=optuna`: Optuna proposes each job from the results of the earlier ones.
 
-The study is kept in the sweep's directory, in a file of JSON lines. What Optuna proposes as number k depends on the
-seed, on k and on the results so far, and on nothing else: an interrupted search continues as if it had not been.
+The study is stored in the sweep's directory, in a file of JSON lines. Proposal number k depends only on the seed, on k
+and on the results so far, so an interrupted search continues as if it had not been interrupted.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ _FACTS = "facts"
 
 
 class OptunaSweeper(CheckedSweeper):
-    """Runs what Optuna proposes; the options are those of `Search`."""
+    """Sweeper that runs the jobs that Optuna proposes, with the options in `Search`."""
 
     def __init__(
         self,
@@ -69,10 +69,10 @@ class OptunaSweeper(CheckedSweeper):
         self._failures, self._left = 0, set[int]()
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Make the launcher, as the other sweepers do.
+        """Check the requirements of a search, then set up the launcher as in the base class.
 
         Raises:
-            ConfigError: Optuna is not installed, or jobs would be left to themselves.
+            ConfigError: if Optuna is not installed, or the launcher would not wait for the jobs.
         """
         try:
             import optuna
@@ -86,7 +86,7 @@ class OptunaSweeper(CheckedSweeper):
         super().setup(hydra_context=hydra_context, task_function=task_function, config=config)
 
     def run(self, overrides: Sequence[Override]) -> list[Sequence[JobReturn]]:
-        """Check the ends of every key's values, then propose and run until there are enough jobs."""
+        """Check the extreme values of each key, then propose and run jobs until there are enough."""
         from foundry.sweeps.search_space import Space
 
         space = Space.parse(overrides)
@@ -113,17 +113,17 @@ class OptunaSweeper(CheckedSweeper):
         return results
 
     def _check(self, space: "Space", manifest: SweepManifest) -> None:
-        """Refuse a search before anything is written.
+        """Check a search before anything is written.
 
         Raises:
-            ConfigError: a value at an end, or a choice, is wrong; or the directory holds another search.
+            ConfigError: if an extreme value or a choice is invalid, or the directory holds another search.
         """
         import optuna
 
         points = list[dict[str, Any]]()
         if (self.sweep_dir / STUDY).is_file():
             storage = open_storage(self.sweep_dir / STUDY)
-            if _STUDY in optuna.get_all_study_names(storage):  # a kill may have come before
+            if _STUDY in optuna.get_all_study_names(storage):  # missing if the process was killed before
                 study = optuna.load_study(study_name=_STUDY, storage=storage)
                 self._check_same(study, space)
                 points = [trial.params for trial in study.get_trials(deepcopy=False)]
@@ -139,10 +139,10 @@ class OptunaSweeper(CheckedSweeper):
         self.prepare(list(known.values()), manifest)
 
     def _check_corners(self, space: "Space", values: dict[str, Any]) -> None:
-        """Compose a point, and those that differ from it in one key, which is at an end of its values.
+        """Compose one point, and the points that differ from it in one key, at each extreme of its values.
 
         Raises:
-            ConfigError: with each error once.
+            ConfigError: with all errors, each once.
         """
         corners = list(space.corners(values))
         results = compose_jobs(self.hydra_context.config_loader, self.config, [job.overrides for job in corners])
@@ -159,10 +159,10 @@ class OptunaSweeper(CheckedSweeper):
             )
 
     def _check_same(self, study: "optuna.Study", space: "Space") -> None:
-        """Refuse to resume a search for something else.
+        """Check that a resumed search has the same search space and metric.
 
         Raises:
-            ConfigError: it had other values, or another metric.
+            ConfigError: if they differ.
         """
         now = self._facts(space)
         was = study.user_attrs.get(_FACTS, now)
@@ -172,12 +172,12 @@ class OptunaSweeper(CheckedSweeper):
             raise ConfigError(Violation("hydra.sweep.dir", message))
 
     def _facts(self, space: "Space") -> dict[str, str]:
-        """What may not change while a search continues."""
+        """Return the properties that must not change when a search is resumed."""
         searched = {dimension.key: str(dimension.distribution) for dimension in space.dimensions}
         return {**searched, "metric": self._metric, "direction": self._search.direction.value}
 
     def _open(self, space: "Space") -> "optuna.Study":
-        """The study of the sweep's directory, begun if need be."""
+        """Load the study from the sweep's directory, or create it."""
         import optuna
 
         study = optuna.create_study(
@@ -191,19 +191,19 @@ class OptunaSweeper(CheckedSweeper):
         return study
 
     def _sampler_node(self, number: int) -> Mapping[str, Any]:
-        """What proposes trial `number`, whatever has been proposed before."""
+        """Return the sampler node for trial `number`, with a seed that depends only on the base seed and the number."""
         node, seed = self._search.sampler, self._search.sampler.get("seed")
         if seed is None:
             return node
-        # Their sum would have the search with the next seed propose the same points, one trial earlier.
+        # Use a hash: with the sum, a search with the next seed would propose the same points one trial earlier.
         digest = hashlib.sha256(f"{seed} {number}".encode()).digest()
         return {**node, "seed": int.from_bytes(digest[:4])}
 
     def _built(self, name: str, node: Mapping[str, Any]) -> Any:
-        """A part of Optuna.
+        """Build a sampler or pruner of Optuna.
 
         Raises:
-            ConfigError: there is none such, or it takes other arguments.
+            ConfigError: if the class does not exist or does not accept the arguments.
         """
         try:
             return build_part(name, node)
@@ -212,7 +212,7 @@ class OptunaSweeper(CheckedSweeper):
             raise ConfigError(Violation(f"hydra.sweeper.{name}", f"cannot be built: {text}")) from None
 
     def _next(self, study: "optuna.Study", space: "Space") -> list[int]:
-        """The trials to run now: those that were interrupted, then new ones; none when there are enough."""
+        """Return the trials to run now, interrupted ones first, then new ones; empty if there are enough."""
         from optuna.trial import TrialState
 
         trials = study.get_trials(deepcopy=False)
@@ -230,7 +230,7 @@ class OptunaSweeper(CheckedSweeper):
         return study.ask(space.distributions).number
 
     def _prepare(self, study: "optuna.Study", space: "Space", number: int, manifest: SweepManifest) -> Job | None:
-        """A trial as a job; None where its values do not go together, which counts as a failure."""
+        """Return a trial as a job; None if its combination of values is invalid, which counts as a failure."""
         job = space.job(study.get_trials(deepcopy=False)[number].params)
         try:
             (prepared,) = self.prepare([job], manifest)
@@ -243,7 +243,7 @@ class OptunaSweeper(CheckedSweeper):
         return prepared
 
     def _waiting(self, batch: Mapping[int, Job]) -> list[Job]:
-        """The jobs of a batch that have not finished, each once; they are told which trial they are."""
+        """Return the unfinished jobs of a batch, without duplicates, and write their trial numbers for the pruner."""
         waiting = dict[int, Job]()
         for number, job in batch.items():
             if self.state(job) == "finished" or job.index in waiting:
@@ -261,10 +261,10 @@ class OptunaSweeper(CheckedSweeper):
         return list(waiting.values())
 
     def _tell(self, study: "optuna.Study", number: int, job: Job) -> None:
-        """Tell Optuna what came of a trial.
+        """Report the outcome of a trial to Optuna.
 
         Raises:
-            ConfigError: runs do not measure what they are to be compared by.
+            ConfigError: if the runs do not measure the metric of the search.
         """
         from optuna.trial import TrialState
 
@@ -283,7 +283,7 @@ class OptunaSweeper(CheckedSweeper):
                 self._fail(study, number)
         elif state in FAILED:
             self._fail(study, number)
-        else:  # it was stopped, and continues when the search is started again
+        else:  # stopped: it continues when the search is started again
             self._left.add(number)
 
     def _fail(self, study: "optuna.Study", number: int) -> None:
@@ -294,7 +294,7 @@ class OptunaSweeper(CheckedSweeper):
 
 
 def _others(job: Job, first: Job) -> Sequence[str]:
-    """The values of a job that the first has not; all of its own for the first itself."""
+    """Return the swept overrides of a job that the first job does not have; for the first job itself, all of them."""
     return [override for override in job.swept if override not in first.swept] or job.swept
 
 

@@ -1,4 +1,4 @@
-"""From swept overrides to a space that Optuna proposes values from, and back."""
+"""Conversion of swept overrides to an Optuna search space, and of its points to jobs."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -18,13 +18,13 @@ _DIGITS = 4
 
 @dataclass(frozen=True)
 class Dimension:
-    """A key that is searched, and its values."""
+    """A searched key with the distribution of its values."""
 
     key: str
     distribution: BaseDistribution
 
     def override(self, value: Any) -> str:
-        """The override that gives the key a value; of a real number as many digits as a person would write."""
+        """Return the override that sets the key to a value; floats are rounded to a readable number of digits."""
         if isinstance(self.distribution, FloatDistribution):
             low, high = self.distribution.low, self.distribution.high
             if self.distribution.log:
@@ -36,7 +36,7 @@ class Dimension:
 
     @property
     def extremes(self) -> list[Any]:
-        """Every choice, or both ends."""
+        """All choices, or the lowest and highest value."""
         if isinstance(self.distribution, CategoricalDistribution):
             return list(self.distribution.choices)
         assert isinstance(self.distribution, (FloatDistribution, IntDistribution))
@@ -45,17 +45,17 @@ class Dimension:
 
 @dataclass(frozen=True)
 class Space:
-    """What is searched, and the overrides that all jobs share."""
+    """Searched dimensions, and the overrides that all jobs share."""
 
     fixed: tuple[str, ...]
     dimensions: tuple[Dimension, ...]
 
     @classmethod
     def parse(cls, overrides: Sequence[Override]) -> "Space":
-        """Take the overrides of a search; of several for one key the last one counts.
+        """Build the space from the overrides of a search; the last one for a key takes effect.
 
         Raises:
-            ConfigError: with everything that is wrong with them.
+            ConfigError: with all errors in the overrides.
         """
         by_key = {override.get_key_element(): override for override in overrides}
         fixed = tuple(format_override(override) for override in by_key.values() if not override.is_sweep_override())
@@ -75,26 +75,26 @@ class Space:
 
     @property
     def distributions(self) -> dict[str, BaseDistribution]:
-        """For Optuna."""
+        """Distributions by key, for Optuna."""
         return {dimension.key: dimension.distribution for dimension in self.dimensions}
 
     def job(self, values: dict[str, Any]) -> Job:
-        """The job at a point."""
+        """Return the job at a point."""
         swept = tuple(dimension.override(values[dimension.key]) for dimension in self.dimensions)
         return Job(overrides=(*self.fixed, *swept), swept=swept)
 
     def corners(self, values: dict[str, Any]) -> Iterator[Job]:
-        """The point, and those that differ from it in one key, which is at an end of its values."""
+        """Yield the point, and the points that differ from it in one key, at each extreme of its values."""
         yield self.job(values)
         for dimension in self.dimensions:
             yield from (self.job({**values, dimension.key: extreme}) for extreme in dimension.extremes)
 
 
 def _distribution(override: Override) -> BaseDistribution:
-    """What Optuna draws a key's values from.
+    """Return the Optuna distribution of a key's values.
 
     Raises:
-        ValueError: Optuna knows none such.
+        ValueError: if Optuna has no matching distribution.
     """
     value = override.value()
     tags: set[str] = getattr(value, "tags", set())
@@ -113,10 +113,10 @@ def _distribution(override: Override) -> BaseDistribution:
 
 
 def _range_distribution(override: Override, value: RangeSweep, *, is_log: bool) -> BaseDistribution:
-    """The numbers of a range, which are not enumerated.
+    """Return the distribution of a range, without enumerating its numbers.
 
     Raises:
-        ValueError: there is none in it, or no end to them.
+        ValueError: if the range is empty or infinite.
     """
     count = count_values(override)
     start = value.start

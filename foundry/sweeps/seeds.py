@@ -1,4 +1,4 @@
-"""Jobs of a sweep that differ in their seeds only: mean and standard deviation of the metric."""
+"""Groups of jobs that differ only in their seeds, with mean and standard deviation of the metric."""
 
 import math
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from foundry.sweeps.reading import JobReport, SweepReport
 
 
 def is_seed(key: str) -> bool:
-    """Whether a swept key is a seed, such as `hparams.seed`: its values repeat a setting."""
+    """Return whether a swept key is a seed, such as `hparams.seed`, so that its values repeat a setting."""
     return key.rpartition(".")[2] == "seed"
 
 
@@ -18,8 +18,8 @@ class SeedGroup:
     """Jobs with equal settings and different seeds.
 
     Attributes:
-        values: of the other swept keys.
-        jobs: all of them, in any state.
+        values: values of the other swept keys.
+        jobs: all jobs of the group, in any state.
     """
 
     values: Mapping[str, str]
@@ -27,7 +27,7 @@ class SeedGroup:
 
     @property
     def measured(self) -> list[float]:
-        """Finite metrics of the jobs that ran to their end."""
+        """Finite metrics of the complete jobs."""
         return [job.metric for job in self.jobs if job.is_complete and job.has_metric and job.metric is not None]
 
     @property
@@ -42,17 +42,20 @@ class SeedGroup:
 
     @property
     def has_losses(self) -> bool:
-        """Whether a job has failed or diverged, so that the mean leaves out the worst."""
+        """Whether a job has failed or diverged, so that the mean excludes the worst results."""
         return any(job.has_failed or job.has_diverged for job in self.jobs)
 
     def rank(self, *, minimize: bool) -> tuple[bool, bool, float]:
-        """Sorting key: the best mean first, groups with failed or diverged jobs behind, unmeasured ones last."""
+        """Return a sort key: the best mean first, then groups with failed or diverged jobs, then unmeasured groups."""
         mean = math.inf if self.mean is None else self.mean if minimize else -self.mean
         return self.mean is None, self.has_losses, mean
 
 
 def seed_groups(sweep: SweepReport) -> list[SeedGroup]:
-    """The jobs by their settings without seeds, the best mean first; empty if no setting has several seeds."""
+    """Group the jobs by their settings without seeds, the best mean first.
+
+    The list is empty if no setting has several seeds.
+    """
     others = [key for key in sweep.names if not is_seed(key)]
     if len(others) == len(sweep.names):
         return []

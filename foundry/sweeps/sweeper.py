@@ -1,4 +1,4 @@
-"""A sweep: all jobs are checked before anything is written or started, and one that was begun is resumed."""
+"""Sweepers: they check all jobs before they write or start anything, and resume interrupted sweeps."""
 
 import logging
 import sys
@@ -44,14 +44,14 @@ _KEY = "hydra.sweep.dir"
 
 
 class CheckedSweeper(Sweeper):
-    """What foundry's sweepers share: jobs that are checked, written down, run and reported.
+    """Base class of foundry's sweepers, which checks, records, runs and reports jobs.
 
     Attributes:
-        hydra_context: what Hydra reads options with.
-        config: of the sweep, with Hydra's part.
-        launcher: runs the jobs.
-        options: the sweeper's own.
-        sweep_dir: where the run directories of the jobs are.
+        hydra_context: Hydra's loaders of options.
+        config: the configuration of the sweep, including the `hydra` node.
+        launcher: the launcher that runs the jobs.
+        options: the sweeper's own options.
+        sweep_dir: the directory that contains the run directories of the jobs.
     """
 
     hydra_context: HydraContext
@@ -60,10 +60,10 @@ class CheckedSweeper(Sweeper):
     options: Options
     sweep_dir: Path
     _composed: dict[int, DictConfig]
-    """What jobs that were checked and not launched yet compose to, by index."""
+    """Composed configurations of the jobs that were checked but not yet launched, by index."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Take Hydra's loader and the configuration of the sweep, and make the launcher that it names."""
+        """Store Hydra's loader and the configuration of the sweep, and instantiate the launcher."""
         self.hydra_context = hydra_context
         self.config = config
         self.sweep_dir = Path(str(config.hydra.sweep.dir))
@@ -73,18 +73,18 @@ class CheckedSweeper(Sweeper):
         )
 
     def sweep(self, arguments: list[str]) -> list[Sequence[JobReturn]]:
-        """Check, then run the jobs that have not finished.
+        """Check all jobs, then run the unfinished ones.
 
         Args:
-            arguments: the command line's overrides, without Hydra's own.
+            arguments: overrides from the command line, without those for Hydra.
 
         Returns:
-            For each batch what the launcher says of its jobs.
+            For each batch, the launcher's results.
 
         Raises:
-            ConfigError: with every config error; nothing has been written.
-            SystemExit: 1, a job has failed; there is a line for each.
-            Stopped: a signal ended the job that was running.
+            ConfigError: with all config errors, before anything is written.
+            SystemExit: 1 if a job has failed; each failed job is printed on a line.
+            Stopped: if a signal ended the running job.
         """
         if violations := list(check_fields(self.options, "hydra.sweeper")) or list(self.options.check()):
             raise ConfigError(violations)
@@ -102,20 +102,20 @@ class CheckedSweeper(Sweeper):
 
     @abstractmethod
     def run(self, overrides: Sequence[Override]) -> list[Sequence[JobReturn]]:
-        """Check and run the jobs that these overrides make."""
+        """Check and run the jobs that result from these overrides."""
 
     def begin(self) -> SweepManifest:
-        """The sweep about to start, or to be resumed; nothing is written yet."""
+        """Return the manifest of the sweep, including the jobs of an earlier start, without writing it."""
         launcher = str(self.config.hydra.runtime.choices["hydra/launcher"])
         metric, direction = self.options.metric or "", self.options.direction.value
         return SweepManifest.begin(self.sweep_dir, sys.argv[1:], launcher=launcher, metric=metric, direction=direction)
 
     def prepare(self, jobs: Sequence[Job], manifest: SweepManifest) -> list[Job]:
-        """Compose and check jobs; returns them with their index, directory and hash.
+        """Compose and check jobs, and return them with index, directory and hash.
 
         Raises:
-            ConfigError: with every config error of every job; or the directory holds another sweep, or the machine or
-                cluster cannot run such jobs.
+            ConfigError: with all config errors of all jobs; also if the directory holds another sweep, or the machine
+                or cluster cannot run the jobs.
         """
         composed = self._compose(jobs)
         numbered, configs = self._number(jobs, composed, manifest)
@@ -126,7 +126,7 @@ class CheckedSweeper(Sweeper):
         return numbered
 
     def record(self, manifest: SweepManifest, jobs: Sequence[Job]) -> SweepManifest:
-        """Write the jobs down, with the run directories that a launcher finds; returns the sweep that has them."""
+        """Add jobs to the manifest, write it, and create the run directories; returns the new manifest."""
         from foundry.tracking.mlflow.parent_link import ParentLink
 
         manifest = manifest.with_jobs(jobs)
@@ -140,7 +140,7 @@ class CheckedSweeper(Sweeper):
         return manifest
 
     def launch(self, jobs: Sequence[Job]) -> Sequence[JobReturn]:
-        """Run jobs, and return what became of each."""
+        """Run jobs and return their results."""
         if not isinstance(self.launcher, FrozenLauncher):
             return self.launcher.launch([job.overrides for job in jobs], initial_job_idx=jobs[0].index)
         return self.launcher.start(
@@ -157,19 +157,19 @@ class CheckedSweeper(Sweeper):
         )
 
     def run_dir(self, job: Job) -> Path:
-        """Where a job runs."""
+        """Return the run directory of a job."""
         return self.sweep_dir / job.dir
 
     def state(self, job: Job) -> str | None:
-        """How a job is, as its status.json says; None before there is one."""
+        """Return the state of a job from its status.json; None if the file does not exist."""
         return read_status(self.run_dir(job)).get("state")
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Hold the directory while jobs run, and end the sweep's run in MLflow, if it has one, whatever happens.
+        """Lock the directory while jobs run; on exit, end the sweep's run in MLflow, if it has one.
 
         Raises:
-            ConfigError: another process runs a sweep there.
+            ConfigError: if another process runs a sweep in the directory.
         """
         from foundry.sweeps.mlflow_parent import try_to_close_parent
 
@@ -185,10 +185,10 @@ class CheckedSweeper(Sweeper):
                 try_to_close_parent(self.sweep_dir, uri=uri, stopped=stopped and not are_left)
 
     def report(self, jobs: Sequence[Job]) -> None:
-        """The table and picture of the sweep, and a line for each job that has failed.
+        """Print the table, write the plot, and print a line for each failed job.
 
         Raises:
-            SystemExit: 1, one has failed, was stopped, or has lost its run directory.
+            SystemExit: 1 if a job has failed, was stopped, or has lost its run directory.
         """
         from rich.console import Console
 
@@ -204,10 +204,10 @@ class CheckedSweeper(Sweeper):
             raise SystemExit(1)
 
     def _compose(self, jobs: Sequence[Job]) -> list[DictConfig]:
-        """What each job composes to.
+        """Compose the configuration of each job.
 
         Raises:
-            ConfigError: with every config error of every job.
+            ConfigError: with all config errors of all jobs.
         """
         results = compose_jobs(self.hydra_context.config_loader, self.config, [job.overrides for job in jobs])
         if violations := refusals(jobs, results):
@@ -217,7 +217,7 @@ class CheckedSweeper(Sweeper):
     def _number(
         self, jobs: Sequence[Job], composed: Sequence[DictConfig], manifest: SweepManifest
     ) -> tuple[list[Job], list[Config]]:
-        """The jobs with their numbers and directories, which are written into what they compose to as well."""
+        """Assign numbers and directories to the jobs and write them into their composed configurations."""
         known = {job.id: job.dir for job in manifest.jobs}
         taken = {folder: id for id, folder in known.items()}
         numbered, configs = list[Job](), list[Config]()
@@ -237,10 +237,10 @@ class CheckedSweeper(Sweeper):
         return numbered, configs
 
     def _check_folders(self, jobs: Sequence[Job]) -> None:
-        """Refuse to write where files are that are no sweep's and no run's.
+        """Check that no directory contains unrelated files.
 
         Raises:
-            ConfigError: with each such directory.
+            ConfigError: with each directory that has files, but not those of a sweep or run.
         """
         folders = [(str(self.config.hydra.sweep.dir), _KEY)]
         folders += [(str(self.run_dir(job)), "hydra.sweep.subdir") for job in jobs]
@@ -254,7 +254,7 @@ class CheckedSweeper(Sweeper):
             raise ConfigError(violations)
 
     def _check_launcher(self, manifest: SweepManifest, configs: Sequence[DictConfig]) -> None:
-        """Refuse what the machine or cluster cannot run, and to resume through a launcher that counts jobs from 0."""
+        """Check that the launcher can run the jobs here, and that it can resume a sweep if the sweep is resumed."""
         if isinstance(self.launcher, FrozenLauncher):
             self.launcher.check(configs)
         elif manifest.jobs:
@@ -264,7 +264,7 @@ class CheckedSweeper(Sweeper):
 
 
 class GridSweeper(CheckedSweeper):
-    """Runs every combination of what is swept; the options are those of `Sweep`."""
+    """Sweeper that runs every combination of the swept values, with the options in `Sweep`."""
 
     def __init__(
         self,
@@ -288,7 +288,7 @@ class GridSweeper(CheckedSweeper):
         )
 
     def run(self, overrides: Sequence[Override]) -> list[Sequence[JobReturn]]:
-        """Check every job, then run those that have not finished."""
+        """Check all jobs, then run the unfinished ones."""
         manifest = self.begin()
         jobs = self.prepare(expand(overrides, self._grid), manifest)
         with self.running():
@@ -303,17 +303,17 @@ class GridSweeper(CheckedSweeper):
 
 
 def _subdir(config: DictConfig) -> str:
-    """The job's directory, relative to the sweep's."""
+    """Return the job's directory, relative to the sweep's."""
     with current_config(config):
         return str(config.hydra.sweep.subdir)
 
 
 @contextmanager
 def _held(sweep_dir: Path) -> Iterator[None]:
-    """Keep other processes from running the same sweep at the same time.
+    """Lock a sweep's directory.
 
     Raises:
-        ConfigError: one is.
+        ConfigError: if another process runs a sweep there.
     """
     with ExitStack() as held:
         if not lock(sweep_dir, held):

@@ -1,7 +1,7 @@
-"""`python -m foundry.sweeps.worker RUN_DIR trust=true`: run exactly what config.yaml of a job's run directory says.
+"""`python -m foundry.sweeps.worker RUN_DIR trust=true`: run a job exactly as recorded in its run directory.
 
-It builds any part and sets up any logging that the directory names, which is to run code: a launcher calls `work` on
-what it has just written there, and on the command line `trust=true` says as much.
+The worker instantiates the parts and configures the logging that the directory names, which can execute arbitrary code.
+A launcher calls `work` on a directory that it has just written; on the command line, `trust=true` confirms the trust.
 
 The exit code is the run's: 0 finished, 1 failed, 2 refused by the data or the machine, 128 + n stopped by signal n.
 """
@@ -49,23 +49,23 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _NOTES = ".failures"
-_PATIENCE_SECONDS = 3.0  # for another rank to say why it failed; Slurm's KillWait may be as short as 5
-_LOCKED_SECONDS = 120.0  # for a process of the run's last attempt to save and end
+_PATIENCE_SECONDS = 3.0  # wait for another rank's failure note; Slurm's KillWait may be as short as 5 s
+_LOCKED_SECONDS = 120.0  # wait for a process of the previous attempt to save and exit
 
 
 def work(run_dir: Path) -> int:
-    """Run what a run directory holds, in this process or, where it is a rank, together with the others.
+    """Run the job in a run directory, in this process alone or as one of several ranks.
 
-    A failure is written to foundry.log with its traceback, and to status.json with its last line.
+    A failure is written with its traceback to foundry.log and with its last line to status.json.
 
     Args:
-        run_dir: absolute; made ready by a launcher.
+        run_dir: absolute path of a run directory that a launcher has prepared.
 
     Returns:
         The exit code.
 
     Raises:
-        SystemExit: submitit has put the job back into the queue, and wants this process to end.
+        SystemExit: if submitit has requeued the job, so this process must exit.
     """
     rank = detect().rank
     error_output = ErrorOutput(run_dir)
@@ -73,7 +73,7 @@ def work(run_dir: Path) -> int:
     try:
         if rank == 0:
             _wait_for_last_attempt(run_dir)
-        # A launcher has just written it.
+        # Trusted, since a launcher has just written it.
         start_job(load_config(run_dir, trust=True), run_dir, job_logging)
     except NotRequeued as ended:
         if rank == 0:
@@ -97,9 +97,9 @@ def work(run_dir: Path) -> int:
 
 
 def start_job(config: Config, run_dir: Path, job_logging: Mapping[str, Any] | None = None) -> "RunResult":
-    """Start a run as `foundry.launch.start` does; where it is the last job of a sweep, end the sweep's run in MLflow.
+    """Start a run with `foundry.launch.start`; after the last job of a sweep, end the sweep's run in MLflow.
 
-    A sweep whose own process is there is left to that.
+    If the process of the sweep is still alive, the sweep's run is left to that process.
     """
     try:
         return start(config, run_dir, job_logging)
@@ -111,7 +111,7 @@ def start_job(config: Config, run_dir: Path, job_logging: Mapping[str, Any] | No
 
 
 def _become_job(run_dir: Path, rank: int) -> dict[str, Any]:
-    """Set the environment and logging that Hydra would have set, had it run the job itself; returns the latter."""
+    """Set the environment and logging that Hydra would set for the job, and return the logging configuration."""
     register_resolvers()
     saved = OmegaConf.create(read_yaml(run_dir / HYDRA / "hydra.yaml"))
     assert isinstance(saved, DictConfig)
@@ -126,14 +126,14 @@ def _become_job(run_dir: Path, rank: int) -> dict[str, Any]:
 
 
 def _wait_for_last_attempt(run_dir: Path) -> None:
-    """Let a process that still trains here save and end, as where the whole sweep was started again at once."""
+    """Wait for a process that still holds the run's lock to save and exit, such as after a restart of the sweep."""
     deadline = time.monotonic() + _LOCKED_SECONDS
     while is_held(run_dir) and time.monotonic() < deadline:
         time.sleep(0.5)
 
 
 def _record(error: Exception, run_dir: Path, rank: int, error_output: ErrorOutput) -> int:
-    """Write down why this rank failed; on rank 0, why the run did. Returns the exit code."""
+    """Record why this rank failed, or on rank 0 why the run failed, and return the exit code."""
     trace = format_trace(error)
     reason = str(error) if isinstance(error, WorkerFailed) else format_reason(error)
     consequence = is_consequence(type(error).__name__, reason)
@@ -147,7 +147,7 @@ def _record(error: Exception, run_dir: Path, rank: int, error_output: ErrorOutpu
     log.error("failed:\n%s", trace)
     if consequence and detect().world_size > 1:
         reason = _cause(run_dir, error_output) or reason
-    # Of a job that is preempted or queued again, processes may end in any order, and each misses another.
+    # When Slurm preempts or requeues a job, ranks exit in any order and report errors about missing peers.
     state = "requeued" if will_restart() else "failed"
     write_status(run_dir, state=state, reason=one_line(reason))
     if isinstance(error, WorkerFailed):
@@ -156,7 +156,7 @@ def _record(error: Exception, run_dir: Path, rank: int, error_output: ErrorOutpu
 
 
 def _note_path(run_dir: Path, rank: int | str) -> Path:
-    """Where a rank of this attempt leaves its note."""
+    """Return the path of this attempt's failure note of a rank."""
     job = os.environ.get("SLURM_JOB_ID") or os.environ.get("SUBMITIT_LOCAL_JOB_ID")
     attempt = f"{job}.{os.environ.get('SLURM_RESTART_COUNT', 0)}"
     return run_dir / _NOTES / f"{attempt}.rank{rank}.json"
@@ -169,10 +169,10 @@ def _leave_note(run_dir: Path, rank: int, reason: str) -> None:
 
 
 def _cause(run_dir: Path, error_output: ErrorOutput) -> str | None:
-    """What is wrong with the rank without which this one failed: what it says itself, else what Slurm says of it."""
+    """Return the root-cause error of a peer that failed first: from its failure note, else from Slurm's messages."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while time.monotonic() < deadline:
-        end = error_output.first_end()  # before the note, which a rank leaves before it ends
+        end = error_output.first_end()  # read first, since a rank writes its note before it exits
         pattern = _note_path(run_dir, "*")
         for path in pattern.parent.glob(pattern.name):
             return str(read_object(path, needed={"reason": str})["reason"])

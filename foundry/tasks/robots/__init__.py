@@ -1,4 +1,4 @@
-"""Robots: policies that act in simulators, learnt from demonstrations and recorded episodes."""
+"""Robots: policies trained on demonstrations and recorded episodes, and evaluated in simulators."""
 
 from foundry.core.tasks import EVALUATORS, Plot, Task, TaskEvaluation
 from foundry.tasks.robots.names import STATISTICS, SUCCESS_METRICS

@@ -1,4 +1,4 @@
-"""Policies that answer what was observed with a chunk of actions: by diffusion, flow matching or regression."""
+"""Objectives of policies that predict a chunk of actions by diffusion, flow matching or regression."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
@@ -15,17 +15,19 @@ from foundry.objectives.diffusion import make_noise_schedule, prediction_target
 from foundry.tasks.robots.schemas import objective as schemas
 
 _FLOW_TIMES = 100.0
-"""What the model is told at the end of a path: it then tells times apart as it does timesteps of a noise schedule."""
+"""Time value passed to the model at the end of a path, so that its embedding separates times as it does timesteps."""
 
 
 class ActionChunks(Objective):
-    """Errors of actions, summed over those that are no padding; what the three objectives share.
+    """Base class of the policy objectives: error of the actions, summed over all actions except padding.
 
-    A microbatch holds `actions`: (batch, horizon, action_dim) float32 in [-1, 1], `is_padded`: (batch, horizon) bool,
-    true after the end of an episode, `state`: (batch, num_observations, state_dim) float32, and `position`; perhaps
-    `images`: (batch, num_observations, 3, height, width) uint8, and `instruction`: (batch, instruction_tokens) int64,
-    -1 after its end. The model maps (actions, times, state, images where there are any), and `instruction` by that name
-    where there is one, to a prediction of the actions' shape. One that can `observe` does so once for an answer.
+    A microbatch contains `actions`: (batch, horizon, action_dim) float32 in [-1, 1], `is_padded`: (batch, horizon)
+    bool, true after the end of an episode, `state`: (batch, num_observations, state_dim) float32, and `position`. It
+    may also contain `images`: (batch, num_observations, 3, height, width) uint8, and `instruction`: (batch,
+    instruction_tokens) int64, with -1 after its end.
+
+    The model maps (actions, times, state, images if present) and the keyword argument `instruction`, if present, to a
+    prediction of the shape of the actions. If the model has a method `observe`, it is called once per chunk.
     """
 
     metrics: tuple[str, ...] = from_settings()
@@ -36,18 +38,19 @@ class ActionChunks(Objective):
         self.settings, self.chunk = settings, (settings.horizon, settings.action_dim)
 
     def num_valid(self, microbatch: Microbatch) -> int:
-        """Number of actions that are no padding, of samples that are none."""
+        """Return the number of actions that are not padding, in samples that are not padding."""
         return int((~microbatch["is_padded"] & (microbatch["position"] >= 0)[:, None]).sum())
 
     def loss(self, model: nn.Module, microbatch: Microbatch) -> LossSum:
-        """Sum over the actions of the error's mean over an action's numbers, in float32.
+        """Return the error averaged over the dimensions of an action and summed over actions, in float32.
 
-        What is drawn depends on the seed and the sample's position only.
+        Random numbers depend only on the seed and the sample's position.
         """
         actions, state = microbatch["actions"].float(), microbatch["state"].float()
         is_sample = (microbatch["position"] >= 0).to(actions.device, non_blocking=True)[:, None]
         is_valid = is_sample & ~microbatch["is_padded"]
-        # Whatever padding holds, NaN included, must not reach a gradient; what follows an episode's end may be seen.
+        # Padding samples may contain NaN, which must not reach a gradient; padded actions after an episode's end are
+        # valid inputs.
         actions = torch.where(is_valid[..., None] | actions.isfinite(), actions, 0.0)
         state = torch.where(is_sample[..., None], state, 0.0)
         errors = self._errors(model, actions, {**microbatch, "state": state})
@@ -55,28 +58,28 @@ class ActionChunks(Objective):
 
     @torch.no_grad()
     def act(self, model: nn.Module, observation: Microbatch, keys: Tensor) -> Tensor:
-        """The next actions, (batch, horizon, action_dim) float32 in [-1, 1].
+        """Return the next actions, (batch, horizon, action_dim) float32 in [-1, 1].
 
         Args:
-            model: in evaluation mode; every row is answered by itself.
-            observation: `state`, and `images` and `instruction` where the data has some, as in a microbatch.
-            keys: (batch,) int64 in host memory; what is drawn for a row is keyed by seed and key.
+            model: the model in evaluation mode; each row is computed independently.
+            observation: `state`, and `images` and `instruction` if the data has them, as in a microbatch.
+            keys: (batch,) int64 in host memory; the random numbers of a row depend on the seed and its key.
         """
         return self._draw(model, observation, keys).clamp(-1, 1)
 
     @abstractmethod
     def _errors(self, model: nn.Module, actions: Tensor, microbatch: Microbatch) -> Tensor:
-        """Errors (batch, horizon, action_dim) float32 of what the model makes of a microbatch."""
+        """Return the errors (batch, horizon, action_dim) float32 of the model on a microbatch."""
 
     @abstractmethod
     def _draw(self, model: nn.Module, observation: Mapping[str, Any], keys: Tensor) -> Tensor:
-        """Actions (batch, horizon, action_dim) float32."""
+        """Return sampled actions (batch, horizon, action_dim) float32."""
 
 
 class DiffusionPolicy(ActionChunks):
-    """Mean squared error of actions, their noise or their velocity (Chi et al., 2023, arXiv:2303.04137).
+    """Diffusion policy: mean squared error of actions, their noise or their velocity.
 
-    Answers are denoised by DDIM (Song et al., 2021).
+    Chi et al., 2023, arXiv:2303.04137. Actions are sampled by DDIM (Song et al., 2021).
     """
 
     settings: schemas.DiffusionPolicy
@@ -84,8 +87,8 @@ class DiffusionPolicy(ActionChunks):
     @configured_by(schemas.DiffusionPolicy)
     def __init__(self, settings: schemas.DiffusionPolicy) -> None:
         super().__init__(settings)
-        # Leading timesteps, as Chi et al. have them, begin below the noisiest ones: policies succeed more often.
-        # Velocity prediction is trained to begin with nothing but noise.
+        # Leading timesteps, as in Chi et al., begin below the highest noise level; policies succeed more often with
+        # them. Velocity prediction is trained to begin with pure noise.
         spacing = "trailing" if settings.prediction is Prediction.v_prediction else "leading"
         self.noise_schedule = make_noise_schedule(
             settings.prediction, settings.num_train_timesteps, settings.beta_schedule, spacing
@@ -97,7 +100,7 @@ class DiffusionPolicy(ActionChunks):
         num_timesteps = len(self.noise_schedule.alphas_cumprod)
         noise = keyed_normal(self.settings.seed, position, self.chunk, stream="noise", device=device)
         drawn = keyed_integers(self.settings.seed, position, num_timesteps, stream="timestep", device=device)
-        timesteps = cast(torch.IntTensor, drawn)  # diffusers' annotation, whatever the dtype
+        timesteps = cast(torch.IntTensor, drawn)  # diffusers annotates IntTensor for every integer dtype
         noisy = self.noise_schedule.add_noise(actions, noise, timesteps)
         target = prediction_target(self.noise_schedule, actions, noise, timesteps)
         return (_ask(model, noisy, timesteps.float(), microbatch) - target).square()
@@ -114,9 +117,9 @@ class DiffusionPolicy(ActionChunks):
 
 
 class FlowPolicy(ActionChunks):
-    """Mean squared error of the velocity from noise to actions along straight paths.
+    """Flow matching policy: mean squared error of the velocity along straight paths from noise to actions.
 
-    Flow matching (Lipman et al., 2023, arXiv:2210.02747), as pi0 has it for actions (Black et al., 2024).
+    Flow matching (Lipman et al., 2023, arXiv:2210.02747), applied to actions as in pi0 (Black et al., 2024).
     """
 
     settings: schemas.FlowPolicy
@@ -144,9 +147,9 @@ class FlowPolicy(ActionChunks):
 
 
 class ActionRegression(ActionChunks):
-    """Absolute error of the actions, as ACT has (Zhao et al., 2023, arXiv:2304.13705), or squared error.
+    """Regression of actions by absolute error, as in ACT (Zhao et al., 2023, arXiv:2304.13705), or squared error.
 
-    The model is asked about actions of zeros at time zero.
+    The model receives zeros as actions, at time zero.
     """
 
     settings: schemas.ActionRegression
@@ -166,14 +169,14 @@ class ActionRegression(ActionChunks):
 
 
 def _ask(model: nn.Module, actions: Tensor, times: Tensor, observation: Mapping[str, Any]) -> Tensor:
-    """The model's answer, (batch, horizon, action_dim) float32."""
+    """Return the model's prediction, (batch, horizon, action_dim) float32."""
     images = (observation["images"],) if "images" in observation else ()
     named = {name: observation[name] for name in ("instruction", "observed") if name in observation}
     return cast(Tensor, model(actions, times, observation["state"], *images, **named)).float()
 
 
 def _observed(model: nn.Module, observation: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The observation with what the model makes of it once, where it can."""
+    """Return the observation with the output of the model's `observe` added, if it has that method."""
     observe: Callable[..., Any] | None = getattr(model, "observe", None)
     if observe is None:
         return observation

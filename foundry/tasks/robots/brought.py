@@ -1,4 +1,4 @@
-"""Options that are chosen together with recorded episodes."""
+"""Options that are chosen automatically with recorded episodes."""
 
 from collections.abc import Mapping
 
@@ -6,11 +6,11 @@ from foundry.core.tasks import Bringing
 from foundry.tasks.robots.schemas.data import Demonstrations, LeRobot
 
 _PRESETS = ("policy", "vla")
-"""The options of `hparams` that choose a simulator for `data=demonstrations`."""
+"""Options of `hparams` that choose a simulator for `data=demonstrations`."""
 
 
 def bring(choices: Bringing) -> Mapping[str, str]:
-    """Return `simulator=none` for episodes that do not come from the preset's simulator, which makes demonstrations."""
+    """Return `simulator=none` if the data does not come from the simulator that the `hparams` preset chooses."""
     is_recorded = choices.data is LeRobot or (choices.is_brought and choices.data is not Demonstrations)
     is_free = choices.is_free
     if choices.hparams not in _PRESETS or not is_recorded or is_free("data") or not is_free("simulator"):

@@ -1,4 +1,4 @@
-"""Evaluation of a policy by `foundry.eval`: its options, and the checks that cost no torch."""
+"""Options of `foundry.eval` for policies, and checks that do not need torch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,16 +33,16 @@ class PolicyOptions:
 
 
 def measure(path: Path, options: Any, simulator: Sequence[str], compose: Compose) -> dict[str, Any]:
-    """Measure the policy of a run, in its own simulator or the one that overrides choose.
+    """Evaluate the policy of a run, in its own simulator or in one chosen by overrides.
 
     Args:
         path: run directory.
-        options: of the command.
-        simulator: overrides of that group.
+        options: options of the command.
+        simulator: overrides of the config group `simulator`.
         compose: composes overrides.
 
     Raises:
-        ConfigError: there is no such run or checkpoint, or the simulator is not for this model.
+        ConfigError: if the run or checkpoint does not exist, or the simulator does not match the model.
     """
     against = None if options.against is None else folder_option("against", options.against)
     if against is None and options.against_which is not None:
@@ -70,10 +70,10 @@ def measure(path: Path, options: Any, simulator: Sequence[str], compose: Compose
 
 
 def _compose_simulator(overrides: Sequence[str], compose: Compose, image_size: int | None) -> Any:
-    """The simulator that overrides choose, with pictures of that many pixels unless they say another number.
+    """Return the simulator chosen by overrides, with images of the given size unless the overrides set another size.
 
     Raises:
-        ConfigError: they are wrong.
+        ConfigError: if the overrides are invalid.
     """
     node = compose(overrides).simulator
     if image_size is None or field_of(node, "_target_") is None or field_of(node, "image_size") is not None:

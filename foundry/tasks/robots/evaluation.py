@@ -1,4 +1,4 @@
-"""What `foundry.eval` measures of a policy: success in its simulator, alone or against another on the same episodes."""
+"""Evaluation of a policy in its simulator by `foundry.eval`, alone or compared with another on the same episodes."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -48,30 +48,32 @@ def evaluate_policy(
     device: DeviceKind = DeviceKind.auto,
     simulator: Callable[[int | None], Any] | None = None,
 ) -> dict[str, Any]:
-    """Have a policy act, and another on the same episodes, with the same draws where both have the same seed.
+    """Run a policy in episodes, and optionally another policy in the same episodes.
+
+    Both policies use the same random numbers if their runs have the same seed.
 
     Args:
-        run: run directory; its statistics stand in for the demonstrations.
+        run: run directory; its statistics are used in place of the demonstrations.
         which: checkpoint.
-        against: another run directory; None: nothing is compared.
-        against_which: its checkpoint.
-        record: folder for a moving picture and a line for each episode; None: neither is written.
-        ema: take the averaged weights where kept.
-        trust: build parts that are not foundry's own.
-        episodes: None: as many as the run's own evaluations have.
-        first_episode: its number; None: likewise.
-        at_a_time: likewise.
-        instruction: which the policies are told, where they are told any.
-        device: kind of the device to compute on.
-        simulator: gives the settings of one for a policy that sees pictures of so many pixels, or None; None: each
-            acts in its own.
+        against: run directory of the other policy; None for no comparison.
+        against_which: checkpoint of the other policy.
+        record: folder for a GIF and a JSON line per episode; None to write neither.
+        ema: use averaged weights if the checkpoint has them.
+        trust: instantiate parts that are not foundry's own.
+        episodes: number of episodes; None uses the setting of the run's own evaluations.
+        first_episode: number of the first episode; None uses the setting of the run's own evaluations.
+        at_a_time: episodes per batch; None uses the setting of the run's own evaluations.
+        instruction: which instruction the policies receive, if they receive any.
+        device: kind of the compute device.
+        simulator: returns simulator settings for a policy with images of a size in pixels, or without images (None);
+            None uses each policy's own simulator.
 
     Returns:
-        What is measured, by name.
+        The measurements, by name.
 
     Raises:
-        ConfigError: a run cannot be opened, has no policy or simulator, the two act in different ones, or the
-            simulator given is not what they have been trained for.
+        ConfigError: if a run cannot be opened or has no policy or simulator, if the simulators of the two policies
+            differ, or if the chosen simulator does not match a policy.
     """
     policy = _open(run, which, "run", "which", ema=ema, trust=trust, device=device)
     opened = [_in_simulator(policy, run, "run", simulator)]
@@ -115,7 +117,7 @@ def evaluate_policy(
 
 
 def _open(path: Path, which: str, path_key: str, which_key: str, **options: Any) -> Restored:
-    """A policy; errors name the options that it was given by."""
+    """Restore a policy; errors refer to the options that chose it."""
     keys = {"run": path_key, "which": which_key}
     try:
         restored = restore(path, which, **options)
@@ -127,10 +129,10 @@ def _open(path: Path, which: str, path_key: str, which_key: str, **options: Any)
 
 
 def _in_simulator(restored: Restored, path: Path, key: str, simulator: Callable[[int | None], Any] | None) -> Restored:
-    """The policy in the simulator given, in its own where none was.
+    """Return the policy with the chosen simulator, or with its own if none was chosen.
 
     Raises:
-        ConfigError: there is none, or it is not what the policy has been trained for.
+        ConfigError: if there is no simulator, or it does not match the policy.
     """
     if simulator is not None:
         node = simulator(field_of(restored.config.data, "image_size"))
@@ -147,10 +149,10 @@ def _in_simulator(restored: Restored, path: Path, key: str, simulator: Callable[
 
 
 def _check_sizes(restored: Restored, path: Path) -> None:
-    """Refuse a simulator with other states, actions or pictures than those that the policy has been trained with.
+    """Check that the sizes of the simulator's states, actions and images match those used in training.
 
     Raises:
-        ConfigError: it says that it has them; one of the user's own need not say.
+        ConfigError: if they differ; a user-defined simulator without these settings is not checked.
     """
     node = restored.config.simulator
     statistics = statistics_of(restored.data)
@@ -169,10 +171,10 @@ def _check_sizes(restored: Restored, path: Path) -> None:
 
 
 def _check_same_task(path: Path, config: Config, other: Config) -> None:
-    """Refuse to compare policies of different tasks; what they see of it may differ.
+    """Check that two policies have the same task; their observations may differ.
 
     Raises:
-        ConfigError: the simulators have different settings.
+        ConfigError: if the settings of the simulators differ.
     """
     own, theirs = _task(config), _task(other)
     different = [name for name in own | theirs if own.get(name) != theirs.get(name)]
@@ -189,7 +191,7 @@ def _task(config: Config) -> dict[str, Any]:
 
 
 def _own_settings(config: Config) -> dict[str, int]:
-    """Which episodes the run's own evaluations have."""
+    """Return the episode settings of the run's own evaluations."""
     nodes = [
         node for node in config.evaluation.evaluators.values() if node and node.get("_target_") == Success._target_
     ]
@@ -197,7 +199,7 @@ def _own_settings(config: Config) -> dict[str, int]:
 
 
 class _Policy:
-    """A restored policy, ready to act."""
+    """A restored policy that is ready to act."""
 
     def __init__(self, restored: Restored, at_a_time: int, instruction: Told, held: ExitStack) -> None:
         config, self._device = restored.config, restored.device
@@ -217,7 +219,7 @@ class _Policy:
         held.enter_context(closing(self.rollouts))
 
     def run(self, chunk: range, *, drawn: int) -> tuple[list[Episode], list[Film]]:
-        """Run a chunk of episodes, the first `drawn` of them filmed."""
+        """Run a chunk of episodes and record films of the first `drawn` of them."""
         with explained(*self._what), fp32_arithmetic(tf32=self._tf32):
             return self.rollouts.run(
                 self._model,
@@ -231,14 +233,14 @@ class _Policy:
 
 
 def _run(policies: Sequence[_Policy], numbers: range, record: Path | None) -> list[list[Episode]]:
-    """The episodes of each policy, a chunk at a time, so that few pictures are held."""
+    """Return the episodes of each policy; they run in chunks, which limits the number of images in memory."""
     found: list[list[Episode]] = [[] for _ in policies]
     folder = None if record is None else make_folder(record, parents=True)
     for chunk in policies[0].rollouts.chunks(numbers):
         ran = [policy.run(chunk, drawn=0 if folder is None else len(chunk)) for policy in policies]
         for own, (episodes, _) in zip(found, ran, strict=True):
             own += episodes
-        # Beside each other; none where one of the simulators cannot draw.
+        # Films are shown side by side; no GIF is written if one of the simulators cannot render.
         for number, films in zip(chunk, zip(*(films for _, films in ran), strict=False), strict=False):
             if folder is not None:
                 save_gif(films, folder / f"episode_{number:05d}.gif")
@@ -249,6 +251,6 @@ def _run(policies: Sequence[_Policy], numbers: range, record: Path | None) -> li
 
 
 def _line(episode: Episode, other: Episode | None = None) -> str:
-    """What came of an episode as JSON."""
+    """Return the result of an episode as a JSON line."""
     compared = {} if other is None else {"against_success": other.success, "against_length": other.length}
     return json.dumps({**episode.to_record(), **compared})

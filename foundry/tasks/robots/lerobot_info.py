@@ -1,4 +1,4 @@
-"""What a folder of LeRobot says of itself in meta/info.json: version, columns and where its files lie."""
+"""Reader of a LeRobot dataset's meta/info.json: version, columns and file paths."""
 
 import json
 import re
@@ -20,13 +20,13 @@ _MOST_PIXELS = 2**14
 
 @dataclass(frozen=True)
 class LeRobotInfo:
-    """Of a dataset in version 3 of the format.
+    """Metadata of a dataset in version 3 of the format.
 
     Attributes:
-        folder: where it lies.
-        fps: frames a second.
+        folder: the dataset's folder.
+        fps: frames per second.
         features: dtype and shape of each column, by its name; for images also the names of dimensions.
-        data_path, video_path: templates of the files' paths; the latter is None without videos.
+        data_path, video_path: templates of the files' paths; the latter is null without videos.
     """
 
     folder: Path
@@ -36,14 +36,14 @@ class LeRobotInfo:
     video_path: str | None
 
     def num_values(self, column: str, key: str) -> int:
-        """How many numbers a column has in each frame.
+        """Return how many numbers a column has in each frame.
 
         Args:
-            column: its name.
-            key: of the setting that chooses it, for the message.
+            column: name of the column.
+            key: config key that chooses the column, for the message.
 
         Raises:
-            ConfigError: there is no such column, or it holds something else.
+            ConfigError: if the column does not exist or does not contain vectors of numbers.
         """
         feature = self._feature(column, key, _NUMBERS)
         shape = feature.get("shape")
@@ -52,10 +52,10 @@ class LeRobotInfo:
         raise ConfigError(Violation(key, f"is {column}, whose shape is {shown(shape)}; choose a column of vectors"))
 
     def picture_size(self, column: str, key: str) -> tuple[int, int]:
-        """Height and width in pixels of a column of pictures.
+        """Return height and width in pixels of a column of images.
 
         Raises:
-            ConfigError: there is no such column, or it holds something else.
+            ConfigError: if the column does not exist or does not contain images.
         """
         feature = self._feature(column, key, _PICTURES)
         shape, names = feature.get("shape"), feature.get("names")
@@ -68,22 +68,22 @@ class LeRobotInfo:
         raise ConfigError(Violation(key, f"is {column}, whose shape is {shown(shape)}; choose a column of pictures"))
 
     def is_video(self, column: str) -> bool:
-        """Whether pictures are in files of their own."""
+        """Return whether the images of a column are stored as video files."""
         return bool(self.features[column]["dtype"] == "video")
 
     def data_file(self, chunk: int, file: int) -> Path:
-        """A file of frames.
+        """Return the path of a data file with frames.
 
         Raises:
-            ConfigError: its path leads out of the folder.
+            ConfigError: if the path leads out of the folder.
         """
         return self._file(self.data_path, chunk_index=chunk, file_index=file)
 
     def video_file(self, column: str, chunk: int, file: int) -> Path:
-        """A file of pictures.
+        """Return the path of a video file.
 
         Raises:
-            ConfigError: its path leads out of the folder, or none is said.
+            ConfigError: if the path leads out of the folder, or the dataset has no template for it.
         """
         return self._file(self.video_path or "", video_key=column, chunk_index=chunk, file_index=file)
 
@@ -97,7 +97,7 @@ class LeRobotInfo:
         raise ConfigError(Violation(key, message))
 
     def _file(self, template: str, **places: Any) -> Path:
-        """A template with its places filled in; only what LeRobot itself writes is understood."""
+        """Fill the fields of a path template; only the syntax that LeRobot itself writes is supported."""
 
         def fill(place: "re.Match[str]") -> str:
             value = places[place[1]]
@@ -115,10 +115,10 @@ class LeRobotInfo:
 
 
 def read_info(path: str) -> LeRobotInfo:
-    """What the folder at `data.path` says of itself.
+    """Read the metadata of the dataset at `data.path`.
 
     Raises:
-        ConfigError: it is none of LeRobot's, or of another version.
+        ConfigError: if it is not a LeRobot dataset, or has another version.
     """
     folder = Path(path).expanduser()
     file = folder / INFO
@@ -140,10 +140,10 @@ def read_info(path: str) -> LeRobotInfo:
 
 
 def _parse(folder: Path, content: Any) -> LeRobotInfo:
-    """The settings that are used.
+    """Parse the entries that foundry uses.
 
     Raises:
-        ValueError: one of them is not as LeRobot writes it; the text says what the file does.
+        ValueError: if an entry is invalid; the text completes a sentence about the file.
     """
     if not isinstance(content, dict):
         raise ValueError("holds no JSON object")

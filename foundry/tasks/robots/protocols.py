@@ -9,35 +9,35 @@ from foundry.core.protocols import Microbatch
 
 @runtime_checkable
 class ActingObjective(Protocol):
-    """An objective whose model is a policy: it sees what was observed and answers with the next actions.
+    """An objective whose model is a policy: it predicts the next actions from observations.
 
-    All units are those of the data, where states and actions are normalised.
+    States and actions are normalized as in the data.
     """
 
     @property
     def action_steps(self) -> int:
-        """How many actions of a chunk are carried out before the model is asked again."""
+        """Number of actions of a chunk that are executed before the next prediction."""
         ...
 
     def act(self, model: nn.Module, observation: Microbatch, keys: Tensor) -> Tensor:
-        """The next actions, (batch, horizon, action_dim) float32.
+        """Return the next actions, (batch, horizon, action_dim) float32.
 
         Args:
-            model: in evaluation mode; every row is answered by itself.
-            observation: the samples' entries but for those of actions.
-            keys: (batch,) int64 in host memory; what is drawn for a row is keyed by seed and key.
+            model: the model in evaluation mode; each row is computed independently.
+            observation: entries of the samples, without the actions.
+            keys: (batch,) int64 in host memory; the random numbers of a row depend on the seed and its key.
         """
         ...
 
 
 class Observing(Protocol):
-    """An optional method of a policy, which answers a chunk of actions in several forward passes."""
+    """Optional interface of policies that compute a chunk of actions in several forward passes."""
 
     def observe(self, state: Tensor, **seen: Tensor) -> Any:
-        """What a policy makes of an observation whatever the actions, which `forward` takes as `observed`.
+        """Return features of an observation that do not depend on the actions; `forward` takes them as `observed`.
 
-        `seen` are `images` and `instruction`, where the data has them. With it an answer of several forward passes
-        looks once; it may be asked before any of them, with gathered weights. `forward` itself must not call it, since
-        FSDP2 gathers the weights for each.
+        `seen` contains `images` and `instruction` if the data has them. With this method, several forward passes for
+        one chunk encode the observation only once. It may be called before any forward pass, with gathered weights.
+        `forward` itself must not call it, because FSDP2 gathers the weights for each method.
         """
         ...

@@ -1,4 +1,4 @@
-"""Values of the configuration of robots that are computed from others."""
+"""OmegaConf resolvers of robots, which compute settings from other settings."""
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -8,16 +8,18 @@ from foundry.tasks.robots.schemas.simulator import TABLETOP_STATE_DIMS
 from foundry.tasks.robots.schemas.simulator import tabletop_state_dim as state_dim_of
 
 _MOST_PIXELS = 96
-"""Height and width to which pictures are brought that are not square, at most: what policies from cameras are shown."""
+"""Maximum default height and width for resizing non-square images; a usual input size of policies with cameras."""
 _LEAST = {"image_size": 8, "instruction_tokens": 1}
 _SIZED_BY = {"state_dim": "state_key", "action_dim": "action_key", "image_size": "image_key"}
 
 
 def simulator_size(name: str, *, _root_: DictConfig) -> int | None:
-    """What a setting of demonstrations is by the simulator; without one, of which rules say so, 1.
+    """Return the default of a demonstration setting: the value of the same setting of the simulator.
+
+    Without a simulator, which other checks report as an error, a size is 1 and the image size None.
 
     Raises:
-        ValueError: it is a simulator of the user's own, whose settings do not say.
+        ValueError: if a user-defined simulator lacks the setting.
     """
     size: int | None = OmegaConf.select(_root_, f"simulator.{name}")
     if size is not None or name == "image_size":
@@ -28,13 +30,19 @@ def simulator_size(name: str, *, _root_: DictConfig) -> int | None:
 
 
 def seen_size(name: str, *, _root_: DictConfig) -> int:
-    """What a policy that sees and is told takes from the data; where that has none, as rules say, the least."""
+    """Return a data setting for a policy with images and instructions.
+
+    If the data does not set it, which other checks report as an error, the minimum is returned.
+    """
     size: int | None = OmegaConf.select(_root_, f"data.{name}")
     return _LEAST[name] if size is None else size
 
 
 def lerobot_size(name: str, *, _root_: DictConfig) -> int | None:
-    """What a setting is by the dataset in `data.path`; of none that can be read, as rules say, the simulator's."""
+    """Return a setting from the metadata of the dataset at `data.path`.
+
+    If the dataset is unreadable, which other checks report as an error, the simulator's setting is returned.
+    """
     path, column = (OmegaConf.select(_root_, f"data.{key}") for key in ("path", _SIZED_BY[name]))
     if name == "image_size" and column is None:
         return None
@@ -49,6 +57,6 @@ def lerobot_size(name: str, *, _root_: DictConfig) -> int | None:
 
 
 def tabletop_state_dim(*, _root_: DictConfig) -> int:
-    """Numbers in the state of the run's task; of a task that there is not, of which its own check says so, 1."""
+    """Return the state size of the run's task; 1 for an unknown task, which the task's own check reports."""
     task, image_size = (OmegaConf.select(_root_, f"simulator.{name}") for name in ("task", "image_size"))
     return state_dim_of(task, has_image=image_size is not None) if task in TABLETOP_STATE_DIMS else 1

@@ -1,4 +1,4 @@
-"""A picture of how often a policy has done its task, along the run."""
+"""Figure of a policy's success rate over the run."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -14,14 +14,14 @@ RATE, LOW, HIGH, _ = val_metric_names(SUCCESS_METRICS)
 
 
 def success_figure(measured: Mapping[str, Mapping[int, float]], run_name: str = "") -> "Figure | None":
-    """The share of episodes over optimizer steps, and the band of its 95 % interval.
+    """Plot the success rate over optimizer steps, with a band for its 95 % interval.
 
     Args:
-        measured: by the names of an evaluation, values by step.
-        run_name: under the title.
+        measured: values by step, by the name of the evaluation metric.
+        run_name: name of the run, shown below the title.
 
     Returns:
-        None if no success has been measured.
+        None if no success rate has been measured.
     """
     if not measured.get(RATE):
         return None

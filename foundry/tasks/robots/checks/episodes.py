@@ -1,4 +1,4 @@
-"""Whether episodes are there, and are those that the settings describe."""
+"""Check that episodes exist and match the settings."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from foundry.tasks.robots.schemas.data import Demonstrations, LeRobot
 
 
 def check_episodes(config: Config) -> Iterator[Violation]:
-    """Say where there are no episodes, or they have other columns or sizes than the settings say."""
+    """Yield errors if there is no source of episodes, or their columns or sizes differ from the settings."""
     data = config.data
     if isinstance(data, Demonstrations) and isinstance(config.simulator, NoSimulator):
         message = "is none but data=demonstrations is made by the simulator's expert; choose one, or data=lerobot"
@@ -23,10 +23,10 @@ def check_episodes(config: Config) -> Iterator[Violation]:
 
 
 def _check_columns(data: LeRobot, info: LeRobotInfo) -> Iterator[Violation]:
-    """The columns are there, and as wide as the settings say.
+    """Check that the columns exist and have the sizes in the settings.
 
     Raises:
-        ConfigError: one of them is not there.
+        ConfigError: if the image column does not exist.
     """
     for name, column, key in (
         ("state_dim", data.state_key, "data.state_key"),

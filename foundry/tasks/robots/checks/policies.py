@@ -1,4 +1,4 @@
-"""What a policy asks of the rest of a run."""
+"""Check that a policy fits the other parts of a run."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +13,7 @@ from foundry.tasks.robots.schemas.objective import ActionChunks
 
 
 def check_policies(config: Config) -> Iterator[Violation]:
-    """Say where success is measured of what does not act, and where a model looks at pictures that there are not."""
+    """Yield errors if success is measured without a policy, or a model needs inputs that the data does not have."""
     objective, model, data = config.objective, config.model, config.data
     is_own = isinstance(objective, dict) or objective._target_ != type(objective)._target_
     for name, node in config.evaluation.evaluators.items():
@@ -27,7 +27,7 @@ def check_policies(config: Config) -> Iterator[Violation]:
 
 
 def _check_seen(model: Any, data: Episodes) -> Iterator[Violation]:
-    """A model is shown and told what it is made for, and nothing that it would ignore."""
+    """Check that the data has the inputs that the model uses, and no instructions that it would ignore."""
     if isinstance(model, PolicyDiT):
         if model.image_size is not None and data.image_size is None:
             message = f"is {model.image_size} but data.image_size is null: there are no pictures"
@@ -43,7 +43,7 @@ def _check_seen(model: Any, data: Episodes) -> Iterator[Violation]:
 
 
 def _check_backbone(backbone: PrefixVLM, data: Episodes) -> Iterator[Violation]:
-    """A policy that is told what to do has words and pictures, and its backbone is made for them."""
+    """Check that a VLA receives instructions and images that fit its backbone."""
     if data.instruction_tokens is None:
         message = "is null but model VLA is told in words what to do; set it to the most tokens that it may have"
         yield Violation("data.instruction_tokens", f"{message}, such as 24")

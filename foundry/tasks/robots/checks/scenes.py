@@ -1,4 +1,4 @@
-"""Whether pictures of a simulator can be made."""
+"""Check that a simulator can render images for training."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from foundry.tasks.robots.schemas.data import Scenes
 
 
 def check_scenes(config: Config) -> Iterator[Violation]:
-    """Say where there is no simulator, or none that draws."""
+    """Yield an error if the data consists of rendered images and no simulator renders them."""
     data = config.data
     if isinstance(data, Scenes) and isinstance(config.simulator, NoSimulator):
         message = "is none but data=scenes is of what a simulator shows; choose one, such as simulator=touch, or"

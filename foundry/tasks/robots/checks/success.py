@@ -1,4 +1,4 @@
-"""What a composed configuration must satisfy to measure success in a simulator."""
+"""Check the settings that measure success in a simulator."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -28,7 +28,7 @@ def check_success(config: Config) -> Iterator[Violation]:
 
 
 def _check_told(node: Mapping[str, Any], key: str, instruction_tokens: Any) -> Iterator[Violation]:
-    """What a policy is told is what it was trained with, and another instruction only where it is told any."""
+    """Check that the evaluation instruction matches the one used in training."""
     told, tokens = node.get("instruction", Told.own.value), node.get("instruction_tokens")
     if told == Told.other.value and tokens is None:
         message = "is other but the policy is told nothing; set data.instruction_tokens, or this to own"

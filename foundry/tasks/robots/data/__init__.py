@@ -1,1 +1,1 @@
-"""Episodes of robots: recorded, demonstrated, and their statistics."""
+"""Episodes of robots, recorded or demonstrated, and their statistics."""

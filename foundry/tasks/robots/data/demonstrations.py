@@ -1,4 +1,4 @@
-"""Demonstrations by the expert of the run's simulator, made once and kept as a folder in LeRobot's format."""
+"""Demonstrations by the expert of the run's simulator, generated once and cached in LeRobot's format."""
 
 import hashlib
 import json
@@ -26,14 +26,14 @@ from foundry.tasks.robots.lerobot_info import read_info
 from foundry.tasks.robots.schemas.data import Demonstrations
 
 FIRST_SEED = 2**32
-"""Of the simulator, for the first demonstration; evaluations use seeds below it."""
+"""Simulator seed of the first demonstration; evaluations use lower seeds."""
 
 _FORMAT = 1
 _STEPS_AT_THE_GOAL = 8
-"""What is recorded after success, so that a policy learns to stay."""
+"""Number of steps recorded after success, so that a policy learns to stay at the goal."""
 _SPARE_FAILURES = 20
 _WRITTEN_BY = ("episodes", "noise", "noisy_share", "state_dim", "action_dim", "image_size")
-"""Settings on which the files of the demonstrations depend; the others say how they are read."""
+"""Settings that determine the files of the demonstrations; other settings only determine how they are read."""
 log = logging.getLogger(__name__)
 
 
@@ -45,20 +45,20 @@ def demonstrations(
     simulator: Callable[[], Simulator] | None = None,
     simulator_settings: Mapping[str, Any] | None = None,
 ) -> DataSplits:
-    """Successful episodes of the simulator's expert, as windows.
+    """Return successful episodes of the simulator's expert as windows.
 
-    In a share of the episodes what is executed is the expert's action with noise, while the action itself is recorded:
-    so the expert shows how to come back from where it would not have gone (Laskey et al., DART, 2017).
+    In a fraction of the episodes, noise is added to the executed actions, while the expert's actions are recorded. So
+    the demonstrations show how to recover from states that the expert would not reach (Laskey et al., DART, 2017).
 
     Args:
-        settings: number and noise of the episodes, and how they are cut into windows.
-        seed: unused: the same demonstrations are made for runs with any seed.
-        simulator: makes the run's simulator; None: it has none.
-        simulator_settings: what it is made of.
+        settings: number and noise of the episodes, and the sizes of the windows.
+        seed: unused: runs with any seed have the same demonstrations.
+        simulator: creates the run's simulator; None if there is no simulator.
+        simulator_settings: settings of the simulator.
 
     Raises:
-        ConfigError: there is no simulator, it has no expert, shows something else than its settings say, its expert
-            fails too often, or an instruction is too long.
+        ConfigError: if there is no simulator or expert, the sizes differ from the settings, the expert fails too often,
+            or an instruction is too long.
     """
     if simulator is None:
         message = "is none but data=demonstrations is made by the simulator's expert; choose one, or data=lerobot"
@@ -87,20 +87,20 @@ def demonstrations(
 
 @dataclass(frozen=True)
 class _Making:
-    """What is made, and of what; see `demonstrations`."""
+    """Generator of demonstrations; see `demonstrations`."""
 
     simulator: Callable[[], Simulator]
     settings: Demonstrations
 
     def name(self, simulator_settings: Mapping[str, Any]) -> str:
-        """Of the folder in the cache: a hash of settings, versions and sources, on which the demonstrations depend."""
+        """Return the name of the cache folder: a hash of all settings, versions and sources that affect the content."""
         own = {name: getattr(self.settings, name) for name in _WRITTEN_BY}
         depends = {"format": _FORMAT, "demonstrations": own, **simulator_identity(simulator_settings)}
         text = json.dumps(depends, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def fill(self, folder: Path) -> tuple[str, ...]:
-        """Make them in a folder; the names of the files."""
+        """Generate the demonstrations in a folder, and return the names of the written files."""
         began, frames = time.monotonic(), 0
 
         def counted(found: Iterator[Episode]) -> Iterator[Episode]:
@@ -117,10 +117,10 @@ class _Making:
         return files
 
     def _record(self, simulator: Simulator) -> Iterator[Episode]:
-        """Successful episodes, by the simulator's seeds in their order; those that fail are left out.
+        """Yield successful episodes in the order of the simulator's seeds; failed episodes are skipped.
 
         Raises:
-            ConfigError: it has no expert, or one that fails in most of them.
+            ConfigError: if the simulator has no expert, or the expert fails in most episodes.
         """
         kind = type(simulator).__name__
         if not isinstance(simulator, Demonstrating):
@@ -140,7 +140,7 @@ class _Making:
                 raise ConfigError(Violation("data.noise", message))
 
     def _run(self, simulator: Simulator, number: int) -> Episode | None:
-        """What the expert does in one episode; None where it does not end at the goal."""
+        """Run the expert in one episode; None if it does not end at the goal."""
         assert isinstance(simulator, Demonstrating)
         draw = np.random.default_rng((FIRST_SEED + number, _FORMAT))
         noise = self.settings.noise if draw.random() < self.settings.noisy_share else 0.0
@@ -158,10 +158,10 @@ class _Making:
     def _checked(
         self, simulator: Simulator, seen: list[Observation], done: list[NDArray[np.float64]], task: str
     ) -> Episode:
-        """What was recorded, where it is what the settings say.
+        """Return the recorded episode, after a check that its sizes match the settings.
 
         Raises:
-            ConfigError: it has other dimensions.
+            ConfigError: if they differ.
         """
         state = np.stack([np.asarray(observation["state"], dtype=np.float32) for observation in seen])
         actions = np.stack(done).astype(np.float32)

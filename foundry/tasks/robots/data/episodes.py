@@ -1,4 +1,4 @@
-"""Episodes of a robot, frame by frame, as windows: what was seen of late, and what was done next."""
+"""Windows over a robot's episodes: recent observations and the next actions of each frame."""
 
 import hashlib
 from collections.abc import Sequence
@@ -21,16 +21,16 @@ from foundry.tasks.robots.names import STATISTICS
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Recording:
-    """Episodes one after the other, in the robot's own units.
+    """Concatenated episodes in the robot's own units.
 
     Attributes:
         state: (frames, state_dim) float32.
-        actions: (frames, action_dim) float32; that of a frame was chosen when its state was seen.
-        lengths: frames of each episode, (episodes,) int64, none of them 0.
+        actions: (frames, action_dim) float32; the action of a frame was chosen from its state.
+        lengths: number of frames of each episode, (episodes,) int64, at least 1.
         images: (frames, 3, image_size, image_size) uint8, or None.
-        tasks: what was to be done, in words, each once.
-        task_index: which of these in each frame, (frames,) int64; None: the words are not read.
-        source: tells these images from others, such as a digest of the files that they were read from.
+        tasks: distinct instructions.
+        task_index: index into `tasks` for each frame, (frames,) int64; None if the instructions were not read.
+        source: identity of the images, such as a digest of the files they were read from.
     """
 
     state: NDArray[np.float32]
@@ -43,15 +43,16 @@ class Recording:
 
     @property
     def starts(self) -> NDArray[np.int64]:
-        """The first frame of each episode, (episodes,)."""
+        """First frame of each episode, (episodes,)."""
         return np.cumsum(self.lengths) - self.lengths
 
 
 class Windows(MapsFiles, BatchDataset):
-    """Some episodes of a recording, a sample for each of their frames.
+    """Dataset of some episodes of a recording, with one sample per frame.
 
-    A sample has the frame's state and those before it, the action chosen at the frame and those after it. Before the
-    first frame of an episode the first is repeated. After the last the last action is, and `is_padded` says so.
+    A sample contains the states of the frame and the frames before it, and the actions of the frame and the frames
+    after it. The first frame of an episode is repeated before its start. The last action is repeated after its end,
+    where `is_padded` is true.
     """
 
     def __init__(
@@ -64,16 +65,16 @@ class Windows(MapsFiles, BatchDataset):
         horizon: int,
         instructions: NDArray[np.int64] | None = None,
     ) -> None:
-        """See the class.
+        """Select episodes of a recording.
 
         Args:
-            recording: of all episodes.
-            episodes: which of them, by number, (n,) int64.
-            statistics: that states and actions are normalised by.
-            num_observations: states of a sample.
-            horizon: actions of a sample.
-            instructions: tokens of each of the recording's tasks, (tasks, instruction_tokens) int64; None: a sample has
-                no words.
+            recording: the recording of all episodes.
+            episodes: numbers of the selected episodes, (n,) int64.
+            statistics: statistics for normalizing states and actions.
+            num_observations: states per sample.
+            horizon: actions per sample.
+            instructions: tokens of the recording's tasks, (tasks, instruction_tokens) int64; None for samples without
+                instructions.
         """
         self.statistics = statistics
         self._instructions, self._task_index = instructions, recording.task_index
@@ -84,17 +85,17 @@ class Windows(MapsFiles, BatchDataset):
         self._seen, self._ahead = np.arange(1 - num_observations, 1), np.arange(horizon)
 
     def __len__(self) -> int:
-        """Frames of all its episodes."""
+        """Return the number of frames of all selected episodes."""
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """The samples of several frames.
+        """Return the samples of several frames.
 
         Returns:
-            `state` (batch, num_observations, state_dim) float32, normalised; `actions` (batch, horizon, action_dim)
-            float32, normalised; `is_padded` (batch, horizon) bool; and where there are any `images` (batch,
-            num_observations, 3, image_size, image_size) uint8 and `instruction` (batch, instruction_tokens) int64, that
-            of the present frame, -1 after its end.
+            `state` (batch, num_observations, state_dim) float32, normalized; `actions` (batch, horizon, action_dim)
+            float32, normalized; `is_padded` (batch, horizon) bool. If the recording has them, also `images` (batch,
+            num_observations, 3, image_size, image_size) uint8, and `instruction` (batch, instruction_tokens) int64 of
+            the current frame, with -1 after its end.
         """
         at = np.asarray(indices, dtype=np.int64)
         episode = np.searchsorted(self._ends, at, side="right")
@@ -113,7 +114,7 @@ class Windows(MapsFiles, BatchDataset):
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def normalised_by(self, statistics: Statistics) -> Self:
-        """The same samples in the units of other statistics."""
+        """Return the same samples, normalized by other statistics."""
         other = object.__new__(type(self))
         vars(other).update(vars(self) | {"statistics": statistics})
         return other
@@ -130,21 +131,22 @@ def episode_splits(
     vocab_size: int = 4096,
     notes: dict[str, Any] | None = None,
 ) -> DataSplits:
-    """Training and held-out episodes as windows; no frame of a held-out episode is seen by the statistics.
+    """Split a recording into training and held-out episodes, as windows; only training frames enter the statistics.
 
     Args:
         recording: all episodes.
-        num_observations: states of a sample.
-        horizon: actions of a sample.
-        held_out: share of the episodes kept for validation.
-        instruction_tokens: the most that an instruction may have; None: samples have no words.
-        tokenizer: of instructions, a tokenizer.json or folder; None: one is trained on those of the training episodes.
-        vocab_size: entries of the tokenizer, or most of a given one.
-        notes: facts for plan.json, besides the numbers of episodes and frames.
+        num_observations: states per sample.
+        horizon: actions per sample.
+        held_out: fraction of the episodes used for validation.
+        instruction_tokens: maximum number of tokens of an instruction; None for samples without instructions.
+        tokenizer: tokenizer.json of the instructions or its folder; None to train one on the training episodes'
+            instructions.
+        vocab_size: number of entries of a trained tokenizer, or maximum number for a given one.
+        notes: facts for plan.json, in addition to the numbers of episodes and frames.
 
     Raises:
-        ConfigError: there are not enough episodes, states or actions are no finite numbers, or an instruction is too
-            long.
+        ConfigError: if there are not enough episodes, states or actions are not finite numbers, or an instruction is
+            too long.
     """
     _check_finite(recording)
     is_held_out = held_out_episodes(len(recording.lengths), held_out)
@@ -174,10 +176,10 @@ def episode_splits(
 
 
 def normalised_by(data: DataSplits, statistics: Statistics) -> DataSplits:
-    """Other episodes in the units of a run that was trained on its own.
+    """Normalize the episodes of a dataset by the statistics of another run.
 
     Raises:
-        ConfigError: they are none, or their states or actions have other dimensions.
+        ConfigError: if the data has no episodes, or states or actions have other dimensions.
     """
     if (own := statistics_of(data)) is None:
         raise ConfigError(Violation("data", "has no episodes, which the run was trained on; choose data=lerobot"))
@@ -193,14 +195,14 @@ def normalised_by(data: DataSplits, statistics: Statistics) -> DataSplits:
 
 
 def held_out_episodes(count: int, held_out: float) -> NDArray[np.bool_]:
-    """Which episodes are held out: the share whose numbers have the smallest hashes, but at least one.
+    """Select the held-out episodes: a fraction whose numbers have the smallest hashes, but at least one.
 
     Args:
-        count: of episodes.
-        held_out: share of them.
+        count: number of episodes.
+        held_out: fraction to hold out.
 
     Raises:
-        ConfigError: none would be left to learn from.
+        ConfigError: if no episode would remain for training.
     """
     num_held_out = max(1, round(held_out * count))
     if num_held_out >= count:
@@ -214,7 +216,7 @@ def held_out_episodes(count: int, held_out: float) -> NDArray[np.bool_]:
 
 
 def _check_finite(recording: Recording) -> None:
-    """Refuse what would make every statistic NaN."""
+    """Raise if a value is not finite, which would make the statistics NaN."""
     for name, values in (("state", recording.state), ("actions", recording.actions)):
         wrong = np.flatnonzero(~np.isfinite(values).all(axis=1))
         if len(wrong):
@@ -225,7 +227,7 @@ def _check_finite(recording: Recording) -> None:
 
 
 def _fingerprint(recording: Recording, is_held_out: NDArray[np.bool_], windows: dict[str, Any]) -> str:
-    """A hash of all that training or validation may see, and of who sees it."""
+    """Return a hash of all training and validation data and of their split."""
     digest = hashlib.blake2b(f"episodes {windows} {recording.source}".encode(), digest_size=16)
     for array in (recording.state, recording.actions, recording.lengths, is_held_out):
         digest.update(f"{array.shape}{array.dtype}".encode())
@@ -234,7 +236,7 @@ def _fingerprint(recording: Recording, is_held_out: NDArray[np.bool_], windows: 
 
 
 def _with_words(fingerprint: str, instructions: NDArray[np.int64], task_index: NDArray[np.int64]) -> str:
-    """A fingerprint of the same with what each frame's episode was told."""
+    """Extend a fingerprint by the instructions of all frames."""
     digest = hashlib.blake2b(f"{fingerprint} {instructions.shape}".encode(), digest_size=16)
     for array in (instructions, task_index):
         digest.update(np.ascontiguousarray(array, dtype=np.int64).data)

@@ -1,4 +1,4 @@
-"""What a robot is to do, in words, as tokens."""
+"""Tokenization of a robot's instructions."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,12 +16,12 @@ _KEY = "data.instruction_tokens"
 
 
 class Words(NamedTuple):
-    """How instructions become tokens; see `DataSplits`.
+    """Tokenization of instructions; see `DataSplits`.
 
     Attributes:
-        tokenizer: of instructions.
+        tokenizer: tokenizer of the instructions.
         stop_ids: tokens that end a document.
-        chat_template: of the weights that the tokenizer belongs to; None: instructions are plain text.
+        chat_template: chat template of the weights that the tokenizer belongs to; None if instructions are plain text.
     """
 
     tokenizer: Tokenizer
@@ -30,15 +30,15 @@ class Words(NamedTuple):
 
 
 def read_words(texts: Sequence[str], tokenizer: str | None, vocab_size: int) -> Words:
-    """A tokenizer that is given, with the chat template beside it, or byte-level BPE trained on what is to be learnt.
+    """Return the given tokenizer with its chat template, or a byte-level BPE trained on the instructions.
 
     Args:
-        texts: instructions of the training episodes, each once, in an order that does not depend on the episodes'.
-        tokenizer: tokenizer.json or folder; None: train one.
-        vocab_size: most entries.
+        texts: distinct instructions of the training episodes, in an order that does not depend on the episodes' order.
+        tokenizer: tokenizer.json or its folder; None to train one.
+        vocab_size: maximum number of entries.
 
     Raises:
-        ConfigError: see `load_tokenizer`; or there is nothing to train one on.
+        ConfigError: as in `load_tokenizer`, or if there are no instructions to train on.
     """
     if not any(texts):
         message = "is given but no episode to learn from has an instruction; leave it out"
@@ -50,18 +50,18 @@ def read_words(texts: Sequence[str], tokenizer: str | None, vocab_size: int) -> 
 
 
 def encode_instructions(texts: Sequence[str], data: DataSplits, instruction_tokens: int) -> NDArray[np.int64]:
-    """Tokens of instructions, (len(texts), instruction_tokens) int64, -1 after the end of each.
+    """Return the tokens of instructions, (len(texts), instruction_tokens) int64, with -1 after the end of each.
 
-    Where the data has a chat template an instruction is what the user says, up to where an answer would begin: what a
-    model of conversations has made out by then is what an action needs.
+    If the data has a chat template, an instruction is encoded as a user turn, up to the start of the assistant's
+    answer. At this point a chat model has understood the request, which is the information that an action needs.
 
     Args:
         texts: the instructions.
-        data: has the tokenizer.
-        instruction_tokens: the most that one may have.
+        data: the data, with the tokenizer.
+        instruction_tokens: maximum number of tokens of an instruction.
 
     Raises:
-        ConfigError: one has more, or the template refuses it.
+        ConfigError: if an instruction is too long, or the template rejects it.
     """
     encoded = np.full((len(texts), instruction_tokens), -1, dtype=np.int64)
     for row, text in zip(encoded, texts, strict=True):

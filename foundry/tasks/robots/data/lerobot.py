@@ -1,7 +1,8 @@
-"""Demonstrations in LeRobot's format, version 3, read without its package.
+"""Reader of demonstrations in LeRobot's format, version 3, without its package.
 
-Frames are rows of Parquet files, several episodes in each; meta/episodes says which files an episode is in. Pictures
-are in these rows, or frames of videos. `meta/stats.json` is not read: statistics are of training episodes alone.
+Frames are rows of Parquet files with several episodes each; meta/episodes maps episodes to files. Images are stored in
+these rows or as frames of videos. `meta/stats.json` is not read, because statistics must cover only the training
+episodes.
 """
 
 import hashlib
@@ -39,19 +40,19 @@ _TASK_NAMES = ("task", "__index_level_0__")
 _ROWS_AT_A_TIME = 256
 _MOST_NUMBER, _MOST_FRAMES = 2**53, 2**60
 _TOLERANCE = 0.25
-"""By how much of the time between two frames a picture may come earlier or later than its row says."""
+"""Maximum deviation of an image's time from its row's timestamp, as a fraction of the time between two frames."""
 
 
 @configured_by(LeRobot)
 def lerobot(settings: LeRobot, *, seed: int) -> DataSplits:
-    """Episodes of a folder in LeRobot's format, as windows.
+    """Return the episodes of a folder in LeRobot's format as windows.
 
     Args:
-        settings: the folder and its columns, and how episodes are cut into windows.
-        seed: unused: runs with different seeds are measured on the same held-out episodes.
+        settings: the folder with its columns, and the sizes of the windows.
+        seed: unused: runs with different seeds have the same held-out episodes.
 
     Raises:
-        ConfigError: it is no such folder, is not whole, has too few episodes, or has other dimensions.
+        ConfigError: if the folder is not a complete LeRobot dataset, has too few episodes, or has other dimensions.
     """
     info = read_info(settings.path)
     for key, given, column, chosen in (
@@ -84,7 +85,7 @@ def lerobot(settings: LeRobot, *, seed: int) -> DataSplits:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where an episode's pictures are: a file of videos, and the second at which they begin in it."""
+    """Location of an episode's images: a video file, and the second of the video at which the episode begins."""
 
     file: Path
     second: float
@@ -92,12 +93,12 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Episodes:
-    """What meta/episodes says, in the order of episodes.
+    """Content of meta/episodes, in the order of episodes.
 
     Attributes:
-        lengths: frames of each.
-        files: of data, in the order of episodes.
-        videos: of each episode, where the pictures are videos.
+        lengths: number of frames of each episode.
+        files: data files in the order of their episodes.
+        videos: location of each episode's images if they are videos, else None.
     """
 
     lengths: NDArray[np.int64]
@@ -118,18 +119,18 @@ def read_recording(
     cache_dir: str,
     has_tasks: bool = False,
 ) -> Recording:
-    """All episodes of a folder: numbers in memory, pictures decoded once into the cache.
+    """Read all episodes of a folder: numbers into memory, images decoded once into the cache.
 
     Args:
-        info: of the folder.
+        info: metadata of the folder.
         state_key: column of the states.
         action_key: column of the actions.
-        pictures: their column, and height and width to bring them to; None: they are not read.
-        cache_dir: the cache's parent folder.
-        has_tasks: read what was to be done, too.
+        pictures: column of the images, and height and width to resize them to; None to read no images.
+        cache_dir: parent folder of the cache.
+        has_tasks: also read the instructions.
 
     Raises:
-        ConfigError: the folder is not whole, or the cache cannot be written.
+        ConfigError: if the folder is incomplete, or the cache is not writable.
     """
     image_key, size = pictures or (None, 0)
     video_key = image_key if image_key is not None and info.is_video(image_key) else None
@@ -165,17 +166,17 @@ def read_recording(
 
 
 def _read_tasks(info: LeRobotInfo, task_index: NDArray[Any]) -> dict[str, Any]:
-    """The texts of tasks, and which of them each frame has: of `Recording`.
+    """Return `tasks` and `task_index` of `Recording`.
 
     Raises:
-        ConfigError: the folder does not say them, or not of every frame.
+        ConfigError: if the folder lacks the instructions of some frames.
     """
     file = info.folder / _TASKS
     if not file.is_file():
         _refuse(info, f"has no {_TASKS}, which says what was to be done; leave out data.instruction_tokens")
     with _explained(info, file):
         table = pq.read_table(file)
-        # The text is the index of a table of pandas, to which some versions of LeRobot give no name.
+        # The text is the index of a pandas table, which has no name in some versions of LeRobot.
         name = next((name for name in _TASK_NAMES if name in table.column_names), None)
         if name is None or _TASK_INDEX not in table.column_names:
             _refuse(info, f"has no columns {_TASK_NAMES[0]} and {_TASK_INDEX} in {_TASKS}")
@@ -196,10 +197,10 @@ def _episode_files(info: LeRobotInfo) -> list[Path]:
 
 
 def _read_episodes(info: LeRobotInfo, video_key: str | None) -> _Episodes:
-    """See `_Episodes`.
+    """Read meta/episodes.
 
     Raises:
-        ConfigError: episodes are missing or said twice, or it is not said where they are.
+        ConfigError: if episodes or their files are missing, or episodes are duplicated.
     """
     places = ("data/chunk_index", "data/file_index")
     columns = ["episode_index", "length", *places]
@@ -231,10 +232,10 @@ def _read_episodes(info: LeRobotInfo, video_key: str | None) -> _Episodes:
 
 
 def _numbers(info: LeRobotInfo, name: str, column: pa.Array) -> list[Any]:
-    """Return a column of the table of episodes: whole numbers from 0 on, or seconds.
+    """Return a column of the table of episodes: nonnegative whole numbers, or seconds.
 
     Raises:
-        ConfigError: it has another type, or a value that is missing, negative or not finite.
+        ConfigError: if it has another type, or a value that is missing, negative or not finite.
     """
     is_time = name.endswith("timestamp")
     if not (pa.types.is_integer(column.type) or (is_time and pa.types.is_floating(column.type))):
@@ -247,10 +248,12 @@ def _numbers(info: LeRobotInfo, name: str, column: pa.Array) -> list[Any]:
 
 
 def _read_numbers(info: LeRobotInfo, episodes: _Episodes, widths: Mapping[str, int]) -> dict[str, NDArray[Any]]:
-    """Columns of numbers, (frames, width) each, in the order of episodes: float32, of timestamps and tasks float64.
+    """Read columns of numbers, (frames, width) each, in the order of episodes.
+
+    Their dtype is float32, except for timestamps and tasks (float64).
 
     Raises:
-        ConfigError: frames are missing or there twice, or are not of this width.
+        ConfigError: if frames are missing or duplicated, or have another width.
     """
     total, rows = int(episodes.lengths.sum()), 0
     for file in episodes.files:
@@ -276,7 +279,7 @@ def _read_numbers(info: LeRobotInfo, episodes: _Episodes, widths: Mapping[str, i
 def _rows(
     info: LeRobotInfo, episodes: _Episodes, columns: list[str]
 ) -> Iterator[tuple[NDArray[np.int64], pa.RecordBatch]]:
-    """Some rows of the data files at a time, and which frame of all each of them is."""
+    """Yield batches of rows of the data files, with the index of each row's frame in the recording."""
     for file in episodes.files:
         for batch in _batches(info, file, ["episode_index", "frame_index", *columns]):
             places = [_vectors(info, name, batch.column(name), 1)[:, 0] for name in ("episode_index", "frame_index")]
@@ -290,7 +293,7 @@ def _rows(
 
 
 def _vectors(info: LeRobotInfo, name: str, column: pa.Array, width: int) -> NDArray[Any]:
-    """A column as (rows, width); a column of single numbers has the width 1."""
+    """Return a column as (rows, width); a column of scalars has width 1."""
     values = column.storage if isinstance(column, pa.ExtensionArray) else column
     is_list = pa.types.is_list(values.type) or pa.types.is_large_list(values.type)
     if is_list or pa.types.is_fixed_size_list(values.type):
@@ -305,7 +308,7 @@ def _vectors(info: LeRobotInfo, name: str, column: pa.Array, width: int) -> NDAr
 
 
 def _fill(shape: tuple[int, ...], fill: Callable[[NDArray[np.uint8]], None], folder: Path) -> tuple[str, ...]:
-    """Write the pictures of all frames; the names of the files."""
+    """Write the images of all frames, and return the names of the written files."""
     images = np.lib.format.open_memmap(folder / _IMAGES, mode="w+", dtype=np.uint8, shape=shape)
     fill(images)
     images.flush()
@@ -313,7 +316,7 @@ def _fill(shape: tuple[int, ...], fill: Callable[[NDArray[np.uint8]], None], fol
 
 
 def _copy_images(info: LeRobotInfo, episodes: _Episodes, image_key: str, size: int, images: NDArray[np.uint8]) -> None:
-    """Pictures in the rows themselves, each as a file's content beside a name that is not looked at."""
+    """Copy images that are stored in the rows, as encoded bytes, or as a struct of bytes and a path that is ignored."""
     own = info.picture_size(image_key, "data.image_key")
     for at, batch in _rows(info, episodes, [image_key]):
         for frame, cell in zip(at.tolist(), batch.column(image_key).to_pylist(), strict=True):
@@ -329,7 +332,7 @@ def _copy_images(info: LeRobotInfo, episodes: _Episodes, image_key: str, size: i
 def _copy_frames(
     info: LeRobotInfo, episodes: _Episodes, timestamps: NDArray[np.float64], size: int, images: NDArray[np.uint8]
 ) -> None:
-    """Frames of videos, each file decoded once from its beginning; a frame belongs to the rows of its time."""
+    """Copy video frames to the rows with the matching timestamp; each file is decoded once, from its beginning."""
     assert episodes.videos is not None
     seconds = timestamps + np.repeat([place.second for place in episodes.videos], episodes.lengths)
     tolerance = _TOLERANCE / info.fps
@@ -355,7 +358,7 @@ def _copy_frames(
 
 
 def _batches(info: LeRobotInfo, file: Path, columns: list[str]) -> Iterator[pa.RecordBatch]:
-    """A Parquet file, some rows at a time."""
+    """Yield batches of rows of a Parquet file."""
     with _explained(info, file), pq.ParquetFile(file) as parquet:
         if missing := [name for name in columns if name not in parquet.schema_arrow.names]:
             _refuse(info, f"has no column {missing[0]} in {file.relative_to(info.folder)}")
@@ -365,7 +368,7 @@ def _batches(info: LeRobotInfo, file: Path, columns: list[str]) -> Iterator[pa.R
 
 @contextmanager
 def _explained(info: LeRobotInfo, file: Path) -> Iterator[None]:
-    """Have pyarrow or the decoder read a regular file of the folder; its errors are ConfigErrors."""
+    """Context for reading a file of the folder with pyarrow or the decoder, whose errors become ConfigErrors."""
     name = file.relative_to(info.folder)
     with ForeignData(lambda reason: _wrong(info, f"has {name}, which cannot be read: {reason}")):
         require_regular(file)

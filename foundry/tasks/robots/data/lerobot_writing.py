@@ -1,4 +1,4 @@
-"""Writing demonstrations in LeRobot's format, version 3, so that its tools read them too."""
+"""Writer of demonstrations in LeRobot's format, version 3, which LeRobot's tools can read too."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -16,23 +16,23 @@ from foundry.data.images.pictures import encode_png, import_av
 from foundry.tasks.robots.lerobot_info import INFO
 
 STATE_KEY, ACTION_KEY, IMAGE_KEY = "observation.state", "action", "observation.images.front"
-"""LeRobot's names for what a policy sees, does, and sees of a camera."""
+"""LeRobot's column names of a policy's states, actions and camera images."""
 
 _PART = "chunk-{chunk_index:03d}/file-{file_index:03d}"
 _DATA, _VIDEO = f"data/{_PART}.parquet", f"videos/{{video_key}}/{_PART}.mp4"
 _EPISODES, _TASKS, _STATS = "meta/episodes/chunk-000/file-000.parquet", "meta/tasks.parquet", "meta/stats.json"
 _CODEC, _CODEC_OPTIONS = "libsvtav1", {"g": "2", "crf": "30", "preset": "8"}
-"""As LeRobot encodes: every second frame can be decoded by itself."""
+"""LeRobot's encoding, with a keyframe every second frame."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Episode:
-    """An episode as it was recorded.
+    """A recorded episode.
 
     Attributes:
         state: (frames, state_dim) float32.
-        actions: (frames, action_dim) float32; that of a frame was chosen when its state was seen.
-        task: what was to be done, in words.
+        actions: (frames, action_dim) float32; the action of a frame was chosen from its state.
+        task: the instruction.
         images: (frames, height, width, 3) uint8, or None.
     """
 
@@ -52,22 +52,22 @@ def write_lerobot(
     file_bytes: int = 100 * 2**20,
     files_per_chunk: int = 1000,
 ) -> tuple[str, ...]:
-    """Write episodes, of which one at a time is in memory.
+    """Write episodes, with one episode in memory at a time.
 
     Args:
-        folder: an empty one.
-        episodes: at least one; all of the same dimensions, and all with images or none.
-        fps: frames a second.
-        robot_type: what acted.
-        as_video: write images as videos, which loses a little, and not as PNG files in the rows.
-        file_bytes: a data file that has grown to this is followed by another.
-        files_per_chunk: files of a folder.
+        folder: an empty folder.
+        episodes: at least one; all must have the same dimensions, and all or none must have images.
+        fps: frames per second.
+        robot_type: name of the robot.
+        as_video: write images as videos with lossy compression, instead of PNG data in the rows.
+        file_bytes: size of a data file after which a new one is started.
+        files_per_chunk: number of files per folder.
 
     Returns:
-        The names of the files, relative to the folder.
+        The names of the written files, relative to the folder.
 
     Raises:
-        ConfigError: a video is to be written, and the package for it is missing.
+        ConfigError: if `as_video` is set and the video package is not installed.
     """
     with _Writer(folder, fps, as_video, file_bytes, files_per_chunk) as writer:
         for episode in episodes:
@@ -94,7 +94,7 @@ class _Writer:
         self._held.close()
 
     def add(self, episode: Episode) -> None:
-        """Write an episode into the data file at hand, and its video into one of its own."""
+        """Write an episode to the current data file, and its video to a new file."""
         length, number = len(episode.state), len(self._rows)
         task = self._tasks.setdefault(episode.task, len(self._tasks))
         numbers: dict[str, NDArray[Any]] = {
@@ -138,7 +138,7 @@ class _Writer:
         self._frames += length
 
     def _write(self, table: pa.Table) -> int:
-        """Append to a data file; its number."""
+        """Append to a data file, and return the file's number."""
         if self._open is None:
             chunk, file = divmod(self._num_data_files, self._files_per_chunk)
             path = self._place(_DATA.format(chunk_index=chunk, file_index=file))
@@ -153,7 +153,7 @@ class _Writer:
         return number
 
     def _write_video(self, images: NDArray[np.uint8], number: int) -> dict[str, Any]:
-        """Write a video of an episode; where it is."""
+        """Write the video of an episode, and return its location."""
         av = import_av()
         chunk, file = divmod(number, self._files_per_chunk)
         path = self._place(_VIDEO.format(video_key=IMAGE_KEY, chunk_index=chunk, file_index=file))
@@ -169,7 +169,7 @@ class _Writer:
         return {f"videos/{IMAGE_KEY}/{name}": value for name, value in place.items()}
 
     def write_meta(self, robot_type: str) -> tuple[str, ...]:
-        """Write what describes the data; the names of the files."""
+        """Write the metadata, and return the names of the written files."""
         pq.write_table(pa.Table.from_pylist(self._rows), self._place(_EPISODES))
         pq.write_table(_task_table(list(self._tasks)), self._place(_TASKS))
         stats = {name: _joined([_own_stats(row, name) for row in self._rows]) for name in self._features}
@@ -193,7 +193,7 @@ class _Writer:
         return tuple(self.files[-4:])
 
     def _place(self, name: str) -> Path:
-        """The path of a new file."""
+        """Return the path of a new file, and register the file."""
         path = self._folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         self.files.append(name)
@@ -211,14 +211,14 @@ def _feature(values: NDArray[Any]) -> dict[str, Any]:
 
 
 def _stats(values: NDArray[Any]) -> dict[str, Any]:
-    """Of an episode, by dimension."""
+    """Return the statistics of an episode, per dimension."""
     wide = values.astype(np.float64).reshape(len(values), -1)
     found = {"min": wide.min(0), "max": wide.max(0), "mean": wide.mean(0), "std": wide.std(0)}
     return {**{name: value.tolist() for name, value in found.items()}, "count": [len(values)]}
 
 
 def _picture_stats(images: NDArray[np.uint8]) -> dict[str, Any]:
-    """Of all pixels by channel, from 0 to 1, in LeRobot's shape (3, 1, 1)."""
+    """Return statistics of all pixels per channel, scaled to [0, 1], in LeRobot's shape (3, 1, 1)."""
     pixels = images.reshape(-1, 3)
     wide = {name: getattr(pixels, name)(axis=0) / 255.0 for name in ("min", "max", "mean", "std")}
     return {**{name: value.reshape(3, 1, 1).tolist() for name, value in wide.items()}, "count": [len(images)]}
@@ -230,7 +230,7 @@ def _own_stats(row: Mapping[str, Any], name: str) -> dict[str, NDArray[np.float6
 
 
 def _joined(stats: list[dict[str, NDArray[np.float64]]]) -> dict[str, Any]:
-    """Of all episodes, from those of each (Chan, Golub and LeVeque, 1979)."""
+    """Merge the statistics of all episodes (Chan, Golub and LeVeque, 1979)."""
     total = sum(one["count"] for one in stats)
     mean = sum(one["mean"] * one["count"] for one in stats) / total
     variance = sum((one["std"] ** 2 + (one["mean"] - mean) ** 2) * one["count"] for one in stats) / total
@@ -240,7 +240,7 @@ def _joined(stats: list[dict[str, NDArray[np.float64]]]) -> dict[str, Any]:
 
 
 def _task_table(tasks: list[str]) -> pa.Table:
-    """Tasks and their numbers, with the task as the index that pandas makes of it."""
+    """Return the table of tasks with their numbers, in the form of a pandas table with the task as index."""
     names = {"task_index": ("int64", "int64"), "task": ("unicode", "object")}
     columns = [
         {"name": name, "field_name": name, "pandas_type": kind, "numpy_type": numpy_type, "metadata": None}

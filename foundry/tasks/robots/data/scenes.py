@@ -1,4 +1,4 @@
-"""What a simulator shows at the start of episodes, with a conversation about it: for models that learn to look."""
+"""Images of the starts of a simulator's episodes with conversations about them, to train vision-language models."""
 
 import hashlib
 import json
@@ -27,7 +27,7 @@ from foundry.tasks.robots.data.simulated import simulator_identity
 from foundry.tasks.robots.schemas.data import Scenes
 
 FIRST_SEED = FIRST_DEMONSTRATION + 2**31
-"""Of the simulator, for the first scene; demonstrations use seeds below it, and evaluations those below these."""
+"""Simulator seed of the first scene; demonstrations use lower seeds, and evaluations even lower ones."""
 
 _FORMAT = 1
 _IMAGES, _ROWS = "images.npy", "rows.jsonl"
@@ -42,16 +42,16 @@ def scenes(
     simulator: Callable[[], Simulator] | None = None,
     simulator_settings: Mapping[str, Any] | None = None,
 ) -> DataSplits:
-    """Starts of a simulator's episodes, with the questions and answers that it gives about them.
+    """Return images of the starts of a simulator's episodes, with its questions and answers about them.
 
     Args:
-        settings: number and size of the scenes, and how conversations become tokens.
-        seed: unused: the same scenes are made, and held out, for runs with any seed.
-        simulator: makes the run's simulator; None: it has none.
-        simulator_settings: what it is made of.
+        settings: number and size of the scenes, and tokenization of the conversations.
+        seed: unused: runs with any seed have the same scenes and held-out scenes.
+        simulator: creates the run's simulator; None if there is no simulator.
+        simulator_settings: settings of the simulator.
 
     Raises:
-        ConfigError: there is no simulator, it shows or says nothing, or the tokenizer or template does not fit.
+        ConfigError: if there is no simulator, it lacks images or descriptions, or tokenizer or template do not fit.
     """
     image_size, count = settings.image_size, settings.num_scenes
     if simulator is None or image_size is None:
@@ -76,10 +76,10 @@ def scenes(
 
 
 def _fill(simulator: Callable[[], Simulator], count: int, size: int, folder: Path) -> tuple[str, ...]:
-    """Make scenes in a folder; the names of the files.
+    """Generate scenes in a folder, and return the names of the written files.
 
     Raises:
-        ConfigError: the simulator describes nothing, or shows no picture of this size.
+        ConfigError: if the simulator has no descriptions, or no images of this size.
     """
     began, shape = time.monotonic(), (count, 3, size, size)
     images = np.lib.format.open_memmap(folder / _IMAGES, mode="w+", dtype=np.uint8, shape=shape)

@@ -1,4 +1,4 @@
-"""What is made by a simulator and kept: what it depends on besides its own settings."""
+"""Identity of a simulator: the settings, package versions and source code that determine the data generated with it."""
 
 import hashlib
 import importlib.metadata
@@ -13,15 +13,18 @@ from foundry.config.target_names import respelled
 from foundry.core.part_names import first_path
 
 _PACKAGES = ("numpy", "mujoco", "gymnasium", "gymnasium-robotics", "metaworld")
-"""Whose version may change what a simulator does, or what is drawn."""
+"""Packages whose version may change the behavior or rendering of a simulator."""
 _OWN = "foundry.tasks.robots.simulators."
 _OWN_SOURCES = "36c3b6776905e2c5d4debd6eb9250d048eaf9ac4455f6e49bce923a134631ba8"
-"""Version of foundry's own simulators: the hash of their files at 0.1. For another version their data is made anew, and
-runs on it are other runs; so change it if a simulator acts or draws differently, and only then."""
+"""Version of the built-in simulators: the hash of their files at 0.1.
+
+Another version regenerates their data, and runs on the new data are different runs. So change it only if a simulator
+acts or renders differently.
+"""
 
 
 def simulator_identity(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a simulator, with the versions and the source code on which it depends what it does."""
+    """Return the settings of a simulator with the versions and source code that determine its behavior."""
     return {
         "simulator": respelled(dict(settings), first_path),
         "versions": {name: _version(name) for name in _PACKAGES},
@@ -37,9 +40,12 @@ def _version(package: str) -> str | None:
 
 
 def _sources(target: str) -> str:
-    """The version of foundry's own simulators; of another a hash of its module, and of those beside it in a package."""
+    """Return the version of the built-in simulators, or a hash of another simulator's module.
+
+    If that module is in a package, the hash includes the package's other modules.
+    """
     part = None
-    with suppress(ImportError, AttributeError, ValueError):  # building it says so
+    with suppress(ImportError, AttributeError, ValueError):  # reported when the simulator is built
         part = resolve_name(target)
     module = sys.modules.get(getattr(part, "__module__", ""))
     if module is None or getattr(module, "__file__", None) is None:

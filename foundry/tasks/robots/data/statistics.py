@@ -1,4 +1,4 @@
-"""By what a robot's states and actions are scaled: statistics of each dimension, which travel with the weights."""
+"""Normalization statistics of a robot's states and actions, per dimension, which are saved with the weights."""
 
 import json
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from foundry.data.splits import DataSplits
 from foundry.tasks.robots.names import STATISTICS
 
 _CONSTANT = 1e-4
-"""A dimension that varies by less is left alone, as in Diffusion Policy's `range_eps` (Chi et al., 2023)."""
+"""Dimensions that vary less than this are not scaled, as with `range_eps` in Diffusion Policy (Chi et al., 2023)."""
 
 _MOST_DEVIATIONS = 8.0
 _ROWS_AT_A_TIME = 2**16
@@ -21,7 +21,7 @@ Array = NDArray[np.floating[Any]]
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """Of each dimension over all frames, (dims,) float64 each; the deviation is that of the population."""
+    """Moments of each dimension over all frames, (dims,) float64 each; `std` is the population standard deviation."""
 
     mean: NDArray[np.float64]
     std: NDArray[np.float64]
@@ -30,7 +30,7 @@ class Moments:
 
     @classmethod
     def of(cls, values: Array) -> Self:
-        """Of the rows of `values`, (frames, dims), of which there is at least one; summed in float64."""
+        """Compute the moments of the rows of `values`, (frames, dims), at least one; sums are in float64."""
         lowest, highest = (bound.astype(np.float64) for bound in (values.min(axis=0), values.max(axis=0)))
         starts = range(0, len(values), _ROWS_AT_A_TIME)
         slices = [slice(start, start + _ROWS_AT_A_TIME) for start in starts]
@@ -39,15 +39,15 @@ class Moments:
         return cls(mean, np.sqrt(variance), lowest, highest)
 
     def to_lists(self) -> dict[str, list[float]]:
-        """By name, as JSON has them."""
+        """Return the moments by name, as JSON values."""
         return {name: value.tolist() for name, value in vars(self).items()}
 
     @classmethod
     def from_lists(cls, lists: Any) -> Self:
-        """What `to_lists` has given.
+        """Restore the result of `to_lists`.
 
         Raises:
-            ValueError: it cannot have.
+            ValueError: if it is invalid.
         """
         names = ("mean", "std", "min", "max")
         if not isinstance(lists, dict) or set(lists) != set(names):
@@ -68,9 +68,9 @@ class Moments:
 
 @dataclass(frozen=True, eq=False)
 class Statistics:
-    """Of the training episodes' frames; what a policy is shown, and what it answers, is in the units they make.
+    """Statistics of the frames of the training episodes, which define the units of the policy's inputs and outputs.
 
-    A dimension that does not vary is only centred: it is 0 afterwards, and an answer near 0 is its one value.
+    A constant dimension is only centered: it becomes 0, and a prediction near 0 is restored to the constant.
     """
 
     overrides: ClassVar[tuple[str, ...]] = ("hparams=policy", "simulator=none", "evaluation=default")
@@ -80,28 +80,28 @@ class Statistics:
 
     @classmethod
     def of(cls, state: Array, actions: Array) -> Self:
-        """Of frames: (frames, state_dim) and (frames, action_dim), at least one."""
+        """Compute the statistics of frames: (frames, state_dim) and (frames, action_dim), at least one frame."""
         return cls(Moments.of(state), Moments.of(actions))
 
     def normalise_state(self, state: Array) -> NDArray[np.float32]:
-        """States, (..., state_dim), as deviations from the mean, at most 8; float32."""
+        """Return states, (..., state_dim), as standardized values in float32, clipped to [-8, 8]."""
         scale = np.where(self.state.std < _CONSTANT, 1.0, self.state.std)
         deviations = (state - self.state.mean) / scale
         return np.clip(deviations, -_MOST_DEVIATIONS, _MOST_DEVIATIONS).astype(np.float32)
 
     def normalise_actions(self, actions: Array) -> NDArray[np.float32]:
-        """Actions, (..., action_dim), from [min, max] to [-1, 1], and beyond where they are; float32."""
+        """Scale actions, (..., action_dim), from [min, max] to [-1, 1], without clipping, in float32."""
         return ((actions - self._middle) / self._reach).astype(np.float32)
 
     def restore_actions(self, actions: Array) -> NDArray[np.float32]:
-        """What `normalise_actions` was given, from what it has made of it; float32."""
+        """Invert `normalise_actions`, in float32."""
         return (actions * self._reach + self._middle).astype(np.float32)
 
     def applied_to(self, data: DataSplits) -> DataSplits:
-        """Other episodes in the units of the run that these are of.
+        """Normalize other episodes by the statistics of this run.
 
         Raises:
-            ConfigError: they are none, or their states or actions have other dimensions.
+            ConfigError: if the data has no episodes, or states or actions have other dimensions.
         """
         from foundry.tasks.robots.data.episodes import normalised_by
 
@@ -117,15 +117,15 @@ class Statistics:
         return np.where(half < _CONSTANT, 1.0, half)
 
     def to_json(self) -> str:
-        """As a text that `from_json` reads back bit for bit."""
+        """Return a JSON text that `from_json` restores exactly."""
         return json.dumps({"state": self.state.to_lists(), "actions": self.actions.to_lists()}, indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """What `to_json` has given.
+        """Restore the result of `to_json`.
 
         Raises:
-            ValueError: it cannot have; the text says why.
+            ValueError: if it is invalid; the text has the reason.
         """
         try:
             content = json.loads(text)
@@ -143,7 +143,7 @@ class Statistics:
 
 
 def statistics_of(data: DataSplits) -> Statistics | None:
-    """The statistics that data has kept; None: it has no episodes."""
+    """Return the statistics of a dataset; None if it has no episodes."""
     kept: Any = data.kept.get(STATISTICS)
     statistics: Statistics | None = kept
     return statistics

@@ -1,4 +1,4 @@
-"""Episodes of a policy in a simulator, several of them in step with each other."""
+"""Batched episodes of a policy in simulators."""
 
 import logging
 from collections import deque
@@ -23,21 +23,24 @@ from foundry.tasks.robots.protocols import ActingObjective
 log = logging.getLogger(__name__)
 
 _MOST_REPLANS = 2**31
-"""The key of episode k's n-th replan is k times this and n; k is below `MOST_EPISODES`, so that it fits into int64."""
+"""Factor in the random keys: the n-th prediction of episode k has the key k times this factor, plus n.
+
+The keys fit into int64, because k is below `MOST_EPISODES`.
+"""
 _FRAMES = 24
-"""Of an episode at most; of a long one at least half of it."""
+"""Maximum number of frames of an episode; a long episode has at least half of it."""
 
 
 @dataclass(frozen=True)
 class Episode:
-    """What came of an episode.
+    """Result of an episode.
 
     Attributes:
-        number: which one, also the seed of its start.
-        success: whether the task was done at any step; the episode ends there.
-        length: actions carried out.
-        instruction: what was to be done, in words.
-        told: what the policy was told instead; None: that, or nothing.
+        number: number of the episode, which is also the seed of its start.
+        success: whether the task was completed at any step, which ends the episode.
+        length: number of executed actions.
+        instruction: instruction of the episode.
+        told: other instruction that the policy received; None if it received the episode's own or none.
     """
 
     number: int
@@ -47,7 +50,7 @@ class Episode:
     told: str | None = None
 
     def to_record(self) -> dict[str, Any]:
-        """By name, as JSON has it."""
+        """Return the JSON record of the episode."""
         own = {"success": self.success, "length": self.length, "instruction": self.instruction}
         other = {} if self.told is None else {"told": self.told}
         return {"episode": self.number, "seed": self.number, **own, **other}
@@ -55,13 +58,13 @@ class Episode:
 
 @dataclass
 class Film:
-    """What an episode looked like: every action of a short one, of a longer one every second, fourth and so on.
+    """Frames of an episode: one per action in a short one, and one per 2, 4, ... actions in a longer one.
 
     Attributes:
-        fps: actions a second.
-        success: whether the task was done.
-        every: actions from one frame to the next, a power of 2; the last may come sooner.
-        frames: by the number of actions before them, (size, size, 3) uint8 each, the start and the end among them.
+        fps: actions per second.
+        success: whether the task was completed.
+        every: actions between two frames, a power of 2; the last frame may follow sooner.
+        frames: frames, (size, size, 3) uint8 each, by the number of actions before them; always with start and end.
     """
 
     fps: float
@@ -70,7 +73,7 @@ class Film:
     frames: dict[int, NDArray[np.uint8]] = field(default_factory=dict)
 
     def add(self, length: int, frame: NDArray[np.uint8]) -> None:
-        """Add the picture after `length` actions; where there are too many, every second one goes."""
+        """Add the image after `length` actions; if there are too many frames, every second one is dropped."""
         self.frames[length] = frame
         if len(self.frames) > _FRAMES:
             self.every *= 2
@@ -78,25 +81,25 @@ class Film:
 
 
 class Rollouts:
-    """Has a policy act in episodes, `at_a_time` of them in one batch, which has that many rows at any time.
+    """Runner of a policy's episodes, in batches that always have `at_a_time` rows.
 
-    The rows of episodes that are over, and those for which there is none, stay in the batch as padding. So what a row
-    is answered with depends on its chunk of episodes, and not on who asks.
+    Rows of finished and unused episodes stay in the batch as padding. Therefore the output for a row depends only on
+    its chunk of episodes and not on the caller.
 
     Args:
         objective: an `ActingObjective`.
-        data: its `statistics` give the units of the policy.
-        simulator: makes a simulator; each of a chunk's episodes has one of its own. They are kept from one chunk to
-            the next.
-        num_observations: the policy is shown, the first repeated where there are fewer.
-        at_a_time: episodes of a chunk.
-        instruction_tokens: of what the policy is told, in the tokens of the data; None: nothing.
-        is_told_another: it is told another instruction than the episode's, chosen by the episode's number; success is
-            still that of the episode's own.
+        data: its `statistics` define the policy's units.
+        simulator: creates a simulator; each episode of a chunk has one, which is reused for later chunks.
+        num_observations: number of observations that the policy receives; the first one is repeated if there are fewer.
+        at_a_time: episodes per chunk.
+        instruction_tokens: maximum number of tokens of an instruction, encoded as in the data; None for a policy
+            without instructions.
+        is_told_another: give the policy another instruction than the episode's, chosen by the episode's number; success
+            is still measured for the episode's own.
 
     Raises:
-        ConfigError: the objective has no policy, there is no simulator, or the data has no statistics; the policy is to
-            be told another instruction, and there is none.
+        ConfigError: if the objective has no policy, there is no simulator, the data has no statistics, or
+            `is_told_another` is set but the simulator has only one instruction.
     """
 
     def __init__(
@@ -128,7 +131,7 @@ class Rollouts:
         self._can_draw = True
 
     def chunks(self, numbers: range) -> list[range]:
-        """Episodes in chunks; the last may have fewer."""
+        """Split the episodes into chunks; the last chunk may be smaller."""
         return [numbers[start : start + self.at_a_time] for start in range(0, len(numbers), self.at_a_time)]
 
     def run(
@@ -145,16 +148,17 @@ class Rollouts:
         """Run one chunk of episodes to their ends.
 
         Args:
-            model: with all of its weights here, in evaluation mode.
-            numbers: of the episodes, at most `at_a_time`.
-            device: of the model.
-            autocast: a context for forward passes.
-            beat: says what is being done, to a watchdog.
-            drawn: the first so many are drawn; none where the simulator cannot draw.
-            size: of a frame in pixels.
+            model: the model with unsharded weights, in evaluation mode.
+            numbers: numbers of the episodes, at most `at_a_time`.
+            device: device of the model.
+            autocast: context manager for forward passes.
+            beat: heartbeat, called with the name of the current activity.
+            drawn: number of episodes, from the first, to record as films; none are recorded if the simulator cannot
+                render.
+            size: height and width of a frame in pixels.
 
         Returns:
-            What came of each, and the films of those that were drawn.
+            The results of the episodes, and the recorded films.
         """
         while len(self._rows) < len(numbers):
             beat("building simulators")
@@ -181,12 +185,12 @@ class Rollouts:
         return [row.result() for row in rows], films
 
     def close(self) -> None:
-        """Close the simulators; the next chunk makes new ones."""
+        """Close the simulators; the next chunk creates new ones."""
         while self._rows:
             self._rows.pop().simulator.close()
 
     def _films(self, rows: "Sequence[_Row]", size: int) -> list[Film]:
-        """The films of episodes that have just begun; none where they cannot be drawn."""
+        """Start films of new episodes; empty if they cannot be rendered."""
         if not self._can_draw:
             return []
         try:
@@ -200,7 +204,7 @@ class Rollouts:
         return [row.film for row in rows if row.film is not None]
 
     def _observe(self, rows: "Sequence[_Row]") -> Microbatch:
-        """What the policy is shown of every row; zeros in those without an episode."""
+        """Return the policy's observation for every row, with zeros for unused rows."""
         states = np.stack([row.recent("state") for row in rows]).astype(np.float32)
         seen = {"state": np.asarray(self._statistics.normalise_state(states), dtype=np.float32)}
         if "image" in rows[0].seen[0]:
@@ -208,10 +212,10 @@ class Rollouts:
         return {name: self._padded(torch.from_numpy(np.ascontiguousarray(value))) for name, value in seen.items()}
 
     def _encode(self, texts: Sequence[str]) -> Microbatch:
-        """What the policy is told in every row, where it is told anything.
+        """Return the encoded instruction for every row; empty for a policy without instructions.
 
         Raises:
-            ConfigError: an instruction is too long.
+            ConfigError: if an instruction is too long.
         """
         if self._data is None:
             return {}
@@ -225,7 +229,7 @@ class Rollouts:
 
 
 class _Row:
-    """A simulator and the episode that takes place in it."""
+    """A simulator with its current episode."""
 
     def __init__(self, simulator: Simulator, num_observations: int) -> None:
         self.simulator = simulator
@@ -236,10 +240,10 @@ class _Row:
         self._size = 0
 
     def begin(self, number: int, *, is_told_another: bool = False) -> None:
-        """Start an episode; it is not drawn.
+        """Start an episode, without a film.
 
         Raises:
-            ConfigError: another instruction is to be told, and the simulator has none.
+            ConfigError: if `is_told_another` is set but the simulator has only one instruction.
         """
         self.number, self.length, self.success, self.is_over, self.film = number, 0, False, False, None
         first = _copied(self.simulator.reset(number))
@@ -247,20 +251,20 @@ class _Row:
         self.told = _other_instruction(self.simulator, number) if is_told_another else None
 
     def start_film(self, size: int) -> None:
-        """Draw the episode from here on.
+        """Record the episode from its current step.
 
         Raises:
-            RuntimeError: nothing can be drawn here.
+            RuntimeError: if rendering is not available.
         """
         self._size, self.film = size, Film(self.simulator.fps)
         self.film.add(0, self.simulator.render(size))
 
     def recent(self, name: str) -> NDArray[Any]:
-        """An entry of the last observations, (num_observations, ...)."""
+        """Return an entry of the latest observations, (num_observations, ...)."""
         return np.stack([observation[name] for observation in self.seen])
 
     def carry_out(self, actions: NDArray[Any]) -> None:
-        """Carry out actions, (n, action_dim), until the episode is over; a number that is none ends it, too."""
+        """Execute actions, (n, action_dim), until the episode ends; a non-finite action also ends it."""
         for action in actions:
             if self.is_over:
                 return
@@ -277,25 +281,25 @@ class _Row:
                 self.film.add(self.length, self.simulator.render(self._size))
 
     def result(self) -> Episode:
-        """What came of the episode."""
+        """Return the result of the episode."""
         return Episode(self.number, self.success, self.length, self.simulator.instruction, self.told)
 
 
 def _other_instruction(simulator: Simulator, number: int) -> str:
-    """One of the simulator's instructions that is not this episode's, by the episode's number.
+    """Return another instruction of the simulator than this episode's, chosen by the episode's number.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: if the simulator has only one instruction.
     """
     every = simulator.instructions if isinstance(simulator, Instructing) else ()
     others = [text for text in every if text != simulator.instruction]
     if not others:
         message = f"is other but {type(simulator).__name__} has no instructions besides {shown(simulator.instruction)}"
         raise ConfigError(Violation("instruction", f"{message}; set it to own"))
-    # Simulators draw by the number alone.
+    # Simulators use the number alone as their seed; use a different seed here.
     return others[int(np.random.default_rng((number, len(every))).integers(len(others)))]
 
 
 def _copied(observation: Observation) -> Mapping[str, NDArray[Any]]:
-    """An observation that stays as it is when the simulator goes on."""
+    """Return a copy of an observation, whose arrays the simulator may reuse."""
     return {name: np.array(value) for name, value in observation.items()}

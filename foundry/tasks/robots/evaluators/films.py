@@ -1,4 +1,4 @@
-"""Episodes as moving pictures."""
+"""Episodes as animated GIFs."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,17 +12,17 @@ from foundry.tasks.robots.evaluators.episodes import Film
 _BORDER = 3
 _RUNNING, _SOLVED, _FAILED = (200, 200, 200), (5, 150, 105), (220, 38, 38)
 _COLOURS = 61
-"""Besides those of the borders; with theirs a pixel has six bits."""
+"""Number of colors for the frames; with the three border colors there are 64, so a pixel needs six bits."""
 _SLOWEST_MILLISECONDS, _FASTEST_MILLISECONDS, _LAST_MILLISECONDS = 120, 20, 1500
 
 
 def save_gif(films: Sequence[Film], file: Path, *, columns: int = 4) -> None:
-    """Write films beside each other; at its end the border of each turns green, or red without success.
+    """Write films side by side; at its end the border of each turns green, or red without success.
 
     Args:
-        films: of the same size.
-        file: to write.
-        columns: films in a row.
+        films: films with frames of the same size.
+        file: path of the GIF.
+        columns: films per row.
     """
     from PIL import Image
 
@@ -33,7 +33,7 @@ def save_gif(films: Sequence[Film], file: Path, *, columns: int = 4) -> None:
     borders = [*_RUNNING, *_SOLVED, *_FAILED]
     palette = Image.new("P", (1, 1))
     palette.putpalette([*colours[: 3 * _COLOURS], *borders])
-    # Without dithering what stands still is the same in every frame, and takes no bytes.
+    # Without dithering, static pixels are equal in all frames and compress to nothing.
     frames = [Image.fromarray(grid).quantize(palette=palette, dither=Image.Dither.NONE) for grid in shown]
     real = 1000 * every / films[0].fps
     each = round(min(max(real, _FASTEST_MILLISECONDS), _SLOWEST_MILLISECONDS))
@@ -43,7 +43,7 @@ def save_gif(films: Sequence[Film], file: Path, *, columns: int = 4) -> None:
 
 
 def _grid(films: Sequence[Film], length: int, columns: int) -> NDArray[np.uint8]:
-    """One picture of them all after `length` actions; a film that is over shows its last frame."""
+    """Return one image of all films after `length` actions; a finished film shows its last frame."""
     size = len(films[0].frames[0])
     tile = size + 2 * _BORDER
     columns = min(columns, len(films))

@@ -1,4 +1,4 @@
-"""Whether a policy does its task, in episodes of a simulator."""
+"""Evaluator of a policy's success rate in simulated episodes."""
 
 import json
 import logging
@@ -28,20 +28,21 @@ _DRAWN = 8
 
 
 class Success:
-    """The share of episodes in which a policy does its task at any step, with its 95 % interval.
+    """Success rate of a policy with its 95 % interval; an episode is a success if any of its steps is.
 
-    Episode k starts from the simulator's seed k, whatever the seed of the run, so that all runs are compared on the
-    same starts; what is drawn for its n-th chunk of actions is keyed by the run's seed, k and n. Episodes are run in
-    chunks of fixed size, which ranks share; each needs memory for the whole model.
+    Episode k starts from the simulator's seed k, independent of the run's seed, so that all runs are compared on the
+    same starts. The random numbers of its n-th chunk of actions are keyed by the run's seed, k and n. Episodes run in
+    chunks of fixed size, which the ranks share; each rank needs memory for the whole model.
 
-    Rank 0 writes rollouts.jsonl, a line for each episode, and a moving picture of the first 8.
+    Rank 0 writes rollouts.jsonl, a line per episode, and a GIF of the first 8 episodes.
 
     Args:
-        settings: which episodes, how many at a time, and what the policy is shown and told. If it is told another
-            instruction than the episode's, whose success is still measured, a low figure says that words are heeded.
-        objective: acts.
-        data: has `statistics`.
-        simulator: makes a simulator.
+        settings: the episodes, how many run at a time, and the policy's observations and instructions. The policy may
+            receive another instruction than the episode's, while success is measured for the episode's own; then a low
+            rate shows that the policy follows instructions.
+        objective: objective of the policy.
+        data: the data, with `statistics`.
+        simulator: creates a simulator.
 
     Raises:
         ConfigError: see `Rollouts`.
@@ -71,7 +72,7 @@ class Success:
         self._draw = settings.draw
 
     def evaluate(self, model: nn.Module, context: EvaluationContext) -> dict[str, float]:
-        """Run the episodes; every rank has the same numbers, whatever number of ranks there is."""
+        """Run the episodes; every rank gets the same metrics, independent of the number of ranks."""
         world = context.world
         chunks = self._rollouts.chunks(self._numbers)
         own, films = list[Episode](), list[Film]()
@@ -110,7 +111,7 @@ class Success:
 
 
 def summary(episodes: Sequence[Episode]) -> dict[str, float]:
-    """What is measured of episodes, at least one, by name."""
+    """Return the metrics of at least one episode, by name."""
     solved = sum(episode.success for episode in episodes)
     low, high = wilson_interval(solved, len(episodes))
     length = sum(episode.length for episode in episodes) / len(episodes)
@@ -118,7 +119,7 @@ def summary(episodes: Sequence[Episode]) -> dict[str, float]:
 
 
 def _add_lines(file: Path, step: int, episodes: Sequence[Episode]) -> None:
-    """Add the episodes of a step, in place of what an interrupted run has written of it and of later ones."""
+    """Add the episodes of a step, and drop records of this and later steps that an interrupted run has written."""
     try:
         lines = read_text(file).splitlines()
     except (FileNotFoundError, UnicodeDecodeError):
@@ -129,7 +130,7 @@ def _add_lines(file: Path, step: int, episodes: Sequence[Episode]) -> None:
 
 
 def _step_of(line: str) -> float:
-    """Which step a line is of; one that is no record is not kept."""
+    """Return the step of a record; infinity, so that the line is dropped, if it is not a valid record."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):

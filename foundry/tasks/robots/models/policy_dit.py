@@ -1,4 +1,4 @@
-"""A diffusion transformer over the next actions of a robot."""
+"""Diffusion transformer over the next actions of a robot."""
 
 from typing import cast
 
@@ -15,15 +15,18 @@ from foundry.models.keyed_draws import Constant, Draw, Uniform
 from foundry.tasks.robots.schemas.model import PolicyDiT as PolicyDiTSettings
 
 _KEYPOINTS = 32
-"""Places that a picture is described by, two coordinates each."""
+"""Number of keypoints that describe an image, with two coordinates each."""
 _CHANNELS = (32, 64, 64)
-"""Of the strided convolutions before them."""
+"""Channels of the strided convolutions before the keypoints."""
 _SHARPNESS = 4.0
-"""Of the softmax over places: with 1 a fresh network, whose features are small, sees little but the middle."""
+"""Inverse temperature of the spatial softmax.
+
+With 1, a new network, whose features are small, has all keypoints near the center.
+"""
 
 
 class PictureEncoder(nn.Module):
-    """Strided convolutions and a spatial softmax (Levine et al., 2016, section 4.1): where something is, not what."""
+    """Strided convolutions and a spatial softmax (Levine et al., 2016, section 4.1), which locate features."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,12 +37,12 @@ class PictureEncoder(nn.Module):
         self.keypoints = nn.Conv2d(third, _KEYPOINTS, 1)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Coordinates (batch, 2 * keypoints) float32, from -2 to 2, of images: (batch, 3, height, width) uint8."""
-        # From 0..255 to [-1, 1].
+        """Map images (batch, 3, height, width) uint8 to coordinates (batch, 2 * keypoints) float32, from -2 to 2."""
+        # Scale from 0..255 to [-1, 1].
         x = (images.float() / 127.5 - 1.0).to(self.conv1.weight.dtype)
         for conv in (self.conv1, self.conv2, self.conv3):
             x = F.gelu(conv(x))
-        # In fp32: coordinates are means over places.
+        # Computed in fp32, because coordinates are means over positions.
         features = self.keypoints(x).float()
         chances = (_SHARPNESS * features.flatten(2)).softmax(-1).view_as(features)
         rows = torch.linspace(-2, 2, features.shape[2], device=features.device)
@@ -47,7 +50,7 @@ class PictureEncoder(nn.Module):
         return torch.cat(((chances.sum(3) * rows).sum(2), (chances.sum(2) * columns).sum(2)), dim=-1)
 
     def flops(self, image_size: int) -> float:
-        """FLOPs of a forward and backward pass over one picture of this height and width."""
+        """Return the FLOPs of a forward and backward pass over one image of this height and width."""
         size, total = image_size, 0
         for conv in (self.conv1, self.conv2, self.conv3, self.keypoints):
             size = -(-size // conv.stride[0])
@@ -56,12 +59,12 @@ class PictureEncoder(nn.Module):
 
 
 class PolicyDiT(nn.Module):
-    """`DiT`'s blocks over tokens of a few actions each, given what was observed.
+    """`DiT` blocks over tokens of a few actions each, conditioned on observations.
 
-    The last of the observations is the present.
+    The last observation is the current one.
 
     Raises:
-        ConfigError: the sizes do not divide as they must.
+        ConfigError: if the sizes are not divisible as required.
     """
 
     @configured_by(PolicyDiTSettings)
@@ -94,20 +97,21 @@ class PolicyDiT(nn.Module):
         *,
         observed: Tensor | None = None,
     ) -> Tensor:
-        """What the objective asks of noisy actions: themselves without noise, their noise or their velocity.
+        """Predict the target of the objective from noisy actions: the clean actions, their noise or their velocity.
 
         Args:
             actions: (batch, horizon, action_dim) float32.
             timesteps: (batch,) float32.
             state: (batch, num_observations, state_dim) float32.
-            images: (batch, num_observations, 3, image_size, image_size) uint8, where the model looks at any.
-            observed: what `observe` has made of these; None: nothing yet.
+            images: (batch, num_observations, 3, image_size, image_size) uint8; None if the model uses no images.
+            observed: result of `observe` for these observations; None computes it here.
 
         Returns:
             (batch, horizon, action_dim) float32.
         """
         condition = self.timestep_embedder(timesteps) + (self._embed(state, images) if observed is None else observed)
-        # The residual stream has the tokens' dtype: bf16 under autocast over fp32 weights, as with FSDP2's bf16 ones.
+        # The residual stream has the tokens' dtype: bf16 under autocast with fp32 weights, as with FSDP2's bf16
+        # weights.
         tokens = actions.reshape(len(actions), self.num_tokens, -1)
         x = self.action_embedder(tokens.to(self.action_embedder.weight.dtype))
         x = x + sinusoids(torch.arange(self.num_tokens, device=x.device), self.hidden_size).to(x.dtype)
@@ -116,7 +120,7 @@ class PolicyDiT(nn.Module):
         return cast(Tensor, self.final_layer(x, condition).reshape(actions.shape).float())
 
     def observe(self, state: Tensor, images: Tensor | None = None) -> Tensor:
-        """What `forward` makes of state and images whatever the actions, (batch, hidden_size); arguments as there."""
+        """Return the embedding of state and images, (batch, hidden_size); arguments as in `forward`."""
         return self._embed(state, images)
 
     def _embed(self, state: Tensor, images: Tensor | None) -> Tensor:
@@ -128,7 +132,10 @@ class PolicyDiT(nn.Module):
         return cast(Tensor, self.observation_embedder(seen.flatten(1).to(dtype)))
 
     def initial_weights(self) -> dict[str, Draw]:
-        """How weights are drawn: Xavier-uniform, also of convolutions; gates and output start at zero, as in DiT."""
+        """Return the initial distributions: Xavier-uniform, also for convolutions.
+
+        Gates and output are zero, as in DiT.
+        """
         draws = linear_draws(self)
         for name, module in self.named_modules():
             if isinstance(module, nn.Conv2d):
@@ -138,14 +145,15 @@ class PolicyDiT(nn.Module):
         return draws
 
     def init_weights(self, seed: int | None = None) -> None:
-        """Draw all weights from scratch, as `initial_weights` says; `seed` as for `draw_weights`."""
+        """Initialize all weights from `initial_weights`; `seed` as in `draw_weights`."""
         draw_weights(self, self.initial_weights(), seed)
 
     def flops_per_sample(self) -> float:
-        """FLOPs of a forward and backward pass over one sample: 6 (T N + C + 2 L T² H), and those of its pictures.
+        """Return the FLOPs of a forward and backward pass over one sample.
 
-        T tokens; N the parameters of matrix products applied to each token, C those applied once to the sample's
-        condition; L layers, H hidden_size.
+        They are 6 (T N + C + 2 L T² H), plus the FLOPs of its images. T is the number of tokens, N the number of
+        parameters of matrix products applied to each token, C of those applied once to the sample's condition, L the
+        number of layers, and H hidden_size.
         """
         products = linear_flops(self, self.num_tokens, ("timestep_embedder", "observation_embedder"))
         attention = 2 * len(self.blocks) * self.num_tokens**2 * self.hidden_size
@@ -155,5 +163,5 @@ class PolicyDiT(nn.Module):
         return products + float(6 * attention) + pictures
 
     def output_head(self) -> nn.Module:
-        """The layer that makes actions of hidden states."""
+        """Return the layer that maps hidden states to actions."""
         return self.final_layer

@@ -1,4 +1,4 @@
-"""A policy that is told in words: an action expert beside a vision-language model."""
+"""Vision-language-action policy: an action expert on a vision-language model."""
 
 from typing import NamedTuple, cast
 
@@ -18,11 +18,11 @@ _BACKBONE = "backbone."
 
 
 class Observed(NamedTuple):
-    """What the expert attends to.
+    """Features of an observation that the expert attends to.
 
     Attributes:
-        keys_and_values: of each layer of the backbone.
-        is_visible: (batch, pictures and words) bool, false for padding.
+        keys_and_values: keys and values of each layer of the backbone.
+        is_visible: (batch, image and text tokens) bool, false for padding.
     """
 
     keys_and_values: list[KeysAndValues]
@@ -30,7 +30,7 @@ class Observed(NamedTuple):
 
 
 class ExpertBlock(TransformerBlock):
-    """A block that attends to keys and values of the backbone besides its own."""
+    """A transformer block that attends to keys and values of the backbone in addition to its own."""
 
     def forward(  # type: ignore[override]
         self, x: Tensor, cos: Tensor, sin: Tensor, key: Tensor, value: Tensor, mask: Tensor
@@ -39,11 +39,11 @@ class ExpertBlock(TransformerBlock):
 
         Args:
             x: the residual stream of state and actions.
-            cos: (batch, 1, seq, head_dim), as is `sin`, of `rotary_table`.
-            sin: see there.
-            key: (batch, kv heads, pictures and words, head_dim), as is `value`, of the backbone's layer.
-            value: see there.
-            mask: (batch, 1, 1, pictures, words and seq) bool, what may be attended to.
+            cos: cosines from `rotary_table`, (batch, 1, seq, head_dim).
+            sin: sines from `rotary_table`, of the same shape.
+            key: keys of the backbone's layer, (batch, kv heads, image and text tokens, head_dim).
+            value: values of the backbone's layer, of the same shape.
+            mask: (batch, 1, 1, image and text tokens + seq) bool, true for tokens that can be attended to.
         """
         query, own_key, own_value = self.self_attn.project(self.input_layernorm(x), cos, sin)
         keys, values = torch.cat((key, own_key), dim=2), torch.cat((value, own_value), dim=2)
@@ -51,27 +51,27 @@ class ExpertBlock(TransformerBlock):
 
 
 class VLA(nn.Module):
-    """A flow expert on a vision-language model, as pi0 (Black et al., 2024, arXiv:2410.24164).
+    """A flow expert on a vision-language model, as in pi0 (Black et al., 2024, arXiv:2410.24164).
 
-    The state and each action of a chunk are a token of the expert. In each of its blocks, as many as the backbone has
-    and as wide, they attend to each other and to the keys and values of pictures and words in the backbone's layer.
-    Rotary positions run on after the words that there are. The backbone never sees an action, so an answer of several
-    steps runs it once.
+    The state and each action of a chunk are a token of the expert. The expert has as many blocks as the backbone has
+    layers, of the same width. In each block, its tokens attend to each other and to the keys and values of image and
+    text tokens in the corresponding layer of the backbone. Rotary positions continue after the text tokens of each row.
+    The backbone does not depend on the actions, so it runs once for a chunk of several sampling steps.
 
-    The state is multiplied by `state_scale`: the velocity tells the next action of a demonstration so well that a
-    policy which learns from it first looks at nothing else, and goes on as it moves (copycats: Wen et al., 2020,
-    arXiv:2010.14876).
+    The state is multiplied by `state_scale`: the velocity predicts the next action of a demonstration so well that a
+    policy which learns from it first ignores the other inputs and repeats its motion (copycat problem: Wen et al.,
+    2020, arXiv:2010.14876).
 
     Args:
         settings: sizes of the expert, of states and of chunks.
-        backbone: reads pictures and words; its weights are trained too, but for those that lead to words alone.
+        backbone: encodes images and text; it is trained too, except for the weights that only affect text output.
     """
 
     @configured_by(VLASettings)
     def __init__(self, settings: VLASettings, *, backbone: PrefixVLM) -> None:
         super().__init__()
         self.backbone, self.state_scale = backbone, settings.state_scale
-        self._backbone_draws = backbone.initial_weights()  # while nothing of it is frozen: that it knows no rule for
+        self._backbone_draws = backbone.initial_weights()  # before freezing: it has no rule for frozen weights
         hidden_size, self.num_tokens = backbone.model.embed_tokens.embedding_dim, settings.horizon + 1
         self.state_embedder = nn.Linear(settings.num_observations * settings.state_dim, hidden_size)
         self.action_embedder = nn.Linear(settings.action_dim, hidden_size)
@@ -88,9 +88,9 @@ class VLA(nn.Module):
         self.init_weights()
 
     def _freeze_unread(self) -> None:
-        """Freeze what comes after the last layer's keys and values: no action depends on it.
+        """Freeze the layers after the last layer's keys and values, because no action depends on them.
 
-        A trained parameter without a gradient would be an error under DDP, and decay under AdamW.
+        A trainable parameter without a gradient would be an error under DDP, and would decay under AdamW.
         """
         for module in (*_after_keys(self.backbone), self.backbone.model.norm, self.backbone.lm_head):
             if module is not None:
@@ -106,15 +106,15 @@ class VLA(nn.Module):
         *,
         observed: Observed | None = None,
     ) -> Tensor:
-        """What the objective asks of noisy actions: their velocity, themselves without noise, or their noise.
+        """Predict the target of the objective from noisy actions: their velocity, the clean actions or their noise.
 
         Args:
             actions: (batch, horizon, action_dim) float32.
             timesteps: (batch,) float32.
             state: (batch, num_observations, state_dim) float32.
             images: (batch, num_observations, 3, image_size, image_size) uint8.
-            instruction: (batch, words) int64, -1 after its end.
-            observed: what `observe` has made of these; None: nothing yet.
+            instruction: (batch, text tokens) int64, -1 after its end.
+            observed: result of `observe` for these observations; None computes it here.
 
         Returns:
             (batch, horizon, action_dim) float32.
@@ -133,24 +133,27 @@ class VLA(nn.Module):
         return cast(Tensor, self.action_head(self.norm(x)[:, 1:]).float())
 
     def observe(self, state: Tensor, images: Tensor, instruction: Tensor) -> Observed:
-        """What the backbone lets the expert attend to, whatever the actions; arguments as for `forward`."""
+        """Return the backbone's features that the expert attends to; arguments as in `forward`."""
         return self._read(images, instruction)
 
     def _read(self, images: Tensor, instruction: Tensor) -> Observed:
         return Observed(*self.backbone.observe(instruction, images))
 
     def _rotation(self, is_visible: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of state and actions, (batch, 1, horizon + 1, head_dim), after the words of each row."""
+        """Return cosines and sines of state and actions, (batch, 1, horizon + 1, head_dim).
+
+        The positions continue after the text tokens of each row.
+        """
         length = is_visible.shape[1] + self.num_tokens
         cos, sin = rotary_table(length, head_dim, self.backbone.settings.rope_theta, is_visible.device)
         places = is_visible.sum(1, keepdim=True) + torch.arange(self.num_tokens, device=is_visible.device)
         return cos[places][:, None], sin[places][:, None]
 
     def initial_weights(self) -> dict[str, Draw]:
-        """How weights are drawn: the backbone's as its own, the expert's Xavier-uniform.
+        """Return the initial distributions: the backbone's own, and Xavier-uniform for the expert.
 
-        Embeddings of state and actions, a few numbers, are N(0, 1 / fan in), so that they are not lost beside that of
-        the timestep. The answer starts at zero.
+        Embeddings of state and actions, which have few inputs, are N(0, 1 / fan in), so that they are not small
+        compared with the embedding of the timestep. The output layer is zero.
         """
         draws: dict[str, Draw] = {f"{_BACKBONE}{name}": draw for name, draw in self._backbone_draws.items()}
         draws["positions"] = Normal(0.02)
@@ -168,15 +171,15 @@ class VLA(nn.Module):
         return draws | {"action_head.weight": Constant(0.0)}
 
     def init_weights(self, seed: int | None = None) -> None:
-        """Draw all weights from scratch, as `initial_weights` says; `seed` as for `draw_weights`."""
+        """Initialize all weights from `initial_weights`; `seed` as in `draw_weights`."""
         draw_weights(self, self.initial_weights(), seed)
 
     def flops_per_sample(self) -> float:
-        """FLOPs of a forward and backward pass over one sample with the longest instruction.
+        """Return the FLOPs of a forward and backward pass over one sample with the longest instruction.
 
-        Those of the backbone without its head and what comes after its last keys and values; of the expert 6 N a token
-        and 12 L H a pair of tokens of which the first is the expert's, with N the parameters of its matrix products, L
-        layers, H their width.
+        The sum contains the backbone without its head and without the layers after its last keys and values. For the
+        expert it contains 6 N per token, and 12 L H per pair of an expert token and a token that it attends to; N is
+        the number of parameters of its matrix products, L the number of layers, and H their width.
         """
         words = self.backbone.max_seq_len
         head = self.backbone.model.embed_tokens if self.backbone.lm_head is None else self.backbone.lm_head
@@ -189,11 +192,11 @@ class VLA(nn.Module):
         return float(backbone + self.num_tokens * (matmul_flops(own) + attention))
 
     def output_head(self) -> nn.Module:
-        """The layer that makes actions of hidden states."""
+        """Return the layer that maps hidden states to actions."""
         return self.action_head
 
 
 def _after_keys(backbone: PrefixVLM) -> tuple[nn.Module, ...]:
-    """Of its last block, what keys and values do not depend on."""
+    """Return the layers of the last block that do not affect its keys and values."""
     last = cast(TransformerBlock, backbone.model.layers[-1])
     return last.self_attn.q_proj, last.self_attn.o_proj, last.post_attention_layernorm, last.mlp

@@ -1,1 +1,1 @@
-"""Schemas of robots, by group; torch-free."""
+"""Schemas of robots, by config group; no module here imports torch."""

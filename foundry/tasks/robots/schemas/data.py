@@ -1,4 +1,4 @@
-"""`data=`: episodes of a robot, and pictures of a simulator."""
+"""`data=`: episodes of a robot, and images rendered by a simulator."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from foundry.tasks.robots.names import STATISTICS
 
 @dataclass(frozen=True, kw_only=True)
 class Episodes(Data):
-    """Episodes of a robot, as windows: what it has seen of late, and what it does next."""
+    """Episodes of a robot as windows: recent observations and the next actions."""
 
     brings_hparams: ClassVar[str] = "policy"
     words_if: ClassVar[str | None] = "instruction_tokens"
@@ -60,7 +60,7 @@ class Episodes(Data):
 
     @property
     def offers(self) -> frozenset[str]:
-        """What a sample has."""
+        """Entries of a sample that models can require."""
         return frozenset({"actions"} if self.instruction_tokens is None else {"actions", "instructions"})
 
     @property
@@ -70,7 +70,7 @@ class Episodes(Data):
         return {STATISTICS: "a run over episodes"} | words
 
     def check(self) -> Iterator[Violation]:
-        """A byte-level tokenizer has an entry for each byte and one for the end of a document."""
+        """Check that a trained byte-level tokenizer has an entry for each byte and one for the end of a document."""
         if self.instruction_tokens is not None and self.tokenizer is None:
             yield from check_entries(self.vocab_size)
 
@@ -132,7 +132,7 @@ class LeRobot(Episodes):
     )
 
     def check(self) -> Iterator[Violation]:
-        """Pictures have a column."""
+        """Check that an image size comes with an image column."""
         yield from super().check()
         if self.image_key is None and self.image_size is not None:
             yield Violation("data.image_size", f"is {self.image_size} but means nothing without data.image_key")

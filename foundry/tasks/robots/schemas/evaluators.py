@@ -1,4 +1,4 @@
-"""Settings of the evaluators of policies, which are chosen by `_target_`."""
+"""Settings of the evaluators of policies, which the user selects by `_target_`."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -8,15 +8,15 @@ from foundry.config.setting import setting
 from foundry.tasks.robots.names import SUCCESS_METRICS
 
 MOST_EPISODES = 2**32
-"""Episodes there are: evaluation has the simulator's seeds below this, demonstrations those from it on."""
+"""Number of episodes: evaluations use simulator seeds below this, demonstrations the seeds from it on."""
 
 
 class Told(Enum):
-    """Which instruction a policy is told.
+    """Choice of the instruction that a policy receives.
 
     Attributes:
-        own: the episode's.
-        other: another of the simulator's; success is still that of the episode's own.
+        own: the episode's instruction.
+        other: another instruction of the simulator; success is still measured for the episode's own.
     """
 
     own = "own"

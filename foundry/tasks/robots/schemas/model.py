@@ -38,7 +38,7 @@ class PolicyDiT(Model):
     mlp_ratio: float = setting(4.0, "feed-forward width over hidden_size", gt=0, le=1000)
 
     def check(self) -> Iterator[Violation]:
-        """Say which sizes do not divide as they must."""
+        """Check that sizes are divisible as required."""
         if self.horizon % self.patch_size:
             message = f"is {self.patch_size} but must divide the actions of a chunk, data.horizon={self.horizon}"
             yield Violation("model.patch_size", f"{message}; set it to {math.gcd(self.patch_size, self.horizon)}")
@@ -75,7 +75,7 @@ class VLA(Model):
     )
 
     def check(self) -> Iterator[Violation]:
-        """Say which sizes do not divide, and whether there are as many pictures as observations."""
+        """Check the backbone, and that it takes one image per observation."""
         for violation in self.backbone.check():
             yield replace(violation, key=violation.key.replace("model.", "model.backbone.", 1))
         if self.backbone.num_images != self.num_observations:

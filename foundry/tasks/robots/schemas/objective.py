@@ -1,4 +1,4 @@
-"""`objective=`: those whose model is a policy."""
+"""`objective=`: training of policies."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,10 +10,10 @@ from foundry.core.errors import Violation, shown
 
 
 def parse_regression_loss(text: str) -> None:
-    """Check what a user wrote.
+    """Check a value from the user.
 
     Raises:
-        ValueError: it is neither l1 nor mse.
+        ValueError: if it is not l1 or mse.
     """
     if text not in ("l1", "mse"):
         raise ValueError(f"is {shown(text)} but must be l1 or mse")
@@ -21,7 +21,7 @@ def parse_regression_loss(text: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ActionChunks:
-    """What all objectives of policies have, which answer what was observed with the next actions."""
+    """Settings shared by the objectives of policies, which predict the next actions from observations."""
 
     brings_hparams: ClassVar[str] = "policy"
     wants: ClassVar[frozenset[str]] = frozenset({"actions"})
@@ -38,7 +38,7 @@ class ActionChunks:
     )
 
     def check(self) -> Iterator[Violation]:
-        """No more actions are carried out than there are."""
+        """Check that `action_steps` is at most the length of a chunk."""
         if self.action_steps > self.horizon:
             message = f"is {self.action_steps} but must be at most data.horizon={self.horizon}, the actions of a chunk"
             yield Violation("objective.action_steps", message)
@@ -62,7 +62,7 @@ class DiffusionPolicy(ActionChunks):
     sampling_steps: int = setting(10, "denoising steps of an answer", ge=1, le=10**6)
 
     def check(self) -> Iterator[Violation]:
-        """Say where a chunk or the noise schedule is shorter than what is asked of it."""
+        """Check that the chunk and the noise schedule are long enough."""
         yield from super().check()
         yield from check_sampling_steps(self.sampling_steps, self.num_train_timesteps)
 
@@ -89,5 +89,5 @@ class ActionRegression(ActionChunks):
 
     @property
     def loss_functions(self) -> tuple[str, ...]:
-        """What is minimised."""
+        """Name of the loss function."""
         return (self.loss_function,)

@@ -12,24 +12,24 @@ from foundry.core.errors import Violation, nearest, shown
 from foundry.core.safe_path import local_remedy
 
 TABLETOP_STATE_DIMS = {"around": 17, "push": 19, "touch": 17}
-"""Numbers in the state of each task of the tabletop, where a policy is told the places of the blocks."""
+"""State size of each tabletop task if the state contains the positions of the blocks."""
 
 
 TABLETOP_STATE_DIM_WITH_IMAGE = 4
-"""Place and velocity of the pusher, where it sees the blocks in a picture."""
+"""State size if the policy sees the blocks in an image: position and velocity of the pusher."""
 
 
 def missing_package(package: str, extra: str, key: str = "simulator") -> Iterator[Violation]:
-    """Refuse a simulator whose package is not installed."""
+    """Yield an error if the package of a simulator is not installed."""
     if find_spec(package) is None:
         yield Violation(key, missing_message(package, extra))
 
 
 def _parse_task(text: str) -> str:
-    """A task of the tabletop.
+    """Check the name of a tabletop task and return it.
 
     Raises:
-        ValueError: there is no such task.
+        ValueError: if the task does not exist.
     """
     if text not in TABLETOP_STATE_DIMS:
         among = ", ".join(TABLETOP_STATE_DIMS)
@@ -59,7 +59,7 @@ class Tabletop(Simulator):
     action_dim: int = setting(2, "numbers in an action: the pusher's velocity", ge=1, le=10**6, runtime=True)
 
     def check(self) -> Iterator[Violation]:
-        """The sizes are those of the task, and MuJoCo is there."""
+        """Check that MuJoCo is installed and the sizes match the task."""
         yield from missing_package("mujoco", "robot")
         if self.task not in TABLETOP_STATE_DIMS:
             return
@@ -73,12 +73,12 @@ class Tabletop(Simulator):
 
 
 def tabletop_state_dim(task: str, *, has_image: bool) -> int:
-    """Numbers in the state of a task of the tabletop."""
+    """Return the state size of a tabletop task."""
     return TABLETOP_STATE_DIM_WITH_IMAGE if has_image else TABLETOP_STATE_DIMS[task]
 
 
 FETCH = "gymnasium_robotics"
-"""The module that registers the environments of gymnasium-robotics."""
+"""Module that registers the environments of gymnasium-robotics."""
 
 
 OWN_EXPERTS = tuple(f"foundry.simulators.experts.fetch_{task}" for task in ("reach", "push", "pick_and_place"))
@@ -104,7 +104,7 @@ class Gymnasium(Simulator):
     instruction: str | None = setting(None, "what is to be done, in words; null: none")
 
     def check(self) -> Iterator[Violation]:
-        """The packages are there, in versions that work together."""
+        """Check that the required packages are installed in compatible versions."""
         yield from missing_package("gymnasium", "robot")
         yield from check_fetch(self.import_module)
         module = (self.import_module or "").partition(".")[0]
@@ -115,10 +115,10 @@ class Gymnasium(Simulator):
 
     @staticmethod
     def foreign_settings(node: Mapping[str, Any]) -> Iterator[str]:
-        """Yield the recorded settings by which it may run code that is neither foundry's nor Gymnasium's.
+        """Yield the recorded settings that can make it run code from outside foundry and Gymnasium.
 
-        Gymnasium imports the module before the colon of an id, and nobody knows how an environment uses its settings,
-        such as one that is another's id.
+        Gymnasium imports the module before the colon of an id. An environment can use its keyword arguments in any way,
+        for example as the id of another environment.
         """
         own: Mapping[str, tuple[Any, ...]] = {"import_module": (None, FETCH), "expert": (None, *OWN_EXPERTS)}
         yield from (name for name, allowed in own.items() if node.get(name) not in allowed)
@@ -139,13 +139,13 @@ class MetaWorld(Simulator):
     max_steps: int = setting(200, "actions after which an episode is over", ge=1, le=10**9)
 
     def check(self) -> Iterator[Violation]:
-        """The packages are there."""
+        """Check that the required packages are installed."""
         for package in ("metaworld", "packaging"):
             yield from missing_package(package, "metaworld")
 
 
 def check_fetch(import_module: str | None) -> Iterator[Violation]:
-    """Say what is wrong with gymnasium-robotics, where it is to be imported."""
+    """Yield an error if gymnasium-robotics is imported but missing or incompatible with MuJoCo."""
     if import_module != FETCH:
         return
     if missing := list(missing_package(FETCH, "fetch")):
@@ -159,7 +159,7 @@ def check_fetch(import_module: str | None) -> Iterator[Violation]:
 
 
 def _version(package: str) -> tuple[int, ...]:
-    """A package's version as numbers; of one without, none."""
+    """Return the version of a package as numbers; empty if it is not installed."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

@@ -1,1 +1,1 @@
-"""Simulators, in which a policy acts, and experts that demonstrate."""
+"""Simulators for policies, and experts that produce demonstrations."""

@@ -1,4 +1,4 @@
-"""Pictures of a scene in MuJoCo."""
+"""Rendering of MuJoCo scenes."""
 
 import weakref
 from typing import Any, ClassVar
@@ -10,28 +10,31 @@ from foundry.tasks.robots.simulators.packages import import_mujoco
 
 
 class Camera:
-    """Draws scenes as one camera sees them, without what is slow on a CPU: shadows, reflections, smooth edges.
+    """Renderer of one camera, without effects that are slow on a CPU: shadows, reflections, antialiasing.
 
-    What it draws with is made for a model and a size when first needed, in some 60 ms; so simulators of one model share
-    a camera.
+    A MuJoCo renderer is created for each image size on first use, which takes about 60 ms; therefore simulators of one
+    model share a camera.
 
     Args:
-        model: MuJoCo's MjModel, of every scene.
-        name: of the camera.
+        model: MuJoCo's MjModel, shared by all scenes.
+        name: name of the camera.
     """
 
     _obstacle: ClassVar[str | None] = None
-    """Why nothing can be drawn here: MuJoCo ends a process that tries again after its first renderer has failed."""
+    """Reason why rendering failed; None if it has not failed.
+
+    MuJoCo aborts a process that tries again after its first renderer failed.
+    """
 
     def __init__(self, model: Any, name: str) -> None:
         self._model, self._name = model, name
         self._renderers: dict[int, Any] = {}
 
     def render(self, data: Any, size: int) -> NDArray[np.uint8]:
-        """The scene as it is now in `data`, MuJoCo's MjData, (size, size, 3).
+        """Render the current scene in `data`, MuJoCo's MjData, as an image (size, size, 3).
 
         Raises:
-            RuntimeError: nothing can be drawn here.
+            RuntimeError: if rendering is not available.
         """
         if Camera._obstacle is not None:
             raise RuntimeError(Camera._obstacle)
@@ -39,14 +42,14 @@ class Camera:
             renderer = self._renderers.get(size) or self._make_renderer(size)
             renderer.update_scene(data, camera=self._name)
             picture: NDArray[np.uint8] = renderer.render()
-        except Exception as error:  # whatever MuJoCo, PyOpenGL and the driver raise
+        except Exception as error:  # any exception of MuJoCo, PyOpenGL or the driver
             message = f"MuJoCo cannot draw here ({type(error).__name__}: {error}); it needs EGL, or another MUJOCO_GL"
             Camera._obstacle = message
             raise RuntimeError(message) from error
         return picture
 
     def close(self) -> None:
-        """Free what it draws with; the next picture makes it anew."""
+        """Free the renderers; the next image creates new ones."""
         _close(self._renderers)
 
     def _make_renderer(self, size: int) -> Any:
@@ -56,12 +59,12 @@ class Camera:
         visual.quality.offsamples = visual.quality.shadowsize = 0
         context = getattr(mujoco, "GLContext", None)
         if context is not None and not hasattr(context, "_context"):
-            context._context = None  # its __del__ reads the attribute, also after __init__ has failed
+            context._context = None  # its __del__ reads the attribute even if __init__ failed
         renderer = mujoco.Renderer(self._model, size, size)
         flags = mujoco.mjtRndFlag
         for flag in (flags.mjRND_SHADOW, flags.mjRND_REFLECTION, flags.mjRND_SKYBOX, flags.mjRND_HAZE):
             renderer.scene.flags[flag] = 0
-        if not self._renderers:  # who forgets to close it: MuJoCo cannot once the interpreter has ended EGL
+        if not self._renderers:  # without close(): MuJoCo cannot free it after EGL was shut down at exit
             weakref.finalize(self, _close, self._renderers)
         self._renderers[size] = renderer
         return renderer

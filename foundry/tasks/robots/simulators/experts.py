@@ -1,8 +1,8 @@
-"""Scripted experts for environments of others: what to do now, given the state that `Gymnasium` makes.
+"""Scripted experts for third-party environments: functions from the state that `Gymnasium` builds to an action.
 
-The state of a Fetch task is its observation and then the goal that is asked for: 0–2 the gripper's place, 3–5 the
-block's where there is one, 9 and 10 how far each finger is open, the last three the goal; in metres. An action is the
-gripper's motion (3) and its fingers' (1, above 0 opens), each in [-1, 1].
+The state of a Fetch task is its observation followed by the desired goal, in meters: 0-2 the gripper's position, 3-5
+the block's position if there is one, 9 and 10 the opening of each finger, and the last three the goal. An action is the
+gripper's motion (3) and the fingers' motion (1, positive opens), each in [-1, 1].
 """
 
 import numpy as np
@@ -12,7 +12,7 @@ Vector = NDArray[np.float64]
 
 
 def fetch_push(state: Vector) -> Vector:
-    """Over the block to the side that is away from the goal, down, and push with closed fingers."""
+    """Move over the block to the side opposite to the goal, go down, and push with closed fingers."""
     gripper, block, goal = state[:3], state[3:6], state[-3:]
     way = goal[:2] - block[:2]
     distance = float(np.linalg.norm(way))
@@ -35,7 +35,7 @@ def fetch_push(state: Vector) -> Vector:
 
 
 def fetch_pick_and_place(state: Vector) -> Vector:
-    """Over the block with open fingers, down, close them, and carry it to the goal."""
+    """Move over the block with open fingers, go down, close the fingers, and carry the block to the goal."""
     gripper, block, goal, opening = state[:3], state[3:6], state[-3:], state[9] + state[10]
     off = gripper - block
     distance, aside = float(np.linalg.norm(off)), float(np.linalg.norm(off[:2]))

@@ -1,4 +1,4 @@
-"""Any environment of Gymnasium as a simulator."""
+"""Simulator that wraps a Gymnasium environment."""
 
 from collections.abc import Mapping
 from contextlib import nullcontext, redirect_stderr
@@ -22,17 +22,17 @@ _SUCCESS = ("is_success", "success")
 
 
 class Gymnasium:
-    """An environment with numbers as observation and action.
+    """A Gymnasium environment with vectors as observations and actions.
 
-    An observation that is a mapping must be that of a goal environment, as of Fetch: its `observation` and then its
-    `desired_goal` are the state. A step is a success where `info` says so by `is_success` or `success`, or where the
-    reward reaches `success_reward`. A picture is what the environment renders, resized.
+    An observation that is a mapping must come from a goal environment such as Fetch; its `observation` and
+    `desired_goal`, concatenated, are the state. A step is a success if `info` has a true `is_success` or `success`, or
+    if the reward reaches `success_reward`. Images are the environment's rendering, resized.
 
-    The function of `expert` is given the state, (state_dim,) float64, and returns an action.
+    The `expert` function receives the state, (state_dim,) float64, and returns an action.
 
     Raises:
-        ConfigError: a package is missing or too new, the environment cannot be made, its observations or actions are
-            no vectors, nothing says when it succeeds, or there is no such expert.
+        ConfigError: if a package is missing or too new, the environment cannot be created, its observations or actions
+            are not vectors, success is not defined, or the expert does not exist.
     """
 
     @configured_by(GymnasiumSettings)
@@ -51,18 +51,18 @@ class Gymnasium:
         self._full_state: NDArray[np.float64] = np.zeros(0)
         self._try_a_step()
         self.state_dim = len(self._full_state)
-        if settings.expert is not None:  # only then it has the method, and is Demonstrating
+        if settings.expert is not None:  # only then the simulator is Demonstrating
             function = _find_expert(settings.expert)
             self.expert_action = lambda: np.asarray(function(self._full_state.copy()), dtype=np.float64)
 
     def reset(self, seed: int) -> Observation:
-        """Begin an episode, with the seed handed to the environment."""
+        """Begin an episode and pass the seed to the environment."""
         observation, _ = self._env.reset(seed=seed)
         self._steps = 0
         return self._observe(observation)
 
     def step(self, action: NDArray[np.floating[Any]]) -> Step:
-        """An action, clipped to the environment's bounds."""
+        """Execute an action, clipped to the environment's bounds."""
         clipped = np.clip(action, self._low, self._high).astype(self._env.action_space.dtype)
         observation, reward, terminated, truncated, info = self._env.step(clipped)
         self._steps += 1
@@ -73,21 +73,21 @@ class Gymnasium:
         return Step(self._observe(observation), success, terminated or truncated or self._steps >= self.max_steps)
 
     def render(self, size: int) -> NDArray[np.uint8]:
-        """What the environment renders as `rgb_array`, resized to (size, size, 3).
+        """Return the environment's `rgb_array` rendering, resized to (size, size, 3).
 
         Raises:
-            RuntimeError: it renders nothing here.
+            RuntimeError: if the environment does not render.
         """
         try:
             picture = self._env.render()
-        except Exception as error:  # whatever the environment raises, and the library that it draws with
+        except Exception as error:  # any exception of the environment or its rendering library
             raise RuntimeError(f"{self.id} cannot draw here ({format_reason(error)})") from error
         if not isinstance(picture, np.ndarray):
             raise RuntimeError(f"{self.id} draws no picture by render_mode=rgb_array")
         return resized(picture, size)
 
     def close(self) -> None:
-        """Close the environment, and with it what it renders with."""
+        """Close the environment and its renderer."""
         self._env.close()
 
     def _observe(self, observation: Any) -> Observation:
@@ -101,7 +101,7 @@ class Gymnasium:
         return seen if self.image_size is None else {**seen, "image": self.render(self.image_size)}
 
     def _try_a_step(self) -> None:
-        """Find out before anything is spent whether the observation is a vector, and success is told."""
+        """Check early, with one step, that the observation is a vector and that success is defined."""
         observation, _ = self._env.reset(seed=0)
         if isinstance(observation, Mapping) and not {"observation", "desired_goal"} <= observation.keys():
             message = f"is {self.id}, whose observation has {', '.join(observation)}; wrap it in FlattenObservation"
@@ -127,7 +127,7 @@ def _make(name: str, import_module: str | None, settings: Mapping[str, Any]) -> 
         raise ConfigError(
             Violation("simulator.import_module", f"is {import_module}: {format_reason(error)}")
         ) from error
-    except Exception as error:  # whatever the environment makes of its settings
+    except Exception as error:  # any exception that the environment raises because of its settings
         raise ConfigError(Violation("simulator.id", f"is {name}, which cannot be made: {error}")) from error
 
 

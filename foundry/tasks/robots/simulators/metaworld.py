@@ -1,4 +1,4 @@
-"""The fifty manipulation tasks of Meta-World, with the experts that it brings."""
+"""Simulator of the fifty manipulation tasks of Meta-World, with its experts."""
 
 from typing import Any
 
@@ -16,20 +16,20 @@ Vector = NDArray[np.float64]
 
 
 class MetaWorld:
-    """A Sawyer arm and one of Meta-World's tasks, with start and goal drawn for each episode.
+    """A Sawyer arm with one of Meta-World's tasks; start and goal are sampled for each episode.
 
-    The state is Meta-World's observation with its goal (39): hand, fingers and objects now and one step before, and the
-    place that is asked for. An action is the hand's motion (3) and the fingers' (1), each in [-1, 1].
+    The state is Meta-World's observation with its goal (39): hand, fingers and objects at the current and the previous
+    step, and the goal position. An action is the hand's motion (3) and the fingers' motion (1), each in [-1, 1].
 
     Raises:
-        ConfigError: a package is not installed, or there is no such task.
+        ConfigError: if a package is not installed, or the task does not exist.
     """
 
     state_dim, action_dim = 39, 4
 
     @configured_by(MetaWorldSettings)
     def __init__(self, settings: MetaWorldSettings) -> None:
-        for package in ("metaworld", "packaging"):  # the second is imported by the first, which does not say so
+        for package in ("metaworld", "packaging"):  # an undeclared dependency of the first
             need(package, "metaworld")
         choose_egl()
         from metaworld.env_dict import ALL_V3_ENVIRONMENTS_GOAL_OBSERVABLE as ENVIRONMENTS
@@ -43,13 +43,13 @@ class MetaWorld:
         self.instruction = task.rpartition("-")[0].replace("-", " ")
         self._make_expert = EXPERTS[task]
         self._env = ENVIRONMENTS[f"{task}-goal-observable"](seed=0)
-        self._env._freeze_rand_vec, self._env.seeded_rand_vec = False, True  # start and goal by the generator of reset
+        self._env._freeze_rand_vec, self._env.seeded_rand_vec = False, True  # reset's generator samples start and goal
         self.fps = 1 / float(self._env.dt)
         self._camera = Camera(self._env.model, "corner2")
         self._state: Vector = np.zeros(self.state_dim)
 
     def reset(self, seed: int) -> Observation:
-        """Begin an episode: `seed` decides where objects and goal are."""
+        """Begin an episode; `seed` determines the positions of objects and goal."""
         import gymnasium
         import mujoco
 
@@ -60,25 +60,25 @@ class MetaWorld:
         return self._observe()
 
     def step(self, action: NDArray[np.floating[Any]]) -> Step:
-        """An action, clipped to [-1, 1]."""
+        """Execute an action, clipped to [-1, 1]."""
         self._state, *_, info = self._env.step(np.clip(action, -1, 1).astype(np.float32))
         self._steps += 1
         return Step(self._observe(), bool(info["success"]), self._steps >= self.max_steps)
 
     def expert_action(self) -> Vector:
-        """What Meta-World's own policy for the task does, clipped to [-1, 1]."""
+        """Return the action of Meta-World's own policy for the task, clipped to [-1, 1]."""
         return np.clip(np.asarray(self._expert.get_action(self._state), dtype=np.float64), -1, 1)
 
     def render(self, size: int) -> NDArray[np.uint8]:
-        """The table from a corner, (size, size, 3).
+        """Render the table from a corner, (size, size, 3).
 
         Raises:
-            RuntimeError: nothing can be drawn here.
+            RuntimeError: if rendering is not available.
         """
-        return self._camera.render(self._env.data, size)[::-1, ::-1].copy()  # that camera hangs upside down
+        return self._camera.render(self._env.data, size)[::-1, ::-1].copy()  # this camera is mounted upside down
 
     def close(self) -> None:
-        """Free what it draws with."""
+        """Free the renderers."""
         self._camera.close()
         self._env.close()
 

@@ -1,4 +1,4 @@
-"""The packages that simulators need, imported when one is built."""
+"""Lazy imports of the packages that simulators need."""
 
 import os
 import sys
@@ -9,19 +9,19 @@ from foundry.tasks.robots.schemas.simulator import missing_package
 
 
 def need(package: str, extra: str) -> None:
-    """Make sure that a package is there.
+    """Check that a package is installed.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: if it is not installed.
     """
     if wrong := list(missing_package(package, extra)):
         raise ConfigError(wrong)
 
 
 def choose_egl() -> bool:
-    """Have MuJoCo draw through EGL, where the environment variable MUJOCO_GL does not say how; whether it was chosen.
+    """Select EGL for MuJoCo's rendering unless MUJOCO_GL is set; returns whether it was selected.
 
-    MuJoCo reads that variable when it is imported, which other packages do, too.
+    MuJoCo reads this variable at import, and other packages import MuJoCo too.
     """
     is_open = sys.platform == "linux" and "mujoco" not in sys.modules and not os.environ.get("MUJOCO_GL")
     if is_open:
@@ -30,16 +30,16 @@ def choose_egl() -> bool:
 
 
 def import_mujoco() -> ModuleType:
-    """MuJoCo; where EGL is missing, and nothing else was asked for, it simulates all the same, and draws nothing.
+    """Import MuJoCo; if EGL was selected by default but is missing, rendering is disabled and only simulation works.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: if MuJoCo is not installed.
     """
     need("mujoco", "robot")
     is_chosen = choose_egl()
     try:
         import mujoco
-    except (ImportError, AttributeError):  # PyOpenGL says by either that it has found no library
+    except (ImportError, AttributeError):  # both mean that PyOpenGL found no library
         if not is_chosen:
             raise
         os.environ["MUJOCO_GL"] = "disabled"

@@ -1,11 +1,11 @@
-"""Pictures of simulators."""
+"""Resizing of rendered images."""
 
 import numpy as np
 from numpy.typing import NDArray
 
 
 def resized(picture: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
-    """The middle square of a picture, (height, width, 3), as (size, size, 3): each pixel the mean of what it covers."""
+    """Return the central square of an image (height, width, 3), resized to (size, size, 3) with a box filter."""
     from PIL import Image
 
     height, width = picture.shape[:2]

@@ -1,4 +1,4 @@
-"""A table with three coloured blocks and a pusher, in MuJoCo: small enough to train a policy for in a minute."""
+"""MuJoCo scene of a table with three colored blocks and a pusher; a policy for it trains in a minute."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -19,12 +19,12 @@ _COLOURS = {"red": "0.85 0.15 0.15 1", "green": "0.15 0.65 0.2 1", "blue": "0.15
 _RED, _GREEN, _BLUE = range(3)
 _SIDES = {"left": (-1.0, 0.0), "right": (1.0, 0.0), "far": (0.0, 1.0), "near": (0.0, -1.0)}
 _COLUMNS, _ROWS, _BORDERS = ("left", "middle", "right"), ("near", "centre", "far"), (-0.08, 0.08)
-"""What parts of the table are called, in `describe`, and where one ends, in metres from the middle."""
+"""Names of the parts of the table in `describe`, and the positions of their borders in meters from the center."""
 _FASTEST = 0.5
-"""Metres a second, of an action of 1."""
+"""Velocity in meters per second for an action of 1."""
 _STEPS_PER_ACTION, _TIMESTEP = 10, 0.01
 _PUSHED = 0.28
-"""How far from the middle of the table a block must be pushed, in metres."""
+"""Distance from the center of the table, in meters, that a block must be pushed."""
 _PUSHER_BODY, _FIRST_BLOCK_BODY = 1, 2
 
 _BLOCK = """
@@ -58,20 +58,25 @@ _SCENE = """
 
 
 class Tabletop:
-    """A pusher that moves in the plane among three blocks; seen from above, x goes right and y away from the viewer.
+    """A pusher that moves in the plane among three blocks.
 
-    `around`: touch the red block, to which the green one bars the straight way. Pusher, green and red stand in a line
-    but for a few millimetres, and the expert passes on a side that is drawn for each episode: what is seen does not
-    tell which. A regression learns the mean of both, which leads into the green block; a policy that samples takes one.
-    `push`: the block that is named to the side that is named. `touch`: the block that is named, and no other.
+    Seen from above, x points right and y away from the viewer.
 
-    An action is the pusher's velocity, (2,) in units of 0.5 m/s. The state is, in metres: the pusher's place (2), each
-    block's place and the cosine and sine of its angle (3 × 4), which block is meant (3, one of them 1), and of `push`
-    the side (2). With a picture it is the pusher's place and velocity (4): blocks are seen, and a goal that changes
-    from episode to episode is known by `instruction` alone.
+    Tasks:
+
+    - `around`: touch the red block while the green one blocks the straight path. Pusher, green block and red block are
+      in line up to a few millimeters, and the side on which the expert passes is random and not observable. Regression
+      learns the mean of both paths, which hits the green block; a policy that samples takes one path.
+    - `push`: push the named block to the named side.
+    - `touch`: touch the named block and no other.
+
+    An action is the pusher's velocity, (2,) in units of 0.5 m/s. The state contains, in meters: the pusher's position
+    (2), each block's position and the cosine and sine of its angle (3 x 4), the target block (3, one-hot), and for
+    `push` the side (2). With images, the state is the pusher's position and velocity (4): blocks are visible in the
+    image, and only `instruction` contains the goal, which changes between episodes.
 
     Raises:
-        ConfigError: MuJoCo is not installed.
+        ConfigError: if MuJoCo is not installed.
     """
 
     action_dim = 2
@@ -92,12 +97,15 @@ class Tabletop:
         self.state_dim = len(self._state())
 
     def reset(self, seed: int) -> Observation:
-        """Begin an episode: where everything stands, what is to be done, and which way the expert goes."""
+        """Begin an episode with a random layout, goal, and side for the expert."""
         self._begin(seed)
         return self._observe()
 
     def step(self, action: NDArray[np.floating[Any]]) -> Step:
-        """Move for a tenth of a second; to touch a block that is not meant ends `around` and `touch`."""
+        """Simulate a tenth of a second.
+
+        `around` and `touch` end if the pusher touches another block than the target.
+        """
         self._data.ctrl[:] = _FASTEST * np.clip(action, -1, 1)
         self._mujoco.mj_step(self._model, self._data, _STEPS_PER_ACTION)
         self._steps += 1
@@ -111,13 +119,14 @@ class Tabletop:
         return Step(self._observe(), success, is_over)
 
     def expert_action(self) -> Vector:
-        """What the expert would do now, which knows all places, and the side that was drawn for it."""
+        """Return the expert's action, computed from all positions and the side sampled for the episode."""
         return {"around": self._go_around, "push": self._push, "touch": self._touch}[self.task]()
 
     def describe(self, draw: np.random.Generator) -> list[tuple[str, str]]:
-        """Where each block is, in a random order: left, middle or right, and near, centre or far.
+        """Return questions about the blocks' positions with their answers, such as "left near", in random order.
 
-        Told what is to be done, the answer is where the block is that is meant: so the words of instructions are known.
+        One question is the instruction, with the position of its target block as the answer, so that a model learns the
+        words of instructions.
         """
         asked = [(f"where is {colour} ?", index) for index, colour in enumerate(_COLOURS)]
         asked.append((self.instruction, self._meant))
@@ -128,15 +137,15 @@ class Tabletop:
         return found
 
     def render(self, size: int) -> NDArray[np.uint8]:
-        """The table from the front, (size, size, 3).
+        """Render the table from the front, (size, size, 3).
 
         Raises:
-            RuntimeError: nothing can be drawn here.
+            RuntimeError: if rendering is not available.
         """
         return self._camera.render(self._data, size)
 
     def close(self) -> None:
-        """Free what all tables draw with; one that goes on makes it anew."""
+        """Free the renderers that all tables share; a table that renders again creates new ones."""
         self._camera.close()
 
     def _begin(self, seed: int) -> None:
@@ -177,13 +186,13 @@ class Tabletop:
         return place
 
     def _touching(self) -> set[int]:
-        """The blocks that the pusher touches now."""
+        """Return the blocks that the pusher touches."""
         bodies = self._model.geom_bodyid[self._data.contact.geom].reshape(-1, 2)
         others = bodies[(bodies == _PUSHER_BODY).any(axis=1)].max(axis=1) - _FIRST_BLOCK_BODY
         return {int(block) for block in others if block >= 0}
 
     def _go_around(self) -> Vector:
-        """Past the green block by the side that was drawn, then on to the red one, at one speed."""
+        """Pass the green block on the sampled side, then move to the red one, at constant speed."""
         barrier = self._block(_GREEN)
         is_past = self._pusher()[1] > barrier[1] + 0.03
         aim = self._block(_RED) if is_past else barrier + np.array([self._turn * 0.1, 0.05])
@@ -194,7 +203,7 @@ class Tabletop:
         return self._approach(self._block(self._meant), others, clearance=0.1)
 
     def _push(self) -> Vector:
-        """Around the block to behind it, into line with where it is to go, and then push."""
+        """Move around the block to the position behind it, align with the target direction, then push."""
         block, along = self._block(self._meant), self._side
         across = np.array([-along[1], along[0]])
         behind, beside = (self._pusher() - block) @ along, (self._pusher() - block) @ across
@@ -208,7 +217,7 @@ class Tabletop:
         return self._approach(block + 0.11 * turn * across - 0.06 * along, [*others, block], clearance=0.09)
 
     def _approach(self, aim: Vector, obstacles: Sequence[Vector], clearance: float) -> Vector:
-        """Towards `aim`, slower near it, and along the edge of whatever is nearer than `clearance` on the way."""
+        """Move towards `aim`, more slowly near it, and around obstacles closer than `clearance`."""
         way = aim - self._pusher()
         heading = _direction(way)
         for obstacle in obstacles:
@@ -224,7 +233,7 @@ class Tabletop:
 
 @cache
 def _scene() -> tuple[Any, Camera]:
-    """The model and its camera, which all tables share: none changes them."""
+    """Return the model and its camera, which all tables share and do not modify."""
     blocks = "".join(_BLOCK.format(name=name, colour=colour) for name, colour in _COLOURS.items())
     model = import_mujoco().MjModel.from_xml_string(_SCENE.format(timestep=_TIMESTEP, blocks=blocks))
     return model, Camera(model, "front")
@@ -235,14 +244,14 @@ def _instruction(task: str, colour: str, side: str) -> str:
 
 
 def _draw_line(draw: np.random.Generator) -> list[Vector]:
-    """Pusher and blocks, such that the green one stands between pusher and red, and the blue one aside."""
+    """Sample positions with the green block between pusher and red block, and the blue one to the side."""
     x = draw.uniform(-0.1, 0.1)
     green = np.array([x + draw.normal(0, 0.004), draw.uniform(-0.02, 0.06)])
     return [np.array([x, -0.22]), np.array([x, 0.24]), green, np.array([0.32, -0.32])]
 
 
 def _draw_apart(draw: np.random.Generator) -> list[Vector]:
-    """Pusher and blocks anywhere near the middle, none near another."""
+    """Sample positions of pusher and blocks near the center, with a minimum distance between them."""
     places: list[Vector] = []
     while len(places) < 1 + len(_COLOURS):
         place = draw.uniform(-0.24, 0.24, 2)
@@ -252,6 +261,6 @@ def _draw_apart(draw: np.random.Generator) -> list[Vector]:
 
 
 def _direction(vector: Vector) -> Vector:
-    """A vector's direction, of length 1; of none, none."""
+    """Normalize a vector to length 1; the zero vector stays zero."""
     unit: Vector = vector / max(float(np.linalg.norm(vector)), 1e-6)
     return unit
