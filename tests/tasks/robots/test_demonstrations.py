@@ -27,7 +27,7 @@ SETTINGS = {
     "held_out": 0.2,
 }
 
-CODE_OF_SIMULATORS = "aefc107aceaf4a42e6cfadbd91e042679015739fa33bff8a8ed15eaeb0306386"
+CODE_OF_SIMULATORS = "36acc554df1baae46504e3d29cb06766dfba303b13eb235156a8b99564d3077b"
 
 
 class Watched(Reach):
