@@ -28,7 +28,7 @@ def main(config_dir: Path | None = None, config_name: str | None = None) -> None
         config_name: its primary configuration, as with `--config-name`; None: foundry's.
     """
     arguments = sys.argv[1:]
-    name = _COMPLETION if any(map(_is_query, arguments)) else _take_command(arguments) or "train"
+    name = _COMPLETION if _asks_for_words(arguments) else _take_command(arguments) or "train"
     if name in _COMPOSING:
         own = {"--config-dir": config_dir, "--config-name": config_name}
         arguments[:0] = [word for flag, value in own.items() if value is not None for word in (flag, str(value))]
@@ -36,9 +36,10 @@ def main(config_dir: Path | None = None, config_name: str | None = None) -> None
     import_module(f"foundry.commands.{name}").main()
 
 
-def _is_query(word: str) -> bool:
-    """Whether an argument asks for completions, after `-sc`."""
-    return word.startswith("query=")
+def _asks_for_words(arguments: list[str]) -> bool:
+    """Whether arguments are those of the function that completes words in a shell."""
+    is_completion = not {"-sc", "--shell-completion"}.isdisjoint(arguments)
+    return is_completion and any(word.startswith("query=") for word in arguments)
 
 
 def _take_command(arguments: list[str]) -> str | None:

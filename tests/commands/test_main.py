@@ -47,6 +47,8 @@ def started(monkeypatch):
         (["eval", "run=x", "sample"], "eval", ["run=x", "sample"]),
         (["--info", "plan", "a=1"], "plan", ["--info", "a=1"]),
         (["--config-dir", "own", "a=1", "plan", "b=2"], "plan", ["--config-dir", "own", "a=1", "b=2"]),
+        (["query=bash", "plan"], "plan", ["query=bash"]),
+        (["-sc", "query=bash"], "completion", ["-sc", "query=bash"]),
         (["--json", "--multi", "plan"], "plan", ["--json", "--multi"]),
         (["--help", "eval"], "eval", ["--help"]),
         (["help", "lr_find"], "lr_find", ["--help"]),
