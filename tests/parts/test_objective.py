@@ -125,7 +125,7 @@ def test_the_objective_of_a_configuration_has_the_defaults(monkeypatch):
     monkeypatch.setattr("foundry.parts.objective.build", lambda node, offered: build({"_target_": node}))
     for name, kind in (("Squared", Squared), ("Plain", Plain)):
         config = SimpleNamespace(objective=f"{__name__}.{name}", peft=None)
-        assert type(objective := build_objective(config)) is kind
+        assert type(objective := build_objective(config.objective, config.peft)) is kind
         assert objective.build_source is None
 
 
