@@ -124,7 +124,9 @@ def test_a_plan_never_overwrites_a_run(lm, run_command):
 def test_every_command_says_what_it_takes(run_command, command, options):
     out, err = run_command("--help", module=f"foundry.{command}")
     assert err == ""
-    assert out.startswith(f"python -m foundry.{command} key=value ...\n")
+    assert out.startswith(
+        f"foundry {command} key=value ... [--json]\npython -m foundry.{command} key=value ... [--json]\n"
+    )
     assert set(options) <= {line.split()[0] for line in out.splitlines() if line.startswith("  ")}
     assert max(map(len, out.splitlines())) <= 120
     assert run_command("--version", module=f"foundry.{command}") == run_command("--version")
