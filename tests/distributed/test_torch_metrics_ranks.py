@@ -190,10 +190,11 @@ def test_answers_are_judged_to_the_bit_on_any_number_of_ranks():
 def test_what_cannot_be_measured_is_a_line():
     from torchmetrics.classification import MulticlassAccuracy
 
+    from foundry.core.protocols import Objective
     from foundry.data.splits import DataSplits
     from foundry.evaluators.held_out import HeldOut
 
-    class Mute:
+    class Mute(Objective):
         metrics = ()
         num_valid = loss = None
 

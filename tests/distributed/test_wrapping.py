@@ -86,7 +86,7 @@ def check_refusals(world):
 
     keep = GradientSync.last_keep_params
     for config, key in (
-        (DDP(gradient_sync=keep), "distributed.gradient_sync: is last_keep_params but cannot act"),
+        (DDP(gradient_sync=keep), "distributed.gradient_sync: is last_keep_params but ddp never frees its parameters"),
         (DDP(gradient_sync=keep, overlap_grad_reduce=False), "distributed.gradient_sync: is last_keep_params"),
         (DDP(overlap_param_gather=True), "distributed.overlap_param_gather: is true but there is nothing to gather"),
         (DDP(overlap_grad_reduce=False, bucket_cap_mb=5.0), "distributed.bucket_cap_mb: is 5 but"),

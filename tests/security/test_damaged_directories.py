@@ -197,9 +197,9 @@ def test_any_damage_is_a_line_or_a_row(folder, damaged):
 
     for call in (
         lambda: report(sweep_dir, Console(), picture=False),
-        lambda: print_report(ReportOptions(dir=str(sweep_dir), picture=False, which=Which.best)),
+        lambda: print_report(ReportOptions(dir=str(sweep_dir), picture=False, which=Which.best)).exit_code,
         lambda: report(sweep_dir / "0", Console(), picture=False),
-        lambda: print_differences(DiffOptions(run=str(sweep_dir / "0"), against=str(sweep_dir / "1"))),
+        lambda: print_differences(DiffOptions(run=str(sweep_dir / "0"), against=str(sweep_dir / "1"))).exit_code,
         lambda: sync.run([f"dir={sweep_dir / '0'}"]),
     ):
         out, err = io.StringIO(), io.StringIO()

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from support.examples import examples, some_of
 
 from foundry.commands.export import ExportOptions, export
-from foundry.commands.sample import SampleOptions, sample
+from foundry.commands.sample import SampleOptions, draw
 from foundry.config.command import command
 
-COMMANDS = {"sample": (SampleOptions, sample), "export": (ExportOptions, export)}
+COMMANDS = {"sample": (SampleOptions, draw), "export": (ExportOptions, export)}
 FILES = ("config.yaml", "plan.json", "tokenizer.json", "checkpoints", "CHECKPOINT/manifest.json")
 MORE_FILES = ("CHECKPOINT", "CHECKPOINT/shard-00000.safetensors", "checkpoints/latest", "status.json")
 UNREAD = ("CHECKPOINT", "status.json", "checkpoints/latest", "plan.json", "tokenizer.json")
