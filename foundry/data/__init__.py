@@ -1,1 +1,1 @@
-"""Datasets, tokenizers the sample order, and the data loader."""
+"""Datasets, tokenizers, the sample order and the data loader."""

@@ -157,6 +157,6 @@ def _preference(number: int, sums: list[Sum]) -> Row:
 
 
 def _question(number: int, sums: list[Sum]) -> Row:
-    """Return a row whose prompt ends with the question of the last sum, with the column `answer`."""
+    """Return a row whose prompt ends with the question of the last sum, and whose column `answer` has its answer."""
     *prompt, answer = [message for one in sums for message in _turns(one)]
     return Row(0, number, {"prompt": prompt, "answer": answer["content"]})

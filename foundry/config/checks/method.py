@@ -46,7 +46,7 @@ def log_method(composed: DictConfig) -> None:
 
 
 def describe_brought(composed: DictConfig, repo: IConfigRepository, options: Mapping[str, str]) -> str | None:
-    """Return a line about the option of `hparams` that other options select, or None if `hparams` was not selected so.
+    """Return a line about the option of `hparams` that other options select, or None if none selects it.
 
     Args:
         composed: the configuration.

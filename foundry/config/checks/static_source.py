@@ -1,7 +1,7 @@
 """Static lookup of a class or function by its dotted path, and of its parameters, without execution of its code.
 
 Importing a user-defined part would import torch and run the module's code. If the source does not determine the result,
-as with compiled code, names created during import, or decorators, the result is "unknown" rather than a guess.
+as with compiled code, names created during import, or decorators, the result is None (unknown).
 """
 
 import ast

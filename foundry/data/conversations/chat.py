@@ -255,7 +255,7 @@ def resolve_chat_template(
     """Return the chat template of a run.
 
     Args:
-        choice: `plain`, `chatml`, or a file; None for the template next to the tokenizer, or plain.
+        choice: `plain`, `chatml`, or a file; None for the template next to the tokenizer if any, else plain.
         tokenizer_path: tokenizer.json or its folder; None if the tokenizer was trained for this run.
         tokenizer: the loaded tokenizer.
         end: id of its end-of-document token.
@@ -333,7 +333,7 @@ def resolve_stop_ids(template: ChatTemplate, tokenizer: Tokenizer, end: int) -> 
     example = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     try:
         answer = template.segments(example, num_trained=1)[-1].text
-    except ValueError:  # the template rejects so short a conversation
+    except ValueError:  # the template rejects this short conversation
         return (end,)
     last = encode_texts(tokenizer, [answer])[0][-1:]
     special = [token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special]

@@ -188,7 +188,7 @@ def _rendered(template: ChatTemplate, messages: Sequence[Mapping[str, Any]]) -> 
 
 
 def _segments(template: ChatTemplate, row: Row) -> list[list[Segment]]:
-    """Return the prompt as a segment, on which to train a tokenizer if the settings name none."""
+    """Return the prompt as a segment, to train a tokenizer if the settings name none."""
     return [[Segment(_rendered(template, read_prompt(row.columns)[0]), False)]]
 
 

@@ -111,8 +111,8 @@ def image_folder(settings: ImageFolderSettings, *, seed: int = 0) -> DataSplits:
         seed: seed of the random shifts; the split does not depend on it.
 
     Raises:
-        ConfigError: the folder does not exist, a file in it is not an image, a class has fewer than two images, or
-            num_classes differs from the number of subfolders.
+        ConfigError: the folder does not exist, a file in it is not an image, a class has too few images for
+            held_out, or num_classes differs from the number of subfolders.
     """
     path, cache_dir, random_crop = settings.path, settings.cache_dir, settings.random_crop
     size, channels, fit = settings.image_size, settings.num_channels, settings.fit

@@ -143,7 +143,7 @@ class RowFiles(Packable):
     )
 
     def check(self) -> Iterator[Violation]:
-        """Check that there are paths with a weight each, and that `columns` renames known columns only."""
+        """Check the paths and their weights, and that `columns` renames known columns only."""
         yield from super().check()
         yield from check_sources(self.path, self.validation_path, self.weights)
         for name, called in self.columns.items():

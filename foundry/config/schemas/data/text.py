@@ -50,7 +50,7 @@ class TextFiles(Text):
     validation_path: Any = path_of_held_out_files("files for validation; null: hold out a share of `path`")
 
     def check(self) -> Iterator[Violation]:
-        """Check that there are paths, with a weight each if there are weights."""
+        """Check the paths and their weights."""
         yield from super().check()
         yield from check_sources(self.path, self.validation_path, self.weights)
 
@@ -89,7 +89,7 @@ class TokenFiles(Text):
     held_out: float = setting(0.05, "share of the end of each file kept for validation", gt=0, lt=1)
 
     def check(self) -> Iterator[Violation]:
-        """Check that there are paths, with a weight each if there are weights.
+        """Check the paths and their weights.
 
         The vocabulary can have any size, because nothing is tokenized.
         """

@@ -73,8 +73,8 @@ def check_weights(weights: Mapping[str, float]) -> Iterator[Violation]:
 class InWorker(Environment):
     """Base class of settings of environments that run in a separate process with a time limit.
 
-    User-defined environments always run this way. Built-in ones do because matching a regular expression can take time
-    exponential in the length of the completion.
+    User-defined environments always run this way. The built-in subclasses do because matching a regular expression
+    can take time exponential in the length of the completion.
     """
 
     in_worker: ClassVar[bool] = True
