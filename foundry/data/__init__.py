@@ -1,1 +1,1 @@
-"""Datasets, tokenizers and the order in which samples are read."""
+"""Datasets, tokenizers, the sample order and the data loader."""

@@ -1,4 +1,4 @@
-"""Sums worked out digit by digit: a task for each way of training, in seconds, with answers that are right or wrong."""
+"""Synthetic dataset of worked additions, with verifiable answers, for quick runs of every training method."""
 
 import hashlib
 import random
@@ -21,25 +21,25 @@ from foundry.data.splits import DataSplits
 _FORMAT = 1
 _VALIDATION_ROWS = 512
 _THREE_DIGITS, _TWO_TURNS = 0.4, 0.15
-"""Shares of sums with three digits, and of conversations with two questions."""
+"""Probability of a sum of three-digit numbers, and of a conversation with two questions."""
 
 
 class Sum(NamedTuple):
-    """Two numbers to be added, of two or of three digits each."""
+    """Two numbers to add, both of two digits or both of three."""
 
     a: int
     b: int
 
     @property
     def question(self) -> str:
-        """As a user asks it."""
+        """Text of the user's message."""
         return f"What is {self.a}+{self.b}?"
 
     def worked(self, wrong: int | None = None) -> str:
-        """The sum from the last digit to the first, each with the carry of the one before, and the answer.
+        """Return the addition worked out digit by digit with carries, from the last digit to the first, and the answer.
 
         Args:
-            wrong: a place, 0 for the last digit, whose carry is dropped, or taken where there is none.
+            wrong: position of a digit whose carry is inverted, 0 for the last digit; None gives the right answer.
         """
         steps, answer, carry = list[str](), "", 0
         for place, (first, second) in enumerate(zip(reversed(str(self.a)), reversed(str(self.b)), strict=True)):
@@ -50,21 +50,26 @@ class Sum(NamedTuple):
         return f"{', '.join(steps)}. Answer: {carry or ''}{answer}"
 
     def is_held_out(self, share: float) -> bool:
-        """Whether it is for validation: by a hash of the two numbers in either order, whatever the seed."""
+        """Return whether the sum is in the validation split.
+
+        The decision hashes the two numbers without regard to their order, and does not depend on the seed.
+        """
         key = f"{min(self)}+{max(self)}".encode()
         return int.from_bytes(hashlib.sha256(key).digest()[:8], "big") < share * 2**64
 
 
 @configured_by(ArithmeticSettings)
 def arithmetic(settings: ArithmeticSettings, *, seed: int = 0) -> DataSplits:
-    """Worked sums as text or as conversations; the same sums are held out in every form, and with every seed.
+    """Build training and validation splits of worked sums, as text, conversations, preferences or prompts.
+
+    The same sums are held out for every form and every seed.
 
     Args:
-        settings: form and number of the sums, and how they become tokens.
-        seed: of the sums to learn from.
+        settings: form and number of the sums, tokenizer and sequence length.
+        seed: seed of the training sums.
 
     Raises:
-        ConfigError: the tokenizer or template does not fit, or there are not enough rows or tokens for a sample.
+        ConfigError: the tokenizer or chat template does not fit, or there are too few rows or tokens for one sample.
     """
     form, held_out = settings.form, settings.held_out
     described = f"arithmetic {_FORMAT} {form.value} {seed} {settings.num_rows} {held_out}"
@@ -92,13 +97,13 @@ def arithmetic(settings: ArithmeticSettings, *, seed: int = 0) -> DataSplits:
 
 @dataclass(frozen=True)
 class _Rows:
-    """Draws sums for each row; row n is the same whatever the number of rows.
+    """Iterable over the sums of each row; row n does not depend on the number of rows.
 
     Attributes:
-        seed: of the sums.
-        count: of rows.
-        held_out: share of all sums that are for validation.
-        is_held: draw from these, or from the others.
+        seed: seed of the sums.
+        count: number of rows.
+        held_out: fraction of all sums in the validation split.
+        is_held: draw validation sums if true, training sums otherwise.
     """
 
     seed: int
@@ -122,7 +127,7 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _Made:
-    """What is made of each row's sums, given the row's number; it can be iterated again and again."""
+    """Re-iterable over `make(row number, sums)` for each row, counted from 1."""
 
     rows: _Rows
     make: Callable[[int, list[Sum]], Any]
@@ -144,7 +149,7 @@ def _turns(one: Sum) -> list[dict[str, str]]:
 
 
 def _preference(number: int, sums: list[Sum]) -> Row:
-    """The last sum worked out, against the same with one carry wrong."""
+    """Return a row whose chosen answer is right and whose rejected answer has one carry inverted."""
     *prompt, chosen = [message for one in sums for message in _turns(one)]
     last = sums[-1]
     rejected = last.worked(number % (len(str(last.a)) - 1))
@@ -152,6 +157,6 @@ def _preference(number: int, sums: list[Sum]) -> Row:
 
 
 def _question(number: int, sums: list[Sum]) -> Row:
-    """The last sum is asked, after what comes before it in the conversation."""
+    """Return a row whose prompt ends with the question of the last sum, and whose column `answer` has its answer."""
     *prompt, answer = [message for one in sums for message in _turns(one)]
     return Row(0, number, {"prompt": prompt, "answer": answer["content"]})

@@ -1,4 +1,4 @@
-"""Datasets: how the run reads samples, and how datasets that know less are read in the same way."""
+"""Base classes of datasets, and an adapter that gives any map-style dataset the same interface."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -12,120 +12,128 @@ from torch.utils.data import default_collate
 
 
 class Samples(Protocol):
-    """Samples by index: a `torch.utils.data.Dataset` or a list, of dicts of tensors."""
+    """Map-style dataset of dicts of tensors, such as a `torch.utils.data.Dataset` or a list."""
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Return the number of samples."""
         ...
 
     def __getitem__(self, index: int, /) -> dict[str, Tensor]:
-        """One sample, without a batch dimension."""
+        """Return one sample, without a batch dimension."""
         ...
 
 
 class Dataset(ABC):
-    """Samples by index. A subclass has `__len__` and `__getitem__`; each further method has a default."""
+    """Map-style dataset. A subclass defines `__len__` and `__getitem__`; all other methods have defaults."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """Number of samples."""
+        """Return the number of samples."""
 
     @abstractmethod
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """One sample, without a batch dimension."""
+        """Return one sample, without a batch dimension."""
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """Samples stacked along a first dimension; by default each is read by itself."""
+        """Return samples stacked along a new first dimension; the default reads them one by one."""
         return cast(dict[str, Tensor], default_collate([self[index] for index in indices]))
 
     def batch_at(self, indices: Sequence[int], positions: Sequence[int]) -> dict[str, Tensor]:
-        """Samples as training reads them at these positions of the global order, possibly augmented.
+        """Return a training batch, possibly with augmentation that depends on the positions in the global order.
 
-        Evaluations read `batch`, and so do columns, which are computed once before the first step. By default both
-        methods return the same.
+        Evaluation and the columns that are precomputed before the first step use `batch` instead. The default returns
+        the same as `batch`.
+
+        Args:
+            indices: indices into the dataset.
+            positions: position of each sample in the global order.
         """
         return self.batch(indices)
 
     @property
     def longest(self) -> int:
-        """The index of the sample that needs the most memory; by default the first, if all have one size."""
+        """Index of the sample that needs the most memory; the default, 0, suits samples of equal size."""
         return 0
 
     def lengths_of(self, indices: Sequence[int]) -> NDArray[np.int64] | None:
-        """(len(indices),) int64, tokens of each sample; of samples of several parts (len(indices), parts).
+        """Return the length of each sample in tokens, or None if the dataset does not support packing (see `packed`).
 
-        None: samples cannot share rows, which `data.packing` asks for; see `packed`.
+        Returns:
+            (len(indices),) int64, or (len(indices), parts) if a sample has several parts, as a preference pair has.
         """
         return None
 
     def num_tokens(self, indices: Sequence[int]) -> int | None:
-        """Tokens of these samples together, without padding; None: `DataSplits.tokens_per_sample` in each."""
+        """Return the total tokens of these samples, without padding.
+
+        None means that each sample has `DataSplits.tokens_per_sample` tokens.
+        """
         lengths = self.lengths_of(indices)
         return None if lengths is None else int(lengths.sum())
 
     def packed(self, packs: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-        """Samples in rows as `Examples.packed` has them, or as `Pairs.packed` if they have two parts."""
+        """Return samples packed into rows, in the format of `Examples.packed`, or of `Pairs.packed` for two parts."""
         raise NotImplementedError(f"{type(self).__name__} has lengths_of() but not packed()")
 
 
 class BatchDataset(Dataset):
-    """A dataset that reads several samples at once; one is a batch of one."""
+    """Base class of datasets that read batches; `__getitem__` reads a batch of one."""
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """One sample, without a batch dimension."""
+        """Return one sample, without a batch dimension."""
         return {name: value[0] for name, value in self.batch([index]).items()}
 
     @abstractmethod
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """Samples stacked along a first dimension."""
+        """Return samples stacked along a new first dimension."""
 
 
 class WrappedDataset(Dataset):
-    """The samples of another dataset. A subclass overrides the methods that it answers otherwise.
+    """Wrapper that delegates to another dataset. A subclass overrides the methods that it changes.
 
     Args:
-        dataset: the other dataset, which answers all other methods.
+        dataset: the wrapped dataset.
     """
 
     def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Return the number of samples."""
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """One sample, without a batch dimension."""
+        """Return one sample, without a batch dimension."""
         return self.dataset[index]
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """Samples stacked along a first dimension."""
+        """Return samples stacked along a new first dimension."""
         return self.dataset.batch(indices)
 
     def batch_at(self, indices: Sequence[int], positions: Sequence[int]) -> dict[str, Tensor]:
-        """Samples as they are at these positions of the global order."""
+        """Return a training batch for these positions of the global order."""
         return self.dataset.batch_at(indices, positions)
 
     @property
     def longest(self) -> int:
-        """The index of the sample that needs the most memory."""
+        """Index of the sample that needs the most memory."""
         return self.dataset.longest
 
     def lengths_of(self, indices: Sequence[int]) -> NDArray[np.int64] | None:
-        """Tokens of each sample; None: they cannot share rows."""
+        """Return the length of each sample in tokens, or None if the dataset does not support packing."""
         return self.dataset.lengths_of(indices)
 
     def num_tokens(self, indices: Sequence[int]) -> int | None:
-        """Tokens of these samples together; None: as many in each."""
+        """Return the total tokens of these samples, or None if all samples have `DataSplits.tokens_per_sample`."""
         return self.dataset.num_tokens(indices)
 
     def packed(self, packs: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-        """Samples in rows that they share."""
+        """Return samples packed into rows."""
         return self.dataset.packed(packs)
 
 
 class _Adapted(WrappedDataset):
-    """Samples of any class, with default methods in place of missing ones."""
+    """Wrapper around samples of any class that adds the missing methods with their defaults."""
 
     dataset: Any
 
@@ -140,19 +148,19 @@ class _Adapted(WrappedDataset):
         return int(getattr(self.dataset, "longest", 0))
 
     def __getattr__(self, name: str) -> Any:
-        """Attributes of the class itself, for a user's own objective or evaluator."""
-        if name == "dataset":  # not there yet while it is unpickled
+        """Return an attribute of the wrapped samples, for user-defined objectives and evaluators."""
+        if name == "dataset":  # not set yet during unpickling
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
 
 def as_dataset(samples: Samples) -> Dataset:
-    """Return samples with all methods of a `Dataset`; a `Dataset` is returned as it is."""
+    """Wrap samples so that they have all methods of a `Dataset`; return a `Dataset` unchanged."""
     return samples if isinstance(samples, Dataset) else _Adapted(samples)
 
 
 def class_name(dataset: Dataset) -> str:
-    """Return the name of the innermost class, for messages."""
+    """Return the class name of the innermost wrapped dataset, for messages."""
     while isinstance(dataset, WrappedDataset):
         dataset = dataset.dataset
     return type(dataset).__name__

@@ -1,4 +1,4 @@
-"""Reading windows of microbatches in the global order."""
+"""Data loader that yields windows of microbatches in the global order."""
 
 import gc
 import re
@@ -35,17 +35,18 @@ _REMEDIES = {
 
 
 class DataWorkerError(RuntimeError):
-    """A process that reads ahead has died; the message says of what, and what to do."""
+    """Raised when a data loader worker has died; the message has the cause and a remedy."""
 
 
 @contextmanager
 def worker_deaths_explained(ahead: Any = None) -> Iterator[None]:
-    """What torch says of a data loader worker that died, in plain words; it may say so wherever the process is.
+    """Convert torch's errors about a dead data loader worker to `DataWorkerError`.
 
-    Where it died while it handed over a batch, torch may speak of a broken connection instead, as of one to a rank.
+    Torch raises them from its SIGCHLD handler, which can interrupt any code of this process. If a worker dies while it
+    sends a batch, torch may report a broken connection instead, which looks like a lost rank.
 
     Args:
-        ahead: the iterator of the `DataLoader`, where it is at hand.
+        ahead: the iterator of the `DataLoader`; None if the caller does not have it.
 
     Raises:
         DataWorkerError: a worker has died.
@@ -63,10 +64,10 @@ def worker_deaths_explained(ahead: Any = None) -> Iterator[None]:
 
 
 def _exit_codes(workers: Sequence[BaseProcess]) -> dict[int, int | None]:
-    """The exit codes of those that failed, by process.
+    """Return the exit codes of the workers that failed, by process id.
 
-    A process that dies closes its files, which breaks its connections, before its exit code can be had: it is waited
-    for. Meanwhile torch's handler of SIGCHLD may raise what this finds out.
+    A dying process breaks its connections before its exit code is available, so this waits for it. Meanwhile torch's
+    SIGCHLD handler may raise the same error, which is ignored.
     """
     try:
         closed = connection.wait([worker.sentinel for worker in workers], _REAP_SECONDS) if workers else []
@@ -80,7 +81,7 @@ def _exit_codes(workers: Sequence[BaseProcess]) -> dict[int, int | None]:
 
 
 def _parse_exit_code(text: "re.Match[str]") -> int | None:
-    """The exit code, negative for a signal, in torch's words."""
+    """Return the exit code in a message of torch, negative for a signal."""
     if text["code"]:
         return int(text["code"])
     names = {signal.strsignal(number): -number for number in signal.valid_signals()}
@@ -95,11 +96,11 @@ def _how_it_died(pid: int, code: int | None) -> str:
 
 
 _Cut = range | list[Pack]
-"""The positions of a microbatch: one a row, or several."""
+"""Positions of a microbatch in the global order: a range with one position per row, or packs with several."""
 
 
 class _PositionedReader:
-    """The dataset by position in the global order, a microbatch at a time, as torch's `DataLoader` wants it."""
+    """Dataset indexed by position in the global order; torch's `DataLoader` calls `__getitems__` per microbatch."""
 
     def __init__(self, dataset: Dataset, order: GlobalOrder) -> None:
         self.dataset, self.order = dataset, order
@@ -115,14 +116,15 @@ class _PositionedReader:
 
 
 class Loader:
-    """A window source that reads a dataset in its global order.
+    """Window source that reads a dataset in its global order.
 
-    Within the window that starts at position c, rank r's microbatch m holds the `per_gpu_batch_size` positions from
-    c + (m * dp_size + r) * per_gpu_batch_size on. The only state is how many samples were consumed, and left out.
+    Within the window that starts at position c, microbatch m of rank r holds the `per_gpu_batch_size` positions
+    starting at c + (m * dp_size + r) * per_gpu_batch_size. The only state is the number of consumed samples and the
+    number of skipped samples.
 
-    With packing the samples of the same window share rows. Every rank packs all of them, and microbatches hold at most
-    `per_gpu_batch_size` rows in the place of samples, or of pairs twos of rows. The model sees the same samples in each
-    step.
+    With packing, the samples of one window share rows. Every rank packs all samples of the window, and a microbatch
+    holds at most `per_gpu_batch_size` rows instead of samples (for preference pairs: pairs of rows). The model sees the
+    same samples in each step as without packing.
     """
 
     def __init__(
@@ -142,20 +144,20 @@ class Loader:
         """Read `dataset` for one rank.
 
         Args:
-            dataset: the training samples.
-            order: their global order.
-            batch_size_at: the global batch size after a number of consumed samples.
+            dataset: training samples.
+            order: global order of the samples.
+            batch_size_at: function from the number of consumed samples to the global batch size.
             per_gpu_batch_size: samples per microbatch.
-            dp_rank: this rank, among those that divide the data.
-            dp_size: their number.
-            num_workers: processes that read ahead; 0 reads in this one.
-            pin_memory: put microbatches into page-locked memory, for copies that do not block.
-            tokens_per_sample: the same for all samples, unless the dataset counts them with `num_tokens`; None where
-                they are not sequences of tokens.
-            pack_tokens: tokens of a row that holds several samples; None: each has its own row.
+            dp_rank: data-parallel rank.
+            dp_size: number of data-parallel ranks.
+            num_workers: worker processes that prefetch; 0 reads in this process.
+            pin_memory: put microbatches into page-locked memory, for asynchronous copies to the device.
+            tokens_per_sample: tokens of every sample, used if the dataset's `num_tokens` returns None; None if samples
+                are not sequences of tokens.
+            pack_tokens: row length in tokens for packing; None disables packing.
 
         Raises:
-            ConfigError: samples are to share rows, and the dataset does not know their lengths.
+            ConfigError: packing is requested, but the dataset does not provide the lengths of its samples.
         """
         if pack_tokens is not None and dataset.lengths_of([0]) is None:
             message = f"is true but {class_name(dataset)} has no lengths_of(), by which samples are put into rows"
@@ -171,7 +173,7 @@ class Loader:
         self._ahead: Iterator[Microbatch] | None = None
 
     def next_window(self) -> Window:
-        """Read the next window; see the class for which positions it holds."""
+        """Read the next window; the class docstring defines its positions."""
         num_samples = self._batch_size_at(self.samples)
         cuts = list(self._cuts(self.samples))
         if self._num_workers == 0:
@@ -186,39 +188,42 @@ class Loader:
         return Window(microbatches, num_samples, tokens)
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of samples consumed, over all ranks, and of those left out; and whether the order is keyed."""
+        """Return the numbers of consumed and of skipped samples over all ranks, and a marker if the order is keyed."""
         order = {"order": _KEYED} if self._reader.order.is_keyed else {}
         return {"samples": self.samples, "skipped": self._skipped, **order}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after `state["samples"]` samples, in the kind of order in which these were read."""
+        """Continue after `state["samples"]` samples, with the kind of order (keyed or table) that read them."""
         self.samples, self._skipped = read_count(state, "samples"), read_count(state, "skipped")
-        # Runs of earlier versions have read datasets of any size by tables.
+        # Earlier versions used permutation tables for datasets of any size.
         self._reader.order.is_keyed &= state.get("order") == _KEYED
         self._ahead = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Nothing: a position in the order is a number."""
+        """Return an empty dict: the state has no tensors."""
         return {}
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Nothing is to be loaded."""
+        """Do nothing: the state has no tensors."""
 
     def rewind(self, samples: int) -> None:
-        """Count from `samples` samples again, but read on after what was read last."""
+        """Reset the count of consumed samples to `samples`, but continue reading after the last window.
+
+        The samples in between are counted as skipped.
+        """
         self._skipped += self.samples - samples
         self.samples = samples
         self._ahead = None
 
     def _num_tokens(self, first: int, num_samples: int) -> int | None:
-        """Tokens of the samples of all ranks from a position on."""
+        """Return the tokens of `num_samples` samples (of all ranks) from position `first`."""
         if not self._counts_tokens:
             return None if self._tokens_per_sample is None else num_samples * self._tokens_per_sample
         indices = self._reader.order.indices(range(first, first + num_samples))
         return self._reader.dataset.num_tokens(indices.tolist())
 
     def _cuts(self, start: int) -> Iterator[_Cut]:
-        """The positions of each of this rank's microbatches in the window that starts at `start`."""
+        """Yield the positions of each of this rank's microbatches, for the window after `start` consumed samples."""
         if self._pack_tokens is not None:
             yield from self._packs(start, self._pack_tokens)
             return
@@ -228,7 +233,7 @@ class Loader:
             yield range(offset, offset + self._per_gpu)
 
     def _packs(self, start: int, capacity: int) -> Iterator[list[Pack]]:
-        """Rows of this rank's microbatches, which are as many on every rank and of nearly the same size."""
+        """Yield the packs of this rank's microbatches; all ranks have equally many, of nearly the same size."""
         first = start + self._skipped
         positions = range(first, first + self._batch_size_at(start))
         lengths = self._reader.dataset.lengths_of(self._reader.order.indices(positions).tolist())
@@ -247,8 +252,8 @@ class Loader:
         return {name: tensor.pin_memory() for name, tensor in microbatch.items()} if self._pin_memory else microbatch
 
     def _read_ahead(self) -> Iterator[Microbatch]:
-        # Of a copy, which does not hold the iterator: in a cycle it would end with the next garbage collection, after
-        # its queues, and wait 5 s for each process.
+        # The batch sampler uses a copy of this loader, which has no reference to the iterator. In a reference cycle,
+        # the garbage collector would destroy the iterator after its queues, and it would wait 5 s for each worker.
         position = copy(self)
         loader = DataLoader(
             cast(Any, self._reader),
@@ -257,20 +262,20 @@ class Loader:
             num_workers=self._num_workers,
             pin_memory=self._pin_memory,
             worker_init_fn=_begin_worker,
-            # Or it would draw from the generator of dropout, whenever workers are started.
+            # By default, torch draws the seed of the workers from the global generator, which dropout uses.
             generator=torch.Generator().manual_seed(self.samples),
         )
         with stop_signals.held_back():
             ahead = iter(loader)
         for worker in cast(Any, ahead)._workers:
-            worker._popen.terminate = worker._popen.kill  # it outlives SIGTERM
+            worker._popen.terminate = worker._popen.kill  # workers ignore SIGTERM
         return ahead
 
 
 def _begin_worker(worker: int) -> None:
-    """In a process that reads ahead, which has inherited much from the one that trains."""
+    """Set up signal handling and garbage collection in a worker, which inherits both from the training process."""
     stop_signals.outlive()
-    gc.enable()  # it has no steps between which garbage could be collected
+    gc.enable()  # the trainer collects garbage between steps; a worker has no steps
 
 
 def _identity(microbatch: Microbatch) -> Microbatch:
@@ -280,9 +285,9 @@ def _identity(microbatch: Microbatch) -> Microbatch:
 def held_out_batches(
     dataset: Dataset, *, per_gpu_batch_size: int, dp_rank: int, dp_size: int, max_samples: int | None
 ) -> Iterator[Microbatch]:
-    """This rank's share of a held-out dataset, each sample once; every rank gets the same number of microbatches.
+    """Yield this rank's microbatches of a validation dataset, the same number on every rank, each sample once.
 
-    Samples that fill up the last microbatches have position -1 and count for nothing.
+    Padding samples in the last microbatches have position -1 and are ignored by the metrics.
     """
     stride = per_gpu_batch_size * dp_size
     total = len(dataset) if max_samples is None else min(max_samples, len(dataset))

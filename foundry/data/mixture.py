@@ -1,4 +1,4 @@
-"""Several sources in given shares: which of them stands at each position, and which of its samples."""
+"""Mixtures of several data sources: deterministic interleaving of their samples."""
 
 import heapq
 import math
@@ -19,11 +19,11 @@ _Item = TypeVar("_Item")
 
 @dataclass(frozen=True)
 class Mixture:
-    """Sources whose samples follow one another in a dataset, and the shares in which they are read.
+    """Sizes and weights of the sources whose samples are concatenated in a dataset.
 
     Attributes:
-        sizes: the number of samples of each.
-        weights: in proportion to the shares, above zero.
+        sizes: number of samples of each source.
+        weights: sampling weight of each source, above zero, in any unit.
     """
 
     sizes: tuple[int, ...]
@@ -31,11 +31,11 @@ class Mixture:
 
 
 class Interleave:
-    """Whose turn it is: position p goes to the source with the largest weight / (2 c + 1), c its turns so far.
+    """Assigns each position to a source: the one with the largest weight / (2 c + 1), where c counts its positions.
 
-    That is the method of Webster and Sainte-Laguë, by which seats are given to parties: after any number of positions
-    each source has had its share of them to within (number of sources + 1) / 2. Weights are taken as they are written
-    in decimals, and all arithmetic is of whole numbers, so that nothing adds up over a run, however long.
+    This is the method of Webster and Sainte-Laguë, which apportions seats to parties: after any number of positions,
+    the count of each source differs from its exact share by at most (number of sources + 1) / 2. Weights are converted
+    from their decimal notation, and all arithmetic uses integers, so no rounding error accumulates in a long run.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -46,10 +46,11 @@ class Interleave:
         self._intervals = [multiple // weight for weight in self._weights]
 
     def counts(self, position: int) -> list[int]:
-        """How many of the positions before this one each source has.
+        """Return the number of positions before `position` that belong to each source.
 
-        The n-th turn of a source, from zero, falls due at (2 n + 1) / (2 share). Those due by `position` are its share
-        rounded; a few, at most half as many as there are sources, are then too many or missing.
+        The n-th position of a source, from zero, is due at (2 n + 1) / (2 share). The number due by `position` is the
+        share of the source, rounded. The sum of these is then corrected: it differs from `position` by at most half the
+        number of sources.
         """
         counts = [(2 * weight * position + self._total) // (2 * self._total) for weight in self._weights]
         sources = range(len(counts))
@@ -60,7 +61,7 @@ class Interleave:
         return counts
 
     def sources(self, positions: range) -> Iterator[int]:
-        """The source at each of consecutive positions."""
+        """Yield the source at each position of the range."""
         due = [((2 * n + 1) * self._intervals[source], source) for source, n in enumerate(self.counts(positions.start))]
         heapq.heapify(due)
         for _ in positions:
@@ -70,15 +71,16 @@ class Interleave:
 
 
 class MixtureOrder(GlobalOrder):
-    """Which sample of the dataset stands at each position of a run over a mixture.
+    """Global order of a mixture: maps each position of a run to a dataset index.
 
-    The n-th turn of a source is the n-th sample of an order of its own, in which each epoch is a permutation of all of
-    it. So what stands at a position depends on fingerprint, seed, sizes and weights only.
+    Each source has a separate `GlobalOrder`, whose epochs are permutations of that source; the n-th position of the
+    source reads the n-th sample of that order. The sample at a position depends only on fingerprint, seed, sizes and
+    weights.
     """
 
     def __init__(self, mixture: Mixture, *, fingerprint: str, seed: int) -> None:
         super().__init__(num_samples=sum(mixture.sizes), fingerprint=fingerprint, seed=seed)
-        self.is_keyed = True  # there is no table of the whole
+        self.is_keyed = True  # no permutation table of the whole mixture
         self._interleave = Interleave(mixture.weights)
         self._first = np.cumsum([0, *mixture.sizes[:-1]])
         self._own = [
@@ -87,7 +89,7 @@ class MixtureOrder(GlobalOrder):
         ]
 
     def indices(self, positions: range) -> NDArray[np.int64]:
-        """Indices into the dataset, (len(positions),) int64, of consecutive positions."""
+        """Return the dataset indices at consecutive positions, (len(positions),) int64."""
         of_source = np.fromiter(self._interleave.sources(positions), np.int64, len(positions))
         found = np.empty(len(positions), np.int64)
         for source, start in enumerate(self._interleave.counts(positions.start)):
@@ -98,34 +100,39 @@ class MixtureOrder(GlobalOrder):
 
 @dataclass(frozen=True)
 class Sources(Generic[_Item]):
-    """What several sources have, one after the other."""
+    """Concatenation of the items of several sources, which remain accessible one by one as `parts`."""
 
     parts: Sequence[Iterable[_Item]]
 
     def __iter__(self) -> Iterator[_Item]:
-        """All of it."""
+        """Return an iterator over the items of all sources."""
         return chain.from_iterable(self.parts)
 
 
 def parts_of(items: Iterable[_Item]) -> Sequence[Iterable[_Item]]:
-    """What each source has, where there are several."""
+    """Return the parts of `Sources`, or `items` as the only part."""
     return items.parts if isinstance(items, Sources) else (items,)
 
 
 @dataclass(frozen=True)
 class Interleaved(Generic[_Item]):
-    """What several sources have, each at even distances from beginning to end, so that the first few are of all."""
+    """Items of several sources, evenly interleaved, so that any prefix covers all sources."""
 
     parts: Sequence[Iterable[_Item]]
 
     def __iter__(self) -> Iterator[_Item]:
-        """All of it; each is gone through once to be counted."""
+        """Yield all items; each source is first iterated once to count its items."""
         counts = [sum(1 for _ in part) for part in self.parts]
         yield from interleaved(self.parts, counts)
 
 
 def interleaved(parts: Sequence[Iterable[_Item]], counts: Sequence[int]) -> Iterator[_Item]:
-    """The items of all parts, of which each has `counts` many, at even distances."""
+    """Yield the items of all parts, evenly interleaved.
+
+    Args:
+        parts: items of each source.
+        counts: number of items of each source.
+    """
     filled = [(iter(part), count) for part, count in zip(parts, counts, strict=True) if count]
     if filled:
         for source in Interleave([count for _, count in filled]).sources(range(sum(counts))):
@@ -133,17 +140,17 @@ def interleaved(parts: Sequence[Iterable[_Item]], counts: Sequence[int]) -> Iter
 
 
 def mixture_of(sizes: Sequence[int], weights: Sequence[float] | None) -> Mixture | None:
-    """The mixture of sources of these numbers of samples; without weights they are one dataset."""
+    """Return the mixture of sources with these numbers of samples, or None if there are no weights."""
     return None if weights is None else Mixture(tuple(sizes), tuple(weights))
 
 
 def describe_weights(weights: Sequence[float] | None) -> str:
-    """Return the end of a fingerprint of data with these weights: the same for the same proportions, empty for None."""
+    """Return the weights as a suffix of a fingerprint: equal for equal proportions, empty for None."""
     return "" if weights is None else f"-[{', '.join(map(_describe_share, proportions(weights)))}]"
 
 
 def _describe_share(share: Fraction) -> str:
-    """Return a share exactly: 0.7, since weights whose sum is 1 were once written as they are; otherwise 2/3."""
+    """Return a share exactly, as a decimal if possible (0.7, the format of earlier versions), otherwise as 2/3."""
     decimals = str(float(share))
     return decimals if Fraction(decimals) == share else str(share)
 
@@ -151,7 +158,7 @@ def _describe_share(share: Fraction) -> str:
 def describe_sources(
     paths: Sequence[str], sizes: Sequence[int], weights: Sequence[float] | None
 ) -> list[dict[str, Any]]:
-    """What plan.json says of each of several sources: its path, its training samples and its share of a run."""
+    """Return the entry of each source in plan.json: its path, number of training samples and share of the run."""
     shares = sizes if weights is None else weights
     return [
         {"path": path, "train_samples": size, "share": share / sum(shares)}

@@ -1,4 +1,4 @@
-"""The global order of samples."""
+"""Global order of the training samples: a permutation for each epoch, computed from fingerprint and seed."""
 
 import hashlib
 import math
@@ -8,21 +8,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAX_TABLE_SAMPLES = 2**24
-"""Up to here an epoch's permutation is a table, of 128 MB at most; above it is computed where it is asked for."""
+"""Largest dataset whose permutations are tables (at most 128 MB each); larger ones are computed by position."""
 
 _ROUNDS = 8
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 class GlobalOrder:
-    """Which sample of the dataset stands at each position of the run.
+    """Maps each position of a run to a dataset index.
 
-    Position p lies in epoch p // num_samples. Each epoch is a permutation of the whole dataset that depends on the
-    dataset's fingerprint, the seed and the epoch only: not on ranks, workers or microbatches.
+    Position p belongs to epoch p // num_samples. Each epoch is a permutation of the whole dataset that depends only on
+    the dataset's fingerprint, the seed and the epoch, not on ranks, workers or microbatches.
 
     Attributes:
-        num_samples: of the dataset.
-        is_keyed: whether permutations are computed by `keyed_permutation`, without a table.
+        num_samples: number of samples in the dataset.
+        is_keyed: compute permutations with `keyed_permutation` instead of a table.
     """
 
     def __init__(self, *, num_samples: int, fingerprint: str, seed: int) -> None:
@@ -32,11 +32,11 @@ class GlobalOrder:
         self._permutations: dict[int, NDArray[np.int64]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the tables: a worker process computes those that it needs."""
+        """Return the state without the tables; a worker process computes the tables that it needs."""
         return {**vars(self), "_permutations": {}}
 
     def indices(self, positions: range) -> NDArray[np.int64]:
-        """Indices into the dataset, (len(positions),) int64, of consecutive positions."""
+        """Return the dataset indices at consecutive positions, (len(positions),) int64."""
         parts, start = [], positions.start
         while start < positions.stop:
             epoch, first = divmod(start, self.num_samples)
@@ -52,7 +52,7 @@ class GlobalOrder:
     def _permutation(self, epoch: int) -> NDArray[np.int64]:
         if epoch not in self._permutations:
             generator = np.random.Generator(np.random.Philox(key=int.from_bytes(self._digest(epoch, 16), "little")))
-            # A window spans at most the end of one epoch and the start of the next.
+            # A window covers two epochs at most: the end of one and the start of the next.
             self._permutations = {e: p for e, p in self._permutations.items() if e == epoch - 1}
             self._permutations[epoch] = generator.permutation(self.num_samples)
         return self._permutations[epoch]
@@ -62,16 +62,19 @@ class GlobalOrder:
 
 
 def keyed_permutation(items: NDArray[np.int64], *, num_items: int, key: bytes) -> NDArray[np.int64]:
-    """Where a permutation of `num_items` items sends some of them, without a table of all.
+    """Apply a pseudorandom permutation of `num_items` items to some of them, without a table of all items.
 
-    A generalised Feistel network over the smallest rectangle that holds all items, applied again to the few that fall
-    outside (cycle walking; both in Black and Rogaway, 2002, "Ciphers with arbitrary finite domains"). Its round
-    function is the finaliser of SplitMix64 (Steele et al., 2014).
+    The permutation is a generalised Feistel network over the smallest rectangle that holds all items, applied again to
+    the few results that fall outside (cycle walking; both in Black and Rogaway, 2002, "Ciphers with arbitrary finite
+    domains"). Its round function is the finaliser of SplitMix64 (Steele et al., 2014).
 
     Args:
         items: (n,) int64 from 0 to num_items - 1.
-        num_items: at most 2**62.
+        num_items: size of the domain, at most 2**62.
         key: 64 bytes.
+
+    Returns:
+        (n,) int64, the permuted items.
     """
     width = math.isqrt(num_items - 1) + 1
     sides, keys = np.array([width, -(-num_items // width)], np.uint64), np.frombuffer(key, "<u8")
@@ -82,7 +85,7 @@ def keyed_permutation(items: NDArray[np.int64], *, num_items: int, key: bytes) -
 
 
 def _feistel(items: NDArray[np.uint64], sides: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """One pass over the rectangle: each round adds to one coordinate a function of the other."""
+    """Run all rounds of the network; each round adds a function of one coordinate to the other."""
     one, other = np.divmod(items, sides[1])
     for number, key in enumerate(keys):
         mixed = other ^ key

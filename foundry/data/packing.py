@@ -1,4 +1,4 @@
-"""Packing: which samples of a window share rows."""
+"""Packing of the samples of a window into shared rows."""
 
 from collections.abc import Iterator, Sequence
 
@@ -8,24 +8,25 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _KERNEL_TILE = 128
-"""Tokens per thread block of FlashAttention, at most."""
+"""Largest number of tokens per thread block of FlashAttention."""
 
 Pack = list[int]
-"""Samples that share a row, or as many rows as each has parts, in their order there."""
+"""Samples that share a row, in their order; if samples have several parts, they share as many rows."""
 
 
 def first_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> list[Pack]:
     """Put each sample, the longest first, into the first pack that has room for it (Johnson, 1973).
 
-    A sample of several parts, such as a pair, goes whole into a pack of as many rows: its parts, the longest first,
-    each into the row with the most room left, which finds a place for two parts wherever there is one.
+    A pack of samples with several parts, such as preference pairs, has as many rows as a sample has parts, and holds
+    all parts of its samples. Each part, the longest first, goes into the row with the most room left; for two parts
+    this finds a placement if one exists.
 
     Args:
-        lengths: (samples,) or (samples, parts) int64, tokens, each at most `capacity`.
-        capacity: tokens of a row.
+        lengths: (samples,) or (samples, parts) int64, in tokens, each at most `capacity`.
+        capacity: row length in tokens.
 
     Returns:
-        The packs, which depend on the lengths alone.
+        The packs, which depend on the lengths only.
     """
     parts = np.sort(lengths if lengths.ndim == 2 else lengths[:, None])[:, ::-1]
     packs, room = list[Pack](), np.full(parts.shape, capacity)
@@ -42,14 +43,14 @@ def first_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> list[Pack
 
 
 def place_parts(lengths: Sequence[Sequence[int]], num_rows: int) -> list[list[tuple[int, int]]]:
-    """Where the samples of a pack lie, as `first_fit_decreasing` has counted.
+    """Assign the parts of a pack's samples to rows, by the rule of `first_fit_decreasing`.
 
     Args:
         lengths: tokens of each part of each sample, in the order of the pack.
-        num_rows: of the pack.
+        num_rows: number of rows of the pack.
 
     Returns:
-        Of each row the sample and the part, by their numbers, one after the other.
+        For each row, its (sample, part) indices in order.
     """
     rows: list[list[tuple[int, int]]] = [[] for _ in range(num_rows)]
     filled = [0] * num_rows
@@ -62,17 +63,17 @@ def place_parts(lengths: Sequence[Sequence[int]], num_rows: int) -> list[list[tu
 
 
 def find_bounds(documents: Tensor) -> dict[str, Tensor]:
-    """Return the bounds of the documents of packed rows, in host memory, for attention without a mask.
+    """Return the document boundaries of packed rows, in host memory, for variable-length attention kernels.
 
     Args:
-        documents: (..., seq) int64, the number of each token's document, -1 for padding. A run of padding counts as a
+        documents: (..., seq) int64, document id of each token, -1 for padding. Consecutive padding tokens count as one
             document.
 
     Returns:
-        document_starts: (entries,) int32, the first token of each document of the flattened rows, then the number of
-            all tokens. Their number is one more than a power of two, filled up with documents of no tokens at the end:
-            microbatches of many sizes have few shapes.
-        longest_document: () int64, tokens of the longest document, rounded up to a whole number of a kernel's tiles.
+        document_starts: (entries,) int32, index of the first token of each document in the flattened rows, then the
+            total number of tokens. Empty documents are appended until the number of entries is a power of two plus
+            one, so that microbatches have few different shapes.
+        longest_document: () int64, tokens of the longest document, rounded up to a multiple of the kernel's tile.
     """
     rows = documents.flatten(0, -2).numpy()
     is_first = np.ones(rows.shape, dtype=bool)
@@ -88,7 +89,7 @@ def find_bounds(documents: Tensor) -> dict[str, Tensor]:
 
 
 def deal(packs: Sequence[Pack], *, per_gpu_batch_size: int, dp_rank: int, dp_size: int) -> Iterator[list[Pack]]:
-    """The packs of each of a rank's microbatches, which are as many on every rank and of nearly the same size."""
+    """Yield the packs of each microbatch of a rank; all ranks have equally many, of nearly the same size."""
     count = dp_size * -(-len(packs) // (per_gpu_batch_size * dp_size))
     for index in range(dp_rank, count, dp_size):
         yield list(packs[index::count]) or [[]]

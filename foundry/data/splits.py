@@ -1,4 +1,4 @@
-"""What a data part hands to the run."""
+"""`DataSplits`, the result of building a data part: datasets, prompts, tokenizer and their metadata."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from foundry.data.order import GlobalOrder
 
 
 class _DatasetField:
-    """A field that is given samples of any class, and is a `Dataset` of them."""
+    """Descriptor that accepts samples of any class and returns them as a `Dataset`."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -28,38 +28,38 @@ class _DatasetField:
 
 
 class RunFile(Protocol):
-    """Values of the data that a run directory keeps in a file, such as those by which samples are normalised.
+    """Metadata of the dataset that the run directory keeps in a file, such as normalization statistics.
 
-    The class is named in `foundry.core.tasks.Task.run_files` and has `from_json(text)`, which raises a ValueError that
-    says what is wrong with a file.
+    The class is registered in `foundry.core.tasks.Task.run_files`. It also has a class method `from_json(text)`, which
+    raises ValueError, with the reason, if the text is invalid.
     """
 
     overrides: ClassVar[tuple[str, ...]]
-    """With which other data is composed for a run that has such a file."""
+    """Overrides for composing other data, for example for an evaluation, for a run that has this file."""
 
     def to_json(self) -> str:
-        """As a text that `from_json` reads back bit for bit."""
+        """Return the values as JSON that `from_json` reads back exactly."""
         ...
 
     def applied_to(self, data: "DataSplits") -> "DataSplits":
-        """Other data as this run reads it.
+        """Return other data preprocessed with the values of this run.
 
         Raises:
-            ConfigError: it does not fit.
+            ConfigError: the data does not fit this run.
         """
         ...
 
 
 class Prompt(NamedTuple):
-    """A prompt and the answer that is right.
+    """A prompt with its reference answer.
 
     Attributes:
-        tokens: of the prompt, as the model is to continue them.
-        answer: the text that a continuation is compared with; None: it is not known.
-        row: tells it from the others; what is drawn for it is keyed by this.
-        columns: of its row, by name; None: the answer is all that there is.
-        turn: where in the tokens what is asked last begins.
-        images: that it is about, (pictures, 3, image_size, image_size) uint8; None: it is about none.
+        tokens: token ids of the prompt, which the model continues.
+        answer: reference text for the completion; None if unknown.
+        row: unique id of the prompt; random numbers for its completions are keyed by it.
+        columns: columns of its row, by name; None if there is only the answer.
+        turn: index of the first token of the last user turn.
+        images: images of the prompt, (images, 3, image_size, image_size) uint8; None for text only.
     """
 
     tokens: tuple[int, ...]
@@ -71,32 +71,31 @@ class Prompt(NamedTuple):
 
     @property
     def own_columns(self) -> Mapping[str, Any]:
-        """What an environment is told of the row."""
+        """Columns of the row that environments receive; only `answer` if `columns` is None."""
         return {"answer": self.answer} if self.columns is None else self.columns
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSplits:
-    """Training and held-out samples.
+    """Training and validation splits of a dataset, with their metadata.
 
     Attributes:
-        train: samples to learn from: a `Dataset`, or anything with `len()` and an index that gives a dict of tensors.
-        validation: likewise, held out.
-        fingerprint: changes whenever the samples or their order in the dataset do; the order of a run is drawn from it.
-        tokens_per_sample: tokens in one sample, the mean where lengths differ; None where samples are not sequences of
-            tokens.
-        max_tokens: most tokens of a sample, of a prompt with its answer; None: `tokens_per_sample`.
+        train: training samples: a `Dataset`, or any object with `len()` whose items are dicts of tensors.
+        validation: validation samples, of the same types.
+        fingerprint: hash of the samples and their order in the dataset; it seeds the sample order of a run.
+        tokens_per_sample: tokens of a sample, the mean if lengths differ; None if samples are not token sequences.
+        max_tokens: maximum tokens of a sample, or of a prompt with its completion; None for `tokens_per_sample`.
         tokenizer: a `tokenizers.Tokenizer` for text; None otherwise.
-        notes: facts worth telling, such as the unigram entropy of held-out text; they go to plan.json.
-        prompts: held-out prompts, most of them with answers, where the data has such.
-        train_prompts: likewise to learn from, one for each of the training samples.
-        stop_ids: tokens that end an answer or a document, first the document's; none without tokens.
-        bos_id: the token with which a chat template may begin; None: it has none.
-        kept: values that the run directory keeps in files of these names, so that the run is opened without its data.
-        class_names: of the classes, in the order of their numbers; none: they have only numbers.
-        chat_template: in Jinja, as transformers has it, for data that are chats; None: the model continues plain text.
-        mixture: of the training samples, where several sources are read in given shares.
-        content: as the fingerprint, but the same for the same samples from files of other names; None: the fingerprint.
+        notes: statistics for plan.json, such as the unigram entropy of the validation text.
+        prompts: validation prompts, most of them with answers; empty if the data has no prompts.
+        train_prompts: training prompts, one for each training sample.
+        stop_ids: tokens that end a document or an answer, the end of a document first; empty for data without tokens.
+        bos_id: beginning-of-sequence token of the chat template, or None.
+        kept: metadata by the name of its file in the run directory, so that the run can be opened without its data.
+        class_names: names of the classes, by class index; empty if classes have no names.
+        chat_template: Jinja source as in transformers, for chat data; None if the model continues plain text.
+        mixture: mixture of the training samples if sources have weights; None otherwise.
+        content: like the fingerprint, but independent of file names; None for the fingerprint.
     """
 
     train: _DatasetField = _DatasetField()
@@ -117,21 +116,21 @@ class DataSplits:
     mixture: Mixture | None = None
 
     def order(self, seed: int) -> GlobalOrder:
-        """In which a run with this seed reads the training samples."""
+        """Return the order of the training samples for a run with this seed."""
         if self.mixture is not None:
             return MixtureOrder(self.mixture, fingerprint=self.fingerprint, seed=seed)
         return GlobalOrder(num_samples=len(self.train), fingerprint=self.fingerprint, seed=seed)
 
     def encode_prompt(self, text: str, *, as_chat: bool = True) -> list[int]:
-        """Tokens of a text that the model is to continue; none of the tokenizer's own are added.
+        """Return the token ids of a prompt, without the special tokens that the tokenizer adds by default.
 
         Args:
-            text: of a chat what the user says.
-            as_chat: put it into the chat template, where there is one.
+            text: prompt text; for a chat, the user's message.
+            as_chat: render the text with the chat template, if there is one.
 
         Raises:
-            ConfigError: the tokenizer fails at it.
-            ValueError: the template refuses it.
+            ConfigError: the tokenizer fails on the text.
+            ValueError: the chat template rejects the text.
         """
         from foundry.data.corpora.tokenizer import encode_texts
 
@@ -149,14 +148,14 @@ class DataSplits:
         """Return the text of tokens, without special tokens.
 
         Raises:
-            ConfigError: the tokenizer fails at them.
+            ConfigError: the tokenizer fails on the tokens.
         """
         from foundry.data.corpora.tokenizer import decode_tokens
 
         return decode_tokens(self.tokenizer, tokens)
 
     def identity(self) -> dict[str, Any]:
-        """What a checkpoint remembers of its data: content, order, number of samples and digest of the tokenizer."""
+        """Return the data's identity for a checkpoint: content, order, number of samples and hash of the tokenizer."""
         text = getattr(self.tokenizer, "to_str", lambda: None)()
         return {
             "content": self.fingerprint if self.content is None else self.content,

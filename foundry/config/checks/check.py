@@ -1,4 +1,4 @@
-"""Every check of a composed configuration: choices, bounds of fields, schemas' own checks, rules across groups."""
+"""Entry point of all checks of a composed configuration: choices, field bounds, schema checks, cross-group rules."""
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
@@ -26,9 +26,10 @@ from foundry.core.errors import ConfigError, Violation, first_line
 
 
 def check(composed: DictConfig) -> list[Violation]:
-    """Every violation of a composed configuration, in a fixed order.
+    """Return all violations of a composed configuration, in a fixed order.
 
-    `model=base` is first replaced by its model, and a teacher's checkpoint by its step.
+    This first modifies the configuration: `model=base` is replaced by the model that it loads, and a teacher's
+    checkpoint by its step.
     """
     try:
         environment = detect()
@@ -45,7 +46,7 @@ def check(composed: DictConfig) -> list[Violation]:
         return wrong
     try:
         config = to_config(composed)
-    except OmegaConfBaseException as error:  # inside of a part of the user's own
+    except OmegaConfBaseException as error:  # inside a user-defined part
         return [Violation(str(error.full_key or "configuration"), first_line(str(error)))]
     out = list(_check_bounds(config))
     sound = _sound(config, {violation.key for violation in out})
@@ -60,26 +61,29 @@ def check(composed: DictConfig) -> list[Violation]:
     launch = Launch(environment, resolve_num_tasks(composed), sound.distributed)
     across = [v for rule in rules(sound) for v in _until_out_of_bounds(partial(rule, sound, launch))]
     wrong_keys = {violation.key for violation in single}
-    # A rule that looked at a value already known to be wrong has nothing to add.
+    # Drop violations of rules that mention a key with a violation already.
     return single + [v for v in across if not any(key in str(v) or key.startswith(v.key) for key in wrong_keys)]
 
 
 def _sound(config: Config, wrong: Collection[str]) -> Config:
-    """The configuration, whose wrong values cannot be read."""
+    """Return the configuration with guards that raise `OutOfBounds` if a value at a key in `wrong` is read."""
     return Config(**{item.name: guarded(getattr(config, item.name), wrong, item.name) for item in fields(config)})
 
 
 def _until_out_of_bounds(check: Callable[[], Iterator[Violation]]) -> Iterator[Violation]:
-    """What a check finds before it reads a value that is out of its bounds, from which nothing follows."""
+    """Yield the violations of a check until it reads an out-of-bounds value, which would make its results invalid."""
     with suppress(OutOfBounds):
         yield from check()
 
 
 def _check_choices(composed: DictConfig) -> Iterator[Violation]:
-    """Every group keeps an option, and one only: Hydra merges a list of options, and notes no choice."""
+    """Check that each group has exactly one option.
+
+    For a list of options, Hydra merges them and does not record a choice.
+    """
     choices = OmegaConf.select(composed, "hydra.runtime.choices") or {}
     given = OmegaConf.select(composed, "hydra.overrides.task")
-    # Iterating would resolve interpolations in them.
+    # To a container first: iterating over the node would resolve interpolations in the overrides.
     raw: Any = OmegaConf.to_container(given, resolve=False) if given is not None else []
     overrides = [str(override).lstrip("+") for override in raw]
     for group in (item.name for item in fields(Config)):
@@ -90,7 +94,7 @@ def _check_choices(composed: DictConfig) -> Iterator[Violation]:
 
 
 def _check_bounds(config: Config) -> Iterator[Violation]:
-    """Bounds of fields."""
+    """Check the bounds of all fields, and that user-defined parts are mappings with a `_target_`."""
     for group in fields(config):
         node = getattr(config, group.name)
         if is_dataclass(node):

@@ -1,4 +1,4 @@
-"""Whether anything asks the environment, and the settings of one of the user's own, which no schema has read."""
+"""Checks of the environment: that the run uses it, and the settings of user-defined environments."""
 
 from collections.abc import Iterator
 
@@ -18,7 +18,10 @@ from foundry.core.errors import Violation, first_line, shown
 
 
 def check_environment(config: Config) -> Iterator[Violation]:
-    """Refuse an environment that scores nothing, and settings that no schema has read of one of the user's own."""
+    """Reject an unused environment, a timeout that the watchdog preempts, and invalid user-defined settings.
+
+    Settings of user-defined environments have no schema, so composition has not checked their types.
+    """
     if _is_idle(config):
         message = "is given but nothing in this run answers prompts; choose environment=none, objective=grpo, or add"
         remedy = f"'+evaluation.evaluators.exact_match._target_={EXACT_MATCH}'"
@@ -48,7 +51,7 @@ def check_environment(config: Config) -> Iterator[Violation]:
 
 
 def _is_idle(config: Config) -> bool:
-    """Whether there is an environment, and neither objective, evaluators nor stop rules can ask it."""
+    """Return whether there is an environment that no objective, evaluator or stop rule can use."""
     objective, evaluation = config.objective, config.evaluation
     is_own = isinstance(objective, dict) or objective._target_ != type(objective)._target_
     asks = isinstance(objective, Rollouts) and objective.generates

@@ -1,4 +1,4 @@
-"""The notices of a run about its method: the hyperparameters that it has brought, and a rate far above its default."""
+"""Notices about the training method: hyperparameters selected by other options, and a very high learning rate."""
 
 import logging
 from collections.abc import Mapping
@@ -20,18 +20,18 @@ from foundry.run_dir.log import NOTICE
 log = logging.getLogger(__name__)
 
 MOST_TIMES = 10.0
-"""A learning rate of more than so many times the method's default is warned of."""
+"""Multiple of the method's default learning rate above which a warning is logged."""
 _LARGE = 1e6
-"""Multiples from here on are written with an exponent."""
+"""Smallest multiple that is formatted with an exponent."""
 
 
 def log_method(composed: DictConfig) -> None:
-    """Log on rank 0 the hyperparameters that the method has brought, and warn of a rate far above its default.
+    """Log the hyperparameters that the method selected, and warn if the learning rate is far above its default.
 
-    Nothing is logged in the jobs of a sweep, which may search for such a rate.
+    Only rank 0 logs. Nothing is logged in the jobs of a sweep, which may search over learning rates.
 
     Args:
-        composed: a checked configuration, while Hydra runs its job.
+        composed: checked configuration of the job that Hydra is running.
     """
     loader, hydra = GlobalHydra.instance().config_loader(), HydraConfig.get()
     if detect().rank > 0 or hydra.mode is RunMode.MULTIRUN:
@@ -46,12 +46,12 @@ def log_method(composed: DictConfig) -> None:
 
 
 def describe_brought(composed: DictConfig, repo: IConfigRepository, options: Mapping[str, str]) -> str | None:
-    """Return a line about the option of `hparams` that other options bring; None if they bring none, or not this one.
+    """Return a line about the option of `hparams` that other options select, or None if none selects it.
 
     Args:
         composed: the configuration.
-        repo: the folders of options.
-        options: the chosen option of each group.
+        repo: repository of the config groups.
+        options: selected option of each group.
     """
     hparams = composed.hparams
     own, group = own_hparams(repo, options)
@@ -67,7 +67,7 @@ def describe_brought(composed: DictConfig, repo: IConfigRepository, options: Map
 def describe_high_rate(composed: DictConfig, repo: IConfigRepository, option: str) -> str | None:
     """Return a warning if the learning rate is more than `MOST_TIMES` the default of an option of `hparams`.
 
-    None for SGD: its rates cannot be compared with those of adaptive optimizers.
+    Returns None for SGD, because its learning rates are not comparable to the learning rates of adaptive optimizers.
     """
     lr, default = float(composed.hparams.lr), default_lr(composed, repo, option)
     if lr <= MOST_TIMES * default or composed.optimizer.get("_target_") == SGD._target_:
@@ -78,12 +78,12 @@ def describe_high_rate(composed: DictConfig, repo: IConfigRepository, option: st
 
 
 def default_lr(composed: DictConfig, repo: IConfigRepository, option: str) -> float:
-    """Return the learning rate of an option of `hparams` with the other choices of a configuration.
+    """Return the default learning rate of an option of `hparams`, with all other groups as in the configuration.
 
     Args:
         composed: the configuration.
-        repo: the folders of options.
-        option: the name of the option; it may extend another.
+        repo: repository of the config groups.
+        option: name of the option, which may extend another option.
     """
     loaded = repo.load_config(f"hparams/{option}")
     own = None if loaded is None else OmegaConf.select(loaded.config, "hparams", throw_on_resolution_failure=False)

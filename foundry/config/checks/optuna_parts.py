@@ -1,4 +1,7 @@
-"""Samplers and pruners of Optuna: what a setting may name, since a search hands the pruner on to its runs in a file."""
+"""Validation and construction of Optuna's samplers and pruners.
+
+Only classes of Optuna are allowed, because a search passes its pruner to its runs in a file.
+"""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -12,12 +15,12 @@ _CLASS = re.compile(r"[A-Z]\w*")
 
 
 def check_part(kind: str, node: Mapping[str, Any], key: str) -> Iterator[Violation]:
-    """Yield a violation for whatever is not a class of `optuna.samplers` or of `optuna.pruners`, and its arguments.
+    """Check that a node contains only a class of `optuna.samplers` or `optuna.pruners` and its arguments.
 
     Args:
         kind: "sampler" or "pruner".
-        node: `_target_` and arguments; these may hold others of the kind, as PatientPruner's do.
-        key: where it is set.
+        node: `_target_` and arguments, which can contain nested nodes of the same kind, as in PatientPruner.
+        key: key of the setting, for messages.
     """
     if "_target_" not in node:
         example = "{_target_: optuna.samplers.TPESampler, seed: 0}"
@@ -27,11 +30,11 @@ def check_part(kind: str, node: Mapping[str, Any], key: str) -> Iterator[Violati
 
 
 def build_part(kind: str, node: Mapping[str, Any]) -> Any:
-    """The sampler or pruner; what `check_part` refuses is not built.
+    """Build a sampler or pruner, after a check with `check_part`.
 
     Raises:
-        ValueError: Optuna has none such.
-        TypeError: it takes other arguments.
+        ValueError: `check_part` finds a violation, or Optuna does not have the class.
+        TypeError: the arguments do not match the class.
     """
     if wrong := [str(violation) for violation in check_part(kind, node, kind)]:
         raise ValueError("; ".join(wrong))

@@ -1,4 +1,4 @@
-"""What a composed configuration must satisfy beyond its types. A rule yields a violation for each thing wrong."""
+"""Rules across groups of the configuration. A rule is a function that yields violations."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -25,9 +25,9 @@ from foundry.core.errors import ConfigError, Violation, listed, shown
 from foundry.core.tasks import checks
 
 _MOST_SIZES = 8
-"""Batch sizes that a message names."""
+"""Maximum number of batch sizes listed in a message."""
 _ENOUGH = (("vocab_size", "vocab_size"), ("max_seq_len", "seq_len"), ("num_classes", "num_classes"))
-"""Sizes of a model, and those of the data that they may not be below."""
+"""Pairs of a model size and a data size; the model size must be at least the data size."""
 
 
 Rule = Callable[[Config, Launch], Iterator[Violation]]
@@ -40,7 +40,7 @@ def _budget(config: Config, launch: Launch) -> Iterator[Violation]:
 
 
 def _batch(config: Config, launch: Launch) -> Iterator[Violation]:
-    """Batch sizes are consistent with each other, and divide over ranks and microbatches."""
+    """Check that batch sizes are consistent and divisible by ranks and microbatches."""
     hparams, tokens = config.hparams, _tokens_per_sample(config)
     if wrong := list(_batch_schedule(config)):
         yield from wrong
@@ -69,7 +69,7 @@ def _batch_schedule(config: Config) -> Iterator[Violation]:
 
 
 def _division(hparams: HParams, sizes: BatchSizes, ranks: int) -> Iterator[Violation]:
-    """Every size is a multiple of what one microbatch on every rank takes, or may be rounded down to one."""
+    """Check that each batch size is a multiple of one microbatch per rank, or can be rounded down to a multiple."""
     total = hparams.global_batch_size
     per_gpu = hparams.per_gpu_batch_size
     key = _staged(hparams)
@@ -90,20 +90,20 @@ def _division(hparams: HParams, sizes: BatchSizes, ranks: int) -> Iterator[Viola
 
 
 def _staged(hparams: HParams) -> str:
-    """The key that gives the batch sizes."""
+    """Return the key of the setting that determines the batch sizes."""
     if hparams.batch_schedule is not None:
         return "hparams.batch_schedule"
     return "hparams.global_batch_size" if hparams.batch_ramp.start is None else "hparams.batch_ramp"
 
 
 def _tokens_per_sample(config: Config) -> int | None:
-    """What the data's schema says of it, before the data is read."""
+    """Return the tokens per sample if the data's schema determines it, otherwise None."""
     length = getattr(config.data, "seq_len", None)
     return length if isinstance(length, int) and not getattr(config.data, "is_ragged", False) else None
 
 
 def _offers(data: Any) -> frozenset[str] | None:
-    """What a sample of the data has, by its schema; None where that does not say."""
+    """Return the contents of a sample according to the data's schema, or None if unknown."""
     return getattr(data, "offers", None)
 
 
@@ -113,13 +113,16 @@ def _has_no_tokens(data: Any) -> bool:
 
 
 def _lengths(config: Config, launch: Launch) -> Iterator[Violation]:
-    """Where the length of the run is known without the data; otherwise the run itself checks before its first step."""
+    """Check the durations if the length of the run is known without the data.
+
+    Otherwise, the run checks them before its first step.
+    """
     hparams, tokens = config.hparams, _tokens_per_sample(config)
     given = [length for length in (hparams.max_steps, hparams.train_samples) if length is not None]
     if hparams.epochs is not None or not given or min(given) < 1:
         return
     if hparams.batch_schedule is not None and tokens is None and not _has_no_tokens(config.data):
-        return  # its thresholds may count tokens
+        return  # its thresholds may be in tokens
     names = ("warmup", "horizon", "decay", "weight_decay_horizon")
     texts = [getattr(config.scheduler, name, None) for name in names]
     units = {_unit(str(text)) for text in texts if text is not None}
@@ -157,8 +160,8 @@ def _loss(config: Config, launch: Launch) -> Iterator[Violation]:
 
 
 def _other_loss(loss: str, objective: str, fitting: Sequence[str]) -> str:
-    """Say that the objective decides about the loss, and which objectives minimise the one that was given."""
-    # An instance without values has the defaults, on which the property of some depends.
+    """Return a message that the objective determines the loss function, with the objectives that use `loss`."""
+    # Instances without values have class defaults, which the property `loss_functions` of some schemas reads.
     schemas = {name: object.__new__(schema) for name, schema in group_schemas("objective").items()}
     names = [name for name, schema in schemas.items() if loss in getattr(schema, "loss_functions", ())]
     options = "|".join(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower() for name in names)
@@ -174,7 +177,7 @@ def _metrics(config: Config, launch: Launch) -> Iterator[Violation]:
 
 
 def _samples(config: Config, launch: Launch) -> Iterator[Violation]:
-    """The data has what model and objective want, as far as their schemas say."""
+    """Check that samples have the contents that model and objective require, if the schemas declare them."""
     offers = _offers(config.data)
     for group in ("model", "objective"):
         part = getattr(config, group)
@@ -186,7 +189,7 @@ def _samples(config: Config, launch: Launch) -> Iterator[Violation]:
 
 
 def _sizes(config: Config, launch: Launch) -> Iterator[Violation]:
-    """Sizes of model and objective are the data's, or at least as large, as far as their schemas say."""
+    """Check that sizes of model and objective equal the sizes of the data, or are at least as large."""
     for group, pairs, is_wrong, wanted in (
         ("model", _same_as_data(config.model), int.__ne__, "must be"),
         ("model", _ENOUGH, int.__lt__, "must be at least"),
@@ -245,7 +248,7 @@ def _strategy(config: Config, launch: Launch) -> Iterator[Violation]:
 
 
 def _paths(config: Config, launch: Launch) -> Iterator[Violation]:
-    """Files a run would read are there, so that nobody waits in a queue to learn that they are not."""
+    """Check that all input files exist, so that a missing file is reported before the job waits in a queue."""
     for group in fields(config):
         yield from _missing_paths(getattr(config, group.name), group.name)
 
@@ -274,15 +277,15 @@ def _exists(path: str) -> bool:
     try:
         if len(fixed.parts) == len(parts):
             return fixed.is_file() or fixed.is_dir()
-        if "**" in parts:  # to look through all that lies below may take minutes
+        if "**" in parts:  # a recursive glob can take minutes
             return fixed.is_dir()
         return any(True for _ in fixed.glob(str(Path(path).relative_to(fixed))))
-    except (OSError, ValueError):  # no path at all, or one that cannot be looked at
+    except (OSError, ValueError):  # invalid path, or no permission
         return False
 
 
 def _alone(check: Callable[[Config], Iterator[Violation]], config: Config, launch: Launch) -> Iterator[Violation]:
-    """Make a rule of a check that does not ask how the run is started."""
+    """Adapt a check of the configuration to the signature of a rule."""
     yield from check(config)
 
 
@@ -305,7 +308,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def rules(config: Config) -> Iterator[Rule]:
-    """Yield the rules across groups, the checks of each part with the rest of the run, and those of installed tasks."""
+    """Yield the cross-group rules, the `check_with` method of each part, and the checks of installed tasks."""
     yield from RULES
     parts: list[Any] = [getattr(config, item.name) for item in fields(config)]
     yield from (part.check_with for part in parts if hasattr(part, "check_with"))

@@ -1,7 +1,7 @@
-"""Finding a class or function by its dotted path, and what arguments it takes, from its source: nothing is executed.
+"""Static lookup of a class or function by its dotted path, and of its parameters, without execution of its code.
 
-Importing a part of the user's own would import torch with it, and run what the module does. Where its source does not
-say for certain, as for compiled code, names made while a module is loaded, or decorators, nothing is claimed.
+Importing a user-defined part would import torch and run the module's code. If the source does not determine the result,
+as with compiled code, names created during import, or decorators, the result is None (unknown).
 """
 
 import ast
@@ -27,14 +27,14 @@ _DYNAMIC = {
     *("sys.modules", "__getattr__", "__path__", "globals()", "locals()"),
     *("setattr(", "exec(", "vars(", "import_module("),
 }
-"""What a module holds that may have names which its source does not spell out."""
+"""Strings in the source of a module whose names cannot all be determined statically."""
 _PLAIN_BASES = {"object", "ABC", "Module", "Generic", "Protocol", "Optimizer", "Dataset", "FSDPBlock"}
-"""Classes whose own construction does not change what a subclass's `__init__` takes."""
+"""Base classes that do not change the parameters of a subclass's `__init__`."""
 _DEEPEST = 8
 
 
 class NotThere(Exception):
-    """There is certainly no such thing; the message continues after 'but'."""
+    """Raised if a module or name definitely does not exist; the message continues a sentence after "but"."""
 
     def __init__(self, message: str, among: Iterable[str] = (), word: str = "") -> None:
         super().__init__(message)
@@ -43,13 +43,13 @@ class NotThere(Exception):
 
 @dataclass(frozen=True)
 class Parameters:
-    """What may be given to a callable by name.
+    """Parameters of a callable.
 
     Attributes:
-        names: in order; those that may be given by place come first.
-        required: those without a default.
-        by_place: how many may be given by place.
-        takes_any: whether it takes names of any kind.
+        names: names in order, positional parameters first.
+        required: names of the parameters without a default.
+        by_place: maximum number of positional arguments.
+        takes_any: the callable has `**kwargs`.
     """
 
     names: tuple[str, ...]
@@ -60,7 +60,7 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Source:
-    """A module that can be read without being imported; `folders` are a package's."""
+    """Source of a module, read without import; `folders` are the search locations of a package, None for a module."""
 
     name: str
     folders: tuple[str, ...] | None
@@ -69,16 +69,16 @@ class Source:
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether names may appear in it that its source does not spell out."""
+        """True if the module may have names that cannot be determined statically."""
         stars = any(isinstance(n, ast.ImportFrom) and n.names[0].name == "*" for n in ast.walk(self.tree))
         return stars or any(word in self.text for word in _DYNAMIC)
 
 
 def resolve_parameters(path: str) -> Parameters | None:
-    """What the class or function at a dotted path takes; None where its source does not say for certain.
+    """Return the parameters of the class or function at a dotted path, or None if its source does not determine them.
 
     Raises:
-        NotThere: there is no such module, or nothing of that name in it.
+        NotThere: the module does not exist, or it does not have that name.
     """
     importlib.invalidate_caches()
     _require_public(path)
@@ -96,10 +96,10 @@ def resolve_parameters(path: str) -> Parameters | None:
 
 
 def _require_public(path: str) -> None:
-    """Refuse unknown names in foundry's namespaces.
+    """Reject unknown names in foundry's namespaces.
 
     Raises:
-        NotThere: the namespace has no part of that name.
+        NotThere: the namespace does not have that name.
     """
     first, _, rest = path.partition(".")
     namespace, _, name = rest.partition(".")
@@ -110,10 +110,12 @@ def _require_public(path: str) -> None:
 
 
 def _require_no_misspelt_module(package: Source, name: str) -> None:
-    """Packages that make names while they are loaded (torch, transformers) make none that is nearly a module's.
+    """Reject a misspelt module name in a package that creates names during import (torch, transformers).
+
+    These names cannot be looked up, but they never resemble the name of a module.
 
     Raises:
-        NotThere: the package has a module of nearly that name, and its source does not know this one.
+        NotThere: the package has a module with a similar name, and its source does not contain the given name.
     """
     modules = [module.name for module in pkgutil.iter_modules(package.folders or ())]
     if difflib.get_close_matches(name, modules, cutoff=0.8) and not re.search(rf"\b{name}\b", package.text):
@@ -121,10 +123,10 @@ def _require_no_misspelt_module(package: Source, name: str) -> None:
 
 
 def _split(path: str) -> tuple[ModuleSpec, list[str]]:
-    """The innermost module of a dotted path, and what is left.
+    """Split a dotted path into its innermost module and the remaining names.
 
     Raises:
-        NotThere: there is no such module.
+        NotThere: the module does not exist.
     """
     first, *rest = path.split(".")
     try:
@@ -142,7 +144,7 @@ def _split(path: str) -> tuple[ModuleSpec, list[str]]:
         )
     while rest and spec.submodule_search_locations is not None:
         inner = PathFinder.find_spec(f"{spec.name}.{rest[0]}", list(spec.submodule_search_locations))
-        if inner is None and f"{spec.name}.{rest[0]}" in sys.modules:  # made while the program runs
+        if inner is None and f"{spec.name}.{rest[0]}" in sys.modules:  # created at run time
             return ModuleSpec(rest[0], None), rest[1:] or rest
         if inner is None:
             break
@@ -154,10 +156,10 @@ def _split(path: str) -> tuple[ModuleSpec, list[str]]:
 
 
 def _source(spec: ModuleSpec) -> Source | None:
-    """A module's source; None where there is none to read.
+    """Return the source of a module, or None if it has no readable Python source.
 
     Raises:
-        NotThere: it cannot be parsed, so that nothing can be imported from it.
+        NotThere: the source has a syntax error, so nothing can be imported from it.
     """
     if spec.origin is None or not spec.origin.endswith(".py") or not Path(spec.origin).is_file():
         return None
@@ -178,10 +180,10 @@ def _parsed(path: str, modified: int, size: int) -> tuple[ast.Module, str]:
 
 
 def _parameters_in(source: Source, names: Sequence[str], depth: int) -> Parameters | None:
-    """What the thing of these names in a module takes.
+    """Return the parameters of the definition with these (nested) names in a module, or None if unknown.
 
     Raises:
-        NotThere: the module certainly has none such.
+        NotThere: the module definitely does not have the name.
     """
     found = _lookup(source, names[0], depth)
     if found is None:
@@ -195,10 +197,10 @@ def _parameters_in(source: Source, names: Sequence[str], depth: int) -> Paramete
 
 
 def _lookup(source: Source, name: str, depth: int) -> tuple[Source, Definition] | None:
-    """Where a module's name is defined once; imports are followed.
+    """Return the definition of a name in a module, following imports; None if it is not defined exactly once.
 
     Raises:
-        NotThere: nothing in the module gives it that name.
+        NotThere: the module definitely does not have the name.
     """
     defined = [node for node in source.tree.body if isinstance(node, Definition) and node.name == name]
     given = list(_given_names(source.tree))
@@ -221,12 +223,12 @@ def _lookup(source: Source, name: str, depth: int) -> tuple[Source, Definition] 
         spec, rest = _split(place_of(f"{_absolute(source, node)}.{alias.name}"))
         inner = _source(spec) if len(rest) == 1 else None
         return None if inner is None else _lookup(inner, rest[0], depth + 1)
-    except NotThere:  # Python will say so of the module's own import
+    except NotThere:  # not reported: importing the module raises the error
         return None
 
 
 def _absolute(source: Source, node: ast.ImportFrom) -> str:
-    """The module that an import names."""
+    """Return the absolute name of the module in a `from` import."""
     if node.level == 0:
         return node.module or ""
     parts = source.name.split(".")
@@ -235,7 +237,7 @@ def _absolute(source: Source, node: ast.ImportFrom) -> str:
 
 
 def _given_names(node: ast.AST) -> Iterator[str]:
-    """Every name that running a module may give it, once for each place."""
+    """Yield each name that the module's code can bind, once for each binding."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, Definition):
             yield child.name
@@ -249,7 +251,7 @@ def _given_names(node: ast.AST) -> Iterator[str]:
 
 
 def _constructor(source: Source, definition: ast.ClassDef, depth: int) -> Parameters | None:
-    """What making an object of a class takes."""
+    """Return the parameters of a class's constructor, or None if unknown."""
     if not _is_plain(source, definition, depth):
         return None
     if definition.decorator_list:
@@ -266,7 +268,7 @@ def _constructor(source: Source, definition: ast.ClassDef, depth: int) -> Parame
 
 
 def _is_plain(source: Source, definition: ast.ClassDef, depth: int) -> bool:
-    """Whether nothing but `__init__` decides what a class takes."""
+    """Return whether `__init__` alone determines the constructor's parameters."""
     if definition.keywords or "__new__" in _body_names(definition) or depth > _DEEPEST:
         return False
     for base in definition.bases:
@@ -295,7 +297,7 @@ def _body_names(definition: ast.ClassDef) -> list[str]:
 
 
 def _of_dataclass(definition: ast.ClassDef) -> Parameters | None:
-    """What a dataclass takes that inherits nothing and is decorated with nothing else."""
+    """Return the parameters of a dataclass without base classes and other decorators; None for other classes."""
     (decorator, *others) = definition.decorator_list
     call = decorator if isinstance(decorator, ast.Call) else None
     name = ast.unparse(call.func if call else decorator).rpartition(".")[2]
@@ -320,7 +322,7 @@ def _of_dataclass(definition: ast.ClassDef) -> Parameters | None:
 
 
 def _method(source: Source, definition: ast.ClassDef, names: Sequence[str]) -> Parameters | None:
-    """What a class method or static method takes."""
+    """Return the parameters of a class method or static method, or None if unknown."""
     own = [node for node in definition.body if isinstance(node, Definition) and node.name == names[0]]
     is_whole = not (definition.bases or definition.keywords or definition.decorator_list)
     if names[0] not in _body_names(definition) and is_whole:
@@ -335,7 +337,7 @@ def _method(source: Source, definition: ast.ClassDef, names: Sequence[str]) -> P
 
 
 def _of_function(source: Source, definition: Definition, skip: int = 0) -> Parameters | None:
-    """What a function takes; `skip` is 1 for a method."""
+    """Return the parameters of a function; `skip` is 1 for a method."""
     if isinstance(definition, ast.ClassDef):
         return None
     return _of_decorated(source, definition.args, skip, definition.decorator_list)
@@ -350,7 +352,7 @@ def _of_decorated(
 
 
 def _of_configured(source: Source, arguments: ast.arguments, skip: int, decorator: ast.expr) -> Parameters | None:
-    """What a function decorated by `configured_by` takes: its own parameters, and the fields of the schema."""
+    """Return the parameters of a function decorated by `configured_by`: its own, and the fields of the schema."""
     match decorator:
         case ast.Call(func=ast.Name("configured_by"), args=[ast.Name(name)]):
             imports = [node for node in source.tree.body if isinstance(node, ast.ImportFrom)]

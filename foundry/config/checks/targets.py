@@ -1,4 +1,4 @@
-"""Whether a `_target_` of the user's own can be found, and takes the arguments that it is given."""
+"""Checks of user-defined parts: their `_target_` exists and accepts their arguments."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -18,7 +18,7 @@ from foundry.core.errors import Violation, nearest
 GIVEN_BY_THE_RUN: Mapping[str, tuple[str, ...]] = {
     item.name: item.metadata["given"] for item in fields(Config) if item.metadata["given"] is not None
 }
-"""What the parts are called with besides their own settings."""
+"""Names of the arguments, by group, that the run passes to a part in addition to its settings."""
 
 _OFFERED = {item.name: item.metadata["offered"] for item in fields(Config)}
 
@@ -27,20 +27,23 @@ _NAMED_PARTS = {
     "evaluation.stop_rules": (Evaluation.offered, ("metrics",)),
     "tracking.trackers": (Tracking.offered, ()),
 }
-"""Parts by names of the user's own: what each is called with if it takes it, and what is not for the part itself."""
+"""Groups of named parts: arguments that the run passes if a part accepts them, and keys that it does not receive."""
 
 _FOR_HYDRA = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_")
 
 
 @cache
 def runtime_settings(group: str) -> tuple[str, ...]:
-    """Settings of a group that the run itself reads, or a preset sets for every part; a part need not take them."""
+    """Return the settings of a group that a part need not accept.
+
+    The run itself reads them, or a preset sets them for all parts.
+    """
     found = (path for path, metadata in settings() if metadata.get("runtime") and path.startswith(f"{group}."))
     return tuple(dict.fromkeys(path.removeprefix(f"{group}.") for path in found))
 
 
 def check_targets(config: Config) -> Iterator[Violation]:
-    """Check every part that is not foundry's own."""
+    """Check the `_target_` and the arguments of all user-defined parts."""
     for group, given in GIVEN_BY_THE_RUN.items():
         node = getattr(config, group)
         target = field_of(node, "_target_")
@@ -61,7 +64,7 @@ def check_targets(config: Config) -> Iterator[Violation]:
 
 
 def _offered(key: str) -> tuple[str, ...]:
-    """What a part is called with if it takes it."""
+    """Return the arguments that the run passes to a part if it accepts them."""
     named = _NAMED_PARTS.get(key.rpartition(".")[0])
     return _OFFERED.get(key, ()) if named is None else named[0]
 
@@ -85,7 +88,7 @@ def _check(node: Mapping[str, Any], key: str, given: tuple[str, ...], optional: 
 
 
 def _check_inside(value: Any, key: str) -> Iterator[Violation]:
-    """Parts within a part, which Hydra builds first."""
+    """Check nested parts, which Hydra builds before the outer part."""
     if isinstance(value, list):
         for index, item in enumerate(value):
             yield from _check_inside(item, f"{key}.{index}")
@@ -113,7 +116,7 @@ def _check_arguments(
             return
     if places > takes.by_place:
         yield Violation(f"{key}._args_", f"has {places} values but {target} takes {takes.by_place} by place")
-    is_whole = not node.get("_partial_") or key in GIVEN_BY_THE_RUN  # a part itself is called by the run
+    is_whole = not node.get("_partial_") or key in GIVEN_BY_THE_RUN  # the run calls these parts
     for name in takes.names[places:] if is_whole else ():
         if name in takes.required and name not in (*own, *given, *_offered(key)):
             yield Violation(f"{key}.{name}", f"has no value but {target} needs one; give it as +{key}.{name}=...")

@@ -1,1 +1,1 @@
-"""The schemas of the configuration, a folder for each group."""
+"""Dataclass schemas of the configuration, one module or package for each config group."""

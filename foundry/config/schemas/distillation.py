@@ -1,4 +1,4 @@
-"""Settings of what a student learns from a teacher."""
+"""Settings of knowledge distillation: the teacher and the divergence between teacher and student."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from foundry.core.errors import Violation
 
 
 class DistillationMode(Enum):
-    """At which tokens a student is compared with its teacher.
+    """Source of the tokens at which student and teacher are compared.
 
     Attributes:
-        offline: those of the data.
-        on_policy: those that the student draws itself, as answers to the data's prompts.
+        offline: tokens of the dataset.
+        on_policy: tokens that the student generates as completions of the dataset's prompts.
     """
 
     offline = "offline"
@@ -21,7 +21,7 @@ class DistillationMode(Enum):
 
 
 class Divergence(Enum):
-    """How two distributions of the next token are compared."""
+    """Divergence between the next-token distributions of teacher and student."""
 
     forward = "forward"
     reverse = "reverse"
@@ -30,12 +30,12 @@ class Divergence(Enum):
 
 
 class OutsideTopK(Enum):
-    """What becomes of the tokens that are not among the teacher's likeliest.
+    """Treatment of the tokens outside the teacher's top k.
 
     Attributes:
-        tail: all of them are one more entry of both distributions.
-        renormalize: they are left out of both.
-        zero: the teacher gives them nothing, and the student what it gives.
+        tail: their total probability is one additional entry of both distributions.
+        renormalize: they are removed from both distributions, which are renormalized.
+        zero: the teacher's probability of them is set to zero; the student's is unchanged.
     """
 
     tail = "tail"
@@ -45,7 +45,7 @@ class OutsideTopK(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Teaching:
-    """The teacher, and how far a student is from it."""
+    """Settings of the teacher and of the distillation loss."""
 
     mode: DistillationMode = setting(
         DistillationMode.offline,
@@ -91,13 +91,13 @@ class Teaching:
 
     @property
     def cross_entropy_share(self) -> float:
-        """Share of the cross-entropy in the loss: `ce_ratio`, or the mode's default."""
+        """Weight of the cross-entropy in the loss: `ce_ratio`, or the default of the mode."""
         if self.ce_ratio is not None:
             return self.ce_ratio
         return 0.0 if self.mode is DistillationMode.on_policy else 0.5
 
     def check_teaching(self) -> Iterator[Violation]:
-        """No setting of the loss would be ignored."""
+        """Check that no setting of the loss would be ignored."""
         is_on_policy = self.mode is DistillationMode.on_policy
         if is_on_policy and self.ce_ratio:
             message = f"is {self.ce_ratio:g} but with objective.mode=on_policy there are no right answers to learn"

@@ -1,4 +1,4 @@
-"""`hydra/launcher=`: where the jobs of a sweep run."""
+"""Settings of the launchers (`hydra/launcher`), which start the jobs of a sweep."""
 
 import re
 from collections.abc import Iterator
@@ -12,24 +12,24 @@ from foundry.core.errors import Violation
 
 GROUP = "hydra/launcher"
 PLUGINS = "hydra_plugins.foundry"
-"""Hydra takes launchers from its plugins' package only; foundry's are registered under this name."""
+"""Module name for foundry's launchers: Hydra accepts launchers from its plugin package only."""
 
 SUBMITIT_PLUGIN = "hydra_plugins.hydra_submitit_launcher.submitit_launcher"
-"""The module of hydra-submitit-launcher that has its launchers."""
+"""Module of hydra-submitit-launcher that defines its launchers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launcher:
-    """Jobs run exactly the configuration that was checked when they were submitted.
+    """Base class of launcher settings. Jobs run exactly the configuration that was checked at submission.
 
     Attributes:
-        option: the name by which `hydra/launcher` chooses it.
+        option: name of the launcher as an option of `hydra/launcher`.
     """
 
     option: ClassVar[str]
 
     def check(self, nproc_per_node: int) -> Iterator[Violation]:
-        """Say which settings contradict each other, or the run's own number of processes."""
+        """Check for settings that contradict each other or `distributed.nproc_per_node`."""
         yield from ()
 
 
@@ -84,7 +84,7 @@ class Slurm(Launcher):
     )
 
     def check(self, nproc_per_node: int) -> Iterator[Violation]:
-        """Say which settings contradict each other, or the run's own number of processes."""
+        """Check for settings that contradict each other or `distributed.nproc_per_node`."""
         if self.timeout_min * 60 <= self.signal_delay_s:
             yield Violation(
                 "hydra.launcher.signal_delay_s",
@@ -111,7 +111,7 @@ class Slurm(Launcher):
             yield Violation("hydra.launcher.cpus_per_gpu", "is set but needs gpus_per_task=1; or set cpus_per_task")
 
     def _check_alternatives(self) -> Iterator[Violation]:
-        """Options of which sbatch takes one."""
+        """Check for mutually exclusive options of sbatch."""
         for names in (
             ("gpus_per_node", "gpus_per_task", "gres"),
             ("cpus_per_task", "cpus_per_gpu"),
@@ -122,7 +122,7 @@ class Slurm(Launcher):
                 yield Violation(f"hydra.launcher.{given[1]}", f"is set together with {given[0]}; choose one of them")
 
     def _check_texts(self) -> Iterator[Violation]:
-        """What would end its line in the batch script, so that the rest of it would be another option or a command."""
+        """Reject texts with line breaks, which would inject options or commands into the batch script."""
         more = self.additional_parameters
         texts = [("setup", line) for line in self.setup or ()]
         texts += [(f"additional_parameters.{name}", value) for name, value in more.items() if isinstance(value, str)]
@@ -138,7 +138,7 @@ class Slurm(Launcher):
 
 @dataclass(frozen=True, kw_only=True)
 class SubmititSlurm(Slurm):
-    """The settings of `submitit_slurm` of the plugin hydra-submitit-launcher, which has names and defaults itself."""
+    """Settings of `submitit_slurm`; names and defaults come from the plugin hydra-submitit-launcher."""
 
     option: ClassVar[str] = "submitit_slurm"
     _target_: str = f"{SUBMITIT_PLUGIN}.SlurmLauncher"
@@ -146,7 +146,7 @@ class SubmititSlurm(Slurm):
 
 @dataclass(frozen=True, kw_only=True)
 class SubmititLocal(Launcher):
-    """The settings of `submitit_local` of the plugin hydra-submitit-launcher, which has names and defaults itself."""
+    """Settings of `submitit_local`; names and defaults come from the plugin hydra-submitit-launcher."""
 
     option: ClassVar[str] = "submitit_local"
     _target_: str = f"{SUBMITIT_PLUGIN}.LocalLauncher"
@@ -161,7 +161,7 @@ class SubmititLocal(Launcher):
     stderr_to_stdout: bool = setting(False, "one file for all that a process prints")
 
     def check(self, nproc_per_node: int) -> Iterator[Violation]:
-        """Say which settings submitit would ignore on one machine, or contradict the run's own processes."""
+        """Check for settings that submitit ignores on one machine, or that contradict the number of processes."""
         if self.nodes != 1:
             message = "but submitit_local has this machine only; choose hydra/launcher=slurm, or leave it out"
             yield Violation("hydra.launcher.nodes", f"is {self.nodes} {message}")
@@ -182,12 +182,12 @@ _OF_PLUGIN: dict[str, type[Launcher]] = {SubmititSlurm._target_: SubmititSlurm, 
 
 
 def is_known(node: DictConfig) -> bool:
-    """Return whether foundry knows the settings of a launcher."""
+    """Return whether foundry has a schema for the launcher."""
     return OmegaConf.get_type(node) in SCHEMAS or _of_plugin(node) is not None
 
 
 def resolve_launcher(composed: DictConfig) -> Launcher | None:
-    """Return the launcher of a composed configuration; None if foundry does not know it."""
+    """Return the launcher of a composed configuration, or None if foundry has no schema for it."""
     node = OmegaConf.select(composed, "hydra.launcher")
     if not isinstance(node, DictConfig):
         return None
@@ -206,7 +206,7 @@ def _of_plugin(node: DictConfig) -> type[Launcher] | None:
 
 
 def resolve_num_tasks(composed: DictConfig) -> int:
-    """The processes that the launcher starts for each job, over all nodes; 1 where it leaves that to the run."""
+    """Return the number of processes that the launcher starts per job, over all nodes; 1 if the run starts them."""
     node = OmegaConf.select(composed, "hydra.launcher", throw_on_resolution_failure=False)
     if not isinstance(node, DictConfig):
         return 1
@@ -214,7 +214,7 @@ def resolve_num_tasks(composed: DictConfig) -> int:
 
 
 def check_launcher(composed: DictConfig) -> Iterator[Violation]:
-    """What is wrong with the launcher's settings, as far as the configuration itself can tell."""
+    """Check the launcher's settings, without a query of the cluster."""
     launcher = resolve_launcher(composed)
     if launcher is None:
         return

@@ -1,4 +1,4 @@
-"""`evaluation.evaluators`: settings of the built-in evaluators, which are chosen by `_target_`."""
+"""Settings of the built-in evaluators, which are selected by `_target_` in `evaluation.evaluators`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ def _batch_size() -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
-    """The loss and the objective's metrics on held-out samples."""
+    """Settings of the evaluator that computes the loss and the objective's metrics on the validation split."""
 
     _target_: str = "foundry.evals.HeldOut"
     per_gpu_batch_size: int = _batch_size()
@@ -28,7 +28,7 @@ class HeldOut:
 
 @dataclass(frozen=True, kw_only=True)
 class ExactMatch:
-    """Greedy answers to held-out prompts."""
+    """Settings of the evaluator that scores greedy completions of validation prompts."""
 
     _target_: str = "foundry.evals.ExactMatch"
     max_new_tokens: int = setting(256, "longest answer in tokens", ge=1, le=10**7)
@@ -41,6 +41,6 @@ class ExactMatch:
 
 @dataclass(frozen=True, kw_only=True)
 class DrawnSamples:
-    """Images or text that the objective draws."""
+    """Settings of the evaluator that generates images or text with the objective."""
 
     _target_: str = "foundry.evals.DrawnSamples"

@@ -1,4 +1,4 @@
-"""`tracking.trackers`: settings of the built-in trackers, which are chosen by `_target_`."""
+"""Settings of the built-in trackers, which are selected by `_target_` in `tracking.trackers`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,10 +9,10 @@ from foundry.core.errors import shown
 
 
 def _parse_folder(text: str) -> Path:
-    """Read the path of a folder in the run directory.
+    """Parse the path of a folder in the run directory.
 
     Raises:
-        ValueError: it leads out of the run directory.
+        ValueError: the path points outside the run directory.
     """
     path = Path(text)
     if path.is_absolute() or ".." in path.parts or path == Path():
@@ -21,10 +21,10 @@ def _parse_folder(text: str) -> Path:
 
 
 def _parse_mode(text: str) -> str:
-    """Read the mode of Weights & Biases.
+    """Parse the mode of Weights & Biases.
 
     Raises:
-        ValueError: it is another text.
+        ValueError: the text is not `online` or `offline`.
     """
     if text not in ("online", "offline"):
         raise ValueError(f"is {shown(text)} but must be online, offline or null")
@@ -33,7 +33,7 @@ def _parse_mode(text: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorBoard:
-    """Event files in the run directory."""
+    """Settings of the TensorBoard tracker, which writes event files into the run directory."""
 
     _target_: str = "foundry.TensorBoard"
     folder: str = setting("tensorboard", "in the run directory", parse=_parse_folder)
@@ -42,7 +42,7 @@ class TensorBoard:
 
 @dataclass(frozen=True, kw_only=True)
 class WandB:
-    """A run in Weights & Biases."""
+    """Settings of the Weights & Biases tracker."""
 
     _target_: str = "foundry.WandB"
     experiment_name: str = setting("${tracking.experiment_name}", "the project", alone="foundry")
@@ -54,7 +54,7 @@ class WandB:
 
 @dataclass(frozen=True, kw_only=True)
 class MLflow:
-    """A run in MLflow, with settings that `tracking.mlflow=true` has no names for."""
+    """Settings of the MLflow tracker, including settings that `tracking.mlflow=true` does not offer."""
 
     _target_: str = "foundry.MLflowTracker"
     uri: str | None = setting("${tracking.uri}", "tracking URI", alone=None)

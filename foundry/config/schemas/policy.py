@@ -1,4 +1,4 @@
-"""Settings of objectives that learn from the model's own answers."""
+"""Settings of policy-gradient objectives, which train on completions of the model itself."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from foundry.core.errors import Violation
 
 
 class KLType(Enum):
-    """Estimators of a divergence at drawn tokens."""
+    """Estimator of the KL divergence from sampled tokens (Schulman's k1, k2 and k3)."""
 
     k1 = "k1"
     k2 = "k2"
@@ -19,11 +19,11 @@ class KLType(Enum):
 
 
 class KLGradient(Enum):
-    """What the estimate of the divergence is weighted by, which decides its gradient.
+    """Weight of the KL estimate, which determines its gradient.
 
     Attributes:
-        score: 1, with the gradient of the token's probability.
-        ratio: the policy's probability over that of the policy before the rollout's first update.
+        score: 1, with the gradient of the token's probability (score function).
+        ratio: probability of the policy divided by that of the policy before the rollout's first update.
         none: 1, without a gradient.
     """
 
@@ -33,13 +33,13 @@ class KLGradient(Enum):
 
 
 class ImportanceWeights(Enum):
-    """What becomes of the weights that correct for the difference between sampler and trainer.
+    """Treatment of the importance weights that correct for differences between sampler and trainer.
 
     Attributes:
-        plain: nothing.
-        tis: they are clamped to their bounds.
-        icepop: tokens out of bounds do not count.
-        seq_mask: sequences whose geometric mean is out of bounds do not count.
+        plain: used unchanged.
+        tis: clamped to the bounds (truncated importance sampling).
+        icepop: tokens with weights out of bounds are masked.
+        seq_mask: sequences whose geometric mean weight is out of bounds are masked.
     """
 
     plain = "plain"
@@ -50,7 +50,7 @@ class ImportanceWeights(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyGradient(Rollouts):
-    """A rollout, what its answers are compared with, and the loss of its updates."""
+    """Settings of the rollout, of the baseline of its advantages, and of the policy-gradient loss."""
 
     needs_rewards: ClassVar[bool] = True
     wants: ClassVar[frozenset[str]] = frozenset({"prompts"})
@@ -105,14 +105,14 @@ class PolicyGradient(Rollouts):
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """What is measured besides the loss."""
+        """Names of the metrics that are computed in addition to the loss."""
         own = ("policy_loss", "ratio", "clipped", "mult_prob_error", "sampler_kl", "entropy")
         has_kl = self.ref_policy_kl_penalty > 0 and not self.use_kl_in_reward
         has_nll = self.positive_example_nll_weight > 0
         return (*own, *(("kl",) if has_kl else ()), *(("positive_nll",) if has_nll else ()))
 
     def check(self) -> Iterator[Violation]:
-        """Answers are compared, a rollout can be divided, and no setting would be ignored."""
+        """Check that prompts have several completions, updates divide the rollout, and no setting would be ignored."""
         if self.num_generations_per_prompt == 1:
             message = "is 1, so no answer is compared with another, and nothing is learnt; give at least 2, better 8"
             yield Violation("objective.num_generations_per_prompt", message)

@@ -1,4 +1,4 @@
-"""Settings of what the model itself generates to learn from."""
+"""Settings of rollouts: the completions that the model generates during training."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Rollouts:
-    """Prompts and answers of a rollout, and how these are drawn: for every objective that generates.
+    """Settings of a rollout and of its sampling, shared by all objectives that generate completions.
 
     Attributes:
-        needs_rewards: whether rewards are learnt from; otherwise an environment only measures.
+        needs_rewards: the objective trains on rewards; if false, an environment only provides metrics.
     """
 
     needs_rewards: ClassVar[bool] = False
@@ -49,21 +49,21 @@ class Rollouts:
 
     @property
     def generates(self) -> bool:
-        """Whether the objective learns from what the model generates."""
+        """True if the objective trains on completions of the model."""
         return True
 
     @property
     def samples_per_row(self) -> int:
-        """Samples that one row of the data makes."""
+        """Number of training samples per row of the dataset."""
         return self.num_generations_per_prompt
 
     @property
     def samples_per_rollout(self) -> int:
-        """Answers of a rollout."""
+        """Number of completions in a rollout."""
         return self.num_prompts_per_step * self.num_generations_per_prompt
 
     def check_with(self, run: "Config", launch: "Launch") -> Iterator[Violation]:
-        """Batch, environment and evaluations are those of a rollout."""
+        """Check that batch size, environment and evaluators fit the rollout."""
         if not self.generates:
             return
         hparams, name = run.hparams, getattr(self, "described", type(self).__name__)
@@ -90,7 +90,7 @@ class Rollouts:
                 yield Violation(f"evaluation.evaluators.{key}", message)
 
     def check_rollout(self) -> Iterator[Violation]:
-        """Refuse a rollout that its updates do not divide, or whose answers to a prompt would be one answer."""
+        """Check that updates divide the rollout, and that sampling can give different completions of a prompt."""
         key, repeated = "objective.generation_temperature", self.num_generations_per_prompt
         if self.generation_temperature == 0 and self.needs_rewards:
             message = "is 0, with which all answers to a prompt are the same and no reward is above another"

@@ -1,4 +1,4 @@
-"""The whole configuration of a run."""
+"""Root schema: the configuration of a run, with one field for each config group."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -21,9 +21,9 @@ from foundry.config.setting import OnResume, group
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What composition yields and `train` takes.
+    """Configuration of a run, the result of composition and the argument of `train`.
 
-    The groups typed `Any` hold parts with a `_target_`: one of foundry's schemas, or a user's own mapping.
+    Groups of type `Any` hold parts with a `_target_`: one of foundry's schemas, or a mapping for a user-defined part.
     """
 
     hparams: HParams = group(HParams)
@@ -45,11 +45,13 @@ class Config:
 
 
 def to_config(composed: DictConfig) -> Config:
-    """The composed configuration as frozen dataclasses, everything resolved; a user's own part as plain containers.
+    """Convert the composed configuration to frozen dataclasses, with all interpolations resolved.
+
+    User-defined parts become plain containers.
 
     Raises:
-        omegaconf.errors.OmegaConfBaseException: a value is missing or leads nowhere.
+        omegaconf.errors.OmegaConfBaseException: a value is missing, or an interpolation cannot be resolved.
     """
-    # Group by group, since the composed configuration also holds Hydra's own.
+    # Group by group, because the composed configuration also contains Hydra's group.
     groups: dict[str, Any] = {item.name: OmegaConf.to_object(composed[item.name]) for item in fields(Config)}
     return Config(**groups)

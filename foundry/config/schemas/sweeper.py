@@ -1,6 +1,6 @@
-"""`hydra.sweeper.*`: which jobs a sweep has, and by what they are compared.
+"""Settings of sweeps (`hydra.sweeper`): the jobs of a sweep, and the metric for their comparison.
 
-It belongs to Hydra's part of the configuration, so it is no part of a run's.
+They belong to Hydra's part of the configuration, not to the configuration of a run.
 """
 
 from collections.abc import Iterator
@@ -15,14 +15,14 @@ from foundry.core.errors import Violation
 
 @dataclass(frozen=True, kw_only=True)
 class Sweeper:
-    """What grids and searches have in common."""
+    """Settings that grid sweeps and searches share."""
 
     params: dict[str, str] = setting(dict, "what is swept, by key, where the command line does not say")
     metric: str | None = setting("${evaluation.metric}", "what jobs are compared by, as it is called in metrics.jsonl")
     direction: Direction = setting("${direction_of:${.metric}}", "whether less or more of it is better")
 
     def check(self) -> Iterator[Violation]:
-        """Yield a violation for each setting that cannot be."""
+        """Yield a violation for each invalid setting."""
         yield from ()
 
 
@@ -44,7 +44,7 @@ class Sweep(Sweeper):
     exclude: list[str] = setting(list, "combinations to leave out, such as 'hparams.lr=1e-2 optimizer=sgd'")
 
     def check(self) -> Iterator[Violation]:
-        """Yield a violation for each list of keys that is none."""
+        """Yield a violation for each entry of `zip` that is not a list of at least two keys."""
         for group in self.zip:
             is_list = isinstance(group, list) and all(isinstance(key, str) for key in group)
             if not is_list or len(group) < 2:
@@ -69,7 +69,7 @@ class Search(Sweeper):
     )
 
     def check(self) -> Iterator[Violation]:
-        """Yield a violation for a sampler or a pruner that is none, and where there is nothing to compare jobs by."""
+        """Yield a violation for an invalid sampler or pruner, and if there is no metric."""
         if self.metric is None:
             yield Violation("hydra.sweeper.metric", "is null but a search compares jobs by it; name a metric")
         for name, node in (("sampler", self.sampler), ("pruner", self.pruner)):

@@ -1,1 +1,1 @@
-"""Chats, preferences and prompts as examples with a loss mask."""
+"""Datasets of chats, preferences and prompts: tokenized examples with a loss mask."""

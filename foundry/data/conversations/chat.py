@@ -1,4 +1,4 @@
-"""Chat templates: conversations as text, and which of it the model is to say."""
+"""Chat templates: rendering of conversations to text, and location of the assistant's answers in it."""
 
 import re
 import threading
@@ -42,19 +42,19 @@ _CHATML = (
 _CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 BUILT_IN = {"plain": _PLAIN, "chatml": _CHATML}
 _CPU_SECONDS = 20.0
-"""For one conversation, which takes microseconds."""
+"""Limit of processor time for one conversation, which normally takes microseconds."""
 _MEMORY_BYTES = 2**31
 _MAX_CHARACTERS = 2**26
-"""Longest rendered conversation; it is encoded without a limit of time."""
+"""Maximum length of a rendered conversation, because its tokenization has no time limit."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class Segment(NamedTuple):
-    """A stretch of a rendered conversation; segments are encoded one by one, as a prompt and its answer would be.
+    """Part of a rendered conversation; segments are tokenized separately, like a prompt and its completion.
 
     Attributes:
-        text: as the template renders it.
-        is_trained: whether the model is to say it.
+        text: text as the template renders it.
+        is_trained: the segment is part of an answer and counts in the loss.
     """
 
     text: str
@@ -63,14 +63,14 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A Jinja template, as transformers has it.
+    """Jinja chat template in the format of transformers.
 
-    One that is not foundry's own is rendered in a process with limits of time and memory.
+    Templates other than the built-in ones are rendered in a separate process with limits of time and memory.
 
     Attributes:
-        source: the template.
-        variables: what it may use besides the messages: `bos_token`, `eos_token`.
-        special_tokens: of the tokenizer, with one of which a turn may end.
+        source: Jinja source.
+        variables: values of `bos_token` and `eos_token`, which the template can use in addition to the messages.
+        special_tokens: special tokens of the tokenizer, which can end a turn.
     """
 
     source: str
@@ -78,51 +78,53 @@ class ChatTemplate:
     special_tokens: tuple[str, ...] = ()
 
     def segments(self, messages: Sequence[Message], *, num_trained: int | None) -> list[Segment]:
-        """The conversation up to its last answer, in turns of what is given and what the model says.
+        """Render the conversation up to its last answer, and split it into prompt and answer segments.
 
-        Answers are what stands between `{% generation %}` and `{% endgeneration %}`. In a template without these an
-        answer is what its turn adds to the prompt that asks for it, without white space after a last special token.
+        Answers are marked in the template with `{% generation %}` and `{% endgeneration %}`. In a template without
+        these tags, an answer is the text that its turn adds to the preceding messages rendered with a generation
+        prompt, without white space after a final special token.
 
         Args:
-            messages: with `role` and `content`; one is the assistant's.
-            num_trained: so many of the last answers are trained; None: all are.
+            messages: messages with `role` and `content`, at least one of the assistant.
+            num_trained: number of the last answers that are trained on; None for all.
 
         Raises:
-            ValueError: the template refuses the messages, marks no answer, or does not continue its own prompt.
-            ConfigError: it exceeds a limit of time or memory.
+            ValueError: the template rejects the messages, marks no answer, or does not continue its own prompt.
+            ConfigError: rendering exceeds a limit of time or memory.
         """
         segments: list[Segment] = self._limited("_segments", messages, num_trained)
         return segments
 
     def render(self, messages: Sequence[Message], *, for_answer: bool = False) -> str:
-        """The conversation as text.
+        """Render a conversation to text.
 
         Args:
-            messages: with `role` and `content`.
-            for_answer: add what begins an answer.
+            messages: messages with `role` and `content`.
+            for_answer: append the generation prompt.
 
         Raises:
-            ValueError: the template refuses the messages.
-            ConfigError: it exceeds a limit of time or memory.
+            ValueError: the template rejects the messages.
+            ConfigError: rendering exceeds a limit of time or memory.
         """
         text: str = self._limited("_text", messages, for_answer)
         return text
 
     def check_syntax(self) -> None:
-        """Compile the template, which computes its constant expressions.
+        """Check the syntax by compiling the template, which evaluates its constant expressions.
 
         Raises:
-            ValueError: it is no Jinja template.
-            ConfigError: it exceeds a limit of time or memory.
+            ValueError: the source is not a valid Jinja template.
+            ConfigError: compilation exceeds a limit of time or memory.
         """
         self._limited("_compile")
 
     @contextmanager
     def limited(self, function: Callable[Parameters, Result]) -> Iterator[Callable[Parameters, Result]]:
-        """Yield a function for many conversations, which are rendered in one process with limits for each of them.
+        """Yield a version of `function` that runs in one separate process, with limits for each conversation.
 
         Args:
-            function: renders with this template; takes and returns values that can be pickled.
+            function: function that renders conversations with this template; its arguments and its result must be
+                picklable.
         """
         if self._is_own or is_limited():
             yield function
@@ -155,7 +157,7 @@ class ChatTemplate:
         return self.source in BUILT_IN.values()
 
     def _process(self, function: Callable[..., Any]) -> LimitedProcess:
-        import transformers.utils.chat_template_utils  # noqa: F401 # once, and not in each process
+        import transformers.utils.chat_template_utils  # noqa: F401 # import before the fork, not in each process
 
         return LimitedProcess(function, cpu_seconds=_CPU_SECONDS, memory_bytes=_MEMORY_BYTES)
 
@@ -167,7 +169,7 @@ class ChatTemplate:
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
         with ForeignData(ValueError, MemoryError):
-            "".join((self.source, *self.variables.values())).encode()  # half of a surrogate pair is no text
+            "".join((self.source, *self.variables.values())).encode()  # raises if the text has an unpaired surrogate
             try:
                 _compile_jinja_template(self.source)
             except TemplateSyntaxError as error:
@@ -191,10 +193,10 @@ class ChatTemplate:
         return self._render(messages, for_answer=for_answer)[0]
 
     def _answer_by_prefix(self, messages: Sequence[Message], index: int, whole: str) -> tuple[int, int]:
-        """Where the answer at `index` starts and ends in the whole conversation.
+        """Return the start and end of the answer at `index` in the text of the whole conversation.
 
         Raises:
-            ValueError: a shorter conversation is not rendered as the start of the whole.
+            ValueError: the rendering of a shorter conversation is not a prefix of the whole.
         """
         before = self._text(messages[:index], for_answer=True)
         after = whole if index + 1 == len(messages) else self._text(messages[: index + 1])
@@ -221,14 +223,14 @@ class ChatTemplate:
                 add_generation_prompt=for_answer,
                 **self.variables,
             )
-            rendered[0].encode()  # half of a surrogate pair is no text
+            rendered[0].encode()  # raises if the text has an unpaired surrogate
         if len(rendered[0]) > _MAX_CHARACTERS:
             raise ValueError(f"has more than {_MAX_CHARACTERS} characters when the chat template has rendered it")
         return rendered[0], list(spans[0]) if with_spans else []
 
 
 _held = threading.local()
-"""`process`: the template that this thread has rendered last, and its process."""
+"""Attribute `process`: the last template that this thread rendered, and its process."""
 
 
 def _call(process: LimitedProcess, *args: Any, **options: Any) -> Any:
@@ -250,16 +252,16 @@ def _cut(text: str, spans: Sequence[tuple[int, int]]) -> "list[Segment]":
 def resolve_chat_template(
     choice: str | None, tokenizer_path: str | None, tokenizer: Tokenizer, end: int
 ) -> ChatTemplate:
-    """The chat template of a run.
+    """Return the chat template of a run.
 
     Args:
-        choice: `plain`, `chatml`, or a file; None: what lies beside the tokenizer, else plain.
-        tokenizer_path: tokenizer.json or its folder; None: the tokenizer has been trained for this run.
-        tokenizer: as it is.
-        end: its token that ends a document.
+        choice: `plain`, `chatml`, or a file; None for the template next to the tokenizer if any, else plain.
+        tokenizer_path: tokenizer.json or its folder; None if the tokenizer was trained for this run.
+        tokenizer: the loaded tokenizer.
+        end: id of its end-of-document token.
 
     Raises:
-        ConfigError: the file cannot be read, is no template, or the tokenizer lacks the tokens of `chatml`.
+        ConfigError: the file cannot be read, it is not a valid template, or the tokenizer lacks the tokens of `chatml`.
     """
     folder = None if tokenizer_path is None else tokenizer_file(tokenizer_path).parent
     source = template_beside(folder) if choice is None and folder is not None else None
@@ -275,7 +277,10 @@ def resolve_chat_template(
 
 
 def read_template(choice: str | None) -> str:
-    """The source of a template by its name or file; None: plain.
+    """Return the source of a template.
+
+    Args:
+        choice: name of a built-in template, or a file; None for plain.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -296,17 +301,17 @@ def _check_syntax(template: ChatTemplate) -> None:
 
 
 def template_beside(folder: Path) -> str | None:
-    """The template that transformers, or a run of foundry's, has written beside a tokenizer.
+    """Return the template that transformers or foundry wrote next to a tokenizer, if any.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the template cannot be read.
     """
     with ForeignData(partial(_refuse_folder, folder)):
         file = folder / CHAT_TEMPLATE
         if file.is_file():
             return read_text(in_hub_cache(file))
         found = config_value(folder / "tokenizer_config.json", "chat_template")
-        if isinstance(found, list):  # several, by name
+        if isinstance(found, list):  # several named templates
             named = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}
             found = named.get("default")
     return found if isinstance(found, str) else None
@@ -324,11 +329,11 @@ def _bos_token(folder: Path | None) -> str:
 
 
 def resolve_stop_ids(template: ChatTemplate, tokenizer: Tokenizer, end: int) -> tuple[int, ...]:
-    """The tokens that end an answer: that of a document, and the special token with which the template ends a turn."""
+    """Return the stop tokens of answers: end of document, and the special token that ends a turn of the template."""
     example = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     try:
         answer = template.segments(example, num_trained=1)[-1].text
-    except ValueError:  # a template that wants more of a conversation
+    except ValueError:  # the template rejects this short conversation
         return (end,)
     last = encode_texts(tokenizer, [answer])[0][-1:]
     special = [token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special]

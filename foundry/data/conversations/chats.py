@@ -1,4 +1,4 @@
-"""Conversations as examples: what the assistant says is learnt."""
+"""Chat datasets for supervised fine-tuning: the loss covers the assistant's answers."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -41,12 +41,13 @@ from foundry.run_dir.names import TOKENIZER
 
 @dataclass(frozen=True, kw_only=True)
 class RowForm:
-    """What is made of each row.
+    """Conversion of a row to examples.
 
     Attributes:
-        segments: its examples as a chat template renders them; a `BadRowError` says why the row cannot be used.
-        described: what tells this form from others.
-        are_pairs: a row gives two examples, which make one sample.
+        segments: returns the examples of a row, as segments rendered by a chat template; raises `BadRowError` if the
+            row cannot be used.
+        described: text that identifies this form in fingerprints.
+        are_pairs: each row has two examples, which form one sample.
     """
 
     segments: Callable[[ChatTemplate, Row], Sequence[Sequence[Segment]]]
@@ -55,19 +56,24 @@ class RowForm:
 
     @classmethod
     def conversations(cls, train_on: TrainOn) -> "RowForm":
-        """One example of a row's `messages`."""
+        """Return the form for conversations, with one example per row.
+
+        Args:
+            train_on: train on all answers, or on the last only.
+        """
         segments = partial(_conversation_segments, 1 if train_on is TrainOn.last else None)
         return cls(segments=segments, described=train_on.value)
 
 
 @configured_by(ChatFilesSettings)
 def chat_files(settings: ChatFilesSettings, *, seed: int = 0) -> DataSplits:
-    """The user's own conversations: rows of files with `messages`, or with `prompt` and `completion`.
+    """Build splits of conversations from files whose rows have `messages`, or `prompt` and `completion`.
 
-    The split depends on the rows' order only.
+    The split depends only on the order of the rows.
 
     Raises:
-        ConfigError: no files, a tokenizer or template that does not fit, rows that cannot be used, or none that can.
+        ConfigError: there are no files, the tokenizer or chat template does not fit, a row cannot be used (unless these
+            are skipped), or no row can be used.
     """
     source = find_rows(settings, settings.known_columns)
     return chat_splits(source, RowForm.conversations(settings.train_on), settings)
@@ -76,16 +82,16 @@ def chat_files(settings: ChatFilesSettings, *, seed: int = 0) -> DataSplits:
 def chat_splits(
     source: RowSource, form: RowForm, settings: Templated, *, pictures: RowPictures | None = None
 ) -> DataSplits:
-    """Rows of conversations as examples of a form, and with `pictures` about these.
+    """Tokenize rows of conversations and build their splits.
 
     Args:
         source: the rows.
-        form: what is made of each.
-        settings: tokenizer, chat template, most tokens of a row, and folder of the cache.
-        pictures: of the rows; None: they have none.
+        form: conversion of a row to examples.
+        settings: tokenizer, chat template, maximum tokens of a row, and cache folder.
+        pictures: images of the rows; None for text only.
 
     Raises:
-        ConfigError: as `chat_files`.
+        ConfigError: see `chat_files`.
     """
     seq_len = settings.seq_len
     tokenizer, end = resolve_tokenizer(source, form, settings)
@@ -134,10 +140,12 @@ def chat_splits(
 
 
 def resolve_tokenizer(source: RowSource, form: RowForm, settings: Templated) -> tuple[Tokenizer, int]:
-    """A tokenizer and its end of a document; trained on the conversations, from the cache or into it, without a path.
+    """Return the tokenizer and the id of its end-of-document token.
+
+    If the settings name no tokenizer, one is trained on the conversations and cached.
 
     Raises:
-        ConfigError: there is no tokenizer, or it has too many entries.
+        ConfigError: the tokenizer does not exist, or it has too many entries.
     """
     vocab_size = settings.vocab_size
     if settings.tokenizer is not None:
@@ -158,7 +166,7 @@ def resolve_tokenizer(source: RowSource, form: RowForm, settings: Templated) -> 
 
 
 def _texts_of_batch(encode: Callable[[Row], Sequence[Sequence[Segment]]], rows: Sequence[Row]) -> list[str]:
-    """Return the texts from which a tokenizer is trained: those of usable rows, without the end of a document."""
+    """Return the texts of usable rows without end-of-document tokens, to train a tokenizer."""
     texts = list[str]()
     for row in rows:
         try:

@@ -1,4 +1,4 @@
-"""Examples of their own lengths, of whose tokens some are to be learnt."""
+"""Datasets of variable-length token sequences with a loss mask, and their construction from rows."""
 
 import hashlib
 import json
@@ -31,11 +31,11 @@ from foundry.data.splits import Prompt
 from foundry.run_dir.files import read_text
 
 IGNORED_TARGET = -100
-"""A target that counts for nothing, as models have it."""
+"""Target that is ignored by the loss, the convention of PyTorch and transformers."""
 
 _FORMAT = 1
 _RULES = 2
-"""Version of the rules by which rows are refused; rows that were encoded under earlier ones are read again."""
+"""Version of the rules that reject rows; a change of version makes the cache read all rows again."""
 _STATISTICS = "statistics.json"
 _SPLITS = ("train", "validation")
 _ROWS = "{}_rows.npy"
@@ -43,17 +43,17 @@ _SHOWN = 5
 log = logging.getLogger(__name__)
 
 Texts = Sequence[tuple[str, bool]]
-"""The texts of an example, each with whether it is to be learnt."""
+"""Texts of an example, each with a flag that is true if it counts in the loss."""
 
 Encode = Callable[[Row], Sequence[Texts]]
-"""The examples of a row, of each row as many; a `BadRowError` says why the row cannot be used."""
+"""Function that returns the examples of a row, equally many for each row, or raises `BadRowError`."""
 
 
 class BadRowError(ValueError):
-    """A row cannot be used.
+    """Raised if a row cannot be used.
 
     Attributes:
-        kind: a few words, under which such rows are counted.
+        kind: category of the error, for counting skipped rows.
     """
 
     def __init__(self, kind: str, message: str | None = None) -> None:
@@ -64,55 +64,55 @@ class BadRowError(ValueError):
 _Found = Sequence[Texts] | BadRowError
 _EncodeBatch = Callable[[Sequence[Row]], list[_Found]]
 Limited = Callable[[_EncodeBatch], AbstractContextManager[_EncodeBatch]]
-"""Wraps a function that encodes a batch of rows."""
+"""Context manager that wraps a function that encodes a batch of rows."""
 
 _Tokens = tuple[list[int], list[bool]]
-"""The tokens of an example, and which of them are learnt."""
+"""Token ids of an example, and its loss mask."""
 
 
 class Examples(MapsFiles, BatchDataset):
-    """Sample i is one row of tokens; its targets are the same one token later, where these are to be learnt.
+    """Dataset of rows of tokens; targets are the tokens shifted by one, `IGNORED_TARGET` outside the loss mask.
 
     Args:
-        tokens: (num_tokens,) unsigned integers of all rows.
-        trained: (num_tokens,) bool, which of them are to be learnt.
-        offsets: (rows + 1,) int64, where each row starts.
+        tokens: (num_tokens,) unsigned integers, the rows one after another.
+        trained: (num_tokens,) bool, the loss mask.
+        offsets: (rows + 1,) int64, start of each row in `tokens`.
     """
 
     def __init__(self, tokens: TokenArray, trained: NDArray[np.bool_], offsets: NDArray[np.int64]) -> None:
         self.tokens, self.trained, self.offsets = tokens, trained, offsets
 
     def __len__(self) -> int:
-        """Number of rows."""
+        """Return the number of rows."""
         return len(self.offsets) - 1
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """(rows,) int64, the tokens of each row that the model is given: all but the last."""
+        """Number of input tokens of each row, (rows,) int64: one less than the row has, because of the shift."""
         return np.diff(self.offsets) - 1
 
     @property
     def longest(self) -> int:
-        """The index of the longest row, which needs the most memory."""
+        """Index of the longest row, which needs the most memory."""
         return int(self.lengths.argmax())
 
     def lengths_of(self, indices: Sequence[int]) -> NDArray[np.int64]:
-        """(len(indices),) int64, the tokens of these rows; nothing else is read."""
+        """Return the number of input tokens of these rows, (len(indices),) int64; reads only `offsets`."""
         rows = np.asarray(indices, dtype=np.int64)
         found: NDArray[np.int64] = self.offsets[rows + 1] - self.offsets[rows] - 1
         return found
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """Rows padded on the right to the longest of them: tokens and targets, (len(indices), longest) int64 each."""
+        """Return `tokens` and `targets`, (len(indices), longest) int64 each, padded on the right."""
         found = self.packed([[index] for index in indices])
         return {name: found[name] for name in ("tokens", "targets")}
 
     def packed(self, packs: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-        """Several samples a row, one after the other, padded on the right to the longest row.
+        """Return packed rows: the samples of each pack one after another, padded on the right to the longest row.
 
         Returns:
-            tokens, targets and documents, (len(packs), longest) int64 each, the last the number of each token's sample
-            among all of them, -1 for padding.
+            `tokens`, `targets` and `documents`, (len(packs), longest) int64 each. `documents` numbers the samples of
+            all packs consecutively, and is -1 for padding.
         """
         shape = len(packs), max(1, *(int(self.lengths_of(pack).sum()) for pack in packs))
         tokens, targets, documents = (np.full(shape, fill, dtype=np.int64) for fill in (0, IGNORED_TARGET, -1))
@@ -132,35 +132,35 @@ class Examples(MapsFiles, BatchDataset):
 
 
 class Pairs(BatchDataset):
-    """Sample i is two rows that answer the same prompt: the chosen one, 2i, and the rejected one, 2i + 1."""
+    """Dataset of preference pairs; pair i has the chosen row 2i and the rejected row 2i + 1 of `examples`."""
 
     def __init__(self, examples: Examples) -> None:
         self.examples = examples
 
     def __len__(self) -> int:
-        """Number of pairs."""
+        """Return the number of pairs."""
         return len(self.examples) // 2
 
     @property
     def longest(self) -> int:
-        """The index of the pair with the longest row, which needs the most memory."""
+        """Index of the pair with the longest row, which needs the most memory."""
         return self.examples.longest // 2
 
     def lengths_of(self, indices: Sequence[int]) -> NDArray[np.int64]:
-        """(len(indices), 2) int64, the tokens of the rows of these pairs."""
+        """Return the number of input tokens of both rows of these pairs, (len(indices), 2) int64."""
         return self.examples.lengths_of(_rows_of(indices)).reshape(-1, 2)
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """Pairs padded on the right to the longest row: tokens and targets, (len(indices), 2, longest) int64 each."""
+        """Return `tokens` and `targets`, (len(indices), 2, longest) int64 each, padded on the right."""
         rows = self.examples.batch(_rows_of(indices))
         return {name: value.view(-1, 2, value.shape[1]) for name, value in rows.items()}
 
     def packed(self, packs: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-        """Several pairs in two rows, of which either may have chosen and rejected ones; see `place_parts`.
+        """Return packed pairs, two rows per pack; a row can mix chosen and rejected answers (see `place_parts`).
 
         Returns:
-            tokens, targets and documents, (len(packs), 2, longest) int64 each; the documents of the n-th pair among all
-            of them are 2n, the chosen one, and 2n + 1.
+            `tokens`, `targets` and `documents`, (len(packs), 2, longest) int64 each. The n-th pair of all packs has the
+            document ids 2n (chosen) and 2n + 1 (rejected).
         """
         rows, numbers, first = list[list[int]](), [-1], 0
         for pack in packs:
@@ -169,7 +169,7 @@ class Pairs(BatchDataset):
                 numbers += [2 * (first + pair) + part for pair, part in row]
             first += len(pack)
         found = self.examples.packed(rows)
-        # The rows' documents are numbered as they lie there.
+        # `Examples.packed` numbers the documents by position; map these ids to the ids of the pairs.
         found["documents"] = torch.tensor(numbers)[found["documents"] + 1]
         return {name: value.view(len(packs), 2, -1) for name, value in found.items()}
 
@@ -179,23 +179,23 @@ def _rows_of(pairs: Sequence[int]) -> list[int]:
 
 
 class LastAnswers(Sequence[Prompt]):
-    """The last answer of each row, and what comes before it.
+    """Prompts made from rows: the last answer of each row is the reference, the tokens before it are the prompt.
 
     Args:
         examples: the rows.
-        tokenizer: makes text of the answers.
-        every: take only each so many-th row, from the first on.
+        tokenizer: decodes the answers.
+        every: use every n-th row only, starting with the first.
     """
 
     def __init__(self, examples: Examples, tokenizer: Tokenizer, every: int = 1) -> None:
         self._examples, self._tokenizer, self._every = examples, tokenizer, every
 
     def __len__(self) -> int:
-        """Number of rows."""
+        """Return the number of prompts."""
         return len(self._examples) // self._every
 
     def __getitem__(self, index: Any) -> Any:
-        """One prompt with its answer, or several."""
+        """Return one prompt for an integer, or a list of prompts for a slice."""
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
         if not 0 <= index < len(self):
@@ -213,13 +213,13 @@ class LastAnswers(Sequence[Prompt]):
 
 @dataclass(frozen=True, kw_only=True)
 class RowStatistics:
-    """What became of the rows.
+    """Counts of used and skipped rows.
 
     Attributes:
-        rows: that are used, of both splits.
-        skipped: how many are not, by the reason.
-        first: of these the first few: number of the file, number in it, what is wrong.
-        sources: of the used rows of each source to learn from; none where there is one.
+        rows: number of used rows in both splits.
+        skipped: number of skipped rows by reason.
+        first: the first few skipped rows: file index, row number in the file, and error message.
+        sources: number of used training rows of each source; empty if there is only one source.
     """
 
     rows: int
@@ -230,10 +230,14 @@ class RowStatistics:
 
 @dataclass(frozen=True)
 class EncodedRows:
-    """A folder of the cache, its arrays memory-mapped.
+    """Tokenized rows in a folder of the cache, with memory-mapped arrays.
 
     Attributes:
-        rows: of which row of its split each example is, (examples,) int64 of train and validation, where that is kept.
+        fingerprint: hash of the rows and of the settings on which their tokens depend.
+        train: training examples.
+        validation: validation examples.
+        statistics: counts of used and skipped rows.
+        rows: row index of each example in its split, (examples,) int64 for training and validation; empty if not kept.
     """
 
     fingerprint: str
@@ -255,18 +259,18 @@ def encode_rows(
     num_rows: Callable[[], int] | None = None,
     limited: Limited = nullcontext,
 ) -> EncodedRows:
-    """Rows as examples, from the cache or into it; rows that cannot be used are left out and counted.
+    """Tokenize rows into the cache, or open the cached result. Rows that cannot be used are skipped and counted.
 
     Args:
-        read: opens the rows; where their tokens are in the cache, nobody has to.
-        encode: the texts of a row.
-        described: all that rows and texts depend on, besides the tokenizer.
-        tokenizer: encodes each text by itself.
-        max_tokens: of a row that can be used.
-        cache_dir: the cache's parent folder.
-        keeps_rows: keep which of its split's rows each example is of.
-        num_rows: counts the rows of both splits; None: nobody has.
-        limited: wraps the function that calls `encode` for a batch of rows, as `ChatTemplate.limited` does.
+        read: opens the rows; called only if the tokens are not cached.
+        encode: returns the texts of a row.
+        described: text that identifies everything on which rows and texts depend, except the tokenizer.
+        tokenizer: encodes each text separately.
+        max_tokens: maximum tokens of a row; longer rows are skipped.
+        cache_dir: parent folder of the cache.
+        keeps_rows: record the row index of each example.
+        num_rows: counts the rows of both splits, for the progress display; None if the total is unknown.
+        limited: wraps the function that calls `encode` for a batch of rows, such as `ChatTemplate.limited`.
 
     Raises:
         ConfigError: a file cannot be read, or the cache cannot be written.
@@ -298,7 +302,7 @@ def _fill(
     num_rows: Callable[[], int] | None,
     folder: Path,
 ) -> tuple[str, ...]:
-    """Write the arrays of both splits and the statistics; the names of the files."""
+    """Write the arrays of both splits and the statistics, and return the names of the written files."""
     skipped, first, rows, sources = Counter[str](), list[tuple[int, int, str]](), 0, list[int]()
     files = [*_names("train"), *_names("validation"), _STATISTICS]
     progress = ReadingProgress("tokenising", None if num_rows is None else num_rows(), in_rows=True)
@@ -345,7 +349,7 @@ class _Encoder:
     limited: Limited
 
     def encoded(self, rows: Iterable[Row]) -> Iterator[tuple[Row, list[_Tokens] | BadRowError]]:
-        """Each row with the tokens of its examples, or why it cannot be used."""
+        """Yield each row with the tokens of its examples, or with the error if it cannot be used."""
         with self.limited(self._texts_of_batch) as texts_of_batch:
             for batch in batches(rows):
                 yield from self._encoded_batch(batch, texts_of_batch(batch))
@@ -392,7 +396,7 @@ class _Encoder:
 
 
 def describe_lengths(train: Examples, validation: Examples, statistics: RowStatistics) -> dict[str, Any]:
-    """What plan.json says of examples: rows, their lengths in tokens, and the share of these that is learnt."""
+    """Return the statistics for plan.json: rows, percentiles of their tokens, and the share of tokens in the loss."""
     lengths = np.concatenate([train.lengths, validation.lengths]) + 1
     shares = np.percentile(lengths, [50, 90, 99], method="inverted_cdf").astype(int).tolist()
     return {
@@ -408,7 +412,7 @@ def describe_lengths(train: Examples, validation: Examples, statistics: RowStati
 
 
 def describe_pairs(train: Pairs, validation: Pairs) -> dict[str, Any]:
-    """What plan.json says of pairs besides: their number, and the mean tokens to learn of both kinds of rows."""
+    """Return the statistics of pairs for plan.json: their number, and the mean loss tokens of both kinds of rows."""
     learnt = [
         np.add.reduceat(part.examples.trained, part.examples.offsets[:-1], dtype=np.int64)
         for part in (train, validation)
@@ -423,7 +427,7 @@ def describe_pairs(train: Pairs, validation: Pairs) -> dict[str, Any]:
 
 
 def list_skipped(statistics: RowStatistics, places: Sequence[str]) -> tuple[str, list[str]]:
-    """How many rows cannot be used, and the first of them with their places."""
+    """Return a summary of the skipped rows, and a line with file, row number and error for each of the first few."""
     total = sum(statistics.skipped.values())
     counted = ", ".join(f"{count} {kind}" for kind, count in sorted(statistics.skipped.items()))
     first = [f"{places[file]}:{number} {what}" for file, number, what in statistics.first]

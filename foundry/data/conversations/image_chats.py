@@ -1,4 +1,4 @@
-"""The user's own conversations about pictures."""
+"""Dataset of conversations about images."""
 
 import hashlib
 import json
@@ -34,13 +34,13 @@ _IMAGES, _WRONG = "images.npy", "wrong.json"
 
 @configured_by(ImageChatFilesSettings)
 def image_chat_files(settings: ImageChatFilesSettings, *, seed: int = 0) -> DataSplits:
-    """Rows as of `chat_files` that also have `image`: a PNG, JPEG or WebP file, by its path from the row's own file.
+    """Build splits of conversations about images.
 
-    Pictures are decoded once, and are a mapped array in the cache from then on. The split depends on the rows' order
-    only.
+    Rows have the columns of `chat_files` and `image`, the path of a PNG, JPEG or WebP file relative to the row's file.
+    Images are decoded once into a memory-mapped array in the cache. The split depends only on the order of the rows.
 
     Raises:
-        ConfigError: as `chat_files`; a picture that cannot be read makes its row one that cannot be used.
+        ConfigError: see `chat_files`; a row whose image cannot be read is a row that cannot be used.
     """
     rows = ChatFiles(
         path=settings.path,
@@ -60,13 +60,16 @@ def image_chat_files(settings: ImageChatFilesSettings, *, seed: int = 0) -> Data
 
 
 def about_pictures(source: RowSource, pictures: RowPictures) -> RowSource:
-    """The same rows, told from others by their pictures, too."""
+    """Return the same rows, with the hash of the images appended to their fingerprints."""
     fingerprint, content = (f"{own}-{pictures.content}" for own in (source.fingerprint, source.content))
     return replace(source, fingerprint=fingerprint, content=content)
 
 
 def _read_pictures(source: RowSource, size: int, cache_dir: str) -> tuple[RowPictures, Mapping[str, str]]:
-    """The pictures of all rows, each file once, from the cache or into it, and what is wrong with some by their path.
+    """Decode the image files of all rows, each file once, or read them from the cache.
+
+    Returns:
+        The images, and the reasons why files cannot be read, by path.
 
     Raises:
         ConfigError: rows cannot be read, or the cache cannot be written.
@@ -91,7 +94,10 @@ def _read_pictures(source: RowSource, size: int, cache_dir: str) -> tuple[RowPic
 
 
 def _number_pictures(rows: Iterable[Row], places: Sequence[str], numbers: dict[Path, int]) -> NDArray[np.int64]:
-    """Which picture each row has; `numbers` gains those that it lacks. Of a row without one, 0: nobody asks."""
+    """Return the image index of each row, (rows,) int64, and add new files to `numbers`.
+
+    Rows without an image get 0, which is never used because these rows are rejected.
+    """
     found = list[int]()
     for row in rows:
         file = _picture_of(row, places)
@@ -105,7 +111,7 @@ def _picture_of(row: Row, places: Sequence[str]) -> Path | None:
 
 
 def _fill(files: Sequence[Path], missing: Mapping[str, str], size: int, folder: Path) -> tuple[str, ...]:
-    """Decode them; the names of the files that are written."""
+    """Decode the images into the folder, and return the names of the written files."""
     wrong = dict[int, str]()
     shape = (max(1, len(files)), 3, size, size)  # an empty file cannot be mapped
     images = np.lib.format.open_memmap(folder / _IMAGES, mode="w+", dtype=np.uint8, shape=shape)
@@ -124,10 +130,10 @@ def _fill(files: Sequence[Path], missing: Mapping[str, str], size: int, folder: 
 def _segments(
     places: Sequence[str], wrong: Mapping[str, str], num_trained: int | None, template: ChatTemplate, row: Row
 ) -> list[list[Segment]]:
-    """One conversation, where its picture can be looked at.
+    """Return the conversation of a row, after a check of its image.
 
     Raises:
-        BadRowError: there is no picture, it cannot be read, or as `trained_segments`.
+        BadRowError: the row has no image, the image cannot be read, or see `trained_segments`.
     """
     file = _picture_of(row, places)
     if file is None:

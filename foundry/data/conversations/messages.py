@@ -1,4 +1,4 @@
-"""Messages of a row, and the text of a chat template that is learnt from them."""
+"""Reading and validation of a row's messages, and their conversion to segments with a chat template."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,21 +8,21 @@ from foundry.data.conversations.chat import ChatTemplate, Segment
 from foundry.data.conversations.examples import BadRowError
 
 FOR_TEMPLATE = ("tools", "chat_template_kwargs", "documents")
-"""Columns that transformers passes to a chat template with the messages; not supported here."""
+"""Columns that transformers passes to a chat template along with the messages; not supported here."""
 _WEIGHTS = ("weight", "train", "training", "train_detail")
-"""Keys for the weight or the mask of an answer in the loss, as other programs read them; not supported here."""
+"""Message keys that other programs use for the loss weight or loss mask of an answer; not supported here."""
 
 
 def check_template_columns(template: ChatTemplate, columns: Mapping[str, Any]) -> None:
-    """Refuse a row with tools or other variables for the chat template.
+    """Reject a row with tools or other variables for the chat template.
 
     Raises:
-        BadRowError: the row has one.
+        BadRowError: the row has one of these columns.
     """
     for name in FOR_TEMPLATE:
         value = columns.get(name)
         is_empty = not value or (isinstance(value, str) and value.strip() in ("", "[]", "{}", "null"))
-        # Many rows have documents that are not for the template.
+        # Many datasets have a `documents` column that is not meant for the template.
         if not is_empty and (name != "documents" or name in template.source):
             message = f"has {name}, but the chat template is given messages only; write them into a message of the row"
             raise BadRowError(f"with {name}", message)
@@ -31,10 +31,15 @@ def check_template_columns(template: ChatTemplate, columns: Mapping[str, Any]) -
 def trained_segments(
     template: ChatTemplate, messages: Sequence[Mapping[str, Any]], num_trained: int | None
 ) -> list[Segment]:
-    """A conversation whose last answers are trained; None: all are.
+    """Render a conversation to segments.
+
+    Args:
+        template: the chat template.
+        messages: messages with `role` and `content`.
+        num_trained: number of the last answers that are trained on; None for all.
 
     Raises:
-        BadRowError: there is no answer, one of these is empty or has a weight, or the template does not take the
+        BadRowError: there is no answer, a trained answer is empty or has a weight, or the template rejects the
             messages.
     """
     answers = [message for message in messages if message["role"] == "assistant"]
@@ -55,10 +60,10 @@ def trained_segments(
 
 
 def read_messages(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The messages of a row: `messages`, or one that asks, `prompt`, and one that answers, `completion`.
+    """Return the messages of a row, from `messages`, or from `prompt` (user) and `completion` (assistant).
 
     Raises:
-        BadRowError: there is no message, or a value has another type.
+        BadRowError: a column is missing, or a value has the wrong type.
     """
     if columns.get("messages") is not None:
         return checked_messages(columns["messages"], "messages")
@@ -72,10 +77,15 @@ def read_messages(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def as_messages(value: Any, name: str, role: str) -> list[dict[str, Any]]:
-    """A text as one message of a role, or a list of messages as they are.
+    """Return messages from a text, which becomes one message, or from a list of messages, which is validated.
+
+    Args:
+        value: a text or a list of messages.
+        name: column of the value, for error messages.
+        role: role of the message made from a text.
 
     Raises:
-        BadRowError: it is neither.
+        BadRowError: the value is neither.
     """
     if isinstance(value, str):
         return checked_messages([{"role": role, "content": value}], name)
@@ -83,10 +93,10 @@ def as_messages(value: Any, name: str, role: str) -> list[dict[str, Any]]:
 
 
 def checked_messages(value: Any, name: str) -> list[dict[str, Any]]:
-    """Return messages, each an object with the texts `role` and `content`, without keys that are null.
+    """Validate a list of messages with string values `role` and `content`, and drop keys that are null.
 
     Raises:
-        BadRowError: the value is no list of such messages.
+        BadRowError: the value is not a list of messages.
     """
     if not isinstance(value, list):
         raise BadRowError("wrong type", f"has {type(value).__name__} as {name}, not a list of messages")

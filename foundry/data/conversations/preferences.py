@@ -1,4 +1,4 @@
-"""Preferences as examples: two answers to the same prompt, of which one is better."""
+"""Preference dataset: pairs of a chosen and a rejected answer to the same prompt."""
 
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
@@ -21,23 +21,24 @@ Conversation = list[dict[str, Any]]
 
 @configured_by(PreferenceFilesSettings)
 def preference_files(settings: PreferenceFilesSettings, *, seed: int = 0) -> DataSplits:
-    """The user's own preferences: rows of files with `prompt`, `chosen` and `rejected`.
+    """Build splits of preference pairs from files whose rows have `prompt`, `chosen` and `rejected`.
 
-    Each is a text or a list of messages. Without a prompt, the messages with which both answers begin are it. The split
-    depends on the rows' order only.
+    Each column is a text or a list of messages. If there is no `prompt`, the messages at the start that both answers
+    share are the prompt. The split depends only on the order of the rows.
 
     Raises:
-        ConfigError: no files, a tokenizer or template that does not fit, rows that cannot be used, or none that can.
+        ConfigError: there are no files, the tokenizer or chat template does not fit, a row cannot be used (unless these
+            are skipped), or no row can be used.
     """
     return chat_splits(find_rows(settings, settings.known_columns), PREFERENCES, settings)
 
 
 def _pair_segments(template: ChatTemplate, row: Row) -> list[list[Segment]]:
-    """The two examples of a row, the chosen one first; what the assistant says after the prompt is learnt.
+    """Return the chosen and the rejected example of a row; the loss covers the assistant's turns after the prompt.
 
     Raises:
-        BadRowError: an answer is missing or empty, both are the same, there is no prompt, or the template does not take
-            the messages or renders two prompts.
+        BadRowError: an answer is missing or empty, both answers are equal, there is no prompt, or the template rejects
+            the messages or renders two different prompts.
     """
     check_template_columns(template, row.columns)
     prompt, *answers = _read_pair(row.columns)
@@ -61,10 +62,10 @@ def _pair_segments(template: ChatTemplate, row: Row) -> list[list[Segment]]:
 
 
 def _read_pair(columns: Mapping[str, Any]) -> tuple[Conversation, Conversation, Conversation]:
-    """The messages of the prompt, and those that follow it in the chosen and in the rejected answer.
+    """Return the messages of the prompt, of the chosen answer and of the rejected answer.
 
     Raises:
-        BadRowError: there are none, or something is of another type.
+        BadRowError: a column is missing, or a value has the wrong type.
     """
     missing = [name for name in _KINDS if columns.get(name) is None]
     if missing:
@@ -78,7 +79,7 @@ def _read_pair(columns: Mapping[str, Any]) -> tuple[Conversation, Conversation, 
         return prompt, chosen, rejected
     shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False)))
     if shared == len(chosen) == len(rejected):
-        shared -= 1  # the same answer twice, which is what is wrong with it
+        shared -= 1  # both answers are equal: let the caller report that, not a missing answer
     if not shared:
         raise BadRowError(
             "without a prompt", "has no prompt, and chosen and rejected do not begin with the same messages"
@@ -91,4 +92,4 @@ def _starts_with(messages: Sequence[Mapping[str, Any]], prompt: Sequence[Mapping
 
 
 PREFERENCES = RowForm(segments=_pair_segments, described="preferences", are_pairs=True)
-"""Two examples of a row's `prompt`, `chosen` and `rejected`."""
+"""Form for preference pairs: two examples from a row's `prompt`, `chosen` and `rejected`."""

@@ -1,4 +1,4 @@
-"""Prompts that a model is to answer by itself, with what its answers are scored by."""
+"""Dataset of prompts for reinforcement learning, with the columns that environments use to score completions."""
 
 import hashlib
 import math
@@ -34,40 +34,41 @@ _COLUMNS = ("prompt", "messages")
 
 @configured_by(PromptFilesSettings)
 def prompt_files(settings: PromptFilesSettings, *, seed: int = 0) -> DataSplits:
-    """The user's own prompts: rows of files with `prompt`, or with `messages`, and any other columns.
+    """Build splits of prompts from files whose rows have `prompt` or `messages`, and any other columns.
 
-    The split depends on the rows' order only.
+    The split depends only on the order of the rows.
 
     Raises:
-        ConfigError: no files, a tokenizer or template that does not fit, rows that cannot be used, or none that can.
+        ConfigError: there are no files, the tokenizer or chat template does not fit, a row cannot be used (unless these
+            are skipped), or no row can be used.
     """
     return prompt_splits(find_rows(settings, _COLUMNS, reads_all=True), settings)
 
 
 class RowNumbers(Dataset):
-    """A dataset whose samples are their own numbers: the prompts themselves are not tensors.
+    """Dataset whose samples are prompt indices, because prompts are not tensors.
 
     Args:
-        count: of samples.
+        count: number of samples.
     """
 
     def __init__(self, count: int) -> None:
         self._count = count
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Return the number of samples."""
         return self._count
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """`row`, () int64."""
+        """Return `row`, the index itself, () int64."""
         return {"row": torch.tensor(index)}
 
 
 def prompt_splits(source: RowSource, settings: PromptFilesSettings | Arithmetic) -> DataSplits:
-    """Rows as prompts.
+    """Tokenize rows of prompts and build their splits.
 
     Raises:
-        ConfigError: as `prompt_files`.
+        ConfigError: see `prompt_files`.
     """
     seq_len, max_new_tokens = settings.seq_len, settings.max_new_tokens
     tokenizer, end = resolve_tokenizer(source, _FORM, settings)
@@ -104,7 +105,7 @@ def prompt_splits(source: RowSource, settings: PromptFilesSettings | Arithmetic)
 
 @dataclass(frozen=True)
 class _Reader:
-    """Makes prompts of rows, and takes note of rows of which none can be made."""
+    """Converts rows to prompts, and counts the rows that cannot be used."""
 
     template: ChatTemplate
     tokenizer: Tokenizer
@@ -126,7 +127,7 @@ class _Reader:
                     number += 1
 
     def _render(self, row: Row) -> tuple[str, dict[str, Any]] | None:
-        """The text that the model is to continue, and the columns of the row."""
+        """Return the prompt text and the columns of the row, or None if the row cannot be used."""
         try:
             if row.wrong is not None:
                 raise BadRowError("cannot be read", row.wrong)
@@ -153,16 +154,16 @@ class _Reader:
 
 
 def read_prompt(columns: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The messages that are to be answered, and the columns of the row.
+    """Return the messages of the prompt, and the columns of the row.
 
-    They are `prompt`, a text or messages, or `messages` up to the last of the assistant, whose content is then the
-    `answer` where there is no such column.
+    The prompt is `prompt`, a text or a list of messages, or otherwise `messages`. If the last of `messages` is the
+    assistant's, it is removed, and its content becomes `answer` unless the row has that column.
 
     Raises:
-        BadRowError: there is no prompt, or it is of another type.
+        BadRowError: there is no prompt, or it has the wrong type.
     """
     own = dict(columns)
-    if isinstance(number := own.get("answer"), float):  # as whole numbers are read where one of a column is missing
+    if isinstance(number := own.get("answer"), float):  # integer columns with missing values are often stored as float
         own["answer"] = None if math.isnan(number) else int(number) if number.is_integer() else number
     if columns.get("prompt") is not None:
         messages = as_messages(columns["prompt"], "prompt", "user")
@@ -187,7 +188,7 @@ def _rendered(template: ChatTemplate, messages: Sequence[Mapping[str, Any]]) -> 
 
 
 def _segments(template: ChatTemplate, row: Row) -> list[list[Segment]]:
-    """What a tokenizer learns from where there is none."""
+    """Return the prompt as a segment, to train a tokenizer if the settings name none."""
     return [[Segment(_rendered(template, read_prompt(row.columns)[0]), False)]]
 
 
@@ -195,7 +196,7 @@ _FORM = RowForm(segments=_segments, described="prompts")
 
 
 def _describe(train: int, validation: int, statistics: RowStatistics, lengths: Any) -> dict[str, Any]:
-    """What plan.json says of prompts: rows, and their lengths in tokens."""
+    """Return the statistics of prompts for plan.json: rows, and percentiles of their tokens."""
     shares = np.percentile(lengths, [50, 90, 99], method="inverted_cdf").astype(int).tolist()
     return {
         "rows": statistics.rows,

@@ -1,1 +1,1 @@
-"""Text and tokens: documents, tokenizers, token caches, sequences of a fixed length."""
+"""Text and token datasets: documents, tokenizers, token caches, and fixed-length sequences."""

@@ -1,4 +1,4 @@
-"""Documents to learn from: where they are read and which of them are held out."""
+"""Text corpora: their files, and the split of documents into training and validation."""
 
 import hashlib
 import os
@@ -26,7 +26,7 @@ PATH, VALIDATION_PATH = "data.path", "data.validation_path"
 
 
 class Splits(NamedTuple):
-    """Documents to learn from, and those held out; and the bytes of all, where they have been counted."""
+    """Training and validation documents, and their total size in bytes (None if it was not counted)."""
 
     train: Iterable[str]
     validation: Iterable[str]
@@ -35,12 +35,12 @@ class Splits(NamedTuple):
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents by split.
+    """Text corpus whose documents are opened on demand.
 
     Attributes:
-        fingerprint: SHA-256 of their contents, names and split, in hexadecimal.
-        content: the same without the names of files, where they do not matter.
-        read: opens them; where their tokens are in the cache, nobody has to.
+        fingerprint: SHA-256 of contents, file names and split, in hexadecimal.
+        content: the same without file names, if these do not matter.
+        read: opens the documents; called only if their tokens are not cached.
     """
 
     fingerprint: str
@@ -49,10 +49,10 @@ class Corpus:
 
 
 def stdlib_corpus(*, held_out: float) -> Corpus:
-    """The modules of the running Python's standard library, without tests and generated tables.
+    """Return the modules of the running Python's standard library, without tests and generated tables.
 
     Args:
-        held_out: share of files for validation, chosen by the hash of their names alone.
+        held_out: fraction of files for validation, selected by a hash of their names.
     """
     root = Path(sysconfig.get_path("stdlib"))
     paths = {path.relative_to(root).as_posix(): path for path in _python_files(root)}
@@ -67,17 +67,17 @@ def stdlib_corpus(*, held_out: float) -> Corpus:
 def _python_files(root: Path) -> list[Path]:
     found: list[Path] = []
     for folder, subfolders, files in os.walk(root):
-        subfolders[:] = set(subfolders) - _NOT_SOURCE - _GENERATED  # or site-packages would be walked in vain
+        subfolders[:] = set(subfolders) - _NOT_SOURCE - _GENERATED  # os.walk skips removed ones
         found += (Path(folder, file) for file in files if file.endswith(".py"))
     return sorted(found)
 
 
 def held_out_names(names: Sequence[str], share: float) -> set[str]:
-    """The share of names whose hashes come first: the same in every run, at least one and never all.
+    """Return the names with the smallest hashes: the same in every run, at least one, and never all.
 
     Args:
-        names: at least two, without duplicates.
-        share: between 0 and 1.
+        names: at least two names, without duplicates.
+        share: fraction of names to return, between 0 and 1.
     """
     ranked = sorted(names, key=_hash_name)
     return set(ranked[: _num_held_out(len(ranked), share)])
@@ -93,21 +93,21 @@ def _hash_name(name: str) -> bytes:
 
 @dataclass(frozen=True)
 class HeldOutNumbers:
-    """Which of the numbers below a count `held_out_names` would choose, told without a list of them.
+    """Set of the numbers below a count that `held_out_names` would select, without storing them.
 
     Attributes:
-        last: the largest of their hashes.
+        last: largest hash of a number in the set.
     """
 
     last: bytes
 
     @classmethod
     def choose(cls, count: int, share: float) -> Self:
-        """Find the hash up to which numbers are held out, in two passes over all hashes that keep few of them.
+        """Find the largest hash in the set, in two passes over all hashes that keep few of them in memory.
 
         Args:
-            count: of the numbers, at least two.
-            share: between 0 and 1.
+            count: number of numbers, at least two.
+            share: fraction of numbers in the set, between 0 and 1.
         """
         per_prefix = [0] * 2**16
         for number in range(count):
@@ -121,7 +121,7 @@ class HeldOutNumbers:
         return cls(sorted(found for found in hashes if _prefix(found) == prefix)[wanted - 1])
 
     def __contains__(self, number: object) -> bool:
-        """Whether it is held out."""
+        """Return whether the number is held out."""
         return _hash_name(str(number)) <= self.last
 
 
@@ -130,13 +130,14 @@ def _prefix(digest: bytes) -> int:
 
 
 def files_corpus(settings: TextFiles) -> Corpus:
-    """The user's own files. A text file is one document; a row of any other is one.
+    """Return the corpus of the configured files. A text file is one document; in other files, each row is one.
 
-    Several paths are the sources of `Splits.train`, as `Sources`. Without files to hold out it is a share of the
-    documents, or of a single document's end.
+    If there are several paths, `Splits.train` is a `Sources` with one part per path. If there are no validation files,
+    a fraction of the documents is held out, or the end of the document if there is only one.
 
     Raises:
-        ConfigError: there are no files, kinds are mixed, or one cannot be read; `read` raises one for their contents.
+        ConfigError: there are no files, they are of several kinds, or a file cannot be read. Errors in their contents
+            are raised by `read`.
     """
     utf8 = Utf8(settings.encoding_errors.value)
     described = f"files {settings.text_field} {settings.held_out}{'' if utf8.is_strict else f' {utf8.errors}'}"
@@ -147,7 +148,10 @@ def files_corpus(settings: TextFiles) -> Corpus:
 
 
 class CorpusFiles(NamedTuple):
-    """The files of each source of a corpus, and what tells them from others; `validation` is empty without any."""
+    """Files of each source of a corpus, and their hashes with and without file names.
+
+    `validation` is empty if there are no validation files.
+    """
 
     train: list[list[Path]]
     validation: list[list[Path]]
@@ -158,15 +162,15 @@ class CorpusFiles(NamedTuple):
 def find_corpus_files(
     settings: TextFiles | TokenFiles | RowFiles, *, described: str, kinds: Mapping[str, str] = TEXTS
 ) -> CorpusFiles:
-    """Find the files of `path` and of `validation_path`, and hash what they hold.
+    """Find the files of `path` and of `validation_path`, and hash their contents.
 
     Args:
-        settings: paths, and the folder of the cache.
-        described: settings on which the samples depend besides.
-        kinds: the suffixes that are read, and the kind that each is of.
+        settings: paths and cache folder.
+        described: text that identifies all other settings on which the samples depend.
+        kinds: file kind by suffix; files with other suffixes are ignored in folders.
 
     Raises:
-        ConfigError: there are no files, kinds are mixed, or one cannot be read.
+        ConfigError: there are no files, they are of several kinds, or a file cannot be read.
     """
     cache_dir = settings.cache_dir
     train = [_find_files(one, PATH, kinds, cache_dir) for one in listed_paths(settings.path)]
@@ -192,10 +196,10 @@ def _read(
     opened: Callable[..., Documents],
     held_out: float,
 ) -> Splits:
-    """The documents by split; all are read once, so that nothing is built on files that turn out to be broken.
+    """Open the documents of both splits, and read all of them once to find damaged files early.
 
     Raises:
-        ConfigError: a file cannot be read, the text is not where it should be, or there is none.
+        ConfigError: a file cannot be read, the text column is missing, or there is no text.
     """
     found = [opened(files, key=PATH) for files in sources]
     progress = ReadingProgress("reading")
@@ -217,7 +221,7 @@ def _read(
 
 
 def _split(train: Documents, count: int, held_out: float) -> Splits:
-    """Some of the documents of a source held out, or the end of its only one."""
+    """Split the documents of a source, or the text of its only document."""
     if count == 1:
         text = "".join(train)
         cut = round(len(text) * (1 - held_out))
@@ -227,10 +231,10 @@ def _split(train: Documents, count: int, held_out: float) -> Splits:
 
 
 def _count(found: Documents, key: str, progress: ReadingProgress) -> tuple[int, int]:
-    """The number of documents, and their bytes.
+    """Return the number of documents and their total bytes.
 
     Raises:
-        ConfigError: none of them holds text.
+        ConfigError: all documents are empty.
     """
     count, filled, size = found.count(progress)
     if not filled:

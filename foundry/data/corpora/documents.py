@@ -1,4 +1,4 @@
-"""Documents in files of text and of rows, read one after another; what cannot be read is named with its place."""
+"""Streaming readers of the documents in text files and tables; errors name the file and the line or row."""
 
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ _FIELD = "data.text_field"
 
 @dataclass(frozen=True)
 class Documents:
-    """Texts that are read when iterated, so that there may be more than memory holds.
+    """Re-iterable stream of texts, which are read from files during iteration and can exceed memory.
 
     Attributes:
-        files: in order.
+        files: files in order.
         read: yields the documents of one file.
-        only: which of them are meant, by number; None: all but `left_out`.
-        left_out: which are not.
+        only: numbers of the documents to yield, counted over all files; None for all except `left_out`.
+        left_out: numbers of the documents to skip.
     """
 
     files: tuple[Path, ...]
@@ -33,15 +33,15 @@ class Documents:
     left_out: Container[int] = ()
 
     def __iter__(self) -> Iterator[str]:
-        """The texts that are not empty, in order."""
+        """Yield the selected texts in order, without empty ones."""
         for index, text in enumerate(self._all()):
             if text and index not in self.left_out and (self.only is None or index in self.only):
                 yield text
 
     def count(self, progress: ReadingProgress) -> tuple[int, int, int]:
-        """How many documents there are, how many of them are not empty, and their bytes.
+        """Return the number of documents, the number of non-empty ones, and their total bytes.
 
-        Every byte is read, and so checked.
+        This reads all files completely, so it also finds damaged files.
         """
         total = filled = size = 0
         for text in progress.over(self._all(), utf8_bytes):
@@ -53,16 +53,16 @@ class Documents:
 
 
 def documents(files: Sequence[Path], *, text_field: str, key: str, utf8: Utf8 = STRICT) -> Documents:
-    """The documents of a user's files: a text file is one, a row of any other is one.
+    """Return the documents of files. A text file is one document; in other files, each row is one.
 
     Args:
-        files: of one kind.
-        text_field: column or key of the text; dots lead into others.
-        utf8: what becomes of what is none.
-        key: the setting that names the files, for what is wrong with them.
+        files: files of one kind.
+        text_field: column or key of the text; dots separate nested names.
+        key: setting that names the files, for error messages.
+        utf8: how to handle bytes that are not valid UTF-8.
 
     Raises:
-        ConfigError: when iterated: a file cannot be read, or a row holds no text; names file and row.
+        ConfigError: during iteration, if a file cannot be read or a row has no text; the message has file and row.
     """
     read: Callable[[Path], Iterator[str]] = partial(_text_file, utf8=utf8)
     if (kind := TEXTS[suffix_of(files[0])]) != "text":
@@ -71,7 +71,7 @@ def documents(files: Sequence[Path], *, text_field: str, key: str, utf8: Utf8 = 
 
 
 def source_files(files: Sequence[Path]) -> Documents:
-    """Files of source code, one document each; a byte that is no UTF-8 does not matter there."""
+    """Return source code files as one document each; bytes that are not valid UTF-8 are replaced."""
     return Documents(tuple(files), lambda file: iter([file.read_text(encoding="utf-8", errors="replace")]))
 
 
@@ -99,10 +99,10 @@ def _json_rows(file: Path, *, text_field: str, utf8: Utf8) -> Iterator[str]:
 
 
 def _read_text(row: object, text_field: str, where: str) -> str:
-    """The text of a row; null is an empty document.
+    """Return the text of a row; null is an empty document.
 
     Raises:
-        ConfigError: the row is no object, lacks the key, or holds something else there.
+        ConfigError: the row is not an object, the key is missing, or its value is not text.
     """
     if not isinstance(row, dict):
         raise _wrong(_FIELD, f"{where} holds {type(row).__name__}, not an object with the key {text_field!r}")

@@ -1,4 +1,4 @@
-"""Text as fixed-length sequences of tokens."""
+"""Text datasets of fixed-length token sequences."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -19,7 +19,9 @@ from foundry.data.splits import DataSplits
 
 @configured_by(StdlibTextSettings)
 def stdlib_text(settings: StdlibTextSettings, *, seed: int = 0) -> DataSplits:
-    """The sources of the running Python's standard library; which of them are held out depends on their names only.
+    """Build splits of the source code of the running Python's standard library.
+
+    The split depends only on the names of the files.
 
     Raises:
         ConfigError: the tokenizer does not fit, or a split is shorter than one sample.
@@ -29,12 +31,13 @@ def stdlib_text(settings: StdlibTextSettings, *, seed: int = 0) -> DataSplits:
 
 @configured_by(TextFilesSettings)
 def text_files(settings: TextFilesSettings, *, seed: int = 0) -> DataSplits:
-    """The user's own files of text and of rows: a text file is one document, a row of any other is one.
+    """Build splits of the configured files. A text file is one document; in other files, each row is one.
 
-    The split depends on the order of documents only; of a single document its end is held out.
+    The split depends only on the order of the documents. If there is only one document, its end is held out.
 
     Raises:
-        ConfigError: no files, a missing column, a tokenizer that does not fit, or a split shorter than one sample.
+        ConfigError: there are no files, a column is missing, the tokenizer does not fit, or a split is shorter than
+            one sample.
     """
     paths = listed_paths(settings.path)
     return text_splits(files_corpus(settings), settings, paths=paths, weights=settings.weights)
@@ -43,7 +46,7 @@ def text_files(settings: TextFilesSettings, *, seed: int = 0) -> DataSplits:
 def text_splits(
     corpus: Corpus, settings: Tokenised, *, paths: Sequence[str] = (), weights: Sequence[float] | None = None
 ) -> DataSplits:
-    """Documents as sequences of the same length, none of which goes from one source into the next.
+    """Tokenize a corpus and build splits of fixed-length sequences; no sequence spans two sources.
 
     Raises:
         ConfigError: the tokenizer does not fit, or a split or a source is shorter than one sample.

@@ -1,4 +1,4 @@
-"""Tokenised corpora on disk: built once, shared by every rank and run."""
+"""Cache of tokenized corpora on disk, built once and shared by all ranks and runs."""
 
 import hashlib
 import json
@@ -39,13 +39,13 @@ _Item = TypeVar("_Item")
 
 @dataclass(frozen=True, kw_only=True)
 class TokenStatistics:
-    """Facts of a tokenised corpus.
+    """Statistics of a tokenized corpus.
 
     Attributes:
-        documents: of both splits.
-        train_tokens, validation_tokens: ends of documents included.
-        unigram_entropy: nats per held-out token under the unigram distribution of the training tokens, with one
-            added to every count: what a model reaches that knows frequencies and nothing else.
+        documents: number of documents in both splits.
+        train_tokens, validation_tokens: number of tokens, end-of-document tokens included.
+        unigram_entropy: cross-entropy in nats per validation token under the unigram distribution of the training
+            tokens, with one added to every count: the loss of a model that knows token frequencies only.
     """
 
     documents: int
@@ -56,10 +56,10 @@ class TokenStatistics:
 
 @dataclass(frozen=True)
 class TokenisedCorpus:
-    """A published cache folder, its arrays memory-mapped; the token `end` ends each document.
+    """Tokenized corpus in the cache, with memory-mapped arrays; the token `end` ends each document.
 
     Attributes:
-        train: the tokens of each source, most often of one.
+        train: training tokens of each source; usually there is only one source.
     """
 
     fingerprint: str
@@ -71,18 +71,18 @@ class TokenisedCorpus:
 
 
 def tokenised(corpus: Corpus, settings: Tokenised) -> TokenisedCorpus:
-    """The corpus as tokens, from the cache or into it.
+    """Tokenize a corpus into the cache, or open the cached result.
 
     Raises:
-        ConfigError: the tokenizer cannot be read or is larger than vocab_size, a document cannot be read, or the cache
-            cannot be written.
+        ConfigError: the tokenizer cannot be read or has more than vocab_size entries, a document cannot be read, or the
+            cache cannot be written.
     """
     vocab_size = settings.vocab_size
     chosen = None if settings.tokenizer is None else load_tokenizer(settings.tokenizer, vocab_size)
     described = "" if chosen is None else chosen[0].to_str()
     if chosen is not None and chosen[1] != usual_end(chosen[0]):
         described += f" {chosen[1]}"
-    # The order of a run is drawn from it, so it stays what it was for runs that are resumed.
+    # This fingerprint seeds the sample order of a run, so its format must not change, or resumed runs would change.
     described = f"{_FORMAT} {vocab_size} {described} {corpus.fingerprint}"
     fingerprint = hashlib.sha256(described.encode()).hexdigest()[:32]
     folder = cached_folder(settings.cache_dir, fingerprint, partial(_build, corpus, vocab_size, chosen))
@@ -98,13 +98,13 @@ def tokenised(corpus: Corpus, settings: Tokenised) -> TokenisedCorpus:
 
 
 def _train_files(folder: Path) -> list[Path]:
-    """The tokens of each source."""
+    """Return the file of training tokens of each source."""
     found = sorted(folder.glob(_TRAIN_OF_SOURCE.format("*")), key=lambda file: int(file.stem.rpartition("_")[2]))
     return found or [folder / _TRAIN]
 
 
 def _build(corpus: Corpus, vocab_size: int, chosen: tuple[Tokenizer, int] | None, folder: Path) -> tuple[str, ...]:
-    """Write tokenizer, tokens and statistics; the names of the files."""
+    """Write tokenizer, tokens and statistics, and return the names of the written files."""
     train_texts, validation_texts, num_bytes = corpus.read()
     if chosen is None:
         learning = ReadingProgress("learning a tokenizer")
@@ -129,27 +129,27 @@ def _build(corpus: Corpus, vocab_size: int, chosen: tuple[Tokenizer, int] | None
 
 
 def train_with_end(texts: Iterable[str], vocab_size: int) -> tuple[Tokenizer, int]:
-    """A BPE of the texts, of at most that many entries, and the token that ends a document."""
+    """Train a BPE tokenizer with at most `vocab_size` entries, and return it with its end-of-document token."""
     tokenizer = train_tokenizer(texts, vocab_size)
     return tokenizer, trained_end(tokenizer)
 
 
 def trained_end(tokenizer: Tokenizer) -> int:
-    """The token that ends a document, of a tokenizer that was trained here."""
+    """Return the end-of-document token of a tokenizer trained by `train_tokenizer`."""
     end: int | None = tokenizer.token_to_id(END_OF_DOCUMENT)
     assert end is not None
     return end
 
 
 class _Encoded(NamedTuple):
-    """What a file of tokens holds: its documents, and how often each token comes, (vocab_size,) int64."""
+    """Number of documents in a token file, and the count of each token, (vocab_size,) int64."""
 
     documents: int
     counts: NDArray[np.int64]
 
 
 def _encode(progress: ReadingProgress, tokenizer: Tokenizer, end: int, texts: Iterable[str], file: Path) -> _Encoded:
-    """Write the tokens of all documents, each ended by the token `end`; a batch of documents at a time is in memory."""
+    """Write the tokens of all documents, each followed by the token `end`, one batch of documents at a time."""
     documents, counts = 0, np.zeros(count_ids(tokenizer), np.int64)
     with ArrayWriter(file, token_dtype(tokenizer)) as writer:
         for batch in batches(progress.over(texts, utf8_bytes), size=len):
@@ -161,30 +161,30 @@ def _encode(progress: ReadingProgress, tokenizer: Tokenizer, end: int, texts: It
 
 
 def token_dtype(tokenizer: Tokenizer) -> np.dtype[Any]:
-    """The smallest type that holds every token."""
+    """Return the smallest dtype that can hold every token id."""
     return np.dtype(np.uint16 if count_ids(tokenizer) <= 2**16 else np.uint32)
 
 
 class ArrayWriter:
-    """Writes a .npy file of one dimension whose length is known only at the end; memory is independent of it."""
+    """Streaming writer of a one-dimensional .npy file whose length is known only at the end."""
 
     def __init__(self, file: Path, dtype: np.dtype[Any]) -> None:
         self._file, self._dtype = file, dtype
         self.length = 0
 
     def __enter__(self) -> Self:
-        """Open the file, and leave room for a header."""
+        """Open the file, and write a preliminary header."""
         self._stream = self._file.open("w+b")
         self._write_header()
         return self
 
     def append(self, values: "Sequence[int] | NDArray[Any]") -> None:
-        """Add values at the end."""
+        """Append values to the file."""
         self._stream.write(np.asarray(values, self._dtype).tobytes())
         self.length += len(values)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        """Write the header again, whose size does not depend on the length that it names."""
+        """Overwrite the header with the final length; the size of the header does not depend on it."""
         with self._stream:
             if kind is None:
                 self._stream.seek(0)
@@ -196,11 +196,12 @@ class ArrayWriter:
 
 
 def batches(items: Iterable[_Item], size: Callable[[_Item], int] | None = None) -> Iterator[list[_Item]]:
-    """The items in lists of a few hundred, as the tokenizer encodes them in parallel.
+    """Yield the items in batches of at most 256, which the tokenizer encodes in parallel.
 
     Args:
-        items: of any number.
-        size: characters of an item; a list ends with the item that brings it to a million.
+        items: items of any number.
+        size: returns the characters of an item; a batch also ends when it reaches 2**20 characters. None disables this
+            limit.
     """
     batch, characters = list[_Item](), 0
     for item in items:
@@ -214,11 +215,13 @@ def batches(items: Iterable[_Item], size: Callable[[_Item], int] | None = None) 
 
 
 def unigram_entropy(train: NDArray[np.int64], held_out: NDArray[np.int64]) -> float:
-    """Cross-entropy in nats of held-out tokens under the training tokens' add-one unigram distribution.
+    """Return the cross-entropy in nats of the validation tokens under the unigram distribution of the training tokens.
+
+    One is added to every training count. The result is NaN if there are no validation tokens.
 
     Args:
-        train: how often each token comes, (vocab_size,) int64.
-        held_out: likewise.
+        train: count of each token in the training split, (vocab_size,) int64.
+        held_out: count of each token in the validation split, (vocab_size,) int64.
     """
     log_probabilities = np.log((train + 1) / (train + 1).sum())
     return float(-(held_out * log_probabilities).sum() / held_out.sum()) if held_out.any() else float("nan")

@@ -1,4 +1,4 @@
-"""Tokens that another program has made: arrays of numbers as nanoGPT and llm.c write them, or NumPy's .npy."""
+"""Dataset of token files written by other programs: nanoGPT, llm.c, Megatron-LM, or NumPy (.npy)."""
 
 import hashlib
 import json
@@ -30,12 +30,14 @@ _KINDS = {".bin": "tokens", ".npy": "tokens"}
 _FACTS = "facts.json"
 _AT_A_TIME = 2**24
 _MAGIC, _HEADER_NUMBERS = 20240520, 256
-"""With which llm.c's files begin: 256 int32, of which the third is the number of tokens."""
+"""Magic number and length of the header of llm.c's files: 256 int32, the third of which is the number of tokens."""
 
 _INDEX, _INDEX_MAGIC, _INDEX_HEAD = ".idx", b"MMIDIDX\0\0", struct.Struct("<9sQBQQ")
-"""Of Megatron-LM's index beside a .bin file: its suffix, its first bytes, and its head: these bytes, the version, the
-code of the type, the numbers of sequences and of documents; then the sequences' lengths, int32, and where in bytes each
-begins, int64 (megatron/core/datasets/indexed_dataset.py)."""
+"""Suffix, magic bytes and header of the index that Megatron-LM writes for a .bin file.
+
+The header has the magic bytes, the version, the dtype code, and the numbers of sequences and of documents. The lengths
+of the sequences (int32) and their byte offsets (int64) follow (megatron/core/datasets/indexed_dataset.py).
+"""
 _INDEX_TYPES: Mapping[int, type[np.generic]] = {
     1: np.uint8,
     2: np.int8,
@@ -48,7 +50,7 @@ _INDEX_TYPES: Mapping[int, type[np.generic]] = {
 
 @dataclass(frozen=True)
 class _TokenFile:
-    """Where the tokens of a file lie."""
+    """Location of the tokens in a file: byte offset, dtype and number of tokens."""
 
     path: Path
     dtype: np.dtype[Any]
@@ -56,11 +58,11 @@ class _TokenFile:
     count: int
 
     def cut(self, held_out: float) -> int:
-        """Where its end begins that is held out."""
+        """Return the index of the first held-out token."""
         return round(self.count * (1 - held_out))
 
     def part(self, start: int, stop: int) -> NDArray[Any]:
-        """Some of its tokens, mapped."""
+        """Return a memory-mapped slice of the tokens."""
         if start == stop:
             return np.empty(0, self.dtype)
         return np.memmap(self.path, self.dtype, "r", self.offset + start * self.dtype.itemsize, (stop - start,))
@@ -68,10 +70,10 @@ class _TokenFile:
 
 @configured_by(TokenFilesSettings)
 def token_files(settings: TokenFilesSettings, *, seed: int = 0) -> DataSplits:
-    """Files of tokens, mapped into memory; the split depends on the files only.
+    """Build splits of memory-mapped token files; the split depends on the files only.
 
     Raises:
-        ConfigError: there are no files, one is none of tokens, has a token beyond vocab_size, or is too short.
+        ConfigError: there are no files, a file has no tokens or a token outside vocab_size, or a source is too short.
     """
     seq_len, vocab_size, dtype, held_out = settings.seq_len, settings.vocab_size, settings.dtype, settings.held_out
     chosen = None if settings.tokenizer is None else load_tokenizer(settings.tokenizer, vocab_size)
@@ -116,10 +118,10 @@ def token_files(settings: TokenFilesSettings, *, seed: int = 0) -> DataSplits:
 
 
 def _check_lengths(split: str, sources: Sequence[Sequence[NDArray[Any]]], seq_len: int, paths: Sequence[str]) -> None:
-    """Refuse a source none of whose files has a sample.
+    """Check that each source has a file that is long enough for a sample.
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: all files of a source are too short.
     """
     for source, path in zip(sources, paths, strict=False):
         if (longest := max(map(len, source))) <= seq_len:
@@ -129,7 +131,7 @@ def _check_lengths(split: str, sources: Sequence[Sequence[NDArray[Any]]], seq_le
 
 
 def _evenly(sources: Sequence[SequencesOfFiles]) -> Dataset:
-    """The samples of all sources, of each at even distances."""
+    """Return the samples of all sources, evenly interleaved."""
     joined = SequencesOfFiles([part for source in sources for part in source.parts])
     if len(sources) == 1:
         return joined
@@ -139,10 +141,10 @@ def _evenly(sources: Sequence[SequencesOfFiles]) -> Dataset:
 
 
 def _opened(file: Path, dtype: TokenDtype, key: str) -> _TokenFile:
-    """Where the tokens of a file are.
+    """Locate the tokens in a file.
 
     Raises:
-        ConfigError: it holds none, or its size is none of whole tokens.
+        ConfigError: the file has no tokens, or its size is not a multiple of the token size.
     """
     try:
         return _from_npy(file) if file.suffix == ".npy" else _from_bin(file, np.dtype(dtype.name))
@@ -178,7 +180,7 @@ def _from_bin(file: Path, dtype: np.dtype[Any]) -> _TokenFile:
 
 
 def _from_indexed(file: Path, index: Path, size: int) -> _TokenFile:
-    """The tokens of Megatron-LM's pair of files: sequences, one after the other."""
+    """Locate the tokens of a Megatron-LM dataset, which is a .bin file of concatenated sequences with an index file."""
     head = _INDEX_HEAD.unpack(index.open("rb").read(_INDEX_HEAD.size).ljust(_INDEX_HEAD.size, b"\0"))
     magic, version, code, sequences, _ = head
     if magic != _INDEX_MAGIC or version != 1 or code not in _INDEX_TYPES:
@@ -194,7 +196,7 @@ def _from_indexed(file: Path, index: Path, size: int) -> _TokenFile:
 
 
 def _look(files: Sequence[_TokenFile], folder: Path) -> tuple[str, ...]:
-    """Write the smallest and the largest token of each file."""
+    """Write the smallest and the largest token id of each file, and return the names of the written files."""
     bounds = [[(int(part.min()), int(part.max())) for part in _parts(file)] or [(0, 0)] for file in files]
     facts = [[min(low for low, _ in found), max(high for _, high in found)] for found in bounds]
     (folder / _FACTS).write_text(json.dumps(facts))
@@ -207,10 +209,10 @@ def _parts(file: _TokenFile) -> Iterator[NDArray[Any]]:
 
 
 def _check_bounds(files: Sequence[_TokenFile], bounds: Sequence[tuple[int, int]], vocab_size: int) -> None:
-    """Refuse tokens that the model has no entry for.
+    """Check that all token ids are within the vocabulary.
 
     Raises:
-        ConfigError: there is one; names file and token.
+        ConfigError: a token id is negative or too large; the message has file and token.
     """
     for file, (low, high) in zip(files, bounds, strict=True):
         if low < 0 or high >= vocab_size:

@@ -1,4 +1,4 @@
-"""Fixed-length samples cut from one long array of tokens."""
+"""Datasets of fixed-length sequences, cut from long arrays of tokens."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +15,7 @@ TokenArray = NDArray[np.unsignedinteger[Any]]
 
 
 class TokenSequences(MapsFiles, BatchDataset):
-    """Sample i is tokens[i * seq_len : (i + 1) * seq_len], and its targets the same one token later.
+    """Dataset whose sample i is tokens[i * seq_len : (i + 1) * seq_len]; targets are shifted by one token.
 
     Args:
         tokens: (num_tokens,) unsigned integers, usually memory-mapped.
@@ -27,16 +27,16 @@ class TokenSequences(MapsFiles, BatchDataset):
         self.seq_len = seq_len
 
     def __len__(self) -> int:
-        """Number of whole samples."""
+        """Return the number of complete samples."""
         return max(0, len(self.tokens) - 1) // self.seq_len
 
     @property
     def dropped_tokens(self) -> int:
-        """Tokens after the last whole sample, which no sample holds."""
+        """Number of tokens after the last complete sample."""
         return len(self.tokens) - len(self) * self.seq_len
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """Samples stacked: tokens and targets, (len(indices), seq_len) int64 each.
+        """Return `tokens` and `targets`, (len(indices), seq_len) int64 each.
 
         Raises:
             IndexError: an index is out of range.
@@ -52,10 +52,10 @@ class TokenSequences(MapsFiles, BatchDataset):
 
 
 class SequencesOfFiles(BatchDataset):
-    """The samples of several arrays of tokens, one array after the other; none goes from one into the next.
+    """Concatenation of the sequences of several token arrays; no sequence spans two arrays.
 
     Args:
-        parts: the samples of each.
+        parts: sequences of each array.
     """
 
     def __init__(self, parts: Sequence[TokenSequences]) -> None:
@@ -64,15 +64,15 @@ class SequencesOfFiles(BatchDataset):
 
     @classmethod
     def of(cls, arrays: Sequence[TokenArray], seq_len: int) -> "SequencesOfFiles":
-        """The samples of arrays of tokens."""
+        """Return the sequences of several token arrays."""
         return cls([TokenSequences(array, seq_len) for array in arrays])
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Return the number of samples."""
         return int(self._ends[-1])
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """Samples stacked: tokens and targets, (len(indices), seq_len) int64 each.
+        """Return `tokens` and `targets`, (len(indices), seq_len) int64 each.
 
         Raises:
             IndexError: an index is out of range.
@@ -92,20 +92,20 @@ class SequencesOfFiles(BatchDataset):
 
 
 class Reordered(BatchDataset):
-    """The samples of a dataset in another order.
+    """View of a dataset with its samples in another order.
 
     Args:
-        dataset: reads several samples at once.
-        places: (n,) int64, which of its samples each is.
+        dataset: the dataset.
+        places: index of each sample in the dataset, (n,) int64.
     """
 
     def __init__(self, dataset: SequencesOfFiles, places: NDArray[np.int64]) -> None:
         self._dataset, self._places = dataset, places
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Return the number of samples."""
         return len(self._places)
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """Samples stacked: tokens and targets, (len(indices), seq_len) int64 each."""
+        """Return `tokens` and `targets`, (len(indices), seq_len) int64 each."""
         return self._dataset.batch(self._places[np.asarray(indices, dtype=np.int64)].tolist())

@@ -24,7 +24,7 @@ _DECLARATIONS = (
 )
 _KEY = "data.tokenizer"
 _MOST_IDS = 2**32
-"""Ids of the tokenizers library are unsigned integers of 32 bits."""
+"""Number of possible ids: the tokenizers library uses unsigned 32-bit integers."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -32,7 +32,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
     Args:
         texts: the training documents.
-        vocab_size: most entries it may have; fewer when the text has fewer pairs to merge.
+        vocab_size: maximum number of entries; there are fewer if the text has fewer pairs to merge.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -48,18 +48,18 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def load_tokenizer(path: str, vocab_size: int) -> tuple[Tokenizer, int]:
-    """Read a tokenizer and the token that ends a document.
+    """Load a tokenizer, and determine its end-of-document token.
 
-    That is the one which the files beside it declare as the end of a sequence, or else one of the usual names; a
-    tokenizer that has neither is given one more token.
+    This is the end-of-sequence token declared by the files next to tokenizer.json, or otherwise the first existing
+    token of a list of common names. If the tokenizer has neither, `END_OF_DOCUMENT` is added to it.
 
     Args:
-        path: a tokenizer.json, or a folder with one.
-        vocab_size: entries of the model's embedding, which the tokenizer must not exceed.
+        path: a tokenizer.json, or a folder that contains one.
+        vocab_size: entries of the model's embedding, the maximum for the tokenizer.
 
     Raises:
-        ConfigError: there is no readable tokenizer.json, it has more entries than vocab_size or than the model of its
-            folder, or it lacks the token that is declared.
+        ConfigError: tokenizer.json cannot be read, it has more entries than vocab_size or than the model in its folder,
+            or it lacks the declared token.
     """
     file = tokenizer_file(path)
     if not file.is_file():
@@ -79,9 +79,9 @@ def load_tokenizer(path: str, vocab_size: int) -> tuple[Tokenizer, int]:
 
 
 def parse_tokenizer(content: str) -> Tokenizer:
-    """Return the tokenizer of a tokenizer.json, which neither truncates nor pads: samples have lengths of their own.
+    """Parse the content of a tokenizer.json, and disable truncation and padding, because samples differ in length.
 
-    Call it inside `ForeignData`: the library raises plain exceptions and panics.
+    Call this inside `ForeignData`: the library raises plain exceptions and Rust panics.
     """
     tokenizer = Tokenizer.from_str(content)
     tokenizer.no_truncation()
@@ -90,15 +90,15 @@ def parse_tokenizer(content: str) -> Tokenizer:
 
 
 def count_ids(tokenizer: Tokenizer) -> int:
-    """Return the highest id plus 1: the entries of an embedding, more than the tokens if ids are left out."""
+    """Return the largest id plus 1, the required size of an embedding; it exceeds the token count if ids have gaps."""
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
 def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """Return the token ids of each text, without those that a tokenizer puts around a text.
+    """Return the token ids of each text, without the special tokens that the tokenizer adds by default.
 
     Raises:
-        ConfigError: the tokenizer fails at one of the texts.
+        ConfigError: the tokenizer fails on one of the texts.
     """
     with ForeignData(partial(_refuse_use, "encode a text")):
         return [encoding.ids for encoding in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
@@ -108,7 +108,7 @@ def decode_tokens(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
     """Return the text of tokens, without special tokens.
 
     Raises:
-        ConfigError: the tokenizer fails at them.
+        ConfigError: the tokenizer fails on the tokens.
     """
     with ForeignData(partial(_refuse_use, "decode tokens")):
         text: str = tokenizer.decode(tokens, skip_special_tokens=True)
@@ -124,22 +124,22 @@ def _refuse_use(action: str, reason: str) -> ConfigError:
 
 
 def tokenizer_file(path: str) -> Path:
-    """The tokenizer.json that a path names: itself, or in that folder."""
+    """Return the path of the tokenizer.json, given the file or its folder."""
     file = Path(path).expanduser()
     return file / "tokenizer.json" if file.is_dir() else file
 
 
 def check_same(tokenizer: Tokenizer, weights: Path, key: str | None = None) -> None:
-    """Refuse weights that were trained with other tokens.
+    """Check that weights were trained with the same tokenizer as the data.
 
     Args:
-        tokenizer: of the data.
-        weights: a run directory, a checkpoint in one, a folder of transformers, or a file beside a tokenizer.json;
-            where there is no tokenizer, nothing is compared.
-        key: of the setting that chose a model beside the run's; None: it is the run's own.
+        tokenizer: tokenizer of the data.
+        weights: a run directory, a checkpoint in one, a folder in transformers format, or a file next to a
+            tokenizer.json. Nothing is compared if there is no tokenizer.
+        key: setting that selects an additional model (such as a teacher or reference); None for the run's own model.
 
     Raises:
-        ConfigError: the tokenizer that lies there cannot be read, or is another.
+        ConfigError: the tokenizer of the weights cannot be read, or it differs.
     """
     if not (file := run_of(weights) / TOKENIZER).is_file():
         return
@@ -147,7 +147,7 @@ def check_same(tokenizer: Tokenizer, weights: Path, key: str | None = None) -> N
         own = parse_tokenizer(read_text(in_hub_cache(file)))
     if _content(own) == _content(tokenizer):
         return
-    own.add_special_tokens([END_OF_DOCUMENT])  # which data adds where a tokenizer has no end of a document
+    own.add_special_tokens([END_OF_DOCUMENT])  # `load_tokenizer` adds it if there is no end token
     if _content(own) != _content(tokenizer):
         if key is not None:
             message = f"is {weights}, trained with another tokenizer than the run's; give a model with the same one"
@@ -157,19 +157,19 @@ def check_same(tokenizer: Tokenizer, weights: Path, key: str | None = None) -> N
 
 
 def _content(tokenizer: Tokenizer) -> dict[str, Any]:
-    """What tokens it makes of a text: what it would put around them, or cut and fill them to, is nowhere asked for."""
+    """Return the tokenizer's JSON without truncation, padding and post-processor, which are never used."""
     content = json.loads(tokenizer.to_str())
     return {name: value for name, value in content.items() if name not in ("truncation", "padding", "post_processor")}
 
 
 def usual_end(tokenizer: Tokenizer) -> int | None:
-    """The token that ends a document by its name; None where it has none of the usual names."""
+    """Return the first end-of-document token with a common name, or None."""
     ids = (tokenizer.token_to_id(token) for token in _END_TOKENS)
     return next((token for token in ids if token is not None), None)
 
 
 def _declared_end(folder: Path) -> str | int | None:
-    """What the files that transformers writes beside a tokenizer or a model say ends a sequence: a token or its id."""
+    """Return the end-of-sequence token, or its id, declared in the files that transformers writes, or None."""
     for name, key in _DECLARATIONS:
         end = config_value(folder / name, key)
         end = end[0] if isinstance(end, list) and end else end
@@ -180,10 +180,12 @@ def _declared_end(folder: Path) -> str | int | None:
 
 
 def config_value(file: Path, key: str) -> Any:
-    """What a file of settings in JSON says of a key, for text models inside others too; None where it says nothing.
+    """Return the value of a key in a JSON configuration file, or None if the file or the key is missing.
+
+    If the key is missing at the top level, `text_config` is searched (multimodal models).
 
     Raises:
-        ConfigError: it is not JSON.
+        ConfigError: the file is not a JSON object.
     """
     try:
         content = json.loads(read_text(in_hub_cache(file)))

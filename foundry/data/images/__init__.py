@@ -1,1 +1,1 @@
-"""Images: classes, folders of images, and examples about them."""
+"""Image datasets: labelled images, image folders, and text examples with images."""

@@ -1,4 +1,4 @@
-"""scikit-learn's handwritten digits: small enough for a laptop, real enough to see whether a model has learnt."""
+"""Dataset of scikit-learn's handwritten digits: real images, and small enough to train on a laptop."""
 
 import hashlib
 from collections.abc import Sequence
@@ -16,30 +16,35 @@ from foundry.data.splits import DataSplits
 
 
 class LabelledImages(BatchDataset):
-    """Images with their classes, in memory."""
+    """In-memory dataset of images with class labels."""
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
-        """Hold images: (n, channels, height, width) float32 in [-1, 1], and labels: (n,) int64."""
+        """Initialize the dataset.
+
+        Args:
+            images: (n, channels, height, width) float32 in [-1, 1].
+            labels: (n,) int64.
+        """
         self.images, self.labels = images, labels
 
     def __len__(self) -> int:
-        """Number of images."""
+        """Return the number of images."""
         return len(self.labels)
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """Several images, (batch, channels, height, width), and their classes, (batch,)."""
+        """Return `images`, (batch, channels, height, width) float32, and `labels`, (batch,) int64."""
         at = torch.as_tensor(indices, dtype=torch.int64)
         return {"images": self.images[at], "labels": self.labels[at]}
 
 
 @configured_by(DigitsSettings)
 def digits(settings: DigitsSettings, *, seed: int = 0) -> DataSplits:
-    """scikit-learn's 1,797 handwritten digits (Alpaydin and Kaynak, 1998), split by a hash of each image's index.
+    """Build splits of scikit-learn's 1,797 handwritten digits (Alpaydin and Kaynak, 1998).
 
-    Runs with different seeds are measured on the same held-out images.
+    The split depends on a hash of each image's index, so runs with different seeds have the same validation images.
 
     Raises:
-        ConfigError: the sizes are not the images' own, or held_out leaves a split without a class.
+        ConfigError: the configured sizes differ from those of the images, or held_out leaves a split without a class.
     """
     pixels, classes = load_digits(return_X_y=True)
     for key, own in {"image_size": 8, "num_channels": 1, "num_classes": 10}.items():
@@ -59,18 +64,18 @@ def digits(settings: DigitsSettings, *, seed: int = 0) -> DataSplits:
 def stratified_split(
     classes: "np.ndarray[tuple[int], np.dtype[np.int64]]", held_out: float, keys: Sequence[bytes] | None = None
 ) -> "np.ndarray":
-    """Which samples are held out: in every class, the share `held_out` whose keys have the smallest hashes.
+    """Select validation samples: in every class, the fraction `held_out` whose keys have the smallest hashes.
 
     Args:
-        classes: (n,) int64.
-        held_out: share of every class.
-        keys: of each sample; None: its index.
+        classes: class of each sample, (n,) int64.
+        held_out: fraction of every class for validation.
+        keys: key of each sample; None for its index.
 
     Returns:
-        (n,) bool.
+        (n,) bool, true for validation samples.
 
     Raises:
-        ConfigError: a class would be missing from one of the two sides.
+        ConfigError: a class would be missing from one of the splits.
     """
     keys = [b"%d" % index for index in range(len(classes))] if keys is None else keys
     hashes = np.array([hashlib.blake2b(key, digest_size=8).hexdigest() for key in keys])
@@ -91,7 +96,7 @@ def stratified_split(
 
 
 def _fingerprint(images: Tensor, labels: Tensor, is_held_out: Tensor) -> str:
-    """A hash of every byte that training or validation may see, and of who sees it."""
+    """Return a hash of all images, labels and the split."""
     digest = hashlib.blake2b(b"digits", digest_size=16)
     for tensor in (images, labels, is_held_out):
         digest.update(tensor.numpy().tobytes())

@@ -1,4 +1,4 @@
-"""Pictures of a user's own: a folder with a folder for each class, as torchvision's `ImageFolder` reads it."""
+"""Dataset of an image folder with one subfolder per class, the layout of torchvision's `ImageFolder`."""
 
 import hashlib
 import logging
@@ -35,26 +35,26 @@ log = logging.getLogger(__name__)
 
 
 class Shifted(WrappedDataset):
-    """Pictures that are shifted by a few pixels whenever they are read in training, as in He et al. (2016), 4.2.
+    """Augmentation by random shifts of a few pixels in training, as in He et al. (2016), 4.2.
 
-    By how many is drawn from the seed and the picture's position in the global order: by a Philox with a key of the
-    seed, at the counter of the position, so that ranks, microbatches and interruptions change nothing.
+    The shift is drawn from a Philox generator keyed by the seed, with the position in the global order as its counter,
+    so it does not depend on ranks, microbatches or interruptions.
     """
 
     def __init__(self, pictures: Dataset, *, most: int, seed: int) -> None:
-        """See the class.
+        """Wrap a dataset of images.
 
         Args:
-            pictures: the pictures.
-            most: pixels, up, down, left and right; what comes in from outside is what lies at the edge.
-            seed: of the run.
+            pictures: the images.
+            most: maximum shift in pixels in each direction; border pixels are replicated.
+            seed: seed of the run.
         """
         super().__init__(pictures)
         self._most = most
         self._key = int.from_bytes(hashlib.sha256(f"random_crop {seed}".encode()).digest()[:16], "little")
 
     def batch_at(self, indices: Sequence[int], positions: Sequence[int]) -> dict[str, Tensor]:
-        """Pictures as they are at these positions; otherwise as `batch`."""
+        """Return the batch with each image shifted by the amount for its position."""
         found = super().batch_at(indices, positions)
         size = found["images"].shape[-1]
         wide = torch.nn.functional.pad(found["images"], (self._most,) * 4, mode="replicate")
@@ -63,7 +63,7 @@ class Shifted(WrappedDataset):
         return found
 
     def _shifts(self, positions: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Where each picture begins, down and right, from 0 to twice the most."""
+        """Yield the crop offsets (down, right) in the padded image at each position, each from 0 to twice `most`."""
         for position in positions:
             generator = np.random.Generator(np.random.Philox(key=self._key, counter=[0, position, 0, 0]))
             down, right = generator.integers(2 * self._most + 1, size=2).tolist()
@@ -71,27 +71,27 @@ class Shifted(WrappedDataset):
 
 
 class Pictures(MapsFiles, BatchDataset):
-    """Some pictures of a memory-mapped array, with their classes."""
+    """Dataset of a subset of the images in a memory-mapped array, with class labels."""
 
     def __init__(
         self, images: NDArray[np.uint8], labels: NDArray[np.int64], members: NDArray[np.int64], *, mirror: bool
     ) -> None:
-        """See the class.
+        """Initialize the dataset.
 
         Args:
-            images: (n, channels, height, width) of all pictures.
-            labels: (n,), their classes.
-            members: (m,), which of them these are.
-            mirror: also show each the other way round, left to right, after all of them.
+            images: all images, (n, channels, height, width) uint8.
+            labels: class of each image, (n,) int64.
+            members: indices of the images in this dataset, (m,) int64.
+            mirror: append the horizontally flipped version of each image.
         """
         self._images, self._labels, self._members, self._mirror = images, labels, members, mirror
 
     def __len__(self) -> int:
-        """Number of pictures; those the other way round are further ones."""
+        """Return the number of images, flipped ones included."""
         return len(self._members) * (2 if self._mirror else 1)
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """Pictures, (batch, channels, height, width) float32 in [-1, 1], and their classes, (batch,) int64."""
+        """Return `images`, (batch, channels, height, width) float32 in [-1, 1], and `labels`, (batch,) int64."""
         turned, place = np.divmod(np.asarray(indices, dtype=np.int64), len(self._members))
         at = self._members[place]
         pixels = self._images[at]
@@ -101,17 +101,18 @@ class Pictures(MapsFiles, BatchDataset):
 
 @configured_by(ImageFolderSettings)
 def image_folder(settings: ImageFolderSettings, *, seed: int = 0) -> DataSplits:
-    """Pictures of a folder, decoded once; the class of each is its folder's place in the order of names.
+    """Build splits of an image folder; images are decoded once into the cache.
 
-    Held-out pictures are chosen by their names, and thus the same where pictures are added.
+    The class index is the index of the subfolder in the sorted list of names. Validation images are selected by a hash
+    of their names, within each class, so most images stay in their split if images are added.
 
     Args:
-        settings: the folder, and the form of its pictures.
-        seed: from which shifts are drawn; runs with different seeds are measured on the same held-out pictures.
+        settings: folder, and size, channels and augmentation of the images.
+        seed: seed of the random shifts; the split does not depend on it.
 
     Raises:
-        ConfigError: there is no such folder, a file in it is no picture, there are fewer than two of a class, or
-            num_classes is not the number of classes.
+        ConfigError: the folder does not exist, a file in it is not an image, a class has too few images for
+            held_out, or num_classes differs from the number of subfolders.
     """
     path, cache_dir, random_crop = settings.path, settings.cache_dir, settings.random_crop
     size, channels, fit = settings.image_size, settings.num_channels, settings.fit
@@ -168,10 +169,7 @@ def image_folder(settings: ImageFolderSettings, *, seed: int = 0) -> DataSplits:
 
 
 def _pictures_in(folder: Path) -> tuple[list[Path], int]:
-    """Files below a folder whose names are those of pictures, in the order of names, and how many others there are.
-
-    What is hidden is not looked at.
-    """
+    """Return the image files below a folder, sorted, and the number of other files, without hidden ones."""
     found, others = list[Path](), 0
     for parent, inside, names in os.walk(folder, followlinks=True):
         inside[:] = [name for name in inside if not name.startswith(".")]
@@ -188,10 +186,10 @@ def _pictures_in(folder: Path) -> tuple[list[Path], int]:
 def _fill(
     files: Sequence[Path], shape: tuple[int, ...], read: Callable[[Path], NDArray[np.uint8]], folder: Path
 ) -> tuple[str, ...]:
-    """Write all pictures; the names of the files."""
+    """Decode all images into one array in the folder, and return the names of the written files."""
     images = np.lib.format.open_memmap(folder / _IMAGES, mode="w+", dtype=np.uint8, shape=shape)
     began = told = time.monotonic()
-    with ThreadPoolExecutor(min(32, os.cpu_count() or 1)) as pool:  # Pillow decodes without the interpreter's lock
+    with ThreadPoolExecutor(min(32, os.cpu_count() or 1)) as pool:  # Pillow releases the GIL while it decodes
         for start, some in _in_parts(files):
             for index, picture in enumerate(pool.map(partial(_read, read), some), start=start):
                 images[index] = picture
@@ -209,10 +207,10 @@ def _in_parts(files: Sequence[Path]) -> Iterator[tuple[int, Sequence[Path]]]:
 
 
 def _read(read: Callable[[Path], NDArray[np.uint8]], file: Path) -> NDArray[np.uint8]:
-    """A picture.
+    """Read an image.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the file is not a readable image.
     """
     try:
         return read(file)

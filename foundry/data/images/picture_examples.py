@@ -1,4 +1,4 @@
-"""Examples that are about a picture each."""
+"""Text examples and prompts with one image each."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ from foundry.data.splits import Prompt
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowPictures:
-    """The pictures that rows are about.
+    """Images of the rows of a dataset.
 
     Attributes:
-        images: (pictures, 3, image_size, image_size) uint8.
-        places: which of them each row is about, (rows,) int64 of train and validation.
-        content: tells them from others.
+        images: (images, 3, image_size, image_size) uint8.
+        places: image index of each row, (rows,) int64 for training and validation.
+        content: hash of the images.
     """
 
     images: NDArray[np.uint8]
@@ -31,32 +31,32 @@ class RowPictures:
 
 
 class PictureExamples(MapsFiles, BatchDataset):
-    """`Examples`, each with its picture.
+    """`Examples` with one image each.
 
     Args:
         examples: tokens and targets.
-        images: (pictures, 3, image_size, image_size) uint8.
-        places: which of them each example is about, (examples,) int64.
+        images: (images, 3, image_size, image_size) uint8.
+        places: image index of each example, (examples,) int64.
     """
 
     def __init__(self, examples: Examples, images: NDArray[np.uint8], places: NDArray[np.int64]) -> None:
         self.examples, self.images, self.places = examples, images, places
 
     def __len__(self) -> int:
-        """Number of examples."""
+        """Return the number of examples."""
         return len(self.examples)
 
     @property
     def longest(self) -> int:
-        """The index of the example with the most tokens, which needs the most memory."""
+        """Index of the example with the most tokens, which needs the most memory."""
         return self.examples.longest
 
     def num_tokens(self, indices: Sequence[int]) -> int | None:
-        """Tokens of these examples together, without padding; pictures do not count."""
+        """Return the total text tokens of these examples, without padding and without images."""
         return self.examples.num_tokens(indices)
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """Tokens and targets as `Examples.batch` gives them, and images, (batch, 1, 3, size, size) uint8."""
+        """Return `tokens` and `targets` as from `Examples.batch`, and `images`, (batch, 1, 3, size, size) uint8."""
         return {**self.examples.batch(indices), "images": self._images(indices)}
 
     def _images(self, indices: Sequence[int]) -> Tensor:
@@ -65,22 +65,22 @@ class PictureExamples(MapsFiles, BatchDataset):
 
 
 class PicturePrompts(Sequence[Prompt]):
-    """Prompts with the pictures of the examples that they are of.
+    """Prompts with the images of their examples.
 
     Args:
-        prompts: of the examples, in their order.
-        examples: with the pictures.
+        prompts: one prompt for each example, in the same order.
+        examples: examples with images.
     """
 
     def __init__(self, prompts: Sequence[Prompt], examples: PictureExamples) -> None:
         self._prompts, self._examples = prompts, examples
 
     def __len__(self) -> int:
-        """Number of prompts."""
+        """Return the number of prompts."""
         return len(self._prompts)
 
     def __getitem__(self, index: Any) -> Any:
-        """One prompt, or several."""
+        """Return one prompt for an integer, or a list of prompts for a slice."""
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
         return self._prompts[index]._replace(images=self._examples[index]["images"])

@@ -1,4 +1,4 @@
-"""Pictures of recordings: files of them, and videos."""
+"""Reading and writing of images and videos."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,18 +16,22 @@ from foundry.run_dir.files import UnsafeFileError, require_regular
 
 _FORMATS = ("PNG", "JPEG", "WEBP")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
-"""Of the names of such files, in lower case."""
+"""File name suffixes of images, in lower case."""
 _MOST_PIXELS = 2**28
 
 Pixels = NDArray[np.uint8]
-"""(height, width, 3) uint8, red, green and blue."""
+"""Image, (height, width, 3) uint8, RGB."""
 
 
 def decode_picture(content: bytes, size: tuple[int, int]) -> Pixels:
-    """A file of a picture, of which the height and width are known before it is decoded.
+    """Decode an image file of a known size, which is checked before the pixels are decoded.
+
+    Args:
+        content: bytes of a PNG, JPEG or WebP file.
+        size: expected height and width in pixels.
 
     Raises:
-        ValueError: it is none, or of another size.
+        ValueError: the content is not an image, or the image has another size.
     """
     from PIL import Image
 
@@ -41,17 +45,17 @@ def decode_picture(content: bytes, size: tuple[int, int]) -> Pixels:
 
 
 def read_picture(file: Path, *, size: int, channels: int, fit: PictureFit) -> Pixels:
-    """A file of a picture, turned as its camera says, as (channels, size, size); what is transparent becomes white.
+    """Read an image as (channels, size, size) uint8, with EXIF orientation applied and transparency made white.
 
     Args:
-        file: PNG, JPEG or WebP.
-        size: height and width in pixels.
-        channels: 3: red, green and blue; 1: grey.
-        fit: what becomes of a picture that is not square.
+        file: PNG, JPEG or WebP file.
+        size: height and width of the result in pixels.
+        channels: 3 for RGB, 1 for grayscale.
+        fit: how to make a non-square image square.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is no picture, or larger than 2**28 pixels.
+        OSError: the file cannot be read.
+        ValueError: the file is not an image, or the image has more than 2**28 pixels.
     """
     from PIL import Image, ImageOps
 
@@ -59,9 +63,9 @@ def read_picture(file: Path, *, size: int, channels: int, fit: PictureFit) -> Pi
         with require_regular(file).open("rb") as stream, Image.open(stream, formats=_FORMATS) as opened:
             if opened.width * opened.height > _MOST_PIXELS:
                 raise ValueError(f"has {opened.width} by {opened.height} pixels, which are too many")
-            opened.draft("RGB", (size, size))  # a JPEG is decoded at half its size and so on, where that suffices
+            opened.draft("RGB", (size, size))  # decodes a JPEG at 1/2, 1/4 or 1/8 scale if that is large enough
             picture = ImageOps.exif_transpose(opened)
-            if picture.mode.startswith("I"):  # 16 bits of grey, which Pillow would cut off at 255
+            if picture.mode.startswith("I"):  # 16-bit grayscale, which Pillow would clip at 255
                 picture = Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
             if picture.has_transparency_data:
                 drawn = picture.convert("RGBA")
@@ -81,7 +85,7 @@ def read_picture(file: Path, *, size: int, channels: int, fit: PictureFit) -> Pi
 
 
 def encode_png(picture: Pixels) -> bytes:
-    """A picture as a PNG file, which loses nothing."""
+    """Return the image as the content of a PNG file (lossless)."""
     from PIL import Image
 
     stream = BytesIO()
@@ -90,9 +94,9 @@ def encode_png(picture: Pixels) -> bytes:
 
 
 def fitted(picture: Pixels, size: int) -> Pixels:
-    """A picture as (3, size, size), by bilinear interpolation over all pixels that a new one covers.
+    """Resize an image to (3, size, size) by bilinear interpolation with antialiasing.
 
-    One that is not square is stretched, so that nothing of it is lost.
+    A non-square image is stretched, not cropped.
     """
     from PIL import Image
 
@@ -102,12 +106,12 @@ def fitted(picture: Pixels, size: int) -> Pixels:
 
 
 def video_frames(file: Path) -> Iterator[tuple[float, Callable[[], Pixels]]]:
-    """The frames of a video in their order: at which second each is, and what makes a picture of it.
+    """Yield the frames of a video in order: the time in seconds, and a function that returns the image.
 
     Raises:
-        ConfigError: the package that decodes videos is missing.
+        ConfigError: the package that decodes videos (av) is not installed.
         OSError: the file cannot be read.
-        ValueError: it is no video.
+        ValueError: the file is not a video.
     """
     av = import_av()
     try:
@@ -119,10 +123,10 @@ def video_frames(file: Path) -> Iterator[tuple[float, Callable[[], Pixels]]]:
 
 
 def import_av() -> Any:
-    """The package that reads and writes videos.
+    """Import and return `av`, the package that reads and writes videos.
 
     Raises:
-        ConfigError: it is missing.
+        ConfigError: the package is not installed.
     """
     try:
         import av

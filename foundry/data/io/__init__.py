@@ -1,1 +1,1 @@
-"""Files and rows: reading, remote files, digests, and folders of the cache."""
+"""File input: readers of rows and text, remote files, file hashes, and cache folders."""

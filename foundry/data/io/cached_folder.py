@@ -1,4 +1,4 @@
-"""Folders of the cache: made once, shared by every rank and run, published whole, and verified before they are read."""
+"""Cache folders: written once, published atomically, shared by all ranks and runs, and verified before use."""
 
 import errno
 import json
@@ -23,7 +23,7 @@ _HEAD_START_SECONDS = 0.5
 _MANIFEST, _VERIFIED = "manifest.json", ".verified"
 _CHUNK_BYTES = 2**24
 _ALWAYS_BYTES = 2**28
-"""What is no larger is read in full whenever it is opened: a tenth of a second."""
+"""Folders up to this size are verified at each use, which takes a tenth of a second."""
 
 _STAMP_SECONDS = 24 * 3600.0
 _TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.\w+(\.damaged)?")
@@ -32,18 +32,19 @@ log = logging.getLogger(__name__)
 
 
 def cached_folder(cache_dir: str, name: str, fill: Callable[[Path], tuple[str, ...]], *, what: str = "tokens") -> Path:
-    """A folder of the cache, made where there is none: whole and on the disk, or not at all.
+    """Return a folder of the cache, and create it if it is missing or damaged.
 
-    Any number of processes may ask at once: one makes it, the others wait for it.
+    Creation is atomic and durable. If several processes call this at once, one creates the folder and the others wait.
 
     Args:
-        cache_dir: the cache's parent folder.
-        name: of the folder, which says all that its content depends on: 32 hexadecimal digits.
-        fill: writes the files of the folder that it is given; their names.
-        what: it holds, for messages.
+        cache_dir: parent folder of the cache.
+        name: name of the folder, a hash of everything on which its content depends: 32 hexadecimal digits.
+        fill: writes the files into the given folder, and returns their names.
+        what: the content of the folder, for messages.
 
     Raises:
-        ConfigError: the cache cannot be written; or what `fill` raises.
+        ConfigError: the cache cannot be written. Exceptions of `fill` are not caught, except OSError and
+            NotImplementedError, which become ConfigError.
     """
     folder = Path(cache_dir).expanduser().resolve() / name
     try:
@@ -63,7 +64,7 @@ def cached_folder(cache_dir: str, name: str, fill: Callable[[Path], tuple[str, .
 
 
 def _give_way() -> None:
-    """Where ranks come together, let rank 0 make it, whose terminal and log say how far it has got."""
+    """Delay ranks other than 0, so that rank 0, which shows progress in terminal and log, creates the folder."""
     from torch import distributed
 
     if distributed.is_available() and distributed.is_initialized() and distributed.get_rank():
@@ -71,12 +72,12 @@ def _give_way() -> None:
 
 
 def _make(folder: Path, fill: Callable[[Path], tuple[str, ...]]) -> None:
-    """Make the folder; the lock is held."""
+    """Create the folder; the caller holds the lock."""
     sweep_temporaries(folder.parent)
     temporary = temporary_for(folder)
     with ExitStack() as held:
         held.callback(shutil.rmtree, temporary, ignore_errors=True)
-        lock(temporary, held)  # says to others that somebody is at work
+        lock(temporary, held)  # marks the folder as in use for `sweep_temporaries`
         seal(temporary, fill(temporary))
         temporary.chmod(0o755)
         (temporary / LOCK).unlink()
@@ -84,7 +85,7 @@ def _make(folder: Path, fill: Callable[[Path], tuple[str, ...]]) -> None:
 
 
 def seal(folder: Path, names: tuple[str, ...]) -> None:
-    """Write down size and checksum of the files of a folder, and wait until all of it is on the disk."""
+    """Write a manifest with the size and checksum of each file, and sync all files to disk."""
     files = {name: {"bytes": (folder / name).stat().st_size, "xxh3_128": _checksum(folder / name)} for name in names}
     (folder / _MANIFEST).write_text(json.dumps({"format": 1, "files": files}, indent=2) + "\n")
     for path in (*(folder / name for name in (*names, _MANIFEST)), folder):
@@ -92,10 +93,11 @@ def seal(folder: Path, names: tuple[str, ...]) -> None:
 
 
 def find_damage(folder: Path) -> str | None:
-    """What is wrong with a sealed folder: None where nothing is, "" where there is no folder.
+    """Return a description of the damage to a sealed folder, "" if the folder does not exist, or None if it is intact.
 
-    Sizes are always compared, and for up to 256 MiB checksums too. For more these are computed, at about the speed of
-    the disk, once a day, and whenever a file has changed since by its inode and time of change, which no program sets.
+    File sizes are always compared, and checksums too for folders up to 256 MiB. Checksums of larger folders, which take
+    as long as reading them from disk, are compared once a day, and if inode, size, mtime or ctime of a file (programs
+    cannot set the ctime) has changed since.
     """
     try:
         files = json.loads(read_text(folder / _MANIFEST))["files"]
@@ -120,12 +122,15 @@ def find_damage(folder: Path) -> str | None:
 
 
 def temporary_for(folder: Path) -> Path:
-    """A new folder beside `folder`, to be filled, sealed and published in its name."""
+    """Create a temporary folder next to `folder`, to be filled and then renamed by `publish`."""
     return Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
 
 
 def publish(temporary: Path, folder: Path) -> None:
-    """Give a sealed folder its name, in place of a damaged one that may have it; whoever reads that one keeps it."""
+    """Rename a sealed temporary folder to its final name, and replace a damaged folder of that name.
+
+    Processes that have files of the damaged folder open can continue to read them.
+    """
     if folder.is_dir() and find_damage(folder):
         damaged = temporary.with_name(f"{temporary.name}.damaged")
         folder.rename(damaged)
@@ -133,16 +138,17 @@ def publish(temporary: Path, folder: Path) -> None:
     try:
         temporary.rename(folder)
     except OSError as error:
-        # Where locks do not reach, as on some network file systems, another machine may have been first.
+        # Locks do not work on some network file systems, so another machine may have published the folder first.
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
             raise
     sync_path(folder.parent)
 
 
 def sweep_temporaries(parent: Path) -> None:
-    """Remove unpublished folders of processes that are gone; one that somebody is at work in stays.
+    """Remove temporary folders of processes that have ended.
 
-    Of a process on another machine nothing is known: what it left is removed a week after it was last written to.
+    If it is unknown whether the process has ended, because it ran on another machine, the folder is removed a week
+    after the last write to it.
     """
     for temporary in parent.iterdir():
         if not _TEMPORARY.fullmatch(temporary.name) or temporary.is_symlink():
@@ -155,7 +161,7 @@ def sweep_temporaries(parent: Path) -> None:
 def _last_written(folder: Path) -> float:
     try:
         return max(path.lstat().st_mtime for path in (folder, *folder.iterdir()))
-    except OSError:  # it is being published or removed
+    except OSError:  # the folder is being published or removed
         return time.time()
 
 
@@ -168,7 +174,7 @@ def _is_stamped(folder: Path, stamp: dict[str, Any]) -> bool:
 
 
 def _stamp(folder: Path, stamp: dict[str, Any]) -> None:
-    """Remember that everything was right; in a folder of another user's it is verified each time."""
+    """Record a successful verification; this fails silently in another user's folder, which is verified each time."""
     try:
         write_atomically(folder / _VERIFIED, json.dumps({"time": time.time(), "files": stamp}))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""SHA-256 of a corpus's files, kept in the cache: large ones are not read at each start, nor by each rank."""
+"""SHA-256 hashes of data files, cached so that large files are not read at each start and by each rank."""
 
 import hashlib
 import json
@@ -12,24 +12,24 @@ from filelock import FileLock
 from foundry.run_dir.files import read_text, require_regular, write_atomically
 
 _LARGE_BYTES = 2**26
-"""What is smaller altogether is hashed whenever it is asked for: a tenth of a second."""
+"""Minimum total size for caching hashes; smaller sets of files are hashed at each call, in a tenth of a second."""
 
 _SETTLED_NS = 2 * 10**9
-"""A file that was changed so lately may change again within one tick of its clock."""
+"""Minimum age of a change before a hash is cached: a newer file may change again with the same timestamp."""
 
 _Known = dict[str, tuple[list[int], str]]
-"""By path: what tells a file's content from another, and its SHA-256 in hexadecimal."""
+"""Stamp of the file status (see `_stamp`) and SHA-256 in hexadecimal, by path."""
 
 
 def file_digests(files: Sequence[Path], cache_dir: str | None = None) -> list[bytes]:
-    """The SHA-256 of each file's content.
+    """Return the SHA-256 of each file's content.
 
-    Of a large corpus they are kept in the cache, by path, inode, size, and times of modification and of change, the
-    last of which no program sets. Of processes that ask at once one reads the files, and the others wait for it.
+    The hashes of large files are cached by path, inode, size, mtime and ctime (which programs cannot set). If several
+    processes call this at once, one reads the files and the others wait for it.
 
     Args:
         files: regular files.
-        cache_dir: the cache's parent folder; None, or one that cannot be written to: nothing is kept.
+        cache_dir: parent folder of the cache; None, or a folder that is not writable, disables caching.
 
     Raises:
         OSError: a file cannot be read.
@@ -47,7 +47,7 @@ def file_digests(files: Sequence[Path], cache_dir: str | None = None) -> list[by
             kept.parent.mkdir(parents=True, exist_ok=True)
             lock = FileLock(kept.with_suffix(".lock"), mode=0o666)
             lock.acquire()
-        except (OSError, NotImplementedError):  # whoever writes tokens there says so
+        except (OSError, NotImplementedError):  # not reported here: writing the tokens reports it
             return [bytes.fromhex(_hash(file)) for file in files]
         with lock:
             known = _read(kept)
@@ -66,14 +66,14 @@ def _stamp(status: os.stat_result) -> list[int]:
 
 
 def _keep(file: Path, known: _Known) -> None:
-    """Write down the digests of files that are still what they were before they were read, and have settled."""
+    """Save the hashes, unless a file has changed while it was read or was changed too recently."""
     before = time.time_ns() - _SETTLED_NS
     for path, (stamp, _) in known.items():
         if _stamp(Path(path).stat()) != stamp or stamp[-1] > before:
             return
     try:
         write_atomically(file, json.dumps(known))
-    except OSError:  # whoever writes tokens there says so
+    except OSError:  # not reported here: writing the tokens reports it
         return
 
 

@@ -1,4 +1,4 @@
-"""Files of a user's own: what kind they are of by their names, and how each kind is read; compressed or not."""
+"""Kinds of data files by suffix, and readers of their bytes, text and tables, compressed or not."""
 
 import codecs
 import gzip
@@ -21,13 +21,13 @@ ROWS: Mapping[str, str] = {
     ".csv": "csv",
     ".tsv": "csv",
 }
-"""The suffixes of files of rows, and the kind that each is of."""
+"""File kind by suffix, for files of rows."""
 TEXTS: Mapping[str, str] = {".txt": "text", ".md": "text", **ROWS}
-"""Likewise of those with text."""
+"""File kind by suffix, for files with text."""
 TABLES = ("parquet", "arrow", "csv")
-"""Kinds whose columns are known before their rows."""
+"""Kinds with a schema, whose columns are known before the rows are read."""
 OF_SAVE_TO_DISK = ("dataset_info.json", "state.json", "dataset_dict.json")
-"""What datasets' `save_to_disk` writes beside .arrow files."""
+"""Metadata files that `save_to_disk` of the datasets library writes next to .arrow files."""
 
 _COMPRESSED = (".gz", ".zst")
 _SELF_COMPRESSED = (".parquet", ".arrow")
@@ -36,21 +36,21 @@ log = logging.getLogger(__name__)
 
 
 def suffix_of(file: Path) -> str:
-    """The suffix by which a file's kind is known, without that of its compression."""
+    """Return the suffix that determines the kind of a file, without the suffix of the compression."""
     inner = Path(file.stem).suffix
     return inner if file.suffix in _COMPRESSED and inner not in _SELF_COMPRESSED else file.suffix
 
 
 def listed_suffixes(kinds: Mapping[str, str]) -> str:
-    """The suffixes, for a message."""
+    """Return the suffixes as text, for a message."""
     return ", ".join(kinds)
 
 
 def open_bytes(file: Path) -> io.BufferedReader:
-    """What a file holds, decompressed while it is read.
+    """Open a file for reading bytes, with streaming decompression.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be opened.
     """
     require_regular(file)
     if file.suffix == ".gz":
@@ -64,12 +64,12 @@ def open_bytes(file: Path) -> io.BufferedReader:
 
 @dataclass(frozen=True)
 class Utf8:
-    """How bytes become text.
+    """Decoder of UTF-8 with a policy for invalid bytes.
 
     Attributes:
-        errors: of what is not UTF-8, as Python names it: `strict` refuses it, `replace` puts U+FFFD in its place and
-            warns, once a file.
-        told: the files that somebody was warned of.
+        errors: Python's name of the policy: `strict` rejects invalid bytes, `replace` replaces them by U+FFFD and warns
+            once per file.
+        told: files with a logged warning.
     """
 
     errors: str = "strict"
@@ -77,14 +77,19 @@ class Utf8:
 
     @property
     def is_strict(self) -> bool:
-        """Whether it is refused."""
+        """True if invalid bytes are rejected."""
         return self.errors == "strict"
 
     def decode(self, data: bytes, file: Path, place: str) -> str:
-        """The text.
+        """Return the text of some bytes of a file.
+
+        Args:
+            data: the bytes.
+            file: the file, for a warning.
+            place: location of the bytes in the file, for a warning.
 
         Raises:
-            UnicodeDecodeError: it is not UTF-8, and that is refused.
+            UnicodeDecodeError: the bytes are not valid UTF-8, and `errors` is `strict`.
         """
         try:
             return data.decode()
@@ -95,7 +100,7 @@ class Utf8:
             return data.decode(errors=self.errors)
 
     def tell(self, file: Path, place: str) -> None:
-        """Warn of a file in which something is replaced, for the first time at this place."""
+        """Log a warning, once per file, that invalid bytes are replaced."""
         if file not in self.told:
             self.told.add(file)
             log.warning("%s: %s is not UTF-8; what is not becomes U+FFFD (data.encoding_errors)", file, place)
@@ -105,16 +110,16 @@ STRICT = Utf8()
 
 
 def column_values(column: Any, utf8: Utf8, file: Path, first: int) -> list[Any]:
-    """The values of a column of some rows.
+    """Return the values of a column as Python objects.
 
     Args:
-        column: pyarrow's array.
-        utf8: of texts that are no part of lists or structs; those are refused where they are not UTF-8.
-        file: where it lies.
-        first: the number of its first row, for messages.
+        column: pyarrow array.
+        utf8: how to decode texts; invalid texts inside lists or structs are always rejected.
+        file: file of the column, for messages.
+        first: number of the first row, for messages.
 
     Raises:
-        ValueError: a text is not UTF-8; names the rows.
+        ValueError: a text is not valid UTF-8; the message has the row numbers.
     """
     import pyarrow as pa
 
@@ -140,21 +145,21 @@ def _is_text(kind: Any) -> bool:
 
 @dataclass(frozen=True)
 class Table:
-    """An opened file of columns.
+    """Open file with columns.
 
     Attributes:
-        schema: pyarrow's, of all columns.
-        read: yields record batches of these columns, all rows in their order.
+        schema: pyarrow schema of all columns.
+        read: yields record batches of the given columns, with all rows in order.
     """
 
     schema: Any
     read: Any
 
     def batches(self, columns: Sequence[str]) -> Iterator[Any]:
-        """Record batches of at most 1,024 rows.
+        """Yield record batches of at most 1,024 rows.
 
         Raises:
-            ValueError: the file has one of these columns twice.
+            ValueError: one of the columns is duplicated in the file.
             pyarrow.ArrowException: the file is damaged.
         """
         require_unique(self.schema, columns)
@@ -165,15 +170,15 @@ class Table:
 
 @contextmanager
 def opened_table(file: Path, utf8: Utf8 = STRICT) -> Iterator[Table]:
-    """Open a file of a kind in `TABLES`; all columns of CSV are text.
+    """Open a file of one of the kinds in `TABLES`; CSV columns are read as text.
 
     Args:
         file: the file.
-        utf8: of CSV; texts of others are read by `column_values`.
+        utf8: how to decode CSV files; texts of other files are decoded by `column_values`.
 
     Raises:
-        OSError: it cannot be read.
-        pyarrow.ArrowException: it is of another kind than its name says, or damaged.
+        OSError: the file cannot be read.
+        pyarrow.ArrowException: the file is damaged, or its format does not match its suffix.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq  # type: ignore[import-untyped]
@@ -188,7 +193,7 @@ def opened_table(file: Path, utf8: Utf8 = STRICT) -> Iterator[Table]:
                 try:
                     reader = pa.ipc.open_file(mapped)
                     batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
-                except pa.ArrowInvalid:  # datasets writes streams, which have no index at their ends
+                except pa.ArrowInvalid:  # the datasets library writes streams, which have no footer
                     mapped.seek(0)
                     reader = batches = pa.ipc.open_stream(mapped)
                 yield Table(reader.schema, lambda names: (_validated(batch.select(names), utf8) for batch in batches))
@@ -198,7 +203,7 @@ def opened_table(file: Path, utf8: Utf8 = STRICT) -> Iterator[Table]:
 
 
 def _validated(batch: Any, utf8: Utf8) -> Any:
-    """A batch that was mapped as it is, of which no value leads out of the file."""
+    """Validate a memory-mapped batch, so that no offset in it points outside the file, and return it."""
     import pyarrow as pa
 
     bytes_of = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
@@ -209,7 +214,7 @@ def _validated(batch: Any, utf8: Utf8) -> Any:
 
 
 class _Replaced(io.RawIOBase):
-    """What a stream holds, in which everything is UTF-8."""
+    """Stream that replaces the invalid UTF-8 of another stream."""
 
     def __init__(self, stream: io.BufferedReader, utf8: Utf8, file: Path) -> None:
         self._stream, self._utf8, self._file = stream, utf8, file

@@ -1,7 +1,7 @@
-"""Calls in another process, with limits of processor time and memory.
+"""Function calls in a separate process with limits of processor time and memory.
 
-The kernel enforces both, also within one long operation of the interpreter, such as `'a' * 10**10` or `9**9**9`. The
-process is a fork, so that it starts in milliseconds with everything imported. It ends by itself when it is not needed.
+The kernel enforces both limits, even within one long operation of the interpreter, such as `'a' * 10**10` or `9**9**9`.
+The process is a fork, so it starts in milliseconds with all modules imported. It exits when it is idle.
 """
 
 import contextlib
@@ -20,24 +20,24 @@ from typing import Any, NoReturn
 from foundry.core import stop_signals
 
 _IDLE_SECONDS = 10.0
-"""After this time without a call the process ends; the next call starts another."""
+"""Idle time after which the process exits; the next call starts another."""
 
 
 _is_limited = False
 
 
 class LimitExceededError(ValueError):
-    """A call exceeded the limit of processor time or of memory."""
+    """Raised if a call exceeds the limit of processor time or of memory."""
 
 
 class LimitedProcess:
-    """Calls a function in another process.
+    """Calls a function in a separate process.
 
     Args:
-        function: takes and returns values that can be pickled. It sees the variables of this process as they were
-            at the first call. Its output is discarded, and its input is empty.
-        cpu_seconds: limit of the processor time of one call.
-        memory_bytes: memory that the process may allocate.
+        function: function with picklable arguments and result. It sees the variables of this process as they are when
+            the process is forked, at the first call. Its standard output is discarded, and its standard input is empty.
+        cpu_seconds: limit of processor time per call.
+        memory_bytes: limit of additional memory that the process can allocate.
     """
 
     def __init__(self, function: Callable[..., Any], *, cpu_seconds: float, memory_bytes: int) -> None:
@@ -46,18 +46,18 @@ class LimitedProcess:
         self._connection: Connection | None = None
 
     def call(self, *args: Any, **options: Any) -> Any:
-        """Call the function; an exception that it raises is raised here.
+        """Call the function, and return its result or raise its exception.
 
         Raises:
             LimitExceededError: the call exceeded a limit.
         """
         request = pickle.dumps((args, options))
         reply = self._ask(request)
-        if reply is None:  # the process had been idle
+        if reply is None:  # the process exited because it was idle
             reply = self._ask(request)
         if reply is None:
             raise LimitExceededError("ends its process")
-        succeeded, value = pickle.loads(reply)  # of a process of this user's own
+        succeeded, value = pickle.loads(reply)  # safe: written by our own process
         if succeeded:
             return value
         if isinstance(value, MemoryError):
@@ -65,7 +65,7 @@ class LimitedProcess:
         raise value
 
     def close(self) -> None:
-        """End the process, if there is one."""
+        """Kill the process, if it runs."""
         if self._connection is not None:
             self._connection.close()
         if self._owner == os.getpid():
@@ -75,7 +75,7 @@ class LimitedProcess:
         self._connection, self._owner = None, 0
 
     def _ask(self, request: bytes) -> bytes | None:
-        """Return the reply; None if the process ended before it read the request.
+        """Return the reply, or None if the process exited before it read the request.
 
         Raises:
             LimitExceededError: the process was killed.
@@ -96,7 +96,7 @@ class LimitedProcess:
                 name = signal.Signals(os.WTERMSIG(status)).name
                 raise LimitExceededError(f"ends its process by {name}") from None
             return None
-        except BaseException:  # such as Ctrl-C: the reply would be taken for that of the next call
+        except BaseException:  # such as Ctrl-C; otherwise the next call would receive this reply
             self.close()
             raise
 
@@ -114,20 +114,20 @@ class LimitedProcess:
         self._connection, self._owner, self._pid = ours, os.getpid(), pid
 
     def _wait(self) -> int:
-        """Return the exit status of the process, or 0 if another part of this program has already read it."""
+        """Return the exit status of the process, or 0 if other code of this program has already collected it."""
         try:
             return os.waitpid(self._pid, 0)[1]
         except ChildProcessError:
             return 0
 
     def _serve(self, calls: Connection) -> NoReturn:
-        """Answer calls, in the process."""
+        """Serve calls; this runs in the separate process."""
         global _is_limited
         _is_limited = True
         stop_signals.outlive()
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         _keep_only(calls.fileno())
-        gc.freeze()  # so that collecting does not copy the memory of the process that trains
+        gc.freeze()  # garbage collection would copy memory shared with the training process
         _limit_memory(self._memory_bytes)
         while calls.poll(_IDLE_SECONDS):
             try:
@@ -148,17 +148,17 @@ class LimitedProcess:
 
 
 def is_limited() -> bool:
-    """Whether this is the process of a `LimitedProcess`."""
+    """Return whether this process was started by a `LimitedProcess`."""
     return _is_limited
 
 
 def renew_limit(cpu_seconds: float) -> None:
-    """Let the call that this process carries out take so much processor time from now on; 0: any amount."""
+    """Restart the processor time limit of the current call, with `cpu_seconds` from now on; 0 disables it."""
     signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
 
 
 def _keep_only(descriptor: int) -> None:
-    """Close all other files, and connect the standard streams to the null device."""
+    """Close all other file descriptors, and redirect the standard streams to the null device."""
     null = os.open(os.devnull, os.O_RDWR)
     for number in range(3):
         os.dup2(null, number)
@@ -167,8 +167,8 @@ def _keep_only(descriptor: int) -> None:
 
 
 def _limit_memory(num_bytes: int) -> None:
-    """Let this process have so much memory more, and have the kernel end it before others where memory is short."""
-    with contextlib.suppress(OSError):  # there is no /proc
+    """Limit the additional memory of this process, and make it the first that the kernel's OOM killer ends."""
+    with contextlib.suppress(OSError):  # no /proc on this system
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         limit = pages * resource.getpagesize() + num_bytes

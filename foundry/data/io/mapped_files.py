@@ -1,4 +1,4 @@
-"""Datasets of memory-mapped files, which worker processes map themselves instead of being sent their content."""
+"""Pickling of datasets with memory-mapped arrays: worker processes map the files instead of receiving their content."""
 
 import mmap
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class _MappedFile:
-    """Where a mapped array lies."""
+    """Location of a memory-mapped array in a file."""
 
     path: Path
     dtype: np.dtype[Any]
@@ -23,20 +23,20 @@ class _MappedFile:
 
 
 class MapsFiles:
-    """Whose arrays that are whole memory-mapped files are pickled as their paths; a part of one is copied."""
+    """Mixin that pickles memory-mapped arrays as the paths of their files; slices of these arrays are copied."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Each such array as its file."""
+        """Return the state with each memory-mapped array replaced by its file."""
         return {name: _whole_file(value) or value for name, value in vars(self).items()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Map the files."""
+        """Restore the state, and map the files."""
         for name, value in state.items():
             setattr(self, name, value.open() if isinstance(value, _MappedFile) else value)
 
 
 def _whole_file(value: object) -> _MappedFile | None:
-    """The file of an array that holds all of it, in its order."""
+    """Return the file of an array that was mapped directly, or None for slices and other objects."""
     if not isinstance(value, np.memmap):
         return None
     held_by: object = value.base

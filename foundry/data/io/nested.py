@@ -1,4 +1,4 @@
-"""Columns inside others, named with dots: `message.text` is `text` of the object, or of the struct, `message`."""
+"""Access to nested columns by dotted names: `message.text` is the field `text` of the object or struct `message`."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -6,10 +6,12 @@ from typing import Any
 
 
 def value_at(row: Mapping[str, Any], name: str) -> Any:
-    """What a row holds under a name; one that has dots itself goes first. Of an object that is null, null.
+    """Return the value of a row at a dotted name.
+
+    A column whose name itself has dots takes precedence. A field of a null object is null.
 
     Raises:
-        KeyError: nothing is there.
+        KeyError: the field does not exist.
     """
     if name in row:
         return row[name]
@@ -24,7 +26,7 @@ def value_at(row: Mapping[str, Any], name: str) -> Any:
 
 
 def names_in(row: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """All names by which something in a row can be asked for."""
+    """Yield the dotted names of all fields of a row, nested ones included."""
     for key, value in row.items():
         yield f"{prefix}{key}"
         if isinstance(value, Mapping):
@@ -32,14 +34,14 @@ def names_in(row: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def path_in(schema: Any, name: str) -> tuple[str, ...] | None:
-    """The column of a table, and the fields of structs within it, that a name leads to; None: there is none.
+    """Return the path of a dotted name: a column and the fields of nested structs; None if it does not exist.
 
     Args:
-        schema: pyarrow's.
-        name: with dots between them.
+        schema: pyarrow schema.
+        name: dotted name.
 
     Raises:
-        ValueError: the table has this column twice.
+        ValueError: the column is duplicated in the table.
     """
     if name in schema.names:
         require_unique(schema, [name])
@@ -57,10 +59,10 @@ def path_in(schema: Any, name: str) -> tuple[str, ...] | None:
 
 
 def require_unique(schema: Any, columns: Iterable[str]) -> None:
-    """Check that a table has each of these columns once.
+    """Check that none of these columns is duplicated in a table.
 
     Raises:
-        ValueError: it has one of them several times.
+        ValueError: a column is duplicated.
     """
     counts = Counter(schema.names)
     for name in columns:
@@ -69,7 +71,7 @@ def require_unique(schema: Any, columns: Iterable[str]) -> None:
 
 
 def type_at(schema: Any, path: tuple[str, ...]) -> Any:
-    """The type of what a path leads to."""
+    """Return the pyarrow type of the field at a path."""
     kind = schema.field(path[0]).type
     for part in path[1:]:
         kind = kind.field(part).type
@@ -77,7 +79,7 @@ def type_at(schema: Any, path: tuple[str, ...]) -> Any:
 
 
 def names_of(schema: Any) -> Iterator[str]:
-    """All names that lead to something in a table."""
+    """Yield the dotted names of all fields of a table, nested ones included."""
     for column in schema:
         yield from _names_below(column.name, column.type)
 
@@ -89,7 +91,7 @@ def _names_below(name: str, kind: Any) -> Iterator[str]:
 
 
 def _fields_of(kind: Any) -> list[str]:
-    """The names of the fields of a struct; of anything else none."""
+    """Return the names of the fields of a struct type, or an empty list for other types."""
     from pyarrow import types  # type: ignore[import-untyped]
 
     return [kind.field(number).name for number in range(kind.num_fields)] if types.is_struct(kind) else []

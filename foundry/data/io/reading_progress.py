@@ -1,4 +1,4 @@
-"""How far a long reading of data has got: a line every few seconds, none where it takes no longer than that."""
+"""Progress of long reads of data: a log line every few seconds, and no line for shorter reads."""
 
 import logging
 import time
@@ -15,18 +15,18 @@ _Item = TypeVar("_Item")
 
 
 def utf8_bytes(text: str) -> int:
-    """The bytes of a text in UTF-8."""
+    """Return the size of a text in UTF-8 bytes."""
     return len(text) if text.isascii() else len(text.encode())
 
 
 class ReadingProgress:
-    """Lines such as `tokenising: 120 of 500 MB, 24.0 MB/s, 0:00:16 left`.
+    """Logs progress lines such as `tokenising: 120 of 500 MB, 24.0 MB/s, 0:00:16 left`.
 
     Args:
-        what: is being done.
-        total: of all that is read, in bytes of text or in rows; None: nobody knows.
-        in_rows: it is counted in rows.
-        clock: seconds.
+        what: name of the activity.
+        total: total amount, in bytes of text or in rows; None if unknown.
+        in_rows: count rows instead of bytes.
+        clock: function that returns the time in seconds.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class ReadingProgress:
         self._began = self._told = clock()
 
     def over(self, items: Iterable[_Item], size: Callable[[_Item], int] = lambda item: 1) -> Iterator[_Item]:
-        """The items, of which each is counted with its size when the next one is asked for."""
+        """Yield the items, and add the size of each to the progress when the next one is requested."""
         for item in items:
             yield item
             self._done += size(item)

@@ -1,4 +1,4 @@
-"""Files behind URLs, as fsspec reads them: fetched into the cache once, and files like any others from then on."""
+"""Download of files from URLs into the cache with fsspec; afterwards they are read like local files."""
 
 import hashlib
 import logging
@@ -16,21 +16,21 @@ from foundry.data.io.reading_progress import ReadingProgress
 
 _CHUNK_BYTES = 2**20
 _ABOUT = {"README.md", "dataset_infos.json", *OF_SAVE_TO_DISK}
-"""What lies beside the files of a data set and says what they are."""
+"""Metadata files of a dataset, which are not data."""
 log = logging.getLogger(__name__)
 
 
 def fetched(url: str, *, key: str, kinds: Mapping[str, str], cache_dir: str) -> list[Path]:
-    """The files of a URL, from the cache or into it; one that is there is not asked for again.
+    """Download the files of a URL into the cache, and return their local paths; a cached URL is not accessed again.
 
     Args:
-        url: of a file, a folder or a glob, as `hf://datasets/OWNER/NAME/*.parquet`.
-        key: the setting that names it.
-        kinds: the suffixes that are read; of a folder, other files are left out.
-        cache_dir: the cache's parent folder.
+        url: URL of a file, a folder or a glob, such as `hf://datasets/OWNER/NAME/*.parquet`.
+        key: setting that contains the URL, for error messages.
+        kinds: supported suffixes; other files of a folder are ignored.
+        cache_dir: parent folder of the cache.
 
     Raises:
-        ConfigError: nothing is there, it cannot be had, or the cache cannot be written.
+        ConfigError: there are no files, they cannot be downloaded, or the cache cannot be written.
     """
     name = hashlib.sha256(f"remote {sorted(kinds)} {url}".encode(errors="surrogateescape")).hexdigest()[:32]
     folder = cached_folder(cache_dir, name, partial(_fetch, url, key, kinds), what="files of a URL")
@@ -39,7 +39,10 @@ def fetched(url: str, *, key: str, kinds: Mapping[str, str], cache_dir: str) -> 
 
 
 def _fetch(url: str, key: str, kinds: Mapping[str, str], folder: Path) -> tuple[str, ...]:
-    """Copy the files; their names here, which are numbered, so that none is another's or leads elsewhere."""
+    """Copy the files into the folder, and return their local names.
+
+    Names begin with a number, so that they are unique and cannot point outside the folder.
+    """
     remote = _Remote(url, key)
     found, written = remote.files(kinds), list[str]()
     sizes = [remote.size(name) for name in found]
@@ -54,7 +57,7 @@ def _fetch(url: str, key: str, kinds: Mapping[str, str], folder: Path) -> tuple[
 
 
 class _Remote:
-    """What lies at a URL; whatever a file system's library raises is a `ConfigError`."""
+    """Files at a URL; all exceptions of the fsspec file system are converted to `ConfigError`."""
 
     def __init__(self, url: str, key: str) -> None:
         import fsspec  # type: ignore[import-untyped]
@@ -66,7 +69,7 @@ class _Remote:
             raise self._refusal(error) from error
 
     def files(self, kinds: Mapping[str, str]) -> list[str]:
-        """The names of the files, sorted."""
+        """Return the sorted names of the files."""
         try:
             if has_magic(self._root):
                 found = [str(name) for name in self._system.glob(self._root)]
@@ -84,7 +87,7 @@ class _Remote:
         return sorted(found)
 
     def size(self, name: str) -> int | None:
-        """Bytes of a file; None where nobody knows."""
+        """Return the size of a file in bytes, or None if the file system does not report it."""
         try:
             size: Any = self._system.info(name).get("size")
         except Exception as error:
@@ -92,7 +95,7 @@ class _Remote:
         return size if isinstance(size, int) else None
 
     def chunks(self, name: str) -> Iterator[bytes]:
-        """What a file holds."""
+        """Yield the content of a file in chunks."""
         try:
             with self._system.open(name, "rb") as stream:
                 while chunk := stream.read(_CHUNK_BYTES):

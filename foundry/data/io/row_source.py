@@ -1,4 +1,4 @@
-"""Rows of the user's files by split, and checks of the examples that are made of them."""
+"""Rows of the configured files by split, and checks of the examples that are built from them."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
@@ -23,16 +23,16 @@ class RowSource:
     """Rows by split, with their fingerprint.
 
     Attributes:
-        splits: rows that are read when iterated.
-        places: names of their files, for errors.
-        key: of the setting that errors name.
-        remedy: that errors name.
-        on_bad_row: what becomes of rows that cannot be used.
-        fingerprint: of their contents, names and split.
-        content: the same without the names of files.
-        paths: of the sources, if several are read.
-        weights: of the sources; None: each row is read once per epoch.
-        num_rows: counts all rows; None: they are not counted.
+        splits: rows of each split, read during iteration.
+        places: names of the files, for errors.
+        key: setting that errors refer to.
+        remedy: remedy in error messages.
+        on_bad_row: how to handle rows that cannot be used.
+        fingerprint: hash of file contents, file names and split.
+        content: the same without file names.
+        paths: paths of the sources, if there are several.
+        weights: weights of the sources; None reads each row once per epoch.
+        num_rows: counts all rows; None if the count is not available.
     """
 
     splits: RowSplits
@@ -48,17 +48,18 @@ class RowSource:
 
 
 def find_rows(settings: RowFiles, columns: tuple[str, ...], *, reads_all: bool = False) -> RowSource:
-    """Return the rows of the user's files, a share of them held out if there are no files for that.
+    """Return the rows of the configured files; a fraction of them is held out if there are no validation files.
 
-    Training rows of several paths are `Sources`; held-out rows are taken at even distances from all.
+    Training rows of several paths are `Sources`; their validation rows are evenly interleaved.
 
     Args:
-        settings: paths and how rows are read.
-        columns: one of these must be there, as `FileRows` has them.
+        settings: paths, and options for reading rows.
+        columns: known columns, at least one of them required; see `FileRows`.
         reads_all: read the other columns of tables as well.
 
     Raises:
-        ConfigError: there are no files, kinds are mixed, or one cannot be read; or there are too few rows.
+        ConfigError: there are no files, they are of several kinds, or a file cannot be read; during iteration, if a
+            file has too few rows.
     """
     utf8, called, weights = Utf8(settings.encoding_errors.value), settings.columns or {}, settings.weights
     described = f"rows {settings.held_out}{f' {sorted(called.items())}' if called else ''}"
@@ -89,7 +90,7 @@ def find_rows(settings: RowFiles, columns: tuple[str, ...], *, reads_all: bool =
 
 @dataclass(frozen=True)
 class _Share:
-    """The rows that are held out, or the training rows; they are counted before they are read."""
+    """Validation or training rows of a source; all rows are counted before the first one is yielded."""
 
     rows: FileRows
     held_out: float
@@ -107,10 +108,10 @@ class _Share:
 
 
 def mix_rows(source: RowSource, sizes: Sequence[int], notes: dict[str, Any]) -> Mixture | None:
-    """Return the mixture of the rows of several sources, and add the sources to `notes`.
+    """Return the mixture of several sources, or None for one source, and add the sources to `notes`.
 
     Raises:
-        ConfigError: one has no row to learn from.
+        ConfigError: a source has no training row.
     """
     if not sizes:
         return None
@@ -122,10 +123,10 @@ def mix_rows(source: RowSource, sizes: Sequence[int], notes: dict[str, Any]) -> 
 
 
 def check_rows(source: RowSource, statistics: RowStatistics, train: Sized, validation: Sized) -> None:
-    """Refuse rows that cannot be used, or warn of them, and splits without any.
+    """Reject or warn about rows that cannot be used (by `on_bad_row`), and reject empty splits.
 
     Raises:
-        ConfigError: of those.
+        ConfigError: a row cannot be used and `on_bad_row` is not `skip`, or a split is empty.
     """
     if statistics.skipped:
         counted, first = list_skipped(statistics, source.places)

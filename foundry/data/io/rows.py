@@ -1,4 +1,4 @@
-"""Rows of JSON, JSONL, Parquet, Arrow and CSV files, read one after another, each with its place."""
+"""Streaming readers of the rows of JSON, JSONL, Parquet, Arrow and CSV files, with file and row numbers."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,13 +20,13 @@ _CONVERT = "convert it, as with iconv -t UTF-8, or set data.encoding_errors=repl
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a user's file.
+    """One row of a data file.
 
     Attributes:
-        file: the number of its file among those that are read.
-        number: its line, item or row there, counted from one.
-        columns: what it holds, by name.
-        wrong: why it cannot be read; None where it can.
+        file: index of the file among all files of the source.
+        number: line, item or row number in the file, counted from one.
+        columns: values by column name.
+        wrong: reason why the row cannot be read; None if it is valid.
     """
 
     file: int
@@ -36,7 +36,7 @@ class Row:
 
 
 class RowSplits(NamedTuple):
-    """Rows to learn from, and those held out."""
+    """Training and validation rows."""
 
     train: Iterable[Row]
     validation: Iterable[Row]
@@ -44,17 +44,17 @@ class RowSplits(NamedTuple):
 
 @dataclass(frozen=True)
 class FileRows:
-    """Rows of files of one kind, read when iterated.
+    """Re-iterable stream of the rows of files of one kind.
 
     Attributes:
-        files: in order.
-        columns: those of which one must be there.
-        key: the setting that names the files, for what is wrong with them.
-        first_file: the number of the first of them.
-        reads_all: read all columns; else, of a table, no others than `columns`.
-        called: what some columns are called in the files, by their names here; dots lead into others.
-        utf8: what becomes of what is none.
-        also: columns that are read besides if a table has them.
+        files: files in order.
+        columns: known columns; a table must have at least one of them.
+        key: setting that names the files, for error messages.
+        first_file: index of the first file.
+        reads_all: read all columns of a table; if false, only `columns` and `also`.
+        called: column name in the files, by the name that foundry uses; dots separate nested names.
+        utf8: how to handle bytes that are not valid UTF-8.
+        also: additional columns to read if a table has them.
     """
 
     files: Sequence[Path]
@@ -67,7 +67,7 @@ class FileRows:
     also: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[Row]:
-        """The rows in order.
+        """Yield the rows in order.
 
         Raises:
             ConfigError: a file cannot be read, or has none of the columns.
@@ -78,11 +78,11 @@ class FileRows:
 
     @cached_property
     def count(self) -> int:
-        """How many rows there are."""
+        """Number of rows."""
         return sum(1 for _ in self)
 
     def renamed(self, row: dict[str, Any]) -> dict[str, Any]:
-        """What a row holds, by the names that columns have here; one that is not there is left out."""
+        """Return a row with its columns renamed by `called`; missing columns are omitted."""
         found = dict[str, Any]()
         for name, theirs in self.called.items():
             with suppress(KeyError):
@@ -92,7 +92,7 @@ class FileRows:
 
 
 def readable(read: Callable[[Path], Iterator[_Read]], key: str, file: Path) -> Iterator[_Read]:
-    """What `read` yields of a file; any error is the user's to know, with the file.
+    """Yield the items that `read` yields for a file, and convert any exception to an error that names the file.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -111,19 +111,20 @@ def readable(read: Callable[[Path], Iterator[_Read]], key: str, file: Path) -> I
 
 
 def line_of(error: UnicodeDecodeError) -> int:
-    """The line of the first byte that is not UTF-8, where all of a file was read at once."""
+    """Return the line of the first invalid byte, if the whole file was decoded at once."""
     return error.object.count(b"\n", 0, error.start) + 1
 
 
 def json_rows(file: Path, utf8: Utf8 = STRICT) -> Iterator[tuple[str, int, Any, str | None]]:
-    """The rows of a file whose lines are JSON; a .json file may be one list, too.
+    """Yield the rows of a file of JSON lines, or of a .json file with one list.
 
     Args:
         file: the file.
-        utf8: what becomes of what is none.
+        utf8: how to handle bytes that are not valid UTF-8.
 
     Yields:
-        What a row is called ("line" or "item"), its number from one, its value, and why it cannot be read or None.
+        The noun for a row ("line" or "item"), its number from one, its value, and the reason why it cannot be read,
+        or None.
     """
     with open_bytes(file) as stream:
         is_list = suffix_of(file) == ".json" and stream.peek(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")

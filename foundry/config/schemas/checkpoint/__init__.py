@@ -11,7 +11,7 @@ from foundry.core.errors import Violation
 
 
 class SchedulerOnResume(Enum):
-    """Whose learning-rate and weight-decay schedule a resumed run follows."""
+    """Source of the learning-rate and weight-decay schedule of a resumed run."""
 
     match = "match"
     config = "config"
@@ -19,7 +19,7 @@ class SchedulerOnResume(Enum):
 
 
 class OnChangedConfig(Enum):
-    """What to do when a run is resumed with settings that change what it computes."""
+    """Action if a run is resumed with settings that change its computation."""
 
     error = "error"
     warn = "warn"
@@ -27,7 +27,7 @@ class OnChangedConfig(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class KeepBest:
-    """The checkpoint of the best evaluation, kept in addition to the newest ones."""
+    """Settings for keeping the checkpoint of the best evaluation, in addition to the newest ones."""
 
     metric: str | None = setting(
         "${evaluation.metric}",
@@ -40,7 +40,7 @@ class KeepBest:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """Sharded checkpoints in safetensors, readable from any number of processes."""
+    """Settings of checkpoints, which are sharded safetensors files readable by any number of processes."""
 
     resume: str = setting(
         "auto",
@@ -68,19 +68,19 @@ class Checkpoint:
 
     @property
     def is_off(self) -> bool:
-        """Whether nothing is ever saved, not even when a signal stops the run."""
+        """True if no checkpoint is ever saved, not even when a signal stops the run."""
         asked = (self.interval, self.every_minutes, self.keep_best.metric)
         return not self.save_final and all(value is None for value in asked)
 
     def interval_in(self, budget: Budget) -> Interval | None:
-        """The interval in a run of this budget; None: by time only.
+        """Return the interval between checkpoints in a run of this budget, or None if only time determines it.
 
         Raises:
-            ValueError: it is longer than the run.
+            ValueError: the interval is longer than the run.
         """
         return None if self.interval is None else Interval.parse(self.interval, budget)
 
     def check(self) -> Iterator[Violation]:
-        """Say which way to resume is none."""
+        """Check that `resume` is not empty."""
         if not self.resume:
             yield Violation("checkpoint.resume", "is empty; give auto, never, or the path of a run or checkpoint")

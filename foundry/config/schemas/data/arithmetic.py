@@ -1,4 +1,4 @@
-"""Sums, worked out."""
+"""Settings of the synthetic arithmetic dataset."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from foundry.core.errors import Violation
 
 
 class ArithmeticForm(Enum):
-    """What a sample of `data=arithmetic` is."""
+    """Kind of sample in `data=arithmetic`."""
 
     text = "text"
     chats = "chats"
@@ -54,7 +54,7 @@ class Arithmetic(Conversations):
 
     @property
     def offers(self) -> frozenset[str]:  # type: ignore[override] # it depends on the form
-        """What a sample has."""
+        """Contents of a sample, which determine the objectives that can use it."""
         by_form: dict[ArithmeticForm, type[Tokenised]] = {
             ArithmeticForm.text: Text,
             ArithmeticForm.chats: Conversations,
@@ -65,11 +65,11 @@ class Arithmetic(Conversations):
 
     @property
     def is_ragged(self) -> bool:  # type: ignore[override]
-        """Whether samples have lengths of their own."""
+        """True if samples have different lengths."""
         return self.form is not ArithmeticForm.text
 
     def check(self) -> Iterator[Violation]:
-        """No setting would be ignored, and questions have room for an answer."""
+        """Check that no setting would be ignored, and that prompts leave room for a completion."""
         yield from super().check()
         if self.train_on is not TrainOn.all and self.form is not ArithmeticForm.chats:
             yield Violation("data.train_on", f"is {self.train_on.value} but means nothing without data.form=chats")

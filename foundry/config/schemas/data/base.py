@@ -1,4 +1,4 @@
-"""What all data has, and what all tokens of text have."""
+"""Base classes and shared settings of the data schemas."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -12,48 +12,51 @@ from foundry.run_dir.names import TOKENIZER
 
 _BYTES_AND_END = 257
 MODEL_TOKENIZER, MODEL_VOCAB_SIZE = "${model_folder:}", "${model_vocab_size:4096}"
-"""What a tokenizer and its size are where nobody gives them: the model's, where it has them."""
+"""Defaults of `tokenizer` and `vocab_size`: the tokenizer and vocabulary size of the pretrained model, if any."""
 
 
 class EncodingErrors(Enum):
-    """What becomes of bytes that are not UTF-8, by the names that Python has for it."""
+    """Handling of bytes that are not valid UTF-8, with the names of Python's error handlers."""
 
     strict = "strict"
     replace = "replace"
 
 
 URLS = ("path", "validation_path")
-"""Settings that may be URLs, of data that reads such."""
+"""Settings that accept URLs, for data that can be read from URLs."""
 
 
 def path_of_files(doc: str) -> Any:
-    """Where samples lie, one path or several; whether a resumed run may have them elsewhere, their content tells."""
+    """Return the setting for one or several paths of training files.
+
+    A resumed run can have other paths if the contents of the files are the same.
+    """
     return setting("???", doc, path=True, on_resume=OnResume.data)
 
 
 def path_of_held_out_files(doc: str) -> Any:
-    """Likewise of those that are held out; null: there are none."""
+    """Return the setting for paths of validation files; null for none."""
     return setting(None, doc, path=True, on_resume=OnResume.data)
 
 
 def weights_of_files() -> Any:
-    """The shares of several paths."""
+    """Return the setting for the sampling weights of several paths."""
     doc = "shares in which the samples of several paths are read; null: each sample once an epoch"
     return setting(None, doc)
 
 
 def errors_of_files() -> Any:
-    """What becomes of bytes that are not UTF-8."""
+    """Return the setting for the handling of bytes that are not valid UTF-8."""
     doc = "of bytes that are not UTF-8: strict refuses the file, with the line; replace puts U+FFFD in their place"
     return setting(EncodingErrors.strict, doc)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """How samples are read; a loader's whole state is the number of samples consumed.
+    """Base class of data settings; the number of consumed samples is the complete state of a data loader.
 
     Attributes:
-        words_if: name of the setting without which samples have no words; None: they have some where there is a
+        words_if: setting that must be given for samples to contain text; None if they contain text whenever there is a
             tokenizer.
     """
 
@@ -78,10 +81,10 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True)
 class Tokenised(Data):
-    """Tokens of text of any kind.
+    """Base class of settings for tokenized text.
 
     Attributes:
-        is_ragged: whether samples have lengths of their own, of which `seq_len` is the most.
+        is_ragged: samples have different lengths, up to `seq_len`.
     """
 
     offers: ClassVar[frozenset[str]] = frozenset({"tokens", "sequences"})
@@ -112,17 +115,17 @@ class Tokenised(Data):
 
     @property
     def run_files(self) -> Mapping[str, str]:
-        """Files that a run directory must have, each with the kind of run that writes it."""
+        """Required files of the run directory, each with a description of the runs that write it."""
         return {TOKENIZER: "a run over text"}
 
     def check(self) -> Iterator[Violation]:
-        """A byte-level tokenizer has an entry for each byte and one for the end of a document."""
+        """Check that a byte-level tokenizer has room for 256 bytes and the end of a document."""
         if self.tokenizer is None:
             yield from check_entries(self.vocab_size)
 
 
 def check_entries(vocab_size: int) -> Iterator[Violation]:
-    """A byte-level tokenizer has an entry for each byte and one for the end of a document."""
+    """Check that a byte-level tokenizer has room for 256 bytes and the end of a document."""
     if vocab_size < _BYTES_AND_END:
         message = f"is {vocab_size} but must be at least {_BYTES_AND_END}: a byte each and the end of a document"
         yield Violation("data.vocab_size", message)

@@ -1,4 +1,4 @@
-"""Pictures, with classes or with words."""
+"""Settings of image datasets, with class labels or with text."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, is_dataclass
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class AboutPictures(Templated):
-    """Conversations about a picture each."""
+    """Base class of settings for conversations about one image each."""
 
     offers: ClassVar[frozenset[str]] = frozenset({"tokens", "images", "completions"})
     num_images: ClassVar[int] = 1
@@ -26,7 +26,7 @@ class AboutPictures(Templated):
     train_on: TrainOn = setting(TrainOn.all, "which of the assistant's turns are learnt: all or the last")
 
     def check_with(self, run: "Config", launch: "Launch") -> Iterator[Violation]:
-        """The model looks at pictures."""
+        """Check that the model takes images as input."""
         wants: frozenset[str] = getattr(run.model, "wants", frozenset({"images"}))
         if is_dataclass(run.model) and "images" not in wants:
             model, data = type(run.model).__name__, type(self).__name__
@@ -66,7 +66,7 @@ class Digits(Data):
 
 
 class PictureFit(Enum):
-    """What becomes of a picture that is not square."""
+    """Method of making a non-square image square."""
 
     crop = "crop"
     stretch = "stretch"
@@ -97,7 +97,7 @@ class ImageFolder(Data):
     held_out: float = setting(0.05, "share of the pictures of each class kept for validation", gt=0, lt=1)
 
     def check(self) -> Iterator[Violation]:
-        """The folder is there, colours are three or one, and something of a shifted picture is left."""
+        """Check that the folder exists, images have 1 or 3 channels, and shifts are smaller than the image."""
         if self.random_crop >= self.image_size:
             message = f"is {self.random_crop}, of which nothing is left of data.image_size={self.image_size}; lower it"
             yield Violation("data.random_crop", message)

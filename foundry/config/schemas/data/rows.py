@@ -1,4 +1,4 @@
-"""Rows of conversations, preferences and prompts, each of its own length."""
+"""Settings of datasets of conversations, preferences and prompts, whose rows have different lengths."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
     from foundry.config.schemas.root import Config
 
 LONGEST_ANSWER = "${oc.select:objective.max_new_tokens,0}"
-"""What a prompt leaves room for, where the objective generates answers."""
+"""Maximum tokens of a completion, if the objective generates completions; otherwise 0."""
 CHAT_TEMPLATES = ("plain", "chatml")
-"""Those that foundry has."""
+"""Names of the built-in chat templates."""
 
 
 class TrainOn(Enum):
-    """Which answers of a conversation are learnt."""
+    """Answers of a conversation that count in the loss."""
 
     all = "all"
     last = "last"
 
 
 class OnBadRow(Enum):
-    """What becomes of rows that cannot be used."""
+    """Handling of rows that cannot be used."""
 
     refuse = "refuse"
     skip = "skip"
@@ -46,12 +46,12 @@ class OnBadRow(Enum):
 def _is_file(text: str) -> bool:
     try:
         return Path(text).expanduser().is_file()
-    except (OSError, RuntimeError):  # a name that no file can have, or the folder of no user
+    except (OSError, RuntimeError):  # invalid file name, or home folder of an unknown user
         return False
 
 
 def check_room(seq_len: int, max_new_tokens: int) -> Iterator[Violation]:
-    """An answer leaves tokens for its prompt."""
+    """Check that the longest completion leaves tokens for its prompt."""
     if max_new_tokens >= seq_len:
         message = f"is {seq_len}, of which an answer of objective.max_new_tokens={max_new_tokens} leaves no prompt"
         yield Violation("data.seq_len", f"{message}; shorten the one or lengthen the other")
@@ -59,7 +59,7 @@ def check_room(seq_len: int, max_new_tokens: int) -> Iterator[Violation]:
 
 @dataclass(frozen=True, kw_only=True)
 class Templated(Tokenised):
-    """Rows of messages, each of its own length, which a chat template makes text of."""
+    """Base class of settings for rows of messages that are rendered with a chat template."""
 
     is_ragged: ClassVar[bool] = True
 
@@ -71,7 +71,7 @@ class Templated(Tokenised):
     )
 
     def check(self) -> Iterator[Violation]:
-        """The template is a known one, or a file."""
+        """Check that the chat template is a built-in one or an existing file."""
         yield from super().check()
         template = self.chat_template
         if template not in (None, *CHAT_TEMPLATES) and not _is_file(str(template)):
@@ -81,7 +81,7 @@ class Templated(Tokenised):
 
 @dataclass(frozen=True, kw_only=True)
 class Packable(Templated):
-    """Rows of messages of which several may share a row of tokens."""
+    """Base class of settings for rows of messages that can be packed."""
 
     packing: bool = setting(
         False,
@@ -92,7 +92,7 @@ class Packable(Templated):
     )
 
     def check_with(self, run: "Config", launch: "Launch") -> Iterator[Violation]:
-        """Packed samples have lengths of their own, an objective that takes several in a row, and no compiled shape."""
+        """Check packing: samples differ in length, the objective supports it, and torch.compile is off."""
         if not self.packing:
             return
         if not getattr(run.objective, "takes_packed", False):
@@ -110,7 +110,7 @@ class Packable(Templated):
 
 @dataclass(frozen=True, kw_only=True)
 class Conversations(Packable):
-    """Rows of which the model learns what the assistant says."""
+    """Base class of settings for conversations, with the loss on the assistant's answers."""
 
     offers: ClassVar[frozenset[str]] = frozenset({"tokens", "sequences", "completions"})
 
@@ -119,10 +119,10 @@ class Conversations(Packable):
 
 @dataclass(frozen=True, kw_only=True)
 class RowFiles(Packable):
-    """Rows of the user's in JSONL, Parquet, Arrow or CSV.
+    """Base class of settings for rows in JSONL, Parquet, Arrow or CSV files.
 
     Attributes:
-        known_columns: those that are read.
+        known_columns: columns that are read.
     """
 
     known_columns: ClassVar[tuple[str, ...]] = ()
@@ -143,7 +143,7 @@ class RowFiles(Packable):
     )
 
     def check(self) -> Iterator[Violation]:
-        """There are sources, and a weight for each; columns are known ones."""
+        """Check the paths and their weights, and that `columns` renames known columns only."""
         yield from super().check()
         yield from check_sources(self.path, self.validation_path, self.weights)
         for name, called in self.columns.items():
@@ -186,6 +186,6 @@ class PromptFiles(RowFiles):
     )
 
     def check(self) -> Iterator[Violation]:
-        """Prompts have room."""
+        """Check that completions leave room for prompts."""
         yield from super().check()
         yield from check_room(self.seq_len, self.max_new_tokens)

@@ -1,4 +1,4 @@
-"""Text and tokens as sequences of the same length."""
+"""Settings of datasets of fixed-length token sequences."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from foundry.core.errors import Violation
 
 @dataclass(frozen=True, kw_only=True)
 class Text(Tokenised):
-    """Text as sequences of the same length."""
+    """Base class of settings for fixed-length token sequences."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,13 +50,13 @@ class TextFiles(Text):
     validation_path: Any = path_of_held_out_files("files for validation; null: hold out a share of `path`")
 
     def check(self) -> Iterator[Violation]:
-        """There are sources, and a weight for each."""
+        """Check the paths and their weights."""
         yield from super().check()
         yield from check_sources(self.path, self.validation_path, self.weights)
 
 
 class TokenDtype(Enum):
-    """Of numbers in a file that does not say it."""
+    """Dtype of the tokens in files without a header."""
 
     uint16 = "uint16"
     uint32 = "uint32"
@@ -89,5 +89,8 @@ class TokenFiles(Text):
     held_out: float = setting(0.05, "share of the end of each file kept for validation", gt=0, lt=1)
 
     def check(self) -> Iterator[Violation]:
-        """There are sources, and a weight for each; any number of entries will do: nothing is tokenised."""
+        """Check the paths and their weights.
+
+        The vocabulary can have any size, because nothing is tokenized.
+        """
         yield from check_sources(self.path, self.validation_path, self.weights)

@@ -9,7 +9,7 @@ KIND_DOC = "auto: GPUs if there are any, and an error if torch cannot use them; 
 
 
 class DeviceKind(Enum):
-    """The kind of device."""
+    """Kind of device."""
 
     auto = "auto"
     cuda = "cuda"
@@ -18,6 +18,6 @@ class DeviceKind(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """On which kind of device a run computes."""
+    """Settings of the device of a run."""
 
     kind: DeviceKind = setting(DeviceKind.auto, KIND_DOC)

@@ -22,10 +22,10 @@ _SYNC_DOC = (
 
 
 def parse_init_method(text: str) -> None:
-    """Check where ranks are to meet.
+    """Check the init method of the process group.
 
     Raises:
-        ValueError: it is none of the forms that torch and foundry know.
+        ValueError: the text is not env://, tcp://HOST:PORT or file:///PATH.
     """
     scheme, _, place = text.partition("://")
     if text == "env://" or (scheme == "file" and place.startswith("/") and not place.endswith("/")):
@@ -36,7 +36,7 @@ def parse_init_method(text: str) -> None:
 
 
 class GradientSync(Enum):
-    """When gradients are reduced over ranks within an accumulation window."""
+    """Time of the gradient reduction over ranks within a window of gradient accumulation."""
 
     every = "every"
     last = "last"
@@ -44,7 +44,7 @@ class GradientSync(Enum):
 
 
 class Backend(Enum):
-    """The library that moves tensors between ranks."""
+    """Communication backend of torch.distributed."""
 
     auto = "auto"
     nccl = "nccl"
@@ -96,7 +96,7 @@ class Distributed:
     )
 
     def check(self) -> Iterator[Violation]:
-        """Refuse a strategy that is not the class's: its fields would be missing or ignored."""
+        """Check that `strategy` matches the class; otherwise its fields would be missing or ignored."""
         own = type(self).strategy
         if self.strategy != own:
             message = f"is {self.strategy} but distributed={own} is chosen; choose distributed={self.strategy}"
@@ -104,17 +104,18 @@ class Distributed:
 
     @property
     def start_limit_seconds(self) -> float:
-        """What `start_timeout_seconds` means."""
+        """Timeout in seconds for the start: `start_timeout_seconds`, by default 3 * `timeout_seconds`."""
         return 3 * self.timeout_seconds if self.start_timeout_seconds is None else self.start_timeout_seconds
 
     def dp_size(self, world_size: int) -> int:
-        """Ranks, or groups of `tensor_parallel` ranks, that train on samples of their own."""
+        """Return the data-parallel size: ranks, or groups of `tensor_parallel` ranks, with different samples."""
         return max(1, world_size // max(1, self.tensor_parallel))
 
     def mesh_shape(self, world_size: int) -> dict[str, int]:
-        """Dimensions of the device mesh, outermost first; `replicate` and `shard` are those that divide the data.
+        """Return the dimensions of the device mesh, outermost first.
 
-        `tensor` is the innermost, so that the ranks that divide matrices are neighbours.
+        The data is divided over `replicate` and `shard`. `tensor` is the innermost dimension, so that the ranks of a
+        tensor-parallel group are neighbours.
         """
         return {}
 
@@ -134,7 +135,7 @@ class DDP(Distributed):
     """Every rank holds the whole model; gradients are averaged."""
 
     strategy: str = "ddp"
-    # Where weights are sharded it would keep whole gradients; here they are whole in any case.
+    # With sharded weights, this default would keep unsharded gradients; under DDP they are unsharded in any case.
     gradient_sync: GradientSync = setting(GradientSync.last, _SYNC_DOC)
     overlap_grad_reduce: bool = setting(True, "reduce gradients in buckets while the backward pass still runs")
     bucket_cap_mb: float = setting(_DEFAULT_BUCKET_MB, "size of a gradient bucket in MiB", gt=0, le=10**6)
@@ -142,7 +143,7 @@ class DDP(Distributed):
     overlap_param_gather: bool = setting(False, "with shard_optimizer: gather the next block's weights during compute")
 
     def check(self) -> Iterator[Violation]:
-        """Refuse fields that would be ignored in this combination."""
+        """Check that no field would be ignored in this combination."""
         yield from super().check()
         if self.overlap_param_gather and not self.shard_optimizer:
             message = "is true but there is nothing to gather without shard_optimizer=true; set that, or drop this"
@@ -165,7 +166,7 @@ class DDP(Distributed):
             yield Violation("distributed.tensor_parallel", f"is {self.tensor_parallel} {message}")
 
     def mesh_shape(self, world_size: int) -> dict[str, int]:
-        """All ranks in one dimension, but for those that divide matrices."""
+        """Return a mesh with all data-parallel ranks in one dimension."""
         return self._with_tensor(**{"shard" if self.shard_optimizer else "replicate": self.dp_size(world_size)})
 
 
@@ -182,13 +183,13 @@ class FSDP(Distributed):
     overlap_param_gather: bool = setting(True, "gather the next block's weights while this one computes")
 
     def check_with(self, run: "Config", launch: "Launch") -> Iterator[Violation]:
-        """The loss of fp16 is scaled where gradients are on the GPU."""
+        """Check that fp16 is not combined with CPU offload: loss scaling needs gradients on the GPU."""
         if run.precision.mode is PrecisionMode.amp_float16 and self.cpu_offload:
             message = "is amp_float16 but its loss scaling needs gradients on the GPU: set"
             yield Violation("precision", f"{message} distributed.cpu_offload=false")
 
     def mesh_shape(self, world_size: int) -> dict[str, int]:
-        """All ranks in one dimension, but for those that divide matrices."""
+        """Return a mesh with all data-parallel ranks in one dimension."""
         return self._with_tensor(shard=self.dp_size(world_size))
 
 
@@ -205,7 +206,7 @@ class HSDP(FSDP):
     )
 
     def mesh_shape(self, world_size: int) -> dict[str, int]:
-        """Ranks of one node are neighbours, so that shards stay on it."""
+        """Return a mesh whose shard dimension is inside the replicate dimension, so that shards stay on a node."""
         shards = self.dp_size(world_size) // self.num_replicas
         return self._with_tensor(replicate=self.num_replicas, shard=shards)
 
@@ -214,7 +215,9 @@ Resolved: TypeAlias = Single | DDP | FSDP | HSDP
 
 
 def resolve_distributed(config: Distributed, world_size: int) -> Resolved:
-    """What the ranks will do: `auto` is FSDP on several, and one process needs no wrapper unless it offloads.
+    """Return the strategy for a world size.
+
+    `auto` is FSDP on several ranks. One process uses `Single`, unless it offloads to the CPU with FSDP.
 
     Raises:
         ConfigError: the strategy does not fit the number of ranks.

@@ -11,10 +11,10 @@ from foundry.core.errors import Violation, nearest, shown
 
 
 def _parse_pattern(text: str) -> re.Pattern[str]:
-    """A regular expression.
+    """Compile a regular expression.
 
     Raises:
-        ValueError: the text is none.
+        ValueError: the text is not a valid regular expression.
     """
     try:
         return re.compile(text)
@@ -31,11 +31,11 @@ class NoEnvironment:
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """What scores answers: a reward is the weighted sum of an answer's scores.
+    """Base class of environment settings. The reward is the weighted sum of a completion's scores.
 
     Attributes:
-        needs: the columns of a row, besides its prompt, that the environment reads.
-        in_worker: whether it runs in a process of its own, with a time limit.
+        needs: columns of a row that the environment reads, in addition to the prompt.
+        in_worker: run the environment in a separate process with a time limit.
     """
 
     needs: ClassVar[tuple[str, ...]] = ()
@@ -50,11 +50,11 @@ class Environment:
 
     @property
     def scores(self) -> tuple[str, ...]:
-        """The names of what is scored."""
+        """Names of the scores."""
         return ("correct",)
 
     def check(self) -> Iterator[Violation]:
-        """Every weight is a number, of a score that there is."""
+        """Check that all weights are finite and belong to existing scores."""
         yield from check_weights(self.weights)
         for name in self.weights:
             if name not in self.scores:
@@ -63,7 +63,7 @@ class Environment:
 
 
 def check_weights(weights: Mapping[str, float]) -> Iterator[Violation]:
-    """Every weight is a number with which a sum can be taken."""
+    """Check that all weights are finite."""
     for name, weight in weights.items():
         if not math.isfinite(weight):
             yield Violation(f"environment.weights.{name}", f"is {shown(weight)} but must be finite")
@@ -71,9 +71,10 @@ def check_weights(weights: Mapping[str, float]) -> Iterator[Violation]:
 
 @dataclass(frozen=True, kw_only=True)
 class InWorker(Environment):
-    """What runs in a process of its own, with a time limit, as one of the user's own always does.
+    """Base class of settings of environments that run in a separate process with a time limit.
 
-    A search for a pattern may take exponentially long in the answer's length.
+    User-defined environments always run this way. The built-in subclasses do because matching a regular expression
+    can take time exponential in the length of the completion.
     """
 
     in_worker: ClassVar[bool] = True
@@ -111,7 +112,7 @@ class ExactMatch(InWorker):
 
     @property
     def scores(self) -> tuple[str, ...]:
-        """The names of what is scored."""
+        """Names of the scores."""
         return ("correct",) if self.pattern is None else ("correct", "format")
 
 
@@ -131,7 +132,7 @@ class MultipleChoice(InWorker):
 
     @property
     def scores(self) -> tuple[str, ...]:
-        """The names of what is scored."""
+        """Names of the scores."""
         return ("correct", "format")
 
 
@@ -144,7 +145,7 @@ class Format(InWorker):
 
     @property
     def scores(self) -> tuple[str, ...]:
-        """The names of what is scored."""
+        """Names of the scores."""
         return ("format",)
 
 
@@ -163,7 +164,7 @@ class Arithmetic(Environment):
 
     @property
     def scores(self) -> tuple[str, ...]:
-        """The names of what is scored."""
+        """Names of the scores."""
         return ("correct", "format")
 
 
@@ -175,5 +176,5 @@ class Python(InWorker):
 
     @property
     def scores(self) -> tuple[str, ...]:
-        """The names of what is scored."""
+        """Names of the scores."""
         return ("parses",)

@@ -15,21 +15,21 @@ _PATIENCE = "evaluation.early_stopping.patience"
 
 
 class PatienceUnit(Enum):
-    """What the patience of early stopping counts."""
+    """Unit of the patience of early stopping."""
 
     evaluations = "evaluations"
     epochs = "epochs"
 
 
 class Mode(Enum):
-    """Which values of a metric are better."""
+    """Optimization direction of a metric."""
 
     min = "min"
     max = "max"
 
 
 class Direction(Enum):
-    """The same for a whole run or sweep."""
+    """Optimization direction of the metric of a run or sweep."""
 
     minimize = "minimize"
     maximize = "maximize"
@@ -41,7 +41,10 @@ def _default_evaluators() -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyStopping:
-    """Ends the run when a held-out metric no longer improves; one that is not finite ends it at once."""
+    """Settings of early stopping.
+
+    The run stops when a validation metric no longer improves, or immediately if the metric is not finite.
+    """
 
     patience: int | None = setting(
         None,
@@ -58,7 +61,7 @@ class EarlyStopping:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What is measured during the run and at its end, and what follows from it."""
+    """Settings of evaluation during and after training, and of the stop rules."""
 
     offered: ClassVar[tuple[str, ...]] = (
         "objective",
@@ -100,12 +103,12 @@ class Evaluation:
     early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
 
     def __post_init__(self) -> None:
-        """Make a duration of an interval that is a whole number, by whose text a record says that it is one."""
+        """Convert an integer interval to text, which records use to mark it as a duration."""
         if type(self.interval) is int and self.interval > 0:
             object.__setattr__(self, "interval", str(self.interval))
 
     def check(self) -> Iterator[Violation]:
-        """Say why the interval is none, and what is no part."""
+        """Check the interval, the parts (`evaluators` and `stop_rules`) and early stopping."""
         try:
             self._length()
         except ValueError as error:
@@ -134,25 +137,25 @@ class Evaluation:
             )
 
     def check_patience(self, budget: Budget) -> Iterator[Violation]:
-        """Say if a patience in evaluations is not exhausted before the end of a run of this budget.
+        """Check that a patience in evaluations can be exhausted before the end of a run of this budget.
 
         Raises:
-            ValueError: as `interval_in`.
+            ValueError: see `interval_in`.
         """
         interval, stopping = self.interval_in(budget), self.early_stopping
         if stopping.patience is None or stopping.unit is PatienceUnit.epochs or not isinstance(interval, Interval):
             return
-        # The first evaluation is what later ones improve on.
+        # The first evaluation is the baseline, so it does not count.
         if (times := interval.times_before_end(budget)) <= stopping.patience:
             message = f"is {stopping.patience} evaluations after the first, but the run has only {times} before its end"
             remedy = "evaluate more often (evaluation.interval), lower it, or set it to null"
             yield Violation(_PATIENCE, f"{message}, so it never stops the run; {remedy}")
 
     def interval_in(self, budget: Budget) -> Interval | EpochInterval | None:
-        """The interval in a run of this budget; None: only at the end.
+        """Return the interval in a run of this budget, or None to evaluate at the end only.
 
         Raises:
-            ValueError: it is none, or a duration longer than the run.
+            ValueError: the interval is invalid, or it is a duration longer than the run.
         """
         length = self._length()
         if length is None:
@@ -164,7 +167,7 @@ class Evaluation:
         )
 
     def interval_unit(self) -> Unit | None:
-        """What an interval counts that is a duration; None for any other, or if it cannot be read."""
+        """Return the unit of an interval that is a duration; None for other intervals and invalid ones."""
         try:
             length = self._length()
         except ValueError:
@@ -172,10 +175,15 @@ class Evaluation:
         return length.unit if isinstance(length, Duration) else None
 
     def _length(self) -> Duration | int | float | None:
-        """A duration; or, counted anew in each epoch, a number of steps or a fraction of the epoch.
+        """Parse the interval.
+
+        Returns:
+            A duration; or a number of steps (int) or a fraction (float) of an epoch, counted from the start of each
+            epoch; or None.
 
         Raises:
-            ValueError: a text is none, or a bare decimal; a number is not above 0, or a fraction of an epoch above 1.
+            ValueError: a text is not a duration, or is a decimal without a unit; a number is not above 0, or is a
+                fraction of an epoch above 1.
         """
         given = self.interval
         if isinstance(given, str):
@@ -199,9 +207,9 @@ class Evaluation:
 
 
 def recorded_interval(value: Any) -> Any:
-    """Return `evaluation.interval` as this version writes the one that a run directory has.
+    """Convert `evaluation.interval` of a run directory to the format of this version.
 
-    An earlier version recorded a whole number as it was given, and counted it anew in each epoch.
+    An earlier version recorded an integer unchanged; it meant steps counted from the start of each epoch.
     """
     return f"{value} epoch_steps" if type(value) is int else value
 

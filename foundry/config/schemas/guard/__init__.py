@@ -16,14 +16,14 @@ _DEFAULT_MAX_SKIPS, _DEFAULT_WINDOW = 3, 128
 
 
 class NonFinite(Enum):
-    """The answer to a loss or gradient that is NaN or infinite."""
+    """Action if the loss or a gradient is NaN or infinite."""
 
     stop = "stop"
     skip = "skip"
 
 
 class SpikeAction(Enum):
-    """The answer to a spike of the loss."""
+    """Action if the loss spikes."""
 
     skip = "skip"
     rollback = "rollback"
@@ -31,7 +31,7 @@ class SpikeAction(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Guard:
-    """Faults inside training. An update that is skipped consumes its samples and changes nothing else."""
+    """Handling of non-finite values and loss spikes. A skipped update consumes its samples without other effects."""
 
     non_finite: NonFinite = setting(
         NonFinite.stop, "a loss or gradient that is NaN or infinite: stop the run, or skip the update with a warning"
@@ -56,11 +56,11 @@ class Guard:
 
     @property
     def max_non_finite(self) -> int:
-        """Updates that may be skipped in a row because they are not finite."""
+        """Maximum number of consecutive updates that may be skipped because of non-finite values."""
         return self.max_skips if self.non_finite is NonFinite.skip else 0
 
     def check(self) -> Iterator[Violation]:
-        """Say which fields would be ignored in this combination."""
+        """Check that no field would be ignored in this combination."""
         if self.spike_zscore is not None:
             return
         if self.spike_window != _DEFAULT_WINDOW:
@@ -72,7 +72,7 @@ class Guard:
             yield Violation("guard.max_skips", message)
 
     def check_with(self, run: "Config", launch: "Launch") -> Iterator[Violation]:
-        """There are checkpoints to go back to."""
+        """Check that a rollback has checkpoints to return to."""
         goes_back = self.spike_zscore is not None and self.spike_action is SpikeAction.rollback
         if goes_back and run.checkpoint.interval is None and run.checkpoint.every_minutes is None:
             message = "is rollback but the run saves no checkpoint on its way; set checkpoint.interval or"

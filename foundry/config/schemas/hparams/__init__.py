@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ScheduleUnit(Enum):
-    """What the thresholds of `batch_schedule` count."""
+    """Unit of the thresholds of `batch_schedule`."""
 
     auto = "auto"
     tokens = "tokens"
@@ -23,17 +23,17 @@ class ScheduleUnit(Enum):
 
 
 class CheckpointingPolicy(Enum):
-    """What `grad_checkpointing` computes a second time."""
+    """Extent of the recomputation by `grad_checkpointing`."""
 
     full = "full"
     selective = "selective"
 
 
 def parse_auto(text: str) -> None:
-    """Check what a user wrote.
+    """Check a setting that can be true, false or auto.
 
     Raises:
-        ValueError: it is neither true nor false nor auto.
+        ValueError: the text is something else.
     """
     if text.lower() not in ("true", "false", "auto"):
         raise ValueError(f"is {shown(text)} but must be true, false or auto")
@@ -41,7 +41,7 @@ def parse_auto(text: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRamp:
-    """A global batch size that grows in equal increments up to `global_batch_size`."""
+    """Ramp of the global batch size, in equal increments up to `global_batch_size`."""
 
     start: int | None = setting(None, "global batch size of the first step; null: no ramp", ge=1, le=10**12)
     increment: int | None = setting(None, "what the size grows by, again and again", ge=1, le=10**12)
@@ -57,7 +57,7 @@ class BatchRamp:
     )
 
     def check(self) -> Iterator[Violation]:
-        """Say what is missing, or given twice."""
+        """Check that the settings of a ramp are complete, and that its length is given once."""
         names = ("start", "increment", "over_samples", "every_samples")
         given = {name for name in names if getattr(self, name) is not None}
         missing = [name for name in ("start", "increment") if name not in given]
@@ -72,7 +72,7 @@ class BatchRamp:
 
 @dataclass(frozen=True, kw_only=True)
 class HParams:
-    """The numbers of a training run that do not depend on the kind of optimizer, schedule or model."""
+    """Hyperparameters that do not depend on the kind of optimizer, schedule or model."""
 
     global_batch_size: int = setting(
         512,
@@ -185,14 +185,14 @@ class HParams:
     )
 
     def check(self) -> Iterator[Violation]:
-        """Say what is missing from a ramp, or what would have no effect."""
+        """Check the batch size ramp, and that no setting would be ignored."""
         yield from self.batch_ramp.check()
         if self.grad_checkpointing_policy is CheckpointingPolicy.selective and not self.grad_checkpointing:
             message = "is selective but nothing is recomputed; set hparams.grad_checkpointing=true, or drop this"
             yield Violation("hparams.grad_checkpointing_policy", message)
 
     def check_with(self, run: "Config", launch: "Launch") -> Iterator[Violation]:
-        """torch.compile does not recompute all of a block whose matrices are divided."""
+        """Check that torch.compile is not combined with tensor parallelism and full recomputation of blocks."""
         size = run.distributed.tensor_parallel
         recomputes_all = self.grad_checkpointing and self.grad_checkpointing_policy is CheckpointingPolicy.full
         if size > 1 and self.torchcompile and recomputes_all:

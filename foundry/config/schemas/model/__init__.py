@@ -23,13 +23,14 @@ _STD_RULES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What every model has.
+    """Base class of model settings.
 
     Attributes:
-        same_as_data: names of sizes that must be those of the data.
-        is_divided: whether its matrices can be divided over ranks.
-        in_transformers: whether transformers loads what the run exports.
-        language_part: name of the part that reads tokens, whose weights bring a tokenizer; None: the model itself does.
+        same_as_data: names of sizes that must be equal in model and data.
+        is_divided: the model supports tensor parallelism.
+        in_transformers: transformers can load exports of the model.
+        language_part: name of the part that reads tokens, whose pretrained weights determine the tokenizer; None if the
+            model itself reads tokens.
     """
 
     same_as_data: ClassVar[tuple[str, ...]] = ("image_size", "num_images", "num_channels")
@@ -47,7 +48,7 @@ class Model:
     )
 
     def check_with(self, run: "Config", launch: "Launch") -> Iterator[Violation]:
-        """Ranks divide its matrices only if it says how. A user's own model is asked when it is built."""
+        """Check that the model supports tensor parallelism; user-defined models are checked when they are built."""
         size = run.distributed.tensor_parallel
         if size > 1 and not self.is_divided:
             message = f"is {size} but model {type(self).__name__} is not divided; set it to 1, or choose"
@@ -58,7 +59,7 @@ class Model:
 class Base(Model):
     """The model of another run, or of a folder of transformers, with its weights and its tokenizer.
 
-    It is replaced by that model when the configuration is composed, so that no run is recorded with it.
+    Composition replaces this schema by that of the loaded model, so no run records it.
     """
 
     brings_hparams: ClassVar[str] = "continued"
@@ -112,7 +113,7 @@ class Transformer(Model):
     )
 
     def check(self) -> Iterator[Violation]:
-        """Say which heads do not divide as they must."""
+        """Check that the head counts divide the hidden size and each other."""
         if self.hidden_size % self.num_heads or (self.hidden_size // self.num_heads) % 2:
             yield Violation(
                 "model.num_heads",
@@ -124,7 +125,7 @@ class Transformer(Model):
             )
 
     def check_with(self, run: "Config", launch: "Launch") -> Iterator[Violation]:
-        """Ranks divide heads, feed-forward and vocabulary evenly."""
+        """Check that tensor parallelism divides heads, feed-forward size and vocabulary evenly."""
         yield from super().check_with(run, launch)
         size = run.distributed.tensor_parallel
         for name in ("num_heads", "num_kv_heads", "intermediate_size", "vocab_size") if self.is_divided else ():
@@ -162,7 +163,7 @@ class PrefixVLM(Transformer):
     tie_embeddings: bool = setting(True, "the head shares the embedding's matrix")
 
     def check(self) -> Iterator[Violation]:
-        """Say which sizes do not divide as they must."""
+        """Check that the image size is a multiple of the patch size, in addition to the decoder's checks."""
         yield from super().check()
         if self.image_size is not None and self.image_size % 8:
             near = max(8, round(self.image_size / 8) * 8)
@@ -170,7 +171,7 @@ class PrefixVLM(Transformer):
             yield Violation("model.image_size", f"{message}={near}")
 
     def check_with(self, run: "Config", launch: "Launch") -> Iterator[Violation]:
-        """There is a size of pictures."""
+        """Check that the image size is known."""
         yield from super().check_with(run, launch)
         if self.image_size is None and getattr(run.data, "image_size", 0) is not None:
             message = "is null but the model looks at pictures; leave it out to follow the data"
@@ -213,7 +214,10 @@ class HuggingFace(Model):
     )
 
     def check(self) -> Iterator[Violation]:
-        """Refuse a model of transformers' default size, which is billions of parameters, and an idle init_std."""
+        """Check that the size of a new model is given, because transformers' default has billions of parameters.
+
+        The checks also cover the initial standard deviations and a pretrained model's folder.
+        """
         if self.path is None and not self.config:
             message = (
                 f"is empty and model.path is null; give a folder, or the size of a new {self.architecture}: "
@@ -224,7 +228,7 @@ class HuggingFace(Model):
         yield from self._check_folder()
 
     def _check_folder(self) -> Iterator[Violation]:
-        """What the folder says of itself allows what the data are to have."""
+        """Check that the pretrained model has enough vocabulary entries and positions for the data."""
         if self.path is None:
             return
         known = folder_settings(self.path) | self.config
@@ -260,9 +264,9 @@ class HuggingFace(Model):
 
 
 def folder_settings(path: str) -> dict[str, Any]:
-    """What config.json in a folder of transformers says of its text model; nothing where that cannot be read.
+    """Return the text model's settings in config.json of a transformers folder, or {} if it cannot be read.
 
-    What is wrong with the folder is said when the model is built.
+    Errors in the folder are reported when the model is built.
     """
     try:
         content = json.loads(read_text(in_hub_cache(Path(path).expanduser() / "config.json")))
@@ -290,7 +294,7 @@ class DiT(Model):
     mlp_ratio: float = setting(4.0, "feed-forward width over hidden_size", gt=0, le=1000)
 
     def check(self) -> Iterator[Violation]:
-        """Say which sizes do not divide as they must."""
+        """Check the divisibility of image size, number of heads and hidden size."""
         if self.image_size % self.patch_size:
             yield Violation(
                 "model.patch_size", f"is {self.patch_size} but must divide model.image_size={self.image_size}"

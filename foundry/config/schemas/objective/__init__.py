@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TextSampling:
-    """What `foundry.sample` takes for text; null: what the objective says."""
+    """Options of `foundry.sample` for text; null uses the objective's setting."""
 
     prompt: str | None = setting(None, "text to continue; of a run over chats what the user says")
     prompts: list[str] | None = setting(None, "several of them, such as \"['a','b']\"")
@@ -36,7 +36,7 @@ class TextSampling:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSampling:
-    """What `foundry.sample` takes for pictures; null: what the objective says."""
+    """Options of `foundry.sample` for images; null uses the objective's setting."""
 
     labels: list[int] | None = setting(None, "classes to draw, one picture each, such as [3,1,4]")
     samples_per_class: int | None = setting(None, "pictures of each class", ge=1)
@@ -55,7 +55,7 @@ class NextToken:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """What is measured besides the loss."""
+        """Names of the metrics that are computed in addition to the loss."""
         return ("cross_entropy", "z_loss") if self.z_loss_coefficient else ()
 
     _target_: str = "foundry.NextToken"
@@ -82,7 +82,7 @@ class SFT:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """What is measured besides the loss."""
+        """Names of the metrics that are computed in addition to the loss."""
         return ("accuracy", "cross_entropy", "z_loss") if self.z_loss_coefficient else ("accuracy",)
 
     _target_: str = "foundry.SFT"
@@ -109,7 +109,7 @@ class SFT:
     temperature: float = setting(0.0, "of a text sample; 0 picks the likeliest token", ge=0)
 
     def check_with(self, run: "Config", launch: "Launch") -> Iterator[Violation]:
-        """Ranks have whole layers, for which dropout of attention is drawn."""
+        """Check that attention dropout is not combined with tensor parallelism: its masks are for whole layers."""
         size = run.distributed.tensor_parallel
         if size > 1 and self.attention_dropout:
             message = f"is {self.attention_dropout:g} but is drawn for whole layers, which distributed.tensor_parallel"
@@ -117,7 +117,7 @@ class SFT:
 
 
 class Prediction(Enum):
-    """What a diffusion model predicts."""
+    """Prediction target of a diffusion model."""
 
     epsilon = "epsilon"
     v_prediction = "v_prediction"
@@ -125,7 +125,7 @@ class Prediction(Enum):
 
 
 class BetaSchedule(Enum):
-    """How noise grows over the timesteps, by diffusers' names."""
+    """Noise schedule, with the names of diffusers."""
 
     linear = "linear"
     scaled_linear = "scaled_linear"
@@ -133,7 +133,7 @@ class BetaSchedule(Enum):
 
 
 class PreferenceLoss(Enum):
-    """What is made of the margin between a chosen and a rejected response."""
+    """Loss as a function of the margin between the chosen and the rejected response."""
 
     sigmoid = "sigmoid"
     ipo = "ipo"
@@ -141,13 +141,13 @@ class PreferenceLoss(Enum):
 
 
 class Reference(Enum):
-    """What a policy is compared with, which always has the weights with which the run started.
+    """Implementation of the reference model, which has the initial weights of the run.
 
     Attributes:
-        auto: adapters_off with adapters, else cached.
-        cached: two numbers for each pair, computed once before the first step and kept in the run directory.
-        copy: a second model in memory, asked at each step.
-        adapters_off: the model itself without its adapters, asked at each step.
+        auto: adapters_off with adapters, otherwise cached.
+        cached: two log-probabilities per pair, computed once before the first step and stored in the run directory.
+        copy: a second model in memory, evaluated at each step.
+        adapters_off: the model itself with its adapters disabled, evaluated at each step.
     """
 
     auto = "auto"
@@ -202,13 +202,13 @@ class DPO:
     )
 
     def check(self) -> Iterator[Violation]:
-        """There is something to minimise."""
+        """Check that the loss has a term with a nonzero weight."""
         if self.preference_loss_weight == self.sft_loss_weight == 0:
             message = "is 0 and so is objective.sft_loss_weight; give one of them a weight"
             yield Violation("objective.preference_loss_weight", message)
 
     def check_with(self, run: "Config", launch: "Launch") -> Iterator[Violation]:
-        """There are adapters to be switched off, if those are the difference to the reference."""
+        """Check that reference=adapters_off is used with adapters."""
         if self.reference is Reference.adapters_off and not isinstance(run.peft, LoRA):
             message = "is adapters_off but peft=none trains the model itself; choose cached or copy, or peft=lora"
             yield Violation("objective.reference", message)
@@ -226,26 +226,26 @@ class Distillation(Rollouts, Teaching):
 
     @property
     def generates(self) -> bool:
-        """Whether the student learns from what it generates itself."""
+        """True if the student trains on its own completions."""
         return self.mode is DistillationMode.on_policy
 
     @property
     def described(self) -> str:
-        """What messages call it."""
+        """Name of the objective in messages."""
         return f"Distillation with mode={self.mode.value}"
 
     @property
     def wants(self) -> frozenset[str]:
-        """What a sample needs to have."""
+        """Required contents of a sample."""
         return frozenset({"prompts"} if self.generates else {"tokens", "sequences"})
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """What is measured besides the loss."""
+        """Names of the metrics that are computed in addition to the loss."""
         return ("entropy" if self.generates else "cross_entropy", "divergence")
 
     def check(self) -> Iterator[Violation]:
-        """A rollout can be divided, and no setting would be ignored."""
+        """Check that updates divide a rollout, and that no setting would be ignored."""
         yield from self.check_teaching()
         if self.generates:
             yield from self.check_rollout()
@@ -292,12 +292,12 @@ class Diffusion:
     samples_per_class: int = setting(8, "images of each class in a sample grid", ge=1, le=10**5)
 
     def check(self) -> Iterator[Violation]:
-        """Say where drawing asks for more than the noise schedule has."""
+        """Check that sampling uses at most the timesteps of the noise schedule."""
         yield from check_sampling_steps(self.sampling_steps, self.num_train_timesteps)
 
 
 def check_sampling_steps(steps: int, timesteps: int) -> Iterator[Violation]:
-    """Say where drawing asks for more denoising steps than the noise schedule has timesteps."""
+    """Check that the denoising steps of sampling are at most the timesteps of the noise schedule."""
     if steps > timesteps:
         message = f"is {steps} but must be at most objective.num_train_timesteps={timesteps}"
         yield Violation("objective.sampling_steps", message)

@@ -11,7 +11,7 @@ from foundry.config.setting import check_fields, setting
 from foundry.core.errors import Violation, nearest
 
 _BF16_STEP = 2.0**-8
-"""Smaller changes, relative to a number, are lost when bf16 rounds it."""
+"""Relative precision of bf16: smaller relative changes are lost in rounding."""
 
 
 def _pattern(text: str) -> re.Pattern[str]:
@@ -23,7 +23,7 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Multipliers:
-    """A learning rate and weight decay of some parameters' own, as factors on everybody's."""
+    """Multipliers of the learning rate and the weight decay for a group of parameters."""
 
     lr_mult: float = setting(1.0, "factor on the learning rate, from warm-up to floor", ge=0)
     wd_mult: float | None = setting(
@@ -33,20 +33,20 @@ class Multipliers:
 
 @dataclass(frozen=True, kw_only=True)
 class Matched(Multipliers):
-    """Parameters chosen by their names."""
+    """Multipliers for parameters selected by name."""
 
     match: str = setting("", "regular expression found in parameter names", parse=_pattern)
 
 
 def _is_factor(name: str, mapping: dict[str, Any]) -> bool:
-    """Whether a mapping has no such factor or a number; null is one for the weight decay, by the kind of parameter."""
+    """Return whether a multiplier is missing or a number; null is valid for `wd_mult` (default by parameter kind)."""
     value = mapping.get(name, 1.0)
     return (value is None and name == "wd_mult") or (isinstance(value, (int, float)) and not isinstance(value, bool))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParamGroups:
-    """Parameters that learn at another rate than the rest."""
+    """Parameter groups with multipliers of learning rate and weight decay."""
 
     embeddings: Multipliers = field(default_factory=Multipliers)
     head: Multipliers = field(default_factory=Multipliers)
@@ -55,7 +55,7 @@ class ParamGroups:
     )
 
     def check(self) -> Iterator[Violation]:
-        """Say which patterns cannot be read."""
+        """Check the mappings in `patterns`."""
         for name, mapping in self.patterns.items():
             key = f"optimizer.groups.patterns.{name}"
             names = [item.name for item in fields(Matched)]
@@ -73,14 +73,14 @@ class ParamGroups:
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """What every optimizer has. The learning rate is `hparams.lr` shaped by `scheduler`."""
+    """Base class of optimizer settings. The learning rate is `hparams.lr`, scheduled by `scheduler`."""
 
     _target_: str
     weight_decay: float = setting(0.01, "weight decay of matrices; biases, norms and other vectors are exempt", ge=0)
     groups: ParamGroups = field(default_factory=ParamGroups)
 
     def check(self) -> Iterator[Violation]:
-        """Say which groups of parameters cannot be read."""
+        """Check the parameter groups."""
         yield from self.groups.check()
 
 
@@ -95,7 +95,7 @@ class Adam(Optimizer):
 
 
 class MomentsDtype(Enum):
-    """What AdamW's moments are stored in."""
+    """Dtype of AdamW's moments."""
 
     bf16 = "bf16"
 
@@ -111,7 +111,7 @@ class AdamW(Adam):
     )
 
     def check(self) -> Iterator[Violation]:
-        """Refuse averages that change too slowly for bf16."""
+        """Check that moments stored in bf16 decay fast enough for its precision."""
         yield from super().check()
         for name in ("beta1", "beta2") if self.moments_dtype is MomentsDtype.bf16 else ():
             beta = getattr(self, name)
@@ -133,14 +133,14 @@ class SGD(Optimizer):
 
 
 class NsDtype(Enum):
-    """What Muon's Newton-Schulz iteration is computed in."""
+    """Dtype of Muon's Newton-Schulz iteration."""
 
     fp32 = "fp32"
     bf16 = "bf16"
 
     @classmethod
     def following(cls, precision: PrecisionMode) -> "NsDtype":
-        """bf16 where the model is computed in it, else fp32: a device that needs fp16 has no bf16 of its own."""
+        """Return bf16 if the model computes in bf16, otherwise fp32; devices that need fp16 lack native bf16."""
         return cls.bf16 if precision in (PrecisionMode.amp_bfloat16, PrecisionMode.pure_bf16) else cls.fp32
 
 

@@ -19,10 +19,10 @@ HEAD = "lm_head"
 
 
 class BaseDtype(Enum):
-    """What the frozen matrices of blocks are held in.
+    """Storage dtype of the frozen matrices of blocks.
 
     Attributes:
-        auto: the type that amp multiplies them in, which changes no result; else fp32.
+        auto: the compute dtype of amp, which does not change the results; fp32 without amp.
         fp32: fp32.
     """
 
@@ -38,11 +38,11 @@ class Peft:
 
     @property
     def narrows_base(self) -> bool:
-        """Whether frozen matrices may be held in the type that they are multiplied in."""
+        """True if frozen matrices may be stored in their compute dtype."""
         return False
 
     def check(self) -> Iterator[Violation]:
-        """Refuse a method that is not the class's: its fields would be missing or ignored."""
+        """Check that `method` matches the class; otherwise its fields would be missing or ignored."""
         own = type(self).method
         if self.method != own:
             yield Violation("peft.method", f"is {self.method} but peft={own} is chosen; choose peft={self.method}")
@@ -75,11 +75,11 @@ class LoRA(Peft):
 
     @property
     def narrows_base(self) -> bool:
-        """Whether `base_dtype` lets them."""
+        """True if `base_dtype` is auto."""
         return self.base_dtype is BaseDtype.auto
 
     def check(self) -> Iterator[Violation]:
-        """Say which rank is none, and which layers cannot have an adapter."""
+        """Check the adapter's rank and the names of its target layers."""
         yield from super().check()
         if self.adapter_dim & (self.adapter_dim - 1):
             lower = 1 << (self.adapter_dim.bit_length() - 1)
@@ -92,7 +92,7 @@ class LoRA(Peft):
             yield Violation("peft.target_modules", f"{message}, or train all weights with peft=none")
 
     def check_with(self, run: "Config", launch: "Launch") -> Iterator[Violation]:
-        """The base is one model, whole on each rank; optimizer and arithmetic do adapters no harm."""
+        """Check that the base is one unsharded model, and that optimizer and precision suit adapters."""
         for name, path in weights_of_parts(run.model).items():
             message = f"is {path}, and peft=lora keeps adapters alone, whose base is one run or file; train a run"
             remedy = "without peft first, and start from that with model=base"

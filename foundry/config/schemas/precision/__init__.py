@@ -7,7 +7,7 @@ from foundry.config.setting import setting
 
 
 class WeightsDtype(Enum):
-    """In which type weights are written or held when a run is over."""
+    """Dtype for exporting weights, or for loading them after training."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
@@ -15,7 +15,7 @@ class WeightsDtype(Enum):
 
 
 class PrecisionMode(Enum):
-    """What the weights, the compute and the gradient reduction are held in."""
+    """Dtypes of weights, computation and gradient reduction."""
 
     amp_bfloat16 = "amp_bfloat16"
     pure_bf16 = "pure_bf16"
@@ -25,7 +25,7 @@ class PrecisionMode(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """Which arithmetic a run uses."""
+    """Settings of the numerical precision of a run."""
 
     mode: PrecisionMode = setting(
         PrecisionMode.amp_bfloat16,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class EvaluateAt(Enum):
-    """Where an update that consumes samples a..b reads the curve."""
+    """Evaluation point of the schedule for an update that consumes samples a to b."""
 
     end = "end"
     start = "start"
@@ -32,7 +32,7 @@ class DecayStyle(Enum):
 
 
 class IncrementStyle(Enum):
-    """How weight decay goes from its start to its end."""
+    """Interpolation of the weight decay from its start value to its end value."""
 
     constant = "constant"
     linear = "linear"
@@ -41,7 +41,7 @@ class IncrementStyle(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Scheduler:
-    """Warm-up, horizon and floor of the learning rate, which every schedule has, and the weight decay's curve."""
+    """Settings of all schedules: warm-up, horizon and minimum of the learning rate, and the weight decay schedule."""
 
     _target_: str
     warmup: str = setting(
@@ -85,10 +85,10 @@ class Scheduler:
     )
 
     def phases(self, budget: Budget) -> Phases:
-        """The lengths in samples of a run of this budget.
+        """Convert the lengths of the phases to samples, for a run of this budget.
 
         Raises:
-            ValueError: a length counts tokens and the data has none.
+            ValueError: a length is in tokens, but the data has no tokens.
         """
         return Phases.resolve(
             budget,
@@ -100,7 +100,7 @@ class Scheduler:
         )
 
     def check(self) -> Iterator[Violation]:
-        """Say which settings of the weight decay contradict each other."""
+        """Check that the settings of the weight decay do not contradict each other."""
         start, end, style = self.start_weight_decay, self.end_weight_decay, self.weight_decay_incr_style
         if (start is None) != (end is None):
             given, missing = ("end", "start") if start is None else ("start", "end")
@@ -126,7 +126,7 @@ class Scheduler:
             )
 
     def check_with(self, run: "Config", launch: "Launch") -> Iterator[Violation]:
-        """No rate of the schedule is above its peak."""
+        """Check that no learning rate of the schedule is above its peak, `hparams.lr`."""
         lr = run.hparams.lr
         for name in ("min_lr", "force_min_lr", "warmup_init"):
             if getattr(self, name) > lr:
@@ -135,12 +135,12 @@ class Scheduler:
 
 @dataclass(frozen=True, kw_only=True)
 class Constant(Scheduler):
-    """The peak rate from the end of the warm-up on."""
+    """Settings of a constant learning rate after the warm-up."""
 
     _target_: str = "foundry.schedules.Constant.from_durations"
 
     def check(self) -> Iterator[Violation]:
-        """Say which settings a constant rate would ignore."""
+        """Check that no setting would be ignored by a constant learning rate."""
         yield from super().check()
         for name in ("min_lr", "force_min_lr"):
             if getattr(self, name) != 0:
@@ -152,21 +152,21 @@ class Constant(Scheduler):
 
 @dataclass(frozen=True, kw_only=True)
 class Linear(Scheduler):
-    """A straight line from the peak to min_lr."""
+    """Settings of a linear decay from the peak to min_lr."""
 
     _target_: str = "foundry.schedules.Linear.from_durations"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cosine(Scheduler):
-    """Half a cosine from the peak to min_lr."""
+    """Settings of a cosine decay from the peak to min_lr."""
 
     _target_: str = "foundry.schedules.Cosine.from_durations"
 
 
 @dataclass(frozen=True, kw_only=True)
 class InverseSquareRoot(Scheduler):
-    """The root of warm-up over samples, then an abrupt drop to min_lr past the horizon."""
+    """Settings of a decay with sqrt(warm-up samples / samples), then an abrupt drop to min_lr past the horizon."""
 
     _target_: str = "foundry.schedules.InverseSquareRoot.from_durations"
 

@@ -7,14 +7,14 @@ from foundry.config.setting import setting
 
 @dataclass(frozen=True, kw_only=True)
 class NoSimulator:
-    """Nothing is simulated: there is data only."""
+    """No simulator."""
 
     _target_: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Simulator:
-    """One task in one simulated world."""
+    """Base class of settings for one task in a simulated environment."""
 
     _target_: str
     state_dim: int = setting("???", "numbers in the state that a policy sees", ge=1, le=10**6, runtime=True, alone=None)

@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from foundry.config.schemas.root import Config
 
 EXTRAS = {"foundry.TensorBoard": "tensorboard", "foundry.WandB": "wandb"}
-"""Extra that each tracker with an optional package needs; the package has the same name."""
+"""Extra of foundry that installs a tracker's optional package, which has the same name."""
 
 
 JSON = "json"
-"""Value of `tracking.progress`."""
+"""Value of `tracking.progress` for JSON output."""
 
 
 def parse_progress(text: str) -> None:
-    """Check a switch that may also be `json`.
+    """Check a setting that can be true, false or json.
 
     Raises:
-        ValueError: it is another word.
+        ValueError: the text is something else.
     """
     if text not in ("True", "False", JSON):
         raise ValueError(f"is {shown(text)} but must be true, false or json")
@@ -33,20 +33,20 @@ def parse_progress(text: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Steps that torch's profiler records; `profile/` in the run directory has a trace of each rank."""
+    """Settings of torch's profiler, which writes a trace of each rank to `profile/` in the run directory."""
 
     first_step: int | None = setting(None, "optimizer step to begin with, counted from 1; null: none is recorded", ge=1)
     num_steps: int = setting(3, "optimizer steps to record", ge=1, le=1000)
 
     @property
     def steps(self) -> range:
-        """The steps that are recorded."""
+        """Steps that are profiled."""
         return range(0) if self.first_step is None else range(self.first_step, self.first_step + self.num_steps)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tracking:
-    """Progress on the terminal, metrics.jsonl, plots, MLflow and further trackers."""
+    """Settings of terminal progress, metrics.jsonl, plots, MLflow and other trackers."""
 
     offered: ClassVar[tuple[str, ...]] = ("run_dir", "uri", "experiment_name", "run_name")
 
@@ -91,7 +91,7 @@ class Tracking:
     )
 
     def check(self) -> Iterator[Violation]:
-        """Refuse trackers that are none, or whose package is missing, tags that are no single values, unread norms."""
+        """Check trackers and their packages, the values of tags, and the interval of logged norms."""
         every, logged = self.norms_every_n_steps, self.log_every_n_steps
         if every is not None and every % logged:
             message = f"is {every} but norms are read when a step is logged; give a multiple of {logged}"
@@ -116,7 +116,7 @@ class Tracking:
                 yield Violation(key, missing_message(extra, extra))
 
     def check_with(self, run: "Config", launch: "Launch") -> Iterator[Violation]:
-        """The model that MLflow is to have at the end is kept, and transformers loads it."""
+        """Check that a model to be logged in MLflow is saved at the end, and that transformers can load it."""
         if not self.log_model:
             return
         if run.checkpoint.is_off:
