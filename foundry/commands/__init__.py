@@ -1,1 +1,1 @@
-"""The commands, one module each, and `compose` and `run` for scripts and notebooks."""
+"""Commands, one module each, and `compose` and `run` for scripts and notebooks."""

@@ -1,6 +1,7 @@
-"""`foundry -sc query=SHELL`: words for tab completion: commands, their options, and overrides of a run.
+"""`foundry -sc query=SHELL`: print candidates for tab completion: commands, their options, and overrides of a run.
 
-Hydra's functions for bash, zsh and fish, which `foundry -sc install=SHELL` prints, call it with the line in COMP_LINE.
+Hydra's functions for bash, zsh and fish, which `foundry -sc install=SHELL` prints, run this command with the line in
+COMP_LINE.
 """
 
 import os
@@ -28,25 +29,25 @@ OPTIONS = {
     "sync": "SyncOptions",
     "new": "NewOptions",
 }
-"""Each command with the class of its options in its module; None for the command that has none of its own."""
+"""Commands, each with the name of the options class in its module; None if it has only the options of a run."""
 _FLAGS = ("--help", "--version", JSON)
 _WHICH = ("last", "best")
 _HIDDEN = ("schema/", "local")
-"""Groups of foundry's that no user chooses."""
+"""Prefixes of foundry's config groups that users do not set."""
 
 
 def main() -> None:
-    """Print the words that may stand where the line ends, in the form that the shell takes."""
+    """Print the candidates for the end of the line, in the format of the shell."""
     shell = next(word.partition("=")[2] for word in sys.argv if word.startswith("query="))
     found = sorted(set(complete(os.environ.get("COMP_LINE", ""))))
     sys.stdout.write(("\n" if shell == "fish" else " ").join(found) + "\n")
 
 
 def complete(line: str) -> Iterator[str]:
-    """Yield the words that may stand where a line of `foundry` ends.
+    """Yield the candidates for the end of a line of `foundry`.
 
     Args:
-        line: from the name of the program to the cursor.
+        line: text from the program name to the cursor.
     """
     words = line.split()[1:]
     last = "" if line.endswith(" ") or not words else words.pop()
@@ -66,7 +67,7 @@ def _starting(last: str, words: Iterable[str]) -> Iterator[str]:
 
 
 def _of_command(name: str, words: list[str], last: str) -> Iterator[str]:
-    """Yield the options of a command, and the overrides that it takes."""
+    """Yield the options of a command, and the overrides that it accepts."""
     module, schema = import_module(f"foundry.commands.{name}"), OPTIONS[name]
     if name == "eval":
         options, groups = module.options_for(words)
@@ -85,7 +86,7 @@ def _of_command(name: str, words: list[str], last: str) -> Iterator[str]:
 
 
 def _of_options(schema: type[Any], last: str, prefix: str = "") -> Iterator[str]:
-    """Yield the names of options, or values of the option that `last` begins with."""
+    """Yield names of options, or values of the option at the start of `last`."""
     key, assigned, value = last.partition("=")
     hints = get_type_hints(schema)
     if not assigned:
@@ -95,7 +96,7 @@ def _of_options(schema: type[Any], last: str, prefix: str = "") -> Iterator[str]
 
 
 def _values(key: str, hint: Any, value: str) -> list[str]:
-    """Return values of an option: of an enumeration or truth value all, of a text the files that begin like it."""
+    """Return candidate values: all values of an enumeration or a boolean, matching files for a string."""
     kinds = get_args(hint) or (hint,)
     if bool in kinds:
         return ["true", "false"]
@@ -114,7 +115,7 @@ def _values(key: str, hint: Any, value: str) -> list[str]:
 
 
 def _of_a_run(words: Sequence[str], last: str) -> list[str]:
-    """Return the overrides of a run that Hydra finds."""
+    """Return the overrides of a run that Hydra suggests."""
     from foundry.commands.train import main as train
 
     before, os.environ["COMP_LINE"] = sys.argv[1:], " ".join(["foundry", *words, last])

@@ -1,4 +1,4 @@
-"""Commands that take all options of a run, and some of their own under a prefix."""
+"""Commands that accept all options of a run, and options of their own with a prefix."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -39,17 +39,17 @@ def run_composed(
     doc: str,
     overrides_of: Callable[[Options], list[str]] | None = None,
 ) -> None:
-    """Run such a command with the arguments after its name; errors and exit codes are those of a run.
+    """Run a composed command with the arguments after its name; errors and exit codes are the same as for a run.
 
     Args:
-        schema: its own options as a frozen dataclass of `setting`s, which are typed as `plan.every` for `foundry.plan`,
-            or as `every` if no group of a run has that name.
-        work: takes the composed configuration, these options, and the run directory that was made for it; returns
-            None on ranks above 0.
-        name: as typed, for the help.
-        doc: what it does, for the help.
-        overrides_of: returns overrides of the run that these options imply; they follow those of the command line.
-            It may raise a ConfigError, whose keys have no prefix.
+        schema: frozen dataclass of `setting`s with the command's own options, which are typed as `plan.every` for
+            `foundry.plan`, or as `every` if no config group has that name.
+        work: called with the composed configuration, these options, and a new run directory; returns None on ranks
+            above 0.
+        name: name of the command, for the help page.
+        doc: description of the command, for the help page.
+        overrides_of: returns the overrides of the run that these options imply; they follow the overrides of the
+            command line. It may raise a ConfigError, whose keys have no prefix.
     """
     prefix = name.rpartition(".")[2] + "."
     names = {option.name for option in fields(schema)}  # type: ignore[arg-type]
@@ -86,7 +86,7 @@ def run_composed(
 
 
 def split_own(schema: type[Any], prefix: str, words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the words for a command's own options, without the prefix, and those for the run."""
+    """Split arguments into the command's own options, without the prefix, and the arguments of the run."""
     bare = {option.name for option in fields(schema)}.difference(GROUPS)
     own = [word for word in words if word.startswith(prefix) or word.partition("=")[0] in bare]
     return [word.removeprefix(prefix) for word in own], [word for word in words if word not in own]

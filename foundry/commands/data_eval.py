@@ -1,4 +1,4 @@
-"""`foundry eval run=DIR` on held-out data: loss, exact match and rewards of answers."""
+"""`foundry eval run=DIR` on the validation split: loss, exact match and rewards of answers."""
 
 import math
 import os
@@ -19,24 +19,24 @@ if TYPE_CHECKING:
     from foundry.engine.restore import Restored
 
 _ANSWERED = f"+evaluation.evaluators.exact_match._target_={EXACT_MATCH}"
-"""Evaluator of answers, without which an environment is refused."""
+"""Override that adds the exact-match evaluator, since an environment without one is refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions(EvalOptions):
-    """Options of the evaluation on held-out data."""
+    """Options of the evaluation on the validation split."""
 
     max_samples: int | None = setting(None, "held-out samples and prompts; null: all", ge=1)
     max_new_tokens: int = setting(256, "longest answer in tokens", ge=1)
 
 
 def measure(path: Path, options: DataOptions, overrides: Sequence[str], compose: Compose) -> dict[str, Any]:
-    """Measure a model on the held-out data of its run, or on other data.
+    """Evaluate a model on the validation split of its run, or on other data.
 
     Args:
-        path: of the run, or a folder of transformers.
-        options: of the command.
-        overrides: of the groups of `DATA`.
+        path: run directory or transformers folder.
+        options: options of the command.
+        overrides: overrides of the groups of `DATA`.
         compose: composes overrides.
 
     Raises:
@@ -82,10 +82,10 @@ def measure(path: Path, options: DataOptions, overrides: Sequence[str], compose:
 
 
 def _open(path: Path, options: DataOptions, overrides: Sequence[str], compose: Compose) -> "Restored":
-    """Return the model with the data that it is measured on.
+    """Return the model with the data to evaluate it on.
 
-    Overrides of data and objective are composed with `model=base`: the rules for a run from this model refuse data
-    that does not fit it.
+    Overrides of data and objective are composed with `model=base`, so that the rules for a run from this model refuse
+    data that does not fit it.
 
     Raises:
         ConfigError: as `measure`.
@@ -129,7 +129,7 @@ def _with_data(
     *,
     keeps_objective: bool,
 ) -> "Restored":
-    """Read the data that overrides of a run from this model choose."""
+    """Replace the data by the data that the overrides select."""
     from foundry.engine.restore import look_again
     from foundry.parts.data import build_data
 
@@ -146,7 +146,7 @@ def _with_data(
 
 
 def _with_own_data(opened: "Restored", path: Path, *, trust: bool) -> "Restored":
-    """Read the data of a run, with the tokenizer and the chat template of its directory."""
+    """Build the data of a run, with the tokenizer and the chat template of its directory."""
     from foundry.config.record.frozen import load_config
     from foundry.config.sources import refuse_urls
     from foundry.engine.restore import build_part
@@ -160,16 +160,16 @@ def _with_own_data(opened: "Restored", path: Path, *, trust: bool) -> "Restored"
     if hasattr(config.data, "cache_dir"):
         files["cache_dir"] = os.environ.get("FOUNDRY_CACHE", ".cache/foundry")
     offered = offered_to_data(config.simulator)
-    if files:  # nothing is read from the base's folder, or written where the settings say
+    if files:  # do not read from the base's folder, or write to the paths in the settings
         config = replace(config, data=replace(config.data, **files))
     return replace(opened, config=config, data=build_part(config, "data", seed=config.hparams.seed, offered=offered))
 
 
 def _build_evaluators(opened: "Restored", options: DataOptions, judge: Any) -> dict[str, Any]:
-    """The held-out loss, unless the objective compares with models that are not at hand, exact match and rewards.
+    """Build the evaluators: validation loss, unless the objective needs frozen models, and exact match with rewards.
 
     Raises:
-        ConfigError: there is nothing to measure.
+        ConfigError: there is nothing to evaluate.
     """
     from foundry.engine.restore import build_part
     from foundry.evaluators.exact_match import ExactMatch
@@ -198,7 +198,7 @@ def _build_evaluators(opened: "Restored", options: DataOptions, judge: Any) -> d
 
 
 def _torchmetrics(config: Any, target: str) -> dict[str, Any]:
-    """The metrics of torchmetrics that the configuration gives to evaluators of this `_target_`, by name."""
+    """Build the torchmetrics metrics by name that the configuration sets for evaluators with this `_target_`."""
     from foundry.config.build import build
 
     nodes = [node for node in config.evaluation.evaluators.values() if node and node["_target_"] == target]
@@ -206,7 +206,7 @@ def _torchmetrics(config: Any, target: str) -> dict[str, Any]:
 
 
 def _with_perplexity(found: dict[str, float], config: Any) -> dict[str, float]:
-    """The measurements, after the loss what it is as a perplexity, where it is that of tokens."""
+    """Insert the perplexity after the loss, if the loss is a cross-entropy of tokens."""
     nats = found.get("cross_entropy", found.get("loss"))
     if nats is None or config.hparams.loss_function != "cross_entropy":
         return found

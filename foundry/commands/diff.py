@@ -35,18 +35,18 @@ _SPEED = (
     "reserved_memory_bytes",
     "allocator_retries",
 )
-"""Of a logged step: they differ between two runs that are the same."""
+"""Metrics of a logged step that differ between identical runs."""
 _CHOSEN = ("lr", "weight_decay", "epoch", "global_batch_size", "samples", "tokens")
-"""Of a logged step: they follow from the settings, and say nothing of what came of them."""
+"""Metrics of a logged step that follow from the settings alone."""
 _IGNORED = frozenset({*_SPEED, *_CHOSEN})
 _SAID = ("config_hash",)
-"""Of result.json: the settings say it already."""
+"""Keys of result.json that duplicate the settings."""
 _MOST_PANELS, _FEW_POINTS = 6, 30
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiffOptions:
-    """The command's options."""
+    """Options of the command."""
 
     run: str = setting("???", "run directory")
     against: str = setting("???", "another one")
@@ -55,15 +55,15 @@ class DiffOptions:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run directory says of its run.
+    """Content of a run directory.
 
     Attributes:
         folder: the directory.
-        settings: the resolved configuration.
-        plan: what followed from it, nested names joined by dots.
-        steps: a hash of the metrics of each logged step, by step: all records of a long run would need gigabytes.
-        evaluations: name and value of each metric of held-out data, by step.
-        result: what came of it, nested names joined by dots; of a run that has not finished its state.
+        settings: resolved configuration.
+        plan: content of plan.json, nested names joined by dots.
+        steps: hash of the metrics of each logged step, by step; the records of a long run would need gigabytes.
+        evaluations: metrics of each evaluation by name, by step.
+        result: content of result.json, nested names joined by dots; the state if the run has not finished.
     """
 
     folder: Path
@@ -79,10 +79,10 @@ class RunRecord:
 
         Args:
             folder: the directory.
-            key: of the option that names it.
+            key: option of the directory, for messages.
 
         Raises:
-            ConfigError: it is none, or a file in it is damaged.
+            ConfigError: the folder is not a run directory, or a file in it is damaged.
         """
         settings = read_recorded(folder)
         if settings is None:
@@ -96,18 +96,18 @@ class RunRecord:
         return cls(folder, settings, dict(_flat(plan)), steps, evaluations, dict(_flat(result)))
 
     def logged(self, step: int) -> Mapping[str, Any]:
-        """Return the metrics of a logged step by name; the file is read again."""
+        """Return the metrics of a logged step by name; reads the file again."""
         records = [record for record in read_step(self.folder, step) if not is_evaluation(record)]
         return records[-1] if records else {}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two runs beside each other.
+    """Comparison of two runs.
 
     Attributes:
-        run: the first.
-        against: the second.
+        run: the first run.
+        against: the second run.
     """
 
     run: RunRecord
@@ -115,29 +115,29 @@ class Comparison:
 
     @property
     def settings(self) -> list[Difference]:
-        """Settings that are not the same; `was` is the first run's."""
+        """Settings that differ; `was` is the value of the first run."""
         return list(differences(self.run.settings, self.against.settings))
 
     @property
     def plan(self) -> list[tuple[str, Any, Any]]:
-        """Name and values of what does not follow from both configurations alike."""
+        """Name and both values of each entry of the plan that differs."""
         return list(_differing(self.run.plan, self.against.plan))
 
     @property
     def results(self) -> list[tuple[str, Any, Any]]:
-        """Name and values of all that came of them, the same or not."""
+        """Name and both values of each result, equal or not."""
         one, other = self.run.result, self.against.result
         names = [name for name in {**one, **other} if name not in _SAID]
         return [(name, one.get(name), other.get(name)) for name in names]
 
     @property
     def common_steps(self) -> list[int]:
-        """Steps that both have logged, ascending."""
+        """Steps logged by both runs, ascending."""
         return sorted(self.run.steps.keys() & self.against.steps.keys())
 
     @cached_property
     def first_difference(self) -> tuple[int, str, Any, Any] | None:
-        """The first step both have logged, or evaluated at, with other numbers: step, metric and values; None: none."""
+        """First common step with different numbers: step, metric and both values; None if all are equal."""
         run, against = self.run, self.against
         logged = (step for step in self.common_steps if run.steps[step] != against.steps[step])
         evaluated = sorted(run.evaluations.keys() & against.evaluations.keys())
@@ -149,12 +149,12 @@ class Comparison:
 
     @property
     def is_same(self) -> bool:
-        """Whether nothing differs."""
+        """True if nothing differs."""
         same = all(_equal(one, other) for _, one, other in self.results)
         return same and not self.settings and not self.plan and self.first_difference is None
 
     def facts(self) -> dict[str, Any]:
-        """Return the comparison as values of JSON."""
+        """Return the comparison as JSON values."""
         first = self.first_difference
         return {
             "same": self.is_same,
@@ -166,7 +166,7 @@ class Comparison:
         }
 
     def lines(self) -> Iterator[str]:
-        """What to tell a person, line by line."""
+        """Yield the comparison as text, line by line."""
         yield from _table("settings", [(one.key, one.was, one.now) for one in self.settings], "the same settings")
         yield from _table("plan", self.plan, "the same plan")
         yield self._how_far()
@@ -174,7 +174,7 @@ class Comparison:
         yield from _table("result", self.results, "no results", with_difference=True)
 
     def _how_far(self) -> str:
-        """Up to which step the curves are the same."""
+        """Return the line about the first difference between the curves."""
         steps, first = self.common_steps, self.first_difference
         if not steps:
             return "curves      no step that both have logged"
@@ -188,16 +188,16 @@ class Comparison:
 
 
 def compare(run: Path, against: Path) -> Comparison:
-    """Read two run directories.
+    """Read and compare two run directories.
 
     Raises:
-        ConfigError: one is no run directory, or a file in it is damaged.
+        ConfigError: a folder is not a run directory, or a file in it is damaged.
     """
     return Comparison(RunRecord.read(run, "run"), RunRecord.read(against, "against"))
 
 
 def curves_figure(compared: Comparison) -> "Figure":
-    """A panel for the training loss and for each metric of evaluations that both runs have."""
+    """Plot the training loss and each evaluation metric that both runs have, one panel each."""
     runs = (compared.run, compared.against)
     losses = [{step: {"loss": value} for step, value in _read_losses(run)} for run in runs]
     curves: list[tuple[str, list[Mapping[int, Mapping[str, Any]]]]] = [("loss", [*losses])]
@@ -221,7 +221,7 @@ def curves_figure(compared: Comparison) -> "Figure":
 
 
 def _read_metrics(folder: Path) -> tuple[dict[int, int], dict[int, Mapping[str, Any]]]:
-    """Return `RunRecord.steps` and `RunRecord.evaluations`; of a step that was taken again, the later record counts."""
+    """Return `RunRecord.steps` and `RunRecord.evaluations`; if a step was repeated, the later record counts."""
     steps, evaluations = dict[int, int](), dict[int, Mapping[str, Any]]()
     for record in iterate_metrics(folder) if (folder / METRICS).is_file() else ():
         if is_evaluation(record):
@@ -236,7 +236,7 @@ def _read_losses(run: RunRecord) -> list[tuple[int, Any]]:
 
 
 def _hash(record: Mapping[str, Any]) -> int:
-    """Return the same number for records that do not differ, as `_differing` has it."""
+    """Return a hash that is equal for records without a difference, as defined by `_differing`."""
     compared = {name: _hashable(value) for name, value in record.items() if name not in _IGNORED and value is not None}
     return hash(frozenset(compared.items()))
 
@@ -250,7 +250,7 @@ def _hashable(value: Any) -> Any:
 def _first_differing(
     pairs: Iterable[tuple[int, Mapping[str, Any], Mapping[str, Any]]],
 ) -> tuple[int, str, Any, Any] | None:
-    """Return the first step whose records differ, the metric that does, and its values; of several metrics the loss."""
+    """Return the first step whose records differ, with metric and values; the loss is preferred over other metrics."""
     for step, one, other in pairs:
         if differing := list(_differing(one, other, ignored=_IGNORED)):
             return (step, *next((entry for entry in differing if entry[0] in ("loss", "val_loss")), differing[0]))
@@ -258,7 +258,7 @@ def _first_differing(
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """A file of a run directory; nothing where there is none yet."""
+    """Read a JSON file of a run directory; return {} if it does not exist."""
     try:
         return read_object(file)
     except FileNotFoundError:
@@ -266,7 +266,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _flat(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Leaves, nested names joined by dots."""
+    """Yield the leaves of a nested mapping, with names joined by dots."""
     for name, value in node.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name}.")
@@ -287,12 +287,12 @@ def _pair(name: str, one: Any, other: Any) -> dict[str, Any]:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Whether two values are the same; NaN is like itself."""
-    return bool(one == other) or (one != one and other != other)  # what is not itself is NaN
+    """Return True if two values are equal; NaN equals NaN."""
+    return bool(one == other) or (one != one and other != other)  # only NaN is unequal to itself
 
 
 def _number(value: Any) -> float | None:
-    """What can be subtracted and drawn; None for anything else."""
+    """Return a value as a float, to subtract or plot it; None if it is not a number."""
     try:
         return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
     except OverflowError:
@@ -300,14 +300,14 @@ def _number(value: Any) -> float | None:
 
 
 def _text(value: Any) -> str:
-    """With as many digits as tell two losses apart."""
+    """Return a value as text, with enough digits to distinguish two losses."""
     return "-" if value is None else f"{value:.9g}" if isinstance(value, float) else shown(value)
 
 
 def _table(
     title: str, rows: Sequence[tuple[str, Any, Any]], none: str, *, with_difference: bool = False
 ) -> Iterator[str]:
-    """Rows in columns, below the title; a sentence where there are none."""
+    """Yield rows as aligned columns below the title; the sentence `none` if there are no rows."""
     if not rows:
         yield f"{title:<12}{none}"
         yield ""
@@ -325,7 +325,7 @@ def _table(
 
 
 def print_differences(options: DiffOptions) -> Outcome:
-    """Compare and print."""
+    """Compare two runs and print the differences."""
     picture = None if options.picture is None else folder_option("picture", options.picture)
     if picture is not None:
         check_output("picture", picture)
@@ -341,7 +341,7 @@ def print_differences(options: DiffOptions) -> Outcome:
 
 
 def _named(words: Sequence[str]) -> list[str]:
-    """The arguments, of which the first two may be the folders alone."""
+    """Return the arguments with `run=` and `against=` added to the first two bare folders."""
     names = iter(("run", "against"))
     is_folder = [Path(word).is_dir() or not (word.startswith("-") or "=" in word) for word in words]
     return [
@@ -351,6 +351,6 @@ def _named(words: Sequence[str]) -> list[str]:
 
 
 def main() -> None:
-    """Compare from the command line."""
+    """Entry point of the command."""
     sys.argv[1:] = _named(sys.argv[1:])
     command(DiffOptions, print_differences, name="foundry.diff", doc=__doc__.split(": ", 1)[1].strip())

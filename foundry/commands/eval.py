@@ -49,12 +49,12 @@ LM_EVAL = TaskEvaluation(
 _NO_TASKS = "tasks=null"
 
 Compose = Callable[[Sequence[str]], Config]
-"""Composes overrides as those of a run, with the options of `config_dir`."""
+"""Function that composes overrides as for a run, including the options in `config_dir`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions:
-    """Options of every evaluation."""
+    """Options common to all evaluations."""
 
     run: str = setting("???", "run directory, or folder of transformers, for which data=... is needed")
     which: str = setting("last", "last, best, or the number of a step")
@@ -75,14 +75,14 @@ class EvalOptions:
 
 
 def evaluate(words: Sequence[str]) -> dict[str, Any]:
-    """Measure, write and print, and add the numbers to the run in MLflow; returns what is written.
+    """Evaluate, write and print the result, and add the numbers to the run in MLflow; return the result.
 
     Args:
-        words: `key=value` arguments: options of the evaluation that the run and `tasks` choose, and overrides of the
-            groups that it takes.
+        words: `key=value` arguments: options of the evaluation that the run and `tasks` select, and overrides of the
+            groups that this evaluation accepts.
 
     Raises:
-        ConfigError: an option is wrong or belongs to another evaluation; the run, folder, checkpoint or task does not
+        ConfigError: an option is invalid or belongs to another evaluation; the run, folder, checkpoint or task does not
             exist; or the data or simulator does not fit the model.
     """
     words = [word for word in words if word != _NO_TASKS]
@@ -110,7 +110,7 @@ def evaluate(words: Sequence[str]) -> dict[str, Any]:
 
 
 def options_for(words: Sequence[str]) -> tuple[type[Any], tuple[str, ...]]:
-    """Return the options of the evaluation that arguments choose, and the groups that it takes overrides of."""
+    """Return the options class of the evaluation that the arguments select, and the groups it accepts overrides of."""
     own = _choose(words, _run_of(words))
     return _schema(own), own.groups
 
@@ -121,7 +121,7 @@ def group_of(override: str) -> str:
 
 
 def _choose(words: Sequence[str], run: Path | None) -> TaskEvaluation:
-    """Return the evaluation of these arguments: of tasks if there are any, else the run's own, else of data."""
+    """Select the evaluation: lm_eval tasks if `tasks` is given, else the evaluation of the run's task, else `DATA`."""
     given = {group_of(word) for word in words}
     if "tasks" in given:
         return LM_EVAL
@@ -131,7 +131,7 @@ def _choose(words: Sequence[str], run: Path | None) -> TaskEvaluation:
 
 
 def _run_of(words: Sequence[str]) -> Path | None:
-    """Return the folder of `run=`; None if it is missing or not of a form that `parse_options` accepts."""
+    """Return the folder in `run=`; None if it is missing or `parse_options` would refuse it."""
     for word in words:
         if word.startswith("run="):
             with suppress(HydraException, ConfigError):
@@ -140,7 +140,7 @@ def _run_of(words: Sequence[str]) -> Path | None:
 
 
 def _schema(own: TaskEvaluation) -> type[Any]:
-    """Return the options of an evaluation, joined with the common ones."""
+    """Return the options class of an evaluation, merged with the common options."""
     options: type[Any] = resolve_name(own.options)
     if issubclass(options, EvalOptions):
         return options
@@ -148,7 +148,7 @@ def _schema(own: TaskEvaluation) -> type[Any]:
 
 
 def _elsewhere(own: TaskEvaluation, run: Path | None) -> dict[str, str]:
-    """Return the options and groups of the other evaluations, and why they are refused in this one."""
+    """Return options and groups of the other evaluations, with the reason why this evaluation refuses them."""
     here = f"{run} is {'measured on data' if own is DATA else own.described}"
     if own is LM_EVAL:
         here = "tasks bring their own data; leave it out"
@@ -160,14 +160,14 @@ def _elsewhere(own: TaskEvaluation, run: Path | None) -> dict[str, str]:
 
 
 def _compose(config_dir: Path | None, overrides: Sequence[str]) -> Config:
-    """Compose a run's configuration, as the command line does."""
+    """Compose the configuration of a run, as the command line does."""
     from foundry.commands.library import compose
 
     return compose(overrides, config_dir=config_dir)
 
 
 def _write(out: Path, result: dict[str, Any]) -> None:
-    """Write and print what was measured."""
+    """Write and print the result."""
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, json.dumps(json.loads(encode(result)), indent=2) + "\n")
     width = max(14, *map(len, result))
@@ -182,9 +182,9 @@ def _write(out: Path, result: dict[str, Any]) -> None:
 
 
 def _track(path: Path, uri: str | None, result: Mapping[str, Any], overrides: Sequence[str]) -> None:
-    """Add what was measured to the run in MLflow, as `eval/loss`, or of a task `eval/sums/acc`.
+    """Add the result to the run in MLflow, as `eval/loss`, or for a task as `eval/sums/acc`.
 
-    What was measured on other data than the run's has their name, too: `eval/test/loss`.
+    Results on other data than the run's include the name of that data: `eval/test/loss`.
     """
     from foundry.commands.sync import send_metrics
     from foundry.run_dir.checkpoints import NAME
@@ -205,14 +205,14 @@ def _track(path: Path, uri: str | None, result: Mapping[str, Any], overrides: Se
 
 
 def _measured_on(overrides: Sequence[str]) -> list[str]:
-    """A name for what overrides put in place of the run's own data or simulator."""
+    """Return names of the data and the simulator that overrides put in place of the run's own."""
     chosen = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
     data = Path(chosen.get("data.path", "").strip("'\"")).stem or chosen.get("data")
     return [name for name in (data, chosen.get("simulator")) if name]
 
 
 def _page(name: str, doc: str) -> str:
-    """Return the page of help: the common options, then the options of each evaluation."""
+    """Return the help page: the common options, then the options of each evaluation."""
     lines = [*usage(name), "", doc, "", *option_lines(EvalOptions)]
     common = {item.name for item in fields(EvalOptions)}
     for own in (DATA, LM_EVAL, *evaluations()):
@@ -222,7 +222,7 @@ def _page(name: str, doc: str) -> str:
 
 
 def main() -> None:
-    """Evaluate from the command line."""
+    """Entry point of the command."""
     name = "foundry.eval"
     run_words(
         lambda words: Outcome(evaluate(words)),

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """The command's options."""
+    """Options of the command."""
 
     run: str = setting("???", "run directory")
     out: str = setting("???", "folder to write: new, or empty")
@@ -48,7 +48,7 @@ class ExportOptions:
 
     @property
     def torch_dtype(self) -> "torch.dtype | None":
-        """`dtype`, as torch's."""
+        """`dtype` as a torch.dtype."""
         import torch
 
         return None if self.dtype is None else getattr(torch, self.dtype.value)
@@ -62,17 +62,17 @@ def export(options: ExportOptions) -> Outcome:
 
 
 def export_checkpoint(options: ExportOptions) -> Path:
-    """Write weights, a model card and the files of the run's data; for a language model transformers' config, too.
+    """Write weights, a model card and the files of the run's data; for a language model also the transformers config.
 
-    Weights are model.safetensors, or above 5 GB several files with an index, read from the checkpoint and written a
-    tensor at a time. Of a run of adapters write a folder of peft's instead, or with `merge` the model that they are
-    with their base.
+    Weights are written to model.safetensors, or above 5 GB to several files with an index; they are read from the
+    checkpoint and written one tensor at a time. For a run with adapters, write a PEFT folder instead, or with `merge`
+    the base model with the adapters merged.
 
     Returns:
         The folder of the checkpoint.
 
     Raises:
-        ConfigError: there is no such run or checkpoint, `out` holds files, or there are no adapters to be merged.
+        ConfigError: the run or checkpoint does not exist, `out` contains files, or there are no adapters to merge.
     """
     out = folder_option("out", options.out)
     check_output_folder("out", out)
@@ -95,7 +95,7 @@ def export_checkpoint(options: ExportOptions) -> Path:
     if options.base is not None:
         _check_base(options.base, out, is_merged=is_merged)
     restored = None
-    if not isinstance(peft, LoRA) and is_dataclass(config.model):  # one of the user's own may need numbers to be built
+    if not isinstance(peft, LoRA) and is_dataclass(config.model):  # a custom model may need real weights to be built
         restored = look_again(run_dir, options.which, lambda: _stream_weights(run_dir, out, options))
     if restored is None:
         restored = restore(run_dir, options.which, ema=options.ema, trust=options.trust, device=options.device)
@@ -123,7 +123,7 @@ def export_checkpoint(options: ExportOptions) -> Path:
 
 
 def _stream_weights(run_dir: Path, out: Path, options: ExportOptions) -> "Restored | None":
-    """Write the weights of a checkpoint a tensor at a time; None if that cannot be done, as of `_stored_weights`."""
+    """Write the weights of a checkpoint one tensor at a time; return None if `_stored_weights` does."""
     from foundry.checkpoint.export_files import write_weights
     from foundry.checkpoint.folder import CheckpointError
     from foundry.engine.restore import open_without_weights
@@ -142,18 +142,19 @@ def _stream_weights(run_dir: Path, out: Path, options: ExportOptions) -> "Restor
 
 
 def _stored_weights(restored: "Restored", *, ema: bool, dtype: "torch.dtype | None") -> "dict[str, Weight] | None":
-    """What an export writes, to be read from the checkpoint a tensor at a time.
+    """Return the weights to export; each is read from the checkpoint only when it is written.
 
     Args:
-        restored: with a model without storage.
-        ema: take the averaged weights where the run kept them.
-        dtype: of floating-point weights; None: their own.
+        restored: run with a model without storage.
+        ema: use the averaged weights if the run kept them.
+        dtype: dtype of floating-point weights; None keeps each weight's dtype.
 
     Returns:
-        By the export's names; None where the model's `export_state` computes what it gives, and needs all weights.
+        Weights by their names in the export; None if the model's `export_state` computes new tensors and therefore
+        needs all weights in memory.
 
     Raises:
-        ConfigError: the checkpoint does not hold this model's weights.
+        ConfigError: the checkpoint's weights do not fit the model.
     """
     from foundry.checkpoint.export_files import Weight
     from foundry.checkpoint.folder import CheckpointError
@@ -186,7 +187,7 @@ def _stored_weights(restored: "Restored", *, ema: bool, dtype: "torch.dtype | No
 
 
 def _held_weights(model: "nn.Module", dtype: "torch.dtype | None") -> "dict[str, Weight]":
-    """What an export writes of a model in memory."""
+    """Return the weights to export of a model in memory."""
     from foundry.checkpoint.export_files import Weight
     from foundry.core.model_hooks import hook
 
@@ -198,17 +199,17 @@ def _held_weights(model: "nn.Module", dtype: "torch.dtype | None") -> "dict[str,
 
 
 def _source_dtype(model: "nn.Module") -> "torch.dtype | None":
-    """That of the folder of transformers which a model was read from."""
+    """Return the dtype of the model's original transformers folder; None for other models."""
     from foundry.core.model_hooks import hook
 
     return None if (hf_config := hook(model, "hf_config")) is None else hf_config().dtype
 
 
 def _save_for_transformers(config: Any, data: "DataSplits", run_dir: Path, out: Path, **which: bool) -> None:
-    """As `save_for_transformers`.
+    """Call `save_for_transformers` with the files of the run directory.
 
     Raises:
-        ConfigError: what the run directory holds for it is damaged.
+        ConfigError: one of these files is damaged.
     """
     from foundry.engine.transformers_files import save_for_transformers
 
@@ -219,10 +220,10 @@ def _save_for_transformers(config: Any, data: "DataSplits", run_dir: Path, out: 
 
 
 def _check_base(text: str, out: Path, *, is_merged: bool) -> None:
-    """Refuse a folder for the base that cannot be written, or is not needed.
+    """Refuse a folder for the base that cannot be written or is not needed.
 
     Raises:
-        ConfigError: with the reason.
+        ConfigError: states the reason.
     """
     if is_merged:
         raise ConfigError(Violation("base", f"is {text} but the export holds the base, merged; leave it out"))
@@ -235,10 +236,10 @@ def _check_base(text: str, out: Path, *, is_merged: bool) -> None:
 def _save_adapters(
     restored: "Restored", peft: "LoRA", run_dir: Path, options: ExportOptions, dtype: "torch.dtype | None"
 ) -> None:
-    """Write adapters as peft does, for the layers of an export of the base, and the tokenizer; and the base if asked.
+    """Write adapters in PEFT's format, with the layer names of the exported base, the tokenizer, and the base if asked.
 
     Raises:
-        ConfigError: the base is to be written for transformers, which does not know such a model.
+        ConfigError: the base should be written for transformers, which does not support this model.
     """
     from peft import LoraConfig
     from safetensors.torch import save_file
@@ -293,7 +294,7 @@ def _save_adapters(
 
 
 def _base_folder(restored: "Restored", options: ExportOptions) -> Path | None:
-    """Return the folder of transformers with the base of adapters, perhaps still to be written; None if none is."""
+    """Return the transformers folder for the base of adapters, not necessarily written yet; None without one."""
     if options.base is not None:
         return folder_option("base", options.base).resolve()
     path = restored.base_path
@@ -301,7 +302,7 @@ def _base_folder(restored: "Restored", options: ExportOptions) -> Path | None:
 
 
 def _save_base(restored: "Restored", run_dir: Path, folder: Path, dtype: "torch.dtype | None") -> None:
-    """Write the model beside which adapters were trained, as transformers reads it; they are taken off the model."""
+    """Write the base model of adapters for transformers; the adapters are removed from the model."""
     from foundry.checkpoint.export_files import write_weights
     from foundry.core.model_hooks import hook
     from foundry.models.lora import remove_adapters
@@ -319,5 +320,5 @@ def _save_base(restored: "Restored", run_dir: Path, folder: Path, dtype: "torch.
 
 
 def main() -> None:
-    """Export from the command line."""
+    """Entry point of the command."""
     command(ExportOptions, export, name="foundry.export", doc=__doc__.split(": ", 1)[1])

@@ -41,17 +41,17 @@ _LOG_FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] %(message)s"
 def compose(
     overrides: Sequence[str] = (), *, config_dir: str | Path | None = None, config_name: str | None = None
 ) -> Config:
-    """Compose and check the configuration that the command line would run with the same overrides.
+    """Compose and check the configuration that the command line would use with the same overrides.
 
-    Whatever else the process does with Hydra is left as it is.
+    Hydra's global state is not changed.
 
     Args:
-        overrides: as on the command line, such as `hparams.max_steps=10`; none of Hydra's own.
-        config_dir: a folder with options of your own, as with `--config-dir`.
-        config_name: the primary configuration in that folder, as with `--config-name`; None: foundry's.
+        overrides: overrides as on the command line, such as `hparams.max_steps=10`, except for Hydra's own keys.
+        config_dir: folder with additional options, as with `--config-dir`.
+        config_name: primary configuration in that folder, as with `--config-name`; None uses foundry's.
 
     Raises:
-        ConfigError: with every config error at once.
+        ConfigError: lists all configuration errors.
     """
     if isinstance(overrides, str):
         raise ConfigError(Violation("overrides", f"is one text; give a list, as compose([{overrides!r}])"))
@@ -79,22 +79,21 @@ def compose(
 
 
 def run(config: Config, run_dir: str | Path | None = None, *, observers: Sequence[Observer] = ()) -> "RunResult":
-    """Train, as the command line does: in this process, or in `distributed.nproc_per_node` of its own.
+    """Train as the command line does: in this process, or in `distributed.nproc_per_node` new processes.
 
-    Signals ask the run to save and stop, as long as it lasts, where it is called in the main thread. With several
-    processes a script calls this under `if __name__ == "__main__":`, since each of them imports it.
+    In the main thread, signals make the run save a checkpoint and stop. If several processes are started, a script must
+    call this under `if __name__ == "__main__":`, since each process imports the script.
 
     Args:
-        config: from `compose`.
-        run_dir: a new or empty folder, or one that holds an unfinished run, which is resumed; None: a new one in
-            `runs/`.
-        observers: get the run's events after foundry's own; what one raises ends the run. With several
-            processes they are pickled, and called in rank 0's.
+        config: configuration from `compose`.
+        run_dir: new or empty folder, or one with an unfinished run, which is resumed; None creates a folder in `runs/`.
+        observers: notified of the run's events after foundry's own observers; an exception in an observer ends the run.
+            With several processes they are pickled and called in the process of rank 0.
 
     Raises:
-        ConfigError: a setting turned out to be wrong before training.
+        ConfigError: a setting was found to be invalid before training.
         NonFiniteError: the loss or gradient became NaN or infinite.
-        Stopped: a signal came, and the run is saved; a SystemExit with the shell's exit code for that signal.
+        Stopped: a signal was received and the run is saved; a SystemExit with the shell's exit code for that signal.
         WorkerFailed: one of several processes failed.
     """
     with _signals_as_before():
@@ -104,14 +103,14 @@ def run(config: Config, run_dir: str | Path | None = None, *, observers: Sequenc
 def _run(config: Config, run_dir: str | Path | None, observers: Sequence[Observer]) -> "RunResult":
     environment, processes = detect(), config.distributed.nproc_per_node
     if environment.rank > 0:
-        return start(config, Path(os.curdir), observers=observers)  # the ranks take rank 0's directory
+        return start(config, Path(os.curdir), observers=observers)  # the ranks use rank 0's directory
     starts_ranks = processes > 1 and environment.launcher == "single"
     if starts_ranks and threading.current_thread() is not threading.main_thread():
         message = f"is {processes}, which only the main thread can start: call run() there, or set it to 1"
         raise ConfigError(Violation("distributed.nproc_per_node", message))
     composed = _compose([], None) if run_dir is None or starts_ranks else None
     given = composed.hydra.run.dir if composed is not None and run_dir is None else run_dir
-    local_path("run_dir", str(given))  # an address is none
+    local_path("run_dir", str(given))  # refuses URLs
     try:
         with claimed(str(given), "run_dir") as taken, _logged(taken.folder):
             job_logging = None if composed is None else _job_logging(composed, taken.folder)
@@ -124,7 +123,7 @@ def _run(config: Config, run_dir: str | Path | None, observers: Sequence[Observe
 
 
 def _compose(overrides: list[str], config_dir: str | Path | None, config_name: str | None = None) -> DictConfig:
-    """The composed configuration, Hydra's own part included, without a trace in Hydra's global state."""
+    """Compose the configuration, including Hydra's own part, without changing Hydra's global state."""
     composing.install()
     folders = search_path(composing.config_dir())
     composing.add_options_of_tasks(folders)
@@ -133,7 +132,7 @@ def _compose(overrides: list[str], config_dir: str | Path | None, config_name: s
         if not folder.is_dir():
             raise ConfigError(Violation("config_dir", f"is {config_dir}, which is no folder"))
         folders.prepend("foundry.compose", f"file://{folder}", anchor=SearchPathQuery(provider="schema"))
-    setup_globals()  # the resolvers of Hydra
+    setup_globals()  # registers Hydra's resolvers
     base = version.VersionBase.instance()
     before = base.version_base
     version.setbase("1.3")
@@ -145,7 +144,7 @@ def _compose(overrides: list[str], config_dir: str | Path | None, config_name: s
 
 
 def _job_logging(composed: DictConfig, run_dir: Path) -> dict[str, Any]:
-    """How rank 0 logs in a process of its own."""
+    """Return the logging configuration of rank 0 in a separate process."""
     OmegaConf.update(composed, "hydra.runtime.output_dir", str(run_dir), force_add=True)
     settings: Any = OmegaConf.to_container(composed.hydra.job_logging, resolve=True)
     return dict(settings)
@@ -153,7 +152,7 @@ def _job_logging(composed: DictConfig, run_dir: Path) -> dict[str, Any]:
 
 @contextmanager
 def _signals_as_before() -> Iterator[None]:
-    """Put the caller's signal handlers back: those of a run that a signal has stopped stay until its process ends."""
+    """Restore the caller's signal handlers at the end; a run that a signal has stopped would keep its own."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -167,10 +166,10 @@ def _signals_as_before() -> Iterator[None]:
 
 @contextmanager
 def _logged(run_dir: Path) -> Iterator[None]:
-    """Write what is logged meanwhile into foundry.log, too; the levels are this process's own."""
+    """Context manager that also writes log records to foundry.log; log levels are not changed."""
     root = logging.getLogger()
     handlers: list[logging.Handler] = [RunLog(run_dir / LOG)]
-    if not root.handlers:  # nobody set up logging; Python would no longer write warnings to the terminal
+    if not root.handlers:  # without handlers, Python would no longer write warnings to the terminal
         handlers.append(Terminal())
         handlers[-1].setLevel(NOTICE)
     for handler in handlers:

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 _PREFIX = "lr_find."
 NUMBERS, PICTURE = "lr_find.json", "lr_find.png"
 _FEWEST_STEPS = 10
-_WINDOW = 0.1  # of the ramp, over which the loss is smoothed and its slope taken
-_CLEAR = 8.0  # standard errors that the loss must fall by: highest and lowest of many smoothed values differ by some
+_WINDOW = 0.1  # fraction of the ramp used to smooth and differentiate the loss
+_CLEAR = 8.0  # minimum fall of the loss in standard errors: the extremes of many smoothed values always differ somewhat
 
 
 @dataclass(frozen=True, kw_only=True)
 class FindOptions:
-    """How the rate grows."""
+    """Options of the learning-rate ramp."""
 
     min: float = setting(1e-7, "learning rate of the first step", gt=0)
     max: float = setting(1.0, "learning rate of the last step", gt=0)
@@ -49,11 +49,11 @@ class FindOptions:
 
 @dataclass(frozen=True)
 class RangeTest:
-    """What a ramp has shown.
+    """Result of a learning-rate range test.
 
     Attributes:
         rates: learning rates, ascending, evenly spaced in their logarithm.
-        losses: at each of them, before its update; a last one may be NaN or infinite.
+        losses: loss at each rate, before the update; the last may be NaN or infinite.
     """
 
     rates: Sequence[float]
@@ -61,9 +61,9 @@ class RangeTest:
 
     @property
     def _lines(self) -> list[tuple[float, float]]:
-        """Around each rate the straight line that fits the loss best: its height there and its slope per factor of e.
+        """Value and slope (per factor of e in the rate) at each rate of a straight line fitted to the losses nearby.
 
-        As Savitzky and Golay (1964) smooth and differentiate, with polynomials of the first degree.
+        This is the smoothing and differentiation of Savitzky and Golay (1964) with polynomials of degree 1.
         """
         width = min(len(self.rates), max(5, round(_WINDOW * len(self.rates))))
         found = []
@@ -79,12 +79,12 @@ class RangeTest:
 
     @property
     def smoothed(self) -> list[float]:
-        """The loss without most of its noise."""
+        """Smoothed losses."""
         return [height for height, _ in self._lines]
 
     @property
     def suggestion(self) -> float | None:
-        """The rate of the steepest descent before the least smoothed loss; None where the loss does not fall."""
+        """Rate of the steepest descent before the minimum of the smoothed loss; None if the loss does not fall."""
         lines = [line for line in self._lines if math.isfinite(line[0])]
         if not lines:
             return None
@@ -94,7 +94,7 @@ class RangeTest:
         return self.rates[steepest] if fall > _CLEAR * self._noise(least) else None
 
     def _noise(self, last: int) -> float:
-        """The standard error of a smoothed loss, the differences of neighbours taken for noise."""
+        """Return the standard error of a smoothed loss, estimated from the differences of neighboring losses."""
         differences = [b - a for a, b in pairwise(self.losses[: last + 1]) if math.isfinite(a + b)]
         if not differences:
             return 0.0
@@ -102,23 +102,23 @@ class RangeTest:
         return spread / math.sqrt(max(1.0, _WINDOW * len(self.rates)))
 
     def numbers(self) -> dict[str, object]:
-        """What lr_find.json holds."""
+        """Return the content of lr_find.json."""
         return {"suggestion": self.suggestion, **asdict(self)}
 
 
 def find(config: Config, options: FindOptions, run_dir: Path) -> RangeTest | None:
-    """Train through the ramp, write what came of it into the run directory, and print a rate to use.
+    """Train through the ramp, write the result into the run directory, and print the suggested rate.
 
     Args:
-        config: the run, of which everything but schedule, budget, checkpoints and evaluations counts.
-        options: the ramp.
-        run_dir: holds no run.
+        config: configuration of the run; schedule, budget, checkpoints and evaluations are ignored.
+        options: options of the ramp.
+        run_dir: directory without a run.
 
     Returns:
-        None on ranks above 0.
+        The result; None on ranks above 0.
 
     Raises:
-        ConfigError: the run directory holds a run, the samples are the model's own answers, or a part cannot be built.
+        ConfigError: the run directory contains a run, the objective trains on rollouts, or a part cannot be built.
     """
     if options.min >= options.max:
         raise ConfigError(Violation(f"{_PREFIX}min", f"is {options.min:g} but must be below max={options.max:g}"))
@@ -140,10 +140,10 @@ def find(config: Config, options: FindOptions, run_dir: Path) -> RangeTest | Non
 
 
 def ramp(config: Config, options: FindOptions, run_dir: Path) -> RangeTest:
-    """Train through the ramp on this process and those started with it; the same answer on all of them.
+    """Train through the ramp on this process and those started with it; all ranks return the same result.
 
     Raises:
-        ConfigError: the samples are the model's own answers, or a part cannot be built.
+        ConfigError: the objective trains on rollouts, or a part cannot be built.
     """
     from foundry.config.record.frozen import hash_config
     from foundry.core.protocols import RunContext
@@ -195,29 +195,29 @@ def ramp(config: Config, options: FindOptions, run_dir: Path) -> RangeTest:
                 decay = trainer.schedule.weight_decay(before, trainer.progress.samples)
                 try:
                     loss = trainer.step(window, rate, step, weight_decay=decay).loss.item()
-                except (NonFiniteError, LossSpike, PersistentSpikeError):  # where the run itself would end
+                except (NonFiniteError, LossSpike, PersistentSpikeError):  # a run would end here
                     break
                 trainer.watchdog.started()
                 rates.append(rate)
                 losses.append(loss)
                 _show(world.is_main, step, options.steps, rate, loss)
-                if not loss < (least := min(losses)) + (options.stop_at - 1) * abs(least):  # NaN is not
+                if not loss < (least := min(losses)) + (options.stop_at - 1) * abs(least):  # also true for NaN
                     break
     return RangeTest(rates, losses)
 
 
 def _show(is_main: bool, step: int, steps: int, rate: float, loss: float) -> None:
-    """A line for each tenth of the ramp."""
+    """Print a line for each tenth of the ramp."""
     if is_main and (step == 1 or step % max(1, steps // 10) == 0):
         sys.stdout.write(f"step {step}/{steps}  lr {rate:.2e}  loss {loss:.4f}\n")
         sys.stdout.flush()
 
 
 def _report(found: RangeTest, options: FindOptions, run_dir: Path) -> None:
-    """Write picture and numbers, and print the line to copy.
+    """Write plot and numbers, and print the suggested override.
 
     Raises:
-        ConfigError: the ramp was too short to say anything, or the loss did not fall on it.
+        ConfigError: the ramp was too short, or the loss did not fall.
     """
     if len(found.rates) < _FEWEST_STEPS:
         message = f"is {options.min:g}, and the loss had diverged after {len(found.rates)} steps; start lower"
@@ -234,11 +234,11 @@ def _report(found: RangeTest, options: FindOptions, run_dir: Path) -> None:
 
 
 def range_figure(found: RangeTest, run_name: str = "") -> "Figure":
-    """The loss over the learning rate, and the suggestion.
+    """Plot the loss over the learning rate, with the suggestion.
 
     Args:
-        found: by the ramp.
-        run_name: under the title.
+        found: result of the ramp.
+        run_name: text below the title.
     """
     from foundry.tracking.plot_style import BLUE, GREY, ORANGE, fit, frame, legend_above
 
@@ -262,5 +262,5 @@ def _find(config: Config, options: FindOptions, run_dir: Path) -> Outcome | None
 
 
 def main() -> None:
-    """Find from the command line."""
+    """Entry point of the command."""
     run_composed(FindOptions, _find, name="foundry.lr_find", doc=__doc__.split(": ", 1)[1].rstrip())

@@ -1,4 +1,4 @@
-"""`foundry` and `python -m foundry`: a command by its name, or a run by its overrides."""
+"""`foundry` and `python -m foundry`: start a command by its name, or a run by its overrides."""
 
 import difflib
 import sys
@@ -8,24 +8,24 @@ from pathlib import Path
 from foundry.config.diagnostics.flags import find_word
 
 COMMANDS = ("train", "plan", "lr_find", "eval", "sample", "export", "report", "diff", "sync", "new")
-"""Modules of this package with a `main()`, in the order of the page of `--help`."""
+"""Modules of this package with a `main()`, in the order of the `--help` page."""
 _COMPLETION = "completion"
 _COMPOSING = ("train", "plan", "lr_find", _COMPLETION)
-"""Modules that compose runs and take the options of a project."""
+"""Commands that compose a run and accept the options of a project."""
 _HELP = "help"
 _LIKE_A_COMMAND = 0.7
-"""Least likeness, as of difflib, of a misspelt command."""
+"""Minimum difflib ratio between a misspelled command and its suggestion."""
 
 
 def main(config_dir: Path | None = None, config_name: str | None = None) -> None:
-    """The entry point of commands and runs, and of a project's own command.
+    """Entry point of commands and runs, and of a project's own command.
 
-    The first word without `=` is the name of a command, and all other words are its arguments. The default command is
-    `train`.
+    The first argument without `=` is the name of a command, and all other arguments are passed to it. The default
+    command is `train`.
 
     Args:
-        config_dir: folder of the project's options, as with `--config-dir`; None: foundry's options alone.
-        config_name: its primary configuration, as with `--config-name`; None: foundry's.
+        config_dir: folder of the project's options, as with `--config-dir`; None uses only foundry's options.
+        config_name: primary configuration of the project, as with `--config-name`; None uses foundry's.
     """
     arguments = sys.argv[1:]
     name = _COMPLETION if _asks_for_words(arguments) else _take_command(arguments) or "train"
@@ -43,15 +43,15 @@ def _asks_for_words(arguments: list[str]) -> bool:
 
 
 def _take_command(arguments: list[str]) -> str | None:
-    """Remove the name of a command from the arguments and return it; None if they name none.
+    """Remove the name of a command from the arguments and return it; None if no argument is one.
 
     `help NAME` becomes `--help` of that command.
 
     Args:
-        arguments: after the name of the program.
+        arguments: arguments after the program name.
 
     Raises:
-        SystemExit: the name is misspelt; its line is printed.
+        SystemExit: the name is misspelled; a suggestion has been printed.
     """
     place = find_word(arguments)
     if place is None:

@@ -1,4 +1,4 @@
-"""`README.md` of an export: what the model was made of and how, what it reached, and the command that made it."""
+"""`README.md` of an export: model, data, recipe, final metrics, and the command that trained it."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -70,14 +70,14 @@ def write_model_card(
     library: str,
     base: Path | None = None,
 ) -> None:
-    """Write README.md into an export; secrets are masked, and what the run directory does not know is left out.
+    """Write README.md into an export; secrets are masked, and values missing from the run directory are omitted.
 
     Args:
-        run_dir: of the run.
-        restored: the run, opened at the step that was exported.
-        out: the export.
-        library: that loads it: transformers, peft, or safetensors for what these do not know.
-        base: of adapters, the folder of transformers with their base; None if there is none.
+        run_dir: run directory.
+        restored: run, opened at the exported step.
+        out: folder of the export.
+        library: library that loads the export: transformers, peft, or safetensors for models that these do not support.
+        base: for adapters, the transformers folder with their base; None without one.
     """
     settings = masked(plain(restored.config))
     plan, step = _read(run_dir / PLAN), parse_step(restored.checkpoint)
@@ -106,7 +106,7 @@ def _architecture(model: Any) -> str:
 
 
 def _front_matter(library: str, objective: str, *, is_text: bool) -> str:
-    """What the Hugging Face hub reads of a card: https://huggingface.co/docs/hub/model-cards#model-card-metadata."""
+    """Return the card's metadata for the hub: https://huggingface.co/docs/hub/model-cards#model-card-metadata."""
     lines = [f"library_name: {library}", *(["pipeline_tag: text-generation"] if is_text else [])]
     return "\n".join(
         ["---", *lines, "tags:", "- foundry", *([f"- {objective.lower()}"] if objective else []), "---", ""]
@@ -118,7 +118,7 @@ def _planned(plan: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _recipe(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The settings by which the weights came to be what they are, by their names in the configuration."""
+    """Yield the settings that determined the weights, by their names in the configuration."""
     model = settings["model"]
     if start := model.get("init_from") or model.get("path"):
         yield "starts from", start
@@ -127,7 +127,7 @@ def _recipe(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _numbers(run_dir: Path, step: int) -> dict[str, Any]:
-    """What was measured at this step, during the run and by `foundry.eval`, or else what the run ended with."""
+    """Return the metrics at this step from the run and `foundry.eval`; without any, the run's final loss."""
     try:
         records = read_step(run_dir, step) if (run_dir / METRICS).is_file() else []
     except (OSError, ValueError):
@@ -165,7 +165,7 @@ def _cell(value: Any) -> str:
 
 
 def _told(node: Mapping[str, Any], name: str) -> Iterator[tuple[str, Any]]:
-    """What is set in a group of settings; a part is told by the name of its class or function."""
+    """Yield the settings of a group that are set; a part is described by the name of its class or function."""
     for key, value in node.items():
         if isinstance(value, Mapping):
             yield from _told(value, f"{name}.{key}")

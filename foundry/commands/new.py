@@ -17,25 +17,25 @@ from foundry.run_dir.redact import printable
 _TEMPLATE = Path(__file__).resolve().parent / "project_template"
 _SUFFIX, _PLACEHOLDER = ".template", "my_project"
 _OWN_FOLDERS = ("conf", "tests", "runs", "multirun")
-"""Folders of a project, whose names its package cannot have."""
+"""Names of a project's folders, which its package cannot use."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NewOptions:
-    """Where the project is written, and its name."""
+    """Options of the command: folder and name of the project."""
 
     dir: str = setting("???", "folder of the project, new or empty; `python -m foundry.new DIR` for short")
     name: str | None = setting(None, "name of its Python package; null: that of the folder")
 
 
 def new(options: NewOptions) -> Path:
-    """Write a project.
+    """Write a new project.
 
     Returns:
-        Its folder.
+        The folder of the project.
 
     Raises:
-        ConfigError: the folder is not empty, or the name cannot be that of a package.
+        ConfigError: the folder is not empty, or the name is not a valid package name.
     """
     folder = folder_option("dir", options.dir).absolute()
     check_output_folder("dir", folder)
@@ -53,7 +53,7 @@ def _resolve_name(folder: Path, name: str | None) -> str:
     """Return the name of the package.
 
     Raises:
-        ConfigError: it is none of Python's names, or taken.
+        ConfigError: the name is not a Python identifier, or is already in use.
     """
     key = "dir" if name is None else "name"
     remedy = "choose another, as name=my_project"
@@ -69,7 +69,7 @@ def _resolve_name(folder: Path, name: str | None) -> str:
 
 
 def _destination(template: Path, name: str) -> Path:
-    """Return the path of a file within the project; names do not begin with a dot among the templates."""
+    """Return the path of a file within the project; template names have no leading dot."""
     path = template.relative_to(_TEMPLATE).with_suffix("")
     path = Path(*(part.replace(_PLACEHOLDER, name) for part in path.parts))
     return Path(".gitignore") if path.name == "gitignore" else path
@@ -81,7 +81,7 @@ def _next_steps(folder: Path, name: str) -> str:
 
 
 def main() -> None:
-    """Write a project from the command line."""
+    """Entry point of the command."""
     words = sys.argv[1:]
     places = [place for place, word in enumerate(words) if "=" not in word and not word.startswith("-")]
     if len(places) == 1:

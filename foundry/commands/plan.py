@@ -28,14 +28,14 @@ from foundry.run_dir.names import PLAN, STATUS
 from foundry.run_dir.redact import printable
 
 _DEVICE, _RANKS_PER_NODE = "h100", 8
-"""Defaults of a rehearsal."""
+"""Default GPU and ranks per node of a rehearsal."""
 _ROWS, _MOST_ROWS = 100_000, 10_000_000
-"""Of schedule.csv: where nobody says how many, and at most."""
+"""Default and maximum number of rows of schedule.csv."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
-    """What to plan besides the run itself."""
+    """Options of the command, which extend the options of a run."""
 
     every: int | None = setting(
         None,
@@ -86,10 +86,10 @@ class PlanOptions:
 
 
 def plan(config: Config, options: PlanOptions, run_dir: Path) -> dict[str, Any]:
-    """Write plan.json, schedule.csv and schedule.png into the run directory and print a table; weights take no memory.
+    """Write plan.json, schedule.csv and schedule.png into the run directory and print a table; allocates no weights.
 
     Raises:
-        ConfigError: the data shows a setting to be wrong, or the run directory holds a run.
+        ConfigError: a setting does not fit the data, or the run directory contains a run.
     """
     from rich.console import Console
 
@@ -130,10 +130,10 @@ def plan(config: Config, options: PlanOptions, run_dir: Path) -> dict[str, Any]:
 
 
 def _written(every: int | None, total_steps: int) -> range:
-    """The updates in schedule.csv, counted from one.
+    """Return the updates in schedule.csv, counted from 1.
 
     Raises:
-        ConfigError: they are too many.
+        ConfigError: there are too many.
     """
     rows = total_steps // every if every is not None else 0
     if rows > _MOST_ROWS:
@@ -149,7 +149,7 @@ def _written(every: int | None, total_steps: int) -> range:
 def _content(
     config: Config, budget: Any, data: Any, schedule: Any, fake: Any, ranks: int, target: "_Target"
 ) -> dict[str, Any]:
-    """The plan with what the model needs and how it starts."""
+    """Return the plan with memory and checkpoint size of the model."""
     from foundry.planning.derive import build_plan
     from foundry.planning.fits import check_gradient_sync, plan_memory, row_tokens, usable_memory
     from foundry.planning.memory import checkpoint_bytes
@@ -178,13 +178,13 @@ def _content(
 
 @dataclass(frozen=True, kw_only=True)
 class _Target:
-    """The device that is planned for.
+    """Device that the run is planned for.
 
     Attributes:
-        name: of it.
+        name: name of the device.
         device_type: "cuda" or "cpu".
         free_bytes: free memory of a GPU; None for a CPU.
-        gpu: the GPU of a rehearsal or of `plan.device`; None for this machine's device.
+        gpu: GPU of a rehearsal or of `plan.device`; None for this machine's device.
     """
 
     name: str
@@ -194,7 +194,7 @@ class _Target:
 
 
 def _find_target(config: Config, options: PlanOptions, ranks: int) -> _Target:
-    """Return the device that the options name, or this machine's.
+    """Return the device that the options select, or this machine's.
 
     Raises:
         ConfigError: the GPU is unknown, or the rehearsal is not possible.
@@ -223,11 +223,11 @@ def _find_target(config: Config, options: PlanOptions, ranks: int) -> _Target:
 def _rehearse(
     config: Config, options: PlanOptions, content: dict[str, Any], model: Any, ranks: int, gpu: Gpu, console: Any
 ) -> dict[str, Any]:
-    """Rehearse the run, print its tables, and return the section of plan.json.
+    """Rehearse the run, print its tables, and return the `rehearsal` section of plan.json.
 
     Raises:
-        ConfigError: as the run does.
-        SystemExit: the run fails; its reason is printed.
+        ConfigError: raised by the run.
+        SystemExit: the run failed; the reason has been printed.
     """
     from foundry.planning.report import show_sections
     from foundry.rehearsal.exchange import RehearsalError
@@ -262,13 +262,13 @@ def _rehearse(
 
 
 def _measured(given: str) -> float:
-    """The median duration of a run's logged steps; the first, which warms up, does not count.
+    """Return the median duration of a run's logged steps, excluding the first, which includes warmup.
 
     Args:
-        given: the run directory, meant from where the command was started.
+        given: run directory, relative to the folder where the command was started.
 
     Raises:
-        ConfigError: it has logged no more than one step.
+        ConfigError: the run has logged fewer than two steps.
     """
     from foundry.tracking.metrics_file import read_curve
 
@@ -284,7 +284,7 @@ def _measured(given: str) -> float:
 
 
 def main() -> None:
-    """Plan from the command line."""
+    """Entry point of the command."""
     run_composed(
         PlanOptions,
         lambda config, options, run_dir: Outcome(plan(config, options, run_dir)),

@@ -15,7 +15,7 @@ from foundry.sweeps.report import PICTURE, read_settled, report_facts, show, sho
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
-    """The command's options."""
+    """Options of the command."""
 
     dir: str = setting("???", "a sweep's directory, or one that holds run directories")
     which: Which = setting(Which.last, "the evaluation that jobs are compared by: last or best")
@@ -25,7 +25,7 @@ class ReportOptions:
 
 
 def print_report(options: ReportOptions) -> Outcome:
-    """Print how a sweep stands, and write its files unless Ctrl-C has ended the watching."""
+    """Print the state of a sweep and write its files, except if Ctrl-C ended `watch`."""
     console, folder = Console(), folder_option("dir", options.dir)
     if options.watch and not watch(folder, console, which=options.which, seconds=options.seconds):
         sweep = read_sweep(folder, options.which)
@@ -37,5 +37,5 @@ def print_report(options: ReportOptions) -> Outcome:
 
 
 def main() -> None:
-    """Report from the command line."""
+    """Entry point of the command."""
     command(ReportOptions, print_report, name="foundry.report", doc=__doc__.split(": ", 1)[1].strip())

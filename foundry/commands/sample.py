@@ -18,12 +18,12 @@ from foundry.run_dir.checkpoints import parse_step
 from foundry.run_dir.names import PLOTS
 
 _SUFFIXES = (".txt", ".png")
-"""Of the files that samples are written to: texts and pictures."""
+"""Suffixes of sample files: text and images."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _OwnOptions:
-    """What the command takes whatever the run's objective is."""
+    """Options that do not depend on the run's objective."""
 
     run: str = setting("???", "run directory")
     which: str = setting("last", "last, best, or the number of a step")
@@ -43,19 +43,19 @@ _SAMPLING = tuple(dict.fromkeys(kind for kind in _KINDS if is_dataclass(kind)))
 
 @dataclass(frozen=True, kw_only=True)
 class SampleOptions(*_SAMPLING, _OwnOptions):  # type: ignore[misc] # as many bases as there are objectives
-    """The command's options, those of every objective among them; null means what the run's objective says."""
+    """Options of the command, including the sampling options of every objective; null uses the objective's setting."""
 
 
 def sample(options: SampleOptions) -> Path:
-    """Draw, write and return the file; see `draw`."""
+    """Generate samples, write them and return the file; see `draw`."""
     return Path(draw(options).facts["file"])
 
 
 def draw(options: SampleOptions) -> Outcome:
-    """Draw, write and print samples.
+    """Generate, write and print samples.
 
     Raises:
-        ConfigError: there is no such run or checkpoint, or an option is not of this run's objective.
+        ConfigError: the run or checkpoint does not exist, or the run's objective does not have one of the options.
     """
     import torch
 
@@ -87,7 +87,7 @@ def draw(options: SampleOptions) -> Outcome:
         raise ConfigError(Violation("run", f"is {options.run}, whose objective {kind} draws nothing"))
     parameters = inspect.signature(generate).parameters.values()
     takes = {parameter.name for parameter in parameters}
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):  # it passes on those of a text
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):  # passed on to continue_text
         takes |= set(inspect.signature(continue_text).parameters)
     if unknown := [name for name in asked if name not in takes]:
         raise ConfigError([Violation(name, f"is no option of objective {kind}") for name in unknown])
@@ -101,7 +101,7 @@ def draw(options: SampleOptions) -> Outcome:
         drawn = generate(restored.model, restored.data, restored.device, seed=options.seed, **asked)
     if isinstance(drawn, TextSamples):
         drawn = replace(drawn, step=parse_step(restored.checkpoint))
-    stem = run_dir / PLOTS / f"drawn_{restored.checkpoint.name}" if out is None else out  # samples are the training's
+    stem = run_dir / PLOTS / f"drawn_{restored.checkpoint.name}" if out is None else out  # samples_* are from training
     stem.parent.mkdir(parents=True, exist_ok=True)
     file: Path = drawn.save(stem) if out is None else _save_beside_others(drawn, stem)
     if hasattr(drawn, "text"):
@@ -111,7 +111,7 @@ def draw(options: SampleOptions) -> Outcome:
 
 
 def _save_beside_others(drawn: Any, stem: Path) -> Path:
-    """Write samples to a folder of their own and move them from there: an own objective's may have any suffix.
+    """Write samples to a temporary folder and move them from there, since a custom objective may use any suffix.
 
     Raises:
         ConfigError: a file of this name and suffix exists.
@@ -127,10 +127,10 @@ def _save_beside_others(drawn: Any, stem: Path) -> Path:
 
 
 def _read_image(file: str, size: int | None) -> Any:
-    """A picture as (3, size, size) uint8; size: height and width that the model looks at, None: at none.
+    """Read an image as (3, size, size) uint8; `size` is the height and width of the model's input, None without images.
 
     Raises:
-        ConfigError: the model looks at none, or the file is none.
+        ConfigError: the model does not accept images, or the file is not an image.
     """
     import torch
 
@@ -148,5 +148,5 @@ def _read_image(file: str, size: int | None) -> Any:
 
 
 def main() -> None:
-    """Sample from the command line."""
+    """Entry point of the command."""
     command(SampleOptions, draw, name="foundry.sample", doc=__doc__.split(": ", 1)[1])

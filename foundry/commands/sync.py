@@ -1,4 +1,4 @@
-"""`foundry sync dir=RUN_DIR`: send to MLflow what it missed."""
+"""`foundry sync dir=RUN_DIR`: send records to MLflow that could not be delivered during the run."""
 
 import os
 import sys
@@ -30,28 +30,28 @@ from foundry.tracking.mlflow.store import MlflowStore, resolve_file
 
 @dataclass(frozen=True, kw_only=True)
 class SyncOptions:
-    """The command's options."""
+    """Options of the command."""
 
     dir: str = setting("???", "run directory")
     uri: str | None = setting(None, "tracking URI; null: that of the run, if it is MLFLOW_TRACKING_URI or the default")
 
 
 def send_pending(run_dir: Path, uri: str | None = None) -> int:
-    """Send what a run could not deliver, and remove the file it was kept in.
+    """Send the records that a run could not deliver, and delete the file with them.
 
     Args:
-        run_dir: the run directory, which may be somebody else's: it decides neither where its records go, nor which
-            files outside of it go with them.
-        uri: the tracking URI; None: the one the run used, if that is MLFLOW_TRACKING_URI or the default.
+        run_dir: run directory, possibly from an untrusted source: it does not decide where its records are sent, or
+            which files outside of it are sent with them.
+        uri: tracking URI; None uses the URI of the run if that is MLFLOW_TRACKING_URI or the default.
 
     Returns:
-        The number of records sent; 0 when nothing was pending.
+        The number of records sent; 0 if none were pending.
 
     Raises:
-        ValueError: the directory does not say where the records belong, names a store that the user has not, or its
-            records are not foundry's or name files that are not the run's.
+        ValueError: the directory does not name the run in MLflow, names another store than the user's, or its records
+            are invalid or refer to files of others.
         OSError: a file cannot be read.
-        Exception: what MLflow raises; the records are then kept.
+        Exception: raised by MLflow; the records are then kept.
     """
     pending_file = run_dir / MLFLOW_PENDING
     if not os.path.lexists(pending_file):
@@ -75,16 +75,16 @@ def send_pending(run_dir: Path, uri: str | None = None) -> int:
 
 
 def send_metrics(run_dir: Path, values: Mapping[str, float], *, step: int, uri: str | None = None) -> str | None:
-    """Add what was measured after a run to the run in MLflow; what no server takes is kept as the run's own is.
+    """Add metrics measured after a run to the run in MLflow; if that fails, keep them as pending records.
 
     Args:
-        run_dir: the run directory; see `send_pending`.
-        values: by name.
-        step: of the checkpoint that was measured.
-        uri: as of `send_pending`.
+        run_dir: run directory; see `send_pending`.
+        values: metrics by name.
+        step: step of the evaluated checkpoint.
+        uri: see `send_pending`.
 
     Returns:
-        What there is to say to a person, in one line; None where the run is not kept in MLflow.
+        A one-line message for the user; None if the run is not in MLflow.
     """
     destination = Destination.load(run_dir)
     if destination is None:
@@ -106,10 +106,10 @@ def send_metrics(run_dir: Path, values: Mapping[str, float], *, step: int, uri: 
 
 
 def _chosen(destination: Destination, uri: str | None) -> str:
-    """The store that the user has chosen, which a file of the run directory may not do.
+    """Return the tracking URI selected by the user; a file of the run directory must not select it.
 
     Raises:
-        ValueError: the run used another one.
+        ValueError: the run used another URI.
     """
     if uri is not None:
         return tracking_uri(uri)
@@ -127,10 +127,10 @@ def _chosen(destination: Destination, uri: str | None) -> str:
 
 
 def _check_artifacts(store: MlflowStore, destination: Destination) -> None:
-    """Refuse a database in this folder that has files written elsewhere: it may have come with the run directory.
+    """Refuse a database in the run's folder whose artifacts are elsewhere: it may have come with the run directory.
 
     Raises:
-        ValueError: it does.
+        ValueError: the artifacts are outside the folder of the database.
     """
     client, run_id = store.connect()
     location = urlparse(client.get_run(run_id).info.artifact_uri)
@@ -143,7 +143,7 @@ def _check_artifacts(store: MlflowStore, destination: Destination) -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """The command; 0 when nothing is pending any more, 1 when MLflow did not take it, 2 for an error."""
+    """Run the command; return 0 if nothing is pending any more, 1 if MLflow failed, 2 for invalid input."""
     arguments, as_json = take_json(arguments)
     if answer_alone(arguments, lambda: help_text(SyncOptions, "foundry.sync", "send to MLflow what it missed.")):
         return 0
@@ -175,5 +175,5 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def main() -> None:
-    """Send from the command line."""
+    """Entry point of the command."""
     sys.exit(run(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""`foundry eval run=DIR tasks=[...]`: tasks of lm_eval, EleutherAI's evaluation harness, of a language model."""
+"""`foundry eval run=DIR tasks=[...]`: evaluate a language model with lm_eval, EleutherAI's evaluation harness."""
 
 import logging
 import random
@@ -25,7 +25,7 @@ _STDERR = "_stderr"
 
 @dataclass(frozen=True, kw_only=True)
 class TaskOptions(EvalOptions):
-    """Options of the evaluation by tasks of lm_eval."""
+    """Options of the evaluation with lm_eval tasks."""
 
     tasks: list[str] = setting(
         "???", "the tasks: names of lm_eval's, YAML files of one's own, or folders of them; needs lm_eval"
@@ -36,16 +36,17 @@ class TaskOptions(EvalOptions):
 
 
 def measure(path: Path, options: TaskOptions, overrides: Sequence[str], compose: object) -> dict[str, Any]:
-    """Measure the export of a run, as `foundry.export` writes it, by lm_eval, so that others measure the same.
+    """Evaluate a run with lm_eval, on the folder that `foundry.export` writes, so that others can reproduce the result.
 
     Args:
-        path: of the run, or a folder of transformers.
-        options: of the command.
-        overrides: none.
-        compose: not used.
+        path: run directory or transformers folder.
+        options: options of the command.
+        overrides: always empty.
+        compose: unused.
 
     Raises:
-        ConfigError: there is no such run, checkpoint or task; lm_eval is missing, or the model is none of transformers.
+        ConfigError: the run, checkpoint or task does not exist; lm_eval is not installed, or transformers does not
+            support the model.
     """
     check_installed()
     tasks = find_tasks(options.tasks, trust=options.trust)
@@ -84,26 +85,26 @@ def measure(path: Path, options: TaskOptions, overrides: Sequence[str], compose:
 
 
 def check_installed() -> None:
-    """Say that lm_eval is missing, before a model is read.
+    """Check that lm_eval is installed, before a model is read.
 
     Raises:
-        ConfigError: it is.
+        ConfigError: lm_eval is not installed.
     """
     if find_spec("lm_eval") is None:
         raise ConfigError(Violation("tasks", missing_message("lm_eval", "lm_eval")))
 
 
 def find_tasks(names: Sequence[str], *, trust: bool) -> "tuple[TaskManager, list[str]]":
-    """What lm_eval reads tasks with, and those that are meant: their names, or the files that describe them.
+    """Return lm_eval's task manager and the selected tasks: names, or files that describe tasks.
 
-    Nothing is read of a task but its description; lm_eval's own tasks are looked through only where one may be meant.
+    Only descriptions of tasks are read; lm_eval's own tasks are indexed only if a name may refer to one.
 
     Args:
-        names: lm_eval's names of tasks, groups and tags; YAML files that describe one; folders of such files.
-        trust: whether files may be read, whose functions and templates lm_eval runs.
+        names: names of lm_eval's tasks, groups and tags; YAML files that describe a task; folders of such files.
+        trust: whether to read files, whose functions and templates lm_eval runs.
 
     Raises:
-        ConfigError: there is none, or no such task; or files are not trusted.
+        ConfigError: `names` is empty, a task does not exist, or a file is not trusted.
     """
     from lm_eval.tasks import TaskManager
 
@@ -142,21 +143,22 @@ def evaluate_tasks(
     amp: "torch.dtype | None",
     batch_size: int,
 ) -> dict[str, Any]:
-    """Have lm_eval measure a folder of transformers, as its `hf` model does, with its own seeds.
+    """Evaluate a transformers folder with lm_eval's `hf` model and lm_eval's own seeds.
 
     Args:
-        folder: with weights and tokenizer.
-        tasks: from `find_tasks`.
-        options: of the command.
-        device: where the model computes.
-        amp: compute type of autocast; None: as the weights are.
-        batch_size: requests at a time.
+        folder: folder with weights and tokenizer.
+        tasks: result of `find_tasks`.
+        options: options of the command.
+        device: device of the model.
+        amp: autocast dtype; None computes in the dtype of the weights.
+        batch_size: number of requests in a batch.
 
     Returns:
-        By task: `num_samples`, `num_fewshot`, `version`, and `metrics`, by their names in lm_eval, with `_stderr`.
+        Results by task: `num_samples`, `num_fewshot`, `version`, and `metrics` by their names in lm_eval, with
+            `_stderr`.
 
     Raises:
-        ConfigError: a task cannot be read, such as one whose data are nowhere here and cannot be fetched.
+        ConfigError: a task cannot be loaded, for example because its data is missing and cannot be downloaded.
     """
     import numpy
     import torch
@@ -172,11 +174,11 @@ def evaluate_tasks(
     manager, names = tasks
     try:
         loaded = manager.load(names)
-    except Exception as error:  # of lm_eval, of the library that reads the data, or of the task's own code
+    except Exception as error:  # from lm_eval, the library that reads the data, or the task's own code
         raise ConfigError(Violation("tasks", f"{', '.join(names)} cannot be read: {format_reason(error)}")) from error
     for task in loaded["tasks"].values():
         own = task.get_config("num_fewshot")
-        if own is None or (own and options.num_fewshot is not None):  # lm_eval keeps a 0 that a task says itself
+        if own is None or (own and options.num_fewshot is not None):  # lm_eval keeps a 0 set by the task itself
             task.set_config(key="num_fewshot", value=options.num_fewshot or 0)
         task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
     model = HFLM(
@@ -191,21 +193,21 @@ def evaluate_tasks(
             fewshot_as_multiturn=True,
             log_samples=False,
         )
-    except ValueError as error:  # what a task wants of its user, such as to allow its code to run
+    except ValueError as error:  # a requirement of a task, such as permission to run its code
         raise ConfigError(Violation("tasks", f"cannot be measured: {format_reason(error)}")) from error
     assert measured is not None
     return {name: _of_task(name, measured) for name in measured["results"]}
 
 
 def lm_eval_version() -> str:
-    """Which lm_eval measured."""
+    """Return the version of lm_eval."""
     from importlib.metadata import version  # slow to import
 
     return version("lm_eval")
 
 
 def _of_task(name: str, measured: Any) -> dict[str, Any]:
-    """What lm_eval says of one task or group; its keys are `metric,filter`, and most tasks have no filter."""
+    """Return lm_eval's results for a task or group; its keys are `metric,filter`, and most tasks have no filter."""
     values = {key.removesuffix(",none"): value for key, value in measured["results"][name].items()}
     counts = measured.get("n-samples", {}).get(name, {})
     return {
@@ -221,7 +223,7 @@ def _is_number(value: object) -> bool:
 
 
 def table(tasks: dict[str, Any]) -> str:
-    """The measurements as lines for a person, a metric in each."""
+    """Format the results as text, one line per metric."""
     rows: list[tuple[str, ...]] = [_HEAD]
     for name, task in tasks.items():
         for metric, value in task["metrics"].items():

@@ -1,4 +1,4 @@
-"""`foundry` without the name of a command: compose, check, run."""
+"""`foundry` without a command name: compose a configuration, check it, and train."""
 
 import os
 import sys
@@ -42,13 +42,13 @@ Result = TypeVar("Result")
 
 @hydra_main(config_path=config_dir(), config_name=CONFIG_NAME, version_base="1.3")
 def task(composed: DictConfig) -> float | None:
-    """Run one composed configuration; returns the metric that sweeps minimise."""
+    """Run one composed configuration; return the metric that sweeps minimize."""
     log_method(composed)
     return in_run_dir(partial(start_job, to_config(composed))).metric
 
 
 def in_run_dir(work: Callable[[Path], Result]) -> Result:
-    """Do a job in the folder that Hydra made for it, which `foundry.launch.claim` gives back where it is refused."""
+    """Run `work` in the folder that Hydra created; `foundry.launch.claim` removes the folder if the run is refused."""
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     try:
         return work(run_dir)
@@ -58,9 +58,9 @@ def in_run_dir(work: Callable[[Path], Result]) -> Result:
         raise  # a sweep continues with its other jobs
     except Stopped as stopped:
         if detect().rank == 0:
-            with suppress(OSError):  # the terminal is gone, as after SIGHUP
+            with suppress(OSError):  # the terminal is closed, as after SIGHUP
                 sys.stderr.write(f"{stopped}{_how_to_resume(stopped)}\n")
-        raise  # its exit code is in it; a sweep ends too
+        raise  # contains the exit code; a sweep ends too
     except Exception as error:
         log_to_file(f"failed:\n{format_trace(error)}")
         raise
@@ -77,7 +77,7 @@ def _how_to_resume(stopped: Stopped) -> str:
 
 
 def main() -> None:
-    """Train from the command line."""
+    """Entry point of the command."""
     if "--version" not in sys.argv[1:]:
         enter(task)
         return
@@ -87,17 +87,17 @@ def main() -> None:
 
 @contextmanager
 def _masked_output() -> Iterator[None]:
-    """Print without secrets what `--cfg job --resolve` prints: the values of environment variables are in it."""
+    """Mask secrets in the output of `--cfg job --resolve`, which contains values of environment variables."""
     with redirect_stdout(StringIO()) as printed:
         yield
     sys.stdout.write(printable(printed.getvalue()))
 
 
 def _check_flags(arguments: Sequence[str], options: Collection[str]) -> None:
-    """Refuse flags that are not Hydra's, together with the errors of the overrides beside them.
+    """Refuse flags that are not Hydra's, together with all errors in the overrides.
 
     Raises:
-        ConfigError: there is such a flag.
+        ConfigError: a flag is unknown to Hydra.
     """
     try:
         check_flags(arguments, options)
@@ -113,11 +113,11 @@ def _check_flags(arguments: Sequence[str], options: Collection[str]) -> None:
 
 
 def enter(task: Callable[[], object], options: Collection[str] = ()) -> None:
-    """Compose and do a task: exit code 2 and a line for each config error, 1 if the task failed.
+    """Compose and run a task; exit with code 2 and a line for each configuration error, or 1 if the task failed.
 
     Args:
-        task: composes what is in `sys.argv`, and does it.
-        options: keys of the command's own, which are no settings of a run.
+        task: composes the arguments in `sys.argv` and runs.
+        options: keys of the command's own options, which are not settings of a run.
     """
     try:
         _check_flags(sys.argv[1:], options)

@@ -1,4 +1,4 @@
-"""The other commands' `key=value` arguments: the same grammar, types and errors as a run's."""
+"""`key=value` arguments of the other commands, with the same grammar, types and errors as those of a run."""
 
 import errno
 import json
@@ -50,16 +50,16 @@ _OF_THE_PATH = (
     errno.ENAMETOOLONG,
     errno.EINVAL,
 )
-"""Errors that another path would not have had, so that the command was wrong; any other is the machine's."""
+"""Errors caused by the given path, so that the command was invalid; other errors are caused by the machine."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a command.
+    """Result of a command.
 
     Attributes:
-        facts: printed with `--json`; values of JSON, of which NaN and infinite numbers become strings.
-        exit_code: of the command.
+        facts: JSON values printed with `--json`; NaN and infinite numbers become strings.
+        exit_code: exit code of the command.
     """
 
     facts: Mapping[str, Any]
@@ -70,10 +70,10 @@ def command(schema: type[Options], run: Callable[[Options], Outcome], *, name: s
     """Run a command with the arguments after its name, as `run_words`.
 
     Args:
-        schema: the options as a frozen dataclass of `setting`s.
-        run: takes them, typed.
-        name: as typed, for the help.
-        doc: what it does, for the help.
+        schema: frozen dataclass of `setting`s with the options.
+        run: called with the parsed options.
+        name: name of the command, for the help page.
+        doc: description of the command, for the help page.
     """
     run_words(
         lambda words: run(parse_options(schema, words)), name=name, write_help=lambda: help_text(schema, name, doc)
@@ -81,15 +81,15 @@ def command(schema: type[Options], run: Callable[[Options], Outcome], *, name: s
 
 
 def run_words(run: Callable[[list[str]], Outcome], *, name: str, write_help: Callable[[], str]) -> None:
-    """Run a command with the arguments after its name; exit code 2 and a line for each error in them.
+    """Run a command with the arguments after its name; exit with code 2 and a line for each error in the arguments.
 
-    A file that cannot be read or written is a line, too: exit code 2 where the path is to blame, else 1. The
+    An unreadable or unwritable file is also reported in a line: with exit code 2 if the path is invalid, else 1. The
     traceback of any other exception is printed without secrets.
 
     Args:
-        run: takes the arguments, without `--json`.
-        name: as typed, for messages.
-        write_help: makes the page of `--help`.
+        run: called with the arguments, without `--json`.
+        name: name of the command, for messages.
+        write_help: returns the page of `--help`.
     """
     words, as_json = take_json(sys.argv[1:])
     try:
@@ -117,13 +117,13 @@ def run_words(run: Callable[[list[str]], Outcome], *, name: str, write_help: Cal
 
 
 def take_json(arguments: Sequence[str]) -> tuple[list[str], bool]:
-    """Return the arguments without `--json`, and whether it is among them."""
+    """Return the arguments without `--json`, and whether `--json` was among them."""
     return [word for word in arguments if word != JSON], JSON in arguments
 
 
 @contextmanager
 def facts_alone() -> Iterator[None]:
-    """Send to standard error what is printed meanwhile, by other processes too, so that facts stand alone."""
+    """Redirect standard output, also of child processes, to standard error, so that the facts are the only output."""
     sys.stdout.flush()
     kept = os.dup(1)
     try:
@@ -142,9 +142,9 @@ def print_facts(facts: Mapping[str, Any]) -> None:
 
 @contextmanager
 def output_may_close() -> Iterator[None]:
-    """End with exit code 141 where whoever read our output, such as `head`, has had enough.
+    """Exit with code 141 if the reader of the output, such as `head`, closes the pipe.
 
-    What is still to be written then, or to a terminal that was closed, is dropped: Python would end with 120 for it.
+    Pending output to the pipe, or to a closed terminal, is dropped, since Python would exit with code 120.
     """
     try:
         yield
@@ -154,7 +154,7 @@ def output_may_close() -> Iterator[None]:
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
-            except OSError as error:  # any other comes again when Python ends, which reports it
+            except OSError as error:  # other errors are raised again and reported when Python exits
                 if error.errno in (errno.EPIPE, errno.EIO):
                     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
@@ -162,15 +162,16 @@ def output_may_close() -> Iterator[None]:
 def parse_options(
     schema: type[Options], overrides: list[str], *, elsewhere: Mapping[str, str] | None = None
 ) -> Options:
-    """Read `key=value` arguments.
+    """Parse `key=value` arguments.
 
     Args:
-        schema: of the options.
+        schema: dataclass of the options.
         overrides: the arguments.
-        elsewhere: options and groups that this schema lacks, and why; completes the message `is VALUE but ...`.
+        elsewhere: options and groups that this schema lacks, with the reason, which completes the message `is VALUE but
+            ...`.
 
     Raises:
-        ConfigError: with every error in them.
+        ConfigError: lists all errors in the arguments.
     """
     options, violations = OmegaConf.structured(schema), list[Violation]()
     OmegaConf.set_readonly(options, None)
@@ -214,7 +215,10 @@ def _write(flag: Flag, names: Sequence[str]) -> str:
 
 
 def _check_override(override: Override, names: Sequence[str], elsewhere: Mapping[str, str]) -> Violation | None:
-    """What is wrong with an override that Hydra's grammar knows, whatever the types of the options."""
+    """Return the error of a syntactically valid override, regardless of the options' types.
+
+    None if there is no error.
+    """
     key = override.key_or_group
     if key not in names and (reason := elsewhere.get(key, elsewhere.get(key.partition(".")[0]))) is not None:
         value = override.value()
@@ -232,16 +236,16 @@ def _check_override(override: Override, names: Sequence[str], elsewhere: Mapping
 
 
 def quoted(text: str) -> str:
-    """A text as a value of Hydra's grammar."""
+    """Quote a text as a value of Hydra's grammar."""
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")
     return f"'{escaped}'"
 
 
 def folder_option(key: str, text: str) -> Path:
-    """The path that an option names, `~` expanded.
+    """Return the path that an option names, with `~` expanded.
 
     Raises:
-        ConfigError: it is empty or an address, or there is no such user.
+        ConfigError: the path is empty or a URL, or the user after `~` does not exist.
     """
     if not text:
         raise ConfigError(Violation(key, "is empty; give a folder, or . for this one"))
@@ -249,19 +253,19 @@ def folder_option(key: str, text: str) -> Path:
 
 
 def print_path(path: Path, label: str = "") -> None:
-    """Print the path of a file or folder that a command has written, without secrets and control characters."""
+    """Print the path of an output file or folder, without secrets and control characters."""
     sys.stdout.write(printable(f"{label}{path}\n"))
 
 
 def check_writable(key: str, folder: Path) -> None:
-    """Say before any work is done that a folder cannot be made, or cannot be written into.
+    """Check before any work that a folder can be created and written to.
 
     Args:
-        key: of the option that names it.
-        folder: which may not be there yet.
+        key: option that names the folder.
+        folder: the folder, which may not exist yet.
 
     Raises:
-        ConfigError: why not.
+        ConfigError: the folder cannot be created or written to.
     """
     there = next(path for path in (folder, *folder.parents) if os.path.lexists(path) or path == path.parent)
     if not there.is_dir():
@@ -272,16 +276,16 @@ def check_writable(key: str, folder: Path) -> None:
 
 
 def check_output(key: str, path: Path, *, own: str | None = None, is_earlier: Recognizer | None = None) -> None:
-    """Refuse, before any work, a file that a command may not write; `foundry.run_dir.outputs` has the rules.
+    """Refuse, before any work, a file that a command must not write; `foundry.run_dir.outputs` has the rules.
 
     Args:
-        key: of the option that names it.
-        path: of the file.
-        own: as of `refusal`.
-        is_earlier: as of `refusal`.
+        key: option that names the file.
+        path: path of the file.
+        own: as in `refusal`.
+        is_earlier: as in `refusal`.
 
     Raises:
-        ConfigError: with the reason and the remedy.
+        ConfigError: states reason and remedy.
     """
     check_writable(key, path.parent)
     if (reason := refusal(path, own=own, is_earlier=is_earlier)) is not None:
@@ -289,10 +293,10 @@ def check_output(key: str, path: Path, *, own: str | None = None, is_earlier: Re
 
 
 def check_output_folder(key: str, folder: Path) -> None:
-    """Refuse, before any work, a folder that a command may not fill: it must be new or empty, and none of a run's.
+    """Refuse, before any work, an output folder that is not new or empty, or that belongs to a run.
 
     Raises:
-        ConfigError: with the reason and the remedy.
+        ConfigError: states reason and remedy.
     """
     check_writable(key, folder)
     if (reason := folder_refusal(folder)) is not None:
@@ -300,11 +304,11 @@ def check_output_folder(key: str, folder: Path) -> None:
 
 
 def answer_alone(arguments: Sequence[str], write_help: Callable[[], str]) -> bool:
-    """Answer `--help` and `--version`, where one of them is asked for; whether one was, so that nothing is to be done.
+    """Handle `--help` and `--version`; return True if one was given, so that there is nothing else to do.
 
     Args:
-        arguments: after the command's name.
-        write_help: makes the page.
+        arguments: arguments after the command's name.
+        write_help: returns the help page.
     """
     if {"-h", "--help"} & set(arguments):
         sys.stdout.write(write_help())
@@ -318,7 +322,7 @@ def answer_alone(arguments: Sequence[str], write_help: Callable[[], str]) -> boo
 def versions() -> str:
     """Return the versions of foundry, Python, torch and Hydra, without importing these packages.
 
-    A second line warns if a build of 0.1 is installed beside this version.
+    A second line warns if a 0.1 build is installed next to this version.
     """
     from importlib.metadata import PackageNotFoundError, version
 
@@ -333,29 +337,29 @@ def versions() -> str:
 
 
 def help_text(schema: type[Any], name: str, doc: str, *, prefix: str = "") -> str:
-    """What a command does, and its options.
+    """Return the help page of a command: usage, description and options.
 
     Args:
-        schema: of the options.
-        name: as typed.
-        doc: what it does.
-        prefix: of the options' names.
+        schema: dataclass of the options.
+        name: name of the command.
+        doc: description of the command.
+        prefix: prefix of the options' names.
     """
     return "\n".join([*usage(name), "", doc, "", *option_lines(schema, prefix)]) + "\n"
 
 
 def usage(name: str) -> list[str]:
-    """Return the lines of a page of help that say how a command is typed."""
+    """Return the usage lines of a help page."""
     return [f"{name.replace('.', ' ')} key=value ... [--json]", f"python -m {name} key=value ... [--json]"]
 
 
 def option_lines(schema: type[Any], prefix: str = "", without: Container[str] = ()) -> list[str]:
-    """A line or more for each option: what it means, and its default as it would be typed.
+    """Return one or more lines for each option: its description, and its default value in the command's syntax.
 
     Args:
-        schema: of the options.
-        prefix: of their names.
-        without: names of options to leave out.
+        schema: dataclass of the options.
+        prefix: prefix of the options' names.
+        without: names of options to omit.
     """
     shown = [item for item in fields(schema) if "doc" in item.metadata and item.name not in without]
     width = max(16, *(len(prefix + item.name) for item in shown)) + 3

@@ -1,14 +1,15 @@
-"""Importing from installed packages and PYTHONPATH only, since the current folder may be somebody else's.
+"""Import path without the current folder, which may belong to somebody else.
 
 `python -m` and `python -c` put the current folder before the standard library. Each module that `python -m` starts
-calls `leave_current_folder` before its other imports. This module imports `os` and `sys` only, which Python has loaded.
+calls `leave_current_folder` before its other imports. This module imports only `os` and `sys`, which Python has already
+loaded.
 """
 
 import os
 import sys
 
 VARIABLE = "PYTHONSAFEPATH"
-"""Keeps the current folder out of the import path of a Python process that is started with it."""
+"""Environment variable that keeps the current folder out of the import path of a Python process started with it."""
 
 
 def leave_current_folder() -> None:
@@ -21,7 +22,7 @@ def leave_current_folder() -> None:
     os.environ[VARIABLE] = "1"
     try:
         folder = os.getcwd()  # noqa: PTH109
-    except OSError:  # it was deleted
+    except OSError:  # the folder was deleted
         return
     if not sys.path or sys.path[0] not in ("", folder):
         return
@@ -33,10 +34,10 @@ def leave_current_folder() -> None:
 
 
 def run_command(name: str) -> None:
-    """Call `main()` of a module of foundry.commands, once the current folder has left the import path.
+    """Call `main()` of a module of foundry.commands, after removing the current folder from the import path.
 
     If the current folder contains a checkout called `foundry`, Python may have taken that folder for the package, and
-    found this module through the installed one; the package is imported again then.
+    found this module through the installed package. In that case the package is imported again.
     """
     leave_current_folder()
     if getattr(sys.modules["foundry"], "__file__", None) is None:
@@ -49,11 +50,11 @@ def run_command(name: str) -> None:
 
 def environment_of_module() -> dict[str, str]:
     """Return environment variables that give `python -P -m MODULE` the import path of this process."""
-    entries = (entry or os.curdir for entry in sys.path)  # an empty one would be dropped
+    entries = (entry or os.curdir for entry in sys.path)  # an empty entry would be dropped
     return {**os.environ, "PYTHONPATH": os.pathsep.join(entries)}
 
 
 def local_remedy(name: str) -> str:
-    """Return the end of a message about a module that is not found: the remedy if it lies in the current folder."""
+    """Return the end of a message about a missing module: the remedy if the module is in the current folder, or ""."""
     found = [place for place in (f"{name}.py", name) if os.access(place, os.F_OK)]
     return f"; {found[0]} is in the current folder: start the command with PYTHONPATH=." if found else ""

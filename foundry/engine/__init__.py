@@ -1,1 +1,1 @@
-"""A run: building its parts, starting and restoring weights, training, and the files of its directory."""
+"""One run on each rank: building its parts, initial and restored weights, training, and the files of its directory."""

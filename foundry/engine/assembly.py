@@ -1,4 +1,4 @@
-"""The parts of a run put together: a trainer at the point where the run starts or resumes."""
+"""Assembly of a run's parts into a trainer at the step where the run starts or resumes."""
 
 import hashlib
 from dataclasses import replace
@@ -58,10 +58,10 @@ from foundry.training.trainer import Trainer
 
 
 def build_trainer(run: RunContext) -> tuple[Trainer, RunStarted]:
-    """Build every part, bring each to where the run resumes, and give them to a trainer; also what the run will be.
+    """Build all parts, restore their state if the run resumes, and return the trainer with the event for observers.
 
     Raises:
-        ConfigError: a part cannot be built from its settings, or the checkpoint is of other parts.
+        ConfigError: a part cannot be built from its settings, or the checkpoint does not match the parts.
     """
     config, world, resume_point = run.config, run.world, run.resume_point
     if world.world_size > 1:
@@ -141,7 +141,7 @@ def _build_trainer(run: RunContext, trained: Trained) -> Trainer:
 
 
 def _build_norms(run: RunContext, trained: Trained) -> BlockNorms | None:
-    """What measures gradients, weights and updates by block, where that is wanted."""
+    """Return the recorder of norms by block; None if `tracking.norms_every_n_steps` is None."""
     every, inner = run.config.tracking.norms_every_n_steps, trained.parallel.inner
     if every is None:
         return None
@@ -149,7 +149,7 @@ def _build_norms(run: RunContext, trained: Trained) -> BlockNorms | None:
 
 
 def _build_source(run: RunContext, trained: Trained) -> WindowSource:
-    """Where windows come from: the training data, what the model generates, or the objective's own source."""
+    """Return the source of windows: the training data, the model's rollouts, or the objective's own source."""
     objective, model = trained.objective, trained.parallel.model
     if objective.rollouts is not None:
         recorded = [trained.frozen[name] for name in objective.recorded_models]
@@ -162,7 +162,7 @@ def _build_source(run: RunContext, trained: Trained) -> WindowSource:
 
 
 def _build_loader(run: RunContext, budget: Budget, is_whole: bool = False, pack_tokens: int | None = None) -> Loader:
-    """The training samples in the global order: of this rank, or all of them."""
+    """Return a loader of the training samples in the global order: this rank's part, or all samples if `is_whole`."""
     config, data, world = run.config, run.data, run.world
     return Loader(
         dataset=data.train,
@@ -179,7 +179,7 @@ def _build_loader(run: RunContext, budget: Budget, is_whole: bool = False, pack_
 
 
 def _build_throughput(run: RunContext, model: nn.Module) -> Throughput:
-    """What measures speed; FLOPs where the model, as it was before wrapping, says them."""
+    """Return the throughput meter; FLOPs are known if the unwrapped model has `flops_per_sample`."""
     count, tokens = hook(model, "flops_per_sample"), run.data.tokens_per_sample
     flops = None if count is None else float(count() if tokens is None else count(tokens))
     return Throughput(
@@ -193,14 +193,14 @@ def _build_throughput(run: RunContext, model: nn.Module) -> Throughput:
 
 
 def _build_stop_rules(run: RunContext, trained: Trained) -> dict[str, StopRule]:
-    """What may end the run early: first the search that proposed it, if one did."""
+    """Return the stop rules by name; the pruner comes first if a search started this run."""
     pruning = Pruning.of(run.run_dir, run.world)
     searched: dict[str, StopRule] = {} if pruning is None else {"pruning": pruning}
     return searched | build_stop_rules(run, trained.objective)
 
 
 def _build_checkpoints(run: RunContext, trained: Trained, watchdog: Watchdog) -> CheckpointManager:
-    """What writes checkpoints, where any are wanted."""
+    """Return the checkpoint manager; one that saves nothing if checkpoints are off."""
     config, world = run.config, run.world
     wanted = config.checkpoint
     if wanted.is_off:
@@ -231,7 +231,7 @@ def _build_checkpoints(run: RunContext, trained: Trained, watchdog: Watchdog) ->
 
 
 def _build_profiler(run: RunContext) -> StepProfiler | None:
-    """Return the recorder of some steps, where any are to be recorded."""
+    """Return the profiler; None if `tracking.profile` selects no steps."""
     steps = run.config.tracking.profile.steps
     if not steps:
         return None
@@ -259,7 +259,7 @@ def _explain_out_of_memory(run: RunContext, trained: Trained, error: BaseExcepti
 
 
 def _describe(run: RunContext, trained: Trained, *, step: int) -> RunStarted:
-    """What observers get when the run starts."""
+    """Return the event that observers receive when the run starts."""
     config, schedule, budget = run.config, trained.schedule, trained.budget
     plan = build_plan(
         config,
@@ -288,7 +288,7 @@ def _describe(run: RunContext, trained: Trained, *, step: int) -> RunStarted:
 
 
 def _data_facts(node: Any, data: DataSplits) -> dict[str, str]:
-    """What tells data from other data, for people and trackers."""
+    """Return name, digest and source of the data, for people and trackers."""
     paths = listed_paths(field_of(node, "path"))
     source, name = ", ".join(paths), ", ".join(Path(path).name for path in paths)
     name = name or str(field_of(node, "_target_")).rpartition(".")[2]

@@ -1,7 +1,7 @@
-"""Columns: what frozen models make of every sample, computed once before the first step and kept with the run.
+"""Columns: values that frozen models compute for every sample, once before the first step, and kept with the run.
 
-The file has the log-probabilities of a reference, say, and digests of the data and of the frozen models' weights. A run
-that is resumed needs neither these models nor another pass over the data.
+The file contains, for example, the log-probabilities of a reference model, and digests of the data and of the frozen
+models' weights. A resumed run does not need these models or another pass over the data.
 """
 
 import hashlib
@@ -31,15 +31,15 @@ _SPLITS = ("train", "validation")
 log = logging.getLogger(__name__)
 
 Columns = dict[str, dict[str, Tensor]]
-"""By split and name, (samples, ...) each, in host memory."""
+"""Tensors by split and column name, (samples, ...) each, in host memory."""
 
 
 class WithColumns(WrappedDataset):
-    """A dataset whose samples have columns besides.
+    """A dataset whose samples have additional columns.
 
     Args:
-        dataset: any.
-        columns: (len(dataset), ...) each, by name.
+        dataset: the wrapped dataset.
+        columns: tensors by name, (len(dataset), ...) each.
     """
 
     def __init__(self, dataset: Dataset, columns: Mapping[str, Tensor]) -> None:
@@ -47,19 +47,19 @@ class WithColumns(WrappedDataset):
         self._columns = columns
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """One sample with its columns."""
+        """Return one sample with its columns."""
         return {**super().__getitem__(index), **{name: column[index] for name, column in self._columns.items()}}
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """Samples stacked, with their columns."""
+        """Return samples stacked, with their columns."""
         return {**super().batch(indices), **self._columns_of(indices)}
 
     def batch_at(self, indices: Sequence[int], positions: Sequence[int]) -> dict[str, Tensor]:
-        """Samples as they are at these positions, with their columns, which are of the samples as `batch` has them."""
+        """Return the samples at these positions; their columns belong to the samples returned by `batch`."""
         return {**super().batch_at(indices, positions), **self._columns_of(indices)}
 
     def packed(self, packs: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-        """Samples in rows that they share, with the columns of each, (samples, ...), in the order of the packs."""
+        """Return packed rows, with the columns of each sample, (samples, ...), in the order of the packs."""
         samples = [index for pack in packs for index in pack]
         return {**super().packed(packs), **self._columns_of(samples)}
 
@@ -73,12 +73,13 @@ def join_columns(
     build_frozen: Callable[[], tuple[Mapping[str, nn.Module], str]],
     run: RunContext,
 ) -> DataSplits:
-    """The data with the objective's columns, from the run directory or computed and written there.
+    """Return the data with the objective's columns: read from the run directory, or computed and written to it.
 
     Args:
-        objective: says what is computed; it is left without frozen models.
-        build_frozen: the frozen models and the digest of their weights; called only where these are needed.
-        run: has the data and the run directory; if it is resumed, columns are those of the run of its checkpoint.
+        objective: declares and computes the columns; afterwards it has no frozen models.
+        build_frozen: returns the frozen models and the digest of their weights; called only if they are needed.
+        run: context with the data and the run directory. If the run resumes from another run's checkpoint, the columns
+            of that run are used.
     """
     world, identity = run.world, _digest(run.data)
     columns = None
@@ -105,7 +106,7 @@ def join_columns(
 
 
 def _compute(objective: Objective, dataset: Dataset, run: RunContext) -> dict[str, Tensor]:
-    """The columns of a dataset; each rank computes its share, and gets all."""
+    """Compute the columns of a dataset; each rank computes its part and gets all of them."""
     world, columns = run.world, dict[str, Tensor]()
     if world.is_main:
         log.info("%s of %d samples, once before the first step", " and ".join(objective.columns), len(dataset))
@@ -133,7 +134,7 @@ def _joined(data: DataSplits, columns: Columns) -> DataSplits:
 
 
 def _digest(data: DataSplits) -> str:
-    """What tells the samples from others, wherever they lie."""
+    """Return a digest of the samples, independent of their location and order."""
     identity = {name: value for name, value in data.identity().items() if name != "order"}
     text = json.dumps({**identity, "validation": len(data.validation)}, sort_keys=True)
     return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
@@ -146,7 +147,7 @@ def _write(file: Path, columns: Columns, metadata: Mapping[str, str]) -> None:
 
 
 def _read_together(file: Path, metadata: Mapping[str, str], world: World) -> Columns | None:
-    """The columns in a file, where every rank can read them, and they are of this data and of these weights."""
+    """Return the columns in a file if every rank can read them and their metadata match; otherwise None."""
     found = _read(file, metadata)
     return found if all(gather(found is not None, world)) else None
 

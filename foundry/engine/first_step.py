@@ -1,6 +1,6 @@
-"""A check before the first step: forward and backward passes on microbatches of the largest shape, which train nothing.
+"""Check before the first step: forward and backward passes on microbatches of the largest shape, without an update.
 
-So memory, kernels and compilation fail within a minute, and not at the longest batch.
+Problems with memory, kernels and compilation appear within a minute, not at the longest batch.
 """
 
 import logging
@@ -30,26 +30,26 @@ from foundry.training.step import TrainStep
 log = logging.getLogger(__name__)
 
 _PADDING = {"tokens": 0, "targets": IGNORED_TARGET, "documents": -1}
-"""Of a packed row, by the names of the columns that are padded."""
+"""Padding values of a packed row, by column."""
 
 
 class FirstStepCheck:
-    """Runs forward, backward and reduction on the largest microbatches, next to the memory of the optimizer's state.
+    """Runs forward, backward and reduction on the largest microbatches, with memory for the optimizer state reserved.
 
-    Generators of random numbers, buffers and gradients are afterwards as they were; guard, loss scaler, optimizers and
-    averages are not asked, and no window is read.
+    Afterwards RNG states, buffers and gradients are as before. Guard, loss scaler, optimizers and averages are not
+    called, and no window is read.
 
     Args:
-        run: has the configuration, the data and the ranks.
-        trained: the model and the objective, as they train.
-        step: of the run.
+        run: context with the configuration, the data and the ranks.
+        trained: model and objective of the run.
+        step: optimizer step of the run.
     """
 
     def __init__(self, run: RunContext, trained: Trained, step: TrainStep) -> None:
         self._run, self._trained, self._step = run, trained, step
 
     def __call__(self) -> None:
-        """Check, or log why the run cannot be checked; every rank calls it together.
+        """Run the check, or log why the run cannot be checked; every rank calls it.
 
         Raises:
             Exception: any error of the passes, such as torch.OutOfMemoryError.
@@ -64,7 +64,7 @@ class FirstStepCheck:
             reserved = self._reserve_optimizer_state()
             keeps_gradients = accumulates and config.distributed.gradient_sync is not GradientSync.every
             with _without_buckets(trained.parallel.model, keeps_gradients=keeps_gradients):
-                # Whole gradients of an earlier microbatch may lie next to the activations of the last one.
+                # Unsharded gradients of an earlier microbatch may coexist with the activations of the last one.
                 self._step.discard_gradients([microbatch] * (1 + accumulates))
             del reserved
             synchronize(world.device)
@@ -73,11 +73,11 @@ class FirstStepCheck:
             log.info("the first step fits: checked with %s in %.1f s", shapes, time.monotonic() - began)
 
     def _agreed_microbatch(self) -> Microbatch | None:
-        """The microbatch, if every rank has one."""
+        """Return the microbatch if every rank could build one; otherwise None."""
         microbatch, reason = None, None
         try:
             microbatch = self._largest_microbatch()
-        except Exception as error:  # of a custom dataset or objective
+        except Exception as error:  # raised by a custom dataset or objective
             reason = format_reason(error)
         reasons = [each for each in gather(reason, self._run.world) if each is not None]
         if not reasons:
@@ -87,7 +87,7 @@ class FirstStepCheck:
         return None
 
     def _largest_microbatch(self) -> Microbatch:
-        # Here, since planning would make the start of a run slower that is not checked.
+        # Imported here, since importing planning would delay the start of runs without the check.
         from foundry.planning.fits import answer_tokens, read_longest
 
         config, data, objective = self._run.config, self._run.data, self._trained.objective
@@ -106,7 +106,7 @@ class FirstStepCheck:
         return {**batch, "position": torch.arange(first, first + num_rows)}
 
     def _reserve_optimizer_state(self) -> list[Tensor]:
-        """Memory for the state that the optimizers will make in their first step."""
+        """Allocate as much memory as the optimizers will allocate for their state in the first step."""
         if any(optimizer.state for optimizer in self._trained.optimizers):
             return []
         from foundry.planning.fake import build_adapted, build_fake
@@ -127,7 +127,7 @@ class FirstStepCheck:
 
 
 def _full_rows(dataset: Dataset, num_rows: int, pack_tokens: int) -> Microbatch:
-    """Rows of as many copies of the longest sample as fit, padded to all tokens of a row."""
+    """Return rows with as many copies of the longest sample as fit, padded to `pack_tokens`."""
     lengths = dataset.lengths_of([dataset.longest])
     assert lengths is not None, "a loader refuses to pack samples of unknown lengths"
     copies = max(1, pack_tokens // int(lengths.max()))
@@ -138,7 +138,7 @@ def _full_rows(dataset: Dataset, num_rows: int, pack_tokens: int) -> Microbatch:
 
 
 def _packed_example(objective: Objective, num_rows: int, longest: int, pack_tokens: int | None) -> Microbatch:
-    """Completions of the largest shape, one in each row."""
+    """Return completions of the largest shape, one in each row."""
     batch = objective.example(num_rows, pack_tokens or longest)
     if pack_tokens is None:
         return batch
@@ -148,7 +148,7 @@ def _packed_example(objective: Objective, num_rows: int, longest: int, pack_toke
 
 @contextmanager
 def _kept_state(models: Sequence[nn.Module], world: World) -> Iterator[None]:
-    """Restore generators and buffers after the body, unless it fails."""
+    """Context manager that restores RNG states and buffers after the body, unless it raises."""
     generators = rng_state(world.device)
     modules = [module for model in models for module in model.modules()]
     buffers = [(module, dict(module._buffers)) for module in modules if module._buffers]
@@ -164,10 +164,10 @@ def _kept_state(models: Sequence[nn.Module], world: World) -> Iterator[None]:
 
 @contextmanager
 def _without_buckets(model: nn.Module, *, keeps_gradients: bool) -> Iterator[None]:
-    """Leave the buckets of DDP alone, which are put into their final order after their first reduction.
+    """Context manager that does not touch DDP's gradient buckets, which DDP reorders after their first reduction.
 
-    The order decides how sums over more than two ranks are rounded. Gradients are freed at once, since they lie in
-    the buckets already, unless a window accumulates them outside.
+    The order determines the rounding of sums over more than two ranks. Gradients are freed at once, since in training
+    they are stored in the buckets, unless a window accumulates them outside.
     """
     if not isinstance(model, DistributedDataParallel):
         yield

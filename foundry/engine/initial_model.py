@@ -1,7 +1,7 @@
-"""The model with which a run starts: first weights or those of a base, and adapters beside them.
+"""The initial model of a run: random weights or the weights of a base, and adapters if configured.
 
-A run of adapters keeps these alone. Its base is read again when the run is resumed or opened, and compared with the
-digest that its checkpoints hold.
+Checkpoints of a run with adapters contain only the adapters. The base is read again when the run is resumed or opened,
+and compared with the digest in its checkpoints.
 """
 
 import logging
@@ -34,19 +34,20 @@ from foundry.run_dir.checkpoints import MANIFEST
 log = logging.getLogger(__name__)
 
 StartModel = Callable[[Any], InitialModel]
-"""Makes the model of a configuration; of a folder of transformers with its weights, unless `init_from` says others."""
+"""Builds the model of a configuration; from a transformers folder with its weights, unless `init_from` is set."""
 
 _MOST_BASES = 16
-"""Runs of adapters, each the base of the next."""
+"""Maximum length of a chain of adapter runs, in which each run is the base of the next one."""
 
 
 @dataclass(frozen=True)
 class Base:
-    """What adapters were trained beside.
+    """Base weights of adapters.
 
     Attributes:
-        digest: of its weights.
-        path: run, checkpoint, file or folder that they came from; None where they were drawn, or the part's own.
+        digest: digest of the weights.
+        path: source of the weights: a run, checkpoint, file or folder; None if they were randomly initialized or are
+            provided by a custom model.
     """
 
     digest: str
@@ -54,10 +55,10 @@ class Base:
 
     @classmethod
     def of(cls, manifest: Manifest) -> "Base | None":
-        """That of a checkpoint; None for one that holds all weights.
+        """Return the base recorded in a checkpoint; None if the checkpoint holds all weights.
 
         Raises:
-            CheckpointError: the manifest says it as foundry does not.
+            CheckpointError: the manifest's entry is not in foundry's format.
         """
         if not manifest.base:
             return None
@@ -67,28 +68,28 @@ class Base:
         return cls(digest, path)
 
     def facts(self) -> dict[str, str | None]:
-        """As a manifest holds it."""
+        """Return the base as stored in a manifest."""
         return dict(vars(self))
 
 
 def resolve_weights(node: Any) -> Path | None:
-    """Where the weights of a model come from, if from anywhere."""
+    """Return the path of a model's weights; None if they are not read from a file."""
     weights = resolve_init_from(node)
     return Path(node.path) if weights is None and isinstance(node, HuggingFace) and node.path else weights
 
 
 def read_initial(node: Any, path: Path | None, start: StartModel, world: World, key: str) -> InitialModel:
-    """A model and the weights that lie at a path; adapters there are merged into their base.
+    """Return a model with the weights at a path; adapters found there are merged into their base.
 
     Args:
         node: configuration of the model.
-        path: from `resolve_weights`; None: what `start` makes is all.
-        start: makes the model.
-        world: all ranks call this together.
-        key: of the setting that leads to the weights, for messages.
+        path: path from `resolve_weights`; None returns the result of `start` unchanged.
+        start: builds the model.
+        world: process group; all ranks call this.
+        key: config key of the path, for messages.
 
     Raises:
-        ConfigError: there are no such weights, or they are not the model's.
+        ConfigError: there are no weights at the path, or they do not fit the model.
     """
     adapters, source = list[tuple[Path, Manifest, Base]](), path
     while source is not None and (found := _find_adapters(source, key)) is not None:
@@ -117,15 +118,15 @@ def read_initial(node: Any, path: Path | None, start: StartModel, world: World, 
 
 
 def read_parts(initial: InitialModel, node: Any, world: World) -> InitialModel:
-    """A model of which parts start from weights that lie elsewhere, as their nodes in its configuration say.
+    """Return a model whose parts are initialized from the `init_from` paths in their own configuration nodes.
 
     Args:
-        initial: the whole model as it starts otherwise.
+        initial: the whole model with its other initial weights.
         node: configuration of the model.
-        world: all ranks call this together.
+        world: process group; all ranks call this.
 
     Raises:
-        ConfigError: the model has no such part.
+        ConfigError: a part is missing from the model.
     """
     found = weights_of_parts(node)
     there = dict(initial.model.named_modules())
@@ -143,15 +144,15 @@ def read_parts(initial: InitialModel, node: Any, world: World) -> InitialModel:
 
 
 def adapt(model: nn.Module, run: RunContext, path: Path | None) -> Base | None:
-    """Give a model adapters where the configuration asks for them; returns what they are trained beside.
+    """Add adapters to a model if configured, and return their base; otherwise return None.
 
     Args:
-        model: with its initial weights, not yet wrapped; changed in place.
-        run: has the settings of the adapters.
-        path: that the weights came from.
+        model: model with its initial weights, not yet wrapped; changed in place.
+        run: context with the adapters' settings.
+        path: source of the weights; None if they were randomly initialized.
 
     Raises:
-        ConfigError: a layer is chosen that the model has not, or that cannot have an adapter.
+        ConfigError: a selected layer does not exist in the model or cannot have an adapter.
     """
     peft = run.config.peft
     if not isinstance(peft, LoRA):
@@ -165,17 +166,17 @@ def adapt(model: nn.Module, run: RunContext, path: Path | None) -> Base | None:
 
 
 def read_base(node: Any, checkpoint: Path, start: StartModel, world: World, key: str) -> nn.Module:
-    """The model, not yet wrapped, beside which the adapters of a checkpoint were trained.
+    """Return the base model, not yet wrapped, of the adapters in a checkpoint.
 
     Args:
         node: configuration of the model.
-        checkpoint: holds adapters.
-        start: as for `read_initial`.
-        world: all ranks call this together.
-        key: of the setting that leads to the checkpoint, for messages.
+        checkpoint: checkpoint that contains adapters.
+        start: builds the model, as in `read_initial`.
+        world: process group; all ranks call this.
+        key: config key of the checkpoint, for messages.
 
     Raises:
-        ConfigError: it is no longer where it was, or is another.
+        ConfigError: the base is missing, or its weights have changed.
     """
     found = _find_adapters(checkpoint, key)
     if found is None:
@@ -189,13 +190,13 @@ def read_base(node: Any, checkpoint: Path, start: StartModel, world: World, key:
 
 
 def find_base(checkpoint: Path) -> Path | None:
-    """Where the base of a checkpoint of adapters came from; None where no file has it."""
+    """Return the path of the base of a checkpoint with adapters; None if the base is not stored in a file."""
     base = Base.of(read_manifest(checkpoint))
     return None if base is None or base.path is None else Path(base.path)
 
 
 def _find_adapters(path: Path, key: str) -> tuple[Path, Manifest, Base] | None:
-    """The checkpoint of adapters that a path leads to; None where it leads to anything else."""
+    """Return the checkpoint with adapters at a path; None if the path is anything else."""
     try:
         folder = find_checkpoint(path)
         if folder is None:
@@ -208,7 +209,7 @@ def _find_adapters(path: Path, key: str) -> tuple[Path, Manifest, Base] | None:
 
 
 def _path_of_base(folder: Path, base: Base, key: str) -> Path:
-    """Where the base of adapters lies."""
+    """Return the path of the base of adapters, and check that it exists."""
     assert base.path is not None
     path = Path(base.path)
     if not path.exists():
@@ -228,7 +229,7 @@ def _check_digest(model: nn.Module, folder: Path, base: Base, key: str) -> None:
 
 
 def _merge(model: nn.Module, folder: Path, manifest: Manifest, base: Base, world: World, key: str) -> None:
-    """Add the adapters of a checkpoint, averaged where they are, to the weights beside which they were trained."""
+    """Merge the adapters of a checkpoint, averaged if available, into the base weights."""
     _check_digest(model, folder, base, key)
     settings: Any = OmegaConf.to_object(typed_group(folder / MANIFEST, "peft", manifest.config.get("peft")))
     if not isinstance(settings, LoRA) or [*check_fields(settings, "peft"), *settings.check()]:

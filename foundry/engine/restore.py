@@ -1,4 +1,4 @@
-"""Opening a run again: its configuration, data and model, on one process."""
+"""Restoring a run on one process: its configuration, data and model."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -40,24 +40,26 @@ from foundry.run_dir.names import CHAT_TEMPLATE, CONFIG, PLAN, STOP_TOKENS, TOKE
 from foundry.run_dir.strict_json import DamagedFileError, read_object
 
 _BUILT = ("model", "peft", "data", "objective", "simulator")
-"""Groups that are built of a run that is opened; of the others nothing is run."""
+"""Config groups that are built when a run is opened; no code of the other groups runs."""
 
 _MOST_LOOKS = 20
-"""At most so many checkpoints in turn that retention deletes while they are read."""
+"""Maximum number of retries if retention deletes checkpoints while they are read."""
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Restored:
-    """A trained model and where it came from.
+    """A trained model and its origin.
 
     Attributes:
-        config: the run's configuration.
-        model: in evaluation mode, on `device`.
-        data: the run's; of text only the tokenizer, of data that the run directory keeps files of only these.
-        checkpoint: the folder that was read.
-        base_path: what the weights beside the adapters came from, where a run of adapters names it.
+        config: configuration of the run.
+        model: model in eval mode, on `device`.
+        data: data of the run; for text only the tokenizer, and for data with files in the run directory only those
+            files.
+        checkpoint: folder of the checkpoint.
+        device: device of the model.
+        base_path: path of the adapters' base; None without adapters or if the base is not stored in a file.
     """
 
     config: Config
@@ -77,30 +79,30 @@ def restore(
     dtype: torch.dtype | None = None,
     device: DeviceKind = DeviceKind.auto,
 ) -> Restored:
-    """Read a checkpoint of a run, whatever number of ranks wrote it, once every byte of it is known to be right.
+    """Load a checkpoint of a run, written by any number of ranks, after verifying every byte.
 
     Args:
-        run_dir: the run directory, which may be somebody else's.
-        which: "last", "best", or the number of a step.
-        ema: take the averaged weights, where the run kept them.
-        trust: build parts that are not foundry's own, too, which runs their code.
-        dtype: of the floating-point weights; None: as they were trained.
-        device: kind of the device to compute on; whatever the run has trained on.
+        run_dir: run directory, possibly from an untrusted source.
+        which: "last", "best", or a step number.
+        ema: load the averaged weights if the run kept them.
+        trust: also build custom parts, which runs their code.
+        dtype: dtype of the floating-point weights; None keeps the dtype of training.
+        device: kind of the device to compute on, independent of the device used in training.
 
     Raises:
-        ConfigError: there is no such run, checkpoint or device, it is not whole, or it is not to be trusted.
+        ConfigError: the run, checkpoint or device does not exist, the checkpoint is damaged, or the run is not trusted.
     """
     run_dir, place = Path(run_dir), choose_device(device)
     return look_again(run_dir, which, lambda: _restore(run_dir, which, ema=ema, trust=trust, dtype=dtype, device=place))
 
 
 def look_again(run_dir: Path, which: str, read: Callable[[], Result]) -> Result:
-    """Read a checkpoint, and the one in its place if the run that still trains deletes the first meanwhile.
+    """Read a checkpoint, and retry with its replacement if a running training deletes it meanwhile.
 
     Args:
-        run_dir: the run directory.
-        which: "last", "best", or the number of a step.
-        read: finds the checkpoint and reads it; called again after a ConfigError or OSError if the checkpoint is gone.
+        run_dir: run directory.
+        which: "last", "best", or a step number.
+        read: finds and reads the checkpoint; called again after a ConfigError or OSError if the checkpoint is gone.
     """
     for _ in range(_MOST_LOOKS):
         before = _identity(run_dir, which)
@@ -113,7 +115,7 @@ def look_again(run_dir: Path, which: str, read: Callable[[], Result]) -> Result:
 
 
 def _identity(run_dir: Path, which: str) -> Path | None:
-    """The checkpoint that is there now; None if there is none."""
+    """Return the current checkpoint, or None if it does not exist."""
     try:
         return find(run_dir, which)
     except OSError:
@@ -128,7 +130,7 @@ def _restore(
     model = _build_adapted(config, run_dir, folder, trust=trust) if is_adapted else _build(config, run_dir, trust=trust)
     model = model.to(dtype=dtype)
     try:
-        require_shapes(folder, model, trained_only=is_adapted)  # config.yaml may ask for more memory than there is
+        require_shapes(folder, model, trained_only=is_adapted)  # config.yaml may ask for more memory than available
         allocate(model.parameters(), device)
         model = model.to(device)
         load_weights(folder, model, ema=ema, trained_only=is_adapted)
@@ -139,7 +141,7 @@ def _restore(
 
 
 def open_without_weights(run_dir: Path, which: str, *, trust: bool = False) -> Restored:
-    """A run's checkpoint with a model that has shapes and types and no storage; of a run without adapters.
+    """Open a checkpoint of a run without adapters, with a model on fake tensors: shapes and dtypes without storage.
 
     The run may delete the checkpoint before its weights are read; see `look_again`.
 
@@ -159,10 +161,10 @@ def _open(run_dir: Path, which: str, *, trust: bool) -> tuple[Config, Path, Data
 
 
 def build_part(config: Config, group: str, *, offered: Mapping[str, Any] | None = None, **runtime: Any) -> Any:
-    """A part of a recorded configuration that has been trusted; see `build` for what it is given.
+    """Build a part of a recorded and trusted configuration; see `build` for the arguments.
 
     Raises:
-        ConfigError: it cannot be imported; or it is foundry's own, and cannot be built from these settings.
+        ConfigError: the part cannot be imported, or a built-in part cannot be built from these settings.
     """
     try:
         with explained(f"the {group} of {CONFIG} cannot be built", config, group):
@@ -175,10 +177,10 @@ def build_part(config: Config, group: str, *, offered: Mapping[str, Any] | None 
 
 @contextmanager
 def explained(what: str, config: Config, *groups: str) -> Iterator[None]:
-    """Say in a line what foundry's own parts could not do with the files of a run, which may be anything.
+    """Context manager that turns errors of built-in parts into a one-line message, since a run's files may be invalid.
 
     Raises:
-        ConfigError: instead of another error in the body; that of a user's own part is shown where it came from.
+        ConfigError: replaces other errors of the body; errors of custom parts pass unchanged.
     """
     try:
         yield
@@ -191,23 +193,23 @@ def explained(what: str, config: Config, *groups: str) -> Iterator[None]:
 
 
 def _build(config: Config, run_dir: Path, *, trust: bool) -> nn.Module:
-    """The model without its weights; see `unfilled`."""
+    """Build the model without its weights; see `unfilled`."""
     with unfilled(config.model):
         return _build_model(config, **_own_architecture(config, run_dir, trust=trust))
 
 
 def _build_model(config: Config, **runtime: Any) -> nn.Module:
-    """The model as its constructor makes it, for an objective that may read log-probabilities."""
+    """Build the model with its constructor, and add log-probabilities if the objective reads them."""
     model: nn.Module = build_part(config, "model", **runtime)
     add_log_probs(model, config.objective, field_of(config.data, "vocab_size"))
     return model
 
 
 def _build_adapted(config: Config, run_dir: Path, checkpoint: Path, *, trust: bool) -> nn.Module:
-    """The model with the weights of its base, and with adapters, which have no weights yet.
+    """Build the model with the weights of its base, and with adapters that have no weights yet.
 
     Raises:
-        ConfigError: the base is no longer where it was, or is another.
+        ConfigError: the base is missing, or its weights have changed.
     """
     assert isinstance(config.peft, LoRA)
 
@@ -217,7 +219,7 @@ def _build_adapted(config: Config, run_dir: Path, checkpoint: Path, *, trust: bo
             return InitialModel(_build(whole, run_dir, trust=trust))
         if isinstance(node, HuggingFace) and node.path is not None:
             return InitialModel(_build_model(whole))
-        torch.manual_seed(config.hparams.seed)  # a base that was drawn is drawn again
+        torch.manual_seed(config.hparams.seed)  # initialize again with the same seed
         return drawn(_build_model(whole), config.hparams.seed)
 
     world = World.single(torch.device("cpu"))
@@ -227,10 +229,10 @@ def _build_adapted(config: Config, run_dir: Path, checkpoint: Path, *, trust: bo
 
 
 def _own_architecture(config: Config, run_dir: Path, *, trust: bool) -> dict[str, Any]:
-    """What builds a model of transformers without the folder it was once read from, whose weights are not needed.
+    """Return arguments that build a transformers model without its original folder, whose weights are not needed.
 
     Raises:
-        ConfigError: only that folder knows the architecture, and it may be any that the configuration names.
+        ConfigError: only the original folder has the architecture, and the configuration could name any folder.
     """
     if not isinstance(config.model, HuggingFace) or config.model.path is None:
         return {}
@@ -258,7 +260,7 @@ def _whole_checkpoint(run_dir: Path, which: str) -> Path:
 
 
 def _check_bounds(run_dir: Path, config: Config) -> None:
-    """Refuse parts with values that composing would have refused, which is where they came from."""
+    """Refuse built parts whose settings are invalid, as composing does for new runs."""
     wrong = list[Violation]()
     for group in _BUILT:
         node = getattr(config, group)
@@ -269,12 +271,12 @@ def _check_bounds(run_dir: Path, config: Config) -> None:
 
 
 def _data(config: Config, run_dir: Path) -> DataSplits:
-    """The run's tokenizer and the files that it keeps of its data, without samples; for other data, the data.
+    """Return the run's tokenizer and data files without samples; data that has none is built again.
 
-    The samples are not read again: they lie where a configuration says, which may be somebody else's.
+    The samples are not read again: the configuration names their path, which may be somebody else's.
 
     Raises:
-        ConfigError: a file that the data has written is missing, or is none.
+        ConfigError: a file that the data wrote is missing or invalid.
     """
     file = run_dir / TOKENIZER
     kept = _kept(run_dir)
@@ -303,10 +305,10 @@ def _data(config: Config, run_dir: Path) -> DataSplits:
 
 
 def _kept(run_dir: Path) -> dict[str, RunFile]:
-    """Read the files that the run keeps of its data, by name; those of tasks that are there.
+    """Read the files that the run keeps of its data, by name, for all registered tasks.
 
     Raises:
-        ConfigError: a file is none that foundry writes.
+        ConfigError: a file is not in foundry's format.
     """
     kept = dict[str, RunFile]()
     for name, kind in run_files().items():
@@ -323,10 +325,10 @@ def _kept(run_dir: Path) -> dict[str, RunFile]:
 
 
 def _special_tokens(file: Path, tokenizer: Any) -> dict[str, Any]:
-    """What ended documents and answers, and began chats; an earlier foundry wrote no file, and named the end itself.
+    """Read the stop tokens and the first token of chats; without the file, as in old runs, derive the stop token.
 
     Raises:
-        ConfigError: the file is none that foundry writes.
+        ConfigError: the file is not in foundry's format.
     """
     if not os.path.lexists(file):
         end = usual_end(tokenizer)
@@ -353,10 +355,10 @@ def _chat_template(file: Path) -> str | None:
 
 
 def _tokens_per_sample(plan: Path) -> int:
-    """What plan.json says of the data.
+    """Read `tokens_per_sample` from plan.json.
 
     Raises:
-        ConfigError: nothing that could be.
+        ConfigError: the file or its value is invalid.
     """
     try:
         tokens: int = read_object(plan, needed={"tokens_per_sample": int})["tokens_per_sample"]

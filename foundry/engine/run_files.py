@@ -1,4 +1,4 @@
-"""What a run directory holds from the start, besides what Hydra writes there."""
+"""Files written into a run directory at the start, in addition to Hydra's."""
 
 import json
 from pathlib import Path
@@ -31,10 +31,10 @@ from foundry.run_dir.names import (
 
 
 def write_run_files(config: Config, plan: dict[str, Any], data: DataSplits, run_dir: Path) -> None:
-    """Write the configuration, the plan, and what is needed without the data: tokenizer, chat template, kept files.
+    """Write the configuration, the plan, and files that replace the data later: tokenizer, chat template, kept files.
 
     Raises:
-        ConfigError: there is something in the place of one of these files.
+        ConfigError: a folder or a link occupies the path of one of these files.
     """
     try:
         save_config(config, run_dir)
@@ -50,13 +50,13 @@ def write_run_files(config: Config, plan: dict[str, Any], data: DataSplits, run_
 
 
 def write_kept(data: DataSplits, folder: Path) -> None:
-    """Write the files that the data has kept in run directories, such as statistics."""
+    """Write the files that the data keeps in run directories, such as statistics."""
     for name, content in data.kept.items():
         write_atomically(folder / name, content.to_json())
 
 
 def write_vocabulary(data: DataSplits, folder: Path) -> None:
-    """Write tokenizer, stop tokens and chat template, where the data has them."""
+    """Write tokenizer, stop tokens and chat template, as far as the data has them."""
     if data.tokenizer is not None:
         write_atomically(folder / TOKENIZER, data.tokenizer.to_str(pretty=True))
     if data.stop_ids:
@@ -67,24 +67,24 @@ def write_vocabulary(data: DataSplits, folder: Path) -> None:
 
 
 def _keep_tokenizer_files(node: Any, data: DataSplits, run_dir: Path) -> None:
-    """Keep what lies beside the tokenizer that was given, as it is: class, special tokens, padding, length."""
+    """Copy the files beside the configured tokenizer unchanged: class, special tokens, padding, maximum length."""
     given = getattr(node, "tokenizer", None)
     if data.tokenizer is None or not isinstance(given, str):
         return
     file = tokenizer_file(given)
-    source = own if (own := file.parent / TRANSFORMERS).is_dir() else file.parent  # that of a run has its own source's
+    source = own if (own := file.parent / TRANSFORMERS).is_dir() else file.parent  # a run's folder has its own copies
     if file.name != TOKENIZER or source == run_dir / TRANSFORMERS:
         return
     for name in TOKENIZER_FILES:
         try:
             content = read_bytes(in_hub_cache(source / name))
-        except OSError:  # most are missing, and the run itself needs none
+        except OSError:  # most are missing, and training needs none
             continue
         with replaced_atomically(make_folder(run_dir / TRANSFORMERS) / name) as kept:
             kept.write(content)
 
 
 def write_architecture(node: Any, model: Any, run_dir: Path) -> None:
-    """Of a model that was read from a folder of transformers, what it is built from, should the folder be gone."""
+    """Write the architecture of a model read from a transformers folder, in case that folder is deleted."""
     if isinstance(node, HuggingFace) and node.path is not None:
         write_atomically(make_folder(run_dir / TRANSFORMERS) / "config.json", model.hf_config().to_json_string())

@@ -1,4 +1,4 @@
-"""The end of a run in which a rank waits too long, and its record in the run directory."""
+"""Detection of stalled runs, and their record in the run directory."""
 
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ from foundry.run_dir.ends import dump_stacks, leave_note, read_positions, record
 
 
 def build_watchdog(run: RunContext) -> Watchdog:
-    """Return the watchdog of this rank, which ends a run that stands still and names the activity of each rank."""
+    """Return the watchdog of this rank, which ends a stalled run and reports the activity of each rank."""
     world, limits = run.world, run.config.distributed
     return Watchdog(
         limits.timeout_seconds,
@@ -27,7 +27,7 @@ def build_watchdog(run: RunContext) -> Watchdog:
 
 
 def _dump(run_dir: Path, world: World, step: int, doing: str) -> None:
-    """Write the stacks of this process and the collectives that it has begun."""
+    """Write the stack traces of this process and its recent collectives."""
     dump_stacks(run_dir, world.rank, step, doing)
     if world.world_size > 1:
         dump_collectives(run_dir, world.rank, world.device)

@@ -1,4 +1,4 @@
-"""One run: its processes, its directory, where it resumes, and how it ends."""
+"""Training of one run: process group, run directory, resume point, and error handling."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -44,14 +44,14 @@ from foundry.training.memory_error import memory_explained
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended; `result` is what result.json holds, `metric` what a sweep compares."""
+    """Result of a run: `result` is the content of result.json, `metric` the value that a sweep compares."""
 
     run_dir: Path
     result: dict[str, Any]
 
     @property
     def metric(self) -> float | None:
-        """By which the run is judged, at its end; None where it is judged by none."""
+        """Final value of the run's metric; None if `evaluation.metric` is not set."""
         return self.result.get("metric")
 
 
@@ -63,20 +63,20 @@ def train(
     join: Join | None = None,
     on_activity: Callable[[int, str], None] | None = None,
 ) -> RunResult:
-    """Train, on this process and those started with it; a run directory that holds an unfinished run is resumed.
+    """Train on this process and those started with it; resume if the run directory contains an unfinished run.
 
     Args:
-        config: the composed configuration; every rank has the same.
-        run_dir: where rank 0 writes; the other ranks take rank 0's.
-        more_observers: get the run's events after the configuration's own, on rank 0.
-        join: joins the ranks; None: `join_ranks` of `foundry.parallel.process_group`.
+        config: composed configuration, equal on all ranks.
+        run_dir: output directory of rank 0; the other ranks use rank 0's value.
+        more_observers: additional observers, notified after the configured ones, on rank 0.
+        join: joins the ranks; None uses `join_ranks` of `foundry.parallel.process_group`.
         on_activity: called with the optimizer step and the name of each activity that begins, such as "training".
 
     Raises:
-        ConfigError: the data or the machine shows a setting to be wrong, or the run to be resumed had others; nothing
-            has been trained.
+        ConfigError: a setting does not fit the data or the machine, or differs from the run to resume; nothing has been
+            trained.
         NonFiniteError: the loss or gradient became NaN or infinite.
-        Stopped: a signal came; the run is saved.
+        Stopped: a signal was received; the run is saved.
         RunDirectoryLostError: the run directory was deleted, moved or replaced.
     """
     config_hash = hash_config(config)
@@ -122,7 +122,7 @@ def train(
 
 
 def _train(run: RunContext, observers: list[Observer], held: ExitStack) -> RunResult:
-    """Build the trainer and let it run; rank 0 writes."""
+    """Build the trainer and train; rank 0 writes the run's files."""
     trainer, started = build_trainer(run)
     held.callback(trainer.evaluation.close)
     if run.world.is_main:
@@ -136,7 +136,7 @@ def _train(run: RunContext, observers: list[Observer], held: ExitStack) -> RunRe
 
 
 def _build_judge(environment: Any, held: ExitStack) -> Judge | None:
-    """What scores answers; its process ends with the run."""
+    """Return the judge that scores completions; its process ends with the run."""
     judge = build_judge(environment)
     if judge is not None:
         held.callback(judge.close)
@@ -148,7 +148,7 @@ def _identity(config: Config) -> dict[str, str]:
 
 
 def _as_begun(data: DataSplits, resume_point: ResumePoint | None, settings: Any, checkpoint: Checkpoint) -> DataSplits:
-    """Return the data in the order in which a resumed run has begun to read it; `settings` are those of the data."""
+    """Return the data in the order of the resumed run; `settings` are the data's settings."""
     if resume_point is None:
         return data
     identity = data.identity()
@@ -157,7 +157,7 @@ def _as_begun(data: DataSplits, resume_point: ResumePoint | None, settings: Any,
 
 
 def _agree(world: World, run_dir: Path, config_hash: str, held: ExitStack) -> tuple[Path, str | None]:
-    """Rank 0's run directory, which is held for this run, and the state of the run that it holds already, if any.
+    """Return rank 0's run directory, now locked for this run, and the state of an earlier run in it, or None.
 
     Raises:
         ConfigError: the ranks composed different configurations, or another process trains in the run directory.
@@ -182,7 +182,7 @@ def _agree(world: World, run_dir: Path, config_hash: str, held: ExitStack) -> tu
 
 @contextmanager
 def _rank_zero_missed(run_dir: Path, world: World) -> Iterator[None]:
-    """Record the run as failed where rank 0, which would do so, was killed."""
+    """Record the run as failed if rank 0, which normally does so, was killed."""
     try:
         yield
     except CollectiveError as error:
@@ -193,16 +193,16 @@ def _rank_zero_missed(run_dir: Path, world: World) -> Iterator[None]:
 
 @contextmanager
 def _failure_reported(observers: Sequence[Observer], run_dir: Path) -> Iterator[None]:
-    """Report to the observers that the body failed or was interrupted; a refused configuration is no run to report.
+    """Notify the observers if the body failed or was interrupted, except after a ConfigError.
 
     Raises:
-        RunDirectoryLostError: the run directory is another, in which no observer may write.
+        RunDirectoryLostError: the run directory was replaced, so observers must not write to it.
     """
     try:
         yield
     except (ConfigError, RunDirectoryLostError):
         raise
-    except SystemExit:  # Stopped is one, and so is submitit's way out of a job that it has queued again
+    except SystemExit:  # Stopped is a subclass, and submitit raises SystemExit after requeueing a job
         raise
     except BaseException as error:
         if observers:

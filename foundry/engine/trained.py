@@ -1,4 +1,4 @@
-"""What a run trains: model, optimizers, averages and objective, at the values where the run starts or resumes."""
+"""The trained model with optimizers, averages and objective, at their initial or restored values."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -41,19 +41,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What a run trains, and with what.
+    """The trained model and the parts needed for its training.
 
     Attributes:
-        unwrapped: the model as it was built.
-        base: what adapters are trained beside; None where the whole model is trained.
-        parallel: the model as it is called.
-        optimizers: they cover its trainable parameters.
-        ema: averaged weights, where kept.
-        objective: what is minimised.
-        frozen: the models that the objective compares with, by name.
+        unwrapped: model as built.
+        base: base of the adapters; None if the whole model is trained.
+        parallel: wrapped model.
+        optimizers: optimizers that cover the trainable parameters.
+        ema: averaged weights; None if not kept.
+        objective: the loss.
+        frozen: frozen models that the objective uses in each step, by name.
         schedule: learning rate and weight decay of each update.
-        budget: the size of the run.
-        pack_tokens: tokens of a row that holds several samples; None: each has its own row.
+        budget: length of the run.
+        pack_tokens: tokens of a packed row; None gives each sample its own row.
     """
 
     unwrapped: nn.Module
@@ -69,18 +69,18 @@ class Trained:
 
 
 def build_trained(run: RunContext) -> Trained:
-    """The model with its optimizers and averages, at their first or restored values."""
+    """Build the model with its optimizers and averages, at their initial or restored values."""
     config, world, precision, resume_point = run.config, run.world, run.precision, run.resume_point
     hparams, budget = config.hparams, build_budget(config, run.data, world.dp_size)
     is_adapted = isinstance(config.peft, LoRA)
     if hparams.torchcompile:
         require_compiler(world.device)
     if world.world_size > 1:
-        from foundry.planning.fits import check_fits  # one process has no gradients to share, and plans nothing
+        from foundry.planning.fits import check_fits  # not needed on one process, which shares no gradients
 
         check_fits(config, run.data, world)
     initial = _resumed(config) if resume_point is not None and not is_adapted else _build_initial(run, None)
-    if is_adapted:  # beside which adapters are drawn, and of which a digest is taken
+    if is_adapted:  # adapters need the base weights, and their digest is computed
         initial = InitialModel(initial.whole())
     model = initial.model
     if (training_warning := hook(model, "training_warning")) is not None and (line := training_warning()) is not None:
@@ -127,24 +127,27 @@ def build_trained(run: RunContext) -> Trained:
 
 
 def _resumed(config: Config) -> InitialModel:
-    """The model of a run whose checkpoint has its weights."""
+    """Return the model of a run whose checkpoint has its weights."""
     return _with_values(InitialModel(build_empty(config)), config.data, partial(build_model, config))
 
 
 def _with_values(initial: InitialModel, data: Any, build: Callable[[], nn.Module]) -> InitialModel:
-    """The model with weights, from `build`, where it is to be asked how it treats samples that share rows."""
+    """Return the model with weights from `build` if a test of its packing support needs weights."""
     is_asked = field_of(data, "packing", False) and not knows_documents(initial.model)
     return InitialModel(build()) if is_asked else initial
 
 
 def _build_initial(run: RunContext, node: Any, key: str | None = None) -> InitialModel:
-    """A model as a run from scratch starts with it; `node` is of another model than the run's, which `key` names."""
+    """Return a model with its initial weights.
+
+    `node` selects another model than the run's, and `key` is its config key.
+    """
     node = run.config.model if node is None else node
     path, tokenizer = resolve_weights(node), run.data.tokenizer
     if path is not None and tokenizer is not None:
         check_same(tokenizer, path, None if node is run.config.model else key)
     initial = read_initial(node, path, partial(start_model, run.config), run.world, "model.init_from")
-    if path is None:  # else it is the whole model that starts from elsewhere
+    if path is None:  # otherwise `init_from` of the whole model applies
         for weights in weights_of_parts(node).values() if tokenizer is not None else ():
             check_same(tokenizer, Path(weights).expanduser())
         initial = read_parts(initial, node, run.world)
@@ -152,7 +155,7 @@ def _build_initial(run: RunContext, node: Any, key: str | None = None) -> Initia
 
 
 def _build_frozen(run: RunContext, objective: Objective) -> tuple[Mapping[str, nn.Module], bool]:
-    """The models that the objective compares the run's with at each step, and whether they let samples share rows."""
+    """Return the frozen models that the objective uses in each step, and whether all of them support packing."""
     if objective.compare is None or objective.columns:
         return {}, True
     models = {name: _build_initial(run, node, f"objective.{name}") for name, node in objective.frozen_models.items()}
@@ -167,7 +170,7 @@ def _place_frozen(initial: InitialModel, run: RunContext) -> nn.Module:
 
 
 def join_samples(run: RunContext, objective: Objective) -> DataSplits:
-    """The data, with what the objective's frozen models make of every sample, where they are asked once."""
+    """Return the data, with the columns that the objective precomputes with frozen models."""
     if not objective.columns:
         return run.data
 

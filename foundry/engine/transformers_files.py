@@ -1,4 +1,4 @@
-"""What transformers, and programs that read its folders, want beside weights: config, tokenizer, how to generate."""
+"""Files of an export that transformers and compatible programs need: config, tokenizer and generation config."""
 
 import json
 import logging
@@ -16,26 +16,26 @@ _CONFIG = "tokenizer_config.json"
 _PROBE = (
     "The 12 foxes  said: \u201cIt's caf\u00e9, 3456!\u201d\n\n\te\u0301 \u65e5\u672c\u8a9e \U0001f600 x_1 = {'a': [0]}"
 )
-"""Words, numbers, white space, signs, composed and decomposed letters: what tokenizers differ in."""
+"""Probe text with features that tokenizers split differently, such as whitespace, numbers and combining characters."""
 
 
 def save_for_transformers(config: Any, data: DataSplits, source: Path, out: Path, *, with_model: bool = True) -> None:
-    """Write config.json and, with a tokenizer, what makes `generate()` stop and chats those of the run.
+    """Write config.json and, if there is a tokenizer, its files, so that `generate()` stops and chats as in the run.
 
-    Whatever lay beside the tokenizer that the run was given stays as it was, but for the chat template of the run and
-    the tokens that end its answers, which come before those that ended them; a first or padding token that the base's
-    config has as null stays null. Of a tokenizer of foundry's own the first stop token is the end of a sequence; it
-    pads, on the left, and starts a text without a prompt.
+    Files beside the run's original tokenizer are copied unchanged, except for two settings: the chat template is the
+    run's, and the run's stop tokens come before the original ones. A BOS or padding token that is null in the config of
+    the base stays null. For a tokenizer that foundry trained, the first stop token is the EOS token; it also pads, on
+    the left, and starts a text without a prompt.
 
     Args:
-        config: transformers' config of the model; it gets the special tokens.
-        data: with the tokenizer, the stop tokens and the chat template of the run.
-        source: folder with what the run has kept of `TOKENIZER_FILES`; it need not be there.
-        out: folder to write into.
-        with_model: False: of adapters, whose base has the config.
+        config: transformers config of the model; the special tokens are set in it.
+        data: data of the run with tokenizer, stop tokens and chat template.
+        source: folder with the run's copies of `TOKENIZER_FILES`; may be missing.
+        out: output folder.
+        with_model: False for adapters, whose base has the config.
 
     Raises:
-        DamagedFileError: a file in `source` is no JSON.
+        DamagedFileError: a file in `source` is not valid JSON.
     """
     tokenizer = data.tokenizer
     if tokenizer is None:
@@ -50,7 +50,7 @@ def save_for_transformers(config: Any, data: DataSplits, source: Path, out: Path
         pad = _id(tokenizer, named.get("pad_token"))
         pads = _known(tokenizer, pad, generation.get("pad_token_id"), _of(config, "pad_token_id"))
         firsts = _known(tokenizer, generation.get("bos_token_id"), data.bos_id, _of(config, "bos_token_id"))
-        # null in the config of a base means that its model begins no text with a token, or pads with none.
+        # null in the config of a base means that its model uses no BOS token, or no padding token.
         is_base = (source / "config.json").is_file()
         others = {
             name: next(iter(ids), None if is_base and _of(config, f"{name}_token_id") is None else ends[0])
@@ -68,7 +68,8 @@ def save_for_transformers(config: Any, data: DataSplits, source: Path, out: Path
     write_atomically(out / TOKENIZER, tokenizer.to_str(pretty=True))
     if settings:
         _copy_files(source, out)
-        # The source decides what a text begins with. Code, which has neither been run nor kept, is left out, and paths.
+        # The source's settings decide the first token of a text. Paths and custom code, which foundry never runs, are
+        # removed.
         missing = {name: token for name, token in tokens.items() if name != "bos_token" and named.get(name) is None}
         of_the_run = () if data.chat_template is None else ("chat_template",)
         left_out = {name for name in settings if name.endswith("_file")} | {"auto_map", "name_or_path", *of_the_run}
@@ -82,7 +83,7 @@ def save_for_transformers(config: Any, data: DataSplits, source: Path, out: Path
 
 
 def _copy_files(source: Path, out: Path) -> None:
-    """What is not written for the run itself."""
+    """Copy the tokenizer files that `save_for_transformers` does not write itself."""
     for name in TOKENIZER_FILES:
         if name not in (_CONFIG, STOP_TOKENS) and (source / name).is_file():
             with replaced_atomically(out / name) as file:
@@ -90,22 +91,22 @@ def _copy_files(source: Path, out: Path) -> None:
 
 
 def _own_settings(config: Any) -> dict[str, Any]:
-    """Of a tokenizer that foundry has trained, or that came alone."""
+    """Return the tokenizer config of a tokenizer that foundry trained, or that came as a single file."""
     positions = _of(config, "max_position_embeddings")
     return {
-        "tokenizer_class": "PreTrainedTokenizerFast",  # the name that every version of transformers knows
-        "model_input_names": ["input_ids", "attention_mask"],  # as a language model's forward takes them
+        "tokenizer_class": "PreTrainedTokenizerFast",  # known to every version of transformers
+        "model_input_names": ["input_ids", "attention_mask"],  # as the forward method of a language model takes them
         "clean_up_tokenization_spaces": False,
-        "padding_side": "left",  # as it has to be where texts of several lengths are continued together
+        "padding_side": "left",  # required for batched generation with prompts of different lengths
         **({"model_max_length": positions} if isinstance(positions, int) else {}),
     }
 
 
 def _check_tokens(tokenizer: Any, out: Path) -> None:
-    """Say where transformers makes other tokens of a text than the run did.
+    """Log a warning if transformers tokenizes the probe text differently from the run.
 
-    Some architectures have a class of tokenizers of their own, which `AutoTokenizer` takes whatever the folder says: it
-    keeps the vocabulary and cuts words in its own way (`MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS` of transformers).
+    Some architectures have their own tokenizer class, which `AutoTokenizer` uses regardless of the folder's settings:
+    it keeps the vocabulary but has its own pre-tokenizer (`MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS` of transformers).
     """
     from transformers import AutoTokenizer
 
@@ -113,7 +114,7 @@ def _check_tokens(tokenizer: Any, out: Path) -> None:
 
     try:
         load: Any = AutoTokenizer.from_pretrained
-        # No length, of which the probe, that no model reads, would be said to have more than a small one.
+        # No maximum length: transformers would warn that the probe, which no model reads, exceeds a small one.
         loaded = load(str(out), local_files_only=True, trust_remote_code=False, model_max_length=2**31)
     except Exception as error:
         log.warning("transformers cannot load the tokenizer of %s: %s", out, " ".join(str(error).split()))
@@ -124,7 +125,7 @@ def _check_tokens(tokenizer: Any, out: Path) -> None:
 
 
 def _find(file: Path) -> dict[str, Any]:
-    """An object of JSON; empty where there is no such file."""
+    """Return a JSON object; empty if the file does not exist."""
     try:
         return read_object(file)
     except FileNotFoundError:
@@ -132,17 +133,17 @@ def _find(file: Path) -> dict[str, Any]:
 
 
 def _of(config: Any, name: str) -> Any:
-    return getattr(config, name, None)  # some architectures know no padding
+    return getattr(config, name, None)  # some architectures have no padding token
 
 
 def _id(tokenizer: Any, token: Any) -> int | None:
-    """The number of a token as transformers writes it: a text, or an object with one."""
+    """Return the id of a token in transformers' format: a string, or an object with one."""
     text = token.get("content") if isinstance(token, dict) else token
     return tokenizer.token_to_id(text) if isinstance(text, str) else None
 
 
 def _known(tokenizer: Any, *ids: Any) -> list[int]:
-    """The tokens among what files say, numbers or lists of them: some configs pad with -1."""
+    """Return the valid token ids among ids or lists of ids from files; some configs pad with -1."""
     flat = [one for id in ids for one in (id if isinstance(id, list) else [id])]
     return [id for id in flat if type(id) is int and 0 <= id < 2**31 and tokenizer.id_to_token(id) is not None]
 

@@ -1,1 +1,1 @@
-"""Evaluators: metrics of a model that every rank measures together during a run."""
+"""Evaluators: metrics of a model during a run, computed by all ranks together."""

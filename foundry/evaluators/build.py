@@ -1,4 +1,4 @@
-"""The evaluators and stop rules of a run."""
+"""Builders of a run's evaluators and stop rules."""
 
 import logging
 from collections.abc import Mapping
@@ -18,10 +18,10 @@ log = logging.getLogger(__name__)
 
 
 def build_evaluators(run: RunContext, objective: Objective) -> dict[str, Evaluator]:
-    """What measures the model during the run, and what draws samples, by name.
+    """Build the evaluators by name, including the one that generates samples.
 
     Raises:
-        ConfigError: they say what they measure, and a setting chooses another metric.
+        ConfigError: all evaluators declare their metrics, and a setting selects another metric.
     """
     evaluators, measured = dict[str, Evaluator](), list[str]()
     evaluation, data, are_known = run.config.evaluation, run.data, True
@@ -32,7 +32,7 @@ def build_evaluators(run: RunContext, objective: Objective) -> dict[str, Evaluat
             evaluator = _build_for_evaluation(run, objective, node)
         except InstantiationException as error:
             if "torchmetrics" not in node:
-                raise  # of the user's own: shown where it came from
+                raise  # an error in a custom evaluator keeps its traceback
             raise ConfigError(Violation(f"evaluation.evaluators.{name}", first_line(str(error)))) from error
         names = node["metrics"] if "metrics" in node else getattr(evaluator, "metrics", None)
         are_known = are_known and names is not None
@@ -50,7 +50,7 @@ def build_evaluators(run: RunContext, objective: Objective) -> dict[str, Evaluat
 
 
 def build_stop_rules(run: RunContext, objective: Objective) -> dict[str, StopRule]:
-    """What may end the run early, by name."""
+    """Build the stop rules by name."""
     evaluation = run.config.evaluation
     own = [(name, node) for name, node in evaluation.stop_rules.items() if node is not None]
     rules: dict[str, StopRule] = {"early_stopping": EarlyStopping(evaluation.early_stopping)}
@@ -58,7 +58,7 @@ def build_stop_rules(run: RunContext, objective: Objective) -> dict[str, StopRul
 
 
 def _build_for_evaluation(run: RunContext, objective: Objective, node: Mapping[str, Any]) -> Any:
-    """An evaluator or a stop rule; the names of its metrics are for the run, unless it takes them."""
+    """Build an evaluator or a stop rule; the setting `metrics` is passed only if the constructor accepts it."""
     offered = {
         "objective": objective,
         "data": run.data,

@@ -1,4 +1,4 @@
-"""Showing what the model has learnt."""
+"""Evaluator that generates samples for people to look at."""
 
 import logging
 from dataclasses import replace
@@ -15,11 +15,11 @@ _log = logging.getLogger(__name__)
 
 
 class DrawnSamples:
-    """Images or text that the objective draws; rank 0 keeps them as samples_<step>, and the newest as samples.
+    """Generates images or text with the objective; rank 0 saves them as samples_<step>, and the newest as samples.
 
     Args:
-        objective: draws.
-        data: what it draws with.
+        objective: objective with `generate`.
+        data: data passed to `generate`.
     """
 
     metrics: tuple[str, ...] = ()
@@ -29,9 +29,9 @@ class DrawnSamples:
         self._generate, self._data = objective.generate, data
 
     def evaluate(self, model: nn.Module, context: EvaluationContext) -> dict[str, float]:
-        """Draw; nothing is measured."""
+        """Generate and save samples; returns no metrics."""
         with gathered_if_they_fit(model, context.world) as whole:
-            # Before each token, or each step of an image: a large model takes its time for every one.
+            # One heartbeat per token or per denoising step, since each can take long in a large model.
             beats = whole.register_forward_pre_hook(lambda module, inputs: context.beat("drawing samples"))
             try:
                 with context.autocast():

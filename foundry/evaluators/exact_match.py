@@ -1,4 +1,4 @@
-"""Whether a model answers held-out prompts as they are to be answered, and what its answers are worth."""
+"""Exact match of the model's answers to held-out prompts, and their rewards."""
 
 import logging
 import math
@@ -30,23 +30,23 @@ log = logging.getLogger(__name__)
 
 
 class ExactMatch:
-    """Share of the prompts whose greedy answer is the right one, letter by letter but for white space around it.
+    """Fraction of prompts whose greedy answer equals the reference answer, ignoring whitespace around it.
 
-    `ended` is the share of answers that end by themselves, within the model's context; where no prompt has a right
-    answer, it alone is measured. In a run with an environment
-    `reward` is the mean of those that have one, `reward_<score>` that of each score, and `reward_missing` the share of
-    answers without a reward. Prompts are divided among the ranks in fixed batches, so that any number of ranks
-    measures the same; each needs memory for the whole model.
+    `ended` is the fraction of answers that end with a stop token within the model's context; it is the only metric if
+    no prompt has a reference answer. In a run with an environment, `reward` is the mean over the answers that have one,
+    `reward_<score>` the mean of each score, and `reward_missing` the fraction of answers without a reward. Prompts are
+    divided among the ranks in fixed batches, so that the result does not depend on the number of ranks; each rank needs
+    memory for the whole model.
 
     Args:
-        settings: how many prompts are answered, and how long answers may be.
-        data: has `prompts`.
-        judge: of the run's environment.
-        torchmetrics: further metrics by name, of texts: fed with the answers and the right ones, without white space
-            around them.
+        settings: number of prompts, and maximum length of an answer.
+        data: data with `prompts`.
+        judge: judge of the run's environment; None without an environment.
+        torchmetrics: additional text metrics by name; they receive the answers and the reference answers, without
+            whitespace around them.
 
     Raises:
-        ConfigError: the data has no prompts, or none with an answer for `torchmetrics`.
+        ConfigError: the data has no prompts, or `torchmetrics` is given but no prompt has a reference answer.
     """
 
     @configured_by(ExactMatchSettings)
@@ -76,7 +76,7 @@ class ExactMatch:
             self.metrics = None
 
     def evaluate(self, model: nn.Module, context: EvaluationContext) -> dict[str, float]:
-        """Answer and compare; a mean of nothing is left out, and the reward NaN where no answer has one."""
+        """Generate and compare answers; metrics without values are omitted, except `reward`, which is then NaN."""
         world, size = context.world, self.settings.per_gpu_batch_size
         measured, answered = list[dict[str, float]](), list[tuple[int, str, str]]()
         with gathered(model) as whole:
@@ -103,7 +103,7 @@ class ExactMatch:
                         if prompt.answer is not None:
                             answered.append((index, text.strip(), prompt.answer.strip()))
         names = self._known
-        if names is None:  # the scores of an environment of the user's own, which other ranks may not have seen
+        if names is None:  # scores of a custom environment, which other ranks may not have seen
             names = tuple(sorted({"reward", *(name for own in gather(_names(measured), world) for name in own)}))
         sums = torch.tensor(
             [[sum(one.get(name, 0.0) for one in measured), sum(name in one for one in measured)] for name in names],
@@ -127,7 +127,7 @@ class ExactMatch:
         texts: Sequence[str],
         context: EvaluationContext,
     ) -> list[dict[str, float]]:
-        """What is measured of each answer, by name."""
+        """Return the metrics of each answer by name."""
         tokenizer = self._data.tokenizer
         measured = [{"ended": float(continuation.is_ended)} for continuation in found]
         for prompt, text, one in zip(prompts, texts, measured, strict=True):

@@ -1,4 +1,4 @@
-"""The objective's own loss and metrics on held-out data."""
+"""Evaluator of the objective's loss and metrics on the validation split."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -24,17 +24,17 @@ _LOSS = "loss"
 
 
 class HeldOut:
-    """Means over all valid held-out items of all ranks: the loss, and the objective's own metrics.
+    """Means over all valid items of the validation split on all ranks: the loss and the objective's own metrics.
 
     Args:
-        settings: how many samples are measured, and how many at a time.
-        objective: gives the loss.
-        data: its held-out samples are measured.
-        torchmetrics: further metrics by name, fed with what the objective's `predict` gives, at the price of a second
-            forward pass.
+        settings: number of samples, and microbatch size.
+        objective: the loss.
+        data: data with the validation split.
+        torchmetrics: additional metrics by name, which receive the results of the objective's `predict`, at the cost of
+            a second forward pass.
 
     Raises:
-        ConfigError: the objective has no `predict`, or one is no metric of torchmetrics.
+        ConfigError: the objective has no `predict`, or one of `torchmetrics` is not a torchmetrics metric.
     """
 
     @configured_by(HeldOutSettings)
@@ -57,7 +57,7 @@ class HeldOut:
         self._torchmetrics = TorchMetrics(torchmetrics, where) if torchmetrics else None
 
     def evaluate(self, model: nn.Module, context: EvaluationContext) -> dict[str, float]:
-        """Measure the model; a metric that nothing was counted for is left out."""
+        """Evaluate the model; metrics whose count is 0 are omitted."""
         world, device = context.world, context.world.device
         batches = held_out_batches(
             self._data.validation,
@@ -84,7 +84,7 @@ class HeldOut:
                 with context.autocast():
                     predictions, targets = self._objective.predict(model, on_device)
                 self._torchmetrics.add(predictions.float(), targets)
-        # The loss and its count are one metric of several, reduced with the others; none of them replaces it.
+        # The loss and its count are reduced together with the metrics; a metric called "loss" does not replace it.
         named = {_LOSS: Mean(loss, count)}
         total = reduce_sums(LossSum(loss, {**named, **metrics, **named}), self._own, world)
         measured, _ = read_means(total.metrics)

@@ -1,4 +1,4 @@
-"""Ending a trial of a search that promises less than the others did at the same share of the run."""
+"""Pruning: ends a trial of a search that is worse than other trials at the same fraction of the run."""
 
 import logging
 import warnings
@@ -17,16 +17,16 @@ from foundry.run_dir.trial import TrialLink, open_storage
 log = logging.getLogger(__name__)
 
 STEPS = 1000
-"""Pruners of Optuna count in thousandths of a run, so that runs with other batch sizes can be compared."""
+"""Number of pruner steps in a run: pruners of Optuna count in thousandths, so that batch sizes do not matter."""
 
 
 class Pruning:
-    """Reports the evaluations of a trial to its study, and asks the study's pruner whether the trial is to continue.
+    """Stop rule that reports a trial's evaluations to its Optuna study, and stops the run if the study's pruner does.
 
-    The file of the study is read by rank 0; the others are told. Every rank makes the same calls.
+    Only rank 0 opens the study's file and broadcasts the result. Every rank makes the same calls.
 
     Attributes:
-        reason: why the trial has been ended; None while it continues.
+        reason: reason to end the trial; None while it continues.
     """
 
     def __init__(self, link: TrialLink | None, run_dir: Path, world: World) -> None:
@@ -36,10 +36,10 @@ class Pruning:
 
     @classmethod
     def of(cls, run_dir: Path, world: World) -> "Pruning | None":
-        """What rank 0's run directory asks for; None where the run is to go to its end.
+        """Return the pruner for rank 0's run directory; None if no search started the run.
 
         Raises:
-            ConfigError: rank 0 has no Optuna, or the directory's trial.json is none that a search has written.
+            ConfigError: Optuna is not installed on rank 0, or the directory's trial.json is invalid.
         """
         try:
             link = TrialLink.load(run_dir) if world.is_main else None
@@ -48,15 +48,15 @@ class Pruning:
         return cls(link, run_dir, world) if gather(link is not None, world)[0] else None
 
     def update(self, metrics: Mapping[str, float], epoch: int, share: float) -> str | None:
-        """Take in an evaluation.
+        """Update with an evaluation.
 
         Args:
-            metrics: by their names in metrics.jsonl.
-            epoch: it does not matter.
-            share: of the run that is done, from 0 to 1; at the end there is nothing to be ended.
+            metrics: metrics by their names in metrics.jsonl.
+            epoch: unused.
+            share: fraction of the run completed, from 0 to 1; a completed run is not pruned.
 
         Returns:
-            Why the run is to stop; None: it continues.
+            The reason to stop the run, or None to continue.
         """
         if share >= 1:
             return None
@@ -65,19 +65,19 @@ class Pruning:
         return self.reason
 
     def result(self) -> dict[str, Any]:
-        """Why the trial was ended, if it was; the search reads it."""
+        """Return the reason to end the trial, or None, as `pruned`; the search reads it."""
         return {"pruned": self.reason}
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: the study remembers."""
+        """Return an empty dict: the state is in the study."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing is to be loaded."""
+        """Do nothing: the state is in the study."""
 
 
 class _Trial:
-    """The study's side, on rank 0."""
+    """A trial of an Optuna study, opened on rank 0."""
 
     def __init__(self, link: TrialLink, run_dir: Path) -> None:
         try:
@@ -95,19 +95,19 @@ class _Trial:
             raise _refused(run_dir, error) from None
 
     def judge(self, metrics: Mapping[str, float], share: float) -> str | None:
-        """Report a value; why the trial is to end, if it is."""
+        """Report a value; return the reason to end the trial, or None."""
         from optuna.trial import Trial
 
         value = metrics.get(self._metric)
-        if value is None:  # the search says so itself, of the first result
+        if value is None:  # the search reports a missing metric itself, from the first result
             return None
         try:
             known = self._study.get_trials(deepcopy=False)[self._number]
             trial, step = Trial(self._study, known._trial_id), round(STEPS * share)
-            if step not in known.intermediate_values:  # else it is done again after going back to a checkpoint
+            if step not in known.intermediate_values:  # otherwise repeated after a rollback
                 trial.report(value, step)
             with warnings.catch_warnings():
-                # numpy's, if a trial has reported nothing but NaN; the pruner then ends it.
+                # numpy's warning if a trial has reported only NaN; the pruner then ends the trial.
                 warnings.filterwarnings("ignore", "All-NaN slice encountered")
                 is_over = self._pruner.prune(self._study, self._study.get_trials(deepcopy=False)[self._number])
         except OSError as error:

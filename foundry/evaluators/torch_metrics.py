@@ -1,4 +1,4 @@
-"""Metrics of torchmetrics in an evaluation: fed on every rank with its share, the same number on all of them."""
+"""Metrics of torchmetrics in an evaluation: each rank updates them with its share, and all ranks get equal values."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 
 class TorchMetrics:
-    """Metrics by the user's names for them; the names of one's several values begin with it, as `rougeL_fmeasure`.
+    """Metrics of torchmetrics by name; if one has several values, their names start with its name: `rougeL_fmeasure`.
 
-    What is summed is summed in float64.
+    Sums are computed in float64.
 
     Args:
         metrics: instances of `torchmetrics.Metric`.
-        where: the key that they are set by, for errors.
+        where: config key of the metrics, for errors.
 
     Raises:
-        ConfigError: one is no such metric.
+        ConfigError: one is not a `torchmetrics.Metric`.
     """
 
     def __init__(self, metrics: "Mapping[str, Metric]", where: str) -> None:
@@ -38,57 +38,58 @@ class TorchMetrics:
         self._metrics, self._where = dict(metrics), where
 
     def start(self, device: torch.device) -> None:
-        """Forget what an earlier evaluation has measured."""
+        """Reset the metrics and move them to a device."""
         for metric in self._metrics.values():
             metric.reset()
             metric.to(device).set_dtype(torch.float64)
 
     def add(self, predictions: Tensor, targets: Tensor) -> None:
-        """Feed the metrics.
+        """Update the metrics.
 
         Args:
-            predictions: (items, classes) scores or (items, ...) values, float32; no item: nothing is measured.
+            predictions: (items, classes) scores or (items, ...) values, float32; the update is skipped if there are no
+                items.
             targets: (items,) int64 classes, or (items, ...) values.
         """
         for metric in self._metrics.values() if len(targets) else ():
-            is_of_text = type(metric).__module__.startswith("torchmetrics.text.")  # perplexity, of sequences
+            is_of_text = type(metric).__module__.startswith("torchmetrics.text.")  # perplexity expects sequences
             metric.update(*((predictions[None], targets[None]) if is_of_text else (predictions, targets)))
 
     def measure(self, world: World) -> dict[str, float]:
-        """What all ranks have been fed together; every rank calls this. Nothing where nobody has been fed.
+        """Return the values over all ranks; every rank calls this. Empty if no rank has updated the metrics.
 
         Raises:
-            ConfigError: a metric cannot be joined over ranks, or has other values than numbers.
+            ConfigError: a metric cannot be synchronized over ranks, or a value is not a number.
         """
         if not any(gather(any(metric.update_called for metric in self._metrics.values()), world)):
             return {}
         for name, metric in self._metrics.items():
-            metric.process_group = world.dp_group  # torchmetrics joins over it what ranks have kept
+            metric.process_group = world.dp_group  # torchmetrics synchronizes its state over this group
             self._even_out(name, metric, world)
         return self._values()
 
     def measure_texts(self, texts: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-        """What is measured of all answers, which every rank is given in the same order, so that none asks another."""
+        """Return the values for all answers; every rank passes all answers, so no synchronization is needed."""
         for metric in self._metrics.values() if texts else ():
             metric.reset()
             metric.sync_on_compute = False
             taken = get_origin(inspect.signature(metric.update).parameters["target"].annotation)
-            has_several = taken is Sequence  # references of each answer, as for BLEU
+            has_several = taken is Sequence  # several references per answer, as for BLEU
             metric.update(list(texts), [[text] for text in references] if has_several else list(references))
         return self._values() if texts else {}
 
     def _even_out(self, name: str, metric: "Metric", world: World) -> None:
-        """Give a rank that was fed nothing empty tensors of the kind that the others keep in lists, so that all fit.
+        """Give ranks without updates empty tensors in their list states, so that the states can be concatenated.
 
         Raises:
-            ConfigError: the metric keeps lists that have no meaning as one.
+            ConfigError: the metric has list states that cannot be concatenated.
         """
         from torchmetrics.utilities import dim_zero_cat
 
         lists = {key: value for key, value in metric.metric_state.items() if isinstance(value, list)}
         if world.dp_size == 1 or not lists:
             return
-        if any(metric._reductions[key] is not dim_zero_cat for key in lists):  # there is no public way to ask
+        if any(metric._reductions[key] is not dim_zero_cat for key in lists):  # there is no public API for this
             message = "keeps lists that torchmetrics cannot join over ranks; measure it in one process: foundry.eval"
             raise ConfigError(Violation(f"{self._where}.{name}", message))
         whole = {key: dim_zero_cat(value) for key, value in lists.items() if value}
@@ -99,10 +100,10 @@ class TorchMetrics:
             setattr(metric, key, [whole.get(key, empty)])
 
     def _values(self) -> dict[str, float]:
-        """Every metric's value, by name.
+        """Return every metric's value by name.
 
         Raises:
-            ConfigError: one is no number, nor numbers by name or in a vector.
+            ConfigError: a value is not a number, a dict of numbers or a vector.
         """
         measured = dict[str, float]()
         for name, metric in self._metrics.items():

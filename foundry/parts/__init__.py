@@ -1,1 +1,1 @@
-"""Each part of a run, built from its group of the configuration."""
+"""Builders of a run's parts, each from its group of the configuration."""

@@ -1,4 +1,4 @@
-"""Data, and the simulator that it may need."""
+"""Builders of the data and of the simulator that data may need."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -13,7 +13,7 @@ from foundry.parts.fitting import fitting
 
 
 def build_data(config: Config) -> DataSplits:
-    """Training and held-out samples."""
+    """Build the training and validation samples."""
     data: DataSplits = build(
         fitting(config.data, "data"), offered=offered_to_data(config.simulator), seed=config.hparams.seed
     )
@@ -21,15 +21,15 @@ def build_data(config: Config) -> DataSplits:
 
 
 def offered_to_data(simulator: Any) -> dict[str, Any]:
-    """What data is given where it takes it: what makes the simulator, and its settings, the group `simulator`."""
+    """Return optional arguments of data: a factory of the simulator, and its settings, the group `simulator`."""
     return {"simulator": simulator_factory(simulator), "simulator_settings": _simulator_settings(simulator)}
 
 
 def build_simulator(node: Any) -> Simulator | None:
-    """Where the policy acts, given the group `simulator`; None where nothing is simulated.
+    """Build the simulator of the group `simulator`; return None if the group is empty.
 
     Raises:
-        ConfigError: it cannot be built, or has other sizes than the configuration says.
+        ConfigError: the simulator cannot be built, or its sizes differ from the configuration.
     """
     if field_of(node, "_target_") is None:
         return None
@@ -51,7 +51,7 @@ def _simulator_settings(node: Any) -> dict[str, Any]:
 
 
 def simulator_factory(node: Any) -> Callable[[], Simulator] | None:
-    """What makes a simulator at each call, as `build_simulator` does; None where nothing is simulated."""
+    """Return a function that builds a new simulator at each call; None if the group `simulator` is empty."""
 
     def make() -> Simulator:
         simulator = build_simulator(node)
@@ -62,5 +62,5 @@ def simulator_factory(node: Any) -> Callable[[], Simulator] | None:
 
 
 def samples_per_epoch(objective: Any, data: DataSplits) -> int:
-    """Samples of one pass over the training data: of an objective that generates, several for each row."""
+    """Return the samples of one pass over the training data; an objective with rollouts has several per row."""
     return len(data.train) * int(field_of(objective, "samples_per_row", 1))

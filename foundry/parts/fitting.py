@@ -1,4 +1,4 @@
-"""Settings that a part of the user's own need not take."""
+"""Selection of the settings that a custom part accepts."""
 
 import inspect
 import logging
@@ -12,13 +12,13 @@ log = logging.getLogger(__name__)
 
 
 def fitting(node: Any, group: str) -> Any:
-    """A part of the user's own, without the settings that are the run's or the presets' and that it does not take."""
+    """Return the node of a custom part without those optional settings that its constructor does not accept."""
     optional = [name for name in runtime_settings(group) if isinstance(node, dict) and name in node]
     if not optional:
         return node
     try:
         parameters = inspect.signature(get_object(node["_target_"]), follow_wrapped=False).parameters
-    except ValueError:  # compiled code, which does not say
+    except ValueError:  # compiled code without a signature
         return node
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return node

@@ -1,4 +1,4 @@
-"""Models: built, or started so that each rank draws or reads its own weights."""
+"""Builders of models, including models whose weights each rank initializes or reads for itself."""
 
 import inspect
 import logging
@@ -30,34 +30,36 @@ from foundry.models.logits import answer_with_log_probs
 log = logging.getLogger(__name__)
 
 _TILE = "logprob_tile_tokens"
-"""A model's argument for the positions whose logits exist at a time."""
+"""Name of a model's argument for the number of positions whose logits are computed at a time."""
 
 
 def build_model(config: Config, node: Any = None) -> nn.Module:
-    """A model with its initial weights, in host memory, which depend on the seed only; `init_from` is not read here.
+    """Build a model with its initial weights in host memory; they depend only on the seed.
+
+    `init_from` is not read here.
 
     Args:
-        config: of the run.
-        node: of another model than the run's.
+        config: configuration of the run.
+        node: configuration of another model; None builds the run's model.
 
     Raises:
-        ConfigError: the objective wants dropout, and the model takes none.
+        ConfigError: the objective sets dropout, but the model does not support it.
     """
     return start_model(config, node).whole()
 
 
 def start_model(config: Config, node: Any = None) -> InitialModel:
-    """A model and its initial weights, which each rank draws or reads for itself where the model says how.
+    """Build a model with its initial weights, which each rank initializes or reads for itself if the model supports it.
 
-    Weights are those of the folder of transformers that `node` names, failing that drawn; of a node with `init_from`
-    nothing is drawn, and what constructors give is all.
+    Weights come from the transformers folder in `node`, or are randomly initialized. If `node` has
+    `init_from`, the model is left as its constructor builds it.
 
     Args:
-        config: of the run.
-        node: of another model than the run's.
+        config: configuration of the run.
+        node: configuration of another model; None builds the run's model.
 
     Raises:
-        ConfigError: the objective wants dropout, and the model takes none.
+        ConfigError: the objective sets dropout, but the model does not support it.
     """
     node = config.model if node is None else node
     if is_fake(torch.empty(0)):
@@ -66,7 +68,7 @@ def start_model(config: Config, node: Any = None) -> InitialModel:
         return InitialModel(build_empty(config, node))
     if isinstance(node, HuggingFace) and node.path is not None:
         model, files = build_empty(config, node), weight_files(Path(node.path).expanduser())
-        with suppress(CheckpointError):  # which transformers says in its own words
+        with suppress(CheckpointError):  # reported by transformers in more detail
             if files and not compare_files(files, model):
                 return InitialModel(model, partial(copy_files, files))
         return InitialModel(_construct(config, node))
@@ -76,7 +78,7 @@ def start_model(config: Config, node: Any = None) -> InitialModel:
 
 
 def build_empty(config: Config, node: Any = None) -> nn.Module:
-    """A model whose weights come from elsewhere; see `unfilled`.
+    """Build a model whose weights are loaded later; see `unfilled`.
 
     Raises:
         ConfigError: as `build_model`.
@@ -87,26 +89,27 @@ def build_empty(config: Config, node: Any = None) -> nn.Module:
 
 
 def unfilled(node: Any) -> AbstractContextManager[None]:
-    """Where a model is built to get its weights later: on the meta device, if its class says how they are drawn.
+    """Return a context manager for building a model whose weights are loaded later.
 
-    Matrices of another class are what its constructor makes of them, and fakes stay fakes.
+    If the class has `initial_weights`, its matrices are built on the meta device. Other classes are built as usual, and
+    fake tensors stay fake.
     """
     by_name = False
-    with suppress(ImportError, AttributeError, ValueError):  # building the model explains what is not there
+    with suppress(ImportError, AttributeError, ValueError):  # building the model reports an import error
         by_name = hasattr(resolve_name(field_of(node, "_target_")), "initial_weights")
     return matrices_on_meta() if by_name and not is_fake(torch.empty(0)) else nullcontext()
 
 
 def drawn(model: nn.Module, seed: int, *, without: Iterable[str] = ()) -> InitialModel:
-    """A model with the weights that are drawn from scratch; those that it has, where it does not say how.
+    """Return a model with a function that initializes its weights; unchanged if it has no `initial_weights`.
 
     Args:
-        model: not wrapped.
-        seed: of what is drawn.
-        without: names of parts that get their weights from elsewhere.
+        model: the unwrapped model.
+        seed: seed of the weights.
+        without: names of submodules whose weights come from elsewhere.
 
     Raises:
-        ConfigError: it says how, but not of all that have no numbers.
+        ConfigError: `initial_weights` does not cover all parameters on the meta device.
     """
     ask = hook(model, "initial_weights")
     draws: Mapping[str, Draw] | None = None if ask is None else ask()
@@ -121,7 +124,7 @@ def drawn(model: nn.Module, seed: int, *, without: Iterable[str] = ()) -> Initia
 
 
 def _draw(draws: Mapping[str, Draw], seed: int, model: nn.Module) -> None:
-    """Draw what this rank holds of a model, wrapped or not."""
+    """Initialize this rank's part of a model, wrapped or not."""
     parameters = dict(model.named_parameters())
     chunks = local_chunks(parameters).items()
     parts = {name: Part(chunk.local, tuple(parameters[name].shape), chunk.offsets) for name, chunk in chunks}
@@ -129,7 +132,7 @@ def _draw(draws: Mapping[str, Draw], seed: int, model: nn.Module) -> None:
 
 
 def _construct(config: Config, node: Any, **given: Any) -> nn.Module:
-    """The model as its constructor makes it, with torch's generator at the seed."""
+    """Build the model with its constructor, after setting torch's seed."""
     torch.manual_seed(config.hparams.seed)
     target = field_of(node, "_target_")
     size = field_of(config.objective, "logprob_chunk_size")
@@ -137,20 +140,21 @@ def _construct(config: Config, node: Any, **given: Any) -> nn.Module:
     model: nn.Module = build(node, **_dropouts(config.objective, target), **tile, **given)
     vocab_size = field_of(config.data, "vocab_size")
     add_log_probs(model, config.objective, vocab_size, tile_tokens=0 if tile or size is None else size)
-    return model.train()  # transformers hands over what it reads from a folder without dropout
+    return model.train()  # transformers returns models in eval mode
 
 
 def add_log_probs(model: nn.Module, objective: Any, vocab_size: int | None, *, tile_tokens: int = 0) -> None:
-    """Let a model answer with logits where the objective reads log-probabilities; one that computes the loss does not.
+    """Make a model that returns logits return log-probabilities, if the objective reads them and the model has no loss.
 
     Args:
         model: changed in place.
-        objective: the group of the configuration.
-        vocab_size: of the data; None: all columns of the logits.
-        tile_tokens: positions whose logits exist at a time, of which the constructor has not been told; 0: all.
+        objective: group `objective` of the configuration.
+        vocab_size: vocabulary size of the data; None uses all columns of the logits.
+        tile_tokens: number of positions whose logits are computed at a time, if the constructor does not accept it; 0
+            computes all at once.
 
     Raises:
-        ConfigError: nobody can heed `tile_tokens`.
+        ConfigError: `tile_tokens` is set but cannot be applied.
     """
     target = field_of(objective, "_target_")
     reads_them = target is not None and getattr(get_object(target), "reads_log_probs", False)
@@ -162,10 +166,10 @@ def add_log_probs(model: nn.Module, objective: Any, vocab_size: int | None, *, t
 
 
 def _dropouts(objective: Any, target: str) -> dict[str, Any]:
-    """The model's arguments for dropout that the objective's settings give.
+    """Return the model's dropout arguments from the objective's settings.
 
     Raises:
-        ConfigError: it does not take one.
+        ConfigError: the model does not accept one of them.
     """
     given = {name: field_of(objective, name) for name in ("hidden_dropout", "attention_dropout")}
     given = {name: value for name, value in given.items() if value is not None}
@@ -177,26 +181,26 @@ def _dropouts(objective: Any, target: str) -> dict[str, Any]:
 
 
 def _takes(target: str, name: str) -> bool:
-    """Whether a constructor has a parameter of this name."""
+    """Return True if a constructor has a parameter of this name."""
     return name in inspect.signature(get_object(target)).parameters
 
 
 def resolve_init_from(node: Any) -> Path | None:
-    """Where a model's initial weights come from, if from anywhere; a user's own model may say it too."""
+    """Return the path in `init_from`, which custom models may have too; None if not set."""
     path = field_of(node, "init_from")
     return None if path is None else Path(path)
 
 
 def resolve_packing(data: Any, model: nn.Module, name: str = "model") -> int | None:
-    """Tokens of a row that holds several samples; None: each has its own row, or the model would mix them.
+    """Return the number of tokens of a packed row; None if packing is off, or if the model would mix packed samples.
 
     Args:
-        data: the group of the configuration.
-        model: the run's or one that it is compared with, not yet wrapped; it is asked about two short documents.
-        name: what it is.
+        data: group `data` of the configuration.
+        model: the run's model or a frozen one, not yet wrapped; it is tested with two short documents.
+        name: name of the model in messages.
 
     Raises:
-        ConfigError: samples are to share rows, and the model's forward() does not take `documents`.
+        ConfigError: packing is on, but the model's forward() does not accept `documents`.
     """
     if not field_of(data, "packing", False):
         return None

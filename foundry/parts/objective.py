@@ -1,4 +1,4 @@
-"""The objective, and a check of the model's forward pass."""
+"""Builder of the objective, and a check of the model's forward signature."""
 
 import inspect
 from types import FunctionType, MethodType
@@ -16,21 +16,21 @@ from foundry.parallel.process_group import World
 def build_objective(node: Any, peft: Any, world: World | None = None, tokenizer: Any = None) -> Objective:
     """Build the objective, without frozen models, from the groups `objective` and `peft`.
 
-    It gets the ranks, the tokenizer, and whether there are adapters, if it takes them.
+    Its constructor may accept `world`, `tokenizer` and `has_adapters`.
     """
     offered = {"world": world, "tokenizer": tokenizer, "has_adapters": isinstance(peft, LoRA)}
     return with_defaults(build(node, offered=offered))
 
 
 def with_defaults(part: Any) -> Objective:
-    """Return an object that has the methods of an objective; one of another class gets the defaults that it lacks.
+    """Return an object with all attributes of an objective; objects of other classes get the missing defaults.
 
     Raises:
-        ConfigError: it has no `num_valid` or no `loss`, or takes no further attributes.
+        ConfigError: the object lacks `num_valid` or `loss`, or does not allow new attributes.
     """
     if isinstance(part, Objective):
         return part
-    name, names = type(part).__name__, dir(part)  # a property is among the names, and not read here
+    name, names = type(part).__name__, dir(part)  # dir() includes properties without reading them
     public = {key: value for key, value in vars(Objective).items() if not key.startswith("_")}
     defaults = {key: value for key, value in public.items() if key not in names and not hasattr(part, key)}
     if lacking := [f"{key}()" for key in defaults if key in Objective.__abstractmethods__]:
@@ -46,15 +46,15 @@ def with_defaults(part: Any) -> Objective:
 
 
 def check_forward(objective: Objective, model: nn.Module, key: str = "model") -> None:
-    """Refuse a model whose forward() lacks a keyword that the objective calls it with, its `forward_keywords`.
+    """Refuse a model whose forward() lacks one of the objective's `forward_keywords`.
 
     Args:
-        objective: what is minimised.
-        model: not yet wrapped.
-        key: of the settings that the model is built from.
+        objective: the loss.
+        model: the unwrapped model.
+        key: config key of the model.
 
     Raises:
-        ConfigError: it lacks one.
+        ConfigError: forward() lacks a keyword.
     """
     parameters = inspect.signature(model.forward).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):

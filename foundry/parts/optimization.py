@@ -1,4 +1,4 @@
-"""The budget of a run, its schedule and its optimizers."""
+"""Builders of the budget, the schedule and the optimizers."""
 
 import logging
 from typing import Any
@@ -24,10 +24,10 @@ log = logging.getLogger(__name__)
 
 
 def build_budget(config: Config, data: DataSplits, dp_size: int) -> Budget:
-    """The size of the run.
+    """Return the length of the run.
 
     Raises:
-        ConfigError: a length that only the data could resolve does not fit.
+        ConfigError: a length that depends on the data is invalid.
     """
     hparams, tokens = config.hparams, data.tokens_per_sample
     if hparams.batch_schedule is not None and hparams.batch_schedule_unit is ScheduleUnit.tokens and tokens is None:
@@ -37,7 +37,7 @@ def build_budget(config: Config, data: DataSplits, dp_size: int) -> Budget:
         epoch = samples_per_epoch(config.objective, data)
         budget = resolve_budget(hparams, samples_per_epoch=epoch, dp_size=dp_size, tokens_per_sample=tokens)
     except ValueError as error:
-        # Thresholds in tokens of data that says only now how many a sample has.
+        # Thresholds in tokens, for data whose number of tokens per sample is known only now.
         raise ConfigError(Violation("hparams.batch_schedule", str(error))) from None
     if wrong := list(check_lengths(config, budget)):
         raise ConfigError(wrong)
@@ -49,7 +49,7 @@ def build_budget(config: Config, data: DataSplits, dp_size: int) -> Budget:
 
 
 def build_schedule(config: Config, budget: Budget) -> Schedule:
-    """Learning rate and weight decay along the run; says what of the settings it does not follow."""
+    """Build the schedule of learning rate and weight decay; log a warning about settings that it does not follow."""
     own = constant_weight_decay(config.optimizer)
     start = getattr(config.scheduler, "start_weight_decay", None)
     end = getattr(config.scheduler, "end_weight_decay", None)
@@ -63,10 +63,10 @@ def build_schedule(config: Config, budget: Budget) -> Schedule:
 
 
 def build_optimizers(config: Config, model: nn.Module) -> list[Optimizer]:
-    """The optimizers of the wrapped model, which take each of its trainable parameters once.
+    """Build optimizers that together cover each trainable parameter of the wrapped model once.
 
     Raises:
-        ConfigError: they leave some out, or take some twice; or they are no list of optimizers.
+        ConfigError: a parameter is missing or covered twice, or the result is not a list of optimizers.
     """
     offered = {"precision": config.precision.mode}
     optimizers = build(config.optimizer, offered=offered, model=model, lr=config.hparams.lr)
@@ -77,5 +77,5 @@ def build_optimizers(config: Config, model: nn.Module) -> list[Optimizer]:
 
 
 def constant_weight_decay(optimizer: Any) -> float:
-    """The weight decay where the schedule has none: the optimizer's; 0 for an optimizer without one."""
+    """Return the weight decay to use if the schedule sets none: the optimizer's, or 0 if it has none."""
     return float(field_of(optimizer, "weight_decay") or 0.0)

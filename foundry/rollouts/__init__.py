@@ -1,1 +1,1 @@
-"""Rollouts: windows of completions that the model generates, scored."""
+"""Rollouts: windows of scored completions that the model generates."""

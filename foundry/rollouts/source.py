@@ -1,4 +1,4 @@
-"""A source of windows whose samples are the model's own answers to prompts."""
+"""Source of windows whose samples are the model's own completions of prompts."""
 
 import logging
 import math
@@ -28,29 +28,29 @@ from foundry.rollouts.completions import Completion, Completions, complete, plac
 
 _STREAM = "rollout"
 _MOST_UNREWARDED = 3
-"""Rollouts in a row without any reward, after which the run ends."""
+"""Number of consecutive rollouts without any reward after which the run ends."""
 log = logging.getLogger(__name__)
 
 
 class RolloutSource:
-    """Has the model answer prompts, and cuts what comes of it into the windows of several updates.
+    """Generates completions of prompts, and divides each rollout into the windows of several updates.
 
-    A rollout is made in chunks of `generation_batch_size` completions, of which rank r makes every dp_size-th: what
-    is in a chunk, and what is drawn for it, does not depend on the number of ranks. Its completions are known to
-    all ranks. Within a window they are dealt to ranks and microbatches as a `Loader` deals samples, packed or not.
+    A rollout is generated in chunks of `generation_batch_size` completions, of which rank r generates every dp_size-th.
+    The content of a chunk and its random numbers do not depend on the number of ranks. All ranks receive all
+    completions. Within a window, completions are distributed over ranks and microbatches as in `Loader`, packed or not.
 
-    Prompts are read in their global order, all of a rollout on every rank.
+    Prompts are read in the global order; every rank reads all prompts of a rollout.
 
     Args:
-        objective: says how much is generated, and what is to be known of it.
-        model: as it is called in training.
-        run: its data has `train_prompts`; its judge, if any, scores answers.
-        frozen: the models that the objective records from.
-        pack_tokens: tokens of a row that holds several completions, each with its prompt; None: each has its own row.
+        objective: defines the size of a rollout and the values to record.
+        model: the wrapped model.
+        run: context whose data has `train_prompts`, and whose judge, if any, scores completions.
+        frozen: frozen models that the objective records values from.
+        pack_tokens: tokens of a packed row; None gives each completion its own row.
 
     Raises:
-        ConfigError: there is no environment where rewards are learnt from, or there are no prompts; or one leaves no
-            room for an answer, or lacks a column that the environment reads.
+        ConfigError: the objective needs rewards but there is no environment; or there are no prompts; or a prompt
+            leaves no room for a completion or lacks a column that the environment reads.
     """
 
     def __init__(
@@ -95,17 +95,17 @@ class RolloutSource:
             log.warning(message, settings.generation_batch_size, num_chunks, idle, self._world.dp_size)
         self._context = context_of(model, data)
         _check_prompts(data, self._judge, self._context - self._decoding.max_new_tokens)
-        self._update = 0  # of the rollout; 0: the next window needs another
+        self._update = 0  # index of the next update within the rollout; 0 starts a new rollout
         self._samples: dict[str, Tensor] = {}
         self._metrics: dict[str, float] = {}
-        self._unrewarded = 0  # rollouts in a row
+        self._unrewarded = 0  # consecutive rollouts
         self._has_rewarded = False
 
     def next_window(self) -> Window:
-        """The completions of the next update, after a rollout where it is the first.
+        """Return the completions of the next update; generate a rollout first if necessary.
 
         Raises:
-            ConfigError: the environment has failed at every answer of the first rollout, or gives no rewards any more.
+            ConfigError: the environment failed on every completion of the first rollout, or no longer gives rewards.
         """
         if self._update == 0:
             self._roll_out()
@@ -121,28 +121,28 @@ class RolloutSource:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The prompts consumed, and which update of their rollout is next."""
+        """Return the position in the prompts, and the index of the next update within the rollout."""
         metrics = self._metrics if self._update else {}
         return {"prompts": self._loader.state_dict(), "update": self._update, "metrics": metrics}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict()`."""
+        """Restore the state returned by `state_dict()`."""
         self._loader.load_state_dict(state["prompts"])
         self._update, self._metrics = read_count(state, "update"), dict(state["metrics"])
 
     def tensors(self) -> dict[str, Tensor]:
-        """The rollout, between two of its updates."""
+        """Return the current rollout; empty between two rollouts."""
         return dict(self._samples) if self._update else {}
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Continue with a rollout."""
+        """Restore a rollout."""
         self._samples = dict(tensors)
 
     def rewind(self, samples: int) -> None:
-        """Nothing is counted by samples here, and what has been generated is not generated again."""
+        """Do nothing: no position is counted in samples, and existing rollouts are not generated again."""
 
     def _roll_out(self) -> None:
-        """Generate, score and prepare."""
+        """Generate a rollout, score it and prepare it for the updates."""
         read = self._loader.next_window().microbatches[0]
         each = self._settings.num_generations_per_prompt
         prompts = [self._data.train_prompts[row] for row in read["row"].tolist() for _ in range(each)]
@@ -183,10 +183,10 @@ class RolloutSource:
         return [replace(one, judgement=judgement) for one, judgement in zip(answers, judgements, strict=True)]
 
     def _collected(self, judged: Mapping[int, Completion]) -> list[tuple[int, bool, Judgement]]:
-        """Of every completion its length, whether it was cut short, and what it is worth.
+        """Return length, truncation flag and judgement of every completion, gathered from all ranks.
 
         Raises:
-            ConfigError: the environment gives no rewards, and they are learnt from.
+            ConfigError: the objective needs rewards but the environment gives none.
         """
         own = {number: (one.length, one.answer.is_truncated, one.judgement) for number, one in judged.items()}
         everything = {number: one for part in gather(own, self._world) for number, one in part.items()}
@@ -196,7 +196,7 @@ class RolloutSource:
         return found
 
     def _check_rewards(self, environment: str, judgements: Sequence[Judgement]) -> None:
-        """End a run that can learn nothing: its environment has always failed, or gives no rewards any more."""
+        """Raise if the run cannot train because its environment has always failed, or no longer gives rewards."""
         if any(judgement.reward is not None for judgement in judgements):
             self._unrewarded, self._has_rewarded = 0, True
             return
@@ -237,7 +237,7 @@ class RolloutSource:
         self._metrics = scored | own | dict(prepared.metrics)
 
     def _microbatches(self, first: int, lengths: Tensor) -> list[Microbatch]:
-        """This rank's, of the completions from `first` on that have these lengths."""
+        """Return this rank's microbatches of the completions from `first` on, which have these lengths."""
         dealt = {"per_gpu_batch_size": self._per_gpu, "dp_rank": self._world.dp_rank, "dp_size": self._world.dp_size}
         if self._pack_tokens is not None:
             packs = [[first + i for i in pack] for pack in first_fit_decreasing(lengths.numpy(), self._pack_tokens)]
@@ -247,7 +247,7 @@ class RolloutSource:
         return [self._cut(slice(start, start + self._per_gpu)) for start in starts]
 
     def _cut(self, rows: slice | list[int]) -> Microbatch:
-        """Some completions, padded to the longest of them."""
+        """Return some completions, padded to the longest of them."""
         longest = max([1, *self._samples["length"][rows].tolist()])
         return {
             name: (column[rows, :longest] if column.dim() > 1 else column[rows]).contiguous()
@@ -256,12 +256,12 @@ class RolloutSource:
         }
 
     def _packed(self, packs: Sequence[Pack]) -> Microbatch:
-        """Completions in rows that they share; the columns have a row for each completion all the same."""
+        """Return completions in packed rows; per-completion columns keep one row for each completion."""
         numbers, lengths = [number for pack in packs for number in pack], self._samples["length"].tolist()
         document = dict(zip(numbers, range(len(numbers)), strict=True))
 
         def rows(fill: int, read: Callable[[int], Tensor]) -> Tensor:
-            """Padded with `fill`; a row without completions has one such token."""
+            """Concatenate each pack and pad with `fill`; an empty pack becomes a single fill value."""
             parts = [[*map(read, pack)] or [torch.tensor([fill])] for pack in packs]
             return pad_sequence([torch.cat(row) for row in parts], batch_first=True, padding_value=fill)
 
@@ -289,7 +289,7 @@ def _check_prompts(data: DataSplits, judge: Judge | None, most: int) -> None:
 
 
 def _rewards(judgements: Sequence[Judgement]) -> dict[str, float]:
-    """What a rollout was worth; means over the completions that have a reward or a score."""
+    """Return reward metrics of a rollout, averaged over the completions that have the reward or score."""
     rewards = [judgement.reward for judgement in judgements if judgement.reward is not None]
     metrics = {"reward": sum(rewards) / len(rewards)} if rewards else {}
     for name in sorted({name for judgement in judgements for name in judgement.scores}):

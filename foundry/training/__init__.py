@@ -1,1 +1,1 @@
-"""Training: the order of events of a run, its step, evaluation and guards."""
+"""Training loop: trainer, optimizer step, evaluation, guards, signals and throughput."""

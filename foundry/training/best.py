@@ -1,4 +1,4 @@
-"""The best evaluation so far."""
+"""The best evaluation of a run so far."""
 
 import math
 from collections.abc import Mapping
@@ -12,19 +12,19 @@ from foundry.core.state_values import read_optional_count, read_optional_number
 
 
 class Best:
-    """Remembers where a held-out metric was best.
+    """Tracks the best value of a validation metric.
 
     Attributes:
-        step: optimizer steps taken then; None before the first finite value.
-        value: of the metric.
+        step: optimizer step of the best evaluation; None before the first finite value.
+        value: best value of the metric; None before the first finite value.
     """
 
     def __init__(self, settings: KeepBest, metric: str | None) -> None:
-        """Remember the settings.
+        """Create the tracker.
 
         Args:
-            settings: of the checkpoint to keep; where they name no metric, none is kept.
-            metric: of the run, where the settings name none; None: there is no best.
+            settings: `checkpoint.keep_best`; if its metric is None, no checkpoint is kept as the best.
+            metric: metric of the run, used if `settings` names none; None disables tracking.
         """
         self._metric = settings.metric or metric
         self._sign = 1.0 if settings.mode is Mode.min else -1.0
@@ -33,14 +33,14 @@ class Best:
         self.value: float | None = None
 
     def update(self, metrics: Mapping[str, float], step: int) -> bool:
-        """Take in an evaluation; whether its checkpoint is to be kept as the best.
+        """Update with an evaluation and return True if its checkpoint should be kept as the best.
 
         Args:
-            metrics: by their names in metrics.jsonl.
+            metrics: metrics by their names in metrics.jsonl.
             step: optimizer steps taken.
 
         Raises:
-            ConfigError: the metric is none of those measured.
+            ConfigError: the metric is not among `metrics`.
         """
         if self._metric is None:
             return False
@@ -55,13 +55,13 @@ class Best:
         return self._is_kept
 
     def result(self) -> dict[str, Any] | None:
-        """What result.json says of it."""
+        """Return the entry `best` of result.json; None if no metric is tracked or no value was finite."""
         return None if self._metric is None or self.step is None else {"step": self.step, self._metric: self.value}
 
     def state_dict(self) -> dict[str, Any]:
-        """Step and value; plain JSON."""
+        """Return step and value as plain JSON."""
         return {"step": self.step, "value": self.value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()`."""
+        """Restore the state returned by `state_dict()`."""
         self.step, self.value = read_optional_count(state, "step"), read_optional_number(state, "value")

@@ -1,4 +1,4 @@
-"""Norms of gradients, weights and updates by block, on the device, in chosen steps."""
+"""L2 norms of gradients, weights and updates per block, computed on the device in selected steps."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,30 +14,30 @@ from foundry.parallel.grad_norm import local_shard
 
 @dataclass(frozen=True)
 class NormsByBlock:
-    """What was measured in a step; it stays on the device until it is read.
+    """Norms measured in one step; they stay on the device until `read` is called.
 
     Attributes:
-        blocks: their names.
-        values: (3, blocks) float32, a row for each of `NORMS`, equal on all ranks.
+        blocks: names of the blocks.
+        values: (3, blocks) float32, one row for each entry of `NORMS`, equal on all ranks.
     """
 
     blocks: Sequence[str]
     values: Tensor
 
     def read(self) -> dict[str, float]:
-        """By name, such as `grad_norm/model.layers.0`. Waits for the device."""
+        """Return the norms by name, such as `grad_norm/model.layers.0`. Synchronizes with the device."""
         rows = zip(NORMS, self.values.tolist(), strict=True)
         return {f"{norm}/{block}": value for norm, row in rows for block, value in zip(self.blocks, row, strict=True)}
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """Parameters that lie alike: on one device, and divided over the same process groups.
+    """Parameters on the same device that are sharded over the same process groups.
 
     Attributes:
-        groups: those over which squares are summed.
-        parameters: as the optimizer has them.
-        blocks: (parameters,) int64, the number of the block of each, on their device.
+        groups: process groups for the sum of squares.
+        parameters: parameters as passed to the optimizer.
+        blocks: (parameters,) int64, block index of each parameter, on the parameters' device.
     """
 
     groups: tuple[ProcessGroup, ...]
@@ -45,12 +45,12 @@ class _Layout:
     blocks: Tensor
 
     def square_sums(self, tensors: list[Tensor], num_blocks: int) -> Tensor:
-        """(num_blocks,) float32 of one tensor for each parameter, this rank's parts of them."""
+        """Return (num_blocks,) float32 sums of squares of this rank's shards, from one tensor per parameter."""
         squares = torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)).square()
         return squares.new_zeros(num_blocks).index_add_(0, self.blocks, squares)
 
     def reduced(self, sums: Tensor, device: torch.device) -> Tensor:
-        """The same over all ranks that have a part, on a device; each part counts once, a whole tensor once."""
+        """Sum over all ranks that hold a shard and move to `device`; each shard, and each whole tensor, counts once."""
         for group in self.groups:
             dist.all_reduce(sums, group=group)
         return sums.to(device)
@@ -58,23 +58,24 @@ class _Layout:
 
 @dataclass(frozen=True)
 class Before:
-    """What is known before an update, by layout: sums of squared gradients, and copies of the weights."""
+    """State before an update, per layout: sums of squared gradients and copies of the weights."""
 
     gradients: Sequence[Tensor]
     weights: Sequence[list[Tensor]]
 
 
 class BlockNorms:
-    """Measures the L2 norm of each block's gradient before clipping, of its weights, and of what an update changes.
+    """Measures each block's L2 norm of the gradient before clipping, of the weights, and of the update.
 
-    No device is read. A measured step holds a copy of this rank's part of the trainable weights through the update,
-    when activations are freed already, and makes one small reduction; a step between costs nothing.
+    It never synchronizes with the device. In a measured step it holds a copy of this rank's part of the trainable
+    weights during the update, when activations are already freed, and does one small reduction; other steps cost
+    nothing.
 
     Args:
-        blocks: the trainable parameters by the name of their block, as the optimizers have them: plain, the same on all
-            ranks, or DTensors, of which each shard counts once whatever divides it.
-        every_n_steps: optimizer steps between measured ones; the first is measured, too.
-        device: where the norms are kept.
+        blocks: trainable parameters by block name, as passed to the optimizers: plain tensors, which are equal on all
+            ranks, or DTensors, of which each shard counts once regardless of the mesh.
+        every_n_steps: optimizer steps between measurements; the first step is measured too.
+        device: device on which the norms are kept.
     """
 
     def __init__(self, blocks: Mapping[str, Sequence[Tensor]], *, every_n_steps: int, device: torch.device) -> None:
@@ -91,12 +92,12 @@ class BlockNorms:
         ]
 
     def is_due(self, step: int) -> bool:
-        """Whether a step, counted from one, is measured."""
+        """Return True if step `step`, counted from 1, is measured."""
         return step == 1 or step % self._every == 0
 
     @torch.no_grad()
     def before_update(self) -> Before:
-        """Take the gradients as they are, and keep the weights."""
+        """Record the gradient norms and copy the weights before the update."""
         gradients, weights = list[Tensor](), list[list[Tensor]]()
         for layout in self._layouts:
             zero = torch.zeros((), device=layout.blocks.device)
@@ -107,7 +108,7 @@ class BlockNorms:
 
     @torch.no_grad()
     def after_update(self, before: Before) -> NormsByBlock:
-        """The norms, of what changed since; an update that was left out has 0."""
+        """Return the norms, with the update computed against `before`; a skipped update has norm 0."""
         total = torch.zeros(len(NORMS), len(self._names), device=self._device)
         for layout, gradients, old in zip(self._layouts, before.gradients, before.weights, strict=True):
             weights = layout.square_sums(old, len(self._names))
@@ -118,13 +119,14 @@ class BlockNorms:
 
 
 def group_by_block(model: nn.Module, blocks: Iterable[nn.Module]) -> dict[str, list[Tensor]]:
-    """The trainable parameters of a model, under the names of its blocks, in its own order.
+    """Group the trainable parameters of a model by block, in the model's order.
 
-    What is in no block goes by the outermost module that holds no block: `model.embed_tokens`, `lm_head`.
+    A parameter outside all blocks is grouped under the outermost module that contains no block, such as
+    `model.embed_tokens` or `lm_head`.
 
     Args:
-        model: as its parameters are named.
-        blocks: of it, such as `find_blocks` gives; of nested ones the innermost counts.
+        model: model whose parameter names are used.
+        blocks: blocks of the model, for example from `find_blocks`; if blocks are nested, the innermost one counts.
     """
     wanted = {id(block) for block in blocks}
     names = {name for name, module in model.named_modules() if id(module) in wanted}

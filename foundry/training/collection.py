@@ -1,4 +1,4 @@
-"""When Python collects its garbage."""
+"""Control of Python's garbage collector during training."""
 
 import gc
 from types import TracebackType
@@ -8,10 +8,10 @@ _STEPS_BETWEEN = 50
 
 
 class CollectedBetweenSteps:
-    """Cyclic garbage is collected every 50 steps, by all ranks at the same one, and never within a step.
+    """Context manager that collects cyclic garbage every 50 steps on all ranks at once, and never within a step.
 
-    Where each rank collects whenever it has allocated enough, all wait for another one in nearly every step. What is
-    there when training begins is not looked at again.
+    If each rank collected whenever it had allocated enough objects, the ranks would wait for some other rank in nearly
+    every step. Objects that exist when training begins are frozen and not scanned again.
     """
 
     def __enter__(self) -> Self:
@@ -21,7 +21,7 @@ class CollectedBetweenSteps:
         return self
 
     def after_step(self, step: int) -> None:
-        """Collect, where it is time."""
+        """Collect garbage if `step` is a multiple of 50."""
         if step % _STEPS_BETWEEN == 0:
             gc.collect()
 

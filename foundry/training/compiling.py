@@ -1,4 +1,4 @@
-"""Warning of graphs that torch.compile makes during a run."""
+"""Warnings about graphs that torch.compile compiles late in a run."""
 
 import logging
 from collections.abc import Iterator
@@ -9,14 +9,14 @@ from foundry.parallel.compilation import count_graphs
 log = logging.getLogger(__name__)
 
 _SETTLING_STEPS = 3
-"""Steps in which all graphs of a run are compiled, one of a second shape with a dynamic size included."""
+"""Steps in which all graphs of a run are expected to compile, including one for a second, dynamic shape."""
 
 
 class Recompilations:
     """Counts the graphs that are compiled after the first steps.
 
     Args:
-        is_compiled: whether the blocks of the model are compiled; otherwise nothing is counted.
+        is_compiled: True if the blocks of the model are compiled; otherwise nothing is counted.
     """
 
     def __init__(self, *, is_compiled: bool) -> None:
@@ -25,7 +25,7 @@ class Recompilations:
 
     @contextmanager
     def around_step(self) -> Iterator[None]:
-        """Count what an optimizer step compiles."""
+        """Count the graphs compiled during an optimizer step."""
         before = count_graphs() if self._is_compiled else 0
         yield
         self._steps += 1
@@ -33,7 +33,7 @@ class Recompilations:
             self._count += count_graphs() - before
 
     def warn(self) -> None:
-        """Log a warning if there are more than at the last call."""
+        """Log a warning if the count has grown since the last call."""
         if self._count > self._warned:
             log.warning(
                 "torch.compile has compiled %d more graphs after its first %d steps, since shapes of batches change:"

@@ -1,4 +1,4 @@
-"""Ending a run whose held-out metric no longer improves."""
+"""Early stopping: ends a run if its validation metric no longer improves."""
 
 import math
 from collections.abc import Mapping
@@ -14,14 +14,14 @@ from foundry.core.state_values import read_count, read_optional_number
 
 
 class EarlyStopping:
-    """Watches a metric over the evaluations of a run; every rank sees the same numbers.
+    """Watches a metric over the evaluations of a run; every rank sees the same values.
 
-    A value improves on the best if it is better by more than `min_delta`, compared in float32 as the criterion of
-    PyTorch Lightning (`EarlyStopping`, 2.6.6) is. The best moves only then.
+    A value is an improvement if it is better than the best value by more than `min_delta`, compared in float32 as in
+    PyTorch Lightning's `EarlyStopping` (2.6.6). The best value changes only on an improvement.
 
     Attributes:
-        best: None before the first evaluation.
-        wait: evaluations or epochs since then.
+        best: best value so far; None before the first evaluation.
+        wait: evaluations or epochs since the best value.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -31,18 +31,18 @@ class EarlyStopping:
         self._best_epoch = 0
 
     def update(self, metrics: Mapping[str, float], epoch: int, share: float = 0.0) -> str | None:
-        """Take in an evaluation.
+        """Update with an evaluation.
 
         Args:
-            metrics: by their names in metrics.jsonl.
-            epoch: the one in which the evaluated step began; the first is 0.
-            share: of the run that is done; it does not matter.
+            metrics: metrics by their names in metrics.jsonl.
+            epoch: epoch of the evaluated step's first sample, counted from 0.
+            share: fraction of the run completed; unused.
 
         Returns:
-            Why the run is to stop; None: it continues.
+            The reason to stop the run, or None to continue.
 
         Raises:
-            ConfigError: the metric is none of those measured.
+            ConfigError: the metric is not among `metrics`.
         """
         name, patience = self._settings.metric, self._settings.patience
         if patience is None or name is None:
@@ -67,15 +67,15 @@ class EarlyStopping:
         )
 
     def result(self) -> dict[str, Any]:
-        """Nothing: the reason is the run's."""
+        """Return an empty dict: the reason to stop is recorded by the run."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Best value, where it was, and how long ago; plain JSON."""
+        """Return the best value, its epoch and the current wait as plain JSON."""
         return {"best": self.best, "wait": self.wait, "best_epoch": self._best_epoch}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()`."""
+        """Restore the state returned by `state_dict()`."""
         self.best = read_optional_number(state, "best")
         self.wait = read_count(state, "wait")
         self._best_epoch = read_count(state, "best_epoch")
@@ -83,7 +83,7 @@ class EarlyStopping:
     def _improves(self, value: float) -> bool:
         if self.best is None:
             return True
-        # Tensors of torch's default type, as in Lightning.
+        # Tensors of torch's default dtype, as in Lightning.
         now = torch.tensor(value, dtype=torch.float32)
         best = torch.tensor(self.best, dtype=torch.float32)
         if self._settings.mode is Mode.max:

@@ -1,4 +1,4 @@
-"""Measuring the model during a run."""
+"""Evaluation of the model during a run."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from foundry.core.protocols import EvaluationContext, Evaluator, RunContext
 
 @dataclass(kw_only=True)
 class Evaluation:
-    """Has the evaluators measure the model as it is; every rank calls it together with the others.
+    """Runs all evaluators on the model; a collective operation that every rank must call.
 
     Attributes:
-        model: the model as it was wrapped.
-        evaluators: by their names in the configuration, in the order in which they measure.
-        run: context of the run, from which evaluators get theirs.
-        folder: where rank 0 writes what a person is to look at.
+        model: the wrapped model.
+        evaluators: evaluators by their names in the configuration, in execution order.
+        run: context of the run; the evaluators' contexts are built from it.
+        folder: output folder of rank 0 for files such as samples.
     """
 
     model: nn.Module
@@ -30,14 +30,14 @@ class Evaluation:
 
     @torch.no_grad()
     def measure(self, step: int, beat: Callable[[str], None]) -> tuple[dict[str, float], list[Path]]:
-        """Metrics by their names in metrics.jsonl, `val_…`, and the files written; the model is in evaluation mode.
+        """Return metrics by their names in metrics.jsonl (`val_…`) and the files written; sets the model to eval mode.
 
         Args:
             step: optimizer steps taken.
-            beat: tells a watchdog what is being done.
+            beat: heartbeat, called with the current activity.
 
         Raises:
-            ConfigError: two evaluators measure something of the same name.
+            ConfigError: two evaluators return a metric of the same name.
         """
         context = EvaluationContext.of(self.run, step=step, folder=self.folder, beat=beat)
         metrics, was_training = dict[str, float](), self.model.training
@@ -55,7 +55,7 @@ class Evaluation:
         return metrics, context.files
 
     def close(self) -> None:
-        """Close the evaluators that hold something."""
+        """Close the evaluators that have a `close` method."""
         for evaluator in self.evaluators.values():
             if hasattr(evaluator, "close"):
                 evaluator.close()

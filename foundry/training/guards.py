@@ -1,4 +1,4 @@
-"""Faults inside training: numbers that are not finite, and losses that jump."""
+"""Guards against non-finite losses and gradients and against loss spikes."""
 
 import logging
 import math
@@ -21,20 +21,20 @@ log = logging.getLogger(__name__)
 
 
 class NonFiniteError(RuntimeError):
-    """The loss or the gradient is not finite; nothing was updated."""
+    """The loss or the gradient is not finite; the weights were not updated."""
 
 
 class PersistentSpikeError(RuntimeError):
-    """The loss stays where it jumped to; nothing was updated."""
+    """The loss stays high after a spike; the weights were not updated."""
 
 
 class LossSpike(RuntimeError):
-    """The loss has jumped; nothing was updated. The answer is to go back to the last checkpoint.
+    """The loss jumped; the weights were not updated. The trainer rolls back to the last checkpoint.
 
     Attributes:
-        step: the step whose loss it is, which consumed its samples.
-        loss: mean over the global batch.
-        zscore: how far it is above the losses before, see `LossWindow`.
+        step: step of the loss; it has consumed its samples.
+        loss: mean loss over the global batch.
+        zscore: distance from the previous losses, see `LossWindow`.
     """
 
     def __init__(self, step: int, loss: float, zscore: float) -> None:
@@ -44,14 +44,15 @@ class LossSpike(RuntimeError):
 
 @dataclass(frozen=True)
 class Attempt:
-    """An update about to be taken, after the gradients are reduced and before the optimizers' step.
+    """An update about to be applied, after gradient reduction and before the optimizer step.
 
     Attributes:
-        step: counted from one.
-        loss: () float32, over the global batch, the same on all ranks.
-        grad_norm: () float32, likewise.
-        local_loss: () float32, of this rank's share.
-        positions: (batch,) int64 each, in host memory: this rank's samples in the global order; -1 is padding.
+        step: step number, counted from 1.
+        loss: () float32, over the global batch, equal on all ranks.
+        grad_norm: () float32, over the global batch, equal on all ranks.
+        local_loss: () float32, of this rank's part of the batch.
+        positions: (batch,) int64 tensors in host memory: positions of this rank's samples in the global order; -1 is
+            padding.
     """
 
     step: int
@@ -62,10 +63,10 @@ class Attempt:
 
 
 class LossWindow:
-    """The last accepted losses, and how far a new one is above them.
+    """Window of the last accepted losses, from which the z-score of a new loss is computed.
 
     Args:
-        size: losses that are kept; there is no score before a quarter of them is there.
+        size: window size; the z-score is 0 until the window is a quarter full.
     """
 
     def __init__(self, size: int) -> None:
@@ -73,10 +74,10 @@ class LossWindow:
         self._least = size / 4
 
     def zscore(self, loss: float) -> float:
-        """The modified z-score 0.6745 (loss - median) / MAD, of Iglewicz and Hoaglin, 1993, section 3.3.
+        """Return the modified z-score 0.6745 (loss - median) / MAD, of Iglewicz and Hoaglin, 1993, section 3.3.
 
-        MAD is the median absolute deviation from the median. Where it is 0, most losses being the same number, there is
-        no scale to measure a rise by, and the score is 0.
+        MAD is the median absolute deviation from the median. If it is 0, because most losses are the same number, there
+        is no scale for the increase and the score is 0.
         """
         if len(self.losses) < self._least:
             return 0.0
@@ -86,10 +87,10 @@ class LossWindow:
 
 
 class UpdateGuard:
-    """Decides before each update whether it is taken, the same on all ranks.
+    """Decides before each update whether to skip it; the decision is the same on all ranks.
 
-    On a GPU whose optimizers can leave an update out by themselves it decides about numbers that are not finite there,
-    and the host learns of it in `check`, so that no step waits for the device. Otherwise it reads the loss.
+    If all optimizers can skip a step on the GPU, the finite check runs on the GPU without a synchronization, and the
+    host learns the result in `check`. Otherwise the host reads the loss in every step.
     """
 
     def __init__(
@@ -101,14 +102,14 @@ class UpdateGuard:
         scaler: LossScaler | None = None,
         on_device: bool | None = None,
     ) -> None:
-        """Guard the optimizers' updates.
+        """Create a guard for the updates of all optimizers.
 
         Args:
-            config: the user's choice.
-            optimizers: all of the run.
-            world: this rank and the others.
-            scaler: of the loss; a gradient that overflows is its affair, as long as a lower scale may mend it.
-            on_device: decide on the device; None: on a GPU, if that is possible.
+            config: guard settings.
+            optimizers: all optimizers of the run.
+            world: process group of the run.
+            scaler: loss scaler; it handles gradients that overflow as long as lowering the scale can help.
+            on_device: decide on the device; None decides there if the device is a GPU and its optimizers allow it.
         """
         self._config, self._world, self._scaler = config, world, scaler
         self._window = None if config.spike_zscore is None else LossWindow(config.spike_window)
@@ -126,17 +127,17 @@ class UpdateGuard:
 
     @property
     def skips_on_device(self) -> bool:
-        """Whether a run continues after an update that was left out without the host's knowledge."""
+        """True if the run continues after an update that the device skipped without a synchronization."""
         return self._on_device and self._config.max_non_finite > 0
 
     def should_skip(self, attempt: Attempt) -> Tensor | bool:
-        """Whether to leave the update out; as a () bool tensor where the device decides.
+        """Return whether to skip the update: a bool, or a () bool tensor if the device decides.
 
         Raises:
-            NonFiniteError: loss or gradient is not finite, once more than the configuration lets pass. Where the device
-                decides, it leaves out this update and all later ones, and the error comes from `check`.
-            LossSpike: the loss has jumped, and the configuration wants to go back.
-            PersistentSpikeError: it has jumped in more steps in a row than the configuration lets pass.
+            NonFiniteError: loss or gradient is not finite, and the number of consecutive skips exceeds the limit in the
+                configuration. If the device decides, it skips this and all later updates, and `check` raises the error.
+            LossSpike: the loss jumped, and the configuration asks for a rollback.
+            PersistentSpikeError: the loss jumped in more consecutive steps than the configuration allows.
         """
         if self._on_device:
             return self._judge_on_device(attempt)
@@ -155,10 +156,12 @@ class UpdateGuard:
         return False
 
     def check(self) -> None:
-        """Wait for the device and learn what it left out; all ranks call it at the same step, and before they save.
+        """Synchronize with the device and process the updates it skipped.
+
+        All ranks must call it at the same step, and before they save a checkpoint.
 
         Raises:
-            NonFiniteError: more updates in a row were not finite than the configuration lets pass.
+            NonFiniteError: more consecutive updates were not finite than the configuration allows.
         """
         if not self._pending:
             return
@@ -171,12 +174,12 @@ class UpdateGuard:
                 self._in_a_row = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The losses that new ones are compared with, and how many updates in a row were left out; plain JSON."""
+        """Return the window of losses and the number of consecutive skipped updates as plain JSON."""
         assert not self._pending, "check() comes before a checkpoint"
         return {"losses": [] if self._window is None else list(self._window.losses), "in_a_row": self._in_a_row}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()`; a window of another size keeps the latest losses."""
+        """Restore the state returned by `state_dict()`; a window of another size keeps the latest losses."""
         self._pending.clear()
         self._in_a_row = read_count(state, "in_a_row")
         self._bad_in_a_row.fill_(self._in_a_row)
@@ -187,13 +190,13 @@ class UpdateGuard:
 
     def _is_fault(self, loss: float, grad_norm: float) -> bool:
         if math.isfinite(loss) and not math.isfinite(grad_norm) and self._scaler is not None:
-            # Below 1 the scale makes gradients smaller than they are: it was not the scale.
+            # A scale below 1 shrinks the gradients, so the scale did not cause the overflow.
             return self._scaler.get_scale() < 1
         return not math.isfinite(loss + grad_norm)
 
     def _judge_on_device(self, attempt: Attempt) -> Tensor:
-        # Host memory: it tells of an earlier step, and waits for nothing. Several ranks might see it at different
-        # steps; they wait for `check`, and until then nothing is updated.
+        # `_seen` is in host memory: it holds the flag of an earlier step, so reading it does not synchronize. Several
+        # ranks could see it at different steps; they wait for `check`, and no update is applied until then.
         if self._world.world_size == 1 and self._seen.item():
             self.check()
         bad = ~torch.isfinite(attempt.loss + attempt.grad_norm)
@@ -233,10 +236,10 @@ class UpdateGuard:
             log.warning("%s; its update is left out, %s%s", text, row, samples)
 
     def _locate(self, attempt: Attempt) -> tuple[list[int], str]:
-        """The ranks whose own loss is not finite, and the samples of the global batch, as text."""
+        """Return the ranks whose local loss is not finite, and the sample range of the global batch as text."""
         world = self._world
         known = [p for positions in attempt.positions for p in positions.tolist() if p >= 0]
-        # float64 holds every position exactly.
+        # float64 represents every position exactly.
         rows = torch.zeros(world.world_size, 3, dtype=torch.float64, device=world.device)
         own = [float(not math.isfinite(attempt.local_loss.item())), min(known, default=-1), max(known, default=-1)]
         rows[world.rank] = torch.tensor(own, dtype=torch.float64)
@@ -249,15 +252,19 @@ class UpdateGuard:
 
 
 def _skips_on_device(optimizer: Optimizer) -> bool:
-    """Whether it leaves an update out where `found_inf` is 1, as fused ones do; offloaded weights are the host's."""
+    """Return True if the optimizer can skip a step on the GPU if `found_inf` is 1, as fused optimizers can.
+
+    Offloaded weights are updated on the CPU.
+    """
     on_gpu = all(p.device.type == "cuda" for group in optimizer.param_groups for p in group["params"])
     return on_gpu and getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 def _start_momentum(optimizers: Sequence[Optimizer]) -> None:
-    """Let SGD's momentum start at 0, which leads to the same first update.
+    """Initialize SGD's momentum buffers with 0, which gives the same first update.
 
-    Its fused kernel makes the buffers in the first step without filling them, and leaves them so if it skips that step.
+    The fused kernel allocates the buffers in the first step without filling them, and leaves them so if it skips that
+    step.
     """
     for optimizer in optimizers:
         if isinstance(optimizer, SGD):

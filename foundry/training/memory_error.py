@@ -1,4 +1,4 @@
-"""Saying what took a device's memory, and which settings take less."""
+"""Error messages for exhausted memory: memory use by part, and settings that reduce it."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,25 +21,26 @@ from foundry.core.sharded import local_part
 from foundry.parallel.device import cuda_memory, host_capacity, resident_bytes
 
 _TILE_TOKENS = 1024
-"""Logits of so few tokens are small beside a block's activations, and their matrix products still fill a GPU."""
+"""Tile size of the logits in tokens: small beside a block's activations, yet large enough to keep a GPU busy."""
 
 _WANTED = re.compile(r"(?:Tried|[Uu]nable) to allocate ([\d.]+ [KMGTPE]?i?B)|tried to allocate (\d+) bytes")
 
 
 class OutOfMemoryError(RuntimeError):
-    """The device's memory did not suffice; the message says what took it, and which settings take less."""
+    """The device ran out of memory; the message lists the memory use by part and settings that reduce it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceMemory:
-    """Bytes in this rank's device.
+    """Memory of this rank's device, in bytes.
 
     Attributes:
-        parts: by name: weights or this rank's shards of them, gradients, optimizer state, averages and frozen models.
-        allocated: everything in tensors.
-        reserved: what torch has taken from the device, its cache included.
-        capacity: of the device.
-        where: the device as a person calls it.
+        parts: bytes by part: weights or this rank's shards of them, gradients, optimizer state, averaged weights and
+            frozen models.
+        allocated: bytes of all tensors.
+        reserved: bytes that torch has reserved on the device, including its cache.
+        capacity: total memory of the device.
+        where: name of the device in messages.
     """
 
     parts: Mapping[str, int]
@@ -50,7 +51,7 @@ class DeviceMemory:
 
     @property
     def rest(self) -> int:
-        """Activations, gathered weights and workspaces: all that none of the parts holds."""
+        """Bytes of activations, gathered weights and workspaces, that is, all memory outside `parts`."""
         return max(0, self.allocated - sum(self.parts.values()))
 
 
@@ -62,14 +63,14 @@ def measure_device_memory(
     averages: Iterable[Tensor] = (),
     frozen: Iterable[nn.Module] = (),
 ) -> DeviceMemory:
-    """Count what lies in a device; of a GPU offloaded tensors are no part, of a CPU the whole process is.
+    """Measure the memory use of a device: on a GPU without offloaded tensors, on a CPU of the whole process.
 
     Args:
-        model: as it was wrapped.
-        optimizers: all of the run.
+        model: the wrapped model.
+        optimizers: all optimizers of the run.
         device: a CUDA device or the CPU.
-        averages: the averaged weights, where kept.
-        frozen: models that do not learn, as they were placed.
+        averages: the averaged weights, if kept.
+        frozen: frozen models, as placed on the device.
     """
     parameters = list(model.parameters())
     held: dict[str, Iterable[Any]] = {
@@ -83,18 +84,18 @@ def measure_device_memory(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory did not suffice, a device's or the host's."""
+    """Return True if the error means that memory ran out, on a device or on the host."""
     if isinstance(error, OutOfMemoryError):
-        return False  # it has been explained
+        return False  # # already explained
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or is_out_of_host_memory(error)
 
 
 @contextmanager
 def memory_explained(device: torch.device, rank: int) -> Iterator[None]:
-    """Explain that memory did not suffice where nothing has explained it yet, as while the model is built.
+    """Context manager that explains out-of-memory errors outside of training, for example while the model is built.
 
     Raises:
-        OutOfMemoryError: it did not.
+        OutOfMemoryError: memory ran out.
     """
     try:
         yield
@@ -120,16 +121,16 @@ def explain_out_of_memory(
     rank: int,
     world_size: int,
 ) -> str:
-    """What took the memory, by part, and the settings of this run that would take less; the first line stands alone.
+    """Return a message with the memory use by part and the settings that reduce it; its first line stands alone.
 
     Args:
-        error: torch's, which says how much more was wanted.
-        memory: of this rank's device.
-        config: of the run; what it sets already is not suggested.
-        distributed: how the ranks train together.
-        moment: when it failed, such as "in step 3".
+        error: the error raised by torch, which names the size of the failed allocation.
+        memory: memory of this rank's device.
+        config: configuration of the run; settings already in use are not suggested.
+        distributed: resolved strategy of the run.
+        moment: time of the failure, such as "in step 3".
         rank: this rank.
-        world_size: ranks.
+        world_size: number of ranks.
     """
     taken = f"{_size(memory.allocated)} of {_size(memory.capacity)} are in use"
     cached = max(0, memory.reserved - memory.allocated)
@@ -141,7 +142,7 @@ def explain_out_of_memory(
         remedies = [*activations, *states] if are_most else [*states, *activations]
         nothing = "every setting that saves memory is on: take a smaller model, shorter samples or more GPUs"
         remedies = remedies or [nothing]
-    else:  # more ranks or offloading would take it from the same host
+    else:  # # more ranks or offloading would use the same host memory
         remedies = [*activations, "otherwise: a smaller model, shorter samples, or a machine with more memory"]
     return "\n  ".join(
         [
@@ -153,11 +154,11 @@ def explain_out_of_memory(
 
 
 def _less_activations(config: Config) -> Iterator[str]:
-    """Settings that shrink activations, each with its effect."""
+    """Yield the settings that reduce activation memory, each with its effect."""
     hparams = config.hparams
     size = hparams.per_gpu_batch_size
     if size > 1:
-        # Whatever the batch sizes of a ramp, a divisor of what they are multiples of divides them too.
+        # All batch sizes of a ramp are multiples of `size`, so a divisor of `size` divides them too.
         smaller = max(divisor for divisor in range(1, size // 2 + 1) if size % divisor == 0)
         times = size // smaller
         yield (
@@ -178,7 +179,7 @@ def _less_activations(config: Config) -> Iterator[str]:
 
 
 def _less_states(config: Config, distributed: Resolved, world_size: int) -> Iterator[str]:
-    """Settings that shrink this rank's weights, gradients and optimizer state, each with its effect."""
+    """Yield the settings that reduce this rank's weights, gradients and optimizer state, each with its effect."""
     hparams, states = config.hparams, "weights, gradients and optimizer state"
     accumulates = hparams.global_batch_size > distributed.dp_size(world_size) * hparams.per_gpu_batch_size
     if not isinstance(distributed, FSDP) and world_size == 1:
@@ -217,7 +218,7 @@ def _wanted(error: BaseException) -> str:
 
 
 def _in_use(device: torch.device) -> dict[str, Any]:
-    """Memory in tensors, taken and there, in bytes; of a CPU, what this process has in it."""
+    """Return allocated, reserved and total memory in bytes; on a CPU, the resident memory of this process."""
     if device.type == "cuda":
         return {**asdict(cuda_memory(device)), "where": "GPU"}
     resident = resident_bytes()

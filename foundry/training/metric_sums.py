@@ -1,4 +1,4 @@
-"""Adding up an objective's loss and metrics over microbatches and ranks, and reading them."""
+"""Sums of an objective's loss and metrics over microbatches and ranks."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -14,9 +14,9 @@ def add_metrics(totals: dict[str, Mean], metrics: Mapping[str, Mean | Tensor], n
     """Add a microbatch's metrics to `totals`, in place and on the device.
 
     Args:
-        totals: of the microbatches before.
-        metrics: of this microbatch; a bare tensor is a sum over the valid items.
-        num_valid: its valid items, the count of a metric without its own.
+        totals: sums over the previous microbatches.
+        metrics: metrics of this microbatch; a bare tensor is a sum over the valid items.
+        num_valid: number of valid items, used as the count of metrics without their own.
     """
     for name, metric in metrics.items():
         mean = Mean(metric) if isinstance(metric, Tensor) else metric
@@ -29,15 +29,16 @@ def add_metrics(totals: dict[str, Mean], metrics: Mapping[str, Mean | Tensor], n
 
 
 def reduce_sums(sums: LossSum, names: Iterable[str] | None, world: World) -> LossSum:
-    """Add up sums and counts over the ranks in one collective; on one process they are the sums already.
+    """Reduce sums and counts over the ranks in one collective; a single process returns them unchanged.
 
     Args:
-        sums: of this rank.
-        names: of the objective's metrics, any of which a rank may lack; None: every rank has those in `sums`.
-        world: this rank and the others.
+        sums: sums of this rank.
+        names: names of the objective's metrics, any of which may be missing on a rank; None if every rank has the
+            metrics of `sums`.
+        world: process group of the run.
 
     Raises:
-        ConfigError: the objective has a metric that its `metrics` does not name.
+        ConfigError: `sums` has a metric that the objective's `metrics` does not name.
     """
     known = list(sums.metrics) if names is None else list(names)
     if unnamed := [name for name in sums.metrics if name not in known]:
@@ -47,7 +48,7 @@ def reduce_sums(sums: LossSum, names: Iterable[str] | None, world: World) -> Los
         return sums
     nothing = Mean(torch.zeros_like(sums.loss), 0)
     means = [sums.metrics.get(name, nothing) for name in known]
-    # A fill, unlike a copy from the host, does not wait for the device.
+    # A fill, unlike a copy from the host, does not synchronize with the device.
     counts = [m.count if isinstance(m.count, Tensor) else torch.full_like(sums.loss, m.count or 0) for m in means]
     total = world.dp_sum(torch.stack([sums.loss, *(mean.sum for mean in means), *counts]))
     size = len(known)
@@ -56,14 +57,14 @@ def reduce_sums(sums: LossSum, names: Iterable[str] | None, world: World) -> Los
 
 
 def read_means(metrics: Mapping[str, Mean], *numbers: Tensor) -> tuple[dict[str, float], list[float]]:
-    """Read means, and other numbers with them; the host waits for a device once.
+    """Read means and further numbers with a single device synchronization.
 
     Args:
         metrics: sums with known counts.
-        numbers: of one element each.
+        numbers: further tensors of one element each.
 
     Returns:
-        The means by name, without those whose count is zero; and the numbers.
+        The means by name, without metrics whose count is 0; and the numbers.
     """
     counted = {name: mean for name, mean in metrics.items() if isinstance(mean.count, Tensor) or mean.count}
     quotients = [mean.sum / mean.count for mean in counted.values() if mean.count is not None]
@@ -76,7 +77,7 @@ def read_means(metrics: Mapping[str, Mean], *numbers: Tensor) -> tuple[dict[str,
 
 
 def _read(numbers: Sequence[Tensor]) -> list[float]:
-    """Tensors of one element as floats, by one copy from each device."""
+    """Return one-element tensors as floats, with one copy per device."""
     places: dict[torch.device, list[int]] = {}
     for place, number in enumerate(numbers):
         places.setdefault(number.device, []).append(place)

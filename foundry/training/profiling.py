@@ -1,4 +1,4 @@
-"""What chosen steps spend time and memory on."""
+"""Profiling of selected steps: time and memory."""
 
 import logging
 from collections.abc import Iterator
@@ -17,14 +17,14 @@ log = logging.getLogger(__name__)
 
 
 class StepProfiler:
-    """Records some steps of one rank with torch's profiler, and on a GPU with a history of its memory.
+    """Records steps of one rank with torch's profiler, and on a GPU also the memory history.
 
     Args:
-        folder: for `trace-rank-00000.json.gz`, which https://ui.perfetto.dev opens, and of a GPU
+        folder: output folder for `trace-rank-00000.json.gz`, which https://ui.perfetto.dev opens, and on a GPU
             `memory-rank-00000.pickle`, which https://pytorch.org/memory_viz opens.
-        rank: whose files they are.
-        steps: to record, counted from 1.
-        device: where the rank computes.
+        rank: rank in the file names.
+        steps: steps to record, counted from 1.
+        device: device of the rank.
     """
 
     def __init__(self, folder: Path, *, rank: int, steps: range, device: torch.device) -> None:
@@ -33,11 +33,14 @@ class StepProfiler:
         self._profile: profile | None = None
 
     def around(self, step: int) -> AbstractContextManager[None]:
-        """One step; the files are written after the last, and not where one fails: that would wait for the device."""
+        """Return the context manager for a step. It writes the files after the last recorded step.
+
+        If the step raises, nothing is written, since that would wait for the device.
+        """
         return self._recorded(step) if step in self._steps else nullcontext()
 
     def stop(self) -> None:
-        """Write what has been recorded by the end of the run."""
+        """Write the steps recorded so far; called at the end of the run."""
         if self._profile is not None:
             self._stop()
         elif self._steps:

@@ -1,10 +1,10 @@
-"""Signals: noticed at once, acted on at a step boundary.
+"""Signal handling: signals are recorded at once and acted on at a step boundary.
 
-| signal | who sends it | what becomes of the run |
+| signal | sender | effect on the run |
 |---|---|---|
 | SIGINT | a person, Ctrl-C; a second one ends the process at once | stopped |
-| SIGHUP | a terminal that closes, a connection that breaks; nothing under nohup | stopped |
-| SIGTERM | a person, Docker, Slurm | stopped; requeued where Slurm will start the job again |
+| SIGHUP | a closed terminal or a lost connection; no effect under nohup | stopped |
+| SIGTERM | a person, Docker, Slurm | stopped; requeued if Slurm will start the job again |
 | SIGUSR1, SIGUSR2 | a scheduler before its time limit, as submitit asks Slurm to | stopped; requeued by submitit |
 """
 
@@ -26,13 +26,13 @@ from foundry.core.stopped import Stopped
 log = logging.getLogger(__name__)
 
 _PARKED_SECONDS = 120.0
-"""submitit gives `scontrol requeue` 60 s; Slurm then ends all tasks."""
+"""Sleep of ranks above 0: submitit gives `scontrol requeue` 60 s, after which Slurm ends all tasks."""
 _ASKING_SECONDS = 5.0
-"""So much later than rank 0 begins to ask Slurm the others leave: a task that leaves may have srun end them all."""
+"""Delay of the other ranks after rank 0 begins to query Slurm: if a task exits earlier, srun may end all tasks."""
 
 
 class Boundary(IntFlag):
-    """What a rank has to say at a step boundary; combined over ranks by bitwise or."""
+    """Requests of a rank at a step boundary; combined over ranks by bitwise or."""
 
     SAVE = 1
     STOP_INT = 2
@@ -44,7 +44,7 @@ class Boundary(IntFlag):
 
     @property
     def signum(self) -> signal.Signals | None:
-        """The signal that asks to stop; of several, as when Slurm adds SIGTERM, the one that may lead to a requeue."""
+        """Signal that asks to stop. If several came, as when Slurm adds SIGTERM, the one that may lead to a requeue."""
         return next((signum for signum, flag in reversed(_FLAGS.items()) if flag & self), None)
 
 
@@ -58,16 +58,19 @@ _FLAGS = {
 
 
 class SignalHandler:
-    """Notes the first signal that asks this process to stop, from entering to leaving.
+    """Context manager that records the first signal that asks this process to stop.
 
-    The handlers only set a field: a signal comes between any two bytecodes, where logging or writing could deadlock. A
-    second SIGINT ends the process with exit code 130 as it is. On leaving, the handlers from before are back; except
-    where a signal has stopped the run: what it asked for is being done, and a second copy of it, as where a scheduler
-    signals all processes of a job and a launcher passes its own on, must not kill the process before it has said so.
-    Python handles signals in the main thread only; in another this notes nothing and logs so.
+    The handlers only set a field: a signal arrives between any two bytecodes, where logging or writing could deadlock.
+    A second SIGINT ends the process at once with exit code 130.
+
+    On exit, the previous handlers are restored, except after a signal has stopped the run: if a scheduler signals all
+    processes of a job and a launcher also forwards its own signal, a second copy must not kill the process before it
+    has reported its end.
+
+    Python handles signals in the main thread only; in another thread this class records nothing and logs a warning.
 
     Attributes:
-        requested: the first signal that came; None so far.
+        requested: the first signal received; None if none was.
     """
 
     def __init__(self) -> None:
@@ -94,42 +97,42 @@ class SignalHandler:
 
     @property
     def flags(self) -> Boundary:
-        """This rank's part of what the ranks agree on; it stays once a signal came."""
+        """Contribution of this rank to the exchange between ranks; stays set once a signal was received."""
         return Boundary(0) if self.requested is None else _FLAGS[self.requested]
 
     def state_after(self, signum: signal.Signals) -> Literal["stopped", "requeued"]:
-        """What to record of a run that `signum` stopped, to be asked on rank 0 after the save.
+        """Return the state to record for a run that `signum` stopped; called on rank 0 after the save.
 
-        submitit puts the job back where it handles the signal. It ignores SIGTERM, which Slurm sends when it preempts
-        or requeues a job by itself, and when somebody cancels it: `scontrol show job` tells them apart. Nothing but the
-        record depends on the answer: the checkpoint is the same.
+        submitit requeues the job if it handles the signal. It ignores SIGTERM, which Slurm sends if it preempts or
+        requeues a job by itself, and also if a user cancels the job; `scontrol show job` distinguishes these cases.
+        Only the recorded state depends on the result: the checkpoint is the same.
         """
         if self._handler_to_call(signum) is not None or (signum is signal.SIGTERM and _slurm_will_requeue()):
             return "requeued"
         return "stopped"
 
     def hand_over(self, signum: signal.Signals, *, is_main: bool) -> bool:
-        """Have the job queued again where that is due; called by every rank after the save and the record.
+        """Requeue the job if necessary; every rank calls this after the save and the record.
 
-        Where submitit handles `signum`, rank 0 calls its handler, which writes the job down again and runs `scontrol
-        requeue`. From then on this process heeds no signal: a scheduler may signal all processes of a task again, and
-        a requeue that is ordered brings SIGTERM. The other ranks sleep until Slurm ends them: continuing would train
-        past the checkpoint, and leaving could have srun end rank 0 too early. Without Slurm they leave: submitit waits
-        for all of them before it starts the job again.
+        If submitit handles `signum`, rank 0 calls its handler, which pickles the job again and runs `scontrol requeue`.
+        From then on this process ignores signals: a scheduler may signal all processes of a task again, and a requeue
+        sends SIGTERM. The other ranks sleep until Slurm ends them: if they continued, they would train past the
+        checkpoint, and if they exited, srun might end rank 0 too early. Without Slurm they return: submitit waits for
+        all of them before it starts the job again.
 
-        A job that Slurm preempts it requeues itself, but only if it is still there when the grace time ends; one that
-        leaves before, its work saved, has to ask for it, or it has simply failed.
+        Slurm requeues a job that it preempts only if the job still runs when the grace time ends. A job that exits
+        earlier, with its work saved, has to request the requeue; otherwise it counts as failed.
 
         Args:
-            signum: the signal that the ranks agreed on; this rank itself need not have received it.
-            is_main: whether this is rank 0.
+            signum: signal that the ranks agreed on; this rank may not have received it.
+            is_main: True on rank 0.
 
         Returns:
-            Whether submitit was there to hand over to; on rank 0 its handler does not return in that case.
+            True if submitit handles the signal; on rank 0 its handler does not return in that case.
 
         Raises:
-            SystemExit: from submitit, whose job is queued again.
-            submitit.core.utils.UncompletedJobError: from submitit, which has no attempts left.
+            SystemExit: raised by submitit after it has requeued the job.
+            submitit.core.utils.UncompletedJobError: raised by submitit if no attempts are left.
         """
         handler = self._handler_to_call(signum)
         if handler is None:
@@ -146,9 +149,10 @@ class SignalHandler:
         return True
 
     def _handler_to_call(self, signum: signal.Signals) -> Callable[[int, FrameType | None], Any] | None:
-        """The handler of `signum` by which submitit requeues; None where it ignores the signal or is not there.
+        """Return submitit's handler of `signum` that requeues; None if submitit ignores the signal or is not in use.
 
-        Its names are from https://github.com/facebookincubator/submitit/blob/main/submitit/core/job_environment.py.
+        The handlers' names are from
+        https://github.com/facebookincubator/submitit/blob/main/submitit/core/job_environment.py.
         """
         handler = self._previous.get(signum)
         requeues = callable(handler) and getattr(handler, "__name__", "").startswith("checkpoint_and_")
@@ -164,9 +168,10 @@ class SignalHandler:
 
 
 def _slurm_will_requeue() -> bool:
-    """Whether this is a job that Slurm has requeued, or is preempting, after which it is requeued.
+    """Return True if Slurm has requeued this job, or is preempting it and will requeue it.
 
-    A requeue counts as a restart when it is ordered, before SIGTERM comes; within a grace time PreemptTime is set.
+    Slurm counts a requeue as a restart when it is ordered, before SIGTERM arrives; during a grace time PreemptTime is
+    set.
     """
     job = os.environ.get("SLURM_JOB_ID")
     if job is None:
@@ -181,7 +186,7 @@ def _is_preempted(fields: dict[str, str]) -> bool:
 
 
 def _leave_preempted(job: str, *, is_main: bool) -> None:
-    """Have a job that is being preempted queued again before this process leaves; nothing for any other job."""
+    """Request a requeue if this job is being preempted, before this process exits; do nothing for other jobs."""
     if not is_main:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(_ASKING_SECONDS)
@@ -190,14 +195,14 @@ def _leave_preempted(job: str, *, is_main: bool) -> None:
 
 
 def _asked(job: str) -> dict[str, str]:
-    """What Slurm's controller says of a job; nothing where it does not answer."""
+    """Return the fields of `scontrol show job`; empty if the controller does not answer."""
     message = _scontrol("show", "job", "--oneliner", job)
     return dict(word.split("=", 1) for word in message.split() if "=" in word)
 
 
 def _scontrol(*arguments: str) -> str:
     try:
-        # In a session of its own, out of reach of the signals that come to this task.
+        # In its own session, so that signals sent to this task do not reach it.
         return subprocess.run(
             ["scontrol", *arguments], capture_output=True, text=True, timeout=10, check=True, start_new_session=True
         ).stdout

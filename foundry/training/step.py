@@ -1,4 +1,4 @@
-"""One optimizer step."""
+"""The optimizer step."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,14 +22,15 @@ from foundry.training.metric_sums import add_metrics, reduce_sums
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step saw; everything is over the whole global batch and stays on the device.
+    """Result of one optimizer step; all values are over the whole global batch and stay on the device.
 
     Attributes:
-        loss: () float32, the mean over valid items.
+        loss: () float32, mean over the valid items.
         grad_norm: () float32, before clipping.
         metrics: sums and counts by name.
-        skipped: whether the update was left out, and the run continues; a () bool tensor where only the device knows.
-        norms: by block, in the steps in which they are measured.
+        skipped: True if the update was skipped and the run continues; a () bool tensor if the decision is on the
+            device.
+        norms: norms by block; None in steps that are not measured.
     """
 
     loss: Tensor
@@ -40,15 +41,16 @@ class StepResult:
 
 
 ForwardBackward = Callable[[Sequence[Microbatch], Sequence[int], Tensor | float], LossSum]
-"""Forward and backward passes of a window: its microbatches, the valid items of each, and the factor of the loss.
+"""Forward and backward passes of a window: takes microbatches, the valid items of each, and a factor for the loss.
 
-The factor makes a sum over this rank's items a share of the gradient that the synchronisation averages. Gradients are
-left in the parameters, times the loss scaler's scale where there is one; the answer is this rank's sums, unscaled.
+The factor turns a sum over this rank's items into its share of the gradient that the synchronization averages. The
+function leaves the gradients in the parameters, multiplied by the scale of the loss scaler if there is one, and returns
+this rank's sums, unscaled.
 """
 
 
 class TrainStep:
-    """The optimizer step: its order is the algorithm."""
+    """One optimizer step; `__call__` reads as the algorithm."""
 
     def __init__(
         self,
@@ -64,19 +66,20 @@ class TrainStep:
         forward_backward: ForwardBackward | None = None,
         norms: BlockNorms | None = None,
     ) -> None:
-        """Put the parts together.
+        """Create the step.
 
         Args:
-            model: as it was wrapped.
-            objective: what is minimised.
-            optimizers: together they cover the trainable parameters.
-            sync: when gradients are reduced.
-            precision: the arithmetic of the run.
-            world: this rank and the others.
-            max_grad_norm: largest global norm of the gradient; None: no clipping.
-            guard: what to do at a fault; None: what is not finite ends the run.
-            forward_backward: another way through a window, such as a pipeline; None: one microbatch after the other.
-            norms: measures blocks in some of the steps; None: in none.
+            model: the wrapped model.
+            objective: the loss.
+            optimizers: optimizers that together cover the trainable parameters.
+            sync: gradient synchronization policy.
+            precision: precision policy.
+            world: process group of the run.
+            max_grad_norm: maximum global gradient norm; None disables clipping.
+            guard: guard settings; None ends the run at the first non-finite value.
+            forward_backward: replaces the loop over microbatches, for example by a pipeline; None runs one microbatch
+                after the other.
+            norms: measures norms by block in some steps; None disables it.
         """
         self._model, self._objective, self._optimizers = model, objective, optimizers
         self._sync, self._precision, self._world = sync, precision, world
@@ -93,16 +96,16 @@ class TrainStep:
 
         Args:
             window: this rank's microbatches of the global batch.
-            lr: the learning rate of this update.
-            step: the number of this step, for messages.
-            weight_decay: of this update; None: the optimizers' own.
+            lr: learning rate of this update.
+            step: step number, for messages.
+            weight_decay: weight decay of this update; None keeps the optimizers' own.
 
         Raises:
-            NonFiniteError: the loss or gradient is NaN or infinite, once more than `guard` lets pass. On a GPU with
-                fused optimizers this update and all later ones are left out on the device, and the error comes by the
-                next logged step: nothing waits here.
-            LossSpike: the loss has jumped, and the answer is to go back to the last checkpoint.
-            PersistentSpikeError: the loss has jumped more often in a row than `guard` lets pass.
+            NonFiniteError: the loss or gradient is NaN or infinite more often than `guard` allows. On a GPU with fused
+                optimizers, this update and all later ones are skipped on the device, and the error is raised by the
+                next logged step at the latest, so that this call does not synchronize.
+            LossSpike: the loss jumped, and the run should go back to the last checkpoint.
+            PersistentSpikeError: the loss jumped in more consecutive steps than `guard` allows.
         """
         set_schedule(self._optimizers, lr, weight_decay)
         sums, count = self._compute_gradients(window.microbatches)
@@ -120,30 +123,30 @@ class TrainStep:
         return replace(result, skipped=skipped, norms=by_block)
 
     def discard_gradients(self, microbatches: Sequence[Microbatch]) -> None:
-        """Compute and reduce the gradients of a window, and drop them: no update, and nothing else of a step.
+        """Compute and reduce the gradients of a window, then discard them without an update.
 
         Args:
-            microbatches: of this rank; as many on every rank.
+            microbatches: this rank's microbatches; every rank must pass the same number.
         """
         self._compute_gradients(microbatches)
         for parameter in self._parameters:
             parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """What the guard and the loss scaler remember; plain JSON."""
+        """Return the state of the guard and of the loss scaler as plain JSON."""
         return {
             "guard": self.guard.state_dict(),
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()`."""
+        """Restore the state returned by `state_dict()`."""
         self.guard.load_state_dict(state["guard"])
         if self._scaler is not None and state["scaler"] is not None:
             self._scaler.load_state_dict(state["scaler"])
 
     def _compute_gradients(self, microbatches: Sequence[Microbatch]) -> tuple[LossSum, Tensor | int]:
-        """Leave a window's gradients in the parameters; return this rank's sums and the valid items of all ranks."""
+        """Accumulate a window's gradients; return this rank's sums and the number of valid items of all ranks."""
         num_valid = [self._objective.num_valid(microbatch) for microbatch in microbatches]
         count = self._global_count(sum(num_valid))
         # DDP and FSDP2 average gradients over ranks; the loss is a sum over all of them.
@@ -153,7 +156,7 @@ class TrainStep:
         return sums, count
 
     def _update(self, attempt: Attempt) -> Tensor | bool:
-        """Take the optimizers' step unless the guard objects; whether it was left out."""
+        """Step the optimizers unless the guard skips the update; return whether it was skipped."""
         try:
             left_out = self.guard.should_skip(attempt)
             if isinstance(left_out, Tensor):
@@ -170,7 +173,7 @@ class TrainStep:
                 optimizer.zero_grad()
 
     def _step(self) -> bool:
-        """Update the weights; False where a gradient overflowed in fp16, which is no fault: the scale is lowered."""
+        """Update the weights; return False if a gradient overflowed in fp16, in which case the scale is lowered."""
         if self._scaler is not None:
             return all(self._scaler.step(optimizer) for optimizer in self._optimizers)
         for optimizer in self._optimizers:
@@ -178,10 +181,10 @@ class TrainStep:
         return True
 
     def _global_count(self, count: int) -> Tensor | int:
-        """Valid items of the whole global batch, at least one, given this rank's."""
+        """Return the number of valid items of the whole global batch, at least 1, from this rank's number."""
         if self._world.dp_size == 1:
             return max(count, 1)
-        # A fill, unlike a copy from the host, does not wait for the device.
+        # A fill, unlike a copy from the host, does not synchronize with the device.
         total = torch.full((), float(count), dtype=torch.float64, device=self._world.device)
         return self._world.dp_sum(total).clamp_(min=1).float()
 
@@ -207,7 +210,7 @@ class TrainStep:
 
 
 def set_schedule(optimizers: Iterable[Optimizer], lr: float, weight_decay: float | None = None) -> None:
-    """Give every group its learning rate, and its weight decay unless that is None, for the next update."""
+    """Set each group's learning rate, and its weight decay unless that is None, for the next update."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr * group.get("lr_mult", 1.0)
@@ -216,7 +219,7 @@ def set_schedule(optimizers: Iterable[Optimizer], lr: float, weight_decay: float
 
 
 def to_device(microbatch: Microbatch, device: torch.device) -> Microbatch:
-    """The microbatch on the device, but for what stays in host memory."""
+    """Move a microbatch to the device, except the entries that stay in host memory."""
     if device.type == "cpu":
         return microbatch
     return {k: v if k in HOST_ENTRIES else v.to(device, non_blocking=True) for k, v in microbatch.items()}

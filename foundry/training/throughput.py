@@ -1,4 +1,4 @@
-"""How fast a run trains: samples, tokens and FLOPs per second, and the share of the device's peak."""
+"""Throughput: samples, tokens and FLOPs per second, and MFU."""
 
 import re
 import time
@@ -17,14 +17,14 @@ from foundry.parallel.device import (
     synchronize,
 )
 
-# Dense peaks in TFLOP/s of the arithmetic training uses: products of bf16 and of fp16 matrices summed in fp32, TF32,
-# and plain fp32. Headline numbers often count 2:4 sparsity, or on GeForce cards fp16 sums: they are halved here.
-# None: the device lacks the arithmetic, or the figure is not known to three digits. Volta and Turing have no TF32:
-# torch computes in fp32 there. Sources: NVIDIA's data sheet of each product; the Hopper white paper for SXM5; the
-# Blackwell architecture technical brief, table 3, and the HGX data sheets for B200 and B300, per GPU; a 72nd of the
-# NVL72 data sheets' figures for GB200 and GB300; the appendices of the white papers of GA102 (RTX A6000), Ada (RTX 3090
-# Ti, 4080 and 6000), RTX Blackwell (GeForce) and RTX PRO Blackwell; AMD's Instinct data sheets.
-# A name must match as a whole.
+# Dense peaks in TFLOP/s of the arithmetic used in training: products of bf16 and of fp16 matrices with fp32
+# accumulation, TF32, and plain fp32. Headline numbers often assume 2:4 sparsity, or on GeForce cards fp16 accumulation:
+# they are halved here. None: the device lacks the arithmetic, or the figure is not known to three digits. Volta and
+# Turing have no TF32: torch computes in fp32 there. Sources: NVIDIA's data sheet of each product; the Hopper white
+# paper for SXM5; the Blackwell architecture technical brief, table 3, and the HGX data sheets for B200 and B300, per
+# GPU; a 72nd of the NVL72 data sheets' figures for GB200 and GB300; the appendices of the white papers of GA102 (RTX
+# A6000), Ada (RTX 3090 Ti, 4080 and 6000), RTX Blackwell (GeForce) and RTX PRO Blackwell; AMD's Instinct data sheets.
+# A name must match completely.
 _PEAKS: tuple[tuple[str, float | None, float | None, float | None, float | None], ...] = (
     # name, bf16, fp16, TF32, fp32
     (r"GB200", 2500.0, 2500.0, 1250.0, 80.0),
@@ -60,19 +60,19 @@ _PEAKS: tuple[tuple[str, float | None, float | None, float | None, float | None]
     (r"MI355X", 2516.6, 2516.6, None, 157.3),
     (r"MI325X", 1307.4, 1307.4, None, 163.4),
     (r"MI300X", 1307.4, 1307.4, None, 163.4),
-    (r"MI250X", 191.5, 191.5, None, 23.95),  # one of the card's two dies: that is what a rank sees
+    (r"MI250X", 191.5, 191.5, None, 23.95),  # one of the card's two dies, which is the device of a rank
 )
 _MAKER = r"(?:(?:NVIDIA|AMD|Tesla|GeForce|Instinct)\s+)*"
 _FORM = r"(?:[ -](?:SXM\d?|PCIe|OAM|AC|\d+GB?|HBM\d\w?|3e))*"
 
 
 def peak_flops(name: str, precision: PrecisionMode, *, tf32: bool = False) -> float | None:
-    """Dense peak of a device in FLOP/s; None where it is not known, as for a slice (MIG) or a laptop's variant.
+    """Return the dense peak of a device in FLOP/s; None if unknown, as for a MIG slice or a laptop variant.
 
     Args:
-        name: of the device, from `foundry.parallel.device.device_name`.
-        precision: what the matrix products are computed in.
-        tf32: whether those of fp32 matrices are computed in TF32.
+        name: device name from `foundry.parallel.device.device_name`.
+        precision: precision of the matrix products.
+        tf32: whether fp32 matrix products use TF32.
     """
     for known, bf16, fp16, rounded, fp32 in _PEAKS:
         if re.fullmatch(_MAKER + known + _FORM, name.strip(), re.IGNORECASE):
@@ -84,14 +84,18 @@ def peak_flops(name: str, precision: PrecisionMode, *, tf32: bool = False) -> fl
 
 @dataclass(frozen=True)
 class Rates:
-    """The speed since the last logged step, over all ranks except where it says per rank.
+    """Throughput since the last logged step, over all ranks unless stated otherwise.
 
     Attributes:
-        tflops: TFLOP/s per rank of the model's arithmetic; None where its FLOPs are not known.
-        mfu: `tflops` as a share of the device's peak; None where that is not known.
-        peak_memory_bytes: of this rank, since the start of the run; on a CPU, of the process.
-        reserved_memory_bytes: most that torch has taken from this rank's GPU, its cache included; None on a CPU.
-        allocator_retries: how often that GPU was full until torch gave its cache back; None on a CPU.
+        samples_per_second: samples per second.
+        tokens_per_second: tokens per second; None if samples have no tokens.
+        step_seconds: seconds per optimizer step.
+        tflops: TFLOP/s of the model per rank; None if its FLOPs are unknown.
+        mfu: `tflops` as a fraction of the device's peak; None if the peak is unknown.
+        peak_memory_bytes: peak of this rank since the start of the run; on a CPU, of the process.
+        reserved_memory_bytes: most memory that torch has reserved on this rank's GPU, including its cache; None on a
+            CPU.
+        allocator_retries: how often that GPU was full until torch freed its cache; None on a CPU.
     """
 
     samples_per_second: float
@@ -105,18 +109,18 @@ class Rates:
 
 
 class Throughput:
-    """Measures between logged steps; what happens under `pause()` does not count.
+    """Measures throughput between logged steps; time spent under `pause()` does not count.
 
-    It reads the clock only: the caller logs where the device has caught up anyhow, by reading the loss.
+    It only reads the clock. The caller logs when the device has caught up anyway, because the loss was read.
 
     Args:
-        world_size: ranks that train together.
-        device: this rank's.
-        precision: what the matrix products are computed in; decides the peak.
-        tf32: whether those of fp32 matrices are computed in TF32; decides it, too.
-        flops_per_sample: of one sample's forward and backward pass, recomputation not counted; None where not known.
-        tokens_per_sample: tokens in the sample of `flops_per_sample`; None where samples have none.
-        clock: monotonic seconds.
+        world_size: number of ranks.
+        device: device of this rank.
+        precision: precision of the matrix products; determines the peak.
+        tf32: whether fp32 matrix products use TF32; also determines the peak.
+        flops_per_sample: FLOPs of one sample's forward and backward pass, without recomputation; None if unknown.
+        tokens_per_sample: tokens in the sample of `flops_per_sample`; None if samples have no tokens.
+        clock: clock in monotonic seconds.
     """
 
     def __init__(
@@ -143,22 +147,22 @@ class Throughput:
         self._tokens: int | None = None
 
     def start(self, step: int, samples: int, tokens: int | None = None) -> None:
-        """Measure from now on.
+        """Start measuring now.
 
         Args:
-            step: optimizer steps already taken; a run that was resumed or went back does not start at 0.
+            step: optimizer steps already taken; not 0 after a resume or a rollback.
             samples: samples already consumed.
-            tokens: likewise; None where none are counted.
+            tokens: tokens already consumed; None if tokens are not counted.
         """
         self._since, self._paused_seconds = self._clock(), 0.0
         self._step, self._samples, self._tokens = step, samples, tokens
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """A context whose duration is no training time: evaluation, drawing samples, checkpoints.
+        """Context manager that excludes its duration from training time: for evaluation, sampling and checkpoints.
 
-        It does not wait for the device if the body raises: where another rank is gone, a collective never ends, and
-        the exception would wait with it.
+        It does not synchronize with the device if the body raises: if another rank is gone, a collective never ends,
+        and the exception would never be shown.
         """
         synchronize(self._device)
         begin = self._clock()
@@ -167,12 +171,12 @@ class Throughput:
         self._paused_seconds += self._clock() - begin
 
     def log(self, step: int, samples: int, tokens: int | None = None) -> Rates:
-        """The rates since the last call, which then start anew.
+        """Return the throughput since the last call, and start the next measurement.
 
         Args:
             step: optimizer steps taken so far.
             samples: samples consumed so far, over all ranks.
-            tokens: likewise; None where none are counted.
+            tokens: tokens consumed so far, over all ranks; None if tokens are not counted.
         """
         now = self._clock()
         seconds = max(now - self._since - self._paused_seconds, 1e-9)
@@ -194,7 +198,7 @@ class Throughput:
         )
 
     def _flops_per_second(self, samples: float, tokens: float | None) -> float | None:
-        """Per rank; samples with other numbers of tokens than usual count by their tokens."""
+        """Return FLOP/s per rank; FLOPs are scaled by the number of tokens if samples differ in length."""
         if self._flops_per_sample is None:
             return None
         whole = samples if tokens is None or self._tokens_per_sample is None else tokens / self._tokens_per_sample

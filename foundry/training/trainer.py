@@ -1,4 +1,4 @@
-"""The order of events of a run."""
+"""The trainer: order of events of a run."""
 
 import logging
 import math
@@ -36,14 +36,14 @@ from foundry.training.throughput import Throughput
 log = logging.getLogger(__name__)
 
 CHECKING = "checking the first step"
-"""Activity of the check before the first step."""
+"""Name of the activity of the check before the first step."""
 
 _TIME_IS_UP = "hparams.max_minutes are over"
 
 
 @dataclass(frozen=True)
 class _Measured:
-    """An evaluation and what follows from it; metrics are None where there was none."""
+    """Result of an evaluation; `metrics` is None if there was no evaluation."""
 
     metrics: dict[str, float] | None = None
     is_best: bool = False
@@ -52,37 +52,38 @@ class _Measured:
 
 @dataclass(kw_only=True)
 class Trainer:
-    """Takes optimizer steps until the budget is spent, and tells observers at step boundaries.
+    """Takes optimizer steps until the budget is used up, and notifies observers at step boundaries.
 
     Attributes:
         step: the optimizer step.
-        source: where windows of microbatches come from.
+        source: source of windows of microbatches.
         schedule: learning rate and weight decay of each update.
-        constant_weight_decay: what to log where the schedule has no weight decay: the optimizer's own.
-        progress: the clock.
-        budget: when the run ends.
-        max_seconds: of training, earlier starts included, after which it ends before that; None: it does not.
-        world: this rank and the others.
-        throughput: measures speed between logged steps.
+        constant_weight_decay: weight decay of the optimizer, logged if the schedule does not set it.
+        progress: counters of steps, samples and tokens.
+        budget: length of the run.
+        max_seconds: wall-clock limit of training across restarts; None for no limit.
+        world: process group of the run.
+        throughput: measures throughput between logged steps.
         watchdog: ends a process that waits too long for the others.
-        observers: get the run's events; none on ranks above 0.
+        observers: receivers of the run's events; empty on ranks above 0.
         log_every_n_steps: optimizer steps between logged ones; the first and the last are always logged.
-        evaluation_interval: between evaluations; None: only at the end.
-        evaluation: measures the model.
-        metric: by which the run is judged, by its name in metrics.jsonl; None: by none.
-        stop_rules: may end the run after an evaluation, by name; of several reasons the first is given.
+        evaluation_interval: interval between evaluations; None evaluates only at the end.
+        evaluation: evaluates the model.
+        metric: name of the run's main metric in metrics.jsonl; None if not set.
+        stop_rules: rules by name, checked after each evaluation; the reason of the first that fires is reported.
         best: the best evaluation so far.
-        checkpoints: writes checkpoints, and brings back the last one.
-        rank_flags: what the ranks tell each other at step boundaries.
-        signals: signals that came.
-        ema: averaged weights, which are those evaluated, where kept.
-        max_rollbacks: how often the run goes back to one checkpoint.
-        save_final: whether the end of the run is saved.
-        explain_out_of_memory: what took the memory, given torch's error and the moment, such as "in step 3".
-        profiler: records chosen steps; None: none are.
+        checkpoints: saves checkpoints and restores the last one.
+        rank_flags: exchanges flags between ranks at step boundaries.
+        signals: records signals.
+        ema: averaged weights, which are used for evaluation; None if not kept.
+        max_rollbacks: maximum number of rollbacks to the same checkpoint.
+        save_final: whether to save a checkpoint at the end of the run.
+        explain_out_of_memory: returns a message about memory use, given torch's error and the moment, such as "in step
+            3".
+        profiler: records selected steps; None disables profiling.
         recompilations: warns of graphs that are compiled after the first steps.
-        check_first_step: called before the first step; leaves everything as it is. None: nothing is checked.
-        check_run_dir: called on rank 0 before anything is written into the run directory; raises if that is lost.
+        check_first_step: called before the first step; leaves all state unchanged. None disables the check.
+        check_run_dir: called on rank 0 before each write into the run directory; raises if the directory is lost.
     """
 
     step: TrainStep
@@ -122,17 +123,17 @@ class Trainer:
     _began: float = field(default_factory=time.monotonic)
 
     def fit(self, started: RunStarted) -> dict[str, Any]:
-        """Run to the end of the budget, from wherever the clock stands.
+        """Train until the budget is used up, from the current progress.
 
         Returns:
-            What result.json holds.
+            The content of result.json.
 
         Raises:
             NonFiniteError: the loss or the gradient is NaN or infinite.
-            OutOfMemoryError: the device's memory did not suffice.
-            LossSpike: the loss jumped again and again after going back to a checkpoint, or there was none.
-            SaveError: the run is done, but its last checkpoint could not be written.
-            Stopped: a signal came; the run is saved.
+            OutOfMemoryError: the device ran out of memory.
+            LossSpike: the loss jumped repeatedly after rollbacks to a checkpoint, or there was no checkpoint.
+            SaveError: the run is complete, but its last checkpoint could not be written.
+            Stopped: a signal was received; the run is saved.
             RunDirectoryLostError: the run directory was deleted, moved or replaced.
         """
         self._tell("on_start", started)
@@ -154,7 +155,7 @@ class Trainer:
                 garbage.after_step(self.progress.steps)
             if self.profiler is not None:
                 self.profiler.stop()
-            if last.metrics is None:  # everything but the end of the run was done before it was resumed
+            if last.metrics is None:  # resumed after the final step; only the end-of-run work is left
                 last = replace(self._measure(self.progress.samples), stop_reason=last.stop_reason)
             if self.save_final or last.is_best:
                 self._save(last, wait=True)
@@ -177,7 +178,7 @@ class Trainer:
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a resumed run needs besides tensors and random numbers; plain JSON, the same on every rank."""
+        """Return the state a resumed run needs besides tensors and RNG states, as plain JSON, equal on all ranks."""
         return {
             "progress": self.progress.state_dict(),
             "source": self.source.state_dict(),
@@ -192,13 +193,13 @@ class Trainer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()`; whose schedule to follow is not decided here."""
+        """Restore the state returned by `state_dict()`, except the schedule, which the caller reconciles."""
         self.progress.load_state_dict(state["progress"])
         self.source.load_state_dict(state["source"])
         self.step.load_state_dict(state["step"])
         if self.ema is not None:
             self.ema.load_state_dict(state["ema"])
-        # Before stop rules had names, early stopping was the only one with a state.
+        # Before stop rules had names, early stopping was the only one with state.
         states = state["stop_rules"] if "stop_rules" in state else {"early_stopping": state["early_stopping"]}
         for name, rule in self.stop_rules.items():
             if name in states:
@@ -208,7 +209,7 @@ class Trainer:
         self._seconds_before = read_optional_number({"seconds": 0.0, **state}, "seconds") or 0.0
 
     def _advance(self) -> "_Measured":
-        """One optimizer step and what is due at its boundary."""
+        """Take one optimizer step and do the work that is due at its boundary."""
         progress = self.progress
         self._doing("reading samples")
         window = self.source.next_window()
@@ -238,7 +239,7 @@ class Trainer:
         return measured
 
     def _measure(self, samples_before: int) -> "_Measured":
-        """Evaluate, and draw the conclusions."""
+        """Evaluate, update the best evaluation, and check the stop rules."""
         metrics = self._evaluate()
         is_best = self.best.update(metrics, self.progress.steps)
         epoch = samples_before // self.progress.samples_per_epoch
@@ -248,13 +249,13 @@ class Trainer:
         return _Measured(metrics, is_best, self._stop_reason)
 
     def _keep(self, is_due: bool, measured: "_Measured", samples_before: int) -> "_Measured":
-        """Save what is due, stop if a signal came, and end where the time is up; ranks agree on all of it."""
+        """Save a checkpoint if due, stop after a signal, and end at the time limit; ranks agree on all of it."""
         own = int(self.signals.flags)
         if self.checkpoints.is_time():
             own |= Boundary.SAVE
         if self.max_seconds is not None and self.world.is_main and self._seconds() >= self.max_seconds:
             own |= Boundary.TIME
-        agreed = self.rank_flags.exchange(own)  # a number: operators of flags take microseconds
+        agreed = self.rank_flags.exchange(own)  # an int: operators of flags take microseconds
         if agreed and (signum := Boundary(agreed).signum) is not None:
             self._stop(signum, measured)
         if agreed & Boundary.TIME:
@@ -266,7 +267,7 @@ class Trainer:
         return measured
 
     def _seconds(self) -> float:
-        """Of training, those of earlier starts included."""
+        """Return the seconds of training, including earlier starts of the run."""
         return self._seconds_before + time.monotonic() - self._began
 
     def _save(self, measured: "_Measured", *, wait: bool) -> Path | None:
@@ -285,12 +286,12 @@ class Trainer:
             )
 
     def _stop(self, signum: Signals, measured: "_Measured") -> NoReturn:
-        """Save, tell, let a scheduler take over where there is one, and end; without a save if it fails."""
+        """Save, notify observers, request a requeue if supported, and exit; a failed save does not prevent the exit."""
         reason = signum.name
         try:
             checkpoint = self._save(measured, wait=True)
             self.checkpoints.finish()
-        except SaveError as error:  # a run that is queued again resumes from an earlier checkpoint
+        except SaveError as error:  # a requeued run resumes from an earlier checkpoint
             checkpoint, reason = None, f"{signum.name}; {error}"
         state = self.signals.state_after(signum) if self.world.is_main else "stopped"
         self._tell("on_end", RunEnded(state=state, reason=reason, result={}))
@@ -298,7 +299,7 @@ class Trainer:
         raise Stopped(signum, self.progress.steps, checkpoint, state)
 
     def _roll_back(self, spike: LossSpike) -> None:
-        """Go back to the last checkpoint, and on past the data of the spike.
+        """Go back to the last checkpoint, and continue with the data after the spike.
 
         Raises:
             LossSpike: there is no checkpoint, or going back to this one has not helped.
@@ -325,7 +326,7 @@ class Trainer:
             log.warning("%s; back to step %d, and past its data", spike, step)
 
     def _log(self, result: StepResult, lr: float, weight_decay: float, window: Window) -> None:
-        # The only place where the host waits for the device.
+        # The only place where the host synchronizes with the device.
         self._doing("waiting for the device")
         metrics, (loss, grad_norm) = read_means(result.metrics, result.loss, result.grad_norm)
         self._loss = loss
@@ -352,7 +353,11 @@ class Trainer:
         )
 
     def _evaluate(self) -> dict[str, float]:
-        """Measure and draw with the averaged weights, where kept; ranks do it together. Names as in metrics.jsonl."""
+        """Evaluate with the averaged weights if they are kept; called by all ranks.
+
+        Returns:
+            Metrics by their names in metrics.jsonl.
+        """
         self._doing("evaluating")
         self.check_run_dir()
         with self.throughput.pause(), nullcontext() if self.ema is None else self.ema.swapped_in():
@@ -368,10 +373,10 @@ class Trainer:
 
     @contextmanager
     def _errors_explained(self) -> Iterator[None]:
-        """A failed collective names this rank, the step and what it was doing; memory that ran out, what took it."""
+        """Add context to errors: rank, step and activity if a collective failed, memory use if memory ran out."""
         try:
             yield
-        except ConfigError as error:  # found only by training: the run has begun, and says how it ends
+        except ConfigError as error:  # found only by training: the run has begun, so observers need its end
             self._tell("on_end", RunEnded(state="failed", reason=str(error), result={}))
             raise
         except Exception as error:

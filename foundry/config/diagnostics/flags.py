@@ -1,4 +1,4 @@
-"""Refusal of arguments in the style of other programs, such as `--lr 3e-4`, with the override to type."""
+"""Refusal of flags in the style of other programs, such as `--lr 3e-4`, with the override to type instead."""
 
 import re
 from collections import deque
@@ -35,15 +35,15 @@ HYDRA_FLAGS = {
     "--info": 0,
     "-i": 0,
 }
-"""The flags of Hydra's command line, and whether a value follows; `--info` may do without."""
+"""Flags of Hydra's command line, with the number of values that follow; the value of `--info` is optional."""
 
 JSON = "--json"
-"""The flag of commands that print facts."""
+"""Flag of commands that print facts as JSON."""
 
 _FOLDERS = ("--config-path", "-cp", "--config-dir", "-cd")
 _OPTIONAL_VALUE = ("--info", "-i")
 _INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
-"""Values of `--info`; the first is that of the flag without one."""
+"""Values of `--info`; the first is the default."""
 
 _FILES = ("config", "config_file", "config_path", "config_name", "cfg_path", "yaml", "yaml_file")
 _ASSIGNMENT = re.compile(r"[~+]{0,2}[\w./@:-]+=")
@@ -56,9 +56,9 @@ class Flag:
     """An argument that begins with a dash and is unknown to Hydra.
 
     Attributes:
-        text: as typed, with its value.
-        key: without dashes, as the name of a setting.
-        value: as typed; true for a flag without a value, false for `--no-key`.
+        text: flag and value as typed.
+        key: name without dashes, in the form of a setting.
+        value: value as typed; true for a flag without a value, false for `--no-key`.
     """
 
     text: str
@@ -67,10 +67,10 @@ class Flag:
 
 
 def find_word(arguments: Sequence[str]) -> int | None:
-    """Return the index of the first argument that is no override, flag or value of a flag; None if there is none.
+    """Return the index of the first argument that is not an override, a flag or the value of a flag; None without one.
 
     Args:
-        arguments: after the name of the program.
+        arguments: arguments after the program name.
     """
     ahead, known = deque(enumerate(arguments)), {**HYDRA_FLAGS, JSON: 0}
     while ahead:
@@ -81,7 +81,7 @@ def find_word(arguments: Sequence[str]) -> int | None:
                 return index
         elif assigned:
             continue
-        elif (flag := _of_hydra(name, known)) is None:  # the words behind it are its values
+        elif (flag := _of_hydra(name, known)) is None:  # the arguments after it are its values
             while ahead and not _is_flag(ahead[0][1]) and not _ASSIGNMENT.match(ahead[0][1]):
                 ahead.popleft()
         elif ahead and (known[flag] or (flag in _OPTIONAL_VALUE and ahead[0][1] in _INFO)):
@@ -90,10 +90,10 @@ def find_word(arguments: Sequence[str]) -> int | None:
 
 
 def split_flags(arguments: Sequence[str], known: Collection[str] = ()) -> tuple[list[Flag], list[str]]:
-    """Return the flags among arguments, and the other arguments.
+    """Split arguments into flags and other arguments.
 
     Args:
-        arguments: after the name of the command.
+        arguments: arguments after the command's name.
         known: flags of `HYDRA_FLAGS` to keep among the other arguments, with their values.
     """
     flags, others = list[Flag](), list[str]()
@@ -120,11 +120,11 @@ def check_flags(arguments: Sequence[str], options: Collection[str] = ()) -> None
     """Refuse flags that are not Hydra's.
 
     Args:
-        arguments: after the name of the command.
-        options: keys of the command's own.
+        arguments: arguments after the command's name.
+        options: keys of the command's own options.
 
     Raises:
-        ConfigError: with a line for each flag, which names the override to type.
+        ConfigError: has a line for each flag, with the override to type instead.
     """
     flags, _ = split_flags(arguments, HYDRA_FLAGS)
     if flags:
@@ -132,10 +132,10 @@ def check_flags(arguments: Sequence[str], options: Collection[str] = ()) -> None
 
 
 def plain_overrides(arguments: Sequence[str]) -> list[str]:
-    """Return the overrides of a run among arguments with wrong flags.
+    """Return the overrides of a run among arguments with invalid flags.
 
-    They are none if they mean something else than in a run of foundry's own options: in a sweep, or with a file or
-    folder of the user's.
+    Return none if they may have another meaning than in a run with foundry's own options: in a sweep, or with a config
+    file or folder of the user.
     """
     flags, others = split_flags(arguments, HYDRA_FLAGS)
     if any(flag.key in _FILES for flag in flags) or any(map(_is_flag, others)):
@@ -144,14 +144,14 @@ def plain_overrides(arguments: Sequence[str]) -> list[str]:
 
 
 def refuse(flag: Flag, find: Callable[[str], str | None]) -> Violation:
-    """The line about a flag.
+    """Return the error for a flag.
 
     Args:
-        flag: as typed.
+        flag: the flag as typed.
         find: returns the full key for a name, or None for an unknown name.
     """
     from foundry.config.composition.store import GROUPS
-    from foundry.config.diagnostics.elsewhere import own_options  # the table is read for errors only
+    from foundry.config.diagnostics.elsewhere import own_options  # the table is needed for errors only
     from foundry.config.diagnostics.names import did_you_mean, meanings
 
     if (key := find(flag.key)) is not None:
@@ -165,13 +165,13 @@ def refuse(flag: Flag, find: Callable[[str], str | None]) -> Violation:
 
 
 def arrange_flags(arguments: Sequence[str]) -> list[str]:
-    """Return arguments in the form that Hydra takes.
+    """Return the arguments in the form that Hydra accepts.
 
-    Flags come first, since argparse takes none between overrides. A relative `--config-path` begins at the current
-    folder; Hydra's begins at a file of foundry.
+    Flags come first, since argparse does not accept flags between overrides. A relative `--config-path` is resolved
+    against the current folder, whereas Hydra resolves it against a file of foundry.
 
     Args:
-        arguments: after the name of the command; `check_flags` has accepted their flags.
+        arguments: arguments after the command's name; `check_flags` has accepted their flags.
 
     Raises:
         ConfigError: the current folder, or a folder of options, does not exist.
@@ -191,7 +191,7 @@ def arrange_flags(arguments: Sequence[str]) -> list[str]:
             value = value if assigned else ahead.pop(0)
             flags += [flag, _existing_folder(flag, value) if flag in _FOLDERS else value]
         else:
-            flags.append(word)  # argparse says that its value is missing
+            flags.append(word)  # argparse reports the missing value
     return flags + overrides
 
 
@@ -218,7 +218,7 @@ def _is_flag(word: str) -> bool:
 
 
 def _of_hydra(name: str, known: Collection[str]) -> str | None:
-    """The flag of Hydra's that a word is, or abbreviates; a short one may have its value behind it."""
+    """Return the flag of Hydra that an argument is or abbreviates; a short flag's value may follow without a space."""
     if name in known:
         return name
     if name.startswith("--"):
@@ -228,7 +228,7 @@ def _of_hydra(name: str, known: Collection[str]) -> str | None:
 
 
 def _setting(key: str, options: Collection[str]) -> str | None:
-    """The setting or group of a name that is one of foundry's as it is."""
+    """Return the key if it is a setting or group of foundry without any change; otherwise None."""
     from foundry.config.composition.store import GROUPS
     from foundry.config.diagnostics.names import meanings
 

@@ -1,4 +1,4 @@
-"""The pages of `--help`, and the groups of the configuration as they list them."""
+"""Help pages, and the list of config groups in them."""
 
 import os
 import textwrap
@@ -40,7 +40,7 @@ ready sweeps are hparams_search={ready}. Jobs go to hydra.sweep.dir (default mul
 
 
 def write_sweep_page(loader: ConfigLoader) -> str:
-    """What `-m` takes besides the options of a run: those of sweepers and launchers."""
+    """Return the help page of `-m`: the options of sweepers and launchers."""
     repository, _ = open_repository(loader, None, [])
     ready = ",".join(repository.get_group_options("hparams_search", ObjectType.CONFIG))
     lines = [_SWEEPS.format(ready=ready)]
@@ -56,7 +56,7 @@ def write_sweep_page(loader: ConfigLoader) -> str:
 
 
 def write_page(loader: ConfigLoader) -> str:
-    """The page of `conf/hydra/help/foundry.yaml`, for which nothing has to be composed."""
+    """Return the page of `conf/hydra/help/foundry.yaml` without composing a configuration."""
     repository, _ = open_repository(loader, None, [])
     loaded = repository.load_config("hydra/help/foundry")
     assert loaded is not None
@@ -65,14 +65,14 @@ def write_page(loader: ConfigLoader) -> str:
 
 
 def list_groups(loader: ConfigLoader, overrides: Sequence[str] = ()) -> str:
-    """A line or more for each group: what it decides, and its options, those of the user's own folders included.
+    """Return the description and the options of each group, including options in the user's folders.
 
     Args:
-        loader: looks for options in these folders.
-        overrides: which may name further ones, as `hydra.searchpath`.
+        loader: config loader that knows these folders.
+        overrides: overrides that may add folders, such as `hydra.searchpath`.
     """
     parsed = OverridesParser.create().parse_overrides(list(overrides)) if overrides else []
-    repository, _ = open_repository(loader, None, parsed)  # the loader's own methods open one for each group
+    repository, _ = open_repository(loader, None, parsed)  # the loader's own methods open a repository for each group
     known = [item.name for item in fields(Config)]
     found = [group for group in repository.get_group_options("", ObjectType.GROUP) if group not in _HIDDEN]
     order = sorted(found, key=lambda group: (known.index(group) if group in known else len(known), group))
@@ -81,7 +81,7 @@ def list_groups(loader: ConfigLoader, overrides: Sequence[str] = ()) -> str:
 
 
 def _own_options(repository: IConfigRepository) -> Iterator[str]:
-    """What the user's folders add, a line or more for each."""
+    """Yield the options in the user's folders, one paragraph per folder."""
     for source in repository.get_sources():
         if source.scheme() != "file" or Path(source.path) == Path(config_dir()):
             continue
@@ -91,7 +91,7 @@ def _own_options(repository: IConfigRepository) -> Iterator[str]:
 
 
 def _groups_of(source: ConfigSource, below: str = "") -> Iterator[str]:
-    """The groups of a folder, those within groups included."""
+    """Yield the groups of a folder, including nested groups."""
     for name in source.list(below, ObjectType.GROUP):
         group = f"{below}/{name}" if below else name
         yield group
