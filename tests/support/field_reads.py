@@ -28,37 +28,19 @@ _BUILD = f"{_CONFIG}build.py"
 _DESCRIBING = tuple(
     _PACKAGE + name
     for name in (
-        "cli.py",
-        "diff.py",
-        "model_card.py",
-        "plan.py",
+        "commands/diff.py",
+        "commands/model_card.py",
+        "commands/plan.py",
+        "commands/report.py",
+        "commands/train.py",
         "planning",
         "rehearsal",
-        "report.py",
         "sweeps",
         "training/memory_error.py",
     )
 )
-# Modules of the configuration that check, record or compare it.
-_CHECKING = tuple(
-    _CONFIG + f"{name}.py"
-    for name in (
-        "base",
-        "check",
-        "choices",
-        "compose",
-        "frozen",
-        "holes",
-        "names",
-        "override_errors",
-        "plain_nodes",
-        "recorded",
-        "resume_compat",
-        "rules",
-        "secrets",
-        "teacher",
-    )
-)
+# Folders and modules of the configuration that check, record or compare it.
+_CHECKING = tuple(_CONFIG + name for name in ("checks", "composition", "diagnostics", "record", "teacher.py"))
 _NO_DEFAULT = object()
 
 
@@ -172,7 +154,7 @@ def _reader(frame) -> str | None:
             return "build"
         if path.startswith(_CONFIG):
             is_config = is_config or not (name == "field_of" or path.endswith("setting.py"))
-            if path in _CHECKING or name.lstrip("_").startswith("check"):
+            if path.startswith(_CHECKING) or name.lstrip("_").startswith("check"):
                 return None
         elif path.startswith(_TESTS):
             return "config" if is_config else None
