@@ -16,6 +16,8 @@ from foundry.tracking.plot_style import BLUE, GREY, blank, save_figure
 PAGE, README = ROOT / "docs" / "benchmarks.md", ROOT / "README.md"
 IMAGES = ROOT / "docs" / "images"
 END = "<!-- end -->"
+README_RECORDS = ("throughput", "memory", "startup", "finetuning_trl")
+"""Records whose headlines README shows: speed and memory of training and fine-tuning."""
 _BLOCK = re.compile(rf"<!-- benchmarks/results/(\w+)\.json -->\n.*?{END}", re.DOTALL)
 _SHORT = re.compile(rf"<!-- benchmarks/results -->\n.*?{END}", re.DOTALL)
 
@@ -37,10 +39,9 @@ def page_with_tables(text: str, records: Mapping[str, Record]) -> str:
 
 
 def readme_with_table(text: str, records: Mapping[str, Record]) -> str:
-    """README with its short table made anew: the headlines of the records, in the order of the page."""
-    order = _BLOCK.findall(PAGE.read_text(encoding="utf-8"))
-    lines = ["| | foundry | beside it |", "|---|---|---|"]
-    for name in order:
+    """Return README with a new short table: the headlines of `README_RECORDS`, in that order."""
+    lines = ["| | foundry | compared with |", "|---|---|---|"]
+    for name in README_RECORDS:
         if name in records:
             lines += [f"| {one.what} | {one.foundry} | {one.beside} |" for one in records[name].headlines]
     return _SHORT.sub(lambda _: "\n\n".join(["<!-- benchmarks/results -->", "\n".join(lines), END]), text)
