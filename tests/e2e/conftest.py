@@ -9,7 +9,7 @@ from support.warm import WarmShell
 
 @pytest.fixture(scope="session")
 def lm(tmp_path_factory, cache):
-    """The run directory of a finished small language model, and what was said; not to be changed."""
+    """Run directory of a finished small language model, and its stdout and stderr; read-only."""
 
     def build(folder):
         (folder / "cwd").mkdir()
@@ -22,7 +22,7 @@ def lm(tmp_path_factory, cache):
 
 @pytest.fixture(scope="session")
 def digits(tmp_path_factory, cache):
-    """The run directory of a finished small diffusion model; not to be changed."""
+    """Run directory of a finished small diffusion model; read-only."""
 
     def build(folder):
         WarmShell(folder, cache).run(*TINY_DIT, *PLOTS, "scheduler=wsd", "hydra.run.dir=run")

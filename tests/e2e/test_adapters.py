@@ -1,4 +1,4 @@
-"""Runs with peft=lora: what they train, keep, resume from, hand on and export."""
+"""Runs with peft=lora: trained parameters, checkpoints, resume, adapters as a base, export."""
 
 import json
 import logging
@@ -42,7 +42,7 @@ def base(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def adapted(base, tmp_path_factory):
-    """A run of adapters on that."""
+    """The run directory of LoRA adapters trained on `base`."""
     folder = tmp_path_factory.mktemp("adapted") / "adapted"
     train(on(base, "hparams.ema_decay=0.5", "peft.merge=true"), folder)
     return folder
@@ -58,7 +58,7 @@ def logits(run):
 
 
 def greedy(model, folder):
-    """What transformers' generate() makes of a prompt, with the tokenizer of an export."""
+    """Return the greedy completion of a prompt by transformers' generate(), with the tokenizer of an export."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokens = tokenizer("def", return_tensors="pt", return_token_type_ids=False)
     found = model.eval().generate(**tokens, do_sample=False, max_new_tokens=24)[0]
@@ -66,7 +66,7 @@ def greedy(model, folder):
 
 
 def sampled(run, out, **decoding):
-    """What foundry.sample makes of it: the likeliest tokens, unless other options of decoding are given."""
+    """Return the completion of the same prompt by foundry.sample; greedy without decoding options."""
     options = {"prompt": "def", "max_new_tokens": 24} | (decoding or {"temperature": 0})
     return read_samples(sample(SampleOptions(run=str(run), out=str(out), **options)))[0]
 
@@ -75,7 +75,7 @@ def saved(run):
     return {name: tensor for file in find(run).glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def test_only_adapters_are_trained_and_kept(base, adapted):
+def test_lora_run_trains_and_saves_only_adapter_weights(base, adapted):
     tensors, manifest = saved(adapted), read_manifest(find(adapted))
     assert {name.split(".")[0] for name in tensors} == {"model", "ema", "optimizer"}
     assert all(".lora_A.default." in name or ".lora_B.default." in name for name in tensors)
@@ -88,11 +88,11 @@ def test_only_adapters_are_trained_and_kept(base, adapted):
     assert plan["trainable_parameters"] == sum(t.numel() for name, t in tensors.items() if name.startswith("model."))
 
 
-def test_a_run_that_is_resumed_ends_as_the_undisturbed_one_bit_for_bit(base, tmp_path):
+def test_resumed_lora_run_is_bit_identical_to_an_uninterrupted_run(base, tmp_path):
     overrides = ["hparams.max_steps=4", "peft.adapter_dropout=0.5", "hparams.ema_decay=0.9", "checkpoint.interval='2'"]
     train(on(base, *overrides), tmp_path / "whole")
     shutil.copytree(tmp_path / "whole", tmp_path / "half", symlinks=True)
-    shutil.rmtree(find(tmp_path / "half"))  # as if it had been killed after the second step
+    shutil.rmtree(find(tmp_path / "half"))  # the state after a kill after the second step
     for name in ("status.json", "result.json", "checkpoints/latest", "checkpoints/best"):
         (tmp_path / "half" / name).unlink(missing_ok=True)
     train(on(base, *overrides), tmp_path / "half")
@@ -101,7 +101,7 @@ def test_a_run_that_is_resumed_ends_as_the_undisturbed_one_bit_for_bit(base, tmp
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_base_that_is_gone_or_another_is_a_config_error(base, tmp_path):
+def test_missing_or_changed_base_of_adapters_is_a_config_error(base, tmp_path):
     own = shutil.copytree(base, tmp_path / "base", symlinks=True)
     train(on(own), tmp_path / "run")
     moved = own.rename(tmp_path / "moved")
@@ -114,7 +114,7 @@ def test_a_base_that_is_gone_or_another_is_a_config_error(base, tmp_path):
     train(configure(*SMALL_LM, *QUIET, "hparams.seed=7", "hparams.max_steps=1"), other)
     with pytest.raises(ConfigError, match=r"^model\.init_from: leads to another base than the adapters of the checkpo"):
         train(on(other, *LONGER), tmp_path / "run")
-    train(on(moved, *LONGER), tmp_path / "run")  # the same weights elsewhere
+    train(on(moved, *LONGER), tmp_path / "run")  # the same weights at another path
     shutil.rmtree(moved)
     other.rename(moved)
     with pytest.raises(
@@ -123,7 +123,7 @@ def test_a_base_that_is_gone_or_another_is_a_config_error(base, tmp_path):
         restore(tmp_path / "run", "last", ema=True)
 
 
-def test_an_export_merges_as_the_run_says_unless_it_is_told_otherwise(base, adapted, tmp_path):
+def test_export_merges_adapters_by_peft_merge_or_by_its_merge_option(base, adapted, tmp_path):
     for name, merge in (("merged", None), ("adapters", False)):
         export(ExportOptions(run=str(adapted), out=str(tmp_path / name), merge=merge))
     assert (tmp_path / "adapters" / "adapter_config.json").exists()
@@ -137,7 +137,7 @@ def test_an_export_merges_as_the_run_says_unless_it_is_told_otherwise(base, adap
 
 
 @pytest.mark.long
-def test_a_run_of_adapters_is_the_base_of_others(adapted, tmp_path):
+def test_lora_run_serves_as_base_of_full_and_lora_runs(adapted, tmp_path):
     expected = logits(adapted)
     train(configure("model=base", f"model.path={adapted}", *FEW, *STILL), tmp_path / "whole")
     train(on(adapted, *STILL), tmp_path / "second")
@@ -148,7 +148,7 @@ def test_a_run_of_adapters_is_the_base_of_others(adapted, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["foundry", "transformers"])
-def test_plain_peft_loads_the_adapters_and_transformers_the_merged_model(base, adapted, tmp_path, kind):
+def test_peft_loads_exported_adapters_and_transformers_the_merged_model(base, adapted, tmp_path, kind):
     run, load = adapted, AutoModelForCausalLM.from_pretrained
     export(ExportOptions(run=str(base), out=str(tmp_path / "base")))
     if kind == "transformers":
@@ -172,8 +172,8 @@ def test_plain_peft_loads_the_adapters_and_transformers_the_merged_model(base, a
     assert config["base_model_name_or_path"] == (str(tmp_path / "base") if kind == "transformers" else None)
 
 
-def test_an_export_writes_the_base_of_adapters_whose_base_is_a_run_of_adapters(adapted, tmp_path, capsys):
-    """As after SFT and then DPO, both with adapters."""
+def test_export_writes_a_merged_base_for_adapters_trained_on_adapters(adapted, tmp_path, capsys):
+    """This is the case of SFT and then DPO, both with adapters."""
     train(on(adapted), tmp_path / "second")
     alone = ExportOptions(run=str(tmp_path / "second"), out=str(tmp_path / "alone"))
     export(alone)
@@ -195,7 +195,7 @@ def test_an_export_writes_the_base_of_adapters_whose_base_is_a_run_of_adapters(a
             torch.testing.assert_close(model(TOKENS).logits, logits(adapted), atol=1e-5, rtol=1e-5)
 
 
-def test_a_folder_for_the_base_that_is_not_needed_or_not_free_is_refused(base, adapted, tmp_path):
+def test_export_refuses_a_base_folder_that_is_unneeded_or_occupied(base, adapted, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     for run, options, message in (
@@ -217,7 +217,7 @@ def test_a_folder_for_the_base_that_is_not_needed_or_not_free_is_refused(base, a
     assert not (tmp_path / "out").exists()
 
 
-def test_it_is_sampled_and_measured_as_any_other(base, adapted, tmp_path):
+def test_lora_run_is_sampled_and_evaluated(base, adapted, tmp_path):
     drawn = sample(SampleOptions(run=str(adapted), prompt="def", max_new_tokens=4, out=str(tmp_path / "drawn")))
     assert read_samples(drawn)[0].startswith("def")
     likeliest = sampled(adapted, tmp_path / "likeliest")
@@ -230,7 +230,7 @@ def test_it_is_sampled_and_measured_as_any_other(base, adapted, tmp_path):
 
 
 @pytest.mark.long
-def test_a_diffusion_model_is_tuned_by_adapters(tmp_path):
+def test_lora_tunes_and_merges_into_a_diffusion_model(tmp_path):
     train(configure(*TINY_DIT, *QUIET, "hparams.max_steps=1"), tmp_path / "base")
     overrides = ["hparams=diffusion", "debug=fast", "model=base", f"model.path={tmp_path / 'base'}", *TINY_DIT[5:]]
     adapters = ["peft=lora", "peft.target_modules=[linear_qkv,linear_fc1]", "optimizer=adamw", "hparams.max_steps=2"]
@@ -242,7 +242,7 @@ def test_a_diffusion_model_is_tuned_by_adapters(tmp_path):
 
 
 @pytest.mark.long
-def test_adapters_beside_drawn_weights_are_warned_of(tmp_path, caplog):
+def test_lora_without_a_base_warns_and_cannot_be_a_base(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         train(configure(*SMALL_LM, *QUIET, *LORA, "hparams.max_steps=1"), tmp_path / "run")
     assert "peft=lora without a base" in caplog.text

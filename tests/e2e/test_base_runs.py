@@ -1,4 +1,4 @@
-"""A run that starts from another run, or from a folder of transformers, and is opened when that is gone."""
+"""Runs with model=base, which start from another run or a transformers folder and open after its deletion."""
 
 import json
 import shutil
@@ -44,7 +44,7 @@ def is_same(one, other):
     return one.keys() == other.keys() and all(torch.allclose(one[name], other[name], atol=1e-6) for name in one)
 
 
-def test_a_tuned_run_starts_with_the_weights_and_opens_without_its_base(pretrained, one_step, tmp_path):
+def test_fine_tuned_run_starts_from_base_weights_and_opens_without_base(pretrained, one_step, tmp_path):
     base = shutil.copytree(pretrained, tmp_path / "base", symlinks=True)
     train(configure("model=base", f"model.path={base}", *one_step, *STILL), tmp_path / "tuned")
     before = weights(base)
@@ -54,7 +54,7 @@ def test_a_tuned_run_starts_with_the_weights_and_opens_without_its_base(pretrain
     export(ExportOptions(run=str(tmp_path / "tuned"), out=str(tmp_path / "hf")))
     train(configure("model=base", f"model.path={tmp_path / 'hf'}", *one_step, *STILL), tmp_path / "from_hf")
     shutil.rmtree(tmp_path / "hf")
-    # What was an export is the base of a run, and that of another.
+    # The export is the base of a run, which is the base of another run.
     train(configure("model=base", f"model.path={tmp_path / 'from_hf'}", *one_step, *STILL), tmp_path / "again")
     shutil.rmtree(tmp_path / "from_hf")
     found = {name.removeprefix("causal_lm."): value for name, value in weights(tmp_path / "again").items()}
@@ -62,7 +62,7 @@ def test_a_tuned_run_starts_with_the_weights_and_opens_without_its_base(pretrain
 
 
 def test_supervised_fine_tuning_resumes_bit_for_bit(pretrained, tmp_path, cache):
-    # What is in checkpoints is all that is needed: neither dropout nor the answers shown draw from anything else.
+    # Checkpoints hold all the random state: dropout and the samples use no other source of randomness.
     file = tmp_path / "chats.jsonl"
     rows = [{"prompt": f"Count {number}", "completion": f"{number}."} for number in range(20)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -83,7 +83,7 @@ def test_supervised_fine_tuning_resumes_bit_for_bit(pretrained, tmp_path, cache)
 
 
 @pytest.mark.parametrize("start", ["", pytest.param("checkpoints/latest", marks=pytest.mark.long)])
-def test_weights_are_not_trained_on_with_another_tokenizer(pretrained, one_step, tmp_path, start):
+def test_init_from_a_run_refuses_another_tokenizer(pretrained, one_step, tmp_path, start):
     overrides = [*SMALL, *one_step, f"model.init_from={pretrained / start}", "model.vocab_size=300"]
     with pytest.raises(ConfigError) as refused:
         train(configure(*overrides, "data.vocab_size=299"), tmp_path / "run")
@@ -93,7 +93,7 @@ def test_weights_are_not_trained_on_with_another_tokenizer(pretrained, one_step,
     train(configure(*overrides, f"data.tokenizer={pretrained / 'tokenizer.json'}"), tmp_path / "run")
 
 
-def test_a_checkpoint_that_its_run_has_deleted_since(pretrained, one_step, tmp_path):
+def test_init_from_a_checkpoint_deleted_after_composition_is_refused(pretrained, one_step, tmp_path):
     base = shutil.copytree(pretrained, tmp_path / "base", symlinks=True)
     config = configure("model=base", f"model.path={base}", *one_step)
     Path(config.model.init_from).rename(base / "checkpoints" / "step_00000002")
@@ -103,7 +103,7 @@ def test_a_checkpoint_that_its_run_has_deleted_since(pretrained, one_step, tmp_p
     assert "start again" in str(refused.value)
 
 
-def test_nor_a_folder_of_transformers(pretrained, one_step, tmp_path):
+def test_init_from_a_transformers_folder_refuses_another_tokenizer(pretrained, one_step, tmp_path):
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
     LlamaForCausalLM(LlamaConfig(vocab_size=300, num_key_value_heads=2, **sizes)).save_pretrained(tmp_path / "hf")
     other = PreTrainedTokenizerFast(tokenizer_file=str(pretrained / "tokenizer.json"))

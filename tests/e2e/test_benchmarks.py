@@ -1,4 +1,4 @@
-"""The benchmarks run, at tiny sizes: their figures mean nothing, but both sides are there and have trained alike."""
+"""Benchmarks at tiny sizes: the timings mean nothing, but both sides run and train to the same losses."""
 
 import json
 import os
@@ -16,7 +16,7 @@ PEERS = {"HF Trainer": "accelerate", "Lightning": "lightning", "accelerate": "ac
 
 @pytest.fixture
 def smoke(tmp_path):
-    """Run a benchmark at tiny sizes and give its rows by (case, side)."""
+    """Run a benchmark at tiny sizes and return its rows by (case, side)."""
 
     def run(name, *words):
         record, environment = tmp_path / "record.json", {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -37,12 +37,12 @@ def smoke(tmp_path):
 
 
 def peers():
-    """The other libraries that are installed, as tables name them."""
+    """Names, as in the tables, of the other libraries that are installed."""
     return {name for name, package in PEERS.items() if find_spec(package) is not None}
 
 
 @pytest.mark.long
-def test_throughput_compares_libraries_that_train_alike(smoke):
+def test_throughput_benchmark_libraries_train_to_the_same_losses(smoke):
     rows = smoke("throughput", "--sides", "raw", "hf", "lightning", "accelerate", "foundry")
     assert {side for _, side in rows} == {"PyTorch loop", "foundry"} | peers()
     for values in rows.values():
@@ -52,7 +52,7 @@ def test_throughput_compares_libraries_that_train_alike(smoke):
 
 
 @pytest.mark.long
-def test_memory_leaves_out_what_importing_torch_takes(smoke):
+def test_memory_benchmark_excludes_the_memory_of_importing_torch(smoke):
     rows = smoke("memory", "--sides", "raw", "foundry")
     assert {side for _, side in rows} == {"PyTorch loop", "foundry"}
     for values in rows.values():
@@ -61,14 +61,14 @@ def test_memory_leaves_out_what_importing_torch_takes(smoke):
 
 
 @pytest.mark.long
-def test_sync_policy_counts_what_each_policy_promises(smoke):
+def test_sync_policy_benchmark_counts_the_traffic_of_each_policy(smoke):
     rows = smoke("sync_policy")
     assert max(values["apart"][0] for (case, _), values in rows.items() if case != "none") < 1e-4
     assert rows["none", "no exchange"]["received"] == [0]
     for side in ("foundry", "PyTorch"):
         received = {policy: rows["ddp", f"{side}, {policy}"]["received"][0] for policy in ("every", "last")}
         assert received["every"] == pytest.approx(4 * received["last"], rel=0.01)  # microbatches of a window
-    gathers, scatters = 2 * 4, 4  # of every unit but the root, which stays gathered for its backward pass
+    gathers, scatters = 2 * 4, 4  # of every unit except the root, which stays gathered until its backward pass
     every, last, kept = (
         rows["fsdp", f"foundry, {policy}"]["received"][0] for policy in ("every", "last", "last_keep_params")
     )
@@ -85,31 +85,31 @@ def test_sync_policy_counts_what_each_policy_promises(smoke):
         ("dpo", {"TRL, precompute_ref_log_probs"}),
     ],
 )
-def test_finetuning_runs_trl_at_its_settings_and_both_kinds_of_model(method, sides, smoke):
+def test_finetuning_benchmark_runs_trl_settings_and_both_model_kinds(method, sides, smoke):
     rows = {side: values for (_, side), values in smoke("finetuning_trl", "--steps", "2", method).items()}
     assert rows.keys() >= sides | {"TRL", "foundry", "foundry, model=hf"}
     assert max(values["apart"][0] for side, values in rows.items() if "foundry" in side) < 1e-4
 
 
 @pytest.mark.long
-def test_mfu_is_empty_where_the_peak_is_not_known(smoke):
+def test_mfu_benchmark_leaves_mfu_empty_if_peak_flops_are_unknown(smoke):
     rows = smoke("mfu", "--sides", "foundry", "raw")
     assert {side for _, side in rows} == {"PyTorch loop", "foundry"}
     for values in rows.values():
-        assert values["apart"][0] < 1e-3  # bf16
+        assert values["apart"][0] < 1e-3  # tolerance of bf16
         assert values["speed"][0] > 0
         assert values["mfu"] is None
 
 
 @pytest.mark.long
-def test_startup_counts_up_to_the_first_step(smoke):
+def test_startup_benchmark_measures_cpu_time_up_to_the_first_step(smoke):
     rows = smoke("startup", "--sides", "raw")
     assert {side for _, side in rows} == {"PyTorch loop", "foundry, `tracking=none`"}
     assert all(values["processor"][0] > 0.5 for values in rows.values())
 
 
 @pytest.mark.long
-def test_packing_changes_no_loss_and_no_gradient(smoke):
+def test_packing_benchmark_losses_and_gradients_match_unpacked_ones(smoke):
     rows = smoke("packing")
     packed = rows["2", "packed"]
     assert packed["apart"][0] < 1e-5
@@ -132,11 +132,11 @@ def test_packing_changes_no_loss_and_no_gradient(smoke):
                 "torch, `HuggingFaceStorageWriter`",
             },
         ),
-        ("muon", ("--ranks", "2"), {"everywhere", "one owner"}),  # equal bits are asserted by the script
+        ("muon", ("--ranks", "2"), {"everywhere", "one owner"}),  # the script asserts bit-identical results
         ("validate", (), {"a misspelt key"}),
     ],
 )
-def test_both_sides_are_measured(smoke, name, words, sides):
+def test_benchmark_measures_all_sides(smoke, name, words, sides):
     assert {side for _, side in smoke(name, *words)} == sides
 
 
@@ -152,7 +152,7 @@ def test_both_sides_are_measured(smoke, name, words, sides):
         ),
     ],
 )
-def test_policies_are_trained_and_act_in_episodes_that_no_evaluation_has_had(words, sides, smoke):
+def test_policies_benchmark_trains_policies_and_measures_success(words, sides, smoke):
     rows = smoke("policies", *words)
     assert {side.removesuffix(" colour") for _, side in rows} == sides
     for values in rows.values():
@@ -162,7 +162,7 @@ def test_policies_are_trained_and_act_in_episodes_that_no_evaluation_has_had(wor
 
 
 @pytest.mark.long
-def test_commands_that_read_large_files_are_measured(smoke):
+def test_large_files_benchmark_measures_time_and_memory_of_commands(smoke):
     rows = smoke("large_files")
     assert len(rows) == 4
     assert all(values["seconds"][0] > 0 and values["peak_mib"][0] > 10 for values in rows.values())

@@ -1,4 +1,4 @@
-"""One secret, wherever it can be put: nothing that any command writes or prints shows it."""
+"""A secret in any setting or environment variable appears in no output and no file of any command."""
 
 import stat
 
@@ -33,7 +33,7 @@ def warm(tmp_path_factory, cache):
 
 
 OWN = ["--config-dir", "own", "model=keyed"]
-# What the model's schema would have said is no setting of a user's own.
+# The user's own model has no schema, so the settings of the built-in schema are left out.
 WORDS = [
     *(word for word in SMALL_LM if not word.startswith("model.")),
     "objective.sample_tokens=4",
@@ -43,13 +43,13 @@ STORE = ["tracking.mlflow=true", "tracking.uri=${oc.env:STORE}", "+hydra.job.env
 
 
 def found_in(folder):
-    """The files that hold the secret, whole or percent-encoded."""
+    """Return the files that contain the secret."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     return [path for path in files if CANARY.encode() in path.read_bytes()]
 
 
 @pytest.mark.long
-def test_a_secret_of_the_environment_is_nowhere_else(warm):
+def test_secret_from_the_environment_is_in_no_file_and_no_output(warm):
     def do(*overrides, code=0, **options):
         message = warm.run(*overrides, code=code, variables=VARIABLES, **options)
         assert CANARY not in "".join(message)
@@ -90,7 +90,7 @@ def test_a_secret_of_the_environment_is_nowhere_else(warm):
     ],
     ids=str,
 )
-def test_a_secret_that_is_written_down_is_nowhere_at_all(warm, overrides):
+def test_secret_given_as_an_override_is_refused_and_not_printed(warm, overrides):
     own = [word.format(*[CANARY] * word.count("{}")) for word in overrides]
     message = warm.run(
         *own, *OWN, *WORDS, "hydra.run.dir=refused", "hydra.sweep.dir=refused", code=2, variables=VARIABLES

@@ -1,4 +1,4 @@
-"""A command that reads a checkpoint of a run that still trains reads the newer one if the run deletes the first."""
+"""Commands that read a checkpoint which the running training deletes meanwhile; they read the newer checkpoint."""
 
 import shutil
 
@@ -50,7 +50,7 @@ def training(finished, tmp_path):
 
 @pytest.fixture
 def deleted_at(training, monkeypatch):
-    """A function that has the run train on whenever a function of a module is called."""
+    """A function that makes the run continue training on each call of a function of a module."""
 
     def delete_at(module, name):
         original = getattr(module, name)
@@ -84,7 +84,7 @@ CASES += [("export", stage, "last") for stage in ("it is verified", "its tensors
 
 
 @pytest.mark.parametrize(("reader", "stage", "which"), CASES)
-def test_newer_checkpoint_is_read_if_the_run_deletes_the_first_when(training, deleted_at, reader, stage, which):
+def test_newer_checkpoint_is_read_if_the_first_is_deleted_at_stage(training, deleted_at, reader, stage, which):
     deleted_at(*STAGES[stage])
     assert READERS[reader](training[0], which) == "step_00000003"
 
@@ -96,7 +96,7 @@ def test_eval_on_other_data_needs_no_checkpoint_after_the_weights_are_read(finis
 
 
 @pytest.mark.parametrize("reader", ["restore", "export"])
-def test_step_that_the_run_deletes_meanwhile_is_a_line(training, deleted_at, reader):
+def test_explicit_step_deleted_while_reading_is_a_config_error(training, deleted_at, reader):
     deleted_at(foundry.engine.restore, "problems")
     with pytest.raises(
         ConfigError, match=r"^which: .* has no checkpoint '2'; there are: step_00000001, step_00000003$"
@@ -104,7 +104,7 @@ def test_step_that_the_run_deletes_meanwhile_is_a_line(training, deleted_at, rea
         READERS[reader](training[0], "2")
 
 
-def test_export_of_a_checkpoint_that_is_deleted_meanwhile_is_that_of_the_newer_one(training, deleted_at):
+def test_export_contains_only_the_newer_checkpoint_if_the_first_is_deleted(training, deleted_at):
     run = training[0]
     deleted_at(foundry.checkpoint.tensor_index, "open_regular")
     for name in ("while-it-trains", "again"):

@@ -1,4 +1,4 @@
-"""Whole runs on the CPU and on a GPU: the same bits twice, and after being resumed."""
+"""Whole runs on the CPU and on a GPU: unusable GPUs, TF32, and bit-identical repeated and resumed runs."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ SETTINGS = [
 
 
 def outcome(run_dir):
-    """Losses of all steps, the tensors of the last checkpoint, optimizer and averages included, and all samples."""
+    """Return the losses of all steps, the tensors of the last checkpoint (optimizer included) and the samples."""
     losses = {row["step"]: row["loss"] for row in read_metrics(run_dir / "metrics.jsonl") if "loss" in row}
     last = list_checkpoints(run_dir)[0]
     tensors = {}
@@ -46,7 +46,7 @@ def assert_same(ours, theirs):
 
 @pytest.fixture
 def unusable_gpu(monkeypatch):
-    """A GPU that this machine has and torch cannot use."""
+    """Simulate a GPU of this machine that torch cannot use."""
     unusable = [Path("/dev/nvidia0")]
     for module in (device, environment):
         monkeypatch.setattr(module, "gpu_files", lambda: unusable)
@@ -59,7 +59,7 @@ def assert_refused(run_command, module, words):
     assert err.startswith("device: is auto and this machine has a GPU (/dev/nvidia0), but torch "), (module, err)
 
 
-def test_a_gpu_that_torch_cannot_use_is_refused_before_a_run(run_command, unusable_gpu):
+def test_run_refuses_a_gpu_that_torch_cannot_use_before_training(run_command, unusable_gpu):
     assert_refused(run_command, "foundry", TINY_LM)
     out, _ = run_command(*TINY_LM, "device=cpu", "hparams.max_steps=1", "hydra.run.dir=run")
     assert out.startswith("device ")
@@ -101,7 +101,7 @@ def test_every_command_computes_a_tf32_run_in_tf32(run_command, monkeypatch):
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     for module, words in commands.items():
         seen.clear()
-        run_command(*words, module=module, **({"code": 2} if module == "foundry.lr_find" else {}))  # its loss is noise
+        run_command(*words, module=module, **({"code": 2} if module == "foundry.lr_find" else {}))  # fails: noisy loss
         assert set(seen) == {(True, True)}, module
     assert (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32) == before
 
@@ -109,7 +109,7 @@ def test_every_command_computes_a_tf32_run_in_tf32(run_command, monkeypatch):
 @pytest.mark.long
 @pytest.mark.parametrize("device_type", DEVICES)
 @pytest.mark.parametrize("model", [TINY_LM, TINY_DIT], ids=["transformer", "dit"])
-def test_the_same_bits_twice_and_after_an_interruption(model, device_type, tmp_path, monkeypatch):
+def test_repeated_and_resumed_runs_are_bit_identical(model, device_type, tmp_path, monkeypatch):
     with runs_on(device_type, monkeypatch):
         config = compose([*model, *SETTINGS])
         run(config, tmp_path / "once")

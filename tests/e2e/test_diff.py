@@ -1,4 +1,4 @@
-"""`python -m foundry.diff` of real runs, and of what their directories may have become."""
+"""`python -m foundry.diff` of real runs and of damaged run directories."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from foundry.commands.diff import compare
 RUN = [*TINY_LM, "hparams.max_steps=4", "tracking=none", "evaluation.interval=2", "evaluation.write_samples=false"]
 
 
-def test_runs_side_by_side(run_command):
+def test_diff_compares_settings_plan_curves_and_results_of_runs(run_command):
     changed = {"one": [], "again": [], "other": ["hparams.lr=2e-3", "hparams.max_steps=6"]}
     for name, words in changed.items():
         run_command(*RUN, *words, f"hydra.run.dir='a={name}'")
@@ -77,7 +77,7 @@ def write_run(folder, records):
 
 @settings(max_examples=50, deadline=None)
 @given(values=st.lists(st.tuples(VALUES, VALUES), min_size=1, max_size=4))
-def test_the_first_step_with_other_values_is_found_by_their_hashes(tmp_path_factory, values):
+def test_diff_finds_the_first_step_with_different_values(tmp_path_factory, values):
     folder = tmp_path_factory.mktemp("runs")
     for side in range(2):
         records = [{"step": step, "loss": 1.0, "own": pair[side], "lr": side} for step, pair in enumerate(values, 1)]
@@ -87,7 +87,7 @@ def test_the_first_step_with_other_values_is_found_by_their_hashes(tmp_path_fact
     assert (found and found[:2]) == next(((step, "own") for step in steps), None)
 
 
-def test_a_long_run_is_compared_in_little_memory(tmp_path):
+def test_diff_of_long_runs_needs_little_memory(tmp_path):
     record = {"loss": 1.0, **{f"metric_{number}": number / 7 for number in range(20)}}
     for side in ("one", "other"):
         write_run(tmp_path / side, ({**record, "step": step} for step in range(1, 5001)))

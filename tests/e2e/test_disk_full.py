@@ -16,7 +16,7 @@ WORDS = [*RUN, *SMALL, "hparams.max_steps=40", "hydra.run.dir=small/run"]
 
 @pytest.fixture
 def disk(tmp_path):
-    """A file system of 400 kB, and how to resize it."""
+    """A file system of 400 kB; yields a function that resizes it."""
     with small_disk(tmp_path / "small", "400k") as resize:
         yield resize
 
@@ -44,7 +44,7 @@ def overrides(tmp_path):
     ],
     ids=["asynchronous", "synchronous", "two ranks"],
 )
-def test_training_continues_to_its_end_which_is_then_no_success(shell, overrides, disk, more):
+def test_full_disk_does_not_end_training_but_fails_the_run(shell, overrides, disk, more):
     run_dir = shell.cwd / "small" / "run"
     stderr = shell.run(*overrides, *more, code=1)[1]
     (first,) = list_checkpoints(run_dir)
@@ -71,7 +71,7 @@ def test_training_continues_to_its_end_which_is_then_no_success(shell, overrides
 
 @pytest.mark.long
 @pytest.mark.parametrize("asynchronous", ["true", "false"])
-def test_the_best_at_the_end_has_to_be_saved_too(shell, overrides, asynchronous):
+def test_run_fails_if_the_best_checkpoint_of_the_last_step_cannot_be_saved(shell, overrides, asynchronous):
     run_dir = shell.cwd / "small" / "run"
     only_best = ["checkpoint.save_final=false", "checkpoint.interval=null", "checkpoint.every_minutes=null"]
     first = [*overrides, *only_best, f"checkpoint.asynchronous={asynchronous}", "evaluation.interval=20"]
@@ -82,7 +82,7 @@ def test_the_best_at_the_end_has_to_be_saved_too(shell, overrides, asynchronous)
 
 
 @pytest.mark.long
-def test_a_run_whose_result_cannot_be_written_has_not_finished(shell, overrides, disk):
+def test_run_fails_if_its_result_cannot_be_written(shell, overrides, disk):
     run_dir = shell.cwd / "small" / "run"
     disk("8m")
     many = [*overrides, "checkpoint.interval=null", "hparams.max_steps=200"]
@@ -98,7 +98,7 @@ def test_a_run_whose_result_cannot_be_written_has_not_finished(shell, overrides,
 
 
 @pytest.mark.long
-def test_a_signal_on_a_full_disk_stops_the_run_all_the_same(shell, overrides):
+def test_sigterm_on_a_full_disk_stops_the_run(shell, overrides):
     run_dir = shell.cwd / "small" / "run"
     process = shell.start(*overrides, "hparams.max_steps=4000")
     shell.wait_for_steps(process, run_dir, 30)
@@ -111,7 +111,7 @@ def test_a_signal_on_a_full_disk_stops_the_run_all_the_same(shell, overrides):
 
 
 @pytest.mark.long
-def test_strict_saves_end_the_run_which_resumes_when_there_is_room(shell, overrides, disk):
+def test_strict_saves_end_the_run_on_a_full_disk_and_it_resumes_later(shell, overrides, disk):
     run_dir = shell.cwd / "small" / "run"
     stderr = shell.run(*overrides, "checkpoint.strict_saves=true", code=1)[1]
     assert "SaveError: no checkpoint of step 20" in stderr
@@ -125,7 +125,7 @@ def test_strict_saves_end_the_run_which_resumes_when_there_is_room(shell, overri
 
 
 @pytest.mark.long
-def test_a_disk_without_a_byte_left_costs_records_and_the_last_checkpoint(shell, overrides, disk):
+def test_completely_full_disk_loses_log_records_and_the_last_checkpoint(shell, overrides, disk):
     run_dir, overrides = shell.cwd / "small" / "run", [*overrides, "hparams.max_steps=400"]
     process = shell.start(*overrides)
     shell.wait_for_steps(process, run_dir, 20)

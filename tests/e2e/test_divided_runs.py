@@ -1,4 +1,4 @@
-"""Runs whose ranks divide the model between them: resumed with another number of such ranks, sampled and exported."""
+"""Tensor-parallel runs: resumed with another tensor-parallel degree, sampled and exported."""
 
 import json
 
@@ -16,7 +16,7 @@ from foundry.commands.sample import SampleOptions, sample
 from foundry.run_dir.checkpoints import find
 
 pytestmark = [pytest.mark.long, pytest.mark.distributed]
-# With its default of eps AdamW makes 2e-5 of the rounding of sums, without any rank that divides the model.
+# With its default eps AdamW amplifies the rounding of sums to 2e-5, even without tensor parallelism.
 TEXT = [
     *RUN,
     "optimizer.eps=1e-4",
@@ -32,7 +32,7 @@ DIVIDED = [*FOUR, "distributed.tensor_parallel=2"]
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory, cache):
-    """A shell, the override that says where the text lies, and half a run of either kind beside a whole one."""
+    """A shell, the override with the path of the text, one whole run and half a run of each layout."""
     shell = WarmShell(tmp_path_factory.mktemp("divided"), cache)
     text = write_text(shell.cwd)
     shell.run(text, *TEXT, "hparams.max_steps=12", "hydra.run.dir=one")
@@ -42,7 +42,7 @@ def started(tmp_path_factory, cache):
 
 
 def weights(run_dir):
-    """The tensors of the last checkpoint, put together."""
+    """Return the tensors of the last checkpoint, assembled from their shards."""
     index = read_index(find(run_dir))
     tensors = {name: torch.empty(index.shape(name), dtype=index.dtype(name)) for name in index.entries}
     index.fill({name: Chunk(tensor, (0,) * tensor.ndim) for name, tensor in tensors.items()})
@@ -55,7 +55,7 @@ def losses(shell, name):
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [("divided", FOUR), ("divided", []), ("sharded", DIVIDED)])
-def test_a_run_continues_with_another_degree(started, saved, loaded):
+def test_run_resumes_with_another_tensor_parallel_degree(started, saved, loaded):
     shell, text = started
     name = f"{saved} {len(loaded)}"
     shell.run(text, *TEXT, *loaded, "hparams.max_steps=12", f"checkpoint.resume={saved}", f"hydra.run.dir='{name}'")
@@ -69,7 +69,7 @@ def test_a_run_continues_with_another_degree(started, saved, loaded):
         assert (resumed[key] - tensor).norm() <= 1e-5 * tensor.norm().clamp(min=1e-8), key
 
 
-def test_it_is_sampled_and_exported_as_any_other(started):
+def test_tensor_parallel_run_is_sampled_and_exported(started):
     shell, _ = started
     options = {"prompt": "3 times", "max_new_tokens": 8, "temperature": 0.0}
     file = sample(SampleOptions(run=str(shell.cwd / "divided"), **options))

@@ -1,4 +1,4 @@
-"""How a run ended is said truly, on the terminal, in status.json and in foundry.log, whatever ended it."""
+"""The terminal, status.json and foundry.log name the true cause of the end of a failed run."""
 
 import json
 import re
@@ -34,7 +34,7 @@ SILENT = (
 
 @pytest.fixture
 def faulty(shell):
-    """Starts a run with a fault; returns the process."""
+    """A function that starts a run with a fault and returns the process."""
     folder = shell.cwd / "conf" / "objective"
     folder.mkdir(parents=True)
     (folder / "faulty.yaml").write_text("_target_: support.faulty.Objective\n")
@@ -59,10 +59,10 @@ def status(shell):
         pytest.param(
             "kill_a_data_worker", ["data.num_workers=1"], 1, WORKER, "DataWorkerError", marks=pytest.mark.long
         ),
-        pytest.param("hang", [], 74, STALLED, "in hang", marks=pytest.mark.long),  # waits for ten seconds
+        pytest.param("hang", [], 74, STALLED, "in hang", marks=pytest.mark.long),  # takes ten seconds
     ],
 )
-def test_one_process(faulty, shell, fault, overrides, code, reason, in_log):
+def test_failure_of_one_process_is_recorded_with_its_cause(faulty, shell, fault, overrides, code, reason, in_log):
     process = faulty(fault, 0, *overrides)
     _, stderr = process.communicate(timeout=240)
     assert process.returncode == code, stderr
@@ -86,7 +86,7 @@ def test_one_process(faulty, shell, fault, overrides, code, reason, in_log):
         pytest.param("stop", 1, 74, SILENT.format(1, 0), "in loss|in backward|wait", marks=pytest.mark.long),
     ],
 )
-def test_two_processes(faulty, shell, fault, rank, code, reason, in_log):
+def test_failure_of_one_of_two_ranks_is_recorded_with_its_cause(faulty, shell, fault, rank, code, reason, in_log):
     process = faulty(fault, rank, *TWO)
     _, stderr = process.communicate(timeout=240)
     assert process.returncode == code, stderr
@@ -95,7 +95,7 @@ def test_two_processes(faulty, shell, fault, rank, code, reason, in_log):
     assert re.match(reason, end["reason"]), end["reason"]
     log = (shell.cwd / "run" / "foundry.log").read_text()
     assert re.search(in_log, log)
-    # A rank that waits asks the others, and all that can answer write down which collectives they have begun.
+    # A waiting rank requests flight recordings; each rank that still responds writes the collectives it has begun.
     waited = {f"rank_{1 - rank}"} if fault == "stop" else set()
     assert {path.name for path in shell.cwd.glob("run/flight_recorder/*")} == waited
     assert end["reason"] in log
@@ -104,7 +104,7 @@ def test_two_processes(faulty, shell, fault, rank, code, reason, in_log):
 
 @pytest.mark.long
 @pytest.mark.distributed
-def test_a_rank_that_survives_rank_zero_says_that_the_run_has_failed(faulty, shell):
+def test_surviving_rank_records_the_failure_if_rank_zero_is_killed(faulty, shell):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -123,7 +123,7 @@ def losses(shell):
 
 
 @pytest.mark.distributed
-def test_a_run_is_started_again_after_a_rank_was_killed_and_ends_as_if_none_had(faulty, shell):
+def test_max_restarts_resumes_bit_for_bit_after_a_rank_was_killed(faulty, shell):
     words = [
         *TWO,
         "hparams.max_steps=6",
@@ -147,5 +147,5 @@ def test_a_run_is_started_again_after_a_rank_was_killed_and_ends_as_if_none_had(
     shutil.rmtree(shell.cwd / "run")
     (shell.cwd / "undisturbed").rename(shell.cwd / "run")
     assert "restarts" not in status(shell)
-    assert losses(shell) == found  # each bit of each of the six
+    assert losses(shell) == found  # all six losses are bit-identical
     assert len(found) == 6

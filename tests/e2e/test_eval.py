@@ -1,4 +1,4 @@
-"""`foundry.eval` of runs and of folders of transformers, and `foundry.sample` of chats."""
+"""`foundry.eval` of runs and of transformers folders, and `foundry.sample` of chats."""
 
 import json
 import math
@@ -21,7 +21,7 @@ EXACT = "+evaluation.evaluators.exact_match={_target_: foundry.evaluators.exact_
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A folder with the runs `base`, over text, and `sft`, over chats, and the chats."""
+    """A folder with the runs `base` (text) and `sft` (chats) and with their data."""
     folder = tmp_path_factory.mktemp("runs")
     chats = folder / "chats.jsonl"
     rows = [{"prompt": f"Count {number}", "completion": f"It is {number % 3}."} for number in range(40)]
@@ -40,7 +40,7 @@ def result_of(run_dir):
 
 
 @pytest.mark.parametrize("name", ["base", "sft"])
-def test_it_measures_what_the_run_measured(runs, name, capsys):
+def test_eval_reproduces_the_metrics_of_the_run(runs, name, capsys):
     measured = evaluate(run=str(runs / name), ema=False)
     result = result_of(runs / name)
     assert measured["loss"] == pytest.approx(result["val_loss"], rel=1e-6)
@@ -56,14 +56,14 @@ def test_it_measures_what_the_run_measured(runs, name, capsys):
     assert printed.endswith(f"{runs / name / 'eval.json'}\n")
 
 
-def test_a_mean_squared_error_has_no_perplexity(tmp_path):
+def test_eval_of_a_mean_squared_error_has_no_perplexity(tmp_path):
     train(configure(*TINY_DIT, *QUIET, "hparams.max_steps=1"), tmp_path / "run")
     measured = evaluate(run=str(tmp_path / "run"))
     assert measured["loss"] > 0
     assert "perplexity" not in measured
 
 
-def test_a_run_is_measured_without_its_base_and_where_the_data_lies_now(runs, tmp_path):
+def test_eval_needs_no_base_and_accepts_other_data(runs, tmp_path):
     moved = shutil.copytree(runs / "sft", tmp_path / "sft", symlinks=True)
     settings = (moved / "config.yaml").read_text()
     (moved / "config.yaml").write_text(settings.replace(str(runs / "base"), "/nowhere"))
@@ -75,7 +75,7 @@ def test_a_run_is_measured_without_its_base_and_where_the_data_lies_now(runs, tm
     assert "exact_match" not in evaluate(on_text, run=str(moved))
 
 
-def test_an_environment_scores_the_answers_of_any_run(runs):
+def test_eval_with_an_environment_scores_the_completions_of_an_sft_run(runs):
     plain = evaluate(run=str(runs / "sft"))
     scored = ["environment=exact_match", "environment.pattern='It is (.*)'", "+environment.weights.format=0.5"]
     measured = evaluate(scored, run=str(runs / "sft"), max_new_tokens=8)
@@ -84,14 +84,14 @@ def test_an_environment_scores_the_answers_of_any_run(runs):
     assert measured["reward"] == measured["reward_correct"] + 0.5 * measured["reward_format"]
 
 
-def test_a_folder_of_transformers_is_measured_as_the_run_that_it_came_from(runs, tmp_path):
+def test_eval_of_an_exported_folder_matches_eval_of_its_run(runs, tmp_path):
     export(ExportOptions(run=str(runs / "sft"), out=str(tmp_path / "hf")))
     with pytest.raises(ConfigError, match=r"^data: is needed: .* is a folder of transformers, which names none"):
         evaluate(run=str(tmp_path / "hf"))
     data = ["data=chats", f"data.path={runs / 'chats.jsonl'}", "data.seq_len=32", "objective=sft"]
     measured = evaluate(data, run=str(tmp_path / "hf"))
     was = evaluate(run=str(runs / "sft"))
-    assert measured["loss"] == pytest.approx(was["loss"], rel=2e-3)  # in bf16, by another model's code
+    assert measured["loss"] == pytest.approx(was["loss"], rel=2e-3)  # bf16, transformers' implementation
     assert measured["num_prompts"] == was["num_prompts"]
 
 
@@ -108,7 +108,7 @@ def test_a_folder_of_transformers_is_measured_as_the_run_that_it_came_from(runs,
         ({}, ["data=text", "data.path=TEXT", "data.seq_len=64"], "data.seq_len: is 64 but the model of model.path="),
     ],
 )
-def test_errors_are_lines(runs, options, overrides, message):
+def test_eval_refuses_wrong_options_with_a_message(runs, options, overrides, message):
     def meant(text):
         return text.replace("BASE", str(runs / "base")).replace("TEXT", str(runs / "text.txt"))
 
@@ -118,7 +118,7 @@ def test_errors_are_lines(runs, options, overrides, message):
     assert str(refused.value).startswith(meant(message))
 
 
-def test_chats_are_sampled_in_their_template(runs, tmp_path, capsys):
+def test_sample_applies_the_chat_template_and_refuses_wrong_options(runs, tmp_path, capsys):
     options = {"run": str(runs / "sft"), "max_new_tokens": 5}
     [one] = read_samples(sample(SampleOptions(**options, prompt="Count 7", out=str(tmp_path / "one"))))
     assert one.startswith("user: Count 7\nassistant: ")

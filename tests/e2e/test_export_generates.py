@@ -1,4 +1,4 @@
-"""What `foundry.export` writes answers in transformers as it does in foundry, and stops there."""
+"""Exports generate the same completions in transformers as the run in foundry, and stop at the end token."""
 
 import json
 
@@ -23,7 +23,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory):
-    """A few chats, so often that a tiny model learns them by heart."""
+    """Two chats, repeated until a tiny model memorizes them."""
     file = tmp_path_factory.mktemp("data") / "chats.jsonl"
     rows = [{"prompt": f"Count {name}", "completion": f"It is {name}."} for name in ("one", "two") for _ in range(60)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -32,7 +32,7 @@ def chats(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["transformer", pytest.param("hf_llama", marks=pytest.mark.long)])
 def exported(request, chats, cache, tmp_path_factory):
-    """A run over chats and its export."""
+    """A folder with a run on chats and its export."""
     folder = tmp_path_factory.mktemp(request.param)
     data = ["data=chats", f"data.path={chats}", f"data.cache_dir={cache}", "data.vocab_size=280"]
     objective = ["objective=sft", "precision=fp32"]
@@ -43,7 +43,7 @@ def exported(request, chats, cache, tmp_path_factory):
     return folder
 
 
-def test_generate_stops_and_says_what_foundry_says(exported):
+def test_generate_of_an_export_stops_and_matches_foundry_sample(exported):
     model = AutoModelForCausalLM.from_pretrained(exported / "hf").eval()
     tokenizer = AutoTokenizer.from_pretrained(exported / "hf")
     for name in ("one", "two"):
@@ -59,7 +59,7 @@ def test_generate_stops_and_says_what_foundry_says(exported):
     assert model.generation_config.pad_token_id is not None
 
 
-def test_batches_are_padded_and_stop_each_for_itself(exported):
+def test_generate_of_an_export_pads_batches_and_stops_each_row_separately(exported):
     model = AutoModelForCausalLM.from_pretrained(exported / "hf").eval()
     tokenizer = AutoTokenizer.from_pretrained(exported / "hf", padding_side="left")
     texts = ["user: Count one\nassistant: ", "one user: Count two\nassistant: "]
@@ -69,7 +69,7 @@ def test_batches_are_padded_and_stop_each_for_itself(exported):
     assert read_samples(sample(SampleOptions(run=str(exported / "run"), prompts=texts, **options))) == found
 
 
-def test_the_files_say_it(exported):
+def test_export_declares_special_tokens_and_chat_template(exported):
     settings = GenerationConfig.from_pretrained(exported / "hf")
     tokenizer = AutoTokenizer.from_pretrained(exported / "hf")
     end = tokenizer.convert_tokens_to_ids("<|endoftext|>")

@@ -1,4 +1,4 @@
-"""What an export keeps of the folder that a model came from, and what other people's programs make of it."""
+"""Exports keep the tokenizer and generation settings of the model's source folder; other programs load them."""
 
 import json
 import os
@@ -34,7 +34,7 @@ LORA = ["peft=lora", "optimizer=adamw"]
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """A folder as transformers writes it, with settings that are not the usual ones."""
+    """A transformers folder with unusual settings."""
     folder = tmp_path_factory.mktemp("source") / "llama"
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
@@ -75,7 +75,7 @@ def run_on(folder, tmp_path, cache, *overrides):
 
 @pytest.fixture(scope="module")
 def exported(source, cache, tmp_path_factory):
-    """A run that started from it, on a copy that is gone by now, and its export."""
+    """The export of a run that started from a copy of `source`; the copy is moved away before the export."""
     folder = tmp_path_factory.mktemp("exported")
     gone = folder / "gone"
     gone.mkdir()
@@ -87,7 +87,7 @@ def exported(source, cache, tmp_path_factory):
     return folder / "hf"
 
 
-def test_the_tokenizer_is_that_of_the_source(source, exported):
+def test_export_keeps_the_tokenizer_of_the_source_folder(source, exported):
     one, other = AutoTokenizer.from_pretrained(source), AutoTokenizer.from_pretrained(exported)
     for name in ("special_tokens_map", "padding_side", "truncation_side", "model_max_length", "chat_template"):
         assert getattr(other, name) == getattr(one, name)
@@ -99,7 +99,7 @@ def test_the_tokenizer_is_that_of_the_source(source, exported):
     assert (exported / "merges.txt").read_text() == "#version: 0.2\n"
 
 
-def test_so_is_how_to_generate_and_the_type_of_the_weights(exported):
+def test_export_keeps_generation_settings_and_dtype_of_the_source_folder(exported):
     found = GenerationConfig.from_pretrained(exported)
     assert (found.do_sample, found.temperature, found.top_p) == (True, 0.7, 0.8)
     assert (found.bos_token_id, found.eos_token_id, found.pad_token_id) == (1, [2, 3], 0)
@@ -114,7 +114,7 @@ def test_so_is_how_to_generate_and_the_type_of_the_weights(exported):
 
 
 @pytest.mark.long
-def test_adapters_have_the_same_tokenizer(source, cache, tmp_path):
+def test_adapter_export_keeps_the_tokenizer_of_the_source_folder(source, cache, tmp_path):
     run = run_on(source, tmp_path, cache, *LORA)
     export(ExportOptions(run=str(run), out=str(tmp_path / "adapter")))
     one, other = AutoTokenizer.from_pretrained(source), AutoTokenizer.from_pretrained(tmp_path / "adapter")
@@ -125,7 +125,7 @@ def test_adapters_have_the_same_tokenizer(source, cache, tmp_path):
 
 
 @pytest.mark.long
-def test_a_folder_of_the_hub_has_links(source, cache, tmp_path):
+def test_run_copies_tokenizer_files_from_a_hub_folder_of_symlinks(source, cache, tmp_path):
     snapshot, blobs = tmp_path / "models--x--y" / "snapshots" / "0a1b", tmp_path / "models--x--y" / "blobs"
     snapshot.mkdir(parents=True)
     blobs.mkdir()
@@ -137,7 +137,7 @@ def test_a_folder_of_the_hub_has_links(source, cache, tmp_path):
     assert json.loads((run / "transformers" / "tokenizer_config.json").read_text())["padding_side"] == "left"
 
 
-def test_a_tokenizer_of_foundrys_own_pads_stops_and_has_a_length(own):
+def test_exported_foundry_tokenizer_pads_left_and_has_a_maximum_length(own):
     tokenizer, model = AutoTokenizer.from_pretrained(own), AutoModelForCausalLM.from_pretrained(own)
     assert (tokenizer.padding_side, tokenizer.model_max_length) == ("left", 32)
     assert json.loads((own / "tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"
@@ -149,7 +149,7 @@ def test_a_tokenizer_of_foundrys_own_pads_stops_and_has_a_length(own):
 
 @pytest.fixture(scope="module")
 def own(cache, tmp_path_factory):
-    """The export of a model and a tokenizer of foundry's own."""
+    """The export of a run with a model and a tokenizer trained by foundry."""
     folder = tmp_path_factory.mktemp("own")
     words = [write_text(folder), f"data.cache_dir={cache}"]
     train(configure(*SMALL, *RUN, *FEW, *words), folder / "run")
@@ -160,13 +160,13 @@ def own(cache, tmp_path_factory):
     return folder / "hf"
 
 
-def test_a_pipeline_writes_on(own):
+def test_text_generation_pipeline_loads_an_export(own):
     write = pipeline("text-generation", model=str(own))
     (found,) = write("7 times", max_new_tokens=4, do_sample=False)
     assert found["generated_text"].startswith("7 times")
 
 
-def test_the_card_says_what_was_done_and_no_secret(own):
+def test_model_card_of_an_export_has_metrics_and_settings_but_no_secret(own):
     card = (own / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\npipeline_tag: text-generation\n")
     result = json.loads((own.parent / "run" / "result.json").read_text())
@@ -192,7 +192,7 @@ metric_list: [{metric: acc}]
 
 @pytest.mark.long
 @pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm_eval is not installed")
-def test_lm_eval_measures_it(own, tmp_path):
+def test_lm_eval_command_evaluates_an_export(own, tmp_path):
     rows = [{"question": "7 times 7 is ", "answer": 0}, {"question": "5 times 10 is ", "answer": 1}]
     (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "sums.yaml").write_text(TASK.replace("FILE", str(tmp_path / "sums.jsonl")))

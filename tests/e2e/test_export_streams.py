@@ -1,4 +1,4 @@
-"""An export reads the checkpoint a tensor at a time, and is what it was when the whole model was read."""
+"""An export reads the checkpoint one tensor at a time and writes the same bytes as from the whole model."""
 
 import json
 import subprocess
@@ -31,7 +31,7 @@ KINDS = {
 
 
 def make_run(folder, *overrides, ema=False):
-    """A run directory with all that an export reads, without training."""
+    """Write a run directory with all the files that an export reads, without training."""
     folder.mkdir()
     config = configure(*overrides)
     save_config(config, folder)
@@ -51,7 +51,7 @@ def make_run(folder, *overrides, ema=False):
 
 @pytest.mark.parametrize("ema", [False, True])
 @pytest.mark.parametrize("kind", ["transformer", "tied", pytest.param("hf_llama", marks=pytest.mark.long)])
-def test_it_is_the_file_of_the_whole_model(tmp_path, kind, ema):
+def test_streamed_export_is_byte_identical_to_saving_the_whole_model(tmp_path, kind, ema):
     run = make_run(tmp_path / "run", *KINDS[kind], ema=ema)
     export(ExportOptions(run=str(run), out=str(tmp_path / "out")))
     model = restore(run, "last", ema=True).model
@@ -59,7 +59,7 @@ def test_it_is_the_file_of_the_whole_model(tmp_path, kind, ema):
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == (tmp_path / "whole").read_bytes()
 
 
-def test_weights_in_another_type(tmp_path):
+def test_export_dtype_converts_the_weights(tmp_path):
     run = make_run(tmp_path / "run", *SMALL_LM)
     export(ExportOptions(run=str(run), out=str(tmp_path / "out"), dtype=WeightsDtype.bfloat16))
     written = load_file(tmp_path / "out" / "model.safetensors")
@@ -81,7 +81,7 @@ print(peak(sys.argv[2]) - small)
 
 
 @pytest.mark.long
-def test_memory_is_less_than_twice_the_largest_tensor(tmp_path):
+def test_export_needs_less_memory_than_twice_the_largest_tensor(tmp_path):
     large = ["model.hidden_size=512", "model.intermediate_size=8192", "data.vocab_size=16000", "model.num_layers=5"]
     runs = [make_run(tmp_path / "small", *SMALL_LM), make_run(tmp_path / "large", *SMALL_LM, *large)]
     command = [sys.executable, "-c", _MEASURED, *map(str, runs)]

@@ -1,4 +1,4 @@
-"""What has been imported for the page of help and for a run's first step: counted, since seconds are the machine's."""
+"""Modules imported by --help and by a run's first step; imports are counted since seconds depend on the machine."""
 
 import json
 import subprocess
@@ -43,7 +43,7 @@ NOT_FOR_HELP |= {f"foundry.launch.{name}" for name in ("launchers", "local_launc
 NOT_FOR_HELP |= {f"foundry.sweeps.{name}" for name in ("compose_jobs", "search", "sweeper")}
 
 
-def test_the_page_of_help_imports_no_rule_no_launcher_and_no_sweeper():
+def test_help_imports_no_rules_launchers_or_sweepers():
     code = _HELP.format(not_for_help=NOT_FOR_HELP)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("foundry trains models")
@@ -51,11 +51,11 @@ def test_the_page_of_help_imports_no_rule_no_launcher_and_no_sweeper():
 
 
 @pytest.mark.long
-def test_one_process_imports_neither_compiler_nor_sharding_and_draws_after_its_first_step(tmp_path):
+def test_first_step_of_one_process_imports_no_compiler_sharding_or_matplotlib(tmp_path):
     overrides = [*TINY_LM, *PLOTS, "tracking.mlflow=true", "tracking.log_every_n_steps=1"]
     (tmp_path / "script.py").write_text(_RUN.format(later=LATER, overrides=overrides))
     done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
     lines = [line.strip() for line in done.stdout.splitlines() if line.startswith("at the ")]
     assert lines == ["at the first step:", "at the end: matplotlib"]
     is_sent = json.loads((tmp_path / "run" / "mlflow.json").read_text())["run_id"] is not None
-    assert is_sent or (tmp_path / "run" / "mlflow_pending.jsonl").exists()  # by another process, if there was time
+    assert is_sent or (tmp_path / "run" / "mlflow_pending.jsonl").exists()  # another process sends, if there is time

@@ -1,4 +1,4 @@
-"""Every process group of a run has the run's time limits, whoever made it."""
+"""Every process group of a run has the run's timeouts, including groups that the device mesh or muon creates."""
 
 import json
 from pathlib import Path
@@ -28,18 +28,18 @@ WORDS = [
     [
         (["distributed=ddp", "distributed.nproc_per_node=2"], []),
         (["distributed=fsdp", "distributed.nproc_per_node=2", "optimizer=muon"], []),
-        # along each dimension of the mesh
+        # one subgroup along each dimension of the mesh
         (["distributed=hsdp", "distributed.nproc_per_node=4", "optimizer=muon"], [2, 2]),
     ],
     ids=["ddp", "fsdp", "hsdp"],
 )
-def test_each_group_has_the_limit_of_the_start_and_then_that_of_steps(shell, overrides, subgroups):
+def test_process_groups_have_the_start_timeout_and_then_the_step_timeout(shell, overrides, subgroups):
     limits = ["distributed.timeout_seconds=100", "distributed.start_timeout_seconds=400"]
     shell.run(*WORDS, *overrides, *limits, variables={"PYTHONPATH": str(Path(__file__).parents[1])})
     start, _, last = map(json.loads, (shell.cwd / "run" / "limits.jsonl").read_text().splitlines())
     world = int(overrides[1].rpartition("=")[2])
     assert start[0] == "start"
-    assert {seconds for _, each in start[1] for seconds in each} == {500.0}  # a quarter more than the watchdog's
+    assert {seconds for _, each in start[1] for seconds in each} == {500.0}  # 1.25 times the watchdog's timeout
     assert {seconds for _, each in last[1] for seconds in each} == {125.0}
-    # The ranks' own, and one beside for the thread that writes checkpoints.
+    # The default group, and one more for the thread that writes checkpoints.
     assert sorted(size for size, _ in last[1]) == sorted([world, world, *subgroups])

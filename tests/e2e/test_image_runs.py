@@ -1,4 +1,4 @@
-"""A diffusion model of a user's own pictures."""
+"""Diffusion runs on a folder of images."""
 
 import json
 
@@ -26,7 +26,7 @@ def losses(folder):
     return [[record[name] for record in records if name in record] for name in ("loss", "val_loss")]
 
 
-def test_pictures_are_trained_on_resumed_from_another_place_and_drawn(run_command, pictures):
+def test_image_run_trains_resumes_after_moving_the_data_and_is_sampled(run_command, pictures):
     run_command(*RUN, "data.path=pictures", "hydra.run.dir=whole")
     plan = json.loads((run_command.cwd / "whole" / "plan.json").read_text())
     counts = {name: plan["notes"][name] for name in ("train_images", "validation_images", "classes")}
@@ -48,7 +48,7 @@ def test_pictures_are_trained_on_resumed_from_another_place_and_drawn(run_comman
 
 
 @pytest.mark.long
-def test_a_worker_that_reads_ahead_changes_no_loss(run_command, shell, pictures):
+def test_data_worker_does_not_change_the_losses_of_an_image_run(run_command, shell, pictures):
     run_command(*RUN, "data.path=pictures", "hydra.run.dir=whole")
     shell.run(*RUN, "data.path=pictures", "data.num_workers=1", "hydra.run.dir=ahead")
     assert losses(run_command.cwd / "ahead") == losses(run_command.cwd / "whole")

@@ -10,15 +10,15 @@ from support.small_text import RUN, SMALL, write_text
 
 from foundry.run_dir.checkpoints import find
 
-STEPS = 1200  # so that a test that waits for its turn still finds the run training
+STEPS = 1200  # enough that the run still trains if the test process has to wait for a CPU
 WORDS = [*RUN, *SMALL, f"hparams.max_steps={STEPS}", "hydra.run.dir=run", "evaluation.write_samples=true"]
 TWO = ["distributed=fsdp", "distributed.nproc_per_node=2"]
 OTHERS = ["config.yaml", "metrics.jsonl", "result.json", "status.json"]
-AT_FDCWD, RENAME_EXCHANGE = -100, 2  # of Linux
+AT_FDCWD, RENAME_EXCHANGE = -100, 2  # Linux constants
 
 
 def deleted(run_dir):
-    run_dir.rename(run_dir.with_name("going"))  # as at once
+    run_dir.rename(run_dir.with_name("going"))  # so that the run sees it vanish at once
     shutil.rmtree(run_dir.with_name("going"))
 
 
@@ -27,7 +27,7 @@ def moved(run_dir):
 
 
 def replaced(run_dir):
-    """Put another folder in its place, in one call: between two the run would notice that there is none."""
+    """Replace the run directory in one system call; between two calls the run would notice its absence."""
     other = run_dir.with_name("moved")
     other.mkdir()
     for name in OTHERS:
@@ -54,7 +54,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_the_run_ends_with_one_line_and_writes_nowhere_else(shell, case):
+def test_run_without_its_directory_ends_with_one_line_and_writes_nothing(shell, case):
     lose, more, left = case
     run_dir = shell.cwd / "run"
     overrides = [*WORDS, *more, write_text(shell.cwd)]
@@ -71,7 +71,7 @@ def test_the_run_ends_with_one_line_and_writes_nowhere_else(shell, case):
 
 
 @pytest.mark.long
-def test_a_directory_that_is_moved_back_is_resumed(shell):
+def test_run_directory_that_is_moved_back_is_resumed(shell):
     run_dir = shell.cwd / "run"
     overrides = [*WORDS, "checkpoint.interval=20 steps", write_text(shell.cwd)]
     process = shell.start(*overrides)
@@ -89,7 +89,7 @@ def test_a_directory_that_is_moved_back_is_resumed(shell):
 
 @pytest.mark.long
 @pytest.mark.parametrize("launcher", ["local", "sequential"])
-def test_other_jobs_of_a_sweep_continue(shell, launcher):
+def test_sweep_continues_if_the_run_directory_of_a_job_is_deleted(shell, launcher):
     first, second = shell.cwd / "sweep" / "0", shell.cwd / "sweep" / "1"
     jobs = ["-m", "hparams.seed=1,2", f"hydra/launcher={launcher}", "hydra.sweep.dir=sweep"]
     process = shell.start(*RUN, *SMALL, "hparams.max_steps=200", *jobs, write_text(shell.cwd))

@@ -1,4 +1,4 @@
-"""`python -m foundry.lr_find` as a person types it."""
+"""`python -m foundry.lr_find`: output, refusals and several processes."""
 
 import json
 import re
@@ -14,7 +14,7 @@ def content(folder):
 
 
 @pytest.mark.long
-def test_a_ramp_leaves_a_picture_numbers_and_a_line_to_copy(run_command):
+def test_lr_find_writes_plot_and_numbers_and_prints_an_override(run_command):
     stdout, stderr = run_command(*TINY_LM, *FIND, "lr_find.steps=40", module="foundry.lr_find")
     assert stderr == ""
     lr = re.search(r"^steepest fall  hparams\.lr=(\S+)$", stdout, re.MULTILINE)[1]
@@ -51,7 +51,8 @@ def test_a_ramp_leaves_a_picture_numbers_and_a_line_to_copy(run_command):
         ),
     ],
 )
-def test_errors_say_what_to_do(run_command, lm, overrides, message):  # lm has filled the cache, which prints progress
+def test_lr_find_refuses_wrong_options_with_one_line(run_command, lm, overrides, message):
+    # The fixture lm has filled the cache, since filling it prints progress to stderr.
     _, stderr = run_command(*TINY_LM, *overrides, "lr_find.stop_at=100", module="foundry.lr_find", code=2)
     assert stderr.startswith(message)
     assert stderr.count("\n") == 1
@@ -59,7 +60,7 @@ def test_errors_say_what_to_do(run_command, lm, overrides, message):  # lm has f
 
 @pytest.mark.long
 @pytest.mark.distributed
-def test_two_processes_find_what_one_finds(shell):
+def test_lr_find_on_two_processes_matches_one_process(shell):
     words = [*TINY_LM, "precision=fp32", "optimizer=adamw", "lr_find.min=1e-4", "lr_find.max=0.1", "lr_find.steps=20"]
     shell.run(*words, "hydra.run.dir=one", module="foundry.lr_find")
     two = ["distributed=fsdp", "distributed.nproc_per_node=2", "hydra.run.dir=two"]

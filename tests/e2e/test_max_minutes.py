@@ -1,4 +1,4 @@
-"""`hparams.max_minutes`: a run that ends where it is when its time is up."""
+"""`hparams.max_minutes`: a run stops when its time is up and continues with a larger limit."""
 
 import json
 
@@ -24,7 +24,7 @@ def records(folder):
         pytest.param(["distributed=ddp", "distributed.nproc_per_node=2"], "shell", id="two", marks=pytest.mark.long),
     ],
 )
-def test_a_run_ends_where_it_is_and_goes_on_where_it_is_given_more(request, layout, starts):
+def test_max_minutes_stops_the_run_and_a_larger_limit_resumes_it(request, layout, starts):
     command = request.getfixturevalue(starts)
     run = command.run if starts == "shell" else command
     words = [*RUN, *layout, "hydra.run.dir=run"]
@@ -39,11 +39,11 @@ def test_a_run_ends_where_it_is_and_goes_on_where_it_is_given_more(request, layo
     assert (last["step"], last["val_loss"]) == (ended, result["val_loss"])
 
     kept = {file: file.stat().st_mtime_ns for file in folder.rglob("*.safetensors")}
-    run(*words, "hparams.max_minutes=0.0001")  # it has its result
+    run(*words, "hparams.max_minutes=0.0001")  # already has its result
     assert read(folder, "result.json") == result
     assert kept == {file: file.stat().st_mtime_ns for file in folder.rglob("*.safetensors")}
 
-    # The time before counts: this is over after one more step, or two where ranks agree one step late.
+    # The time of earlier starts counts: the limit ends the run after one more step, or two if ranks agree a step late.
     run(*words, "hparams.max_minutes=0.00010001")
     assert ended < read(folder, "result.json")["step"] <= ended + 2
 
@@ -55,7 +55,7 @@ def test_a_run_ends_where_it_is_and_goes_on_where_it_is_given_more(request, layo
     assert found == whole
 
 
-def test_one_that_takes_longer_than_its_budget_does_not_notice(shell):
+def test_max_minutes_beyond_the_end_of_the_run_has_no_effect(shell):
     shell.run(*RUN, "hparams.max_steps=4", "hparams.max_minutes=60", "hydra.run.dir=run")
     assert read(shell.cwd / "run", "status.json")["reason"] == ""
     assert read(shell.cwd / "run", "result.json")["step"] == 4

@@ -1,4 +1,4 @@
-"""A run over two sources in given shares, from one of which it reads nested text."""
+"""Runs on a weighted mixture of two sources, one with a nested text field."""
 
 import json
 
@@ -16,7 +16,7 @@ SHARES += ["scheduler.horizon=20", "checkpoint.interval=5"]
 
 @pytest.mark.long
 @pytest.mark.distributed
-def test_it_is_resumed_on_more_ranks_that_read_ahead_and_other_shares_are_other_data(shell):
+def test_mixture_run_resumes_on_more_ranks_and_refuses_other_weights(shell):
     write_text(shell.cwd)
     rows = [{"message": {"text": f"{n} plus {n} is {2 * n}."}} for n in range(300)]
     (shell.cwd / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -34,7 +34,7 @@ def test_it_is_resumed_on_more_ranks_that_read_ahead_and_other_shares_are_other_
     assert losses(shell.cwd / "halves") == pytest.approx(losses(shell.cwd / "whole"), rel=1e-5)
 
 
-def test_run_resumed_with_weights_in_the_same_proportions_continues_bit_for_bit(tmp_path):
+def test_mixture_run_with_proportional_weights_resumes_bit_for_bit(tmp_path):
     write_text(tmp_path)
     (tmp_path / "more.txt").write_text("".join(f"{n} is more than {n - 1}.\n" for n in range(1000)))
     words = [*RUN, *SMALL, f"data.path=[{tmp_path / 'text.txt'},{tmp_path / 'more.txt'}]"]

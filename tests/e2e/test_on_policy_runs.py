@@ -1,4 +1,4 @@
-"""Distillation of the student's own answers as runs: on any layout, killed between two updates, planned, evaluated."""
+"""On-policy distillation runs: layouts, a kill between two updates of a rollout, plan, evaluation, sampling."""
 
 import json
 import signal
@@ -63,7 +63,7 @@ STUDENT = [
 
 @pytest.fixture(scope="module")
 def shell(tmp_path_factory, cache):
-    """Beside a teacher of twice the student's width."""
+    """A shell in a folder with the run `teacher`, twice as wide as the student."""
     shell = WarmShell(tmp_path_factory.mktemp("on_policy"), cache, {"PYTHONPATH": "."})
     (shell.cwd / "own.py").write_text(MORTAL)
     shell.run(*COMMON, "objective=sft", "model.hidden_size=64", "hydra.run.dir=teacher")
@@ -72,7 +72,7 @@ def shell(tmp_path_factory, cache):
 
 @pytest.mark.long
 @pytest.mark.distributed
-def test_layouts_learn_the_same_from_the_first_rollout(shell):
+def test_on_policy_distillation_on_ddp_and_fsdp_matches_one_process(shell):
     two = ["distributed.nproc_per_node=2", "hparams.max_steps=2"]
     shell.run(*STUDENT, "hparams.max_steps=2", "hydra.run.dir=one")
     one = metrics(shell.cwd / "one")
@@ -87,7 +87,7 @@ def test_layouts_learn_the_same_from_the_first_rollout(shell):
 
 
 @pytest.mark.long
-def test_a_run_killed_between_two_updates_of_a_rollout_resumes_bit_for_bit(shell):
+def test_run_killed_between_updates_of_a_rollout_resumes_bit_for_bit(shell):
     overrides = [*STUDENT, "objective._target_=own.Mortal", "evaluation.interval=null", "environment=arithmetic"]
     overrides += ["checkpoint.interval='1 steps'", "checkpoint.asynchronous=false", "hparams.max_steps=6"]
     shell.run(*overrides, "hydra.run.dir=whole")
@@ -104,7 +104,7 @@ def test_a_run_killed_between_two_updates_of_a_rollout_resumes_bit_for_bit(shell
 
 
 @pytest.mark.long
-def test_it_is_planned_evaluated_and_drawn_from(shell):
+def test_on_policy_distillation_is_planned_evaluated_and_sampled(shell):
     shell.run(*STUDENT, "hydra.run.dir=plan", module="foundry.plan")
     plan = json.loads((shell.cwd / "plan" / "plan.json").read_text())
     answers = {"prompts": 8, "generations": 2, "answers": 16, "updates": 2, "max_new_tokens": 8}
@@ -122,7 +122,7 @@ def test_it_is_planned_evaluated_and_drawn_from(shell):
 
 
 @pytest.mark.long
-def test_a_teacher_of_another_tokenizer_is_refused_before_the_first_step(shell):
+def test_teacher_with_another_tokenizer_is_refused_before_training(shell):
     (shell.cwd / "other.txt").write_text("\n".join(f"{n} plus {n} is {n + n}!" for n in range(2000)))
     text = ["debug=fast", "data=text", "data.path=other.txt", "data.seq_len=160", "data.vocab_size=300", *MODEL]
     rest = ["model.num_kv_heads=2", "tracking=none", "evaluation.write_samples=false", "hydra.run.dir=stranger"]

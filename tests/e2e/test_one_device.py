@@ -25,7 +25,7 @@ DETERMINISTIC = "hparams.deterministic=true"
 
 
 def assert_same_end(ours, theirs):
-    """Losses of all steps, and the tensors of the last checkpoint, optimizer and averages included."""
+    """Compare the losses of all steps and the tensors of the last checkpoint (model, optimizer and averages)."""
     assert losses(ours) == losses(theirs)
     tensors, expected = weights(ours), weights(theirs)
     assert tensors.keys() == expected.keys()
@@ -33,13 +33,13 @@ def assert_same_end(ours, theirs):
 
 
 def samples_of(run_dir):
-    """The texts that were drawn at each evaluation, by file."""
+    """Return the texts sampled at each evaluation, by file name."""
     return {path.name: path.read_text() for path in run_dir.rglob("samples_*.txt")}
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_run_with_samples_warns_of_nothing_and_knows_its_device(device, tmp_path, monkeypatch, caplog):
-    """On a GPU the model of `python -m foundry`, and its MFU if the peak of the GPU is known."""
+def test_run_with_samples_logs_no_warnings_and_device_metrics(device, tmp_path, monkeypatch, caplog):
+    """On a GPU, train the default model of `python -m foundry` and check its MFU if the GPU's peak is known."""
     model = TINY_LM if device == "cpu" else []
     overrides = ["hparams.max_steps=20", "evaluation.interval='10 steps'", "tracking.log_every_n_steps=5"]
     caplog.set_level(logging.WARNING)
@@ -61,8 +61,8 @@ def test_a_run_with_samples_warns_of_nothing_and_knows_its_device(device, tmp_pa
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_deterministic_runs_draw_the_same_samples_after_a_plain_run(device, tmp_path, monkeypatch):
-    """The plain run comes first, since libraries choose their workspaces when they are first used."""
+def test_deterministic_runs_after_a_plain_run_are_bit_identical(device, tmp_path, monkeypatch):
+    """Start with the plain run, since libraries choose their workspaces at first use."""
     words = [*TINY_LM, *SETTINGS, "hparams.max_steps=6", "evaluation.interval='3 steps'"]
     with runs_on(device, monkeypatch):
         run(compose(words), tmp_path / "plain")
@@ -76,8 +76,8 @@ def test_deterministic_runs_draw_the_same_samples_after_a_plain_run(device, tmp_
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_sigterm_saves_in_the_background_of_steps_and_the_run_goes_on_with_the_same_bits(shell, device):
-    """Checkpoints are written while steps are taken: every second step begins one."""
+def test_sigterm_during_asynchronous_saves_resumes_bit_for_bit(shell, device):
+    """Write checkpoints in the background of steps: every second step begins one."""
     variables = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     words = [*TINY_LM, *SETTINGS, DETERMINISTIC, "evaluation.write_samples=false"]
     words += ["hparams.max_steps=24", "checkpoint.interval='2 steps'"]
@@ -109,9 +109,9 @@ class Graphs:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_blocks_are_compiled_once_and_learn_as_eager_ones(device, tmp_path, monkeypatch):
-    """One graph for all blocks in training, whose number does not grow after the first steps."""
-    if device == "cpu":  # graphs are the same without the minute that a C++ compiler takes
+def test_torchcompile_compiles_blocks_once_and_matches_eager_losses(device, tmp_path, monkeypatch):
+    """All blocks share one training graph, and later steps compile no more graphs."""
+    if device == "cpu":  # the same graphs, without a minute of C++ compilation
         monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="eager"))
         monkeypatch.setenv("CXX", "true")
     words = [*TINY_LM, *SETTINGS, "hparams.max_steps=6", "evaluation.interval=null", "evaluation.write_samples=false"]

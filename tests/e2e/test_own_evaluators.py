@@ -1,4 +1,4 @@
-"""Runs judged by an evaluator of the user's own, by its stop rule, or by nothing at all."""
+"""Runs with a user's own evaluator or stop rule, and runs without a metric."""
 
 import json
 
@@ -65,7 +65,7 @@ def evaluations(shell):
     return [line for line in lines if "loss" not in line]
 
 
-def test_success_judges_a_run_and_the_held_out_loss_is_left_out(run_command):
+def test_own_evaluator_without_held_out_loss_selects_the_best_checkpoint(run_command):
     overrides = [
         *TINY_LM,
         *PLOTS,
@@ -86,7 +86,7 @@ def test_success_judges_a_run_and_the_held_out_loss_is_left_out(run_command):
     assert (run_command.cwd / "run" / "plots" / "loss.png").is_file()
 
 
-def test_a_stop_rule_of_ones_own_ends_the_run(run_command):
+def test_own_stop_rule_ends_the_run(run_command):
     rule = "+evaluation.stop_rules.enough={_target_: own.Enough, evaluations: 2}"
     run_command(*TINY_LM, *STEPS, rule, "evaluation.write_samples=false", "hydra.run.dir=run")
     result = read(run_command, "result.json")
@@ -95,7 +95,7 @@ def test_a_stop_rule_of_ones_own_ends_the_run(run_command):
 
 
 @pytest.mark.long
-def test_a_run_and_a_sweep_may_be_judged_by_nothing(shell):
+def test_run_and_sweep_finish_without_a_metric(shell):
     overrides = [*TINY_LM, *ONLY, "evaluation.metric=null", "tracking.mlflow=true", "hparams.max_steps=2"]
     shell.run(*overrides, "hydra.run.dir=run")
     result = read(shell, "result.json")
@@ -107,7 +107,7 @@ def test_a_run_and_a_sweep_may_be_judged_by_nothing(shell):
 
 
 @pytest.mark.long
-def test_a_sweep_follows_the_metric_of_its_runs(shell):
+def test_sweep_compares_jobs_by_the_metric_of_its_runs(shell):
     overrides = [*TINY_LM, *ONLY, ROBOT, "evaluation.metric=val_success", "evaluation.direction=maximize"]
     shell.run("-m", *overrides, "hparams.max_steps=2", "hparams.lr=1e-3,2e-3", "hydra.sweep.dir=sweep")
     sweep = read(shell, "sweep.json", "sweep")
@@ -115,7 +115,7 @@ def test_a_sweep_follows_the_metric_of_its_runs(shell):
 
 
 @pytest.mark.long
-def test_two_evaluators_do_not_measure_the_same(shell):
+def test_two_evaluators_of_the_same_metric_are_refused(shell):
     twice = ROBOT.replace(".robot=", ".again=")
     _, stderr = shell.run(*TINY_LM, *ONLY, ROBOT, twice, "evaluation.metric=val_success", code=2)
     assert stderr.startswith("evaluation.evaluators.again: measures val_success, which an evaluator before it does")

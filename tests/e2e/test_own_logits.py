@@ -1,4 +1,4 @@
-"""Runs of a model that returns logits: losses, samples and reports of one that answers with log-probabilities."""
+"""A model that returns logits trains with the metrics and samples of one that returns log-probabilities."""
 
 import json
 
@@ -95,7 +95,7 @@ def run_command(tmp_path, cache):
 
 
 def numbers(run_dir):
-    """Measured values of each step and evaluation, without times."""
+    """Return the metrics of each step and evaluation without times and memory."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
     return [
         {key: value for key, value in line.items() if not any(word in key for word in ("second", "bytes", "time"))}
@@ -106,7 +106,7 @@ def numbers(run_dir):
 @pytest.mark.parametrize(
     "name", [name if name == "next_token" else pytest.param(name, marks=pytest.mark.long) for name in OBJECTIVES]
 )
-def test_a_run_of_logits_has_the_numbers_of_a_run_of_log_probabilities(run_command, name):
+def test_model_with_logits_matches_a_model_with_log_probabilities(run_command, name):
     overrides = OBJECTIVES[name]
     if name == "distillation":
         run_command(*SMALL, SAMPLES, "model=logits", "hydra.run.dir=next_token")
@@ -121,14 +121,14 @@ def test_a_run_of_logits_has_the_numbers_of_a_run_of_log_probabilities(run_comma
         assert ours == expected
 
 
-def test_a_model_that_returns_its_loss_besides_is_told_what_to_return(run_command):
+def test_model_that_also_returns_its_loss_is_refused(run_command):
     _, stderr = run_command(*SMALL, SAMPLES, "model=with_loss", "hydra.run.dir=run", code=2)
     message = "model: is WithLoss, whose forward() returns a tuple (a tensor of shape (4, 32, 4096), a scalar)"
     assert stderr.splitlines()[-1].startswith(message)
 
 
 @pytest.mark.long
-def test_a_finished_run_of_logits_is_sampled(run_command):
+def test_finished_run_of_a_model_with_logits_is_sampled(run_command):
     run_command(*SMALL, SAMPLES, "model=logits", "hydra.run.dir=run")
     stdout, _ = run_command("run=run", "trust=true", "prompt=the", "max_new_tokens=5", module="foundry.sample")
     assert "the" in stdout

@@ -1,4 +1,4 @@
-"""Objectives of one's own that compare with a frozen model, or bring a source of windows: on any layout, resumed."""
+"""A user's own objectives with a frozen model or with their own source of windows: layouts, plan, resume."""
 
 import json
 import signal
@@ -102,7 +102,7 @@ def shell(tmp_path, cache):
 
 @pytest.mark.long
 @pytest.mark.distributed
-def test_a_frozen_copy_is_the_first_model_on_any_layout_and_after_a_resume(shell):
+def test_frozen_reference_is_the_initial_model_on_all_layouts_and_on_resume(shell):
     stay = [*SMALL, "objective._target_=own.Stay", "hparams.max_steps=4", "evaluation.interval='1 steps'"]
     for name, overrides in LAYOUTS.items():
         shell.run(*stay, *overrides, f"hydra.run.dir={name}")
@@ -120,7 +120,7 @@ def test_a_frozen_copy_is_the_first_model_on_any_layout_and_after_a_resume(shell
 
 
 @pytest.mark.long
-def test_a_teacher_of_another_shape_is_counted_in_the_plan(shell):
+def test_plan_counts_the_memory_of_a_frozen_teacher(shell):
     (shell.cwd / "conf" / "objective").mkdir(parents=True)
     (shell.cwd / "conf" / "objective" / "taught.yaml").write_text(
         "_target_: own.Stay\nteacher: ${model}\n_recursive_: false\n"
@@ -135,7 +135,7 @@ def test_a_teacher_of_another_shape_is_counted_in_the_plan(shell):
 
 
 @pytest.mark.long
-def test_a_source_of_ones_own_is_killed_and_resumed_bit_for_bit(shell):
+def test_killed_run_with_its_own_source_resumes_bit_for_bit(shell):
     overrides = [*SMALL, "objective._target_=own.Twice", "hparams.max_steps=6", "checkpoint.interval='1 steps'"]
     overrides += ["checkpoint.asynchronous=false", "evaluation.interval=null"]
     shell.run(*overrides, "hydra.run.dir=whole")

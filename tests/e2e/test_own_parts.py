@@ -1,4 +1,4 @@
-"""Runs with parts of the user's own: what the run asks of them, and how it says what they lack."""
+"""Runs with the user's own components: required interfaces, and messages about missing parts of them."""
 
 import json
 
@@ -104,7 +104,7 @@ def run(run_command, *overrides, code=0):
 
 
 @pytest.mark.long
-def test_a_schedule_needs_no_warm_up_and_data_no_number_of_workers(run_command, shell):
+def test_own_scheduler_needs_no_warmup_and_own_data_no_num_workers(run_command, shell):
     shell.run(
         "--config-dir=conf",
         *SMALL,
@@ -117,7 +117,7 @@ def test_a_schedule_needs_no_warm_up_and_data_no_number_of_workers(run_command, 
     assert {json.loads(line).get("lr", 4e-3) for line in (run_command.cwd / "run" / "metrics.jsonl").open()} == {4e-3}
 
 
-def test_what_the_run_reads_of_a_part_of_ones_own_can_be_added(run_command):
+def test_num_workers_override_of_own_data_needs_a_plus(run_command):
     _, stderr = run(run_command, "data.num_workers=1", code=2)
     assert stderr == "data.num_workers: is not in the data of your own; to add it write +data.num_workers=...\n"
 
@@ -136,7 +136,7 @@ def test_what_the_run_reads_of_a_part_of_ones_own_can_be_added(run_command):
         ("strange", "takes 1 tensors that are no parameters of the model it is given; take model.parameters()"),
     ],
 )
-def test_optimizers_take_each_trainable_parameter_once(run_command, name, message):
+def test_own_optimizer_must_take_each_trainable_parameter_once(run_command, name, message):
     _, stderr = run(run_command, f"optimizer={name}", code=2)
     (line,) = [line for line in stderr.splitlines() if line.startswith("optimizer")]
     assert line.startswith(f"optimizer._target_: is own.{name}, which {message}")
@@ -144,7 +144,7 @@ def test_optimizers_take_each_trainable_parameter_once(run_command, name, messag
 
 
 @pytest.mark.long
-def test_a_metric_that_only_evaluating_shows_to_be_wrong_fails_the_run(run_command):
+def test_keep_best_metric_unknown_until_evaluation_fails_the_run(run_command):
     _, stderr = run(run_command, "objective._target_=own.Judged", "checkpoint.keep_best.metric=val_extr", code=2)
     message = "checkpoint.keep_best.metric: is val_extr but evaluations measure val_loss, val_extra; did you mean "
     message += "val_extra?"
@@ -153,7 +153,7 @@ def test_a_metric_that_only_evaluating_shows_to_be_wrong_fails_the_run(run_comma
     assert (status["state"], status["reason"]) == ("failed", message)
 
 
-def test_a_target_that_is_not_there_is_refused_in_every_job_of_a_sweep(run_command):
+def test_sweep_refuses_a_missing_target_before_any_job_starts(run_command):
     (run_command.cwd / "conf" / "optimizer" / "misspelt.yaml").write_text("_target_: own.hole\n")
     overrides = ["-m", "--config-dir=conf", *SMALL[:-1], "optimizer=whole,misspelt", "hparams.seed=range(20)"]
     _, stderr = run_command(*overrides, "hydra.sweep.dir=sweep", code=2)
@@ -161,7 +161,7 @@ def test_a_target_that_is_not_there_is_refused_in_every_job_of_a_sweep(run_comma
     assert not (run_command.cwd / "sweep").exists()
 
 
-def test_samples_of_a_suffix_of_ones_own_take_the_place_of_no_file(run_command):
+def test_samples_with_their_own_suffix_do_not_overwrite_a_file(run_command):
     run(run_command, "optimizer=whole", "objective._target_=own.Tabulated", "hparams.max_steps=1")
     words = ("run=run", "out=table", "trust=true")
     thesis = run_command.cwd / "table.csv"

@@ -1,4 +1,4 @@
-"""Runs of a model that looks at pictures: samples, resuming, starting from one, measuring, asking and exporting it."""
+"""Runs of a vision-language model: samples, resume, initial weights, evaluation, questions and export."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ SMALL += ["tracking=none", "hparams.lr=3e-3"]
 
 
 class Told(Reach):
-    """Says where the goal is."""
+    """A simulator whose questions and answers name the position of the goal."""
 
     def describe(self, draw):
         side, height = ("left" if self._now.goal[0] < 0 else "right"), ("low" if self._now.goal[1] < 0 else "high")
@@ -34,7 +34,7 @@ class Told(Reach):
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):
-    """Composes a run of four steps."""
+    """A function that composes a run of four steps."""
     folder = tmp_path_factory.mktemp("pictures")
     (folder / "conf/simulator").mkdir(parents=True)
     own = "_target_: test_picture_runs.Told\nstate_dim: 4\naction_dim: 2\nimage_size: 16\nmax_steps: 30\n"
@@ -55,7 +55,7 @@ def weights(run_dir, out):
     return load_file(out / "model.safetensors")
 
 
-def test_pictures_are_drawn_with_question_answer_and_what_is_right(finished):
+def test_vlm_run_draws_samples_and_measures_accuracy(finished):
     for name in ("samples.png", "samples_00000002.png", "samples_00000004.png"):
         with Image.open(finished / "plots" / name) as drawn:
             assert min(drawn.size) > 300
@@ -65,7 +65,7 @@ def test_pictures_are_drawn_with_question_answer_and_what_is_right(finished):
     assert all(0 <= accuracy <= 1 for accuracy in accuracies)
 
 
-def test_a_resumed_run_ends_with_the_same_weights(settings, finished, tmp_path):
+def test_resumed_vlm_run_ends_with_the_same_weights(settings, finished, tmp_path):
     own = ["evaluation.interval=2 steps", "data.held_out=0.3", "scheduler.horizon='4'"]
     run(settings(*own), tmp_path / "whole")
     run(settings(*own, "hparams.max_steps=2", "scheduler.horizon='4'"), tmp_path / "parts")
@@ -75,7 +75,7 @@ def test_a_resumed_run_ends_with_the_same_weights(settings, finished, tmp_path):
     assert all(torch.equal(whole[name], parts[name]) for name in whole)
 
 
-def test_a_run_may_start_from_its_weights(settings, finished):
+def test_init_from_loads_the_weights_of_a_vlm_run(settings, finished):
     from foundry.engine.initial_model import read_initial, resolve_weights
     from foundry.parallel.process_group import World
     from foundry.parts.model import start_model
@@ -91,7 +91,7 @@ def test_a_run_may_start_from_its_weights(settings, finished):
     assert not all(torch.equal(fresh[name], expected[name]) for name in expected)
 
 
-def test_it_is_measured_on_its_scenes_again(finished, tmp_path, monkeypatch):
+def test_eval_of_a_vlm_run_reproduces_its_validation_loss(finished, tmp_path, monkeypatch):
     monkeypatch.setenv("FOUNDRY_CACHE", str(tmp_path / "cache"))
     found = evaluate(run=str(finished), out=str(tmp_path / "found.json"), max_new_tokens=4, trust=True)
     result = json.loads((finished / "result.json").read_text())
@@ -100,7 +100,7 @@ def test_it_is_measured_on_its_scenes_again(finished, tmp_path, monkeypatch):
     assert found["num_prompts"] == 7
 
 
-def test_it_is_asked_about_a_picture(finished, tmp_path, capsys):
+def test_sample_answers_a_question_about_an_image(finished, tmp_path, capsys):
     Image.new("RGB", (40, 30), (9, 90, 9)).save(tmp_path / "a.png")
     asked = {"run": str(finished), "trust": True, "max_new_tokens": 4}
     out = str(tmp_path / "answer")
@@ -114,7 +114,7 @@ def test_it_is_asked_about_a_picture(finished, tmp_path, capsys):
         sample(SampleOptions(**asked, prompt="which side ?", image=str(tmp_path / "nothing.png")))
 
 
-def test_an_export_has_weights_and_tokenizer_and_claims_to_be_no_model_of_transformers(finished, tmp_path):
+def test_vlm_export_has_weights_and_tokenizer_but_no_transformers_config(finished, tmp_path):
     exported = weights(finished, tmp_path / "out")
     expected = restore(finished, "last", ema=True, trust=True).model.state_dict()
     assert exported.keys() == expected.keys()
@@ -123,7 +123,7 @@ def test_an_export_has_weights_and_tokenizer_and_claims_to_be_no_model_of_transf
     assert (tmp_path / "out/tokenizer.json").read_text() == (finished / "tokenizer.json").read_text()
 
 
-def test_its_scenes_need_not_be_there_to_ask_it(finished, tmp_path):
+def test_vlm_run_is_restored_without_its_scenes(finished, tmp_path):
     shutil.copytree(finished, tmp_path / "run")
     restored = restore(tmp_path / "run", "last", ema=True, trust=True)
     assert len(restored.data.train) == 0

@@ -1,4 +1,4 @@
-"""`python -m foundry.plan` as a person types it, and that a run does what was planned."""
+"""`python -m foundry.plan`: a run follows its plan, plan options and refusals; --help of all commands."""
 
 import csv
 import json
@@ -48,7 +48,7 @@ def logged(run_dir):
         ),
     ],
 )  # fmt: skip
-def test_a_run_logs_what_was_planned_row_by_row(shell, run_command, overrides):
+def test_run_logs_the_planned_schedule_row_by_row(shell, run_command, overrides):
     overrides = [*overrides, "tracking.log_every_n_steps=1", "tracking.mlflow=false", "evaluation.write_samples=false"]
     run_command(*overrides, "hydra.run.dir=plan", module="foundry.plan")
     shell.run(*overrides, "hydra.run.dir=run")
@@ -61,7 +61,7 @@ def test_a_run_logs_what_was_planned_row_by_row(shell, run_command, overrides):
 
 
 @pytest.mark.long
-def test_every_nth_row_and_the_length_of_the_run(run_command, lm):
+def test_plan_every_thins_rows_and_plan_measured_estimates_the_run_length(run_command, lm):
     run_dir, _, _ = lm
     overrides = [*TINY_LM, *FULL, "plan.every=8", f"plan.measured={run_dir}", "hydra.run.dir=plan"]
     stdout, _ = run_command(*overrides, module="foundry.plan")
@@ -93,14 +93,14 @@ def test_every_nth_row_and_the_length_of_the_run(run_command, lm):
         ),
     ],
 )
-def test_config_errors_in_a_plan(run_command, overrides, message):
+def test_plan_refuses_config_errors_without_a_traceback(run_command, overrides, message):
     _, stderr = run_command(*TINY_LM, *overrides, module="foundry.plan", code=2)
     assert message.format(cwd=run_command.cwd) in stderr
     assert "Traceback" not in stderr
     assert list(run_command.cwd.iterdir()) == []
 
 
-def test_a_plan_never_overwrites_a_run(lm, run_command):
+def test_plan_never_overwrites_a_run(lm, run_command):
     run_dir, _, _ = lm
     before = (run_dir / "plan.json").read_text()
     _, stderr = run_command(*TINY_LM, f"hydra.run.dir={run_dir}", module="foundry.plan", code=2)
@@ -121,7 +121,7 @@ def test_a_plan_never_overwrites_a_run(lm, run_command):
         ("sync", ["dir", "uri"]),
     ],
 )
-def test_every_command_says_what_it_takes(run_command, command, options):
+def test_help_of_every_command_lists_its_options(run_command, command, options):
     out, err = run_command("--help", module=f"foundry.{command}")
     assert err == ""
     assert out.startswith(

@@ -1,4 +1,4 @@
-"""Runs over episodes: what their directories hold, so that nobody needs the demonstrations again."""
+"""Runs on episodes: the run directory has the statistics, so that the demonstrations are not needed again."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ REACH = ["simulator=reach", "data.noise=0.02", "data.episodes=6", "evaluation.ev
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A run whose demonstrations are gone, and the statistics it was trained with."""
+    """The directory of a run whose demonstrations are deleted."""
     folder = tmp_path_factory.mktemp("policy")
     (folder / "conf/simulator").mkdir(parents=True)
     own = "_target_: support.reach.Reach\nstate_dim: 4\naction_dim: 2\nimage_size: null\nmax_steps: 30\n"
@@ -44,7 +44,7 @@ def copied(finished, tmp_path):
     return tmp_path / "run"
 
 
-def test_a_run_is_opened_with_its_statistics_and_without_its_demonstrations(finished):
+def test_policy_run_is_restored_with_statistics_without_demonstrations(finished):
     restored = restore(finished, "last", ema=True, trust=True)
     assert len(restored.data.train) == len(restored.data.validation) == 0
     state = Reach().reset(FIRST_SEED)["state"]
@@ -54,13 +54,13 @@ def test_a_run_is_opened_with_its_statistics_and_without_its_demonstrations(fini
     assert not (finished.parent / "cache").exists()
 
 
-def test_a_policy_is_measured_without_its_demonstrations(finished, tmp_path):
+def test_eval_of_a_policy_needs_no_demonstrations(finished, tmp_path):
     result = evaluate(run=str(finished), trust=True, episodes=3, out=str(tmp_path / "found.json"))
     assert 0 <= result["success"] <= 1
     assert not (finished.parent / "cache").exists()
 
 
-def test_an_export_has_the_statistics_of_the_run(finished, tmp_path):
+def test_policy_export_has_the_statistics_of_the_run(finished, tmp_path):
     export(ExportOptions(run=str(finished), out=str(tmp_path / "out"), trust=True))
     assert (tmp_path / "out/statistics.json").read_text() == (finished / "statistics.json").read_text()
 
@@ -74,7 +74,7 @@ def test_an_export_has_the_statistics_of_the_run(finished, tmp_path):
         ("[" * 10**5, r"statistics\.json is no JSON"),
     ],
 )
-def test_a_run_without_its_statistics_is_refused_in_a_line(content, message, copied):
+def test_restore_refuses_missing_or_invalid_statistics(content, message, copied):
     (copied / "statistics.json").unlink()
     if content is not None:
         (copied / "statistics.json").write_text(content)
@@ -82,15 +82,15 @@ def test_a_run_without_its_statistics_is_refused_in_a_line(content, message, cop
         restore(copied, "last", ema=True, trust=True)
 
 
-def test_statistics_behind_a_symbolic_link_are_not_read(copied, tmp_path):
+def test_restore_refuses_statistics_behind_a_symlink(copied, tmp_path):
     (copied / "statistics.json").rename(tmp_path / "elsewhere.json")
     (copied / "statistics.json").symlink_to(tmp_path / "elsewhere.json")
     with pytest.raises(ConfigError, match="symbolic link"):
         restore(copied, "last", ema=True, trust=True)
 
 
-def test_other_episodes_are_measured_in_the_units_that_the_policy_knows(tmp_path):
-    """A shift of all states is seen in the loss only where they are not centred anew."""
+def test_eval_on_other_episodes_normalizes_by_the_statistics_of_the_run(tmp_path):
+    """The loss on episodes with shifted actions is high only if their own statistics do not normalize them."""
     for name in ("own", "shifted"):
         (tmp_path / name).mkdir()
         write_by_hand(tmp_path / name)
@@ -115,7 +115,7 @@ def test_other_episodes_are_measured_in_the_units_that_the_policy_knows(tmp_path
     assert losses["shifted"] > 100 * losses["own"]
 
 
-def test_a_run_over_recorded_episodes_says_what_is_wrong_with_them(tmp_path):
+def test_compose_refuses_settings_that_do_not_fit_recorded_episodes(tmp_path):
     def lines(*overrides):
         with pytest.raises(ConfigError) as refused:
             compose(["hparams=policy", "evaluation=default", "simulator=none", *overrides])

@@ -1,4 +1,4 @@
-"""Runs of a policy that are judged by success in a simulator, and `foundry.eval` of them."""
+"""Policy runs evaluated by their success in a simulator, and `foundry.eval` of them."""
 
 import json
 import shutil
@@ -36,7 +36,7 @@ def result_of(run_dir):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A folder with the runs `good`, which solves most episodes, and `poor`."""
+    """A folder with the runs `good`, which succeeds in most episodes, and `poor`."""
     folder = tmp_path_factory.mktemp("runs")
     train(configure(*REACH_POLICY, *QUIET, *EVERY_20, "checkpoint.keep_best.metric=val_success"), folder / "good")
     poor = ["hparams.max_steps=45", "hparams.seed=3", "evaluation.interval=null", "evaluation.write_samples=false"]
@@ -44,7 +44,7 @@ def runs(tmp_path_factory):
     return folder
 
 
-def test_the_best_checkpoint_is_that_with_the_most_successes(runs):
+def test_best_checkpoint_has_the_highest_success_rate(runs):
     measured = {line["step"]: line["val_success"] for line in lines(runs / "good/metrics.jsonl") if "val_loss" in line}
     assert list(measured) == [20, 40, 60]
     assert measured[60] > max(measured[20], measured[40])
@@ -58,7 +58,7 @@ def test_the_best_checkpoint_is_that_with_the_most_successes(runs):
     assert [path.name for path in (runs / "poor/plots").iterdir()] == ["rollouts.jsonl"]
 
 
-def test_a_run_ends_early_where_success_does_not_improve(tmp_path):
+def test_early_stopping_ends_a_run_whose_success_does_not_improve(tmp_path):
     stopping = [f"evaluation.early_stopping.{word}" for word in ("patience=2", "unit=evaluations")]
     few = ["evaluation.evaluators.success.episodes=2", "hparams.max_steps=20", "evaluation.interval='2 steps'"]
     train(configure(*REACH_POLICY, *QUIET, *few, *stopping, "evaluation.evaluators.held_out=null"), tmp_path / "run")
@@ -67,7 +67,7 @@ def test_a_run_ends_early_where_success_does_not_improve(tmp_path):
     assert "val_loss" not in result
 
 
-def test_eval_runs_the_episodes_of_the_run_again_without_its_demonstrations(runs, monkeypatch, tmp_path, capsys):
+def test_eval_repeats_the_episodes_of_the_run_without_demonstrations(runs, monkeypatch, tmp_path, capsys):
     def lost(**settings):
         raise FileNotFoundError("the demonstrations are gone")
 
@@ -89,7 +89,7 @@ def test_eval_runs_the_episodes_of_the_run_again_without_its_demonstrations(runs
 
 
 @pytest.mark.long
-def test_two_policies_are_compared_on_the_same_episodes(runs, tmp_path):
+def test_eval_against_compares_two_policies_on_the_same_episodes(runs, tmp_path):
     options = {"run": str(runs / "good"), "trust": True, "episodes": 24, "out": str(tmp_path / "eval.json")}
     measured = evaluate(**options, against=str(runs / "poor"), record=str(tmp_path / "films"))
     alone = evaluate(**options)
@@ -114,7 +114,7 @@ def test_two_policies_are_compared_on_the_same_episodes(runs, tmp_path):
 
 
 def recorded(folder):
-    """What the expert of `Reach` does, as recordings of somebody's own with a picture of 16 pixels."""
+    """Write episodes of the expert of `Reach` as a LeRobot dataset with images of 16 pixels."""
     from foundry.tasks.robots.data.lerobot_writing import Episode, write_lerobot
 
     simulator = Reach(image_size=16)
@@ -134,7 +134,7 @@ def recorded(folder):
 
 @pytest.fixture(scope="module")
 def taught(tmp_path_factory):
-    """A folder with the runs `blind` and `seeing`, of recordings alone."""
+    """A folder with the runs `blind` (states only) and `seeing` (with images), trained without a simulator."""
     folder = tmp_path_factory.mktemp("taught")
     recorded(folder / "recorded")
     reading = ["data=lerobot", f"data.path={folder / 'recorded'}", "data.horizon=8", f"data.cache_dir={folder}"]
@@ -147,7 +147,7 @@ def taught(tmp_path_factory):
 
 
 @needs_parquet
-def test_a_policy_of_recordings_acts_in_a_simulator_that_is_named(taught, tmp_path):
+def test_policy_trained_on_recordings_is_evaluated_in_a_given_simulator(taught, tmp_path):
     options = {"episodes": 10, "out": str(tmp_path / "eval.json"), "config_dir": OWN_OPTIONS}
     blind, seeing = (str(taught / name) for name in ("blind", "seeing"))
     measured = evaluate(["simulator=reach"], run=blind, **options, against=seeing)
@@ -180,7 +180,7 @@ def test_a_policy_of_recordings_acts_in_a_simulator_that_is_named(taught, tmp_pa
         ([], "config_dir: is CONF but is given without a group to find there, such as simulator=..."),
     ],
 )
-def test_a_simulator_that_does_not_fit_is_a_line(taught, overrides, message):
+def test_eval_refuses_a_simulator_that_does_not_fit(taught, overrides, message):
     run = str(taught / "blind")
     with pytest.raises(ConfigError) as refused:
         evaluate(overrides, run=run, config_dir=OWN_OPTIONS)
@@ -189,7 +189,7 @@ def test_a_simulator_that_does_not_fit_is_a_line(taught, overrides, message):
 
 
 @pytest.mark.long
-def test_a_run_acts_in_another_simulator_than_its_own(runs, tmp_path):
+def test_eval_runs_a_policy_in_another_simulator(runs, tmp_path):
     options = {"run": str(runs / "good"), "trust": True, "out": str(tmp_path / "eval.json"), "config_dir": OWN_OPTIONS}
     assert evaluate(["simulator=reach"], **options) == evaluate(**options | {"config_dir": None})
     longer = evaluate(["simulator=reach", "simulator.max_steps=60"], **options, against=str(runs / "poor"))
@@ -197,7 +197,7 @@ def test_a_run_acts_in_another_simulator_than_its_own(runs, tmp_path):
 
 
 @pytest.mark.skipif(find_spec("mujoco") is None, reason="needs the extra robot")
-def test_foundrys_own_policies_need_no_trust(tmp_path):
+def test_eval_of_a_built_in_policy_needs_no_trust(tmp_path):
     small = ["data.episodes=20", "hparams.max_steps=2", f"data.cache_dir={tmp_path / 'cache'}"]
     few = ["evaluation.evaluators.success.episodes=2", "evaluation.evaluators.success.at_a_time=2"]
     train(configure("hparams=policy", *QUIET, *small, *few, "evaluation.interval=null"), tmp_path / "run")
@@ -227,7 +227,7 @@ def test_foundrys_own_policies_need_no_trust(tmp_path):
         ({"run": "RUNS/still"}, "run: is RUNS/still, where nothing is simulated: its simulator is none"),
     ],
 )
-def test_errors_are_lines(runs, options, message):
+def test_eval_of_policies_refuses_wrong_options_with_a_message(runs, options, message):
     def meant(value):
         return value.replace("RUNS", str(runs)) if isinstance(value, str) else value
 
@@ -253,7 +253,7 @@ def test_errors_are_lines(runs, options, message):
 
 
 @pytest.mark.long
-def test_a_run_that_is_killed_has_the_episodes_of_one_that_was_not(shell):
+def test_killed_policy_run_has_the_episodes_of_an_uninterrupted_run(shell):
     steps = ["hparams.max_steps=12", "evaluation.interval='4 steps'", "checkpoint.interval='4 steps'"]
     settings = [*REACH_POLICY, *steps, "checkpoint.resume=auto"]
     shell.run(*settings, "hydra.run.dir=whole")
@@ -269,7 +269,7 @@ def test_a_run_that_is_killed_has_the_episodes_of_one_that_was_not(shell):
 
 
 @pytest.mark.long
-def test_a_sweep_follows_success(shell):
+def test_sweep_of_policy_runs_compares_jobs_by_success(shell):
     few = ["evaluation.evaluators.success.episodes=4", "evaluation.interval=null"]
     shell.run("-m", *REACH_POLICY, *few, "hparams.max_steps=4,60", "hydra.sweep.dir=sweep")
     sweep = json.loads((shell.cwd / "sweep/sweep.json").read_text())

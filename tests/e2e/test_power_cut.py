@@ -1,4 +1,4 @@
-"""What a power cut leaves behind, or another person, under the names of foundry's files."""
+"""Run directories with damaged files after a power cut, or with links, pipes and folders in place of files."""
 
 import json
 import os
@@ -18,7 +18,7 @@ RUN = [*TINY_LM, "hparams.max_steps=3", "hydra.run.dir=run"]
         pytest.param(b'{"state": 5}', id="wrong", marks=pytest.mark.long),
     ],
 )
-def test_a_run_without_its_status_resumes_from_its_checkpoint(run_command, content):
+def test_run_with_a_damaged_status_resumes_from_its_checkpoint(run_command, content):
     run_command(*RUN)
     before = json.loads((run_command.cwd / "run" / "result.json").read_text())
     (run_command.cwd / "run" / "status.json").write_bytes(content)
@@ -30,7 +30,7 @@ def test_a_run_without_its_status_resumes_from_its_checkpoint(run_command, conte
 
 
 @pytest.mark.long
-def test_a_sweep_with_a_job_without_its_status_resumes(shell):
+def test_sweep_with_an_empty_job_status_resumes(shell):
     sweep = ["-m", *TINY_LM, "hparams.max_steps=2", "hparams.seed=1,2", "hydra.sweep.dir=sweep"]
     shell.run(*sweep)
     (shell.cwd / "sweep" / "0" / "status.json").write_bytes(b"")
@@ -48,7 +48,7 @@ def test_a_sweep_with_a_job_without_its_status_resumes(shell):
 @pytest.mark.parametrize(
     "kind", ["link", pytest.param("pipe", marks=pytest.mark.long), pytest.param("folder", marks=pytest.mark.long)]
 )
-def test_a_run_writes_through_nothing_and_waits_for_nobody(shell, tmp_path, name, kind):
+def test_run_neither_writes_through_links_nor_waits_for_pipes(shell, tmp_path, name, kind):
     run_dir, target = tmp_path / "run", tmp_path / "precious"
     target.mkdir() if name in ("plots", ".hydra") else target.write_text("precious")
     path = run_dir / name

@@ -1,4 +1,4 @@
-"""Direct preference optimisation as a run, with a frozen reference: on any layout, resumed."""
+"""Runs of direct preference optimization with a frozen reference: layouts, resume, plan and sweep."""
 
 import json
 import math
@@ -106,7 +106,7 @@ def losses(shell, name):
 
 @pytest.mark.long
 @pytest.mark.distributed
-def test_it_learns_the_order_on_any_layout(shell):
+def test_dpo_learns_the_preference_equally_on_all_layouts(shell):
     for name, overrides in LAYOUTS.items():
         shell.run(*RUN, *overrides, f"hydra.run.dir={name}")
     one = losses(shell, "one")
@@ -120,7 +120,7 @@ def test_it_learns_the_order_on_any_layout(shell):
 
 
 @pytest.mark.parametrize("reference", ["cached", pytest.param("copy", marks=pytest.mark.long)])
-def test_a_resumed_run_keeps_its_reference(run_command, reference):
+def test_resumed_dpo_run_keeps_its_reference(run_command, reference):
     run = [*RUN, *LAYOUTS["one"], f"objective.reference={reference}"]
     run_command(*run, "hydra.run.dir=whole")
     run_command(*run, "hydra.run.dir=half", "hparams.max_steps=6")
@@ -129,13 +129,13 @@ def test_a_resumed_run_keeps_its_reference(run_command, reference):
     _, log = run_command(*run, "hydra.run.dir=half")
     assert losses(run_command, "half") == losses(run_command, "whole")
     assert (before is None) == (reference == "copy")
-    if before is not None:  # neither computed nor written again
+    if before is not None:  # the cached reference is not recomputed or rewritten
         assert (file.stat().st_ino, file.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
         assert "once before the first step" not in log
 
 
 @pytest.mark.long
-def test_a_damaged_file_of_the_reference_is_made_again_from_the_first_weights(shell):
+def test_damaged_reference_columns_are_recomputed_from_the_initial_weights(shell):
     run = [*RUN, *LAYOUTS["one"]]
     shell.run(*run, "hydra.run.dir=run", "hparams.max_steps=6")
     file = shell.cwd / "run" / "columns.safetensors"
@@ -148,7 +148,7 @@ def test_a_damaged_file_of_the_reference_is_made_again_from_the_first_weights(sh
 
 
 @pytest.mark.long
-def test_the_plan_counts_the_reference_where_it_stays_and_both_responses(shell):
+def test_plan_of_dpo_counts_a_copied_reference_and_both_responses(shell):
     memory = {}
     for name, overrides in (
         ("cached", []),
@@ -165,7 +165,7 @@ def test_the_plan_counts_the_reference_where_it_stays_and_both_responses(shell):
 
 
 @pytest.mark.long
-def test_a_sweep_over_the_penalty_on_two_local_jobs_is_reported_on(shell):
+def test_sweep_over_the_dpo_penalty_with_the_local_launcher_is_reported(shell):
     sweep = ["-m", *RUN, *LAYOUTS["one"], "objective.ref_policy_kl_penalty=0.1,0.5", "evaluation.metric=val_margin"]
     local = [
         "evaluation.direction=maximize",

@@ -8,7 +8,7 @@ from support.tiny import TINY_LM
 WORDS = [*TINY_LM, "hparams.max_steps=3", "tracking=none", "evaluation.write_samples=false", "hydra.sweep.dir=sweep"]
 
 
-def test_a_sweep_is_reported_on(shell):
+def test_report_ranks_jobs_and_its_repeat_command_reproduces_the_best(shell):
     shell.run("-m", *WORDS, "hparams.lr=1e-3,2e-3,3e-3")
     folder = shell.cwd / "sweep"
     stdout, stderr = shell.run("dir=sweep", module="foundry.report")

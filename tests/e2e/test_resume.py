@@ -1,4 +1,4 @@
-"""Going on: what a person sees who starts a run again."""
+"""Starting a run again: finished runs, changed settings and data, other checkpoints, corruption, kills and signals."""
 
 import contextlib
 import fcntl
@@ -46,7 +46,7 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, cache, text):
-    """The run directory of a run that nobody disturbed, with all its checkpoints; not to be changed."""
+    """The directory of an uninterrupted run with all its checkpoints; read-only."""
     run_command = Commands(tmp_path_factory.mktemp("finished"), cache)
     run_command(*RUN, *SMALL, text, MAX, "hydra.run.dir=run")
     return run_command.cwd / "run"
@@ -54,7 +54,7 @@ def finished(tmp_path_factory, cache, text):
 
 @pytest.fixture
 def go(run_command, text):
-    """Run the command in the directory `run`, with more words."""
+    """A function that runs the command in the directory `run` with more overrides."""
     return lambda *overrides, code=0: run_command(*RUN, *SMALL, text, "hydra.run.dir=run", *overrides, code=code)
 
 
@@ -66,7 +66,7 @@ def run_dir(shell, finished):
 
 @pytest.fixture
 def broken_off(run_dir):
-    """A copy of the run as a kill after its last but one checkpoint would have left it."""
+    """A copy of the run in its state after a kill between its last two checkpoints."""
     shutil.rmtree(list_checkpoints(run_dir)[0])
     (run_dir / "result.json").unlink()
     (run_dir / "status.json").write_text(json.dumps({**status(run_dir), "state": "running"}))
@@ -78,7 +78,7 @@ def kill(process, number):
 
 
 def kill_all(process, number):
-    """Signal a process and those that it has started, as a scheduler does."""
+    """Send a signal to a process and all its descendants, as a scheduler does."""
     pids = [process.pid]
     for pid in pids:
         pids += [int(one) for path in Path(f"/proc/{pid}/task").glob("*/children") for one in path.read_text().split()]
@@ -87,14 +87,14 @@ def kill_all(process, number):
             os.kill(pid, number)
 
 
-def test_a_finished_run_says_so(run_dir, go, finished):
+def test_repeated_command_reports_that_the_run_is_finished(run_dir, go, finished):
     stderr = go(MAX)[1]
     assert "holds a finished run; choose another hydra.run.dir to train again" in stderr
     assert outcome(run_dir) == outcome(finished)
 
 
 @pytest.mark.parametrize("kept", ["checkpoints", "config.yaml"])
-def test_a_finished_run_does_not_answer_for_other_settings(run_dir, go, kept):
+def test_finished_run_refuses_other_settings(run_dir, go, kept):
     if kept == "config.yaml":
         shutil.rmtree(run_dir / "checkpoints")
     before = sorted((path, path.stat().st_mtime_ns) for path in run_dir.rglob("*.json*"))
@@ -107,13 +107,13 @@ def test_a_finished_run_does_not_answer_for_other_settings(run_dir, go, kept):
     assert sorted((path, path.stat().st_mtime_ns) for path in run_dir.rglob("*.json*")) == before
 
 
-def test_a_result_that_was_lost_is_made_again(run_dir, go, finished):
+def test_damaged_result_of_a_finished_run_is_written_again(run_dir, go, finished):
     (run_dir / "result.json").write_text("{")
     go(MAX)
     assert outcome(run_dir) == outcome(finished)
 
 
-def test_a_longer_budget_continues_under_the_same_schedule(run_dir, go):
+def test_larger_max_steps_continues_under_the_same_schedule_horizon(run_dir, go):
     stdout, _ = go("hparams.max_steps=45", f"scheduler.horizon='{STEPS}'")
     assert f"after step {STEPS}" in stdout
     assert "step 41/45" in stdout
@@ -123,7 +123,7 @@ def test_a_longer_budget_continues_under_the_same_schedule(run_dir, go):
 
 
 @pytest.mark.long
-def test_a_longer_budget_stretches_the_schedule_only_when_asked_to(run_dir, go):
+def test_larger_max_steps_stretches_the_schedule_only_on_request(run_dir, go):
     stderr = go("hparams.max_steps=45", code=2)[1]
     (line,) = [line for line in stderr.splitlines() if line.startswith("scheduler.horizon")]
     assert f"{45 * 4}" in line
@@ -136,7 +136,7 @@ def test_a_longer_budget_stretches_the_schedule_only_when_asked_to(run_dir, go):
     assert [rate for rate in rates if rate is not None][-5:] == [0.0] * 5
 
 
-def test_another_run_is_refused_in_a_line_for_each_setting(broken_off, go):
+def test_resume_refuses_changed_settings_with_one_line_each(broken_off, go):
     before = outcome(broken_off)
     stdout, stderr = go(MAX, "hparams.seed=7", "model.hidden_size=32", code=2)
     assert stdout == ""
@@ -153,7 +153,7 @@ def test_another_run_is_refused_in_a_line_for_each_setting(broken_off, go):
 
 
 @pytest.mark.long
-def test_a_checkpoint_that_does_not_fit_is_refused_in_a_line(run_dir, go):
+def test_resume_refuses_a_checkpoint_that_does_not_fit_the_model(run_dir, go):
     overrides = [
         "hparams.max_steps=45",
         "checkpoint.on_changed_config=warn",
@@ -169,7 +169,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_in_a_line(run_dir, go):
 
 
 @pytest.mark.long
-def test_how_a_run_is_watched_kept_and_cut_up_may_change(broken_off, go, finished):
+def test_resume_accepts_other_tracking_checkpoint_and_microbatch_settings(broken_off, go, finished):
     overrides = ["tracking.log_every_n_steps=3", "checkpoint.interval=7", "checkpoint.asynchronous=false"]
     go(MAX, *overrides, "hparams.per_gpu_batch_size=4", "data.num_workers=1", "hparams.grad_checkpointing=true")
     ours, theirs = outcome(broken_off), outcome(finished)
@@ -178,8 +178,8 @@ def test_how_a_run_is_watched_kept_and_cut_up_may_change(broken_off, go, finishe
 
 
 @pytest.mark.long
-def test_the_same_data_elsewhere_is_gone_on_with(broken_off, shell, text, finished):
-    """Under another name too, from which a fresh run would draw another order."""
+def test_resume_accepts_the_same_data_at_another_path(broken_off, shell, text, finished):
+    """The file name changes too, which would change the sample order of a fresh run."""
     elsewhere = shell.cwd / "elsewhere" / "renamed.txt"
     elsewhere.parent.mkdir()
     shutil.copy(text.partition("=")[2], elsewhere)
@@ -203,7 +203,7 @@ OTHER_DATA = {
 @pytest.mark.parametrize(
     "kind", ["changed", *(pytest.param(kind, marks=pytest.mark.long) for kind in list(OTHER_DATA)[1:])]
 )
-def test_other_data_is_refused(broken_off, shell, text, kind):
+def test_resume_refuses_other_data_unless_changed_config_only_warns(broken_off, shell, text, kind):
     path = shell.cwd / "text.txt"
     path.write_text(OTHER_DATA[kind](Path(text.partition("=")[2]).read_text()))
     before = losses(broken_off)
@@ -222,7 +222,7 @@ def test_other_data_is_refused(broken_off, shell, text, kind):
 
 
 @pytest.mark.long
-def test_another_tokenizer_is_refused_and_the_same_one_elsewhere_is_not(broken_off, shell, text, finished):
+def test_resume_refuses_another_tokenizer_but_accepts_a_copy(broken_off, shell, text, finished):
     tokenizer = json.loads((finished / "tokenizer.json").read_text())
     same, other = shell.cwd / "same.json", shell.cwd / "other.json"
     same.write_text(json.dumps(tokenizer))
@@ -249,7 +249,7 @@ def test_another_tokenizer_is_refused_and_the_same_one_elsewhere_is_not(broken_o
         ),
     ],
 )
-def test_an_optimizer_with_nested_state_is_resumed_bit_identically(shell, text, layout):
+def test_optimizer_with_nested_state_resumes_bit_for_bit(shell, text, layout):
     overrides = [*RUN, *SMALL, text, "hparams.max_steps=30", "optimizer=sgd", *layout]
     overrides += ["optimizer._target_=support.nested_optimizer.build_nested", "checkpoint.interval=10"]
     shell.run(*overrides, "hydra.run.dir=whole")
@@ -263,7 +263,7 @@ def test_an_optimizer_with_nested_state_is_resumed_bit_identically(shell, text, 
 
 
 @pytest.mark.long
-def test_state_that_cannot_be_saved_is_said_after_the_first_step(shell, text):
+def test_unsavable_optimizer_state_is_refused_before_the_first_checkpoint(shell, text):
     overrides = [*RUN, *SMALL, text, MAX, "optimizer=sgd", "optimizer._target_=support.nested_optimizer.build_unsaved"]
     stderr = shell.run(*overrides, "hydra.run.dir=run", code=2)[1]
     (line,) = stderr.splitlines()
@@ -276,7 +276,7 @@ def test_state_that_cannot_be_saved_is_said_after_the_first_step(shell, text):
 
 
 @pytest.mark.distributed
-def test_the_number_of_processes_may_change(broken_off, shell, text, finished):
+def test_resume_accepts_another_number_of_processes(broken_off, shell, text, finished):
     two = ["distributed=fsdp", "distributed.nproc_per_node=2", "hydra.run.dir=run"]
     shell.run(*RUN, *SMALL, text, MAX, *two)
     assert outcome(broken_off)["result"]["loss"] == pytest.approx(outcome(finished)["result"]["loss"], rel=1e-5)
@@ -284,7 +284,7 @@ def test_the_number_of_processes_may_change(broken_off, shell, text, finished):
 
 
 @pytest.mark.long
-def test_another_runs_checkpoint_is_gone_on_from(shell, go, finished):
+def test_checkpoint_resume_continues_from_a_checkpoint_of_another_run(shell, go, finished):
     before = sorted(path.name for path in finished.rglob("*"))
     go(MAX, f"checkpoint.resume={finished}/checkpoints/step_00000020")
     assert outcome(shell.cwd / "run")["files"] == outcome(finished)["files"]
@@ -292,7 +292,7 @@ def test_another_runs_checkpoint_is_gone_on_from(shell, go, finished):
     shutil.rmtree(shell.cwd / "run")
     go("hparams.max_steps=42", "checkpoint.scheduler_on_resume=checkpoint", f"checkpoint.resume={finished}")
     assert list(losses(shell.cwd / "run")) == [41, 42]
-    # At a learning rate of 0 no evaluation improves on the other run's, whose checkpoint is not in this directory.
+    # At a learning rate of 0 no evaluation beats the other run's best, whose checkpoint is not in this directory.
     assert outcome(shell.cwd / "run")["result"]["best"]["step"] == 42
     assert find(shell.cwd / "run", "best").name == "step_00000042"
     stderr = go("hparams.max_steps=43", "checkpoint.resume=never", code=2)[1]
@@ -303,7 +303,7 @@ def test_another_runs_checkpoint_is_gone_on_from(shell, go, finished):
 @pytest.mark.parametrize(
     "overrides", [["checkpoint.resume=nowhere"], ["model.init_from=nowhere"]], ids=["resume", "init"]
 )
-def test_a_path_without_a_checkpoint_is_one_line_and_no_files(shell, go, overrides):
+def test_path_without_a_checkpoint_is_refused_and_writes_no_files(shell, go, overrides):
     stdout, stderr = go(MAX, *overrides, code=2)
     assert stdout == ""
     assert stderr.count("\n") == 1
@@ -312,10 +312,10 @@ def test_a_path_without_a_checkpoint_is_one_line_and_no_files(shell, go, overrid
 
 
 @pytest.mark.long
-def test_weights_of_a_run_a_checkpoint_and_an_export_are_the_same_start(shell, text, finished):
+def test_init_from_a_run_a_checkpoint_or_an_export_gives_the_same_start(shell, text, finished):
     shell.run(f"run={finished}", "out=exported", module="foundry.export")
     sources = {"run": finished, "checkpoint": find(finished), "export": shell.cwd / "exported"}
-    # A folder of transformers brings its tokenizer; with it everywhere all read the same batches.
+    # A transformers folder has its own tokenizer; use it in all runs, so that all read the same batches.
     few = [*RUN[:-2], text, "hparams.max_steps=2", "data.tokenizer=exported"]
     first = {}
     for name, path in sources.items():
@@ -336,7 +336,7 @@ def test_weights_of_a_run_a_checkpoint_and_an_export_are_the_same_start(shell, t
 
 
 @pytest.mark.long
-def test_weights_that_do_not_fit_are_one_line_and_no_files(shell, text, finished):
+def test_init_from_refuses_weights_that_do_not_fit_and_writes_no_files(shell, text, finished):
     shell.run(f"run={finished}", "out=exported", module="foundry.export")
     for path in (finished, "exported"):
         overrides = [*RUN, *SMALL, text, MAX, "model.hidden_size=32", f"model.init_from={path}", "hydra.run.dir=run"]
@@ -352,12 +352,12 @@ def test_weights_that_do_not_fit_are_one_line_and_no_files(shell, text, finished
     "head_start", [pytest.param(0.0, marks=pytest.mark.long), pytest.param(0.3, marks=pytest.mark.long), None]
 )
 def test_a_second_process_in_the_run_directory_is_refused(shell, text, head_start):
-    """It is started together with the first, while that one starts up, or while it trains."""
+    """Start the second process together with the first, during the startup of the first, or while it trains."""
     overrides = [*RUN, *SMALL, text, LONG, "hydra.run.dir=run"]
     first = shell.start(*overrides)
     if head_start is None:
         shell.wait_for_steps(first, shell.cwd / "run", 3)
-        os.kill(first.pid, signal.SIGSTOP)  # or it might end before the second one looks
+        os.kill(first.pid, signal.SIGSTOP)  # otherwise it might end before the second process checks the lock
     else:
         time.sleep(head_start)
     second = shell.start(*overrides)
@@ -380,7 +380,7 @@ def test_a_second_process_in_the_run_directory_is_refused(shell, text, head_star
 
 
 @pytest.mark.long
-def test_without_checkpoints_a_run_starts_from_scratch(shell, go):
+def test_run_without_checkpoints_starts_from_scratch(shell, go):
     overrides = [MAX, "checkpoint=none", "checkpoint.interval=null"]
     go(*overrides)
     assert not (shell.cwd / "run" / "checkpoints").exists()
@@ -394,7 +394,7 @@ def test_without_checkpoints_a_run_starts_from_scratch(shell, go):
 @pytest.mark.parametrize(
     "kind", [*list(CORRUPTIONS)[:2], *(pytest.param(kind, marks=pytest.mark.long) for kind in list(CORRUPTIONS)[2:])]
 )
-def test_a_corrupt_checkpoint_is_named_and_the_one_before_is_used(broken_off, go, finished, kind):
+def test_resume_skips_a_corrupt_checkpoint_and_names_it(broken_off, go, finished, kind):
     name, corrupt = CORRUPTIONS[kind]
     newest, before = list_checkpoints(broken_off)[:2]
     corrupt(newest / name)
@@ -409,7 +409,7 @@ def test_a_corrupt_checkpoint_is_named_and_the_one_before_is_used(broken_off, go
 
 
 @pytest.mark.long
-def test_where_all_are_corrupt_the_run_does_not_start_from_scratch(broken_off, go):
+def test_resume_is_refused_if_all_checkpoints_are_corrupt(broken_off, go):
     folders, before = list_checkpoints(broken_off), losses(broken_off)
     for folder in folders:
         flip(folder / "shard-00000.safetensors")
@@ -426,7 +426,7 @@ def test_where_all_are_corrupt_the_run_does_not_start_from_scratch(broken_off, g
 
 
 def interrupt_again_and_again(shell, overrides, run_dir):
-    """Starts end by a scheduler, by Ctrl-C and by a warning of a scheduler; then one comes to the end."""
+    """Interrupt starts by SIGTERM, SIGINT and SIGUSR1 (scheduler, Ctrl-C, scheduler warning), then run to the end."""
     done = 0
     for number, send, code in (
         (signal.SIGTERM, kill_all, 143),
@@ -447,14 +447,14 @@ def interrupt_again_and_again(shell, overrides, run_dir):
 
 
 @pytest.mark.long
-def test_signals_stop_and_the_same_command_ends_bit_identically(shell, text):
+def test_run_stopped_by_signals_resumes_bit_for_bit(shell, text):
     overrides = [*RUN, *SMALL, text, LONG, "data.num_workers=1"]
     shell.run(*overrides, "hydra.run.dir=whole")
     interrupt_again_and_again(shell, [*overrides, "hydra.run.dir=run"], shell.cwd / "run")
     assert outcome(shell.cwd / "run") == outcome(shell.cwd / "whole")
 
 
-def test_a_run_that_is_killed_twice_ends_bit_identically(shell, text):
+def test_run_killed_twice_resumes_bit_for_bit(shell, text):
     overrides, run_dir, done = [*RUN, *SMALL, text, LONG], shell.cwd / "run", 0
     shell.run(*overrides, "hydra.run.dir=whole")
     for _ in range(2):
@@ -469,7 +469,7 @@ def test_a_run_that_is_killed_twice_ends_bit_identically(shell, text):
 
 @pytest.mark.long
 @pytest.mark.distributed
-def test_signals_stop_two_processes_as_well(shell, text):
+def test_run_of_two_processes_stopped_by_signals_resumes_bit_for_bit(shell, text):
     overrides = [*RUN, *SMALL, text, "hparams.max_steps=160", "distributed=fsdp", "distributed.nproc_per_node=2"]
     shell.run(*overrides, "hydra.run.dir=whole")
     interrupt_again_and_again(shell, [*overrides, "hydra.run.dir=run"], shell.cwd / "run")
@@ -477,8 +477,8 @@ def test_signals_stop_two_processes_as_well(shell, text):
 
 
 @pytest.mark.long
-def test_a_terminal_that_closes_stops_the_run(cold_shell, text):
-    """Everything that the run still says then is an input/output error."""
+def test_closed_terminal_stops_the_run_with_a_checkpoint(cold_shell, text):
+    """After the terminal has closed, each write to it raises an input/output error."""
     ours, theirs = pty.openpty()
     with subprocess.Popen(
         [sys.executable, "-m", "foundry", *RUN, *SMALL, text, "hparams.max_steps=5000", "hydra.run.dir=run"],

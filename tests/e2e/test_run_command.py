@@ -1,4 +1,4 @@
-"""`run_command` answers as a process does, however many commands have run in the test process before."""
+"""`run_command` gives the output of a separate process, after any number of commands in the test process."""
 
 import logging
 import os
@@ -62,12 +62,12 @@ def files(folder):
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if "__pycache__" not in path.parts)
 
 
-def test_commands_in_one_process_answer_as_cold_processes(run_command, cold_shell):
+def test_commands_in_one_process_print_the_output_of_cold_processes(run_command, cold_shell):
     assert answers(run_command, run_command.cwd, LIGHT) == answers(cold_shell.run, cold_shell.cwd, LIGHT)
 
 
 @pytest.mark.long
-def test_twenty_commands_in_one_process_answer_as_in_twenty(tmp_path_factory, cache):
+def test_many_commands_in_one_process_match_separate_processes(tmp_path_factory, cache):
     from support.in_process import Commands
     from support.warm import WarmShell
 
@@ -96,7 +96,7 @@ def process_state():
 
 
 def threads():
-    """Return the threads of the process, without tqdm's, which is the process's, whoever draws a bar first."""
+    """Return the threads of the process, except tqdm's monitor, which the first progress bar starts for the process."""
     return {thread for thread in threading.enumerate() if thread.name != "tqdm_monitor"}
 
 
@@ -105,22 +105,22 @@ def threads():
     [(["hparams.lr=-1"], 2), ([*RUN, "hydra.run.dir=run", "hparams.deterministic=true"], 0)],
     ids=["refusal", "run"],
 )
-def test_a_command_leaves_the_process_as_it_was(run_command, words, code):
+def test_run_command_restores_the_process_state(run_command, words, code):
     before, threads_before = process_state(), threads()
     run_command(*words, code=code, variables={"FOUNDRY_OTHER": "1"})
     after = process_state()
     assert {name: after[name] for name in before if after[name] != before[name]} == {}
-    assert threads() <= threads_before  # one of an earlier test may end meanwhile
+    assert threads() <= threads_before  # threads of earlier tests may end meanwhile
 
 
-def test_a_module_of_one_folder_is_not_that_of_the_next(run_command):
+def test_run_command_imports_the_module_of_the_current_folder(run_command):
     words = ["optimizer=sgd", "optimizer._target_=own.part", *RUN, "hydra.run.dir=run"]
-    for text in ("one", "another"):  # Python takes a file of the same size and second for the same
+    for text in ("one", "another"):  # of different length: Python identifies a source file by its size and second
         (run_command.cwd / "own.py").write_text(f"def part(*, model, lr, **rest):\n    raise ValueError('{text}')\n")
         _, stderr = run_command(*words[:-1], f"hydra.run.dir={text}", code=1, variables={"PYTHONPATH": "."})
         assert stderr.rstrip().endswith(f"ValueError: {text}")
 
 
-def test_an_exit_code_that_is_not_expected_shows_the_output(run_command):
+def test_unexpected_exit_code_shows_the_output(run_command):
     with pytest.raises(AssertionError, match=r"exit code 2\n\nhparams\.lr: is -1 but must be above 0"):
         run_command("hparams.lr=-1")

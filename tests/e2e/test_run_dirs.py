@@ -1,4 +1,4 @@
-"""Where a command may write, and that a refused one leaves nothing behind."""
+"""Directories that a command may write to; a refused command changes no files."""
 
 import pytest
 from support.examples import long_case
@@ -42,7 +42,7 @@ def mine(tmp_path):
         long_case("foundry", ["hydra.run.dir=mine/data/a.txt"], "hydra.run.dir"),
     ],
 )
-def test_a_folder_of_the_users_own_is_refused_and_kept(run_command, mine, module, overrides, key):
+def test_folder_with_user_files_is_refused_as_run_dir_and_unchanged(run_command, mine, module, overrides, key):
     before, times = contents(run_command.cwd), snapshot(mine)
     _, err = run_command(*WORDS, *overrides, module=module, code=2)
     assert err.startswith(f"{key}: is "), err
@@ -52,7 +52,7 @@ def test_a_folder_of_the_users_own_is_refused_and_kept(run_command, mine, module
 
 
 @pytest.mark.parametrize("module", ["foundry", "foundry.plan"])
-def test_a_refused_command_leaves_what_was_there_and_nothing_new(run_command, mine, module):
+def test_refused_command_leaves_no_new_files(run_command, mine, module):
     (run_command.cwd / "empty").mkdir()
     before = set(run_command.cwd.rglob("*"))
     for folder in ("empty", "new/er", "mine/data/run"):
@@ -60,7 +60,7 @@ def test_a_refused_command_leaves_what_was_there_and_nothing_new(run_command, mi
     assert set(run_command.cwd.rglob("*")) == before
 
 
-def test_a_refused_command_leaves_a_run_as_it_was(run_command):
+def test_refused_command_leaves_a_run_unchanged(run_command):
     run_command(*WORDS, "hydra.run.dir=run")
     files = contents(run_command.cwd)
     before = {path: content for path, content in files.items() if path.name not in (".lock", ".foundry")}
@@ -71,7 +71,7 @@ def test_a_refused_command_leaves_a_run_as_it_was(run_command):
 
 
 @pytest.mark.long
-def test_a_plans_folder_takes_the_run(run_command):
+def test_run_may_use_the_folder_of_its_plan(run_command):
     run_command(*WORDS, "hydra.run.dir=run", module="foundry.plan")
     run_command(*WORDS, "hydra.run.dir=run")
     assert (run_command.cwd / "run" / "result.json").is_file()

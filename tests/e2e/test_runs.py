@@ -1,4 +1,4 @@
-"""`python -m foundry` as a person types it: what it leaves, says and returns."""
+"""`python -m foundry`: files, output and exit codes of runs, sampling and export."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ def snapshot(folder):
     return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in folder.rglob("*")}
 
 
-def test_a_run_leaves_what_the_design_says(lm):
+def test_run_directory_has_the_documented_files(lm):
     run_dir, stdout, stderr = lm
     names = {str(path.relative_to(run_dir)) for path in run_dir.rglob("*")}
     expected = {".hydra/config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml", "config.yaml", "foundry.log"}
@@ -51,7 +51,7 @@ def test_a_run_leaves_what_the_design_says(lm):
     assert list(run_dir.parent.iterdir()) == [run_dir]
 
 
-def test_status_and_result_agree(lm):
+def test_status_and_result_of_a_run_agree(lm):
     run_dir = lm[0]
     status, result = read(run_dir, "status.json"), read(run_dir, "result.json")
     assert (status["state"], status["reason"], status["step"]) == ("finished", "", 5)
@@ -63,7 +63,7 @@ def test_status_and_result_agree(lm):
     assert result["best"]["val_loss"] == min(line["val_loss"] for line in lines(run_dir, "val_loss"))
 
 
-def test_every_logged_step_has_the_keys(lm):
+def test_each_logged_step_has_the_metric_keys(lm):
     logged = lines(lm[0])
     keys = {"step", "samples", "tokens", "epoch", "loss", "lr", "weight_decay", "grad_norm", "global_batch_size"}
     for number, line in enumerate(logged, start=1):
@@ -74,7 +74,7 @@ def test_every_logged_step_has_the_keys(lm):
     assert {"step", "samples", "val_loss"} <= set(lines(lm[0], "val_loss")[0])
 
 
-def test_the_plans_numbers_are_consistent(lm, digits):
+def test_plan_of_a_run_is_consistent(lm, digits):
     for run_dir in (lm[0], digits):
         plan, config = read(run_dir, "plan.json"), yaml.safe_load((run_dir / "config.yaml").read_text())
         assert plan["accum_freq"] * plan["world_size"] * plan["per_gpu_batch_size"] == plan["global_batch_size"]
@@ -88,7 +88,7 @@ def test_the_plans_numbers_are_consistent(lm, digits):
     assert read(lm[0], "plan.json")["total_tokens"] == 5 * 8 * 32
 
 
-def test_starting_it_again_says_that_it_is_finished(lm, cache):
+def test_repeated_command_of_a_finished_run_changes_no_files(lm, cache):
     run_command = Commands(lm[0].parent, cache)
     written = ("foundry.log", ".lock")
     kept = {k: v for k, v in snapshot(lm[0]).items() if ".hydra" not in str(k) and k.name not in written}
@@ -98,7 +98,7 @@ def test_starting_it_again_says_that_it_is_finished(lm, cache):
     assert {path for path in kept if after.get(path) != kept[path]} - {lm[0]} == set()
 
 
-def test_diffusion_draws_a_picture(digits):
+def test_diffusion_run_writes_a_sample_image(digits):
     assert (digits / "plots" / "samples.png").read_bytes().startswith(PNG)
     assert read(digits, "status.json")["state"] == "finished"
     assert not (digits / "tokenizer.json").exists()
@@ -115,7 +115,7 @@ def test_diffusion_draws_a_picture(digits):
     ],
     ids=["tiny-text", "seq-len", "warmup"],
 )
-def test_what_only_the_data_shows_is_one_line_and_no_files(run_command, overrides, key):
+def test_settings_that_do_not_fit_the_data_are_refused_without_files(run_command, overrides, key):
     (run_command.cwd / "tiny.txt").write_text("too little\n")
     stdout, stderr = run_command(*overrides, code=2)
     assert stdout == ""
@@ -124,7 +124,7 @@ def test_what_only_the_data_shows_is_one_line_and_no_files(run_command, override
     assert [path.name for path in run_command.cwd.iterdir()] == ["tiny.txt"]
 
 
-def test_a_failing_part_leaves_its_traceback(run_command):
+def test_failing_constructor_of_a_component_leaves_a_traceback(run_command):
     (run_command.cwd / "conf" / "model").mkdir(parents=True)
     (run_command.cwd / "conf" / "model" / "mine.yaml").write_text("_target_: mine.Broken\nwidth: 3\n")
     code = "class Broken:\n    def __init__(self, *, width):\n        raise ValueError(f'no model of width {width}')\n"
@@ -138,7 +138,7 @@ def test_a_failing_part_leaves_its_traceback(run_command):
     assert (status["state"], status["reason"]) == ("failed", "ValueError: no model of width 3")
 
 
-def test_a_part_that_fails_while_training_is_recorded(run_command):
+def test_component_failure_in_training_is_recorded_in_the_status(run_command):
     (run_command.cwd / "conf" / "objective").mkdir(parents=True)
     (run_command.cwd / "conf" / "objective" / "mine.yaml").write_text("_target_: mine.Broken\n")
     code = "\n".join(
@@ -161,7 +161,7 @@ def test_a_part_that_fails_while_training_is_recorded(run_command):
     assert "\n" not in status["reason"]
 
 
-def test_a_loss_that_is_not_finite_names_the_step(run_command):
+def test_non_finite_loss_fails_the_run_and_names_the_step(run_command):
     overrides = [*TINY_LM, "hparams.lr=1e30", "optimizer=adamw", "scheduler.warmup=0", "hparams.grad_clip_norm=null"]
     stderr = run_command(*overrides, "hydra.run.dir=run", code=1)[1]
     status = read(run_command.cwd / "run", "status.json")
@@ -173,7 +173,7 @@ def test_a_loss_that_is_not_finite_names_the_step(run_command):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory, cache):
-    """Losses of three steps on one process."""
+    """Losses of three steps in one process."""
     run_command = Commands(tmp_path_factory.mktemp("alone"), cache)
     run_command(*TINY_LM, *LAYOUT, "hparams.per_gpu_batch_size=8", "hydra.run.dir=run")
     return losses(run_command.cwd / "run")
@@ -194,14 +194,14 @@ def assert_one_run(shell, stdout, stderr, expected):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("starts", some_of(["shell", "cold_shell"], "shell"))
-def test_two_processes_are_one_run(request, alone, starts):
+def test_two_fsdp_processes_match_one_process(request, alone, starts):
     command = request.getfixturevalue(starts)
     overrides = ["distributed=fsdp", "distributed.nproc_per_node=2", "hparams.per_gpu_batch_size=4"]
     assert_one_run(command, *command.run(*TINY_LM, *LAYOUT, *overrides), alone)
 
 
 @pytest.mark.long
-def test_compiled_and_checkpointed_blocks_train_alike(shell, alone):
+def test_torchcompile_with_grad_checkpointing_matches_plain_losses(shell, alone):
     overrides = ["hparams.per_gpu_batch_size=8", "hparams.torchcompile=true", "hparams.grad_checkpointing=true"]
     shell.run(*TINY_LM, *LAYOUT, *overrides, "hydra.run.dir=run")
     assert losses(shell.cwd / "run") == pytest.approx(alone, rel=1e-5)
@@ -209,7 +209,7 @@ def test_compiled_and_checkpointed_blocks_train_alike(shell, alone):
 
 @pytest.mark.long
 @pytest.mark.distributed
-def test_torchrun_is_one_run(cold_shell, alone):
+def test_torchrun_matches_one_process(cold_shell, alone):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
     message = cold_shell.run(*TINY_LM, *LAYOUT, "hparams.per_gpu_batch_size=4", command=[*torchrun, "-m"])
     assert_one_run(cold_shell, *message, alone)
@@ -217,7 +217,7 @@ def test_torchrun_is_one_run(cold_shell, alone):
 
 @pytest.mark.long
 @pytest.mark.distributed
-def test_a_slurm_step_is_one_run(shell, alone):
+def test_slurm_step_of_two_tasks_matches_one_process(shell, alone):
     step = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
     step |= {"SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_STEP_TASKS_PER_NODE": "2", "MASTER_PORT": str(free_port())}
     overrides = [*TINY_LM, *LAYOUT, "hparams.per_gpu_batch_size=4"]
@@ -231,7 +231,7 @@ def test_a_slurm_step_is_one_run(shell, alone):
     assert_one_run(shell, message[0][0] + message[1][0], message[0][1] + message[1][1], alone)
 
 
-def test_a_sweep_runs_every_job(shell):
+def test_sweep_runs_every_job(shell):
     overrides = [*TINY_DIT, "hparams.max_steps=2", "hparams.lr=1e-3,2e-3", "hydra.sweep.dir=sweep"]
     shell.run("-m", *overrides)
     jobs = sorted(path for path in (shell.cwd / "sweep").iterdir() if path.is_dir())
@@ -243,7 +243,7 @@ def test_a_sweep_runs_every_job(shell):
 
 
 @pytest.mark.parametrize("model", ["hf_llama", pytest.param("hf_gpt2", marks=pytest.mark.long)])
-def test_a_model_of_transformers_trains(run_command, model):
+def test_transformers_model_trains_and_exports(run_command, model):
     sizes = {
         "hf_llama": "{hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 2}",
         "hf_gpt2": "{n_embd: 32, n_layer: 2, n_head: 2}",
@@ -259,7 +259,7 @@ def test_a_model_of_transformers_trains(run_command, model):
     assert (run_command.cwd / "exported" / "config.json").is_file()
 
 
-def test_text_is_sampled_from_a_checkpoint(lm, run_command):
+def test_sample_writes_text_from_a_checkpoint(lm, run_command):
     overrides = [f"run={lm[0]}", "prompt='def main('", "max_new_tokens=8", "temperature=0"]
     stdout = run_command(*overrides, "out=drawn", module="foundry.sample")[0]
     assert "def main(" in stdout
@@ -276,7 +276,7 @@ def test_text_is_sampled_from_a_checkpoint(lm, run_command):
     assert page.startswith("step 5, temperature 0.0, seed 0\n")
 
 
-def test_digits_are_drawn_from_a_checkpoint(digits, run_command):
+def test_sample_draws_digits_from_a_checkpoint(digits, run_command):
     run_command(f"run={digits}", "out=pictures/drawn", "labels=[3,1]", "steps=3", module="foundry.sample")
     assert (run_command.cwd / "pictures" / "drawn.png").read_bytes().startswith(PNG)
     stderr = run_command(f"run={digits}", "prompt=hello", module="foundry.sample", code=2)[1]
@@ -286,7 +286,7 @@ def test_digits_are_drawn_from_a_checkpoint(digits, run_command):
     assert "step_00000005" in stderr
 
 
-def test_an_export_loads_in_transformers(lm, run_command):
+def test_export_loads_in_transformers_with_the_same_logits(lm, run_command):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

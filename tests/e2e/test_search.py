@@ -1,4 +1,4 @@
-"""`hydra/sweeper=optuna`: refused whole, pruned, gone on with."""
+"""`hydra/sweeper=optuna`: pruning, resuming, failures, and refusal of a search as a whole."""
 
 import json
 import signal
@@ -34,7 +34,7 @@ def trials(sweep):
 
 
 def outcomes(sweep):
-    """What was proposed and what came of it."""
+    """Return the state, parameters, value and intermediate values of each trial."""
     return [(trial.state.name, trial.params, trial.value, trial.intermediate_values) for trial in trials(sweep)]
 
 
@@ -44,13 +44,13 @@ def jobs(sweep):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, cache):
-    """A search of seven trials, and what was said; not to be changed."""
+    """An uninterrupted search of seven trials, and its stdout; read-only."""
     shell = WarmShell(tmp_path_factory.mktemp("search"), cache)
     stdout, _ = shell.run(*SEARCH, "hydra.sweeper.n_trials=7")
     return shell, shell.cwd / "sweep", stdout
 
 
-def test_trials_of_little_promise_are_ended_early(undisturbed):
+def test_search_prunes_unpromising_trials(undisturbed):
     _, sweep, stdout = undisturbed
     ended = trials(sweep)
     pruned = [trial for trial in ended if trial.state is TrialState.PRUNED]
@@ -67,7 +67,7 @@ def test_trials_of_little_promise_are_ended_early(undisturbed):
     assert f"\nbest: job {min(ended, key=lambda trial: trial.value).number}," in stdout
 
 
-def test_values_are_those_of_the_overrides(undisturbed):
+def test_trial_parameters_are_the_overrides_of_its_job(undisturbed):
     _, sweep, _ = undisturbed
     for trial, job in zip(trials(sweep), jobs(sweep), strict=True):
         overrides = dict(word.split("=") for word in job["overrides"])
@@ -76,7 +76,7 @@ def test_values_are_those_of_the_overrides(undisturbed):
 
 
 @pytest.mark.long
-def test_an_interrupted_search_is_the_undisturbed_one(undisturbed, shell):
+def test_interrupted_search_resumes_with_the_same_trials(undisturbed, shell):
     _, expected, _ = undisturbed
     process = shell.start(*SEARCH, "hydra.sweeper.n_trials=5")
     for line in process.stdout:
@@ -94,7 +94,7 @@ def test_an_interrupted_search_is_the_undisturbed_one(undisturbed, shell):
 
 
 @pytest.mark.long
-def test_another_search_is_refused_there(undisturbed):
+def test_another_search_in_the_same_sweep_dir_is_refused(undisturbed):
     shell, sweep, _ = undisturbed
     before = {path: path.stat().st_mtime_ns for path in sweep.rglob("*")}
     _, stderr = shell.run(*SEARCH, "hparams.lr=interval(1e-4,1e-1)", "hydra.sweeper.direction=maximize", code=2)
@@ -107,8 +107,8 @@ def test_another_search_is_refused_there(undisturbed):
 
 
 @pytest.mark.long
-def test_failures_are_marked_and_end_the_search(shell):
-    """Two jobs at a time on this machine, at a rate that diverges."""
+def test_search_ends_after_max_failures_and_marks_failed_trials(shell):
+    """Run two jobs at a time on this machine, with a learning rate that diverges."""
     local = ["hydra/launcher=local", "hydra.launcher.n_jobs=2", "hydra.sweeper.n_jobs=2"]
     overrides = [*SEARCH, *local, "hydra.sweeper.n_trials=12", "hydra.sweeper.max_failures=2"]
     overrides += ["hparams.lr=1e30", "scheduler.warmup='0.1'", "optimizer.weight_decay=0.0", "hparams.seed=range(50)"]
@@ -127,8 +127,8 @@ def test_failures_are_marked_and_end_the_search(shell):
 
 
 @pytest.mark.long
-def test_ranks_of_a_pruned_trial_end_together(shell):
-    """The pruner is one that ends whatever is above a threshold."""
+def test_pruned_trial_of_two_ranks_ends_on_both(shell):
+    """The pruner ends each trial above a threshold."""
     options = shell.cwd / "own" / "hydra" / "sweeper" / "pruner"
     options.mkdir(parents=True)
     (options / "mine.yaml").write_text("_target_: optuna.pruners.ThresholdPruner\nupper: 0.0\n")
@@ -167,13 +167,13 @@ def test_ranks_of_a_pruned_trial_end_together(shell):
         (["hydra/launcher=slurm", "hydra.launcher.detach=true"], ["hydra.launcher.detach: is true but a search"]),
     ],
 )
-def test_a_wrong_search_is_refused_whole(run_command, overrides, message):
+def test_invalid_search_is_refused_before_any_job_starts(run_command, overrides, message):
     _, stderr = run_command(*SEARCH, *overrides, code=2)
     assert [part in line for part, line in zip(message, stderr.splitlines(), strict=True)] == [True] * len(message)
     assert list(run_command.cwd.iterdir()) == []
 
 
-def test_a_search_without_its_package_says_how_to_install_it(cold_shell):
+def test_search_without_optuna_names_the_install_command(cold_shell):
     shell = cold_shell
     (shell.cwd / "without").mkdir()
     (shell.cwd / "without" / "optuna.py").write_text("raise ImportError\n")
@@ -184,8 +184,8 @@ def test_a_search_without_its_package_says_how_to_install_it(cold_shell):
 
 
 @pytest.mark.long
-def test_a_combination_that_does_not_go_together_is_said_and_counts_as_failed(shell):
-    """Each value goes with the first point's others, so that only a proposal shows it."""
+def test_proposal_with_conflicting_values_is_reported_and_counted_as_failed(shell):
+    """Each value is valid with the other values of the first point, so that the conflict appears only in a proposal."""
     overrides = [*SEARCH, "hydra.sweeper.n_trials=7", "hydra.sweeper.pruner=null", "hydra/sweeper/sampler=random"]
     overrides += ["hparams.lr=1e-3", "scheduler.warmup=choice('0.1','0.6')", "optimizer.weight_decay=0.0"]
     overrides += ["scheduler=wsd", "scheduler.decay=choice('0.2','0.5')"]

@@ -1,4 +1,4 @@
-"""Paths are meant from where the command was started, whatever directory its jobs run in."""
+"""Relative paths are resolved from the directory of the command's start, even if hydra.job.chdir changes it."""
 
 import json
 import subprocess
@@ -31,7 +31,7 @@ def names(folder):
 
 
 @pytest.mark.long
-def test_a_run_that_is_moved_reads_and_writes_where_it_was_started(warm):
+def test_chdir_run_resolves_paths_from_the_start_directory(warm):
     out, _ = warm.run(*WORDS, MOVED, "hydra.run.dir=runs/one", "tracking.mlflow=true")
     run_dir = warm.cwd / "runs" / "one"
     assert f"{run_dir}\n" in out
@@ -49,7 +49,7 @@ def test_a_run_that_is_moved_reads_and_writes_where_it_was_started(warm):
 
 @pytest.mark.long
 @pytest.mark.parametrize("launcher", ["sequential", pytest.param("local", marks=pytest.mark.long)])
-def test_so_do_the_jobs_of_a_sweep(warm, launcher):
+def test_chdir_sweep_jobs_resolve_paths_from_the_start_directory(warm, launcher):
     overrides = ["tracking=none", f"hydra/launcher={launcher}", "hydra.sweep.dir=sweep", "hparams.seed=1,2"]
     warm.run("-m", *WORDS, MOVED, *overrides)
     assert names(warm.cwd) == {"texts", "cache", "sweep"}
@@ -63,20 +63,20 @@ def test_so_do_the_jobs_of_a_sweep(warm, launcher):
 
 @pytest.mark.long
 @pytest.mark.distributed
-def test_so_do_several_processes(warm):
+def test_chdir_run_of_two_processes_resolves_paths_from_the_start_directory(warm):
     overrides = ["tracking=none", "distributed.nproc_per_node=2", "hparams.per_gpu_batch_size=2"]
     warm.run(*WORDS, MOVED, *overrides, "hydra.run.dir=run")
     assert names(warm.cwd) == {"texts", "cache", "run"}
 
 
 @pytest.mark.long
-def test_a_plan_that_is_moved_takes_its_time_from_a_run_beside_it(warm):
+def test_chdir_plan_finds_plan_measured_from_the_start_directory(warm):
     warm.run(*WORDS, "tracking=none", "hydra.run.dir=run", "tracking.log_every_n_steps=1")
     warm.run(*WORDS, MOVED, "hydra.run.dir=plan", "plan.measured=run", module="foundry.plan")
     assert json.loads((warm.cwd / "plan" / "plan.json").read_text())["step_seconds"] > 0
 
 
-def test_an_option_in_a_folder_of_ones_own_is_hinted_at(warm):
+def test_missing_option_that_is_in_a_conf_folder_hints_at_config_dir(warm):
     (warm.cwd / "conf" / "experiment").mkdir(parents=True)
     option = "# @package _global_\nhparams:\n  seed: 77\n"
     (warm.cwd / "conf" / "experiment" / "mine.yaml").write_text(option)
@@ -87,7 +87,7 @@ def test_an_option_in_a_folder_of_ones_own_is_hinted_at(warm):
     assert yaml.safe_load((warm.cwd / "run" / "config.yaml").read_text())["hparams"]["seed"] == 77
 
 
-def test_the_version_is_said_without_importing_torch(tmp_path):
+def test_version_is_printed_without_importing_torch(tmp_path):
     message = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "foundry", "--version"],
         cwd=tmp_path,

@@ -1,7 +1,7 @@
-"""Run directories of earlier versions are opened, continued and exported by this one.
+"""Run directories of earlier versions are opened, continued and exported by this version.
 
-`tests/stored/run-0.1` is what `python -m foundry` with `WORDS` and `hparams.max_steps=4` left on a CPU, without what
-Hydra and people read. A later version adds a directory of its own beside it, and changes none.
+`tests/stored/run-0.1` was written by `python -m foundry` with `WORDS` and `hparams.max_steps=4` on a CPU, and is stored
+without the files for Hydra and people. A later version adds its own directory and changes no existing one.
 """
 
 import json
@@ -23,7 +23,7 @@ WORDS = [
     *("objective.sample_tokens=8", "checkpoint.interval=2", "checkpoint.keep_last=1", "hydra.run.dir=run"),
 ]
 LOSSES = [5.340625286102295, 5.330583095550537]
-"""Of steps 5 and 6, as the version that made the directory went on to."""
+"""Losses of steps 5 and 6, computed by the version that wrote the directory."""
 VAL_LOSS = 5.333653211593628
 
 
@@ -37,20 +37,20 @@ def records(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_finished_run_has_its_result(run_command, stored):
+def test_stored_finished_run_is_not_trained_again(run_command, stored):
     before = (stored / "metrics.jsonl").read_text()
     run_command(*WORDS, "hparams.max_steps=4")
     assert (stored / "metrics.jsonl").read_text() == before
 
 
-def test_it_is_continued_as_the_version_that_made_it_would_have(run_command, stored):
+def test_stored_run_continues_as_in_the_version_that_wrote_it(run_command, stored):
     run_command(*WORDS, "hparams.max_steps=6")
     found = [record["loss"] for record in records(stored) if "loss" in record]
     assert found[4:] == pytest.approx(LOSSES, rel=2e-6)
     assert json.loads((stored / "result.json").read_text())["val_loss"] == pytest.approx(VAL_LOSS, rel=2e-6)
 
 
-def test_it_is_measured_drawn_from_exported_and_started_from(run_command, stored):
+def test_stored_run_is_evaluated_sampled_exported_and_used_as_base(run_command, stored):
     own = json.loads((stored / "result.json").read_text())["val_loss"]
     run_command("run=run", "max_samples=16", "out=measured.json", module="foundry.eval")
     assert json.loads((run_command.cwd / "measured.json").read_text())["loss"] == pytest.approx(own, rel=2e-6)
@@ -59,11 +59,11 @@ def test_it_is_measured_drawn_from_exported_and_started_from(run_command, stored
     assert (run_command.cwd / "exported" / "model.safetensors").is_file()
     words = [*WORDS[1:5], "data=arithmetic", "model=base", "model.path=run", "debug=fast", "precision=fp32"]
     run_command(*words, "tracking=none", "hydra.run.dir=started")
-    assert records(run_command.cwd / "started")[0]["loss"] < 5.5  # drawn weights begin at 5.56
+    assert records(run_command.cwd / "started")[0]["loss"] < 5.5  # randomly initialized weights start at 5.56
 
 
 def numbered_interval(folder, interval):
-    """Have a run directory say that evaluations came after a number of steps, as a build before 0.1's release did."""
+    """Rewrite evaluation.interval of a run directory as a plain number, as builds before the release of 0.1 did."""
     config = folder / "config.yaml"
     config.write_text(config.read_text().replace("interval: 0.25 run", f"interval: {interval}"))
     checkpoint = folder / "checkpoints" / "latest"
@@ -72,7 +72,7 @@ def numbered_interval(folder, interval):
     rewrite_manifest(checkpoint, config=recorded)
 
 
-def test_a_run_that_chose_itself_whether_to_compile_continues_without(run_command, stored):
+def test_stored_run_with_torchcompile_auto_continues_without_compiling(run_command, stored):
     config = stored / "config.yaml"
     config.write_text(config.read_text().replace("torchcompile: false", "torchcompile: auto"))
     checkpoint = stored / "checkpoints" / "latest"
@@ -80,7 +80,7 @@ def test_a_run_that_chose_itself_whether_to_compile_continues_without(run_comman
     manifest["config"]["hparams"]["torchcompile"] = "auto"
     state = manifest["state"] | {"compiling": {"compiled": True}}
     rewrite_manifest(checkpoint, config=manifest["config"], state=state)
-    assert load_config(stored).hparams.torchcompile is False  # as a job of a sweep reads its settings
+    assert load_config(stored).hparams.torchcompile is False  # sweep jobs read their settings this way
     run_command(*WORDS, "hparams.max_steps=6")
     assert "resumed with hparams.torchcompile: auto -> False" in (stored / "foundry.log").read_text()
     found = [record["loss"] for record in records(stored) if "loss" in record]
@@ -92,9 +92,9 @@ def evaluated(folder):
     return [record["step"] for record in records(folder) if "val_loss" in record]
 
 
-def test_a_run_that_counted_evaluations_within_epochs_continues_so_or_is_refused(run_command, stored):
+def test_stored_run_with_a_numeric_evaluation_interval_needs_epoch_steps(run_command, stored):
     numbered_interval(stored, 5)
-    assert load_config(stored).evaluation.interval == "5 epoch_steps"  # as a job of a sweep reads its settings
+    assert load_config(stored).evaluation.interval == "5 epoch_steps"  # sweep jobs read their settings this way
     number = [*WORDS, "hparams.max_steps=6", "evaluation.interval=5"]
     _, stderr = run_command(*number, code=2)
     assert "evaluation.interval: is 5, which counts steps of the run, but an earlier version" in stderr

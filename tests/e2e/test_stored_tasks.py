@@ -1,4 +1,4 @@
-"""Run directories of other tasks than `test_stored_runs` are continued, used and exported.
+"""Stored run directories of tasks that `test_stored_runs` does not cover are continued, used and exported.
 
 `tests/stored/write_tasks.py` wrote them and explains how to add one for a new task or version.
 """
@@ -28,26 +28,26 @@ USES = {
 }
 """Commands that use a run; its export follows."""
 SAME = {"rel": 1e-5, "abs": 1e-6}
-"""Processors sum in orders of their own."""
+"""Tolerances: the order of sums depends on the CPU."""
 FIRST = ("diffusion", "lora", "vlm")
 USED = [name if name in FIRST else pytest.param(name, marks=pytest.mark.long) for name in RUNS]
 
 
 @pytest.fixture
 def stored(request, run_command):
-    """The run directory of a name, beside the files that it was trained on."""
+    """A copy of the stored run directory of that name, next to its training data."""
     write_small_files(run_command.cwd)
     return shutil.copytree(TASKS / request.param, run_command.cwd / request.param, symlinks=True)
 
 
 @pytest.mark.parametrize("stored", RUNS, indirect=True)
-def test_run_is_continued_as_by_the_version_that_wrote_it(run_command, stored):
+def test_stored_run_continues_as_in_the_version_that_wrote_it(run_command, stored):
     run_command(*overrides(stored.name, STEPS + 1))
     assert outcome(stored) == pytest.approx(AFTER_ONE_MORE_STEP[stored.name], **SAME)
 
 
 @pytest.mark.parametrize("stored", USED, indirect=True)
-def test_run_is_used_and_exported(run_command, stored):
+def test_stored_run_is_sampled_evaluated_and_exported(run_command, stored):
     for module, *words in USES[stored.name]:
         run_command(f"run={stored.name}", *words, module=module)
     measured, file = outcome(stored), run_command.cwd / "out.json"
@@ -66,7 +66,7 @@ def texts(node):
     return [node] if isinstance(node, str) else []
 
 
-def test_no_path_of_the_machine_that_wrote_them_is_stored():
+def test_stored_runs_contain_no_absolute_paths():
     files = [path for path in TASKS.rglob("*") if path.suffix in (".json", ".yaml") and path.name != "tokenizer.json"]
     assert len(files) > 7 * len(RUNS)
     for file in files:

@@ -1,4 +1,4 @@
-"""`python -m foundry -m` as a person types it: refused whole, run whole, and gone on with."""
+"""`python -m foundry -m`: sweeps with failing jobs, resumed sweeps, and refusal of a sweep as a whole."""
 
 import json
 import signal
@@ -28,13 +28,13 @@ def states(sweep):
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory, cache):
-    """A sweep whose second of three jobs has failed, and what was said; not to be changed."""
+    """A sweep whose second of three jobs failed, and its stdout and stderr; read-only."""
     shell = WarmShell(tmp_path_factory.mktemp("sweeps"), cache)
     message = shell.run("-m", *TINY, f"hparams.lr=1e-3,{DIVERGES},2e-3", code=1)
     return shell, shell.cwd / "sweep", *message
 
 
-def test_one_dead_job_neither_kills_nor_hides_the_others(begun):
+def test_failed_job_does_not_end_the_sweep(begun):
     _, sweep, stdout, stderr = begun
     assert states(sweep) == {0: "finished", 1: "failed", 2: "finished"}
     assert "NonFiniteError" in read(sweep / "1" / "status.json")["reason"]
@@ -45,7 +45,7 @@ def test_one_dead_job_neither_kills_nor_hides_the_others(begun):
     assert "3 jobs: 2 finished, 1 failed" in stdout
 
 
-def test_progress_as_json_is_alone_on_standard_output(tmp_path, cache):
+def test_json_progress_of_a_sweep_is_the_only_stdout(tmp_path, cache):
     stdout, stderr = WarmShell(tmp_path, cache).run("-m", *TINY, "tracking.progress=json", "hparams.seed=0,1")
     events: dict[str, list[str]] = {}
     for line in stdout.splitlines():
@@ -55,7 +55,7 @@ def test_progress_as_json_is_alone_on_standard_output(tmp_path, cache):
     assert "2 jobs: 2 finished" in stderr
 
 
-def test_the_directory_says_what_the_sweep_is(begun):
+def test_sweep_manifest_describes_launcher_and_jobs(begun):
     _, sweep, *_ = begun
     manifest = read(sweep / "sweep.json")
     assert manifest["command"][0] == "-m"
@@ -68,7 +68,7 @@ def test_the_directory_says_what_the_sweep_is(begun):
 
 
 @pytest.mark.long
-def test_what_would_be_another_job_is_refused(begun):
+def test_resumed_sweep_refuses_changed_settings_of_a_job(begun):
     shell, sweep, *_ = begun
     before = {path: path.stat().st_mtime_ns for path in sweep.rglob("*")}
     _, stderr = shell.run("-m", *TINY, "hparams.lr=1e-3,2e-3", "hparams.grad_clip_norm=0.5", code=2)
@@ -80,11 +80,11 @@ def test_what_would_be_another_job_is_refused(begun):
 
 
 @pytest.mark.long
-def test_the_same_command_runs_what_has_not_finished(shell):
+def test_repeated_sweep_command_runs_only_unfinished_jobs(shell):
     sweep = shell.cwd / "sweep"
     shell.run("-m", *TINY, f"hparams.lr=1e-3,{DIVERGES}", code=1)
     finished = (sweep / "0" / "result.json").stat().st_mtime_ns
-    stdout, _ = shell.run(*TINY, "-m", f"hparams.lr=5e-4,{DIVERGES},1e-3", code=1)  # wherever -m stands
+    stdout, _ = shell.run(*TINY, "-m", f"hparams.lr=5e-4,{DIVERGES},1e-3", code=1)  # -m may stand anywhere
     assert states(sweep) == {0: "finished", 1: "failed", 2: "finished"}
     assert read(sweep / "sweep.json")["jobs"][2]["overrides"] == ["hparams.lr=0.0005"]
     assert (sweep / "0" / "result.json").stat().st_mtime_ns == finished
@@ -94,7 +94,7 @@ def test_the_same_command_runs_what_has_not_finished(shell):
 
 
 @pytest.mark.long
-def test_ctrl_c_saves_the_job_and_leaves_the_rest_queued(shell):
+def test_ctrl_c_checkpoints_the_running_job_and_leaves_the_rest_queued(shell):
     sweep, overrides = shell.cwd / "sweep", [*TINY, "hparams.max_steps=120", "hparams.seed=1,2"]
     process = shell.start("-m", *overrides)
     for line in process.stdout:
@@ -114,7 +114,7 @@ def test_ctrl_c_saves_the_job_and_leaves_the_rest_queued(shell):
 
 
 @pytest.mark.long
-def test_a_sweep_that_is_killed_resumes_and_ends_as_if_undisturbed():
+def test_killed_sweep_resumes_bit_identical_to_an_uninterrupted_sweep():
     script = Path(__file__).parents[2] / "benchmarks" / "sweeps.py"
     command = [sys.executable, str(script), "kills", "--jobs", "6", "--kills", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
@@ -124,12 +124,12 @@ def test_a_sweep_that_is_killed_resumes_and_ends_as_if_undisturbed():
 
 
 @pytest.mark.long
-def test_one_run_in_mlflow_above_those_of_the_jobs(shell):
+def test_mlflow_nests_job_runs_under_one_run_of_the_sweep(shell):
     from mlflow import MlflowClient
 
     overrides = [word for word in TINY if word != "tracking=none"]
     shell.run("-m", *overrides, "tracking.plots=false", "tracking.mlflow=true", f"hparams.lr=1e-3,{DIVERGES}", code=1)
-    for pending in (shell.cwd / "sweep").glob("*/mlflow_pending.jsonl"):  # a slow machine
+    for pending in (shell.cwd / "sweep").glob("*/mlflow_pending.jsonl"):  # on a slow machine
         shell.run(f"dir={pending.parent}", module="foundry.sync")
     client = MlflowClient(f"sqlite:///{shell.cwd}/mlflow.db")
     runs = client.search_runs([client.get_experiment_by_name("foundry").experiment_id])
@@ -143,7 +143,7 @@ def test_one_run_in_mlflow_above_those_of_the_jobs(shell):
 
 @pytest.mark.parametrize("launcher", ["sequential", pytest.param("local", marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", some_of(WRONG_SWEEPS, "grid"))
-def test_no_job_starts_of_a_sweep_in_which_one_is_wrong(run_command, launcher, name):
+def test_sweep_with_an_invalid_job_starts_no_job(run_command, launcher, name):
     write_options(run_command.cwd)
     before = set(run_command.cwd.rglob("*"))
     stdout, stderr = run_command("-m", *WRONG_SWEEPS[name][0], f"hydra/launcher={launcher}", code=2)
@@ -174,14 +174,14 @@ def test_no_job_starts_of_a_sweep_in_which_one_is_wrong(run_command, launcher, n
         long_case(["hparams.lr=1,2", "hydra.sweeper.zippp=[]"], ["hydra.sweeper.zippp"]),
     ],
 )
-def test_a_wrong_sweep_is_refused_whole(run_command, overrides, message):
+def test_invalid_sweep_options_are_refused_without_files(run_command, overrides, message):
     _, stderr = run_command("-m", *overrides, code=2)
     assert [part in line for part, line in zip(message, stderr.splitlines(), strict=True)] == [True] * len(message)
     assert list(run_command.cwd.iterdir()) == []
 
 
 @pytest.mark.long
-def test_a_learning_rate_range_test_is_ready(shell):
+def test_lr_range_search_runs_without_checkpoints(shell):
     overrides = [word for word in TINY_DIT if word != "debug=fast"]
     overrides += ["hparams_search=lr_range", "hparams.max_steps=2", "evaluation.max_samples=16", "tracking=none"]
     shell.run(*overrides, "hparams.lr=1e-4,1e-3", "hydra.sweep.dir=sweep")

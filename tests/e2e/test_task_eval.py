@@ -1,4 +1,4 @@
-"""`foundry.eval tasks=[...]`: what lm_eval measures of a run is what it measures of the run's export."""
+"""`foundry.eval tasks=[...]`: the lm_eval results of a run equal those of its export."""
 
 import importlib.util
 import json
@@ -60,7 +60,7 @@ def tasks(tmp_path):
 
 @has_lm_eval
 @pytest.mark.long
-def test_a_run_is_measured_as_lm_eval_measures_its_export(run_dir, tasks, tmp_path, capsys):
+def test_eval_tasks_of_a_run_match_lm_eval_on_its_export(run_dir, tasks, tmp_path, capsys):
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
@@ -108,7 +108,7 @@ def test_a_run_is_measured_as_lm_eval_measures_its_export(run_dir, tasks, tmp_pa
         (["TASKS/lost.yaml"], r"tasks: .*lost.yaml cannot be read: \w+"),
     ],
 )
-def test_a_task_that_is_none_is_a_line(run_dir, tasks, tmp_path, monkeypatch, names, message):
+def test_eval_tasks_refuses_unknown_or_unreadable_tasks(run_dir, tasks, tmp_path, monkeypatch, names, message):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     (tasks / "lost.yaml").write_text(SUMS + COMMON.format(rows=tmp_path / "nowhere.jsonl"))
@@ -119,7 +119,7 @@ def test_a_task_that_is_none_is_a_line(run_dir, tasks, tmp_path, monkeypatch, na
 
 
 @has_lm_eval
-def test_files_of_tasks_run_no_code_without_trust(run_dir, tasks, tmp_path):
+def test_task_files_run_no_code_without_trust(run_dir, tasks, tmp_path):
     (tasks / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     (tasks / "sums.yaml").write_text(f"{SUMS}doc_to_text: !function own.text\n")
     for name in (tasks, tasks / "sums.yaml"):
@@ -130,7 +130,7 @@ def test_files_of_tasks_run_no_code_without_trust(run_dir, tasks, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_what_does_not_fit_is_a_line(run_dir, monkeypatch):
+def test_eval_tasks_refuses_conflicting_options(run_dir, monkeypatch):
     def refused(overrides=(), **options):
         with pytest.raises(ConfigError) as error:
             evaluate(overrides, run=str(run_dir), **options)
@@ -144,7 +144,7 @@ def test_what_does_not_fit_is_a_line(run_dir, monkeypatch):
     assert refused(tasks=["x"]) == said
 
 
-def test_the_table_has_a_metric_in_a_line():
+def test_task_table_has_one_metric_per_line():
     metrics = {"acc": 0.5, "acc_stderr": 0.125, "exact_match,strict": 1.0}
     tasks = {"sums": {"num_samples": 8, "num_fewshot": 0, "version": 1.0, "metrics": metrics}}
     tasks["group"] = {"num_samples": None, "num_fewshot": None, "version": None, "metrics": {"acc": 0.25}}

@@ -1,4 +1,4 @@
-"""Distillation as a run: the teacher is another run, on any layout, resumed, counted in the plan."""
+"""Distillation runs whose teacher is another run: layouts, resume, tokenizer check and plan."""
 
 import json
 
@@ -27,7 +27,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def taught(tmp_path_factory, cache):
-    """A shell beside a trained teacher of twice the student's width, and the override that says where the text lies."""
+    """A shell in a folder with the run `teacher`, twice as wide as the student, and the overrides of the data."""
     shell = WarmShell(tmp_path_factory.mktemp("distillation"), cache)
     text = write_text(shell.cwd)
     wide = [*RUN, *SMALL, "model.hidden_size=32", "hparams.max_steps=60", "hparams.lr=1e-2"]
@@ -43,7 +43,7 @@ def metrics(shell, name):
 
 @pytest.mark.long
 @pytest.mark.distributed
-def test_the_student_comes_near_its_teacher_on_any_layout(taught):
+def test_distillation_reduces_divergence_equally_on_all_layouts(taught):
     shell, data = taught
     for name, overrides in LAYOUTS.items():
         shell.run(*data, *STUDENT, *overrides, f"hydra.run.dir={name}")
@@ -55,7 +55,7 @@ def test_the_student_comes_near_its_teacher_on_any_layout(taught):
 
 
 @pytest.mark.long
-def test_a_run_that_starts_from_its_teacher_has_no_divergence_and_a_resumed_one_the_same_teacher(taught):
+def test_student_started_from_its_teacher_diverges_and_resumes_equally(taught):
     shell, data = taught
     same = [override for override in STUDENT if override not in SMALL]
     same += ["model=base", "model.path=teacher", "hparams.lr=1e-3", "objective.temperature=2", "hparams.max_steps=4"]
@@ -69,7 +69,7 @@ def test_a_run_that_starts_from_its_teacher_has_no_divergence_and_a_resumed_one_
     assert [line for line in metrics(shell, "half") if "loss" in line] == whole
 
 
-def test_another_tokenizer_is_refused_before_the_first_step(taught, cache):
+def test_teacher_with_another_tokenizer_is_refused_before_training(taught, cache):
     shell, _ = taught
     other = "\n".join(f"{n} plus {n} is {n + n}!" for n in range(2000))
     (shell.cwd / "other.txt").write_text(other)
@@ -78,7 +78,7 @@ def test_another_tokenizer_is_refused_before_the_first_step(taught, cache):
     assert "trained with another tokenizer than the run's" in stderr
 
 
-def test_the_plan_counts_the_teacher(taught, cache):
+def test_plan_counts_the_memory_of_the_teacher(taught, cache):
     shell, data = taught
     Commands(shell.cwd, cache)(*data, *STUDENT, "hydra.run.dir=plan", module="foundry.plan")
     memory = json.loads((shell.cwd / "plan" / "plan.json").read_text())["memory"]

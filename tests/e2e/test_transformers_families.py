@@ -1,4 +1,4 @@
-"""Causal language models of transformers, family by family: trained, exported, and loaded by transformers alone."""
+"""Causal language models of each transformers family are trained, exported, and loaded by transformers alone."""
 
 import json
 
@@ -50,7 +50,7 @@ _ALWAYS = ("rwkv",)
 @pytest.mark.parametrize(
     "family", [pytest.param(name, marks=() if name in _ALWAYS else pytest.mark.long) for name in FAMILIES]
 )
-def test_it_is_trained_exported_and_loaded(family, tmp_path, cache):
+def test_transformers_family_trains_exports_and_loads_with_the_same_logits(family, tmp_path, cache):
     config = json.dumps(FAMILIES[family]).replace('"', "")
     given = [f"model.architecture={family}", f"+model.config={config}", f"data.cache_dir={cache}"]
     steps = ["hparams.max_steps=2", "evaluation.interval=null", "checkpoint.interval=null", "hparams.lr=0.01"]
@@ -68,7 +68,7 @@ def test_it_is_trained_exported_and_loaded(family, tmp_path, cache):
     assert model.generate(**prompt, max_new_tokens=2, do_sample=False).shape[1] <= prompt["input_ids"].shape[1] + 2
 
 
-def test_a_mixture_of_experts_is_warned_of_its_lost_loss_and_sampled(tmp_path, cache, caplog):
+def test_mixtral_warns_of_the_unused_router_loss_and_is_sampled(tmp_path, cache, caplog):
     config = json.dumps({**FAMILIES["mixtral"], "output_router_logits": True}).replace('"', "")
     given = ["model.architecture=mixtral", f"+model.config={config}", f"data.cache_dir={cache}"]
     steps = [

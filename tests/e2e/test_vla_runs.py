@@ -1,4 +1,4 @@
-"""Runs of a policy that is told in words: what they start from, hold and refuse, and that they can be resumed."""
+"""Runs of a vision-language-action policy: initial weights, tokenizer, refusals, evaluation, export and resume."""
 
 import json
 import shutil
@@ -37,7 +37,7 @@ SMALL += ["evaluation.evaluators.success.episodes=3", "evaluation.evaluators.suc
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """With the options of a simulator of a user's own."""
+    """A folder with a config directory that defines the user's own simulator."""
     made = tmp_path_factory.mktemp("vla")
     (made / "conf/simulator").mkdir(parents=True)
     own = "_target_: support.commanded.Commanded\nstate_dim: 4\naction_dim: 2\nimage_size: null\nmax_steps: 30\n"
@@ -52,7 +52,7 @@ def settings(folder):
 
 @pytest.fixture(scope="module")
 def vlm(folder):
-    """The run of a small vision-language model about the same pictures."""
+    """The run of a small vision-language model on images of the same simulator."""
     words = ["experiment=vlm_scenes", "simulator=commanded", "simulator.image_size=16", "data.num_scenes=24", *QUIET]
     words += [f"model.{name}={size}" for name, size in SIZES.items()] + ["data.seq_len=64", "data.vocab_size=290"]
     words += [*BATCH, "hparams.max_steps=3", "evaluation.interval=null", f"data.cache_dir={folder / 'cache'}"]
@@ -62,7 +62,7 @@ def vlm(folder):
 
 @pytest.fixture(scope="module")
 def finished(settings, vlm, folder):
-    """A run that started from that model; its demonstrations and that model are gone."""
+    """A run whose backbone started from `vlm`."""
     run(settings(f"model.backbone.init_from={vlm}"), folder / "run")
     return folder / "run"
 
@@ -72,7 +72,7 @@ def weights(run_dir):
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 # it is no mapping
 
 
-def test_the_backbone_starts_from_a_run_with_its_tokenizer(settings, vlm, tmp_path):
+def test_vla_backbone_init_from_a_run_takes_its_weights_and_tokenizer(settings, vlm, tmp_path):
     config = settings(
         f"model.backbone.init_from={vlm}", "hparams.lr=1e-30", "scheduler.min_lr=0", "hparams.max_steps=1"
     )
@@ -86,7 +86,7 @@ def test_the_backbone_starts_from_a_run_with_its_tokenizer(settings, vlm, tmp_pa
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_without_weights_it_is_drawn_with_a_tokenizer_of_its_own(settings):
+def test_vla_backbone_without_init_from_trains_its_own_tokenizer(settings):
     config = settings()
     assert config.data.tokenizer is None
     assert config.data.vocab_size == config.model.backbone.vocab_size == 4096
@@ -100,16 +100,16 @@ def as_file(vlm, folder, change=None):
     return folder / "model.safetensors"
 
 
-def test_the_backbone_starts_from_a_file(settings, vlm, tmp_path):
+def test_vla_backbone_init_from_a_file_takes_its_weights_and_tokenizer(settings, vlm, tmp_path):
     file = as_file(vlm, tmp_path / "file")
     config = settings(f"model.backbone.init_from={file}", "data.vocab_size=290", "hparams.max_steps=1")
     assert config.data.tokenizer == str(file.with_name("tokenizer.json"))
     run(config, tmp_path / "run")
     found = restore(tmp_path / "run", "last", ema=False, trust=True).model.backbone.model.norm.weight
-    assert torch.equal(found, restore(vlm, "last", ema=True, trust=True).model.model.norm.weight)  # frozen
+    assert torch.equal(found, restore(vlm, "last", ema=True, trust=True).model.model.norm.weight)  # frozen in training
 
 
-def test_weights_of_another_size_are_refused_in_a_line(settings, vlm, tmp_path):
+def test_vla_backbone_weights_of_another_size_are_refused(settings, vlm, tmp_path):
     file = as_file(vlm, tmp_path / "file")
     wrong = settings(f"model.backbone.init_from={file}", "data.vocab_size=290", "model.backbone.intermediate_size=40")
     with pytest.raises(ConfigError, match=r"model\.backbone\.init_from: does not fit the model: it has .* instead of"):
@@ -119,7 +119,7 @@ def test_weights_of_another_size_are_refused_in_a_line(settings, vlm, tmp_path):
         run(wrong, tmp_path / "of_run")
 
 
-def test_another_tokenizer_is_refused_in_a_line(settings, vlm, tmp_path):
+def test_vla_backbone_refuses_another_tokenizer(settings, vlm, tmp_path):
     train_tokenizer(["go to the left", "go to the right"], 280).save(str(tmp_path / "tokenizer.json"))
     words = [f"model.backbone.init_from={vlm}", f"data.tokenizer={tmp_path / 'tokenizer.json'}"]
     message = (
@@ -155,26 +155,26 @@ def test_another_tokenizer_is_refused_in_a_line(settings, vlm, tmp_path):
         ),
     ],
 )
-def test_settings_that_do_not_fit_are_lines(words, message, settings, vlm):
+def test_inconsistent_vla_settings_are_refused(words, message, settings, vlm):
     words = [word.replace("VLM", str(vlm)) for word in words]
     with pytest.raises(ConfigError) as refused:
         settings(*words)
     assert message.replace("VLM", str(vlm)) in str(refused.value)
 
 
-def test_words_that_a_model_would_ignore_are_refused(folder):
+def test_instruction_tokens_are_refused_for_a_model_without_instructions(folder):
     own = [word for word in SMALL if not word.startswith("model.")]
     with pytest.raises(ConfigError, match=r"data\.instruction_tokens: is 24 but model PolicyDiT is told nothing; "):
         compose([*own, "model=policy_dit", "model.patch_size=4"], config_dir=folder / "conf")
 
 
-def test_an_instruction_that_is_too_long_is_a_line_before_anything_is_trained(settings, tmp_path):
+def test_instruction_longer_than_instruction_tokens_is_refused(settings, tmp_path):
     with pytest.raises(ConfigError, match=r"data\.instruction_tokens: is 2 but go to the \w+ has \d tokens; set it to"):
         run(settings("data.instruction_tokens=2"), tmp_path / "run")
 
 
 @pytest.mark.long
-def test_it_is_measured_again_without_demonstrations_and_backbone(finished, folder, tmp_path):
+def test_eval_of_a_vla_run_needs_no_demonstrations_and_no_backbone_run(finished, folder, tmp_path):
     gone = {name: folder / name for name in ("cache", "vlm")}
     for name, path in gone.items():
         path.rename(tmp_path / name)
@@ -200,7 +200,7 @@ def test_it_is_measured_again_without_demonstrations_and_backbone(finished, fold
             (tmp_path / name).rename(path)
 
 
-def test_an_export_has_statistics_and_tokenizer(finished, tmp_path):
+def test_vla_export_has_weights_statistics_and_tokenizer(finished, tmp_path):
     export(ExportOptions(run=str(finished), out=str(tmp_path / "out"), trust=True))
     for name in ("statistics.json", "tokenizer.json"):
         assert (tmp_path / "out" / name).read_text() == (finished / name).read_text()
@@ -212,12 +212,12 @@ def test_an_export_has_statistics_and_tokenizer(finished, tmp_path):
     init_from(tmp_path / "out/model.safetensors", ALONE, model)
 
 
-def test_a_policy_says_nothing(finished):
+def test_sample_refuses_a_policy_run(finished):
     with pytest.raises(ConfigError, match="whose objective FlowPolicy draws nothing"):
         sample(SampleOptions(run=str(finished), trust=True))
 
 
-def test_a_run_starts_from_a_policy_with_all_of_its_weights(finished, folder, tmp_path):
+def test_model_base_loads_all_weights_of_a_vla_policy(finished, folder, tmp_path):
     own = [word for word in SMALL if not word.startswith("model.")]
     words = [*own, "model=base", f"model.path={finished}", f"data.cache_dir={folder / 'cache'}"]
     words += ["hparams.lr=1e-30", "scheduler.min_lr=0", "hparams.max_steps=1"]
@@ -232,7 +232,7 @@ def test_a_run_starts_from_a_policy_with_all_of_its_weights(finished, folder, tm
 
 
 @pytest.mark.parametrize("missing", ["tokenizer.json", "statistics.json"])
-def test_a_run_directory_that_lacks_a_file_is_refused_in_a_line(missing, finished, tmp_path):
+def test_restore_refuses_a_vla_run_with_a_missing_file(missing, finished, tmp_path):
     shutil.copytree(finished, tmp_path / "run", symlinks=True)
     (tmp_path / "run" / missing).unlink()
     with pytest.raises(ConfigError, match=f"has no {missing}, which a run "):
@@ -240,7 +240,7 @@ def test_a_run_directory_that_lacks_a_file_is_refused_in_a_line(missing, finishe
 
 
 @pytest.mark.long
-def test_a_run_that_is_killed_ends_as_one_that_was_not(shell, folder, vlm):
+def test_killed_vla_run_resumes_bit_for_bit(shell, folder, vlm):
     words = [*SMALL, f"model.backbone.init_from={vlm}", f"data.cache_dir={folder / 'cache'}", "hparams.max_steps=40"]
     words += [
         f"hydra.searchpath=[{folder / 'conf'}]",

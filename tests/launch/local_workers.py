@@ -1,4 +1,4 @@
-"""What the processes of test_local.py run; run as a script it starts two of what is named."""
+"""Worker functions of test_local.py; as a script, run the named function in two processes."""
 
 import os
 import signal
@@ -44,7 +44,7 @@ def fail_on_rank_one():
 
 
 def fail_with_exit_handlers():
-    """Fail, and say which exit handlers run: of Python to stderr, of C++, among its destructors, to stdout."""
+    """Fail with exit handlers that print: Python's to stderr, and C++'s, which runs among destructors, to stdout."""
     import atexit
     import ctypes
 
@@ -87,7 +87,7 @@ def sleep(folder):
 
 
 def train(folder):
-    """Train until a signal comes; what it was is in the exception, and every rank notes that it saved."""
+    """Train until a signal arrives; raise Stopped with the signal, after each rank has written its last step."""
     from foundry.config.schemas.device import DeviceKind
     from foundry.config.schemas.distributed import Distributed
     from foundry.parallel.process_group import process_group
@@ -101,7 +101,7 @@ def train(folder):
         while (signum := Boundary(rank_flags.exchange(signals.flags)).signum) is None:
             time.sleep(0.01)
             step += 1
-        time.sleep(0.5)  # saving: a signal that came twice would be noticed now
+        time.sleep(0.5)  # simulate saving: a signal delivered twice would take effect now
         (Path(folder) / f"{os.getpid()}.saved").write_text(str(step))
         raise Stopped(signum, step, Path(folder), "stopped")
 
@@ -112,7 +112,7 @@ def ignore_signals(folder):
 
 
 def stop_and_be_asked_again(signum):
-    """Send `signum` to this process, which has it again as it leaves, when its launcher passes its own copy on."""
+    """Send `signum` to this process, which receives it again at its exit, when the launcher forwards its own copy."""
     from foundry.training.signals import SignalHandler
 
     try:
@@ -125,7 +125,7 @@ def stop_and_be_asked_again(signum):
 
 
 def stop_after_signal(signum, checkpoint):
-    """Send `signum` to the process that started this one, take it from there, and save; without a place, fail to."""
+    """Send `signum` to the parent process, wait until it is forwarded, and stop; without a checkpoint, fail to save."""
     from foundry.training.signals import SignalHandler
 
     with SignalHandler() as signals:

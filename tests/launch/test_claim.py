@@ -1,4 +1,4 @@
-"""A directory is taken only where it is foundry's to write into, and a refused command leaves what was there."""
+"""A directory is claimed only if foundry may write to it, and a refused command leaves existing files unchanged."""
 
 import errno
 import json
@@ -41,7 +41,7 @@ CONTENTS = ["", "{}", "[]", "state: finished\n", '{"state": "finished"}', '{"sta
 
 
 def snapshot(folder):
-    """Everything below a folder: kind, mode, time of change and content."""
+    """Return mode, modification time and content of each path below a folder."""
     found = {}
     for path in sorted(folder.rglob("*")):
         status = path.lstat()
@@ -60,7 +60,7 @@ def write_tree(folder, files):
 
 
 def write_as_hydra(folder):
-    """What is written before a run knows that its data are wrong."""
+    """Write the files that a run writes before it checks its data."""
     (folder / ".hydra").mkdir(exist_ok=True)
     for name in (".hydra/config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml", "foundry.log", ".lock"):
         with (folder / name).open("a") as file:
@@ -74,7 +74,7 @@ trees = st.dictionaries(
 
 @settings(max_examples=examples(40), deadline=None, derandomize=True)
 @given(files=trees)
-def test_a_folder_of_the_users_own_is_refused_and_left_as_it_was(files):
+def test_claim_refuses_a_folder_with_user_files_and_leaves_it_unchanged(files):
     with TemporaryDirectory() as parent:
         folder = Path(parent) / "mine"
         folder.mkdir()
@@ -91,7 +91,7 @@ def test_a_folder_of_the_users_own_is_refused_and_left_as_it_was(files):
 
 @settings(max_examples=examples(25), deadline=None, derandomize=True)
 @given(files=trees, path=st.sampled_from(["run", "a/b/run"]))
-def test_a_refused_command_leaves_what_was_beside_its_folder_and_nothing_new(files, path):
+def test_release_removes_new_files_and_keeps_files_next_to_the_folder(files, path):
     with TemporaryDirectory() as parent:
         write_tree(Path(parent), files)
         before = snapshot(Path(parent))
@@ -103,13 +103,13 @@ def test_a_refused_command_leaves_what_was_beside_its_folder_and_nothing_new(fil
 
 @settings(max_examples=examples(25), deadline=None, derandomize=True)
 @given(files=trees)
-def test_a_refused_command_leaves_a_run_with_what_its_user_put_there(files):
+def test_release_keeps_a_run_and_its_user_files(files):
     files = {name: value for name, value in files.items() if name not in (MARK, "status.json", "foundry.log")}
     with TemporaryDirectory() as parent:
         folder = Path(parent)
         write_tree(folder, {"foundry.log": ("log", 0o644), **files})
         write_status(folder, state="stopped", reason="SIGTERM")
-        claim(str(folder), KEY)  # the run's own start
+        claim(str(folder), KEY)  # the earlier start of the run
         before = snapshot(folder)
         claimed = claim(str(folder), KEY, output_subdir=".hydra")
         write_as_hydra(folder)
@@ -120,7 +120,7 @@ def test_a_refused_command_leaves_a_run_with_what_its_user_put_there(files):
             assert after[name][2] == before[name][2], name
 
 
-def test_an_empty_folder_stays_and_so_do_empty_parents(tmp_path):
+def test_release_keeps_an_empty_folder_and_empty_parents(tmp_path):
     (tmp_path / "runs" / "empty").mkdir(parents=True)
     for path in ("runs/empty", "runs/new"):
         claimed = claim(str(tmp_path / path), KEY, output_subdir=".hydra")
@@ -129,7 +129,7 @@ def test_an_empty_folder_stays_and_so_do_empty_parents(tmp_path):
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["runs", "runs/empty"]
 
 
-def test_what_somebody_else_puts_there_meanwhile_stays(tmp_path):
+def test_release_keeps_files_that_other_programs_wrote_meanwhile(tmp_path):
     claimed = claim(str(tmp_path / "run"), KEY, output_subdir=".hydra")
     write_as_hydra(claimed.folder)
     (tmp_path / "run" / "theirs.txt").write_text("kept")
@@ -137,7 +137,7 @@ def test_what_somebody_else_puts_there_meanwhile_stays(tmp_path):
     assert snapshot(tmp_path).keys() == {"run", "run/theirs.txt"}
 
 
-def test_a_run_a_plan_and_a_sweep_may_be_gone_on_with(tmp_path):
+def test_check_free_accepts_an_existing_run_and_sweep(tmp_path):
     claim(str(tmp_path / "killed at once"), KEY)
     write_tree(tmp_path, {"killed at once/.hydra/config.yaml": ("", 0o644)})
     (tmp_path / "run").mkdir()
@@ -151,7 +151,7 @@ def test_a_run_a_plan_and_a_sweep_may_be_gone_on_with(tmp_path):
 
 @pytest.mark.parametrize("name", [".hydra/hydra.yaml", "foundry.log", "config.yaml", ".lock"])
 @pytest.mark.parametrize("kind", ["link", "pipe"])
-def test_a_link_or_a_pipe_among_the_files_is_refused(tmp_path, name, kind):
+def test_claim_refuses_a_symlink_or_pipe_among_the_files(tmp_path, name, kind):
     target = tmp_path / "target"
     target.write_text("kept")
     (tmp_path / "run").mkdir()
@@ -168,9 +168,7 @@ def test_a_link_or_a_pipe_among_the_files_is_refused(tmp_path, name, kind):
     "number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO, errno.ENAMETOOLONG]
 )
 @pytest.mark.parametrize("had_run", [False, True])
-def test_a_disk_that_hydra_cannot_write_to_is_a_line_and_the_folder_is_given_back(
-    tmp_path, monkeypatch, number, had_run
-):
+def test_run_job_reports_a_disk_error_in_one_line_and_releases_the_folder(tmp_path, monkeypatch, number, had_run):
     run_dir = tmp_path / "run"
     if had_run:
         run_dir.mkdir()
@@ -205,7 +203,7 @@ def test_a_disk_that_hydra_cannot_write_to_is_a_line_and_the_folder_is_given_bac
         (OSError(errno.EDQUOT, "Disk quota exceeded"), "the run cannot be written: Disk quota exceeded"),
     ],
 )
-def test_a_disk_that_takes_no_more_files_is_described_in_a_line(error, line):
+def test_describe_disk_error_is_one_printable_line(error, line):
     described = describe_disk_error(error)
     assert described.startswith(line)
     assert "hydra.run.dir" in described
@@ -213,7 +211,7 @@ def test_a_disk_that_takes_no_more_files_is_described_in_a_line(error, line):
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), ValueError("x"), OSError("x")])
-def test_any_other_error_is_no_matter_of_the_disk(error):
+def test_describe_disk_error_ignores_other_errors(error):
     assert describe_disk_error(error) is None
 
 
@@ -232,7 +230,7 @@ def test_any_other_error_is_no_matter_of_the_disk(error):
         ("nul\0byte", "null byte"),
     ],
 )
-def test_a_path_that_cannot_be_used_is_a_line(tmp_path, monkeypatch, path, named):
+def test_claim_refuses_an_unusable_path_with_one_line(tmp_path, monkeypatch, path, named):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("kept")
     (tmp_path / "dangling").symlink_to("nowhere")
@@ -245,7 +243,7 @@ def test_a_path_that_cannot_be_used_is_a_line(tmp_path, monkeypatch, path, named
 
 
 @pytest.mark.parametrize("character", ["\n", "\r", "\t", "\x1b", "\x7f", "\u2028"])
-def test_a_folder_with_a_control_character_is_refused(tmp_path, character):
+def test_check_free_refuses_a_path_with_a_control_character(tmp_path, character):
     with pytest.raises(ConfigError, match="control character; choose a path"):
         check_free(str(tmp_path / f"a{character}b"), "hydra.run.dir")
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""Wrong settings of a launcher are refused while the configuration is composed."""
+"""Composition refuses invalid launcher settings."""
 
 from dataclasses import fields
 
@@ -10,7 +10,7 @@ from foundry.config.composition.compose import CONFIG_NAME, config_dir, install
 from foundry.config.schemas.launcher import resolve_launcher
 from foundry.core.errors import ConfigError
 
-NAMED = ["hydra.launcher.name=a", "hydra.launcher.submitit_folder=a"]  # `${hydra:...}` is known in a process only
+NAMED = ["hydra.launcher.name=a", "hydra.launcher.submitit_folder=a"]  # `${hydra:...}` resolves only in runs
 BATCH = ["hparams.per_gpu_batch_size=2", "hparams.global_batch_size=16"]
 
 
@@ -32,13 +32,13 @@ def composed(*overrides):
         (["partitoin=main"], "did you mean hydra.launcher.partition?"),
     ],
 )
-def test_slurm(overrides, message):
+def test_invalid_slurm_launcher_settings_are_refused(overrides, message):
     with pytest.raises(ConfigError) as caught:
         composed("hydra/launcher=slurm", *(f"hydra.launcher.{word}" for word in overrides))
     assert message in str(caught.value)
 
 
-def test_slurm_starts_the_processes_itself():
+def test_slurm_launcher_refuses_nproc_per_node():
     with pytest.raises(ConfigError, match=r"Slurm starts the processes; give hydra.launcher.tasks_per_node that"):
         composed("hydra/launcher=slurm", "distributed.nproc_per_node=2")
 
@@ -73,7 +73,7 @@ def test_slurm_starts_the_processes_itself():
         (["submitit_local", "name=${gone}"], "hydra.launcher.name: "),
     ],
 )
-def test_launchers_of_the_plugin(overrides, message):
+def test_invalid_submitit_launcher_settings_are_refused(overrides, message):
     launcher, *settings = overrides
     words = [f"+hydra.launcher.{word[1:]}" if word[0] == "+" else f"hydra.launcher.{word}" for word in settings]
     with pytest.raises(ConfigError) as caught:
@@ -81,7 +81,7 @@ def test_launchers_of_the_plugin(overrides, message):
     assert message in str(caught.value)
 
 
-def test_settings_of_the_plugin_have_its_defaults():
+def test_submitit_launcher_settings_have_the_defaults_of_the_plugin():
     slurm = resolve_launcher(composed("hydra/launcher=submitit_slurm", "hydra.launcher.partition=a", *NAMED))
     assert (slurm.max_num_timeout, slurm.signal_delay_s, slurm.partition) == (0, 120, "a")
     assert not {item.name for item in fields(SlurmQueueConf)} - {item.name for item in fields(slurm)}
@@ -90,13 +90,13 @@ def test_settings_of_the_plugin_have_its_defaults():
     assert {item.name for item in fields(LocalQueueConf)} == {item.name for item in fields(local)}
 
 
-def test_a_launcher_of_a_sweep_is_not_ignored_by_a_single_run():
+def test_single_run_refuses_a_sweep_launcher():
     for name in ("local", "submitit_local", "submitit_slurm"):
         with pytest.raises(ConfigError, match=f"hydra/launcher: is {name}, which starts the jobs of a sweep; add -m"):
             composed(f"hydra/launcher={name}", "hydra.mode=RUN")
 
 
-def test_accumulation_follows_from_the_tasks_of_the_job():
+def test_accum_freq_follows_from_the_tasks_of_the_launcher():
     assert composed("hydra/launcher=slurm").hparams.accum_freq == 8
     overrides = ["hydra.launcher.nodes=2", "hydra.launcher.tasks_per_node=2"]
     assert composed("hydra/launcher=slurm", *overrides).hparams.accum_freq == 2

@@ -1,4 +1,4 @@
-"""Launchers run jobs as they were composed, whichever sweeper they get them from."""
+"""Launchers run jobs as composed, for foundry's sweeper and for other sweepers."""
 
 import pytest
 from hydra import initialize_config_dir
@@ -17,7 +17,7 @@ from foundry.sweeps.sweeper import GridSweeper
 
 
 class Recorder(FrozenLauncher):
-    """Has each job finish at once, with its number as its metric."""
+    """A launcher that finishes each job at once with its number as the metric."""
 
     def run(self, jobs):
         self.jobs = jobs
@@ -28,7 +28,7 @@ class Recorder(FrozenLauncher):
 
 @pytest.fixture
 def launched(tmp_path):
-    """A launcher, the folder of an option `optimizer=mine`, and what belongs to the sweep."""
+    """A launcher, the file of an option `optimizer=mine`, and Hydra's context and configuration of the sweep."""
     install()
     options = tmp_path / "options" / "optimizer"
     options.mkdir(parents=True)
@@ -43,7 +43,7 @@ def launched(tmp_path):
         yield launcher, options / "mine.yaml", context, master
 
 
-def test_jobs_of_another_sweeper_are_composed_checked_and_numbered(launched):
+def test_launcher_composes_checks_and_numbers_jobs_of_another_sweeper(launched):
     launcher, *_ = launched
     jobs = [("optimizer=mine", "hparams.seed=3"), ("optimizer=sgd", "hparams.seed=3")]
     returned = launcher.launch(jobs, 5)
@@ -56,7 +56,7 @@ def test_jobs_of_another_sweeper_are_composed_checked_and_numbered(launched):
         launcher.launch([("hparams.leer=1",)], 7)
 
 
-def test_foundrys_sweeper_hands_over_what_it_has_checked(launched):
+def test_grid_sweeper_hands_its_checked_configs_to_the_launcher(launched):
     launcher, option, context, master = launched
     sweeper = GridSweeper(
         params={},

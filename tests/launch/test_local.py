@@ -36,7 +36,7 @@ def _handlers_and_logging_come_back():
 
 
 @pytest.mark.long
-def test_rank_zero_answers_and_a_quiet_success_says_nothing(capfd, monkeypatch):
+def test_run_local_returns_the_result_of_rank_zero_without_other_output(capfd, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     answer = run_local(2, all_reduce, 10)
     assert answer == {"sum": 21, "rank": 0, "world_size": 2, "threads": str(max(1, len(os.sched_getaffinity(0)) // 2))}
@@ -46,7 +46,7 @@ def test_rank_zero_answers_and_a_quiet_success_says_nothing(capfd, monkeypatch):
     assert err == ""
 
 
-def test_the_rank_that_failed_is_named_not_the_one_that_waited_for_it(capfd):
+def test_worker_failed_names_the_rank_that_failed_first(capfd):
     with pytest.raises(WorkerFailed) as caught:
         run_local(2, fail_on_rank_one)
     assert caught.value.rank == 1
@@ -55,19 +55,19 @@ def test_the_rank_that_failed_is_named_not_the_one_that_waited_for_it(capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_a_rank_that_fails_ends_before_the_destructors_of_its_libraries(capfd):
+def test_failing_rank_skips_the_destructors_of_its_libraries(capfd):
     with pytest.raises(WorkerFailed, match="no such token: 99"):
         run_local(1, fail_with_exit_handlers)
     assert capfd.readouterr() == ("", "handler of Python\n")
 
 
 @pytest.mark.long
-def test_a_rank_that_fails_says_why_before_it_leaves_the_others():
+def test_failing_rank_reports_its_error_before_it_leaves_the_group():
     with pytest.raises(WorkerFailed, match=r"no such token: 99, in a group: True"):
         run_local(2, fail_and_say_whether_the_group_is_left)
 
 
-def test_a_config_error_comes_back_as_one():
+def test_run_local_raises_the_config_error_of_a_worker():
     with pytest.raises(ConfigError) as caught:
         run_local(1, configuration_mistake)
     assert str(caught.value) == "model.width: is 7 but must be even\nseed: is -1"
@@ -75,14 +75,14 @@ def test_a_config_error_comes_back_as_one():
 
 
 @pytest.mark.long
-def test_a_killed_rank_is_named():
+def test_worker_failed_names_a_killed_rank():
     with pytest.raises(WorkerFailed, match=r"rank 1 failed: killed by SIGKILL: out of memory\?"):
         run_local(2, die_silently)
 
 
 @pytest.fixture
 def start(tmp_path, monkeypatch):
-    """Start two processes in a group of their own, as a shell does, with a folder for what they write."""
+    """A function that starts two workers in their own process group, as a shell does, with a folder for their files."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     started = []
 
@@ -110,7 +110,7 @@ def start(tmp_path, monkeypatch):
     ("sent", "code"),
     [long_case(signal.SIGTERM, 143), long_case(signal.SIGHUP, 129), (signal.SIGINT, 130)],
 )
-def test_a_signal_ends_workers_that_have_nothing_to_save(start, sent, code):
+def test_signal_ends_workers_without_a_checkpoint(start, sent, code):
     process = start("sleep")
     process.send_signal(sent)
     out, err = process.communicate(timeout=60)
@@ -120,7 +120,7 @@ def test_a_signal_ends_workers_that_have_nothing_to_save(start, sent, code):
 @pytest.mark.parametrize(
     ("sent", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGUSR2, 140, marks=pytest.mark.long)]
 )
-def test_workers_save_and_the_run_is_stopped_by_that_signal(start, tmp_path, sent, code):
+def test_signal_makes_workers_save_and_raises_stopped(start, tmp_path, sent, code):
     process = start("train")
     process.send_signal(sent)
     out, err = process.communicate(timeout=60)
@@ -132,7 +132,7 @@ def test_workers_save_and_the_run_is_stopped_by_that_signal(start, tmp_path, sen
 
 
 @pytest.mark.long
-def test_ctrl_c_in_a_terminal_counts_once(start, tmp_path):
+def test_ctrl_c_to_the_process_group_counts_once(start, tmp_path):
     process = start("train")
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=60)
@@ -142,7 +142,7 @@ def test_ctrl_c_in_a_terminal_counts_once(start, tmp_path):
 
 
 @pytest.mark.long
-def test_ctrl_c_while_the_workers_import_ends_them_quietly(start, tmp_path):
+def test_ctrl_c_during_worker_imports_ends_them_without_output(start, tmp_path):
     process = start("train", ready="foundry-*", number=1)
     time.sleep(1.0)
     began = time.monotonic()
@@ -153,7 +153,7 @@ def test_ctrl_c_while_the_workers_import_ends_them_quietly(start, tmp_path):
     assert not list(tmp_path.glob("*.saved"))
 
 
-def test_a_second_ctrl_c_kills_at_once(start):
+def test_second_ctrl_c_kills_workers_at_once(start):
     process = start("ignore_signals")
     os.killpg(process.pid, signal.SIGINT)
     with pytest.raises(subprocess.TimeoutExpired):
@@ -165,7 +165,7 @@ def test_a_second_ctrl_c_kills_at_once(start):
     assert (process.returncode, out, err) == (130, "", "")
 
 
-def test_stopped_comes_back_from_the_workers(tmp_path):
+def test_run_local_raises_stopped_of_a_worker(tmp_path):
     with pytest.raises(Stopped) as caught:
         run_local(1, stop_after_signal, signal.SIGUSR1, tmp_path)
     stopped = caught.value
@@ -181,12 +181,12 @@ def test_stopped_comes_back_from_the_workers(tmp_path):
 @pytest.mark.parametrize(
     "signum", some_of([signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2], signal.SIGTERM)
 )
-def test_a_signal_that_is_passed_on_late_kills_nobody(signum):
+def test_signal_forwarded_to_an_exiting_worker_is_harmless(signum):
     with pytest.raises(Stopped) as caught:
         run_local(1, stop_and_be_asked_again, signum)
     assert caught.value.signum is signum
 
 
-def test_a_save_that_fails_after_a_signal_is_a_failure():
+def test_failed_save_after_a_signal_raises_worker_failed():
     with pytest.raises(WorkerFailed, match="rank 0 failed: OSError: no space left on device"):
         run_local(1, stop_after_signal, signal.SIGTERM, None)

@@ -1,4 +1,4 @@
-"""Jobs of a sweep side by side on this machine."""
+"""The local launcher: parallel jobs of a sweep on this machine."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ def cut(cores=8, gpus=0, nproc=1, num_jobs=100, **settings):
     return [(share.cores, share.gpus) for share in shares]
 
 
-def test_cores_are_divided_among_the_jobs():
+def test_divide_splits_cores_among_jobs():
     assert cut(cores=8, n_jobs=2) == [((0, 1, 2, 3), ()), ((4, 5, 6, 7), ())]
     assert len(cut(cores=8)) == 2
     assert len(cut(cores=8, cores_per_job=1)) == 8
@@ -37,14 +37,14 @@ def test_cores_are_divided_among_the_jobs():
     assert cut(cores=2, n_jobs=3) == [((), ())] * 3
 
 
-def test_gpus_are_divided_among_the_jobs():
+def test_divide_splits_gpus_among_jobs():
     assert [gpus for _, gpus in cut(gpus=4)] == [("0",), ("1",), ("2",), ("3",)]
     assert [gpus for _, gpus in cut(gpus=4, nproc=2)] == [("0", "1"), ("2", "3")]
     assert [gpus for _, gpus in cut(gpus=4, num_jobs=1)] == [("0", "1", "2", "3")]
     assert [gpus for _, gpus in cut(gpus=2, n_jobs=4)] == [("0",), ("1",), ("0",), ("1",)]
 
 
-def test_only_visible_gpus_are_given_out(monkeypatch):
+def test_visible_gpus_follow_cuda_visible_devices(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-8932f937")
     assert visible_gpus() == ["3", "GPU-8932f937"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -52,7 +52,7 @@ def test_only_visible_gpus_are_given_out(monkeypatch):
 
 
 @pytest.mark.long
-def test_one_that_fails_and_one_that_is_killed_do_not_end_the_others(sweeps):
+def test_failed_and_killed_jobs_do_not_end_other_local_jobs(sweeps):
     part = "foundry.models.dit.DiT"
     driver = sweeps.start("hparams.seed=1,2", f"model._target_={part},functools.partial", "hparams.max_steps=60")
     sweeps.wait_for_steps(0, 5)
@@ -68,7 +68,7 @@ def test_one_that_fails_and_one_that_is_killed_do_not_end_the_others(sweeps):
 
 
 @pytest.mark.long
-def test_after_ctrl_c_and_after_a_crash_of_the_sweep_it_resumes(sweeps):
+def test_local_sweep_resumes_after_ctrl_c_and_after_a_crash(sweeps):
     overrides = ["hparams.max_steps=400", "hparams.seed=1,2"]
     driver = sweeps.start(*overrides)
     for job in (0, 1):
@@ -92,7 +92,7 @@ def test_after_ctrl_c_and_after_a_crash_of_the_sweep_it_resumes(sweeps):
         assert steps(sweeps.cwd / "s" / str(job)) == list(range(1, 401))
 
 
-def test_ctrl_c_while_nothing_runs_yet_ends_the_sweep_quietly(sweeps):
+def test_ctrl_c_before_jobs_run_ends_the_local_sweep_quietly(sweeps):
     driver = sweeps.start("hparams.seed=1,2")
     sweeps.wait(lambda: "at a time" in sweeps.output)
     time.sleep(0.3)
@@ -104,7 +104,7 @@ def test_ctrl_c_while_nothing_runs_yet_ends_the_sweep_quietly(sweeps):
 
 
 @pytest.mark.long
-def test_ctrl_c_reaches_each_rank_of_a_job_and_a_second_one_kills(sweeps):
+def test_ctrl_c_stops_all_ranks_of_a_local_job_and_a_second_one_kills(sweeps):
     overrides = [
         "hparams.max_steps=5000",
         "hparams.seed=1,2",
@@ -121,7 +121,7 @@ def test_ctrl_c_reaches_each_rank_of_a_job_and_a_second_one_kills(sweeps):
 
     driver = sweeps.start(*overrides, "hparams.per_gpu_batch_size=2")
     sweeps.wait_for_steps(0, saved + 5)
-    os.kill(sweeps.process_of(0), signal.SIGSTOP)  # it cannot save
+    os.kill(sweeps.process_of(0), signal.SIGSTOP)  # so that the job cannot save
     sweeps.ctrl_c(driver)
     sweeps.wait(lambda: "SIGINT: 1 running" in sweeps.output)
     sweeps.ctrl_c(driver)

@@ -13,7 +13,7 @@ def save(run_dir, step):
     (run_dir / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
 
 
-def test_so_often_and_no_more_each_with_its_reason_in_the_status(tmp_path, caplog):
+def test_max_restarts_limits_restarts_and_records_their_reasons(tmp_path, caplog):
     restarts = Restarts(tmp_path, 2)
     for step in (10, 20, 30):
         save(tmp_path, step)
@@ -25,9 +25,9 @@ def test_so_often_and_no_more_each_with_its_reason_in_the_status(tmp_path, caplo
     assert "restart 1 of 2, from the checkpoint of step 10" in caplog.text
 
 
-def test_a_failure_that_comes_back_without_a_newer_checkpoint_is_no_accident(tmp_path):
+def test_restart_needs_a_newer_checkpoint_than_the_last_failure(tmp_path):
     restarts = Restarts(tmp_path, 5)
-    assert restarts.allow(WorkerFailed(1, KILLED))  # from the start
+    assert restarts.allow(WorkerFailed(1, KILLED))  # restarts from scratch
     assert restarts.allow(WorkerFailed(0, KILLED))
     assert not restarts.allow(WorkerFailed(0, KILLED))
     save(tmp_path, 5)
@@ -35,11 +35,11 @@ def test_a_failure_that_comes_back_without_a_newer_checkpoint_is_no_accident(tmp
 
 
 @pytest.mark.parametrize("kind", ["NonFiniteError", "LossSpike", "OutOfMemoryError"])
-def test_what_the_run_would_do_again_is_left(tmp_path, kind):
+def test_deterministic_failures_are_not_restarted(tmp_path, kind):
     assert not Restarts(tmp_path, 5).allow(WorkerFailed(0, "step 7 ...", kind=kind))
 
 
-def test_neither_a_run_that_was_asked_to_stop_nor_one_that_has_finished(tmp_path):
+def test_stopped_and_finished_runs_are_not_restarted(tmp_path):
     failed = WorkerFailed(0, "SaveError: no space left")
     failed.was_stopped = True
     assert not Restarts(tmp_path, 5).allow(failed)
@@ -58,12 +58,12 @@ def test_neither_a_run_that_was_asked_to_stop_nor_one_that_has_finished(tmp_path
         (["distributed.nproc_per_node=2", "checkpoint.resume=never"], "is 3 but checkpoint.resume=never would refuse"),
     ],
 )
-def test_restarts_that_cannot_be_are_refused(overrides, message):
+def test_max_restarts_is_refused_without_processes_or_checkpoints(overrides, message):
     with pytest.raises(ConfigError, match=f"distributed.max_restarts: {message}"):
         configure("debug=fast", "hparams.per_gpu_batch_size=1", "distributed.max_restarts=3", *overrides)
 
 
-def test_torchrun_restarts_its_own(monkeypatch):
+def test_max_restarts_is_refused_under_torchrun(monkeypatch):
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="torchrun starts the processes; give it --max-restarts=4"):

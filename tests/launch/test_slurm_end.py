@@ -1,4 +1,4 @@
-"""How jobs of Slurm ended that cannot say it themselves; the lines are a real srun's and controller's."""
+"""End of Slurm jobs that could not record it themselves; the sample lines are from a real srun and controller."""
 
 import pytest
 
@@ -17,7 +17,7 @@ srun: error: n1: tasks 0-2: Exited with exit code 1
 
 @pytest.fixture
 def submitted(tmp_path):
-    """A run directory whose job has been submitted, and what its job has printed."""
+    """A run directory whose job has been submitted, and the path of the job's error output."""
     error_output = tmp_path / "7_0_log.err"
     Submission(job_id="7", error_output=str(error_output), cluster="lab").save(tmp_path)
     return tmp_path, error_output
@@ -32,14 +32,14 @@ def submitted(tmp_path):
         (None, "lost", "Slurm does not know job 7 any more; it left no word"),
     ],
 )
-def test_a_job_that_ended_without_a_word_gets_slurms(tmp_path, found, state, reason):
+def test_settle_records_the_state_that_slurm_reports(tmp_path, found, state, reason):
     write_status(tmp_path, state="running", reason="", step=7)
     settle(tmp_path, "7", found)
     status = read_status(tmp_path)
     assert (status["state"], status["reason"], status["step"]) == (state, reason, 7)
 
 
-def test_what_a_job_has_printed_last_is_said(submitted):
+def test_settle_appends_the_last_line_of_the_error_output(submitted):
     run_dir, error_output = submitted
     error_output.write_text("out of file handles\nslurmstepd: error: *** JOB 7 ON n1 ***\n\n")
     write_status(run_dir, state="running")
@@ -47,7 +47,7 @@ def test_what_a_job_has_printed_last_is_said(submitted):
     assert read_status(run_dir)["reason"] == "Slurm: FAILED (exit code 1:0); it said last: out of file handles"
 
 
-def test_what_a_job_has_said_itself_stays(tmp_path):
+def test_settle_keeps_the_state_that_the_job_recorded(tmp_path):
     write_status(tmp_path, state="finished", reason="")
     settle(tmp_path, "7", QueuedJob("FAILED", exit_code="1:0"))
     assert read_status(tmp_path)["state"] == "finished"
@@ -57,7 +57,7 @@ def test_what_a_job_has_said_itself_stays(tmp_path):
         assert read_status(tmp_path)["reason"] == reason
 
 
-def test_of_the_ranks_the_first_that_ended_in_this_attempt_is_the_cause(submitted):
+def test_first_end_is_the_first_failed_rank_of_this_attempt(submitted):
     run_dir, error_output = submitted
     assert ErrorOutput(run_dir).first_end() is None
     error_output.write_text("srun: error: n1: task 0: Terminated\n")
@@ -71,12 +71,12 @@ def test_of_the_ranks_the_first_that_ended_in_this_attempt_is_the_cause(submitte
 
 @pytest.fixture
 def slurm_says(tmp_path, monkeypatch):
-    """Puts a scontrol that knows job 7 of a cluster where Slurm's would be."""
+    """A function that puts a scontrol into the path that knows job 7 of a cluster."""
     monkeypatch.setattr("foundry.launch.slurm_unwatched._SECOND_LOOK_SECONDS", 0.01)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
 
     def write(cluster, *states):
-        """The states are those that it says one after the other."""
+        """Write a scontrol that prints the states one after the other."""
         count = tmp_path / "count"
         count.write_text("")
         cases = "".join(f"{number}) state={state};;" for number, state in enumerate(states))
@@ -101,8 +101,8 @@ def slurm_says(tmp_path, monkeypatch):
         ("another", ("FAILED", "FAILED"), "running"),
     ],
 )
-def test_a_job_that_nobody_waits_for(submitted, slurm_says, cluster, states, state):
-    """It ended only if Slurm says so twice: one that is queued again has ended for a moment."""
+def test_settle_unwatched_needs_two_reports_of_an_end(submitted, slurm_says, cluster, states, state):
+    """The job has ended only if Slurm reports it twice: a job that is queued again appears ended for a moment."""
     run_dir, _ = submitted
     write_status(run_dir, state="running", reason="")
     slurm_says(cluster, *states)
@@ -110,7 +110,7 @@ def test_a_job_that_nobody_waits_for(submitted, slurm_says, cluster, states, sta
     assert read_status(run_dir)["state"] == state
 
 
-def test_a_job_that_was_never_submitted_is_left_alone(tmp_path):
+def test_settle_unwatched_ignores_a_job_that_was_not_submitted(tmp_path):
     write_status(tmp_path, state="queued", reason="")
     assert not settle_unwatched([tmp_path])
     assert read_status(tmp_path)["state"] == "queued"

@@ -1,4 +1,4 @@
-"""What Slurm's commands say, read; the lines are a real controller's."""
+"""Parsing of the output of Slurm's commands; the sample lines are from a real controller."""
 
 import pytest
 
@@ -14,7 +14,7 @@ GONE = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
 
 @pytest.fixture
 def commands(tmp_path, monkeypatch):
-    """Puts commands of given scripts where Slurm's would be; there are no others of Slurm's."""
+    """A function that puts scripts into the path in place of Slurm's commands."""
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
 
     def write(**scripts):
@@ -26,7 +26,7 @@ def commands(tmp_path, monkeypatch):
     return write
 
 
-def test_an_array_is_read_from_the_controller(commands):
+def test_query_reads_array_tasks_from_scontrol(commands):
     commands(scontrol=f"cat <<'EOF'\n{ARRAY}EOF")
     found = query(["31_0", "31_1", "31_2", "31_3", "31_4", "31_5"])
     assert sorted(found) == ["31_0", "31_1", "31_2", "31_3", "31_5"]
@@ -36,31 +36,31 @@ def test_an_array_is_read_from_the_controller(commands):
     assert str(found["31_0"]) == "Slurm: OUT_OF_MEMORY (exit code 0:125, reason OutOfMemory, on n1)"
 
 
-def test_what_the_controller_has_forgotten_is_asked_of_the_accounting(commands):
+def test_query_falls_back_to_sacct_for_forgotten_jobs(commands):
     rows = "31_0|CANCELLED by 1000|None|0:15|n1\\n31_0.batch|CANCELLED||0:15|n1\\n"
     commands(scontrol=GONE, sacct=f"printf '{rows}'")
     assert query(["31_0", "31_1"]) == {"31_0": QueuedJob("CANCELLED", "", "0:15", "n1")}
 
 
-def test_without_accounting_a_forgotten_job_is_unknown(commands):
+def test_query_omits_forgotten_jobs_without_accounting(commands):
     commands(scontrol=GONE)
     assert query(["31"]) == {}
 
 
-def test_a_controller_that_does_not_answer_says_nothing_of_the_jobs(commands):
+def test_query_raises_unreachable_if_the_controller_does_not_respond(commands):
     commands(scontrol="echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1")
     with pytest.raises(Unreachable, match="Unable to contact"):
         query(["31"])
 
 
-def test_time_limits_of_partitions_are_minutes(commands):
+def test_partitions_have_time_limits_in_minutes(commands):
     lines = "PartitionName=a Default=NO MaxTime=1-02:30:00\\nPartitionName=b Default=YES MaxTime=UNLIMITED\\n"
     commands(scontrol=f"printf '{lines}'")
     assert partitions() == ({"a": 1590.0, "b": float("inf")}, "b")
 
 
-def test_a_script_is_refused_only_if_slurm_would_not_let_it_wait(commands, tmp_path):
-    """`sbatch --test-only` refuses what has to wait for drained nodes; a real submission that is cancelled tells."""
+def test_refusal_is_none_for_jobs_that_slurm_would_queue(commands, tmp_path):
+    """`sbatch --test-only` also refuses jobs that wait for drained nodes; submit and cancel a real job to find out."""
     log = tmp_path / "log"
     test_only = "case $1 in --test-only) exit {};; esac"
     commands(sbatch=test_only.format(0))
@@ -73,7 +73,7 @@ def test_a_script_is_refused_only_if_slurm_would_not_let_it_wait(commands, tmp_p
     assert refusal("#!/bin/sh") == "Memory cannot be had; Batch job submission failed"
 
 
-def test_a_requeue_that_was_ordered_counts_as_a_restart(commands, monkeypatch):
+def test_will_restart_detects_a_requested_requeue(commands, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "31")
     monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
     commands(scontrol="echo 'JobId=31 JobState=COMPLETING Requeue=1 Restarts=1'")

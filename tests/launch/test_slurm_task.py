@@ -1,4 +1,4 @@
-"""The end of a task that a signal asked to stop, as submitit's handler and Slurm have it."""
+"""End of a task after a stop signal, with submitit's handler and a requeue by Slurm."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ def _handlers_come_back():
 
 
 def stop_task(error):
-    """Run a task that gets SIGUSR2; the handler of submitit raises an error."""
+    """Run a task that receives SIGUSR2 while submitit's handler raises an error; return the SystemExit."""
 
     def checkpoint_and_try_requeue(signum, frame):
         raise error
@@ -32,7 +32,7 @@ def stop_task(error):
 
 
 def slurm_says(monkeypatch, tmp_path, text):
-    """Put a `scontrol` into the path that prints a line about the job of this process; None: it fails."""
+    """Put a `scontrol` into the path that prints `text`, or fails if `text` is None; set the job id of this process."""
     (tmp_path / "scontrol").write_text(f"#!/bin/sh\n{f'echo {text}' if text else 'exit 1'}\n")
     (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -41,7 +41,7 @@ def slurm_says(monkeypatch, tmp_path, text):
 
 
 @pytest.mark.parametrize("restarts", [1, 0, None])
-def test_a_requeue_that_seems_to_fail_is_looked_up(monkeypatch, tmp_path, restarts):
+def test_failed_requeue_command_is_checked_against_the_restart_count(monkeypatch, tmp_path, restarts):
     slurm_says(monkeypatch, tmp_path, None if restarts is None else f"JobId=7 JobState=COMPLETING Restarts={restarts}")
     ended = stop_task(subprocess.CalledProcessError(1, ["scontrol", "requeue", "7"]))
     assert ended.code == 128 + signal.SIGUSR2
@@ -51,7 +51,7 @@ def test_a_requeue_that_seems_to_fail_is_looked_up(monkeypatch, tmp_path, restar
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
 
 
-def test_a_rank_that_does_not_ask_goes_on_and_heeds_signals():
+def test_rank_without_a_requeue_continues_and_handles_signals():
     def checkpoint_and_try_requeue(signum, frame):
         asked.append(signum)
 
@@ -63,7 +63,7 @@ def test_a_rank_that_does_not_ask_goes_on_and_heeds_signals():
 
 
 @pytest.mark.parametrize(("executor", "limit"), [("slurm", "hydra.launcher.max_num_timeout"), ("local", "submitit")])
-def test_one_time_limit_too_many(monkeypatch, executor, limit):
+def test_task_beyond_the_allowed_time_limits_names_the_limit(monkeypatch, executor, limit):
     monkeypatch.setenv("SUBMITIT_EXECUTOR", executor)
     monkeypatch.setenv("SUBMITIT_LOCAL_GLOBALID", "0")
     ended = stop_task(UncompletedJobError("timed-out too many times"))

@@ -1,4 +1,4 @@
-"""Jobs through submitit on this machine, as `submitit_local` of hydra-submitit-launcher has them."""
+"""The launcher `submitit_local`: jobs through submitit on this machine."""
 
 import json
 import os
@@ -29,7 +29,7 @@ RANKS = ["hydra.launcher.tasks_per_node=2", "distributed=fsdp", "hparams.per_gpu
 
 
 def composed(*overrides):
-    """A job, with the settings that only a process of Hydra's could resolve given."""
+    """Compose a job; give values to the settings that resolve only in a process started by Hydra."""
     install()
     words = [*overrides, "hydra/launcher=submitit_local", "hydra.launcher.name=a", "hydra.launcher.submitit_folder=a"]
     with initialize_config_dir(config_dir(), version_base="1.3"):
@@ -37,7 +37,7 @@ def composed(*overrides):
 
 
 def tasks(folder):
-    """Process ids of the tasks whose jobs submitit keeps in a folder."""
+    """Return the process ids of submitit tasks whose job files are in a folder."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -51,7 +51,7 @@ def shards(run_dir):
     return {path.name: path.read_bytes() for path in (run_dir / "checkpoints" / "latest").glob("*.safetensors")}
 
 
-def test_tasks_of_a_job_are_ranks(tmp_path, monkeypatch):
+def test_submitit_local_tasks_are_ranks(tmp_path, monkeypatch):
     def work(run_dir):
         from foundry.config.environment import detect
         from foundry.run_dir.result import write_result
@@ -75,7 +75,7 @@ def test_tasks_of_a_job_are_ranks(tmp_path, monkeypatch):
 
 
 @pytest.mark.long
-def test_tasks_of_a_job_train_together(sweeps):
+def test_submitit_local_tasks_train_together(sweeps):
     sweeps.finish(sweeps.start(*RANKS, "hparams.max_steps=3"))
     run_dir = sweeps.cwd / "s" / "0"
     assert sweeps.status(0)["state"] == "finished"
@@ -99,7 +99,7 @@ def test_tasks_of_a_job_train_together(sweeps):
         ),
     ],
 )
-def test_jobs_that_would_not_have_gpus_of_their_own_are_refused(monkeypatch, visible, settings, message):
+def test_submitit_local_refuses_jobs_without_separate_gpus(monkeypatch, visible, settings, message):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     config = composed(*(f"hydra.launcher.{word}" for word in settings))
     with pytest.raises(ConfigError) as caught:
@@ -107,7 +107,7 @@ def test_jobs_that_would_not_have_gpus_of_their_own_are_refused(monkeypatch, vis
     assert str(caught.value).startswith(f"hydra.launcher.gpus_per_node: {message}")
 
 
-def test_jobs_with_gpus_run_one_after_the_other(monkeypatch):
+def test_submitit_local_accepts_gpu_jobs_one_at_a_time(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     one = composed("hydra.launcher.gpus_per_node=1", "hydra.sweeper.max_batch_size=1")
     SubmititLocalLauncher(lambda run_dir: 0).check([one, one])
@@ -116,7 +116,7 @@ def test_jobs_with_gpus_run_one_after_the_other(monkeypatch):
 
 
 @pytest.mark.long
-def test_ranks_of_submitit_and_of_foundry_come_to_the_same_bytes(sweeps):
+def test_submitit_local_and_local_launcher_give_identical_weights(sweeps):
     sweeps.finish(sweeps.start(*RANKS, "hparams.max_steps=5"))
     ours = Sweeps(sweeps.cwd, "hydra/launcher=local", "distributed.nproc_per_node=2", "hydra.sweep.dir=t")
     ours.finish(ours.start(*RANKS[1:], "hparams.max_steps=5"))
@@ -124,8 +124,8 @@ def test_ranks_of_submitit_and_of_foundry_come_to_the_same_bytes(sweeps):
 
 
 @pytest.mark.long
-def test_a_time_limit_costs_nothing(sweeps):
-    """The signal is the one that submitit sends before the limit, by the process that controls the tasks."""
+def test_submitit_local_job_continues_after_its_time_limit(sweeps):
+    """Send the signal that submitit's controller process sends before the time limit."""
     driver = sweeps.start(*RANKS, "hparams.max_steps=200")
     sweeps.wait_for_steps(0, 5)
     for rank in tasks(sweeps.cwd):
@@ -138,7 +138,7 @@ def test_a_time_limit_costs_nothing(sweeps):
 
 
 @pytest.mark.long
-def test_ctrl_c_has_jobs_save_and_the_same_command_resumes(sweeps):
+def test_ctrl_c_stops_submitit_local_jobs_which_resume_later(sweeps):
     overrides = [*RANKS, "hparams.seed=1,2", "hparams.max_steps=300"]
     driver = sweeps.start(*overrides)
     for job in (0, 1):
@@ -155,7 +155,7 @@ def test_ctrl_c_has_jobs_save_and_the_same_command_resumes(sweeps):
 
 
 @pytest.mark.long
-def test_a_job_whose_rank_is_killed_does_not_end_the_others(sweeps):
+def test_killed_rank_of_a_submitit_local_job_does_not_end_other_jobs(sweeps):
     driver = sweeps.start(*RANKS, "hparams.seed=1,2", "hparams.max_steps=100")
     sweeps.wait_for_steps(0, 3)
     os.kill(sweeps.process_of(0), signal.SIGKILL)
@@ -165,6 +165,6 @@ def test_a_job_whose_rank_is_killed_does_not_end_the_others(sweeps):
 
 
 @pytest.mark.long
-def test_a_job_of_one_task_may_start_processes_itself(sweeps):
+def test_submitit_local_job_of_one_task_may_start_its_ranks(sweeps):
     sweeps.finish(sweeps.start("distributed.nproc_per_node=2", "distributed=fsdp", "hparams.per_gpu_batch_size=2"))
     assert len(shards(sweeps.cwd / "s/0")) == 2

@@ -1,4 +1,4 @@
-"""Sweeps on a running cluster, as somebody sees them who works in a folder of theirs."""
+"""Run and inspect sweeps on a Slurm cluster from a user's folder."""
 
 import json
 import os
@@ -40,7 +40,7 @@ class Own(NextToken):
 
 
 class Terminal:
-    """A command that somebody has typed at a terminal."""
+    """A command that runs in a pseudo-terminal."""
 
     def __init__(self, command, environment, cwd):
         self.output = ""
@@ -59,18 +59,18 @@ class Terminal:
             assert time.monotonic() < deadline, self.output
 
     def end(self):
-        """Read all it says; returns its exit code."""
+        """Read the output to its end; return the exit code."""
         while self._read():
             pass
         return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
 
     def _read(self):
-        """Whether it may say more."""
+        """Read available output; return whether more may follow."""
         if not select.select([self._file], [], [], 0.1)[0]:
             return True
         try:
             new = os.read(self._file, 4096)
-        except OSError:  # Linux's way to say that nobody is there any more
+        except OSError:  # on Linux, the process has closed the terminal
             return False
         self.output += new.decode()
         return bool(new)
@@ -85,7 +85,7 @@ class Cluster:
         return done.stdout
 
     def sweep(self, *overrides):
-        """Start a sweep; what it says goes into said.txt."""
+        """Start a sweep whose output goes into said.txt."""
         with (self.cwd / "said.txt").open("w") as message:
             driver = subprocess.Popen(
                 self._command(*overrides),
@@ -107,10 +107,10 @@ class Cluster:
         return [sys.executable, "-m", "foundry", "-m", *flags, *TINY, *others]
 
     def own_objective(self, *, slow=True):
-        """Make an objective that takes 0.3 s while there is a file `slow`; rank 1 of job n fails if there is `raise`n.
+        """Write an objective that takes 0.3 s while the file `slow` exists; rank 1 of job n fails if `raise`n exists.
 
         Returns:
-            The words that choose it.
+            The overrides that select the objective.
         """
         (self.cwd / "own" / "objective").mkdir(parents=True)
         (self.cwd / "own" / "objective" / "own.yaml").write_text("_target_: own_objective.Own\n")
@@ -121,7 +121,7 @@ class Cluster:
         return ["--config-dir=own", "objective=own"]
 
     def report(self, sweep="s"):
-        """What the report says, and its exit code."""
+        """Return the output of the report and its exit code."""
         command = [sys.executable, "-m", "foundry.report", f"dir={sweep}", "picture=false"]
         done = subprocess.run(
             command, env=self.environment, cwd=self.cwd, capture_output=True, text=True, timeout=300, check=False
@@ -129,7 +129,7 @@ class Cluster:
         return done.stdout, done.returncode
 
     def mlflow_runs(self):
-        """Name and status of each run in the folder's database."""
+        """Return name and status of each run in the folder's MLflow database."""
         with sqlite3.connect(self.cwd / "mlflow.db") as database:
             return sorted(database.execute("select name, status from runs").fetchall())
 
@@ -143,7 +143,7 @@ class Cluster:
         assert driver.returncode == code, self.output
 
     def wait(self, condition, seconds=300, *, detached=False):
-        """Until the condition holds; fails if the sweep ends before, unless it was to leave its jobs."""
+        """Wait until the condition holds; fail if the sweep ends before, unless it is detached."""
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, self.output
@@ -162,7 +162,7 @@ class Cluster:
         return dict(word.split("=", 1) for word in message.split() if "=" in word)
 
     def kill(self, job):
-        """Kill a running job; Slurm drops a signal that it gets before its node has started the job's script."""
+        """Kill a running job; repeat, since Slurm drops a signal that arrives before the job's script has started."""
 
         def ended():
             self.ask("scancel", "--signal=KILL", "--full", self.slurm_id(job))
@@ -175,7 +175,7 @@ class Cluster:
         return status["state"], status["reason"]
 
     def next_job_id(self):
-        """The number that Slurm would give a job now."""
+        """Submit a trivial job and return its id, which is the next one."""
         return int(self.ask("sbatch", "--parsable", "--wrap", "true").strip())
 
 

@@ -1,7 +1,7 @@
-"""A real Slurm of two nodes on the loopback interface, all its state in a temporary folder; one for each test process.
+"""A real Slurm of two nodes on the loopback interface, with its state in a temporary folder; one per test process.
 
-Jobs of the partition `main` make room for those of `urgent` and are queued again; those of `spare` are cancelled. A job
-that is queued again may start after 7 seconds (cred_expire and one more), not after two minutes as by default.
+Partition `urgent` preempts the others: jobs in `main` are requeued, jobs in `spare` are canceled. A requeued job may
+start after 7 seconds (cred_expire plus one) instead of the default two minutes.
 """
 
 import os
@@ -85,7 +85,7 @@ def slurm(tmp_path_factory, worker_id):
 
 
 def _name_nodes(host):
-    """Slurm and torch look hosts up by name."""
+    """Add the host and both nodes to /etc/hosts, since Slurm and torch look hosts up by name."""
     hosts = Path("/etc/hosts")
     known = hosts.read_text().split()
     missing = [name for name in (host, "n1", "n2") if name not in known]
@@ -94,7 +94,7 @@ def _name_nodes(host):
 
 
 def _neighbouring_ports(candidates):
-    """Three free ports, the last two next to each other."""
+    """Return three consecutive free ports."""
     for first in candidates:
         sockets = [socket.socket() for _ in range(3)]
         try:
@@ -117,7 +117,7 @@ def _start(command, log, environment):
 
 
 def _stop(daemon):
-    """End a daemon; nodes before the controller, to which they report the end of their last job again and again."""
+    """End a daemon. End nodes before the controller: without it they keep reporting the end of their last job."""
     daemon.terminate()
     try:
         daemon.wait(60)
@@ -140,7 +140,7 @@ def _wait_until_idle(environment, folder):
 
 @pytest.fixture
 def cluster(slurm, cache, tmp_path):
-    """The cluster, as somebody sees it who works in an empty folder; afterwards its queue is empty again."""
+    """The cluster, used from an empty folder; its queue is emptied after the test."""
     cluster = Cluster({**slurm, "FOUNDRY_CACHE": str(cache)}, tmp_path)
     yield cluster
     cluster.ask("scancel", "--user=root")

@@ -1,4 +1,4 @@
-"""Every command of docs/slurm.md runs as it is written there."""
+"""All commands of docs/slurm.md run as written."""
 
 import subprocess
 
@@ -16,13 +16,13 @@ def run_blocks():
 
 
 @pytest.mark.timeout(1200)
-def test_the_page_runs_from_top_to_bottom(cluster, run_blocks, capfd):
+def test_commands_of_the_slurm_page_run_in_order(cluster, run_blocks, capfd):
     done = run_blocks.run(PAGE, at="slurm", environment=cluster.environment)
     assert done, capfd.readouterr().out
 
 
-def test_of_the_job_with_gpus_only_the_partition_is_missing_here(cluster, run_blocks):
-    """Its settings fit together; what it lacks is the cluster."""
+def test_gpu_example_of_the_slurm_page_lacks_only_its_partition(cluster, run_blocks):
+    """Its settings are consistent, so that the missing partition is the only error."""
     own = run_blocks.blocks(PAGE.read_text())
     (code,) = (block for block in run_blocks.blocks(PAGE.read_text(), at="elsewhere") if block not in own)
     (cluster.cwd / "text").mkdir()

@@ -1,4 +1,4 @@
-"""Every end that a job may come to on a real Slurm, and what is said of it."""
+"""Every way in which a job may end on a real Slurm, with its recorded state and reason."""
 
 import json
 import os
@@ -15,13 +15,13 @@ SMALL = "hydra.launcher.mem_gb=1"  # so that several jobs fit on a node
 
 
 def resolve_num_tasks(job_id):
-    """Process ids of a job's tasks, by rank."""
+    """Return the process ids of a job's tasks, by rank."""
     tasks = {}
     for process in Path("/proc").glob("[0-9]*"):
         try:
             command = (process / "cmdline").read_bytes().split(b"\0")
             variables = dict(word.partition(b"=")[::2] for word in (process / "environ").read_bytes().split(b"\0"))
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
         is_task = Path(os.fsdecode(command[0])).name.startswith("python") and b"submitit.core._submit" in command
         if is_task and variables[b"SLURM_JOB_ID"] == job_id.encode():
@@ -29,8 +29,8 @@ def resolve_num_tasks(job_id):
     return tasks
 
 
-def test_a_time_limit_costs_nothing_and_the_last_one_leaves_a_checkpoint(cluster):
-    """Real limits of a minute, in mid-training: of a job of two ranks that may continue, and of one that may not."""
+def test_slurm_time_limit_requeues_and_the_last_limit_stops_the_run(cluster):
+    """Real time limits of a minute during training: one job of two ranks may be requeued, another job may not."""
     limit = ["hydra.launcher.timeout_min=1", "hydra.launcher.signal_delay_s=1"]  # Slurm is up to 30 s early
     own, steps = cluster.own_objective(), ["hparams.max_steps=200", "tracking.mlflow=true"]
     last = [*SLURM, *own, *limit, *steps, "hydra.sweep.dir=last", "hydra.launcher.max_num_timeout=0"]
@@ -63,7 +63,7 @@ def test_a_time_limit_costs_nothing_and_the_last_one_leaves_a_checkpoint(cluster
     assert [status for _, status in cluster.mlflow_runs()] == ["FINISHED"] * 4, "a parent and a child of each sweep"
 
 
-def test_a_job_whose_time_is_up_before_it_trains_has_not_failed(cluster):
+def test_slurm_job_at_its_time_limit_before_training_is_stopped(cluster):
     driver = cluster.sweep(*SLURM, "hydra.launcher.max_num_timeout=0", "hparams.max_steps=500")
     cluster.wait((cluster.cwd / "s/0/.lock").exists)
     cluster.ask("scancel", "--signal=USR2", cluster.slurm_id(0))
@@ -75,7 +75,7 @@ def test_a_job_whose_time_is_up_before_it_trains_has_not_failed(cluster):
     assert "Traceback" not in (cluster.cwd / "s/0/foundry.log").read_text()
 
 
-def test_ranks_that_fail_are_named_and_others_continue(cluster):
+def test_slurm_sweep_names_failed_ranks_and_continues_other_jobs(cluster):
     """Rank 1 of job 0 raises an error, rank 1 of job 1 is killed, job 2 finishes."""
     overrides = ["hydra.launcher.tasks_per_node=2", SMALL, "hparams.max_steps=300", "hparams.seed=1,2,3"]
     driver = cluster.sweep(*SLURM, *cluster.own_objective(), *overrides)
@@ -96,8 +96,8 @@ def test_ranks_that_fail_are_named_and_others_continue(cluster):
     assert cluster.report()[1] == 1
 
 
-def test_a_node_that_goes_down_loses_nothing_and_a_drained_one_only_time(cluster):
-    """One of the two nodes is drained from the start; the other goes down under the job that runs on it."""
+def test_slurm_jobs_survive_a_node_that_is_down_and_a_drained_node(cluster):
+    """Drain one of the two nodes from the start; set the other one down while a job runs on it."""
     cluster.ask("scontrol", "update", "nodename=n2", "state=drain", "reason=upkeep")
     overrides = [*cluster.own_objective(), "hparams.max_steps=30", "hparams.seed=1,2"]
     driver = cluster.sweep(*SLURM, *overrides)
@@ -116,7 +116,7 @@ def test_a_node_that_goes_down_loses_nothing_and_a_drained_one_only_time(cluster
 
 
 @pytest.mark.parametrize("end", ["node", "preemption"])
-def test_a_job_that_may_not_be_queued_again_is_stopped(cluster, end):
+def test_slurm_job_with_no_requeue_is_stopped(cluster, end):
     no_requeue = "+hydra.launcher.additional_parameters.no-requeue=true"
     overrides = [*cluster.own_objective(), no_requeue, "hydra.launcher.partition=spare", "hparams.max_steps=50"]
     driver = cluster.sweep(*SLURM, *overrides)
@@ -136,8 +136,8 @@ def test_a_job_that_may_not_be_queued_again_is_stopped(cluster, end):
 
 
 @pytest.mark.parametrize("may_requeue", [True, False])
-def test_a_partition_that_cancels_what_it_preempts(cluster, may_requeue):
-    """The run itself asks to be queued again; where that is refused, it does not say that it will be."""
+def test_job_preempted_by_cancel_requests_its_own_requeue(cluster, may_requeue):
+    """The run itself requests the requeue; if Slurm refuses it, the recorded state is stopped."""
     if not may_requeue:
         scontrol = cluster.cwd / "bin" / "scontrol"
         scontrol.parent.mkdir()
@@ -162,8 +162,8 @@ def test_a_partition_that_cancels_what_it_preempts(cluster, may_requeue):
 
 
 @pytest.mark.parametrize("keys", ["c\n", "x\n", "\x03"])
-def test_ctrl_c_asks_what_becomes_of_the_jobs(cluster, keys):
-    """One job runs, the other waits for it."""
+def test_ctrl_c_asks_whether_to_cancel_the_slurm_jobs(cluster, keys):
+    """Press Ctrl-C while one job runs and the other is queued."""
     overrides = [
         *cluster.own_objective(),
         "hydra.launcher.array_parallelism=1",
@@ -191,7 +191,7 @@ def test_ctrl_c_asks_what_becomes_of_the_jobs(cluster, keys):
         assert [cluster.status(job) for job in (0, 1)] == [("finished", "")] * 2
 
 
-def test_jobs_continue_when_the_process_that_waits_is_killed(cluster):
+def test_slurm_jobs_continue_if_the_sweep_process_is_killed(cluster):
     overrides = [*SLURM, *cluster.own_objective(), "hydra.launcher.array_parallelism=1", "hparams.seed=1,2"]
     driver = cluster.sweep(*overrides, "hparams.max_steps=30")
     cluster.wait_for_steps(0, 2)
@@ -209,8 +209,8 @@ def test_jobs_continue_when_the_process_that_waits_is_killed(cluster):
     assert [cluster.slurm_id(job) for job in (0, 1)] == submitted
 
 
-def test_the_report_asks_slurm_about_jobs_that_nobody_waits_for(cluster):
-    """Of a detached sweep one job finishes, and one is cancelled while it waits; then its run in MLflow ends, too."""
+def test_report_queries_slurm_about_jobs_of_a_detached_sweep(cluster):
+    """One job of a detached sweep finishes, and one is canceled in the queue; its sweep's run in MLflow ends, too."""
     overrides = [
         "hydra.launcher.array_parallelism=1",
         "hparams.seed=1,2",

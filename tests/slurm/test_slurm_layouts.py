@@ -1,4 +1,4 @@
-"""Two nodes of two tasks each come to the same bytes as four processes of one machine, under each strategy."""
+"""Two nodes of two tasks each give the same bytes as four processes on one machine, with FSDP and DDP."""
 
 import json
 
@@ -26,7 +26,7 @@ def shards(run_dir):
 
 @pytest.mark.long
 @pytest.mark.slurm
-def test_a_sweep_over_strategies_ends_where_it_does_on_one_machine(cluster):
+def test_fsdp_and_ddp_on_two_slurm_nodes_match_one_machine_bit_for_bit(cluster):
     two_nodes = [*SLURM, "hydra.launcher.nodes=2", "hydra.launcher.tasks_per_node=2", "hydra.launcher.mem_gb=2"]
     one_node = ["hydra/launcher=local", "distributed.nproc_per_node=4", "hydra.sweep.dir=local"]
     cluster.finish(cluster.sweep(*WORDS, *two_nodes))

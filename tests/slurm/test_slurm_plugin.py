@@ -11,8 +11,8 @@ PLUGIN = ["hydra/launcher=submitit_slurm", "hydra.launcher.timeout_min=5", "hydr
 PLUGIN += ["hydra.launcher.mem_gb=1", "hydra.launcher.cpus_per_task=1", "hydra.sweep.dir=s"]
 
 
-def test_tasks_on_two_nodes_train_together_and_survive_preemption(cluster):
-    """Two jobs of an array, each of four ranks; one is told to save, as before a time limit, and starts again."""
+def test_submitit_slurm_on_two_nodes_survives_a_time_limit(cluster):
+    """Two array jobs of four ranks each; one receives the signal before a time limit, saves and is requeued."""
     own = cluster.own_objective()
     nodes = ["hydra.launcher.nodes=2", "hydra.launcher.tasks_per_node=2"]
     ranks = ["distributed=fsdp", "hparams.per_gpu_batch_size=2", "hparams.max_steps=30"]
@@ -35,7 +35,7 @@ def test_tasks_on_two_nodes_train_together_and_survive_preemption(cluster):
     assert "2 of 2 jobs have finished before" in cluster.output
 
 
-def test_without_slurm_it_is_refused_in_a_line(cluster):
+def test_submitit_slurm_without_sbatch_is_refused(cluster):
     whole = cluster.environment
     cluster.environment = {**whole, "PATH": "/nowhere"}
     driver = cluster.sweep(*PLUGIN)

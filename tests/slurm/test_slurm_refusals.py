@@ -1,4 +1,4 @@
-"""A sweep with a wrong job submits nothing, whatever makes the job wrong."""
+"""A sweep with an invalid job submits nothing to Slurm, for each kind of invalid job."""
 
 import pytest
 from cluster import SLURM
@@ -7,7 +7,7 @@ from support.wrong_sweeps import WRONG_SWEEPS, assert_said, write_options
 
 @pytest.mark.long
 @pytest.mark.slurm
-def test_slurm_gets_no_job_of_a_sweep_in_which_one_is_wrong(cluster):
+def test_sweep_with_an_invalid_job_submits_nothing_to_slurm(cluster):
     write_options(cluster.cwd)
     files, before = set(cluster.cwd.rglob("*")), cluster.next_job_id()
     for name, (overrides, _) in WRONG_SWEEPS.items():

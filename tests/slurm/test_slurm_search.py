@@ -13,8 +13,8 @@ def trials(sweep):
     return optuna.load_study(study_name="search", storage=open_storage(sweep / "optuna.jsonl")).get_trials()
 
 
-def test_a_search_finds_the_jobs_again_that_its_process_has_left(cluster):
-    """Two at a time; the process that proposes is killed while they run, and started again."""
+def test_restarted_search_finds_its_jobs_in_the_slurm_queue(cluster):
+    """Run two jobs at a time; kill the search process while they run, and start it again."""
     overrides = [
         *SLURM,
         *["hydra/sweeper=optuna", "hydra.sweeper.n_jobs=2", "hydra.sweeper.n_trials=3"],

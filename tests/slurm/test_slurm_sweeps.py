@@ -1,4 +1,4 @@
-"""Sweeps on a real Slurm: what was submitted is what runs, through requeues and preemption; what is said is true."""
+"""Sweeps on a real Slurm: jobs run as submitted, through requeues and preemption, and their states are reported."""
 
 import json
 
@@ -16,7 +16,7 @@ def steps(run_dir):
 
 
 @pytest.mark.long
-def test_a_sweep_with_a_wrong_job_submits_nothing(cluster):
+def test_slurm_sweep_with_invalid_launcher_settings_submits_nothing(cluster):
     before = cluster.next_job_id()
     for wrong, message in (
         (["hydra.launcher.signal_delay_s=300"], "hydra.launcher.signal_delay_s: is 300 but the time limit of 5 min"),
@@ -32,8 +32,8 @@ def test_a_sweep_with_a_wrong_job_submits_nothing(cluster):
 
 
 @pytest.mark.long
-def test_a_job_that_slurm_refuses_is_a_line_and_leaves_nothing(cluster):
-    """Also while all nodes are drained, which by itself is no reason to refuse a job."""
+def test_job_that_slurm_refuses_is_reported_and_leaves_no_files(cluster):
+    """Check also with all nodes drained; drained nodes alone are not a reason to refuse a job."""
     for state in ("resume", "drain"):
         cluster.ask("scontrol", "update", "nodename=n1,n2", f"state={state}", "reason=upkeep")
         cluster.finish(cluster.sweep(*SLURM, "hydra.launcher.mem_gb=100"), code=2)
@@ -43,8 +43,8 @@ def test_a_job_that_slurm_refuses_is_a_line_and_leaves_nothing(cluster):
 
 
 @pytest.mark.long
-def test_what_was_submitted_runs_and_every_end_is_told(cluster):
-    """One job each that finishes, is killed as it starts, fails, and is cancelled before."""
+def test_slurm_jobs_run_as_submitted_and_each_end_is_recorded(cluster):
+    """Of four jobs, one finishes, one is killed at its start, one fails, and one is canceled in the queue."""
     options = cluster.cwd / "own" / "experiment"
     options.mkdir(parents=True)
     yaml = "# @package _global_\nhparams:\n  lr: 0.003\n"
@@ -84,8 +84,8 @@ def test_what_was_submitted_runs_and_every_end_is_told(cluster):
 
 
 @pytest.mark.long
-def test_a_job_told_that_its_time_is_up_resumes_at_the_same_step(cluster):
-    """The signal that submitit has Slurm send before the limit; the other job is left alone."""
+def test_slurm_time_limit_signal_resumes_bit_for_bit(cluster):
+    """One job receives the signal that submitit has Slurm send before a time limit; the other job does not."""
     driver = cluster.sweep(*SLURM, "hparams.max_steps=60", "tracking.run_name=alone,disturbed")
     cluster.wait_for_steps(1, 5)
     cluster.ask("scancel", "--signal=USR2", cluster.slurm_id(1))
@@ -98,8 +98,8 @@ def test_a_job_told_that_its_time_is_up_resumes_at_the_same_step(cluster):
 
 
 @pytest.mark.long
-def test_two_nodes_are_preempted_and_end_where_four_local_processes_do(cluster):
-    """FSDP on two nodes of two tasks each; a job of the higher partition takes both nodes."""
+def test_preempted_fsdp_job_on_two_nodes_matches_four_local_processes(cluster):
+    """Train with FSDP on two nodes of two tasks each; a job in the higher-priority partition takes both nodes."""
     overrides = [
         "distributed=fsdp",
         "data.num_workers=1",
@@ -120,7 +120,7 @@ def test_two_nodes_are_preempted_and_end_where_four_local_processes_do(cluster):
 
 
 @pytest.mark.long
-def test_a_job_that_learns_from_its_own_answers_is_preempted_and_ends_as_if_undisturbed(cluster):
+def test_preempted_grpo_job_matches_an_uninterrupted_run(cluster):
     overrides = [
         "data=arithmetic",
         "data.form=prompts",
@@ -153,7 +153,7 @@ def test_a_job_that_learns_from_its_own_answers_is_preempted_and_ends_as_if_undi
 
 
 @pytest.mark.long
-def test_a_detached_sweep_continues_and_is_found_again(cluster):
+def test_detached_slurm_sweep_is_found_again_by_the_same_command(cluster):
     overrides = [*SLURM, "hydra.launcher.snapshot_code=true", "hparams.max_steps=3", "hparams.lr=1e-3,2e-3"]
     cluster.ask("scontrol", "update", "nodename=n1,n2", "state=drain", "reason=upkeep")
     cluster.finish(cluster.sweep(*overrides, "hydra.launcher.detach=true"))

@@ -1,4 +1,4 @@
-"""Ranks that a real `srun` starts, on two nodes."""
+"""Ranks started by a real `srun` on two nodes."""
 
 import json
 import subprocess
@@ -23,7 +23,7 @@ WORDS = [
 
 
 def srun(environment, cwd, *overrides):
-    """`python -m foundry` as two tasks on two nodes."""
+    """Run `python -m foundry` as two tasks on two nodes."""
     command = ["srun", "-N2", "-n2", sys.executable, "-m", "foundry", *overrides]
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
@@ -35,8 +35,8 @@ def losses(run_dir):
 @pytest.mark.long
 @pytest.mark.slurm
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
-def test_two_nodes_train_as_one_process_does(slurm, tmp_path, strategy):
-    """No RANK, no MASTER_ADDR: the step's own variables say who is who."""
+def test_srun_on_two_nodes_matches_one_process(slurm, tmp_path, strategy):
+    """Without RANK and MASTER_ADDR, ranks come from the variables of the Slurm step."""
     command = [sys.executable, "-m", "foundry", *WORDS]
     alone = subprocess.run(
         [*command, "hydra.run.dir=alone"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
@@ -52,7 +52,7 @@ def test_two_nodes_train_as_one_process_does(slurm, tmp_path, strategy):
 
 @pytest.mark.long
 @pytest.mark.slurm
-def test_a_config_error_ends_every_rank_before_training(slurm, tmp_path):
+def test_srun_config_error_ends_all_ranks_before_training(slurm, tmp_path):
     done = srun(slurm, tmp_path, "hparams.leer=1")
     assert done.returncode == 2
     assert "did you mean hparams.lr?" in done.stderr

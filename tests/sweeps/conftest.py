@@ -10,7 +10,7 @@ from foundry.config.composition.hydra_internals import load_unchecked
 
 @pytest.fixture
 def option_reads(monkeypatch):
-    """What composing jobs reads of conf/: a list that grows by one for each choice of options that is composed."""
+    """A list that grows by one for each read of conf/, that is, for each choice of options that is composed."""
     reads = []
 
     def load(*arguments):

@@ -1,4 +1,4 @@
-"""Jobs composed fast are those that Hydra composes, and each is handed out as it was checked."""
+"""compose_jobs returns the configurations that Hydra composes, or the errors of each job."""
 
 import pytest
 from omegaconf import OmegaConf
@@ -23,7 +23,7 @@ JOBS = [
 
 
 @pytest.mark.parametrize("words", some_of(JOBS, *JOBS[::3]), ids=" ".join)
-def test_the_same_as_hydra_composes(sweep, words):
+def test_compose_jobs_equals_composition_by_hydra(sweep, words):
     loader, master_of = sweep
     master = master_of("hydra.mode=MULTIRUN", "hydra.sweep.dir=${now:%f}", "+hydra.job.env_set.A=b")
     time_of_the_sweep = master.hydra.sweep.dir
@@ -35,7 +35,7 @@ def test_the_same_as_hydra_composes(sweep, words):
     assert OmegaConf.is_struct(config.hparams) == OmegaConf.is_struct(expected.hparams)
 
 
-def test_options_of_a_searchpath_are_choices_too(sweep, tmp_path):
+def test_compose_jobs_finds_options_of_the_searchpath(sweep, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "a.yaml").write_text("# @package hparams\nlr: 0.125\n")
     loader, master_of = sweep
@@ -45,8 +45,8 @@ def test_options_of_a_searchpath_are_choices_too(sweep, tmp_path):
     assert config.hydra.runtime.choices.mine == "a"
 
 
-def test_a_fixed_setting_may_be_known_to_the_swept_options_only(sweep):
-    """AdamW, the default of this task, has no momentum."""
+def test_fixed_setting_may_exist_in_swept_options_only(sweep):
+    """AdamW, the default optimizer here, has no momentum."""
     loader, master_of = sweep
     fixed = ("hparams=diffusion", "optimizer.momentum=0.85", "hparams.seed=7")
     master = master_of("optimizer=sgd,muon,adamw", *fixed)
@@ -60,7 +60,7 @@ def test_a_fixed_setting_may_be_known_to_the_swept_options_only(sweep):
         master_of("hparams.lr=1e-3,2e-3", *fixed)
 
 
-def test_a_wrong_job_is_an_answer_with_every_error(sweep):
+def test_compose_jobs_returns_all_errors_of_an_invalid_job(sweep):
     loader, master_of = sweep
     good, bad = compose_jobs(loader, master_of(), [("hparams.seed=1",), ("hparams.leer=1", "scheduler=wds")])
     assert good.hparams.seed == 1
@@ -68,14 +68,14 @@ def test_a_wrong_job_is_an_answer_with_every_error(sweep):
     assert {violation.key for violation in bad.violations} == {"hparams.leer", "scheduler"}
 
 
-def test_jobs_do_not_share_what_they_are_made_of(sweep):
+def test_composed_jobs_share_no_mutable_state(sweep):
     loader, master_of = sweep
     words = [(f"hparams.seed={seed}", f"scheduler.warmup='{seed}'") for seed in (1, 2, 3)]
     configs = compose_jobs(loader, master_of(), words)
     assert [(config.hparams.seed, config.scheduler.warmup) for config in configs] == [(1, "1"), (2, "2"), (3, "3")]
 
 
-def test_options_are_read_once_for_all_jobs_that_choose_them(sweep, option_reads):
+def test_compose_jobs_reads_options_once_per_choice(sweep, option_reads):
     loader, master_of = sweep
     jobs = [("hparams.max_steps=9", f"hparams.seed={seed}") for seed in range(100)]
     assert len(compose_jobs(loader, master_of(), jobs)) == 100

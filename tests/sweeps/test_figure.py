@@ -17,7 +17,7 @@ def sweep_dir(tmp_path, events):
 
 
 def drawn(sweep_dir):
-    """The panels, once the picture is known to be one."""
+    """Draw the figure, check that it is saved as a PNG, and return its panels."""
     figure = sweep_figure(read_sweep(sweep_dir.folder))
     path = sweep_dir.folder / "report.png"
     save_figure(figure, path)
@@ -26,7 +26,7 @@ def drawn(sweep_dir):
 
 
 def undrawn(sweep_dir):
-    """The panels of a picture that is not written."""
+    """Return the panels of a figure without saving it."""
     return sweep_figure(read_sweep(sweep_dir.folder)).axes
 
 
@@ -43,7 +43,7 @@ def message(axes):
     return [text.get_text() for text in axes.texts]
 
 
-def test_one_number_over_a_wide_span_is_drawn_on_a_logarithmic_axis(sweep_dir):
+def test_numeric_parameter_with_a_wide_range_has_a_log_axis(sweep_dir):
     for lr, loss in (("1e-4", 2.5), ("1e-3", 1.5), ("1e-2", 2.0)):
         sweep_dir.job(f"hparams.lr={lr}", losses=(3.0, loss))
     panel, curves = drawn(sweep_dir)
@@ -53,10 +53,10 @@ def test_one_number_over_a_wide_span_is_drawn_on_a_logarithmic_axis(sweep_dir):
     assert [label.get_text() for label in panel.get_xticklabels()] == ["0.0001", "0.001", "0.01"]
     best = max(curves.lines, key=lambda line: line.get_linewidth())
     assert (to_hex(best.get_color()), list(best.get_ydata())) == (ORANGE, [3.0, 1.5])
-    assert message(curves) == ["0.001", "0.01", "0.0001", "lr"]  # from the lowest up, and of which parameter
+    assert message(curves) == ["0.001", "0.01", "0.0001", "lr"]  # lowest curve first, then the parameter's name
 
 
-def test_a_line_shows_the_interval_of_a_metric(sweep_dir):
+def test_metric_interval_is_drawn_as_a_vertical_line(sweep_dir):
     for lr, loss in (("1e-3", 1.5), ("2e-3", 2.0)):
         sweep_dir.add_interval(sweep_dir.job(f"hparams.lr={lr}", losses=(3.0, loss)), (2.5, 3.5), (loss - 1, loss + 1))
     panel, _ = drawn(sweep_dir)
@@ -67,13 +67,13 @@ def test_a_line_shows_the_interval_of_a_metric(sweep_dir):
     assert high > 3.0
 
 
-def test_a_narrow_span_is_drawn_on_a_linear_axis(sweep_dir):
+def test_numeric_parameter_with_a_narrow_range_has_a_linear_axis(sweep_dir):
     for lr in ("1e-3", "2e-3", "3e-3"):
         sweep_dir.job(f"hparams.lr={lr}")
     assert drawn(sweep_dir)[0].get_xscale() == "linear"
 
 
-def test_a_failed_job_is_crossed_at_the_bad_end(sweep_dir):
+def test_failed_job_is_drawn_as_a_cross_at_the_worst_end(sweep_dir):
     sweep_dir.job("hparams.lr=1", losses=(3.0, 2.0))
     sweep_dir.job("hparams.lr=2", losses=(3.0, 2.2))
     sweep_dir.job("hparams.lr=3", state="failed", losses=(3.0, math.nan))
@@ -85,7 +85,7 @@ def test_a_failed_job_is_crossed_at_the_bad_end(sweep_dir):
     assert RED in {to_hex(line.get_color()) for line in curves.lines}
 
 
-def test_a_metric_that_is_not_finite_is_crossed_too(sweep_dir):
+def test_job_with_a_non_finite_metric_is_drawn_as_a_cross(sweep_dir):
     for lr, loss in (("1", 2.0), ("2", 2.5), ("3", math.nan), ("4", math.inf)):
         sweep_dir.job(f"hparams.lr={lr}", losses=(3.0, loss))
     panel, _ = drawn(sweep_dir)
@@ -95,7 +95,7 @@ def test_a_metric_that_is_not_finite_is_crossed_too(sweep_dir):
     assert legend == ["best", "2 finished", "2 diverged"]
 
 
-def test_pruned_jobs_are_hollow_and_do_not_widen_the_frame(sweep_dir):
+def test_pruned_jobs_are_hollow_and_do_not_extend_the_axis(sweep_dir):
     for lr in range(1, 4):
         sweep_dir.job(f"hparams.lr={lr}", losses=(3.0, 1.0 + lr / 10))
     sweep_dir.prune(sweep_dir.job("hparams.lr=9", losses=(3.0,)))
@@ -106,7 +106,7 @@ def test_pruned_jobs_are_hollow_and_do_not_widen_the_frame(sweep_dir):
     assert "1 pruned" in [text.get_text() for text in panel.figure.legends[0].get_texts()]
 
 
-def test_keys_that_go_together_are_one_parameter(sweep_dir):
+def test_zipped_keys_share_one_panel(sweep_dir):
     for lr, clip in (("1e-3", "1.0"), ("3e-3", "0.5")):
         for seed, loss in ((0, 1.0), (1, math.nan)):
             overrides = (f"hparams.lr={lr}", f"hparams.grad_clip_norm={clip}", f"hparams.seed={seed}")
@@ -117,14 +117,14 @@ def test_keys_that_go_together_are_one_parameter(sweep_dir):
     assert len(marks(panel, "x")) == 2
 
 
-def test_numbers_that_lie_evenly_but_for_a_small_one_have_a_linear_axis(sweep_dir):
+def test_evenly_spaced_values_with_one_small_value_have_a_linear_axis(sweep_dir):
     for number in (0.001, 0.1, 0.2, 0.3, 0.4):
         sweep_dir.job(f"optimizer.weight_decay={number}")
     assert drawn(sweep_dir)[0].get_xscale() == "linear"
 
 
 def series(axes, kind="series"):
-    """Lines of a kind by colour: (x, y) of each."""
+    """Return color and (x, y) points of each line of a kind."""
     return [
         (to_hex(line.get_color()), [(float(x), float(y)) for x, y in zip(*line.get_data(), strict=True)])
         for line in axes.lines
@@ -133,7 +133,7 @@ def series(axes, kind="series"):
 
 
 def legend(axes):
-    """The row above a panel: its texts, and the colours of its marks."""
+    """Return the texts and the marker colors of the legend above a panel."""
     row = axes.get_legend()
     colours = [to_hex(mark.get_markerfacecolor()) for mark in row.legend_handles if mark.get_marker() == "o"]
     return [text.get_text() for text in row.get_texts()], colours
@@ -150,13 +150,13 @@ def ticks(axes):
 
 
 def overlaps(axes):
-    """Pairs of neighbouring tick labels that touch."""
+    """Return pairs of neighboring tick labels that overlap."""
     axes.figure.canvas.draw()
     boxes = [label.get_window_extent() for label in axes.get_xticklabels() if label.get_text()]
     return [(one, other) for one, other in itertools.pairwise(boxes) if one.x1 > other.x0]
 
 
-def test_colours_tell_the_second_parameter_and_lines_join_what_differs_in_the_first(sweep_dir):
+def test_second_parameter_sets_colors_and_lines_join_along_the_first(sweep_dir):
     for lr in (1, 2, 3):
         for layers in (2, 4):
             sweep_dir.job(f"hparams.lr={lr}", f"model.num_layers={layers}", losses=(9.0, lr + layers / 10))
@@ -175,10 +175,10 @@ def test_colours_tell_the_second_parameter_and_lines_join_what_differs_in_the_fi
     assert message(curves)[-1] == "lr, num_layers"
     assert message(curves)[:2] == ["1, 2", "1, 4"]
     ends = {to_hex(line.get_color()) for line in curves.lines}
-    assert ends == {ORANGE, *colours}  # curves have the colours of the first parameter
+    assert ends == {ORANGE, *colours}  # curves have the colors of the first parameter
 
 
-def test_categories_have_hues_and_are_not_joined(sweep_dir):
+def test_categories_have_distinct_colors_and_no_lines(sweep_dir):
     for optimizer in ("adamw", "muon"):
         for scheduler in ("wsd", "cosine"):
             sweep_dir.job(f"optimizer={optimizer}", f"scheduler={scheduler}")
@@ -190,7 +190,7 @@ def test_categories_have_hues_and_are_not_joined(sweep_dir):
     assert series(panel) == []
 
 
-def test_a_random_search_is_coloured_by_the_other_parameter(sweep_dir):
+def test_random_search_is_colored_by_the_other_parameter(sweep_dir):
     for number in range(30):
         sweep_dir.job(f"hparams.lr={1e-4 * 1.3**number:.6g}", f"a.b={0.01 * ((7 * number) % 30):.4f}")
     panel, _, curves = undrawn(sweep_dir)
@@ -200,11 +200,11 @@ def test_a_random_search_is_coloured_by_the_other_parameter(sweep_dir):
     assert names[-1] == "0.29"
     assert len(set(colours)) == len(colours) >= 3
     assert series(panel) == []
-    assert message(curves) == ["0.0001, 0"]  # with so many only the best has a name, the others a colour
+    assert message(curves) == ["0.0001, 0"]  # only the best of many curves is labeled
     assert legend(curves)[0][0] == "lr (30 values)"
 
 
-def test_seeds_have_a_mean_and_a_deviation_and_no_panel(sweep_dir):
+def test_seeds_are_drawn_as_mean_and_deviation_without_a_panel(sweep_dir):
     for lr, losses in ((1, (1.0, 2.0, 3.0)), (2, (4.0, 4.0, 7.0))):
         for seed, loss in enumerate(losses):
             sweep_dir.job(f"hparams.lr={lr}", f"hparams.seed={seed}", losses=(9.0, loss))
@@ -216,7 +216,7 @@ def test_seeds_have_a_mean_and_a_deviation_and_no_panel(sweep_dir):
     assert message(curves) == ["1", "2", "lr"]
 
 
-def test_seeds_alone_are_a_parameter_whose_values_are_not_joined(sweep_dir):
+def test_sweep_over_seeds_only_has_a_seed_panel_without_lines(sweep_dir):
     for seed in range(4):
         sweep_dir.job(f"hparams.seed={seed}", losses=(3.0, 2.0 - seed / 10))
     panel, _ = undrawn(sweep_dir)
@@ -235,7 +235,7 @@ def test_seeds_alone_are_a_parameter_whose_values_are_not_joined(sweep_dir):
         ((64, 128, 2048), ["64", "128", "2048"]),
     ],
 )
-def test_ticks_of_integers_are_integers_and_do_not_overlap(sweep_dir, values, expected):
+def test_integer_ticks_are_integers_and_do_not_overlap(sweep_dir, values, expected):
     for value in values:
         sweep_dir.job(f"model.num_layers={value}")
     panel, _ = undrawn(sweep_dir)
@@ -253,7 +253,7 @@ def test_ticks_of_integers_are_integers_and_do_not_overlap(sweep_dir, values, ex
         ("data.path", tuple(f"a_folder_with_a_long_name/and_number_{n}" for n in range(10))),
     ],
 )
-def test_close_and_long_labels_do_not_overlap_and_lie_within_the_picture(sweep_dir, key_and_values):
+def test_close_and_long_tick_labels_do_not_overlap_and_fit_the_figure(sweep_dir, key_and_values):
     key, values = key_and_values
     for value in values:
         sweep_dir.job(f"{key}={value}")
@@ -274,7 +274,7 @@ def test_close_and_long_labels_do_not_overlap_and_lie_within_the_picture(sweep_d
         ("val_loss", "minimize", "log"),
     ],
 )
-def test_shares_have_a_linear_axis(tmp_path, events, metric, direction, scale):
+def test_metrics_that_are_fractions_have_a_linear_axis(tmp_path, events, metric, direction, scale):
     sweep_dir = SweepDir(tmp_path / "sweep", type(events), metric=metric, direction=direction)
     for lr, value in ((1, 0.01), (2, 0.5), (3, 0.9)):
         run_dir = sweep_dir.job(f"hparams.lr={lr}", losses=(value / 2, value))
@@ -287,13 +287,13 @@ def test_shares_have_a_linear_axis(tmp_path, events, metric, direction, scale):
     ("key", "scale"),
     [("model.dropout", "linear"), ("objective.beta", "log"), ("optimizer.encoder_learning_rate", "log")],
 )
-def test_a_swept_share_has_a_linear_axis(sweep_dir, key, scale):
+def test_swept_fraction_has_a_linear_axis(sweep_dir, key, scale):
     for value in (0.01, 0.1, 0.5):
         sweep_dir.job(f"{key}={value}")
     assert undrawn(sweep_dir)[0].get_xscale() == scale
 
 
-def test_names_of_curves_do_not_overlap_and_long_ones_are_numbers(sweep_dir):
+def test_curve_labels_do_not_overlap_and_long_ones_become_job_numbers(sweep_dir):
     for number in range(20):
         sweep_dir.job(f"hparams.lr={number}", losses=(3.0, 1.0 + number / 1000))
     _, curves = undrawn(sweep_dir)
@@ -313,20 +313,20 @@ def test_names_of_curves_do_not_overlap_and_long_ones_are_numbers(sweep_dir):
     assert message(undrawn(sweep_dir)[-1]) == ["job 0", "job 1", "job 2", "job 3"]
 
 
-def test_places_spread_as_little_as_they_must():
+def test_spread_moves_positions_as_little_as_necessary():
     assert spread([0.1, 0.5, 0.9], 0.1) == pytest.approx([0.1, 0.5, 0.9])
     assert spread([0.5, 0.5, 0.5], 0.1) == pytest.approx([0.4, 0.5, 0.6])
     assert spread([0.0, 0.0, 1.0, 1.0], 0.1) == pytest.approx([0.0, 0.1, 0.88, 0.98], abs=0.02)
     assert spread([], 0.1) == []
 
 
-def test_two_parameters_have_a_panel_each(sweep_dir):
+def test_each_of_two_parameters_has_a_panel(sweep_dir):
     for number in range(6):
         sweep_dir.job(f"hparams.lr={0.1 * number}", f"optimizer.weight_decay={number**2}", losses=(2.0, number + 1.0))
     assert [axes.get_xlabel() for axes in drawn(sweep_dir)] == ["lr", "weight_decay", "optimizer step"]
 
 
-def test_three_parameters_and_words_among_them(sweep_dir):
+def test_categorical_parameter_spreads_its_jobs_side_by_side(sweep_dir):
     for optimizer in ("adamw", "muon"):
         for lr in (1, 2):
             for seed in (0, 1):
@@ -337,31 +337,31 @@ def test_three_parameters_and_words_among_them(sweep_dir):
     assert [axes.get_xlabel() for axes in panels] == ["optimizer", "lr", "optimizer step"]
     assert [label.get_text() for label in panels[0].get_xticklabels()] == ["adamw", "muon"]
     places = sorted(x for x, _ in marks(panels[0], "o") + marks(panels[0], "*"))
-    assert len(set(places)) == 8  # side by side
+    assert len(set(places)) == 8  # no two jobs at the same position
     assert all(abs(x - round(x)) < 0.3 for x in places)
 
 
 @pytest.mark.parametrize("state", ["finished", "queued", "failed", "stopped"])
-def test_a_single_job_in_any_state_has_a_picture(sweep_dir, state):
+def test_figure_of_a_single_job_is_drawn_in_any_state(sweep_dir, state):
     sweep_dir.job("hparams.lr=1", state=state)
     (panel,) = drawn(sweep_dir)
     assert message(panel) == (["no learning curves"] if state == "queued" else ["job 0"])
 
 
-def test_before_the_first_evaluations_the_training_loss_is_shown(sweep_dir):
+def test_training_loss_is_drawn_before_the_first_evaluation(sweep_dir):
     sweep_dir.job("hparams.lr=1", state="stopped", losses=(3.0,))
     sweep_dir.job("hparams.lr=2", state="queued")
     assert drawn(sweep_dir)[-1].get_ylabel() == "training loss"
 
 
 @pytest.mark.long
-def test_many_parameters_and_many_jobs(sweep_dir):
+def test_figure_of_many_parameters_limits_its_panels(sweep_dir):
     for number in range(40):
         sweep_dir.job(*(f"group.key_{key}={number * key}" for key in range(1, 12)), losses=(2.0, 1.0 + number))
     assert len(drawn(sweep_dir)) == 9
 
 
-def test_a_frame_is_not_flattened_by_a_few():
+def test_axis_range_ignores_outliers():
     values = [1.0, 1.1, 1.2, 1.3, 1.25, 1.15, 15.0]
     frame = Frame.around(values)
     assert not frame.is_log

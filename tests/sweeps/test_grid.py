@@ -1,4 +1,4 @@
-"""Which jobs the words of a sweep make."""
+"""Expansion of the overrides of a sweep into jobs."""
 
 import itertools
 
@@ -37,33 +37,33 @@ def refusal(*words, zipped=(), excluded=()):
         ["g/h=x,y", "g@p=z"],
     ],
 )
-def test_without_options_the_grid_is_hydras(words):
+def test_grid_without_options_equals_hydras_grid(words):
     (expected,) = BasicSweeper.split_arguments(parse(*words), max_batch_size=None)
     assert [list(job.overrides) for job in jobs(*words)] == expected
 
 
-def test_swept_overrides_tell_a_job_from_the_others():
+def test_label_and_id_of_a_job_have_its_swept_overrides():
     first, second = jobs("lr=1e-3,2e-3", "steps=5")
     assert (first.overrides, first.swept) == (("lr=0.001", "steps=5"), ("lr=0.001",))
     assert str(second) == "lr=0.002"
     assert first.id != second.id
 
 
-def test_an_id_is_the_points_own():
-    """Whatever else is swept over beside it, in whatever order, and however its number is written."""
+def test_job_id_depends_only_on_its_swept_values():
+    """Other swept keys, the order of values and the notation of numbers do not change the id."""
     ids = {job.id for job in jobs("lr=1e-3,2e-3", "seed=1,2")}
     assert ids < {job.id for job in jobs("seed=2,3,1", "lr=0.002,0.0010,3e-3", "steps=9")}
     assert len(ids) == 4
 
 
-def test_zipped_keys_go_together():
+def test_zip_pairs_the_values_of_its_keys():
     words = [job.overrides for job in jobs("lr=1,2,3", "opt=x,y", "seed=7,8,9", zipped=[["lr", "seed"]])]
     assert words == [(f"lr={k}", f"opt={o}", f"seed={k + 6}") for k in (1, 2, 3) for o in ("x", "y")]
 
 
 @settings(max_examples=50, deadline=None)
 @given(lengths=st.lists(st.integers(1, 4), min_size=4, max_size=4), pairs=st.sampled_from([(0, 1), (1, 3), (0, 3)]))
-def test_zip_chooses_from_the_grid(lengths, pairs):
+def test_zip_selects_points_of_the_full_grid(lengths, pairs):
     keys, (one, other) = ["a", "b", "c", "d"], pairs
     lengths[other] = lengths[one]
     words = [f"{key}=choice({','.join(map(str, range(n)))})" for key, n in zip(keys, lengths, strict=True)]
@@ -80,11 +80,11 @@ def test_excluded_combinations_are_left_out():
     assert left == ["lr=0.01, optimizer=adamw", "lr=0.001, optimizer=sgd", "lr=0.001, optimizer=adamw"]
 
 
-def test_an_exclusion_may_name_what_is_fixed():
+def test_exclude_may_name_a_fixed_override():
     assert [str(job) for job in jobs("lr=1,2", "opt=sgd", excluded=["opt=sgd lr=1"])] == ["lr=2"]
 
 
-def test_values_may_hold_spaces_commas_slashes_and_quotes():
+def test_swept_values_may_contain_spaces_commas_slashes_and_quotes():
     values = ["'a b'", '"c,d"', "e/f", "[1,2]", "'it\\'s'"]
     expected = [f"x={value}" for value in values]
     assert [job.overrides for job in jobs(f"x={','.join(values)}")] == [(word,) for word in expected]
@@ -92,13 +92,13 @@ def test_values_may_hold_spaces_commas_slashes_and_quotes():
     assert [job.overrides for job in left] == [(word, "y=2") for word in expected]
 
 
-def test_options_of_groups_are_values_like_others():
+def test_zip_and_exclude_accept_options_of_config_groups():
     words = ["optimizer=adamw,muon,sgd", "hparams.lr=1,2,3"]
     zipped = jobs(*words, zipped=[["optimizer", "hparams.lr"]], excluded=["optimizer=sgd"])
     assert [str(job) for job in zipped] == ["optimizer=adamw, hparams.lr=1", "optimizer=muon, hparams.lr=2"]
 
 
-def test_a_shuffled_list_makes_the_same_jobs():
+def test_shuffled_values_make_the_same_jobs():
     assert {job.id for job in jobs("a=shuffle(range(5))")} == {job.id for job in jobs("a=range(5)")}
 
 
@@ -118,12 +118,12 @@ def test_a_shuffled_list_makes_the_same_jobs():
         (["a=interval(0,1)"], {}, "a: is interval(0,1), which cannot be enumerated"),
     ],
 )
-def test_config_errors_are_a_line_each(words, options, message):
+def test_grid_error_is_one_line(words, options, message):
     (line,) = refusal(*words, **options)
     assert message in line
     assert "\n" not in line
 
 
-def test_all_config_errors_at_once():
+def test_grid_reports_all_errors_at_once():
     assert len(refusal("a=1,2", "b=1,2,3", zipped=[["a", "b", "c"], ["a"]])) == 3
     assert len(refusal("a=1,2", excluded=["a=3", "a"])) == 2

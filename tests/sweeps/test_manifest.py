@@ -1,4 +1,4 @@
-"""sweep.json: numbers that stay, and what may not change."""
+"""sweep.json: job numbers stay, and changed jobs are refused."""
 
 import json
 from dataclasses import replace
@@ -33,12 +33,12 @@ def config_of():
 
 
 def placed(index, job, config):
-    """The job with its place in the sweep, as a sweeper gives it one."""
+    """Return the job with index, directory and hash, as a sweeper adds them."""
     return replace(job, index=index, dir=str(index), config_hash=hash_config(config))
 
 
 def as_read(job):
-    """The job as sweep.json has it, without what all jobs share."""
+    """Return the job as read from sweep.json, without the shared overrides."""
     return replace(job, overrides=())
 
 
@@ -52,7 +52,7 @@ def begun(folder, config_of, jobs):
     return manifest
 
 
-def test_what_is_written_is_read_back(tmp_path, config_of):
+def test_manifest_round_trips_through_sweep_json(tmp_path, config_of):
     manifest = begun(tmp_path, config_of, points("hparams.lr=1e-3,2e-3"))
     assert SweepManifest.load(tmp_path) == replace(manifest, jobs=tuple(map(as_read, manifest.jobs)))
     content = json.loads((tmp_path / "sweep.json").read_text())
@@ -63,7 +63,7 @@ def test_what_is_written_is_read_back(tmp_path, config_of):
     assert SweepManifest.load(tmp_path / "nowhere") is None
 
 
-def test_old_jobs_keep_their_numbers_and_new_ones_get_new_ones(tmp_path, config_of):
+def test_known_jobs_keep_their_numbers_and_new_jobs_get_the_next(tmp_path, config_of):
     begun(tmp_path, config_of, points("hparams.lr=1e-3,2e-3"))
     again = SweepManifest.begin(tmp_path, ["-m", "other=words"], launcher="local", **LOSS)
     assert again.number(points("hparams.lr=5e-4,2e-3,1e-3,4e-3")) == [2, 1, 0, 3]
@@ -78,7 +78,7 @@ def test_jobs_of_an_earlier_start_stay_in_the_sweep(tmp_path, config_of):
     assert [entry.index for entry in more.jobs] == [0, 1, 2]
 
 
-def test_a_job_that_would_be_another_is_refused(tmp_path, config_of):
+def test_manifest_refuses_jobs_with_changed_settings(tmp_path, config_of):
     jobs = points("hparams.lr=1e-3,2e-3")
     manifest = begun(tmp_path, config_of, jobs)
     configs = [config_of(job) for job in jobs]
@@ -94,7 +94,7 @@ def test_a_job_that_would_be_another_is_refused(tmp_path, config_of):
     assert "optimizer.weight_decay: " in lines[1]
 
 
-def test_a_directory_with_other_runs_is_refused(tmp_path, config_of):
+def test_manifest_refuses_a_directory_with_another_run(tmp_path, config_of):
     (job,) = points("hparams.lr=1e-3")
     config = config_of(job)
     entry = placed(0, job, config)
@@ -107,7 +107,7 @@ def test_a_directory_with_other_runs_is_refused(tmp_path, config_of):
     manifest.check(tmp_path, [entry], [config])
 
 
-def test_a_queued_job_says_what_will_run(tmp_path, config_of):
+def test_queued_job_has_status_and_config(tmp_path, config_of):
     (job,) = points("hparams.lr=1e-3")
     config = config_of(job)
     queue_job(tmp_path / "0", config)
@@ -119,7 +119,7 @@ def test_a_queued_job_says_what_will_run(tmp_path, config_of):
 
 
 @pytest.mark.parametrize(("state", "kept"), [("finished", "finished"), ("stopped", "queued"), ("failed", "queued")])
-def test_a_job_that_has_finished_meanwhile_is_not_queued(tmp_path, config_of, state, kept):
+def test_queue_job_keeps_a_finished_job_of_the_same_config(tmp_path, config_of, state, kept):
     job, other = points("hparams.lr=1e-3,2e-3")
     queue_job(tmp_path, config_of(job))
     write_status(tmp_path, state=state)
@@ -129,7 +129,7 @@ def test_a_job_that_has_finished_meanwhile_is_not_queued(tmp_path, config_of, st
     assert read_status(tmp_path)["state"] == "queued"
 
 
-def test_a_job_queued_again_keeps_what_it_has_done(tmp_path, config_of):
+def test_requeued_job_keeps_step_and_start_time(tmp_path, config_of):
     (job,) = points("hparams.lr=1e-3")
     queue_job(tmp_path, config_of(job))
     write_status(tmp_path, state="stopped", reason="SIGINT", step=12, started="then")
@@ -138,7 +138,7 @@ def test_a_job_queued_again_keeps_what_it_has_done(tmp_path, config_of):
     assert (status["state"], status["reason"], status["step"], status["started"]) == ("queued", "", 12, "then")
 
 
-def test_the_reason_of_a_failure_is_its_kind_and_first_line():
+def test_format_reason_is_the_type_and_first_line_of_the_error():
     assert format_reason(ValueError("first\nlast")) == "ValueError: first"
     assert format_reason(ValueError()) == "ValueError"
     assert format_reason(ConfigError([Violation("a", "is 1"), Violation("b", "is 2")])) == "a: is 1; b: is 2"

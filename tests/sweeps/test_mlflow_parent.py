@@ -1,4 +1,4 @@
-"""The run in MLflow above those of a sweep's jobs: one, open while a job may run, and closed with what came of it."""
+"""MLflow parent run of a sweep's jobs: open while a job may run, and closed with the results of the sweep."""
 
 import json
 import shutil
@@ -44,8 +44,8 @@ def end(run_dir, state):
 
 
 @pytest.mark.long
-def test_one_parent_from_the_first_job_to_the_last(sweep):
-    close_parent(sweep)  # nobody has logged: there is nothing to close
+def test_mlflow_parent_is_shared_by_all_jobs_and_closed_after_the_last(sweep):
+    close_parent(sweep)  # no job has logged yet, so there is no run to close
     assert not (sweep / "mlflow.json").exists()
     client, _ = store_of(sweep / "0").connect()
     with ThreadPoolExecutor(2) as pool:
@@ -89,7 +89,7 @@ def test_one_parent_from_the_first_job_to_the_last(sweep):
 
 
 @pytest.mark.long
-def test_a_picture_that_cannot_be_drawn_leaves_no_run_open(sweep, caplog):
+def test_mlflow_parent_is_closed_if_its_report_fails(sweep, caplog):
     (sweep / "report.csv").mkdir()
     client, _ = store_of(sweep / "0").connect()
     close_parent(sweep, stopped=True)
@@ -97,7 +97,7 @@ def test_a_picture_that_cannot_be_drawn_leaves_no_run_open(sweep, caplog):
     assert "has no report: " in caplog.text
 
 
-def test_a_job_is_compared_by_what_was_swept(with_database, events):
+def test_mlflow_job_run_has_swept_overrides_as_name_and_parameters(with_database, events):
     overrides = ("hparams.lr=0.0012345678901234", "optimizer=muon", f"data.hf_token={SECRET}")
     sweep_dir = SweepDir(with_database / "sweep", type(events), command=["hparams_search=mine"])
     run_dir = sweep_dir.job(*overrides[:2])
@@ -122,13 +122,13 @@ def test_a_job_is_compared_by_what_was_swept(with_database, events):
     assert SECRET not in (run_dir / "mlflow_parent.json").read_text()
 
 
-def test_a_job_in_another_store_has_no_parent(sweep):
+def test_mlflow_job_run_in_another_store_has_no_parent(sweep):
     Destination.of(sweep, uri="sqlite:///one.db", experiment_name="e", run_name="r").save(sweep)
     other = Destination.of(sweep / "0", uri="sqlite:///other.db", experiment_name="e", run_name="r")
     assert parent_id(sweep, other) is None
 
 
-def test_a_job_that_was_copied_is_of_no_sweep(sweep, tmp_path):
+def test_parent_link_ignores_a_copied_run_directory(sweep, tmp_path):
     (tmp_path / "mine").mkdir()
     shutil.copytree(sweep / "0", tmp_path / "mine" / "copy")
     assert ParentLink.load(sweep / "0").job == 0
@@ -136,7 +136,7 @@ def test_a_job_that_was_copied_is_of_no_sweep(sweep, tmp_path):
     assert ParentLink.load(tmp_path / "mine") is None
 
 
-def test_a_sweep_begun_with_the_names_of_metrics_jsonl_keeps_them(sweep):
+def test_sweep_started_with_flat_metric_names_keeps_them(sweep):
     Destination.of(sweep, uri=tracking_uri(), experiment_name="e", run_name="r").save(sweep)
     content = json.loads((sweep / "mlflow.json").read_text())
     assert Destination.load(sweep).evaluation_name("val_loss") == "val/loss"

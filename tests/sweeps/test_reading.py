@@ -23,7 +23,7 @@ def change(run_dir, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_the_best_comes_first_and_the_failed_last(sweep_dir):
+def test_read_sweep_sorts_best_first_and_failed_last(sweep_dir):
     sweep_dir.job("hparams.lr=1e-3", losses=(3.0, 2.5))
     sweep_dir.job("hparams.lr=2e-3", state="failed", reason="NonFiniteError: loss is nan", step=50)
     sweep_dir.job("hparams.lr=3e-3", losses=(3.0, 1.5))
@@ -42,14 +42,14 @@ def test_the_best_comes_first_and_the_failed_last(sweep_dir):
     assert sweep.counts == {"finished": 3, "running": 1, "queued": 1, "failed": 1}
 
 
-def test_more_can_be_better(tmp_path, events):
+def test_read_sweep_sorts_by_direction_maximize(tmp_path, events):
     sweep_dir = SweepDir(tmp_path / "sweep", type(events), direction="maximize")
     sweep_dir.job("a=1", losses=(0.9, 0.2))
     sweep_dir.job("a=2", losses=(0.3, 0.4))
     assert [job.index for job in read_sweep(sweep_dir.folder).jobs] == [1, 0]
 
 
-def test_the_best_evaluation_may_be_compared_instead_of_the_last(sweep_dir):
+def test_which_best_compares_the_best_evaluations(sweep_dir):
     sweep_dir.job("a=1", losses=(1.0, 2.0))
     sweep_dir.job("a=2", losses=(1.8, 1.5))
     with held(sweep_dir.job("a=3", state="running", losses=(2.0, math.nan, 1.2, 1.9), step=80)):
@@ -59,7 +59,7 @@ def test_the_best_evaluation_may_be_compared_instead_of_the_last(sweep_dir):
     assert [(job.index, job.metric) for job in best.jobs] == [(0, 1.0), (1, 1.5), (2, 1.2)]
 
 
-def test_an_interval_is_that_of_the_evaluation_that_counts(sweep_dir):
+def test_interval_belongs_to_the_compared_evaluation(sweep_dir):
     run_dir = sweep_dir.job("a=1", losses=(1.0, 2.0))
     sweep_dir.job("a=2", losses=(1.8, 1.5))
     sweep_dir.add_interval(run_dir, (0.75, 1.25), (1.5, 2.5))
@@ -72,10 +72,10 @@ def test_an_interval_is_that_of_the_evaluation_that_counts(sweep_dir):
     assert not read_sweep(sweep_dir.folder).has_intervals
 
 
-def test_another_metric_is_read_from_the_evaluations(tmp_path, events):
+def test_own_metric_is_read_from_the_evaluations(tmp_path, events):
     sweep_dir = SweepDir(tmp_path / "sweep", type(events), metric="val_accuracy", direction="maximize")
     run_dir = sweep_dir.job("a=1")
-    assert read_sweep(sweep_dir.folder).jobs[0].metric == 0.2  # of the events' metrics
+    assert read_sweep(sweep_dir.folder).jobs[0].metric == 0.2  # value in the events' metrics
     assert evaluations(read_sweep(sweep_dir.folder).jobs[0], "val_accuracy") == [(100, 0.2), (200, 0.2)]
     (run_dir / "metrics.jsonl").unlink()
     assert read_sweep(sweep_dir.folder).jobs[0].metric is None
@@ -91,13 +91,13 @@ def test_another_metric_is_read_from_the_evaluations(tmp_path, events):
         ([["a=1"]], {}),
     ],
 )
-def test_only_what_differs_is_named_and_briefly(sweep_dir, overrides, names):
+def test_names_cover_only_differing_keys_in_their_shortest_form(sweep_dir, overrides, names):
     for job in overrides:
         sweep_dir.job(*job)
     assert read_sweep(sweep_dir.folder).names == names
 
 
-def test_settings_and_the_command_that_repeats_a_job(sweep_dir):
+def test_sweep_gives_settings_and_repeat_command_of_a_job(sweep_dir):
     sweep_dir.job("hparams.lr=1e-3", shared=["debug=fast", "data.path='a b.txt'"])
     sweep_dir.job("hparams.lr=2e-3", losses=(5.0,))
     sweep = read_sweep(sweep_dir.folder)
@@ -105,7 +105,7 @@ def test_settings_and_the_command_that_repeats_a_job(sweep_dir):
     assert sweep.repeat(sweep.best) == """python -m foundry debug=fast 'data.path='"'"'a b.txt'"'"'' hparams.lr=1e-3"""
 
 
-def test_a_sweep_made_by_an_option_is_repeated_as_one_run(tmp_path, events):
+def test_repeat_of_a_hparams_search_job_sets_mode_run(tmp_path, events):
     sweep_dir = SweepDir(tmp_path / "sweep", type(events), command=["hparams_search=lr_range"])
     sweep_dir.job("hparams.lr=1e-3", shared=["hparams_search=lr_range"])
     sweep = read_sweep(sweep_dir.folder)
@@ -113,11 +113,11 @@ def test_a_sweep_made_by_an_option_is_repeated_as_one_run(tmp_path, events):
 
 
 def last_sign(run_dir):
-    """When the job last wrote its status."""
+    """Return the time of the last write of the job's status."""
     return datetime.fromisoformat(json.loads((run_dir / "status.json").read_text())["updated"])
 
 
-def test_a_job_whose_process_is_gone_is_lost(sweep_dir):
+def test_running_job_without_a_process_is_lost(sweep_dir):
     run_dir = sweep_dir.job("a=1", state="running")
     with held(run_dir):
         assert order(read_sweep(sweep_dir.folder)) == [(0, "running")]
@@ -127,13 +127,13 @@ def test_a_job_whose_process_is_gone_is_lost(sweep_dir):
     assert (sweep.exit_code, sweep.is_going) == (1, False)
 
 
-def test_what_was_found_out_about_a_lost_job_is_said(sweep_dir):
+def test_note_of_a_lost_job_is_its_reason(sweep_dir):
     sweep_dir.job("a=1", state="lost", reason="Slurm does not know job 7 any more")
     assert read_sweep(sweep_dir.folder).jobs[0].note == "Slurm does not know job 7 any more"
 
 
 @pytest.mark.parametrize("state", ["queued", "requeued"])
-def test_jobs_that_wait_for_a_sweep_which_has_ended_do_not_continue(sweep_dir, state):
+def test_queued_jobs_of_an_ended_sweep_are_not_going(sweep_dir, state):
     sweep_dir.job("a=1")
     run_dir = sweep_dir.job("a=2", state="failed", reason="was")
     change(run_dir, state=state)
@@ -147,10 +147,10 @@ def test_jobs_that_wait_for_a_sweep_which_has_ended_do_not_continue(sweep_dir, s
         assert read_sweep(sweep_dir.folder).is_going  # a job outlives the sweep that started it
     with held(sweep_dir.folder, host="elsewhere"):
         pass
-    assert read_sweep(sweep_dir.folder).is_going  # who knows
+    assert read_sweep(sweep_dir.folder).is_going  # unknown, so assume that it is going
 
 
-def test_jobs_that_slurm_has_continue_by_themselves(tmp_path, events):
+def test_jobs_submitted_to_slurm_are_going_without_the_sweep(tmp_path, events):
     sweep_dir = SweepDir(tmp_path / "sweep", type(events), launcher="slurm")
     submitted = sweep_dir.job("a=1", state="failed")
     change(submitted, state="queued")
@@ -158,21 +158,21 @@ def test_jobs_that_slurm_has_continue_by_themselves(tmp_path, events):
     with held(sweep_dir.folder):
         pass
     assert read_sweep(sweep_dir.folder).is_going
-    change(sweep_dir.job("a=2", state="failed"), state="queued")  # the sweep died before it submitted this one
-    sweep_dir.facts["launcher"] = "lab"  # a YAML of the user's with a partition in it
+    change(sweep_dir.job("a=2", state="failed"), state="queued")  # the sweep died before this submission
+    sweep_dir.facts["launcher"] = "lab"  # the user's own option with a partition
     sweep_dir.job("a=3")
     first, second, _ = sorted(read_sweep(sweep_dir.folder).jobs, key=lambda job: job.index)
     assert (first.is_going, first.slurm_id, first.note) == (True, "31_0", "")
     assert (second.is_going, second.slurm_id) == (False, "")
 
 
-def test_a_process_that_holds_locks_can_read_without_losing_them(sweep_dir):
+def test_read_sweep_without_locks_keeps_held_locks(sweep_dir):
     with held(sweep_dir.job("a=1", state="failed", reason="was")):
         assert order(read_sweep(sweep_dir.folder, locks=False)) == [(0, "failed")]
         assert order(read_sweep(sweep_dir.folder)) == [(0, "running")]
 
 
-def test_a_pruned_job_is_behind_those_that_ran_to_their_end(sweep_dir):
+def test_pruned_job_ranks_behind_complete_jobs(sweep_dir):
     sweep_dir.prune(sweep_dir.job("a=1", losses=(3.0, 1.0)))
     sweep_dir.job("a=2", losses=(3.0, 2.0))
     sweep = read_sweep(sweep_dir.folder)
@@ -183,7 +183,7 @@ def test_a_pruned_job_is_behind_those_that_ran_to_their_end(sweep_dir):
     assert (sweep.best.index, sweep.exit_code) == (1, 0)
 
 
-def test_a_silent_job_on_another_machine_is_only_said_to_be_silent(sweep_dir):
+def test_silent_job_on_another_machine_stays_running_with_a_note(sweep_dir):
     run_dir = sweep_dir.job("a=1", state="running")
     with held(run_dir, host="elsewhere"):
         pass
@@ -194,12 +194,12 @@ def test_a_silent_job_on_another_machine_is_only_said_to_be_silent(sweep_dir):
     assert (sweep.exit_code, sweep.is_going) == (3, True)
 
 
-def test_a_process_that_holds_the_directory_is_at_work_before_it_says_so(sweep_dir):
+def test_job_with_a_held_lock_is_running_before_its_status_changes(sweep_dir):
     with held(sweep_dir.job("a=1", state="queued")), held(sweep_dir.job("a=2", state="failed", reason="was")):
         assert [(job.state, job.note) for job in read_sweep(sweep_dir.folder).jobs] == [("running", "")] * 2
 
 
-def test_how_long_a_job_has_taken(sweep_dir):
+def test_job_seconds_are_the_time_since_its_start(sweep_dir):
     run_dir = sweep_dir.job("a=1")
     change(run_dir, started="2026-01-01T10:00:00.000+00:00", updated="2026-01-01T11:00:01.000+00:00")
     assert read_sweep(sweep_dir.folder).jobs[0].seconds == 3601.0
@@ -222,25 +222,25 @@ def test_how_long_a_job_has_taken(sweep_dir):
         (["finished", "requeued"], 3),
     ],
 )
-def test_exit_codes(sweep_dir, states, code):
+def test_exit_code_reflects_the_states_of_the_jobs(sweep_dir, states, code):
     for number, state in enumerate(states):
         sweep_dir.job(f"a={number}", state=state)
     assert read_sweep(sweep_dir.folder).exit_code == code
 
 
-def test_a_failed_job_is_never_the_best(sweep_dir):
+def test_failed_job_is_never_the_best(sweep_dir):
     sweep_dir.job("a=1", state="failed", losses=(1.0,))
     assert read_sweep(sweep_dir.folder).best is None
     sweep_dir.job("a=2", state="stopped", losses=(5.0,))
     assert read_sweep(sweep_dir.folder).best.index == 1
 
 
-def test_a_failure_without_a_reason_shows_the_end_of_its_log(sweep_dir):
+def test_note_of_a_failure_without_a_reason_is_the_end_of_its_log(sweep_dir):
     sweep_dir.job("a=1", state="failed")
     assert read_sweep(sweep_dir.folder).jobs[0].note == "the last line"
 
 
-def test_a_directory_made_by_hand(sweep_dir):
+def test_read_sweep_accepts_a_folder_of_runs_without_sweep_json(sweep_dir):
     for number in range(11):
         sweep_dir.job(f"hparams.lr={number}", losses=(3.0, 20.0 - number))
     (sweep_dir.folder / "sweep.json").unlink()
@@ -257,7 +257,7 @@ def test_a_directory_made_by_hand(sweep_dir):
 
 
 @pytest.mark.parametrize("broken", ["", "{", "[]", '{"state": null, "updated": 7}'])
-def test_a_broken_status_does_not_hide_the_others(sweep_dir, broken):
+def test_broken_status_of_a_job_does_not_hide_other_jobs(sweep_dir, broken):
     run_dir = sweep_dir.job("a=1")
     sweep_dir.job("a=2")
     (run_dir / "status.json").write_text(broken)
@@ -266,7 +266,7 @@ def test_a_broken_status_does_not_hide_the_others(sweep_dir, broken):
     assert sweep.exit_code == 3
 
 
-def test_config_errors(sweep_dir):
+def test_read_sweep_refuses_folders_that_are_not_sweeps(sweep_dir):
     with pytest.raises(ConfigError, match=r"^dir: is .*nowhere, which is no folder"):
         read_sweep(sweep_dir.folder / "nowhere")
     with pytest.raises(ConfigError, match=r"without sweep\.json and without run directories"):

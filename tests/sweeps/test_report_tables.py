@@ -35,7 +35,7 @@ def mixed(sweep_dir):
     return sweep_dir.folder
 
 
-def test_plain_lines_for_files_and_pipes(mixed):
+def test_report_to_a_file_has_plain_lines(mixed):
     lines = shown(read_sweep(mixed))
     assert lines[0].split() == ["job", "lr", "optimizer", "state", "step", "val_loss", "time", "log", "note"]
     assert lines[1].split() == [
@@ -61,7 +61,7 @@ def test_plain_lines_for_files_and_pipes(mixed):
     ]
 
 
-def test_intervals_have_a_column(sweep_dir):
+def test_report_shows_intervals_in_a_column(sweep_dir):
     sweep_dir.add_interval(sweep_dir.job("a=1", losses=(0.9, 0.95)), (0.85, 0.95), (0.9, 0.975))
     sweep_dir.job("a=2", losses=(0.9, 0.99))
     head, first, second, *_ = shown(read_sweep(sweep_dir.folder))
@@ -72,7 +72,7 @@ def test_intervals_have_a_column(sweep_dir):
     assert "0.9000 to 0.9750" in on_screen
 
 
-def test_a_narrow_terminal_still_shows_values_states_and_errors(mixed):
+def test_narrow_terminal_still_shows_values_states_and_errors(mixed):
     lines = shown(read_sweep(mixed), force_terminal=True, width=80, color_system=None)
     assert max(map(len, lines)) <= 80
     text = " ".join(" ".join(lines).split())
@@ -89,7 +89,7 @@ def test_a_narrow_terminal_still_shows_values_states_and_errors(mixed):
         assert message in text
 
 
-def test_on_a_narrow_terminal_the_logs_go_first_and_then_long_values(sweep_dir):
+def test_narrow_terminal_drops_log_paths_first_and_then_cuts_long_values(sweep_dir):
     for number in range(2):
         sweep_dir.job(*(f"group.a_long_name_{key}={'value_' * 5}{number}" for key in range(2)))
     wide, narrow = (
@@ -102,7 +102,7 @@ def test_on_a_narrow_terminal_the_logs_go_first_and_then_long_values(sweep_dir):
     assert "finished  200/200    2.0000" in narrow[4]
 
 
-def test_what_is_the_same_of_several_jobs_is_said_once(sweep_dir):
+def test_report_merges_equal_failures_of_several_jobs(sweep_dir):
     for number in range(10):
         sweep_dir.job(f"a={number}", state="failed", reason="ValueError: as ever")
     sweep_dir.job("a=10", state="failed", reason="KeyError: another")
@@ -113,7 +113,7 @@ def test_what_is_the_same_of_several_jobs_is_said_once(sweep_dir):
     assert message[1].startswith("job 10: KeyError: another; ")
 
 
-def test_a_screen_that_does_not_scroll_shows_what_runs_and_the_best(sweep_dir):
+def test_screen_without_scrolling_shows_running_and_best_jobs(sweep_dir):
     for number in range(60):
         sweep_dir.job(f"a={number}", losses=(2.0, 1.0 + number))
     sweep_dir.job("a=60", state="running", losses=(3.0,))
@@ -129,7 +129,7 @@ def test_a_screen_that_does_not_scroll_shows_what_runs_and_the_best(sweep_dir):
     assert "61 jobs: 60 finished, 1 running" in lines
 
 
-def test_jobs_of_a_search(sweep_dir):
+def test_report_of_a_search_shortens_numbers_and_counts_pruned_jobs(sweep_dir):
     sweep_dir.job("hparams.lr=0.0012345678901234", "model.num_layers=12")
     sweep_dir.prune(sweep_dir.job("hparams.lr=0.09876543210987654", "model.num_layers=1234567890"))
     lines = shown(read_sweep(sweep_dir.folder))
@@ -143,7 +143,7 @@ def test_jobs_of_a_search(sweep_dir):
     assert "hparams.lr=0.0012345678901234" in lines[5]
 
 
-def test_slurm_is_named_where_it_has_jobs(tmp_path, events):
+def test_report_names_the_squeue_command_of_slurm_jobs(tmp_path, events):
     sweep_dir = SweepDir(tmp_path / "sweep", type(events), launcher="slurm")
     for number, name in enumerate(("31_0", "31_1", "40")):
         run_dir = sweep_dir.job(f"a={number}", state="queued")
@@ -154,7 +154,7 @@ def test_slurm_is_named_where_it_has_jobs(tmp_path, events):
 
 @pytest.fixture
 def seeded(sweep_dir):
-    """Two learning rates with three seeds each, and a third of which one seed diverged and another still runs."""
+    """Two learning rates with three seeds each, and a third rate with one diverged seed and one stopped seed."""
     for lr, losses in (("1e-3", (1.0, 2.0, 3.0)), ("2e-3", (1.5, 1.75, 2.0)), ("3e-3", (1.0, math.nan, 1.1))):
         for seed, loss in enumerate(losses):
             state = "stopped" if loss == 1.1 else "finished"
@@ -162,14 +162,14 @@ def seeded(sweep_dir):
     return sweep_dir
 
 
-def test_mean_and_deviation_over_seeds(seeded):
+def test_report_has_mean_and_std_over_seeds(seeded):
     sweep = read_sweep(seeded.folder)
     lines = shown(sweep)
     assert [line.split() for line in lines[11:15]] == [
         ["lr", "seeds", "mean", "val_loss", "std"],
         ["2e-3", "3/3", "1.7500", "0.2500"],
         ["1e-3", "3/3", "2.0000", "1.0000"],
-        ["3e-3", "1/3", "1.0000", "-"],  # its mean leaves out the one that diverged
+        ["3e-3", "1/3", "1.0000", "-"],  # the mean excludes the diverged seed
     ]
     assert "best: job 0, val_loss 1.0000, lr=1e-3 seed=0" in lines
     assert "best over seeds: lr=2e-3, val_loss 1.7500 ± 0.2500 of 3 seeds" in lines
@@ -189,7 +189,7 @@ def test_mean_and_deviation_over_seeds(seeded):
         [("hparams.lr=1",), ("hparams.lr=2",)],
     ],
 )
-def test_no_means_without_several_seeds_of_a_setting(sweep_dir, jobs):
+def test_report_has_no_seed_table_without_repeated_seeds(sweep_dir, jobs):
     for overrides in jobs:
         sweep_dir.job(*overrides)
     text = "\n".join(shown(read_sweep(sweep_dir.folder)))
@@ -197,7 +197,7 @@ def test_no_means_without_several_seeds_of_a_setting(sweep_dir, jobs):
     assert "over seeds" not in text
 
 
-def test_seeds_alone_have_one_mean(sweep_dir):
+def test_report_of_a_sweep_over_seeds_only_has_one_mean(sweep_dir):
     for seed, loss in enumerate((1.0, 2.0, 3.0)):
         sweep_dir.job(f"hparams.seed={seed}", losses=(3.0, loss))
     lines = shown(read_sweep(sweep_dir.folder))
@@ -205,13 +205,13 @@ def test_seeds_alone_have_one_mean(sweep_dir):
     assert "best over seeds: val_loss 2.0000 ± 1.0000 of 3 seeds" in lines
 
 
-def test_the_best_evaluation_is_named_as_such(mixed):
+def test_report_labels_the_metric_as_best_for_which_best(mixed):
     lines = shown(read_sweep(mixed, Which.best))
     assert "best val_loss" in lines[0]
     assert "best: job 1, best val_loss 1.2500, lr=2e-3 optimizer=sgd" in lines
 
 
-def test_without_a_result_there_is_nothing_to_repeat(sweep_dir):
+def test_report_without_a_result_has_no_repeat_command(sweep_dir):
     sweep_dir.job("a=1", state="queued")
     assert shown(read_sweep(sweep_dir.folder))[-2:] == ["1 job: 1 queued", "no job has a val_loss yet"]
     sweep_dir.facts["jobs"].clear()
@@ -227,11 +227,11 @@ def test_without_a_result_there_is_nothing_to_repeat(sweep_dir):
     ("value", "text"),
     [(None, "-"), (1.23456, "1.2346"), (0.00123456, "0.001235"), (123456.0, "1.235e+05"), (math.nan, "nan")],
 )
-def test_numbers_keep_four_digits_that_say_something(value, text):
+def test_metric_text_keeps_four_or_more_significant_digits(value, text):
     assert metric_text(value) == text
 
 
-def test_the_csv_has_every_override_and_every_number(mixed):
+def test_report_csv_has_all_overrides_and_numbers(mixed):
     with write_csv(read_sweep(mixed)).open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["job"] for row in rows] == ["1", "0", "3", "2"]
@@ -241,7 +241,7 @@ def test_the_csv_has_every_override_and_every_number(mixed):
     assert rows[3]["note"].startswith("ValueError: long [word]")
 
 
-def test_the_json_is_strict_and_complete(sweep_dir):
+def test_report_json_is_strict_and_complete(sweep_dir):
     sweep_dir.job("a=1", losses=(2.0, math.nan))
     sweep_dir.job("a=2")
     content = json.loads(write_json(read_sweep(sweep_dir.folder)).read_text(), parse_constant=pytest.fail)
@@ -252,7 +252,7 @@ def test_the_json_is_strict_and_complete(sweep_dir):
     assert content["jobs"][1]["metric"] == "NaN"
 
 
-def test_five_hundred_jobs(sweep_dir):
+def test_report_handles_five_hundred_jobs(sweep_dir):
     first = sweep_dir.job("hparams.lr=0")
     entries = [sweep_dir.facts["jobs"][0]]
     for number in range(1, 500):
@@ -266,7 +266,7 @@ def test_five_hundred_jobs(sweep_dir):
     assert len(lines) == 504
 
 
-def test_a_report_imports_neither_torch_nor_matplotlib():
+def test_report_imports_neither_torch_nor_matplotlib():
     code = "import sys, foundry.report; print({'torch', 'matplotlib', 'transformers', 'mlflow'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

@@ -1,4 +1,4 @@
-"""What Optuna is given for the overrides of a search, and the overrides of what it proposes."""
+"""Optuna distributions for the overrides of a search, and overrides for Optuna's proposals."""
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -31,7 +31,7 @@ def space(*overrides):
         ("choice('0.02','a b')", CategoricalDistribution(["0.02", r"a\ b"])),
     ],
 )
-def test_distributions(values, distribution):
+def test_space_parses_overrides_into_optuna_distributions(values, distribution):
     (dimension,) = space(f"key={values}", "other=3").dimensions
     assert dimension == Dimension("key", distribution)
 
@@ -41,7 +41,7 @@ def test_distributions(values, distribution):
     [
         (FloatDistribution(1e-5, 1e-1, log=True), 0.00123456, "k=0.001235"),
         (FloatDistribution(1e-5, 1e-1, log=True), 1.00001e-5, "k=1e-05"),
-        (FloatDistribution(0.12341, 1.0, log=True), 0.12342, "k=0.12341"),  # never below the lowest
+        (FloatDistribution(0.12341, 1.0, log=True), 0.12342, "k=0.12341"),  # never below the lower bound
         (FloatDistribution(0.9, 0.99999), 0.987654321, "k=0.987654"),
         (FloatDistribution(0.9999, 0.99999), 0.9999876543, "k=0.999987654"),
         (FloatDistribution(-300.0, 300.0), 12.3456789, "k=12.35"),
@@ -51,18 +51,18 @@ def test_distributions(values, distribution):
         (CategoricalDistribution(["'a b'"]), "'a b'", "k='a b'"),
     ],
 )
-def test_overrides_are_as_short_as_a_person_would_write_them(distribution, value, override):
+def test_dimension_rounds_proposals_to_short_overrides(distribution, value, override):
     assert Dimension("k", distribution).override(value) == override
 
 
-def test_a_job_has_the_shared_overrides_and_its_own():
+def test_space_job_has_shared_and_proposed_overrides():
     searched = space("lr=interval(0,1)", "steps=5", "optimizer=adamw,sgd", "steps=7")
     job = searched.job({"lr": 0.25, "optimizer": "sgd"})
     assert job.overrides == ("steps=7", "lr=0.25", "optimizer=sgd")
     assert job.swept == ("lr=0.25", "optimizer=sgd")
 
 
-def test_every_choice_and_both_ends_are_among_the_corners():
+def test_corners_include_all_choices_and_both_bounds():
     corners = space("lr=interval(0,1)", "optimizer=adamw,sgd").corners({"lr": 0.5, "optimizer": "sgd"})
     assert [str(job) for job in corners] == [
         "lr=0.5, optimizer=sgd",
@@ -85,13 +85,13 @@ def test_every_choice_and_both_ends_are_among_the_corners():
         (["lr=tag(log,range(1,9,2))"], "lr: is .*: "),
     ],
 )
-def test_what_is_no_space_is_a_line(overrides, message):
+def test_invalid_search_space_is_a_one_line_error(overrides, message):
     with pytest.raises(ConfigError, match=message) as refused:
         space(*overrides)
     assert len(refused.value.violations) == 1
 
 
-def test_a_long_range_is_counted_without_its_values():
+def test_bounds_of_a_long_range_are_found_without_enumeration():
     found = space(f"a=range({10**12})", "b=range(5,0,-2)", "c=range(0,1,0.25)")
     bounds = [(d.distribution.low, d.distribution.high) for d in found.dimensions]
     assert bounds == [(0, 10**12 - 1), (1, 5), (0.0, 0.75)]

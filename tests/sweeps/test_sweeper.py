@@ -1,4 +1,4 @@
-"""How many jobs a sweep may have, what refusing one costs, and how its errors are said."""
+"""Limit of the number of jobs of a sweep, cost of refusing a sweep, and merged messages of invalid jobs."""
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -36,26 +36,26 @@ def refused(*words, **options):
         ([f"a{key}=range(0,1e300,1e-300)" for key in range(9)], "about 10^5400"),
     ],
 )
-def test_too_many_jobs_are_counted_not_made(words, number):
+def test_max_jobs_counts_jobs_without_enumerating_them(words, number):
     line = refused(*words)
     assert line.startswith(f"hydra.sweeper.max_jobs: is 5000 but the sweep has {number} jobs (")
     assert "\n" not in line
     assert len(line) < 600
 
 
-def test_zipped_keys_count_once():
+def test_max_jobs_counts_zipped_keys_once():
     words = parse("a=range(3000)", "b=range(3000)")
     assert len(expand(words, Sweep(zip=[["a", "b"]]))) == 3000
     assert "has 3000 jobs" in refused("a=range(3000)", "b=range(3000)", zip=[["a", "b"]], max_jobs=2999)
 
 
-def test_the_limit_is_a_setting():
+def test_max_jobs_is_configurable():
     assert len(expand(parse("a=range(5001)"), Sweep(max_jobs=5001))) == 5001
     assert "is 2 but the sweep has 3 jobs (a has 3 values)" in refused("a=1,2,3", max_jobs=2)
 
 
 @pytest.mark.parametrize("values", ["range(0,1,0)", "range(0,1,0.0)", "range(1,0,0)", "shuffle(range(0,5,0))"])
-def test_a_range_needs_a_step(values):
+def test_range_with_a_zero_step_or_no_end_is_refused(values):
     assert refused(f"a={values}", "b=range(0,inf)").splitlines() == [
         f"a: is {values}, which has a step of 0; give another",
         "b: is range(0,inf), which has no end; give finite numbers",
@@ -68,7 +68,7 @@ def test_a_range_needs_a_step(values):
     stop=st.integers(-50, 50) | st.floats(-5, 5).map(lambda x: round(x, 3)),
     step=st.sampled_from([1, 3, -2, 0.5, 0.1, -0.25, 7.5]),
 )
-def test_values_are_counted_as_they_are_enumerated(start, stop, step):
+def test_count_values_equals_the_number_of_enumerated_values(start, stop, step):
     (override,) = parse(f"a=range({start},{stop},{step})")
     assert count_values(override) == len(list(override.sweep_iterator()))
 
@@ -81,15 +81,15 @@ def message(sweep, *words):
 
 
 @pytest.mark.long
-def test_hundreds_of_wrong_jobs_are_one_line(sweep, option_reads):
+def test_many_jobs_with_the_same_error_are_one_line(sweep, option_reads):
     (line,) = message(sweep, "optimizer=adamw,sgd", "optimizer.momentum=range(0,0.0995,0.001)", "hparams.max_steps=9")
-    assert len(option_reads) < 10  # per choice of options, and not per job
+    assert len(option_reads) < 10  # one read per choice of options, not one per job
     assert line.startswith("optimizer.momentum: is not a setting of ")
     assert line.endswith("(100 of 200 jobs: 0, 1, 2, …; the first, job 0: optimizer=adamw, optimizer.momentum=0.0)")
 
 
 @pytest.mark.long
-def test_explained_once_or_alone_a_job_says_the_same(sweep):
+def test_compose_jobs_gives_the_error_messages_of_hydra_composition(sweep):
     words = [
         ("optimizer=adamw", "optimizer.momentum=0.5", "hparams.lr=-1"),
         ("optimizer=sgd", "optimizer.momentum=0.5", "hparams.lr=-1"),
@@ -105,12 +105,12 @@ def test_explained_once_or_alone_a_job_says_the_same(sweep):
         assert [str(v) for v in result.violations] == [str(v) for v in alone.value.violations]
 
 
-def test_one_wrong_job_is_named_with_its_values(sweep):
+def test_refusal_names_a_single_invalid_job_with_its_values(sweep):
     (line,) = message(sweep, "hparams.lr=1e-3,-1", "hparams.max_steps=9")
     assert line == "job 1 (hparams.lr=-1): hparams.lr: is -1 but must be above 0"
 
 
-def test_a_line_for_each_error_in_the_order_of_jobs(sweep):
+def test_refusals_have_one_line_per_error_in_job_order(sweep):
     lines = message(sweep, "hparams.lr=-1,-2,1e-3", "hparams.seed=1,-1", "hparams.max_steps=9")
     assert [line.partition(" but")[0] for line in lines] == [
         "hparams.lr: is -1",
@@ -120,7 +120,7 @@ def test_a_line_for_each_error_in_the_order_of_jobs(sweep):
     assert "(2 of 6 jobs: 0, 1; the first, job 0: hparams.lr=-1, hparams.seed=1)" in lines[0]
 
 
-def test_values_that_are_wrong_alike_are_one_line(sweep):
+def test_refusals_merge_numeric_values_with_the_same_error(sweep):
     words = [f"hparams.lr={','.join(str(-number) for number in range(1, 40))}", "hparams.max_steps=9"]
     (line,) = message(sweep, *words)
     assert line == (
@@ -129,7 +129,7 @@ def test_values_that_are_wrong_alike_are_one_line(sweep):
     )
 
 
-def test_texts_that_are_wrong_alike_are_one_line():
+def test_refusals_merge_text_values_with_the_same_error():
     jobs = [Job(swept=(f"data.path=file_{name}.txt",)) for name in "abcdef"]
     wrong = [ConfigError(Violation("data.path", f"is {job.swept[0][10:]} but there is no such file")) for job in jobs]
     (line,) = refusals(jobs, wrong)

@@ -21,7 +21,7 @@ def sweep_dir(tmp_path, events):
 
 @pytest.fixture
 def meanwhile(monkeypatch):
-    """Has something happen at each look but the first."""
+    """A function that schedules one callback for each poll after the first."""
 
     def schedule(*happenings):
         left = list(happenings)
@@ -44,7 +44,7 @@ def interrupt():
     raise KeyboardInterrupt
 
 
-def test_a_line_for_each_change_of_state(sweep_dir, meanwhile):
+def test_watch_prints_one_line_per_state_change(sweep_dir, meanwhile):
     sweep_dir.job("hparams.lr=1", losses=(3.0, 1.5))
     second = sweep_dir.job("hparams.lr=2", state="stopped", losses=(2.0,))
     becomes(second, "requeued")()
@@ -61,7 +61,7 @@ def test_a_line_for_each_change_of_state(sweep_dir, meanwhile):
     ]
 
 
-def test_a_terminal_shows_the_table_until_all_is_over(sweep_dir, meanwhile):
+def test_watch_in_a_terminal_updates_the_table_until_the_sweep_ends(sweep_dir, meanwhile):
     run_dir = sweep_dir.job("hparams.lr=1", state="stopped")
     becomes(run_dir, "queued")()
     left = meanwhile(becomes(run_dir, "requeued"), becomes(run_dir, "finished"))
@@ -72,7 +72,7 @@ def test_a_terminal_shows_the_table_until_all_is_over(sweep_dir, meanwhile):
     assert message.index("queued") < message.index("requeued") < message.index("1 finished")
 
 
-def test_a_sweep_whose_process_has_died_is_not_waited_for(sweep_dir):
+def test_watch_does_not_wait_for_a_sweep_without_a_process(sweep_dir):
     sweep_dir.job("hparams.lr=1")
     sweep_dir.job("hparams.lr=2", state="queued")
     with held(sweep_dir.folder):
@@ -85,13 +85,13 @@ def test_a_sweep_whose_process_has_died_is_not_waited_for(sweep_dir):
     assert json.loads((sweep_dir.folder / "report.json").read_text())["is_going"] is False
 
 
-def test_an_interrupt_is_no_error(sweep_dir, meanwhile):
+def test_watch_returns_false_after_an_interrupt(sweep_dir, meanwhile):
     sweep_dir.job("hparams.lr=1", state="queued")
     meanwhile(interrupt)
     assert not watch(sweep_dir.folder, Console(file=io.StringIO()), which=Which.last, seconds=2.0)
 
 
-def test_ctrl_c_leaves_with_the_state_so_far(sweep_dir):
+def test_ctrl_c_in_watch_prints_the_state_so_far(sweep_dir):
     with held(sweep_dir.job("hparams.lr=1", state="running", losses=(1.5,), step=80)):
         command = [sys.executable, "-m", "foundry.report", f"dir={sweep_dir.folder}", "watch=true", "seconds=60"]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -104,7 +104,7 @@ def test_ctrl_c_leaves_with_the_state_so_far(sweep_dir):
     assert "best so far: job 0, val_loss 1.5000" in stdout
 
 
-def test_a_report_leaves_its_files_and_says_so(sweep_dir):
+def test_report_writes_its_files_and_names_them(sweep_dir):
     sweep_dir.job("hparams.lr=1")
     console = Console(file=io.StringIO())
     assert report(sweep_dir.folder, console) == 0
@@ -113,7 +113,7 @@ def test_a_report_leaves_its_files_and_says_so(sweep_dir):
     assert all(file.stat().st_size > 50 for file in files)
 
 
-def test_a_directory_that_cannot_be_written_is_reported_on(sweep_dir):
+def test_report_is_shown_if_its_files_cannot_be_written(sweep_dir):
     sweep_dir.job("hparams.lr=1")
     (sweep_dir.folder / "report.csv").mkdir()
     console = Console(file=io.StringIO())
@@ -132,7 +132,7 @@ def test_a_directory_that_cannot_be_written_is_reported_on(sweep_dir):
         (["dir=.", "seconds=0"], "seconds: is 0 but must be above 0"),
     ],
 )
-def test_config_errors(tmp_path, overrides, message):
+def test_report_command_refuses_wrong_options(tmp_path, overrides, message):
     command = [sys.executable, "-m", "foundry.report", *overrides]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert (done.returncode, done.stdout) == (2, "")

@@ -30,7 +30,7 @@ def tell(events, *, terminal, width=100):
     return stream.getvalue()
 
 
-def test_plain_lines_without_a_terminal(events):
+def test_progress_without_a_terminal_is_plain_lines(events):
     text = tell(events, terminal=False, width=40)
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", text)
     assert "batch          2 ranks x 4 per rank x 4 accumulated = 32 samples per step, 4.1k tokens\n" in text
@@ -43,7 +43,7 @@ def test_plain_lines_without_a_terminal(events):
     assert f"mlflow ui --backend-store-uri sqlite:///{Path.cwd()}/mlflow.db" in text
 
 
-def test_a_bar_on_a_terminal(events):
+def test_progress_on_a_terminal_is_a_bar(events):
     text = tell(events, terminal=True, width=140)
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
     assert "200/200" in plain
@@ -52,7 +52,7 @@ def test_a_bar_on_a_terminal(events):
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1
 
 
-def test_a_narrow_terminal_keeps_one_line(events):
+def test_progress_bar_on_a_narrow_terminal_stays_on_one_line(events):
     text = tell(events, terminal=True, width=60)
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
     bars = [line for line in re.split(r"[\r\n]", plain) if "━" in line and "ETA" in line]
@@ -60,7 +60,7 @@ def test_a_narrow_terminal_keeps_one_line(events):
     assert all(len(line) <= 60 and "loss" in line for line in bars)
 
 
-def test_credentials_of_a_server_are_not_shown(events):
+def test_progress_hides_credentials_of_the_tracking_uri(events):
     event = events.start()
     event.config["tracking"]["uri"] = "https://ann:hunter2@mlflow.example"
     stream = io.StringIO()
@@ -82,7 +82,7 @@ def json_lines(events, **step):
     return [json.loads(line, parse_constant=pytest.fail) for line in stream.getvalue().splitlines()]
 
 
-def test_json_progress_is_an_object_for_each_event(events):
+def test_json_progress_writes_one_object_per_event(events):
     start, step, evaluation, end = json_lines(events, grad_norm=math.nan)
     assert [line["event"] for line in (start, step, evaluation, end)] == ["start", "step", "evaluation", "end"]
     for line in (start, step, evaluation, end):
@@ -103,14 +103,14 @@ def test_json_progress_is_an_object_for_each_event(events):
     assert end["mlflow"].startswith("mlflow ui --backend-store-uri sqlite:///")
 
 
-def test_a_metric_cannot_take_the_place_of_a_field_of_the_line(events):
+def test_metric_cannot_replace_a_field_of_json_progress(events):
     _, step, _, _ = json_lines(events, metrics={"event": 7.0, "time": 8.0})
     assert step["event"] == "step"
     assert datetime.fromisoformat(step["time"])
 
 
 @pytest.mark.parametrize("progress", [True, False, "json"])
-def test_the_log_of_a_healthy_run_holds_its_progress(events, progress, capsys):
+def test_log_of_a_run_has_its_progress_lines(events, progress, capsys):
     handler = RunLog(events.run_dir / "foundry.log")
     handler.setFormatter(logging.Formatter("[%(name)s][%(levelname)s] %(message)s"))
     logging.root.addHandler(handler)
@@ -136,11 +136,11 @@ def test_the_log_of_a_healthy_run_holds_its_progress(events, progress, capsys):
         assert [json.loads(line)["event"] for line in printed.splitlines()] == ["start", "step", "evaluation", "end"]
 
 
-def test_a_plan_that_says_nothing_is_no_error(events):
+def test_header_accepts_an_empty_plan(events):
     assert header(events.start(plan={}, config={})) == {"run directory": str(events.run_dir)}
 
 
-def test_a_failed_run_says_why(events):
+def test_progress_of_a_failed_run_shows_its_reason(events):
     stream = io.StringIO()
     observer = Progress(console=Console(file=stream))
     observer.on_start(events.start(plan={}))
@@ -153,7 +153,7 @@ def test_a_failed_run_says_why(events):
     ("value", "text"),
     [(0, "0"), (999, "999"), (1234, "1.23k"), (999_999, "1M"), (1.5e9, "1.5B"), (0.25, "0.25"), (math.inf, "inf")],
 )
-def test_count(value, text):
+def test_count_formats_numbers_with_suffixes(value, text):
     assert count(value) == text
 
 
@@ -161,5 +161,5 @@ def test_count(value, text):
     ("seconds", "text"),
     [(0, "0:00:00"), (3661.4, "1:01:01"), (90000, "1d 1:00:00"), (math.nan, "-:--:--"), (-1, "-:--:--")],
 )
-def test_duration(seconds, text):
+def test_duration_formats_seconds(seconds, text):
     assert duration(seconds) == text

@@ -18,7 +18,7 @@ def strict(line):
     return json.loads(line, parse_constant=refuse)
 
 
-def test_a_line_per_step_and_per_evaluation(events):
+def test_metrics_file_has_one_line_per_step_and_evaluation(events):
     observer = MetricsFile(run_dir=events.run_dir)
     observer.on_start(events.start())
     observer.on_step(events.step(10, mfu=0.4, tflops=395.8))
@@ -34,7 +34,7 @@ def test_a_line_per_step_and_per_evaluation(events):
     observer.on_end(events.end())
 
 
-def test_what_is_not_known_is_left_out(events):
+def test_metrics_file_omits_unknown_values(events):
     observer = MetricsFile(run_dir=events.run_dir)
     observer.on_start(events.start())
     observer.on_step(events.step(1, tokens=None, tokens_per_second=None))
@@ -44,14 +44,14 @@ def test_what_is_not_known_is_left_out(events):
     assert not {"tokens", "tokens_per_second", "mfu", "tflops"} & set(record)
 
 
-def test_an_objectives_metric_does_not_replace_a_field(events):
+def test_metric_of_an_objective_does_not_replace_a_field(events):
     observer = MetricsFile(run_dir=events.run_dir)
     observer.on_step(events.step(1, loss=2.0, metrics={"loss": 9.0}))
     observer.on_evaluation(events.evaluation(1, val_loss=3.0, metrics={"step": 9.0}))
     assert [record.get("loss", record.get("val_loss")) for record in read_metrics(events.run_dir)] == [2.0, 3.0]
 
 
-def test_nan_and_infinity_are_strict_json_and_come_back(events):
+def test_nan_and_infinity_round_trip_as_strict_json(events):
     observer = MetricsFile(run_dir=events.run_dir)
     observer.on_step(events.step(1, loss=math.nan, grad_norm=math.inf, metrics={"margin": -math.inf}))
     written = strict((events.run_dir / "metrics.jsonl").read_text())
@@ -61,7 +61,7 @@ def test_nan_and_infinity_are_strict_json_and_come_back(events):
     assert (record["grad_norm"], record["margin"]) == (math.inf, -math.inf)
 
 
-def test_a_killed_runs_torn_line_is_read_over_and_cut_off_on_resume(events):
+def test_torn_last_line_is_skipped_by_readers_and_removed_on_resume(events):
     observer = MetricsFile(run_dir=events.run_dir)
     observer.on_step(events.step(1))
     path = events.run_dir / "metrics.jsonl"
@@ -74,7 +74,7 @@ def test_a_killed_runs_torn_line_is_read_over_and_cut_off_on_resume(events):
     assert [strict(line)["step"] for line in path.read_text().splitlines()] == [1, 2]
 
 
-def test_what_was_written_of_steps_taken_again_is_cut_off(events):
+def test_resume_removes_records_of_steps_after_the_checkpoint(events):
     observer = MetricsFile(run_dir=events.run_dir)
     for step in (1, 2, 3):
         observer.on_step(events.step(step))
@@ -86,7 +86,7 @@ def test_what_was_written_of_steps_taken_again_is_cut_off(events):
     assert [strict(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 4]
 
 
-def test_steps_written_twice_count_once(events):
+def test_read_metrics_keeps_the_last_record_of_a_repeated_step(events):
     observer = MetricsFile(run_dir=events.run_dir)
     for step in (1, 2, 3):
         observer.on_step(events.step(step, loss=float(step)))
@@ -100,14 +100,14 @@ def test_steps_written_twice_count_once(events):
     ]
 
 
-def test_a_broken_line_is_named(tmp_path):
+def test_read_metrics_names_an_invalid_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
     with pytest.raises(ValueError, match=r"metrics.jsonl:2 is no record: b'nonsense"):
         read_metrics(path)
 
 
-def test_a_full_disk_does_not_stop_the_run(events, caplog):
+def test_metrics_file_on_a_full_disk_warns_once(events, caplog):
     observer = MetricsFile(run_dir=events.run_dir)
     observer.on_start(events.start())
     observer._file.close()
@@ -126,23 +126,23 @@ RECORDS = st.fixed_dictionaries(
 
 @given(st.lists(RECORDS, max_size=20), st.sampled_from(["loss", "val_loss", "step_seconds"]), st.integers(0, 30))
 @settings(max_examples=examples(200))
-def test_a_curve_and_a_step_are_those_of_all_records(tmp_path_factory, records, name, step):
+def test_read_curve_and_read_step_agree_with_read_metrics(tmp_path_factory, records, name, step):
     path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
     path.write_text("".join(encode(record) + "\n" for record in records))
-    # Of a step that was taken twice, the later record may lack the field: the earlier one's value stands then.
+    # The later record of a repeated step may lack the field; then the earlier record's value counts.
     having = read_metrics(path, having=name)
     assert repr(read_curve(path, name)) == repr([(record["step"], record[name]) for record in having])
     assert repr(read_step(path, step)) == repr([record for record in iterate_metrics(path) if record["step"] == step])
 
 
-def test_steps_are_told_apart_by_whole_numbers_whatever_the_spacing(tmp_path):
+def test_read_step_matches_whole_numbers_with_any_spacing(tmp_path):
     lines = ['{"step":1,"val_loss":5}', '{"step": 11, "val_loss": 6}', '{"val_loss": 7, "step": 1}']
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     assert [record["val_loss"] for record in read_step(tmp_path, 1)] == [5, 7]
 
 
-def test_a_curve_takes_little_memory(tmp_path):
-    """A million records as dictionaries take two gigabytes."""
+def test_read_curve_needs_little_memory(tmp_path):
+    """As dictionaries, a million records would take two gigabytes."""
     record = {f"metric_{number}": number / 7 for number in range(20)}
     with (tmp_path / "metrics.jsonl").open("w") as file:
         file.writelines(encode({"step": step, "loss": step / 3, **record}) + "\n" for step in range(3000))

@@ -18,7 +18,7 @@ def is_png(path):
     return path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
 
 
-def test_pictures_at_each_evaluation_and_at_the_end(events):
+def test_plots_are_drawn_at_each_evaluation_and_at_the_end(events):
     observer = Plots(run_dir=events.run_dir)
     observer.on_start(events.start())
     observer.on_step(events.step(1))
@@ -31,7 +31,7 @@ def test_pictures_at_each_evaluation_and_at_the_end(events):
     assert sorted(path.name for path in (events.run_dir / "plots").iterdir()) == ["loss.png", "schedule.png"]
 
 
-def test_a_run_directory_that_was_just_moved_does_not_come_back(events):
+def test_plots_do_not_recreate_a_moved_run_directory(events):
     observer = Plots(run_dir=events.run_dir)
     observer.on_start(events.start())
     events.run_dir.rename(events.run_dir.with_name("moved"))
@@ -39,7 +39,7 @@ def test_a_run_directory_that_was_just_moved_does_not_come_back(events):
     assert not events.run_dir.exists()
 
 
-def test_evaluations_in_quick_succession_are_drawn_once(events):
+def test_plots_are_drawn_once_for_evaluations_in_quick_succession(events):
     observer = Plots(run_dir=events.run_dir)
     observer.on_start(events.start())
     observer.on_evaluation(events.evaluation(1))
@@ -51,7 +51,7 @@ def test_evaluations_in_quick_succession_are_drawn_once(events):
     assert is_png(events.run_dir / "plots/loss.png")
 
 
-def test_a_resumed_run_shows_its_whole_history(events):
+def test_plots_of_a_resumed_run_have_its_whole_history(events):
     file = MetricsFile(run_dir=events.run_dir)
     for step in (1, 2, 3):
         file.on_step(events.step(step))
@@ -62,7 +62,7 @@ def test_a_resumed_run_shows_its_whole_history(events):
     assert (observer._measured["val_loss"], observer._measured["val_accuracy"]) == ({3: 3.5}, {3: 0.2})
 
 
-def test_success_is_drawn_with_its_interval(events):
+def test_success_figure_draws_the_confidence_interval(events):
     observer = Plots(run_dir=events.run_dir)
     observer.on_start(events.start())
     rates = {4: (0.1, 0.02, 0.3), 8: (0.5, 0.3, 0.7)}
@@ -80,14 +80,14 @@ def test_success_is_drawn_with_its_interval(events):
     assert axes.get_legend().get_texts()[0].get_text() == "success 0.500"
 
 
-def test_the_smoothed_line_ignores_a_spike_and_nan():
+def test_smoothed_ignores_spikes_and_nan():
     assert smoothed([3.0] * 50, range(50)) == [3.0] * 50
     values = [5.0, 4.0, 3.0, math.nan, 100.0, 2.0, 1.0]
     assert smoothed(values, [0, 2, 4, 6]) == [5.0, 4.5, 2.5, 1.0]
     assert math.isnan(smoothed([math.nan], [0])[0])
 
 
-def test_a_spike_does_not_flatten_the_curve_and_is_said():
+def test_loss_figure_clips_a_spike_and_labels_it():
     points = [(step, 2.0 + 1.0 / step) for step in range(1, 301)]
     points[100] = (101, 500.0)
     points[200] = (201, math.nan)
@@ -100,14 +100,14 @@ def test_a_spike_does_not_flatten_the_curve_and_is_said():
     assert "held out 2.1000" in labels
 
 
-def test_a_usual_curve_is_shown_whole():
+def test_loss_figure_shows_a_usual_curve_without_clipping():
     points = [(step, 2.0 + 3.0 / step**0.5) for step in range(1, 301)]
     (axes,) = loss_figure(points, [], None).axes
     assert axes.get_ylim()[1] > 5.0
     assert not axes.texts
 
 
-def test_of_few_points_none_is_cut_off_that_is_not_several_times_as_high():
+def test_loss_figure_of_few_points_clips_only_extreme_values():
     points = [(1, 1350.0), (10, 1750.0), (20, 1630.0), (30, 1580.0), (40, 3100.0)]
     (axes,) = loss_figure(points, [], None).axes
     assert axes.get_ylim()[1] > 3100
@@ -117,7 +117,7 @@ def test_of_few_points_none_is_cut_off_that_is_not_several_times_as_high():
 
 
 @pytest.mark.parametrize("points", [[(1, 2.0)], [(1, math.nan)], [(1, 2.0), (2, 2.0)]])
-def test_few_points_are_no_error(points, tmp_path):
+def test_loss_figure_accepts_one_or_two_points(points, tmp_path):
     loss_figure(points, [], None).savefig(tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
@@ -126,7 +126,7 @@ def texts(holder):
     return [text.get_text() for text in holder]
 
 
-def test_both_lines_and_the_run_are_named():
+def test_loss_figure_labels_its_lines_and_the_run():
     figure = loss_figure([(step, 2.0 + step % 3) for step in range(1, 101)], [(100, 2.5)], None, "3: lr=0.1")
     assert texts(figure.axes[0].get_legend().get_texts()) == [
         "training, each logged step 3.0000",
@@ -145,7 +145,7 @@ def test_both_lines_and_the_run_are_named():
         (10**6, ["0", "200k", "400k", "600k", "800k", "1M"]),
     ],
 )
-def test_steps_are_whole_and_round(last, labels):
+def test_step_ticks_are_round_integers(last, labels):
     points = [(step, 1.0 / step) for step in range(1, last + 1, max(1, last // 999))]
     figure = loss_figure([*points, (last, 0.0)], [], None)
     figure.draw_without_rendering()
@@ -155,7 +155,7 @@ def test_steps_are_whole_and_round(last, labels):
     assert [tick.label1.get_text() for tick in ticks if low <= tick.get_loc() <= high] == labels
 
 
-def test_a_run_is_called_what_trackers_call_it(events):
+def test_plots_use_the_run_name_of_trackers(events):
     for observer, name in (
         (Plots(run_dir=events.run_dir), events.run_dir.name),
         (Plots(run_dir=events.run_dir, run_name="mine $x"), "mine $x"),
@@ -169,7 +169,7 @@ def titles(figure):
     return [axes.get_title(loc="left") for axes in figure.axes]
 
 
-def test_a_panel_for_each_number_that_changes():
+def test_metrics_figure_has_a_panel_per_changing_metric():
     steps = range(1, 51)
     logged = {
         "loss": {step: 1.0 / step for step in steps},
@@ -195,14 +195,14 @@ def test_a_panel_for_each_number_that_changes():
     assert "a run" in texts(figure.texts)
 
 
-def test_nothing_that_changes_is_no_picture_and_many_panels_are_cut():
+def test_metrics_figure_is_none_without_changes_and_limits_its_panels():
     assert metrics_figure({"lr": {1: 0.1, 2: 0.1}, "loss": {1: 3.0, 2: 2.0}}, {}) is None
     many = metrics_figure({f"metric {n}": {1: 0.0, 2: 1.0} for n in range(20)}, {}, "a run")
     assert len(many.axes) == 12
     assert "a run (8 more in metrics.jsonl)" in texts(many.texts)
 
 
-def test_norms_by_block_are_drawn_as_gradient_and_as_relative_update(events):
+def test_norms_figure_draws_gradient_norms_and_relative_updates(events):
     observer = Plots(run_dir=events.run_dir)
     observer.on_start(events.start())
     blocks = [f"layers.{n}" for n in range(30)]
@@ -222,7 +222,7 @@ def test_norms_by_block_are_drawn_as_gradient_and_as_relative_update(events):
     assert norms_figure({"grad_norm": {1: 1.0}}) is None
 
 
-def test_norms_of_weights_that_are_zero_have_no_relative_update():
+def test_norms_figure_omits_relative_updates_of_zero_weights():
     logged = {"grad_norm/head": {1: 0.5}, "weight_norm/head": {1: 0.0}, "update_norm/head": {1: 0.1}}
     left, right = norms_figure(logged).axes
     assert (list(left.lines[0].get_ydata()), list(right.lines[0].get_ydata())) == ([0.5], [])
@@ -237,7 +237,7 @@ def updates(count, last_batch=8):
     ]
 
 
-def test_the_schedule_shows_rate_decay_and_batch_size_and_how_far_the_run_has_come():
+def test_schedule_figure_draws_lr_weight_decay_batch_size_and_progress():
     phases = [Phase(name="warmup", first_step=1, last_step=4), Phase(name="decay", first_step=5, last_step=10)]
     rate, decay, batch = schedule_figure(updates(10, 16), phases, 4).axes
     assert list(rate.lines[0].get_ydata()) == [1e-3 * s for s in range(1, 11)]
@@ -249,26 +249,26 @@ def test_the_schedule_shows_rate_decay_and_batch_size_and_how_far_the_run_has_co
     assert len(schedule_figure(updates(10), phases, 10).axes[0].lines) == 1
 
 
-def test_what_never_changes_is_said_and_not_drawn():
+def test_schedule_figure_names_constant_values_instead_of_drawing_them():
     fixed = [PlannedUpdate(step=s, samples=8 * s, global_batch_size=8, lr=1.0 / s, weight_decay=0.1) for s in (1, 2, 3)]
     figure = schedule_figure(fixed, [], 0, "a run")
     assert [axes.get_ylabel() for axes in figure.axes] == ["learning rate"]
     assert texts(figure.texts) == ["Schedule", "a run, weight decay 0.1, global batch 8"]
 
 
-def test_phases_too_short_for_their_names_are_beside_the_title():
+def test_schedule_figure_puts_names_of_short_phases_next_to_the_title():
     phases = [Phase(name="warmup", first_step=1, last_step=1), Phase(name="stable", first_step=2, last_step=100)]
     rate = schedule_figure(updates(100), phases).axes[0]
     assert [text.get_text() for text in rate.texts] == ["stable 2-100"]
     assert rate.get_title(loc="right") == "warmup 1-1"
 
 
-def test_the_schedule_of_one_step(tmp_path):
+def test_schedule_figure_accepts_a_single_step(tmp_path):
     schedule_figure(updates(1), []).savefig(tmp_path / "schedule.png")
     assert (tmp_path / "schedule.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_importing_the_observers_loads_neither_torch_nor_mlflow_nor_matplotlib():
+def test_observers_import_neither_torch_nor_mlflow_nor_matplotlib():
     code = (
         "import sys; import foundry.tracking.plots, foundry.tracking.mlflow.tracker, foundry.tracking.status_file;"
         "sys.exit(' '.join({'matplotlib', 'mlflow', 'torch', 'numpy'} & set(sys.modules)) or 0)"

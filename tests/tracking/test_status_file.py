@@ -16,7 +16,7 @@ def read(events, name="status.json"):
     return json.loads((events.run_dir / name).read_text())
 
 
-def test_the_status_follows_the_run(events):
+def test_status_file_follows_the_run(events):
     now = [0.0]
     observer = StatusFile(run_dir=events.run_dir, clock=lambda: now[0])
     observer.on_start(events.start())
@@ -37,7 +37,7 @@ def test_the_status_follows_the_run(events):
     assert not (events.run_dir / "result.json").exists()
 
 
-def test_the_result_is_strict_json(events):
+def test_result_file_is_strict_json(events):
     observer = StatusFile(run_dir=events.run_dir)
     observer.on_start(events.start())
     observer.on_end(events.end(result={"step": 200, "loss": math.nan, "best": {"step": 5, "val_loss": 1.25}}))
@@ -46,7 +46,7 @@ def test_the_result_is_strict_json(events):
     assert sorted(path.name for path in events.run_dir.iterdir()) == ["result.json", "status.json"]
 
 
-def test_a_resumed_run_does_not_start_at_zero(events):
+def test_status_of_a_resumed_run_starts_at_its_step(events):
     first = StatusFile(run_dir=events.run_dir)
     first.on_start(events.start())
     first.on_evaluation(events.evaluation(40))
@@ -54,7 +54,7 @@ def test_a_resumed_run_does_not_start_at_zero(events):
     assert read(events)["step"] == 30
 
 
-def test_a_reader_never_sees_half_a_file(events):
+def test_status_file_is_replaced_atomically(events):
     observer = StatusFile(run_dir=events.run_dir, seconds_between_updates=0.0)
     observer.on_start(events.start())
     with (events.run_dir / "status.json").open() as before:
@@ -65,7 +65,7 @@ def test_a_reader_never_sees_half_a_file(events):
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EIO, errno.EROFS])
 @pytest.mark.parametrize("name", ["result.json", "status.json"])
-def test_a_run_that_cannot_write_its_result_has_not_finished(events, monkeypatch, number, name):
+def test_unwritable_result_or_status_does_not_finish_the_run(events, monkeypatch, number, name):
     observer = StatusFile(run_dir=events.run_dir)
     observer.on_start(events.start())
 
@@ -82,7 +82,7 @@ def test_a_run_that_cannot_write_its_result_has_not_finished(events, monkeypatch
     assert read(events)["state"] == ("failed" if name == "result.json" else "running")
 
 
-def test_a_lost_directory_does_not_stop_the_run(events, caplog):
+def test_status_file_in_a_deleted_directory_warns_once(events, caplog):
     observer = StatusFile(run_dir=events.run_dir, seconds_between_updates=0.0)
     observer.on_start(events.start())
     (events.run_dir / "status.json").unlink()
@@ -94,7 +94,7 @@ def test_a_lost_directory_does_not_stop_the_run(events, caplog):
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"step": null}', "[]"])
-def test_a_broken_earlier_status_is_replaced(events, content):
+def test_status_file_replaces_a_broken_earlier_status(events, content):
     events.run_dir.mkdir(exist_ok=True)
     (events.run_dir / "status.json").write_text(content)
     StatusFile(run_dir=events.run_dir).on_start(events.start())

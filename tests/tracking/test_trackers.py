@@ -44,12 +44,12 @@ def _own_parts(tmp_path, monkeypatch):
 
 
 def scalars(folder):
-    """Every scalar of TensorBoard's event files, by tag and step."""
+    """Return the scalars of TensorBoard's event files by tag and step."""
     events = EventAccumulator(str(folder)).Reload()
     return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
 
 
-def test_tensorboard_has_what_metrics_jsonl_has(tmp_path):
+def test_tensorboard_has_the_scalars_of_metrics_jsonl(tmp_path):
     done = run(compose([*QUIET, "tracking=tensorboard", "tracking.mlflow=false"]), tmp_path / "run")
     written = scalars(tmp_path / "run/tensorboard")
     records = read_metrics(done.run_dir)
@@ -61,7 +61,7 @@ def test_tensorboard_has_what_metrics_jsonl_has(tmp_path):
     assert load_config(done.run_dir).tracking.trackers["tensorboard"]["folder"] == "tensorboard"
 
 
-def test_tensorboard_drops_the_steps_that_a_resumed_run_takes_again(tmp_path, events):
+def test_tensorboard_drops_steps_that_a_resumed_run_repeats(tmp_path, events):
     for steps, start in (((1, 2, 3), 0), ((3, 4), 2)):
         tracker = TensorBoard(run_dir=tmp_path)
         tracker.on_start(events.start(step=start))
@@ -71,7 +71,7 @@ def test_tensorboard_drops_the_steps_that_a_resumed_run_takes_again(tmp_path, ev
     assert scalars(tmp_path / "tensorboard")["train/loss"] == {1: 1.0, 2: 2.0, 3: 23.0, 4: 24.0}
 
 
-def test_tensorboard_keeps_the_names_of_a_run_begun_without_groups(tmp_path, events):
+def test_tensorboard_keeps_flat_metric_names_of_an_older_run(tmp_path, events):
     (tmp_path / "tensorboard").mkdir()
     (tmp_path / "tensorboard" / "events.out.tfevents.1.host").touch()
     tracker = TensorBoard(run_dir=tmp_path)
@@ -86,7 +86,7 @@ def test_tensorboard_keeps_the_names_of_a_run_begun_without_groups(tmp_path, eve
 
 @pytest.fixture
 def nobody(monkeypatch):
-    """A server in the place of W&B's; how often somebody has connected."""
+    """A server in place of W&B's; yields the list of accepted connections."""
     server, connected = socket.create_server(("127.0.0.1", 0)), []
 
     def accept():
@@ -107,7 +107,7 @@ def nobody(monkeypatch):
 
 
 def leveldb_records(data, *, offset, block=32768, header=7):
-    """The records of a LevelDB log: checksum, length and kind (whole, first, middle, last), then content, in blocks."""
+    """Yield the records of a LevelDB log: checksum, length, kind (full, first, middle, last) and content, in blocks."""
     at, content = 0, b""
     while at + header <= len(data):
         if (left := block - (offset + at) % block) < header:
@@ -122,11 +122,11 @@ def leveldb_records(data, *, offset, block=32768, header=7):
 
 
 def history(run_dir):
-    """The logged records of a run that W&B has recorded offline."""
+    """Return the logged records of a run that W&B recorded offline."""
     import wandb
     from wandb.proto import wandb_internal_pb2
 
-    wandb.teardown()  # the process that writes the file may still hold the last of it when a run has ended
+    wandb.teardown()  # W&B's writer process may hold unwritten records after the end of a run
     (path,) = run_dir.glob("wandb/offline-run-*/run-*.wandb")
     found = []
     for data in leveldb_records(path.read_bytes()[7:], offset=7):
@@ -150,7 +150,7 @@ def test_wandb_records_offline_without_a_key_or_a_connection(tmp_path, nobody):
 
 
 @pytest.mark.long
-def test_wandb_online_without_a_key_asks_nobody_and_records_offline(tmp_path, events, nobody, caplog):
+def test_wandb_online_without_a_key_records_offline_without_connecting(tmp_path, events, nobody, caplog):
     tracker = WandB(run_dir=tmp_path)
     tracker.on_start(events.start())
     tracker.on_step(events.step(1, loss=2.5))
@@ -160,7 +160,7 @@ def test_wandb_online_without_a_key_asks_nobody_and_records_offline(tmp_path, ev
     assert nobody == []
 
 
-def test_a_tracker_of_ones_own_from_outside(tmp_path):
+def test_own_tracker_outside_foundry_is_called(tmp_path):
     own = ["tracking=none", "+tracking.trackers.csv._target_=owntrackers.Csv", "+tracking.trackers.csv.separator=' '"]
     done = run(compose([*QUIET, *own]), tmp_path / "run")
     lines = (tmp_path / "run/loss.csv").read_text().splitlines()
@@ -168,7 +168,7 @@ def test_a_tracker_of_ones_own_from_outside(tmp_path):
     assert float(lines[-1].split()[1]) == done.result["loss"]
 
 
-def test_what_a_tracker_raises_is_a_warning(tmp_path, caplog):
+def test_exception_of_a_tracker_is_a_warning(tmp_path, caplog):
     own = ["tracking=none", "+tracking.trackers.broken._target_=owntrackers.Broken"]
     with caplog.at_level(logging.WARNING):
         assert run(compose([*QUIET, *own]), tmp_path / "run").result["step"] == 2
@@ -203,7 +203,7 @@ def test_what_a_tracker_raises_is_a_warning(tmp_path, caplog):
         ),
     ],
 )
-def test_refusals(overrides, message):
+def test_invalid_trackers_are_refused(overrides, message):
     with pytest.raises(ConfigError) as refused:
         compose([*QUIET, *overrides])
     assert message in str(refused.value)
@@ -211,7 +211,7 @@ def test_refusals(overrides, message):
 
 
 @pytest.mark.parametrize("extra", ["tensorboard", "wandb"])
-def test_a_missing_extra_is_refused_with_what_to_install(extra, monkeypatch):
+def test_missing_tracker_package_is_refused_with_the_install_command(extra, monkeypatch):
     monkeypatch.setitem(sys.modules, extra, None)
     with pytest.raises(ConfigError, match=rf"tracking\.trackers\.{extra}: needs .* pip install '?{extra}"):
         compose([*QUIET, f"tracking={extra}"])
@@ -227,7 +227,7 @@ def test_a_missing_extra_is_refused_with_what_to_install(extra, monkeypatch):
         {"mine": {"nested": {"_target_": "foundry.WandB"}}},
     ],
 )
-def test_a_recorded_tracker_of_someone_elses_is_not_trusted(tmp_path, trackers):
+def test_recorded_tracker_outside_foundry_needs_trust(tmp_path, trackers):
     save_config(compose([*QUIET, "tracking=none"]), tmp_path)
     recorded = yaml.safe_load((tmp_path / "config.yaml").read_text())
     recorded["tracking"]["trackers"] = trackers

@@ -38,7 +38,7 @@ SWITCHES = [
 
 
 def browse(profile, url, *switches):
-    """The page as a person sees it, once its scripts have run."""
+    """Open a page in Chromium; return the output after the page's scripts have run."""
     command = [CHROMIUM, *SWITCHES, f"--user-data-dir={profile}", *switches, url]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -46,11 +46,11 @@ def browse(profile, url, *switches):
 
 
 def words_of(page):
-    """What can be read on a page."""
+    """Return the visible text of a page."""
     return " ".join(re.sub(r"<[^>]*>|&nbsp;", " ", page).split())
 
 
-def test_the_run_is_shown_in_the_browser(events, mlflow_server, tmp_path):
+def test_mlflow_ui_shows_the_run(events, mlflow_server, tmp_path):
     observers = [
         Plots(run_dir=events.run_dir),
         MLflowTracker(run_dir=events.run_dir, uri=mlflow_server.uri, run_name="a run to look at", finish_seconds=120),
@@ -78,7 +78,7 @@ def test_the_run_is_shown_in_the_browser(events, mlflow_server, tmp_path):
         assert picture.stat().st_size > 10_000
 
 
-def test_the_printed_page_shows_the_runs_and_groups_of_metrics_in_a_new_browser(events, mlflow_server, tmp_path):
+def test_printed_mlflow_link_shows_runs_and_metric_groups(events, mlflow_server, tmp_path):
     tracker = MLflowTracker(run_dir=events.run_dir, uri=mlflow_server.uri, run_name="found at once", finish_seconds=120)
     tracker.on_start(events.start())
     tracker.on_step(events.step(1))
@@ -92,7 +92,7 @@ def test_the_printed_page_shows_the_runs_and_groups_of_metrics_in_a_new_browser(
     assert all(f"{group} (" in read for group in ("train", "val", "perf")), read[-3000:]
 
 
-def test_the_episodes_of_a_policy_are_shown_in_the_browser(events, mlflow_server, tmp_path):
+def test_mlflow_ui_shows_the_episodes_of_a_policy(events, mlflow_server, tmp_path):
     metrics = {"val_success": 0.5, "val_success_low": 0.3, "val_success_high": 0.7}
     observers = [
         Plots(run_dir=events.run_dir),
@@ -119,7 +119,7 @@ def test_the_episodes_of_a_policy_are_shown_in_the_browser(events, mlflow_server
     assert "val/success_low" in browse(tmp_path / "profile", page, "--dump-dom")
 
 
-def test_a_sweep_and_the_comparison_of_its_jobs_in_the_browser(events, mlflow_server, tmp_path):
+def test_mlflow_ui_shows_a_sweep_and_compares_its_jobs(events, mlflow_server, tmp_path):
     sweep_dir = SweepDir(tmp_path / "a grid", type(events), command=["-m", "optimizer=adamw,muon"])
     run_ids = []
     for number, optimizer in enumerate(("adamw", "muon")):
@@ -130,7 +130,7 @@ def test_a_sweep_and_the_comparison_of_its_jobs_in_the_browser(events, mlflow_se
         tracker.on_step(events.step(1, loss=3.0 - number))
         tracker.on_end(events.end())
         run_ids.append(json.loads((run_dir / "mlflow.json").read_text())["run_id"])
-    close_parent(sweep_dir.folder, uri=mlflow_server.uri)  # as the last job's process does
+    close_parent(sweep_dir.folder, uri=mlflow_server.uri)  # like the process of the last job
     from mlflow import MlflowClient
 
     child = MlflowClient(mlflow_server.uri).get_run(run_ids[1])
@@ -150,4 +150,4 @@ def test_a_sweep_and_the_comparison_of_its_jobs_in_the_browser(events, mlflow_se
     page = browse(tmp_path / "profile", f"{mlflow_server.uri}/#/compare-runs?{chosen}", "--dump-dom")
     read = words_of(page)
     assert "Comparing 2 Runs from 1 Experiment" in read
-    assert "Parameters: optimizer Metrics: train/loss" in read  # what the plot shows before anything is chosen
+    assert "Parameters: optimizer Metrics: train/loss" in read  # the default selection of the plot

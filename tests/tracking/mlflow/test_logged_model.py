@@ -1,4 +1,4 @@
-"""A run with its model, its machine and later evaluations in MLflow, read by MLflow's own functions."""
+"""Logged model, system metrics and later evaluations of a run in MLflow, read with MLflow's own functions."""
 
 import json
 import math
@@ -26,7 +26,7 @@ def client_of(folder):
 
 
 @pytest.mark.long
-def test_a_finished_run_has_a_model_that_mlflow_loads(with_database, monkeypatch, caplog):
+def test_log_model_logs_a_model_that_mlflow_loads(with_database, monkeypatch, caplog):
     import mlflow
 
     from foundry.engine.restore import restore
@@ -80,7 +80,7 @@ def test_a_finished_run_has_a_model_that_mlflow_loads(with_database, monkeypatch
     assert not [path for path in kept_files if SECRET.encode() in path.read_bytes()]
 
 
-def test_what_has_no_model_for_mlflow_is_refused():
+def test_log_model_is_refused_without_mlflow_checkpoints_or_export():
     def refused(*overrides):
         with pytest.raises(ConfigError) as error:
             configure(*SMALL_LM, "tracking.mlflow=true", *overrides)
@@ -102,7 +102,7 @@ def test_what_has_no_model_for_mlflow_is_refused():
 
 
 @pytest.mark.long
-def test_what_cannot_be_exported_is_a_warning(events, with_database, caplog):
+def test_log_model_warns_if_the_export_fails(events, with_database, caplog):
     tracker = MLflowTracker(run_dir=events.run_dir, finish_seconds=120)
     tracker.on_start(events.start())
     tracker.on_end(events.end())
@@ -114,7 +114,7 @@ def test_what_cannot_be_exported_is_a_warning(events, with_database, caplog):
     assert not client.get_run(run_id).outputs.model_outputs
 
 
-def test_what_is_measured_later_goes_to_the_same_run(events, with_database):
+def test_send_metrics_adds_to_the_mlflow_run(events, with_database):
     assert send_metrics(events.run_dir, {"eval/loss": 1.0}, step=3) is None, "the run is kept nowhere"
     tracker = MLflowTracker(run_dir=events.run_dir, finish_seconds=120)
     tracker.on_start(events.start())
@@ -127,7 +127,7 @@ def test_what_is_measured_later_goes_to_the_same_run(events, with_database):
 
 
 @pytest.mark.long
-def test_what_is_measured_later_waits_if_no_server_answers(events, with_database, black_hole):
+def test_send_metrics_keeps_records_if_the_server_does_not_respond(events, with_database, black_hole):
     uri = f"sqlite:///{with_database}/mlflow.db"
     tracker = MLflowTracker(run_dir=events.run_dir, finish_seconds=120)
     tracker.on_start(events.start())
@@ -142,7 +142,7 @@ def test_what_is_measured_later_waits_if_no_server_answers(events, with_database
     assert json.loads(kept)["values"] == {"eval/loss": 2.0}
 
 
-def test_a_runs_page_or_the_command_that_shows_it(tmp_path, monkeypatch):
+def test_how_to_look_gives_the_page_of_a_run_or_an_mlflow_ui_command(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     command = "mlflow ui --backend-store-uri"

@@ -1,4 +1,4 @@
-"""The process that speaks to MLflow: killed, stopped, left behind, and used again."""
+"""The process that sends records to MLflow: killed, hanging, signaled, and reused."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def losses(run_dir):
 
 
 def begun(events, **settings):
-    """A tracker whose run is in MLflow, and the process that put it there."""
+    """Return a tracker whose run is in MLflow, and its store process."""
     tracker = MLflowTracker(run_dir=events.run_dir, **settings)
     tracker.on_start(events.start())
     tracker.on_step(events.step(1))
@@ -41,7 +41,7 @@ def no_process_before(monkeypatch):
 
 
 @pytest.mark.long
-def test_one_that_is_killed_is_started_anew_and_nothing_is_missed(events, with_database, caplog):
+def test_killed_mlflow_process_is_restarted_without_losing_records(events, with_database, caplog):
     tracker, process = begun(events, finish_seconds=120)
     process.kill()
     for step in range(2, 20):
@@ -54,7 +54,7 @@ def test_one_that_is_killed_is_started_anew_and_nothing_is_missed(events, with_d
 
 
 @pytest.mark.long
-def test_one_that_hangs_is_ended_and_what_it_was_given_is_sent_later(events, with_database, caplog):
+def test_hanging_mlflow_process_is_killed_and_its_records_are_sent_later(events, with_database, caplog):
     tracker, process = begun(events, finish_seconds=1.0, tags={"api_key": "hunter2hunter2"})
     command = Path(f"/proc/{process.pid}/cmdline").read_bytes()
     assert command.split(b"\0")[1:4] == [b"-P", b"-m", b"foundry.tracking.mlflow.process"]
@@ -70,7 +70,7 @@ def test_one_that_hangs_is_ended_and_what_it_was_given_is_sent_later(events, wit
     assert losses(events.run_dir) == ("FINISHED", list(range(1, 20)))
 
 
-def test_it_outlives_the_trainers_signals_and_ends_with_its_input():
+def test_mlflow_process_ignores_stop_signals_and_ends_with_its_input():
     process = processes._start()
     for number in STOP_SIGNALS:
         process.send_signal(number)

@@ -1,4 +1,4 @@
-"""A database that does not exist yet, and several processes that want to write to it."""
+"""Creation of the MLflow database: concurrent processes, kills, and half-created databases."""
 
 import subprocess
 import sys
@@ -64,7 +64,7 @@ for folder in sys.argv[1:]:
 
 
 @pytest.mark.long
-def test_one_makes_its_tables_and_the_others_wait(tmp_path):
+def test_one_process_creates_the_mlflow_tables_and_others_wait(tmp_path):
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", _CONNECT, name],
@@ -88,8 +88,8 @@ def test_one_makes_its_tables_and_the_others_wait(tmp_path):
 
 
 @pytest.mark.long
-def test_one_that_is_killed_while_it_makes_them_breaks_nothing(tmp_path):
-    """At many moments: the next process makes what is missing, and nothing is left of the first but its run."""
+def test_kill_during_creation_of_the_mlflow_database_is_harmless(tmp_path):
+    """Kill at many moments; the next process creates the missing tables, and no temporary files remain."""
     moments = ["1", "3", "10", "20", "40", "80", "120", "200", "300"]
     for moment in moments:
         (tmp_path / moment).mkdir()
@@ -98,7 +98,7 @@ def test_one_that_is_killed_while_it_makes_them_breaks_nothing(tmp_path):
         assert {path.name for path in (tmp_path / moment).iterdir()} == {"mlflow.db", "mlruns"}, moment
 
 
-def test_a_database_that_was_left_half_made_is_named_with_the_remedy(tmp_path):
+def test_half_created_mlflow_database_is_an_error_with_a_remedy(tmp_path):
     import sqlite3
     from contextlib import closing
 
@@ -114,7 +114,7 @@ def test_a_database_that_was_left_half_made_is_named_with_the_remedy(tmp_path):
         _quiet_client(f"sqlite:///{database}")
 
 
-def test_an_empty_file_becomes_a_database(tmp_path):
+def test_empty_mlflow_file_becomes_a_database(tmp_path):
     from foundry.tracking.mlflow.store import _quiet_client
 
     (tmp_path / "mlflow.db").touch()

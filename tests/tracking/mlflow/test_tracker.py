@@ -53,7 +53,7 @@ def secret_start(events):
 
 
 @pytest.mark.long
-def test_a_run_is_in_the_database_of_the_current_directory(events, with_database, capfd, caplog):
+def test_mlflow_run_is_in_the_database_of_the_current_directory(events, with_database, capfd, caplog):
     (events.run_dir / "plots").mkdir(parents=True)
     for name in ("plots/loss.png", "plots/samples.txt", "plan.json", "result.json", "status.json"):
         (events.run_dir / name).write_text(name)
@@ -96,12 +96,12 @@ def test_a_run_is_in_the_database_of_the_current_directory(events, with_database
     assert "MLFLOW_HTTP_REQUEST_TIMEOUT" not in os.environ
 
 
-def test_data_tags_and_note_of_a_run(events, with_database):
+def test_mlflow_run_has_dataset_tags_and_note(events, with_database):
     data = {"name": "corpus", "digest": "d1ce" * 8, "source": "data/corpus"}
     start = replace(events.start(), data=data)
     start.plan["notes"] = {"train_tokens": 7, "skipped_rows": {}}
     tracker = MLflowTracker(run_dir=events.run_dir, tags={"team": "arms", "try": 3}, note="*why*", finish_seconds=120)
-    for _ in range(2):  # a resumed run tells it again
+    for _ in range(2):  # a resumed run logs the same again
         tracker.on_start(start)
         tracker.on_end(events.end())
     run = run_of(events.run_dir, f"sqlite:///{with_database}/mlflow.db")
@@ -113,7 +113,7 @@ def test_data_tags_and_note_of_a_run(events, with_database):
     assert [(tag.key, tag.value) for tag in found.tags] == [("mlflow.data.context", "training")]
 
 
-def test_a_resumed_run_is_continued(events, with_database):
+def test_resumed_run_continues_its_mlflow_run(events, with_database):
     follow(MLflowTracker(run_dir=events.run_dir, finish_seconds=120), events, 3, state="requeued", reason="SIGUSR1")
     uri = tracking_uri()
     first = run_of(events.run_dir, uri)
@@ -134,14 +134,14 @@ def test_a_resumed_run_is_continued(events, with_database):
 
 
 def begun_with_flat_names(folder):
-    """Have the file that remembers a run, or a sweep, say what it said before metrics had groups."""
+    """Rewrite mlflow.json of a run or sweep as written before metric groups existed."""
     path = folder / "mlflow.json"
     content = json.loads(path.read_text())
     assert content.pop("metric_names") == "grouped"
     path.write_text(json.dumps(content))
 
 
-def test_metrics_are_in_groups(events, with_database):
+def test_mlflow_metrics_are_in_groups(events, with_database):
     tracker = MLflowTracker(run_dir=events.run_dir, finish_seconds=120)
     tracker.on_start(events.start())
     tracker.on_step(events.step(1, tflops=1.5, mfu=0.5, metrics={"accuracy": 0.25, "grad_norm/model.layers.0": 2.0}))
@@ -154,17 +154,17 @@ def test_metrics_are_in_groups(events, with_database):
     assert names == expected | {"val/loss", "val/accuracy", "val/best_loss", "grad_norm/model.layers.0"}
 
 
-def test_a_run_begun_with_the_names_of_metrics_jsonl_keeps_them(events, with_database):
+def test_resumed_run_with_flat_metric_names_keeps_them(events, with_database):
     follow(MLflowTracker(run_dir=events.run_dir, finish_seconds=120), events, 1, state="requeued", reason="SIGUSR1")
     begun_with_flat_names(events.run_dir)
     follow(MLflowTracker(run_dir=events.run_dir, finish_seconds=120), events, 3)
     run = run_of(events.run_dir, tracking_uri())
     assert {"loss", "val_loss", "lr", "tokens_per_second"} <= set(run.data.metrics)
     history = client_of(tracking_uri()).get_metric_history(run.info.run_id, "train/loss")
-    assert [point.step for point in history] == [1]  # of the first start alone
+    assert [point.step for point in history] == [1]  # only from the first start
 
 
-def test_records_that_wait_decide_the_names_of_a_new_run(events, black_hole, with_database):
+def test_pending_records_decide_the_metric_names_of_a_new_run(events, black_hole, with_database):
     follow(MLflowTracker(run_dir=events.run_dir, uri=black_hole, finish_seconds=0.1), events, 1, state="requeued")
     begun_with_flat_names(events.run_dir)
     tracker = MLflowTracker(run_dir=events.run_dir, uri=f"sqlite:///{with_database}/other.db", finish_seconds=0.1)
@@ -173,7 +173,7 @@ def test_records_that_wait_decide_the_names_of_a_new_run(events, black_hole, wit
     assert json.loads((events.run_dir / "mlflow.json").read_text())["metric_names"] == "flat"
 
 
-def test_the_environments_run_and_experiment(events, with_database, monkeypatch):
+def test_mlflow_environment_variables_choose_experiment_and_run(events, with_database, monkeypatch):
     uri = tracking_uri()
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "of the environment")
     follow(MLflowTracker(run_dir=with_database / "a", finish_seconds=120), events, 1)
@@ -193,7 +193,7 @@ def test_the_environments_run_and_experiment(events, with_database, monkeypatch)
     assert child.data.tags["mlflow.parentRunId"] == empty
 
 
-def test_a_run_on_a_real_server(events, mlflow_server):
+def test_mlflow_run_on_a_real_server_has_metrics_and_artifacts(events, mlflow_server):
     (events.run_dir / "plots").mkdir(parents=True)
     (events.run_dir / "plots/loss.png").write_bytes(b"\x89PNG picture")
     tracker = MLflowTracker(run_dir=events.run_dir, uri=mlflow_server.uri, run_name="over http", finish_seconds=120)
@@ -211,7 +211,7 @@ def test_a_run_on_a_real_server(events, mlflow_server):
 
 
 @pytest.mark.long
-def test_a_server_that_dies_and_comes_back_misses_nothing(events, own_server, caplog):
+def test_mlflow_server_outage_loses_no_records(events, own_server, caplog):
     tracker = MLflowTracker(run_dir=events.run_dir, uri=own_server.uri, finish_seconds=30)
     tracker.on_start(events.start())
     tracker.on_step(events.step(1))
@@ -245,7 +245,7 @@ def test_a_server_that_dies_and_comes_back_misses_nothing(events, own_server, ca
     assert [point.step for point in history] == list(range(1, 50))
 
 
-def test_what_a_start_missed_the_next_one_sends(events, with_database):
+def test_next_start_sends_pending_mlflow_records(events, with_database):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
         refused = f"http://127.0.0.1:{taken.getsockname()[1]}"
@@ -262,8 +262,8 @@ def test_what_a_start_missed_the_next_one_sends(events, with_database):
     assert not (events.run_dir / "mlflow_pending.jsonl").exists()
 
 
-@pytest.mark.timeout(60)  # where it waited, it would for minutes
-def test_a_server_that_never_answers_holds_up_nothing(events, black_hole, caplog):
+@pytest.mark.timeout(60)  # a run that waits for the server would take minutes
+def test_unresponsive_mlflow_server_does_not_delay_the_run(events, black_hole, caplog):
     tracker = MLflowTracker(run_dir=events.run_dir, uri=black_hole, finish_seconds=1.0)
     tracker.on_start(events.start())
     for step in range(1, 2001):
@@ -275,7 +275,7 @@ def test_a_server_that_never_answers_holds_up_nothing(events, black_hole, caplog
     assert operations[-1]["status"] == "FINISHED"
 
 
-def test_memory_is_bounded_and_a_loss_is_said(events, black_hole, caplog, monkeypatch):
+def test_mlflow_queue_is_bounded_and_reports_lost_records(events, black_hole, caplog, monkeypatch):
     monkeypatch.setattr("foundry.tracking.mlflow.queue._MOST_IN_MEMORY", 100)
     tracker = MLflowTracker(run_dir=events.run_dir, uri=black_hole, finish_seconds=0.5)
     tracker.on_start(events.start())
@@ -286,7 +286,7 @@ def test_memory_is_bounded_and_a_loss_is_said(events, black_hole, caplog, monkey
     assert "records were lost" in caplog.text
 
 
-def test_credentials_of_the_uri_are_used_and_not_kept(events, black_hole, caplog, monkeypatch, capsys):
+def test_credentials_in_the_mlflow_uri_are_not_stored(events, black_hole, caplog, monkeypatch, capsys):
     uri = black_hole.replace("http://", f"http://ann:{SECRET}@")
     tracker = MLflowTracker(run_dir=events.run_dir, uri=uri, finish_seconds=0.5)
     event = events.start()
@@ -301,7 +301,7 @@ def test_credentials_of_the_uri_are_used_and_not_kept(events, black_hole, caplog
 
 
 @pytest.mark.parametrize("arguments", [[], ["dir="], ["dir=/no/such/place"], ["dir=.", "x=1"], ["."]])
-def test_sync_explains_itself(arguments, capsys):
+def test_sync_with_wrong_arguments_prints_its_usage(arguments, capsys):
     code = sync(arguments)
     output = capsys.readouterr()
     assert code == 2
@@ -309,12 +309,12 @@ def test_sync_explains_itself(arguments, capsys):
     assert "dir=RUN_DIR" in output.err
 
 
-def test_nothing_pending(tmp_path, capsys):
+def test_sync_without_pending_records_sends_none(tmp_path, capsys):
     assert sync([f"dir={tmp_path}"]) == 0
     assert capsys.readouterr().out == "0 records sent\n"
 
 
-def test_the_uri(monkeypatch, with_database):
+def test_tracking_uri_prefers_argument_then_environment_then_database(monkeypatch, with_database):
     assert tracking_uri() == f"sqlite:///{with_database}/mlflow.db"
     assert tracking_uri("sqlite:////data/x.db?timeout=5") == "sqlite:////data/x.db?timeout=5"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://host:1")
@@ -323,7 +323,7 @@ def test_the_uri(monkeypatch, with_database):
     assert Tracking().experiment_name == DEFAULT_EXPERIMENT
 
 
-def test_short_waits_leave_the_users_settings(monkeypatch):
+def test_short_waits_keep_the_users_timeouts(monkeypatch):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "77")
     with short_waits():
         assert os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "77"
