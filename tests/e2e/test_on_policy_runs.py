@@ -79,7 +79,7 @@ def test_on_policy_distillation_on_ddp_and_fsdp_matches_one_process(shell):
     assert one[0]["divergence"] == one[0]["loss"] > 0.01
     assert one[0]["entropy"] > 1
     assert "reward" not in one[0]
-    assert one[-1]["val_exact_match"] >= 0
+    assert "val_exact_match" in one[-1]
     for name in ("ddp", "fsdp"):
         shell.run(*STUDENT, *two, f"distributed={name}", f"hydra.run.dir={name}")
         for ours, theirs in zip(metrics(shell.cwd / name), one, strict=True):

@@ -191,10 +191,9 @@ def test_eval_of_a_vla_run_needs_no_demonstrations_and_no_backbone_run(finished,
         )
         assert other["instruction"] == "other"
         lines = [json.loads(line) for line in (tmp_path / "films/rollouts.jsonl").read_text().splitlines()]
-        assert {(one["instruction"], one["told"]) for one in lines} <= {
-            ("go to the left", "go to the right"),
-            ("go to the right", "go to the left"),
-        }
+        instructions = {(one["instruction"], one["told"]) for one in lines}
+        assert instructions
+        assert instructions <= {("go to the left", "go to the right"), ("go to the right", "go to the left")}
     finally:
         for name, path in gone.items():
             (tmp_path / name).rename(path)

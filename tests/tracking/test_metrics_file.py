@@ -26,7 +26,7 @@ def test_metrics_file_has_one_line_per_step_and_evaluation(events):
     lines = (events.run_dir / "metrics.jsonl").read_text().splitlines()
     step, evaluation = map(strict, lines)
     assert list(step)[:5] == ["step", "samples", "tokens", "epoch", "loss"]
-    assert step["step"], step["samples"] == (10, 320)
+    assert (step["step"], step["samples"]) == (10, 320)
     assert {"lr", "weight_decay", "grad_norm", "global_batch_size", "step_seconds", "peak_memory_bytes"} < set(step)
     assert (step["tokens_per_second"], step["mfu"], step["tflops"], step["accuracy"]) == (40960.0, 0.4, 395.8, 0.25)
     assert "samples_per_second" not in step
