@@ -14,10 +14,10 @@ from support.warm import WarmShell
 
 for _signum, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(_signum) is signal.SIG_IGN:
-        # In the background of a shell, or under nohup, what the tests start would inherit that and take no notice.
+        # Background jobs and nohup ignore these signals; processes that the tests start would inherit that.
         signal.signal(_signum, _handler)
 
-# One thread per process: the suite starts many, and results must not depend on the number of cores.
+# One thread per process: the suite starts many processes, and results must not depend on the number of cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 skip_fsync()
@@ -30,26 +30,26 @@ def pytest_configure(config):
 
 
 class _Backwards(pytest.Dir):
-    """Folder whose files are collected from the last to the first."""
+    """Folder with reversed collection order."""
 
     def collect(self):
         return reversed(list(super().collect()))
 
 
 def pytest_collect_directory(path, parent):
-    """Have one of two test processes begin at the other end: each finds half of the modules compiled by the other."""
+    """Reverse the order in the second test process: each process reuses the modules that the other has compiled."""
     is_second = os.environ.get("PYTEST_XDIST_WORKER") == "gw1"
     return _Backwards.from_parent(parent, path=path) if is_second else None
 
 
 def pytest_collection_modifyitems(items):
-    """Folders whose files take longest come first, so that no test process waits long for the other's last file."""
+    """Run the slowest folders first, so that no test process waits long for the last file of another process."""
     rooms = {name: place for place, name in enumerate(("slurm", "e2e", "parity", "distributed", "launch"))}
     items.sort(key=lambda item: (rooms.get(item.path.parent.name, len(rooms)), str(item.path)))
 
 
 def pytest_collection_finish():
-    """Collect garbage less often, and leave modules and tests out: this took a tenth of the time of `tests/config`."""
+    """Exclude modules and tests from garbage collection and collect less often: saves 10% of `tests/config`."""
     gc.freeze()
     gc.set_threshold(10_000, 10, 10)
 
@@ -66,14 +66,14 @@ def pytest_runtest_setup(item):
 
 @pytest.fixture(autouse=True)
 def kept_choices():
-    """Have the compositions of all tests read foundry's own options once."""
+    """Share one cache of foundry's option files between the compositions of all tests."""
     with CHOICES.used():
         yield
 
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory, worker_id):
-    """One for all test processes, so that a tokenizer is trained once."""
+    """Cache folder shared by all test processes, so that a tokenizer is trained once."""
     own = tmp_path_factory.getbasetemp()
     folder = (own if worker_id == "master" else own.parent) / "cache"
     folder.mkdir(exist_ok=True)
@@ -82,13 +82,13 @@ def cache(tmp_path_factory, worker_id):
 
 @pytest.fixture
 def shell(tmp_path, cache):
-    """For commands, in the test's folder."""
+    """Run commands in the folder of the test, in forked processes."""
     return WarmShell(tmp_path, cache)
 
 
 @pytest.fixture
 def run_command(tmp_path, cache):
-    """Run a command in the test's folder, within this process; it starts no process and nobody ends it."""
+    """Run commands in the folder of the test, within this process, if they start no process and need no signals."""
     from support.in_process import Commands
 
     return Commands(tmp_path, cache)
@@ -96,5 +96,5 @@ def run_command(tmp_path, cache):
 
 @pytest.fixture
 def cold_shell(tmp_path, cache):
-    """For what only a process shows that starts as a person's does."""
+    """Run commands in new Python processes, for tests of the process start."""
     return Shell(tmp_path, cache)

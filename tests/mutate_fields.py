@@ -1,13 +1,13 @@
-"""Find settings that no test would miss: each field is ignored in turn, and the tests that depend on it run.
+"""Find settings without test coverage: ignore each field in turn and run the tests that depend on it.
 
-    python tests/mutate_fields.py record      # run the tests and note which use which field; more words go to pytest
+    python tests/mutate_fields.py record      # run the tests and record the fields they use; more words go to pytest
     python tests/mutate_fields.py try         # ignore the fields one at a time, 60 s each at most, 180 minutes in all
     python tests/mutate_fields.py try 'DDP.*' FSDP.cpu_offload
-    python tests/mutate_fields.py report      # which field was noticed by which test
+    python tests/mutate_fields.py report      # print the test that noticed each field
 
 A field counts as noticed if a test fails while every run works with the field's default value, and passes otherwise
 (`support/field_reads.py` says when a run uses a field). One process imports and collects all tests; each field is tried
-in a process forked from it, with the tests in which a run used another value than the default, shortest first.
+in a process forked from it, with the tests in which a run used a non-default value, shortest first.
 `--by-reader` ignores it in one module at a time: a field that two modules read needs a test of each.
 Results are kept in a folder (`--folder`), so that `record` and `try` can be interrupted and called again.
 """
@@ -117,13 +117,13 @@ def _fits(name, pattern):
 
 
 class Trials:
-    """Pytest plugin that replaces the test loop: it ignores one field after the other and runs the tests of each."""
+    """Pytest plugin that replaces the test loop: it ignores one field at a time and runs its tests."""
 
     def __init__(self, options, tests_of):
         self.options, self.tests_of = options, tests_of
 
     def pytest_runtestloop(self, session):
-        session.config._tmp_path_factory.getbasetemp()  # made once; a process that found it would empty it
+        session.config._tmp_path_factory.getbasetemp()  # a child process would empty an existing one
         items = {item.nodeid: item for item in session.items}
         deadline = time.monotonic() + 60 * self.options.minutes
         for number, (key, tests) in enumerate(self.tests_of.items(), start=1):
@@ -136,7 +136,7 @@ class Trials:
         return True
 
     def try_field(self, key, tests):
-        """Run tests while a field is ignored; a test that fails must pass without that."""
+        """Run tests while a field is ignored; a failure counts only if the test passes otherwise."""
         began, skipped = time.monotonic(), 0
         while tests:
             index, why = self._first_failure(key, tests)
@@ -151,7 +151,7 @@ class Trials:
         return {"result": UNNOTICED, "tests": skipped}
 
     def _first_failure(self, ignored, tests):
-        """Run tests in a forked process; return the index of the first failure, and a reason if there is no answer."""
+        """Run tests in a forked process; return the index of the first failure, and a reason if there is no result."""
         read, write = os.pipe()
         if (pid := os.fork()) == 0:
             os.close(read)
@@ -167,7 +167,7 @@ class Trials:
                 break
             time.sleep(_TICK_SECONDS)
         with suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)  # ranks and servers that are left
+            os.killpg(pid, signal.SIGKILL)  # remaining ranks and servers
         with os.fdopen(read, "rb") as pipe:
             said = pipe.read().decode().split()
         if said and said[-1].startswith("failed:"):
@@ -178,7 +178,7 @@ class Trials:
 
 
 def _run_in_child(ignored, tests, write):
-    """Run tests to the first failure, and write each outcome to the pipe."""
+    """Run tests until the first failure and write each outcome to the pipe."""
     from support.field_reads import state
 
     plugins = tests[0].config.pluginmanager

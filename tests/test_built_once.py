@@ -5,12 +5,12 @@ import pytest
 from support.built_once import built_once
 
 
-def test_processes_that_ask_together_build_once_and_get_copies_of_their_own(tmp_path, tmp_path_factory):
+def test_built_once_builds_once_and_gives_each_caller_a_copy(tmp_path, tmp_path_factory):
     built = []
 
     def build(folder):
         built.append(folder)
-        time.sleep(0.1)  # the others are waiting meanwhile
+        time.sleep(0.1)  # the other threads wait meanwhile
         (folder / "text").write_text("whole")
 
     with ThreadPoolExecutor(4) as pool:
@@ -21,7 +21,7 @@ def test_processes_that_ask_together_build_once_and_get_copies_of_their_own(tmp_
     assert [(folder / "text").read_text() for folder in folders] == ["whole"] * 4
 
 
-def test_what_failed_to_build_is_built_again(tmp_path, tmp_path_factory):
+def test_built_once_retries_a_failed_build(tmp_path, tmp_path_factory):
     def fail(folder):
         (folder / "half").touch()
         raise RuntimeError("no")

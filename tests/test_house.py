@@ -1,6 +1,6 @@
-"""The structure of the package: its rooms, the imports between them, and fields declared more than once.
+"""Limits on the package structure: rooms (subpackages), imports between them, and duplicated field declarations.
 
-Each limit is the count of today, and only ever lowered. Arrows of tasks are not counted: no room stands on a task.
+Each limit is the current count and may only be lowered. Imports by tasks do not count: no other room imports a task.
 """
 
 import ast
@@ -24,36 +24,36 @@ def house():
     return measure(PACKAGE)
 
 
-def test_floors_and_arrows_stay_within_their_limits(house):
+def test_package_layers_imports_and_cycles_stay_within_their_limits(house):
     assert max(house.floors().values()) <= FLOORS
     assert len([pair for pair in house.arrows if not pair[0].startswith("tasks.")]) <= ARROWS
     assert set(house.circles()) <= set(CIRCLES)
 
 
-def test_no_folder_has_more_modules_than_a_reader_can_survey():
+def test_number_of_modules_per_folder_stays_within_its_limit():
     folders = Counter(path.parent for path in PACKAGE.rglob("*.py") if path.stem != "__init__")
     assert {str(folder.relative_to(PACKAGE)): count for folder, count in folders.items() if count > MODULES} == {}
 
 
-def test_every_room_says_in_a_sentence_what_belongs_there():
+def test_every_room_has_a_docstring():
     docs = {path: ast.get_docstring(ast.parse(path.read_text())) for path in PACKAGE.glob("*/__init__.py")}
     assert [str(path) for path, doc in docs.items() if not doc or not doc.endswith(".")] == []
 
 
-def test_rooms_outside_tasks_import_no_task(house):
+def test_rooms_outside_tasks_do_not_import_tasks(house):
     into = {pair: modules for pair, modules in house.arrows.items() if pair[1].startswith("tasks.")}
     assert {pair: modules for pair, modules in into.items() if not pair[0].startswith("tasks.")} == {}
 
 
-def test_modules_outside_tasks_name_no_task():
-    """But for the list of the built-in ones, and the table of modules that have moved."""
+def test_modules_outside_tasks_do_not_name_tasks():
+    """The table of moved modules is the exception."""
     tasks = sorted(path.parent.name for path in (PACKAGE / "tasks").glob("*/__init__.py"))
     others = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] != "tasks"]
     naming = [path.name for path in others for task in tasks if f"tasks.{task}" in path.read_text()]
     assert set(naming) <= {"moved_modules.py"}
 
 
-def test_fields_declared_twice_stay_within_their_limits():
+def test_duplicated_field_declarations_stay_within_their_limits():
     declared = fields_of_parts()
     assert sum(field.is_parameter for field in declared) <= PARAMETERS
     assert sum(field.has_second_default for field in declared) <= SECOND_DEFAULTS
@@ -67,7 +67,7 @@ def write(root, **modules):
     return measure(root)
 
 
-def test_imports_in_functions_count_and_those_for_types_do_not(tmp_path):
+def test_measure_counts_imports_in_functions_but_not_for_type_checking(tmp_path):
     house = write(
         tmp_path,
         low__one="x = 1\n",
@@ -84,7 +84,7 @@ def test_imports_in_functions_count_and_those_for_types_do_not(tmp_path):
     assert house.floors() == {"low": 1, "high": 2, "tasks.robots": 3, "typed": 1}
 
 
-def test_rooms_of_a_circle_share_a_floor():
+def test_rooms_of_an_import_cycle_share_a_floor():
     arrows = dict.fromkeys([("a", "b"), ("b", "c"), ("c", "b"), ("b", "d")], frozenset("x"))
     house = House({name: name for name in "abcd"}, arrows)
     assert house.circles() == [("b", "c")]

@@ -1,4 +1,4 @@
-"""The script that looks for settings which no test would miss."""
+"""tests/mutate_fields.py finds settings without test coverage."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def test_of_values_alone():
 
 
 @pytest.mark.long
-def test_an_ignored_field_is_noticed_by_a_test_of_the_run_and_by_no_other(tmp_path):
+def test_ignored_field_is_noticed_only_by_tests_that_use_it_in_a_run(tmp_path):
     own = tmp_path / "tests"
     shutil.copytree(TESTS / "support", own / "support")
     shutil.copy(TESTS / "mutate_fields.py", own)

@@ -1,4 +1,4 @@
-"""A new part is one Python file, one schema, one YAML and one test: here parts are added to a copy of the package."""
+"""A new part needs a Python file, a schema, a YAML file and a test: here tests add parts to a copy of the package."""
 
 import json
 import os
@@ -141,7 +141,7 @@ class Lines:
         with self.path.open("a") as file:
             file.write(f"{self.prefix} {event.step}\\n")
 '''
-# For each part: group, option, schema's name, Python file and its text, file of the schema and its text.
+# For each part: group, option, schema name, Python file and its text, schema file and its text.
 PARTS = [
     ("scheduler", "halved", "Halved", "optim/halved.py", SCHEDULE, "scheduler/halved.py", SCHEDULE_SCHEMA),
     ("objective", "scaled", "Scaled", "objectives/scaled.py", OBJECTIVE, "objective/scaled.py", OBJECTIVE_SCHEMA),
@@ -160,7 +160,7 @@ WORDS = [
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    """A copy of the package and its options, with a new part in each of three groups."""
+    """A copy of the package and its options, with new parts in five groups."""
     root = tmp_path_factory.mktemp("checkout")
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(REPOSITORY / "foundry", root / "foundry", ignore=ignored)
@@ -190,7 +190,7 @@ def foundry(checkout, *overrides, module="foundry"):
 
 
 @pytest.mark.long
-def test_they_train_and_resume(checkout):
+def test_new_parts_train_and_resume(checkout):
     done = foundry(checkout, *WORDS, "hparams.max_steps=4", "hydra.run.dir=run")
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (checkout / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -208,7 +208,7 @@ def test_they_train_and_resume(checkout):
     assert "objective.factor: is 3 but" in refused.stderr
 
 
-def test_they_are_checked_as_all_others_are(checkout):
+def test_settings_of_new_parts_are_checked(checkout):
     done = foundry(checkout, *WORDS, "scheduler.shar=1", "objective.factor=0", "data.pace=x")
     assert done.returncode == 2
     assert [line.partition(": ")[0] for line in sorted(done.stderr.splitlines())] == [

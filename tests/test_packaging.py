@@ -1,4 +1,4 @@
-"""What is installed is what is here."""
+"""The wheel contains the whole package; pip commands and conflict warnings match the metadata."""
 
 import configparser
 import os
@@ -20,14 +20,14 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def packages_in_tree():
-    """Importable names of the folders with code, and of those with YAML, which are installed below foundry."""
+    """Return the package names of all folders with code, and of the conf folders, which are installed below foundry."""
     code = {".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "foundry").rglob("__init__.py")}
     folders = [ROOT / "conf", *(path for path in (ROOT / "conf").rglob("*") if path.is_dir())]
     yaml = {".".join(("foundry", *folder.relative_to(ROOT).parts)) for folder in folders if folder.name != "local"}
     return code | yaml
 
 
-def test_the_package_list_is_the_tree():
+def test_package_list_of_setup_cfg_matches_the_tree():
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     listed = setup["options"]["packages"].split()
@@ -35,7 +35,7 @@ def test_the_package_list_is_the_tree():
     assert set(listed) == packages_in_tree()
 
 
-def test_every_folder_with_code_is_a_package():
+def test_every_folder_with_code_has_an_init_file():
     folders = {path.parent for path in (ROOT / "foundry").rglob("*.py")}
     assert all((folder / "__init__.py").is_file() for folder in folders)
 
@@ -45,7 +45,7 @@ def wheel(tmp_path_factory):
     out = tmp_path_factory.mktemp("wheel")
     source = out / "source"
     source.mkdir()
-    # A copy: building writes into the folder it builds.
+    # Build in a copy, because the build writes into its source folder.
     files = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -70,7 +70,7 @@ _TOP = ("pyproject.toml", "setup.cfg", "README.md", "LICENSE")
 
 
 @pytest.mark.long
-def test_the_wheel_holds_every_module_and_every_yaml(wheel):
+def test_wheel_contains_every_module_and_option_file(wheel):
     held = set(zipfile.ZipFile(wheel).namelist())
     code = {str(path.relative_to(ROOT)) for path in (ROOT / "foundry").rglob("*.py")}
     yaml = {
@@ -84,7 +84,7 @@ def test_the_wheel_holds_every_module_and_every_yaml(wheel):
 
 
 @pytest.mark.long
-def test_an_unpacked_wheel_composes_elsewhere(wheel, tmp_path):
+def test_unpacked_wheel_composes_outside_the_checkout(wheel, tmp_path):
     site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
     elsewhere.mkdir()
     zipfile.ZipFile(wheel).extractall(site)
@@ -126,7 +126,7 @@ OWN_SCRIPT = "foundry = foundry.commands.main:main"
 def install(
     site, name, *, script=OWN_SCRIPT, record="foundry/commands/main.py,,\n", version="0.1.0", suffix="dist-info"
 ):
-    """Write the metadata that pip leaves of a distribution, with the requirements of setup.cfg."""
+    """Write the metadata of an installed distribution, with the requirements of setup.cfg."""
     lines = [f"Requires-Dist: {line}" for line in SETUP["options"]["install_requires"].split()]
     for extra, packages in SETUP["options.extras_require"].items():
         of_extra = [line for line in packages.splitlines() if line and not line.startswith("#")]
@@ -142,13 +142,13 @@ def install(
 
 @pytest.fixture
 def site(tmp_path, monkeypatch):
-    """The only folder in which Python looks for distributions."""
-    import_module("packaging.requirements")  # before its own folder is out of reach
+    """An empty site folder that is the only entry of sys.path."""
+    import_module("packaging.requirements")  # import it while sys.path still has its folder
     monkeypatch.setattr(sys, "path", [str(tmp_path / "site")])
     return tmp_path / "site"
 
 
-def test_distribution_has_its_own_name_and_the_command_stays():
+def test_distribution_is_hydra_foundry_and_its_command_is_foundry():
     assert SETUP["metadata"]["name"] == DISTRIBUTION == "hydra-foundry"
     assert SETUP["options.entry_points"]["console_scripts"].split("\n")[1:] == [OWN_SCRIPT]
 
@@ -186,7 +186,7 @@ def test_every_hint_names_an_extra_of_setup_cfg():
 
 def test_early_build_beside_this_version_is_a_conflict(site):
     install(site, OLD)
-    assert conflict_message() is None  # an editable build of 0.1 in a checkout of this version works
+    assert conflict_message() is None  # an editable build of 0.1 in a checkout of this version is fine
     install(site, NEW, version="0.2.0")
     assert conflict_message() == (
         "foundry 0.1.0 and hydra-foundry 0.2.0 are installed in the same folder. Uninstall both, then install "
@@ -240,7 +240,7 @@ PIP_COMMAND = re.compile(r"\b(?:pipx?3?|uv)\s+(?:tool\s+|pip\s+)?(?:install|add|
 
 
 def texts():
-    """Path and text of every page, notebook, option and message."""
+    """Yield path and text of every source file, page, notebook and option file."""
     files = [path for path in ROOT.iterdir() if path.is_file()]
     for folder in TEXTS:
         files += (path for path in (ROOT / folder).rglob("*") if path.is_file())
@@ -250,8 +250,8 @@ def texts():
 
 
 def names_the_distribution(text):
-    """The pip commands of a text that name foundry as a package, and extras in brackets behind that name."""
-    joined = re.sub(r"[\"']?\s*\n[\"'\s>#]*", " ", text)  # a command or a string may be broken over two lines
+    """Return the pip commands in a text that name foundry as a package, and extras such as `foundry[search]`."""
+    joined = re.sub(r"[\"']?\s*\n[\"'\s>#]*", " ", text)  # a command or a string may span two lines
     commands = [*PIP_COMMAND.findall(text), *PIP_COMMAND.findall(joined)]
     named = [c for c in commands if re.search(r"(?<![\w/.:=-])(?:hydra[-_])?foundry(?=$|[\s'\"\[=<>~!])", c[:120])]
     return [*named, *re.findall(r"\bfoundry\[[a-z.]+", text)]
@@ -268,16 +268,16 @@ def names_the_distribution(text):
         "pip uninstall foundry",
     ],
 )
-def test_other_forms_of_the_install_command_are_found(text):
+def test_pip_commands_in_any_form_are_detected(text):
     assert names_the_distribution(text)
 
 
-def test_no_page_or_message_names_the_distribution_in_a_pip_command():
+def test_no_page_or_message_has_a_pip_command_for_foundry():
     wrong = {str(path.relative_to(ROOT)): found for path, text in texts() if (found := names_the_distribution(text))}
     assert wrong == {}
 
 
-def test_messages_get_their_pip_commands_from_the_metadata():
+def test_pip_commands_of_messages_come_from_the_metadata():
     packages = ROOT / "foundry" / "config" / "packages.py"
     typed = [path for path in (ROOT / "foundry").rglob("*.py") if "pip install" in path.read_text(encoding="utf-8")]
     assert typed == [packages]

@@ -1,4 +1,4 @@
-"""Prose gets no harder to read: the rate of odd phrasings of each tree is held, and lowered with every change."""
+"""Readability of prose: the rate of odd phrasings in each tree stays below a limit that is only lowered."""
 
 import json
 
@@ -8,7 +8,7 @@ from support import prose
 
 @pytest.fixture(scope="module", params=prose.TREES)
 def tree(request):
-    """Name and count of a tree."""
+    """Return name and count of a tree."""
     return request.param, prose.count_tree(prose.ROOT / request.param)
 
 
@@ -43,7 +43,7 @@ def function(x):
 '''
 
 
-def test_docstrings_comments_and_messages_of_python_count_with_their_lines(tmp_path):
+def test_count_covers_docstrings_comments_and_messages_of_python(tmp_path):
     count = prose.count_tree(write(tmp_path, "module.py", PYTHON))
     found = sorted((s.line, s.text, s.num_odd) for s in count.odd_sentences)
     assert found == [
@@ -55,26 +55,26 @@ def test_docstrings_comments_and_messages_of_python_count_with_their_lines(tmp_p
     assert count.num_words == 21
 
 
-def test_line_of_a_sentence_is_its_own_within_a_docstring(tmp_path):
+def test_sentences_of_a_docstring_have_their_own_line_numbers(tmp_path):
     path = write(tmp_path, "module.py", '"""Return the path.\n\nThe path is absolute. What it\nnames exists.\n"""\n')
     assert prose.count_tree(path).worst(1) == [f"{path}:3: What it names exists."]
 
 
-def test_code_of_markdown_and_values_of_yaml_do_not_count(tmp_path):
+def test_count_ignores_markdown_code_and_yaml_values(tmp_path):
     page = write(tmp_path, "page.md", "# What\n\n```text\nwhat\n```\n\nRun `what` in [a file](what.md), where it is.\n")
     options = write(tmp_path, "options.yaml", "key: what  # the one that counts\n")
     assert [s.text for s in prose.count_tree(page).odd_sentences] == ["# What", "Run X in [a file], where it is."]
     assert [s.text for s in prose.count_tree(options).odd_sentences] == ["the one that counts"]
 
 
-def test_strings_of_tests_are_data(monkeypatch, tmp_path):
+def test_count_ignores_strings_in_tests(monkeypatch, tmp_path):
     monkeypatch.setattr(prose, "ROOT", tmp_path)
     (tmp_path / "tests").mkdir()
     path = write(tmp_path / "tests", "test_part.py", PYTHON)
     assert all("becomes" not in s.text for s in prose.count_tree(path).odd_sentences)
 
 
-def test_limits_are_lowered_and_never_raised(monkeypatch, tmp_path):
+def test_lower_limits_never_raises_a_limit(monkeypatch, tmp_path):
     monkeypatch.setattr(prose, "ROOT", tmp_path)
     monkeypatch.setattr(prose, "TREES", ("page.md",))
     monkeypatch.setattr(prose, "LIMITS", tmp_path / "limits.json")

@@ -1,4 +1,4 @@
-"""Tests are where the code is that they are about."""
+"""Layout of tests: folders mirror the package, and file names are unique."""
 
 import ast
 from collections import Counter
@@ -8,25 +8,25 @@ from pathlib import Path
 from support.warm_server import MODULES
 
 ROOT = Path(__file__).resolve().parent.parent
-# Folders of tests of several rooms together.
+# Test folders that cover several rooms.
 ACROSS = {"distributed", "docs", "e2e", "evidence", "parity", "security", "slurm"}
 
 
 def rooms_of_modules():
-    """The rooms that have a module of some name."""
+    """Return the rooms that contain a module of each name."""
     found = {}
     for path in (ROOT / "foundry").glob("*/**/*.py"):
         found.setdefault(path.stem, set()).add(path.relative_to(ROOT / "foundry").parts[0])
     return found
 
 
-def test_a_folder_of_tests_is_a_room_of_the_package():
+def test_test_folders_are_named_after_rooms_of_the_package():
     with_tests = {path.relative_to(ROOT / "tests").parts[0] for path in (ROOT / "tests").glob("*/**/test_*.py")}
     rooms = {path.parent.name for path in (ROOT / "foundry").glob("*/__init__.py")}
     assert with_tests - ACROSS <= rooms
 
 
-def test_a_file_of_tests_named_after_a_module_is_in_its_room():
+def test_test_file_named_after_a_module_is_in_the_room_of_the_module():
     rooms, strayed = rooms_of_modules(), []
     for path in sorted((ROOT / "tests").glob("*/**/test_*.py")):
         folder, name = path.relative_to(ROOT / "tests").parts[0], path.stem.removeprefix("test_")
@@ -35,19 +35,19 @@ def test_a_file_of_tests_named_after_a_module_is_in_its_room():
     assert strayed == []
 
 
-def test_files_of_tests_have_names_of_their_own():
-    """Pytest imports them by name, and refuses a second file of the same name."""
+def test_test_file_names_are_unique():
+    """Pytest imports test files by name and rejects duplicates."""
     names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
     assert [name for name, count in names.items() if count > 1] == []
 
 
-def test_what_warm_processes_have_imported_is_there():
-    """Where one of these cannot be imported, they work all the same, and are slow."""
+def test_preloaded_modules_of_warm_processes_exist():
+    """A missing module slows warm processes down without an error."""
     assert [name for name in MODULES if name.startswith("foundry.") and find_spec(name) is None] == []
 
 
 def asks_torch_cuda(node):
-    """Whether a node of a syntax tree reads `torch.cuda`, or imports it or from it."""
+    """Return whether a syntax node reads `torch.cuda`, imports it, or imports from it."""
     match node:
         case ast.Attribute(value=ast.Name(id="torch"), attr="cuda"):
             return True
@@ -58,8 +58,8 @@ def asks_torch_cuda(node):
     return False
 
 
-def test_one_module_asks_torch_about_gpus():
-    """Beside it, attention asks for the GPU's generation, which has its kernel or not; a rehearsal has fake GPUs."""
+def test_torch_cuda_is_used_in_three_modules_only():
+    """parallel/device.py queries GPUs, varlen attention checks the GPU generation, and rehearsals fake `torch.cuda`."""
     asking = [
         str(path.relative_to(ROOT / "foundry"))
         for path in sorted((ROOT / "foundry").rglob("*.py"))
@@ -68,7 +68,7 @@ def test_one_module_asks_torch_about_gpus():
     assert asking == ["models/varlen.py", "parallel/device.py", "rehearsal/fake_cuda.py"]
 
 
-def test_any_spelling_of_torch_cuda_counts_as_asking():
+def test_asks_torch_cuda_detects_every_spelling():
     spellings = [
         "torch.cuda.is_available()",
         "import torch.cuda",

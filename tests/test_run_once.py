@@ -1,4 +1,4 @@
-"""tests/support/run_once.py: calls of pytest that share a record run each test once, and miss none."""
+"""tests/support/run_once.py: calls of pytest with a shared record run each test exactly once."""
 
 import os
 import subprocess

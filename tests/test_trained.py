@@ -1,4 +1,4 @@
-"""A run's model computes, and holds its weights, as the run's settings say."""
+"""Operations of a training step follow the settings of the run: checkpointing, base dtype, microbatches."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def trained(tmp_path, cache, monkeypatch):
     return train
 
 
-def test_a_run_recomputes_activations_as_its_settings_say(trained):
+def test_grad_checkpointing_policy_sets_the_recomputed_operations(trained):
     found = [
         trained("plain"),
         trained("selective", RECOMPUTED, "hparams.grad_checkpointing_policy=selective"),
@@ -45,7 +45,7 @@ def test_a_run_recomputes_activations_as_its_settings_say(trained):
     assert len({metric for _, metric in found}) == 1
 
 
-def test_frozen_matrices_are_cast_for_each_product_only_if_the_run_holds_them_in_fp32(trained):
+def test_frozen_matrices_are_cast_per_product_only_with_fp32_base_dtype(trained):
     words = ["peft=lora", "optimizer=adamw", "precision=amp_bf16"]
     found = [trained("auto", *words), trained("fp32", *words, "peft.base_dtype=fp32")]
     casts = [each.seen.count(("aten::_to_copy", torch.bfloat16)) for each, _ in found]
@@ -53,6 +53,6 @@ def test_frozen_matrices_are_cast_for_each_product_only_if_the_run_holds_them_in
     assert found[0][1] == found[1][1]
 
 
-def test_a_step_has_a_backward_pass_for_each_microbatch(trained):
+def test_step_runs_one_backward_pass_per_microbatch(trained):
     found = [trained(f"of {size}", f"hparams.per_gpu_batch_size={size}") for size in (8, 2)]
     assert [each.names.count("aten::embedding_dense_backward") for each, _ in found] == [1, 4]

@@ -1,4 +1,4 @@
-"""Tab completion of `foundry`: commands, options of each, and overrides of a run."""
+"""Tab completion of `foundry`: commands, their options, and overrides of a run."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ FOUNDRY = Path(sys.executable).with_name("foundry")
 
 @pytest.fixture
 def completed(run_command):
-    """Returns the words that complete a line."""
+    """Return a function from a command line to its completions."""
 
     def complete(line, shell="bash"):
         out, error = run_command("-sc", f"query={shell}", variables={"COMP_LINE": line})
@@ -25,11 +25,11 @@ def completed(run_command):
     return complete
 
 
-def test_each_command_is_completed():
+def test_completion_covers_every_command():
     assert set(OPTIONS) == set(COMMANDS)
 
 
-def test_a_line_begins_with_a_command_or_an_override(completed):
+def test_first_word_completes_to_commands_and_overrides(completed):
     assert {"plan", "eval", "hparams=", "hparams.", "new"} <= set(completed("foundry "))
     assert completed("foundry ev") == ["eval", "evaluation.", "evaluation="]
     assert completed("foundry hparams.grad_clip") == ["hparams.grad_clip_norm="]
@@ -53,7 +53,7 @@ def test_a_line_begins_with_a_command_or_an_override(completed):
         ("foundry unknown ", [""]),
     ],
 )
-def test_a_commands_options_are_completed(line, words, completed, run_command):
+def test_command_options_are_completed(line, words, completed, run_command):
     (run_command.cwd / "a/folder").mkdir(parents=True)
     (run_command.cwd / "a/text.txt").touch()
     (run_command.cwd / "policy").mkdir()
@@ -61,7 +61,7 @@ def test_a_commands_options_are_completed(line, words, completed, run_command):
     assert completed(line) == words
 
 
-def test_overrides_of_a_run_are_completed_beside_a_commands_options(completed):
+def test_overrides_are_completed_after_the_options_of_a_command(completed):
     assert completed("foundry plan every=2 plan.rank") == ["plan.ranks=", "plan.ranks_per_node="]
     assert completed("foundry plan every=2 optimizer=muon rehea") == ["rehearse="]
     assert completed("foundry plan every=2 optimizer=muon optimizer.mom") == ["optimizer.momentum="]
@@ -69,7 +69,7 @@ def test_overrides_of_a_run_are_completed_beside_a_commands_options(completed):
 
 
 @pytest.mark.long
-def test_bash_completes_what_is_typed(tmp_path):
+def test_bash_completes_a_partial_option(tmp_path):
     script = (
         f'eval "$({FOUNDRY} -sc install=bash)"\n'
         'COMP_LINE="foundry report wa" COMP_CWORD=2 COMP_POINT=17\n'

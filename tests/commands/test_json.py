@@ -1,4 +1,4 @@
-"""`--json`: one JSON document on standard output, everything else on standard error, the same exit codes."""
+"""`--json`: one JSON document on stdout, all other output on stderr, unchanged exit codes."""
 
 import json
 import shutil
@@ -12,7 +12,7 @@ STORED = Path(__file__).parents[1] / "stored" / "run-0.1"
 
 @pytest.fixture
 def stored(run_command):
-    """Runs commands in a folder with the finished runs `run` and `other`, whose seeds differ."""
+    """Run commands in a folder with the finished runs `run` and `other`, which differ in their seeds."""
     for name in ("run", "other"):
         shutil.copytree(STORED, run_command.cwd / name, symlinks=True)
     config = run_command.cwd / "other/config.yaml"
@@ -22,30 +22,30 @@ def stored(run_command):
 
 
 def facts(run, *words, code=0):
-    """Run a command with --json in front; return its document, and what it has written to standard error."""
+    """Run a command with a leading --json; return its document and its stderr."""
     out, error = run("--json", *words, code=code)
     return json.loads(out), error
 
 
-def test_measurements_are_those_of_the_file(stored):
+def test_eval_json_equals_its_output_file(stored):
     found, error = facts(stored, "eval", "run=run", "max_samples=8", "out=measured.json")
     assert found == json.loads((stored.cwd / "measured.json").read_text())
     assert error.splitlines()[0] == f"checkpoint     {found['checkpoint']}"
 
 
-def test_samples_have_their_texts(stored):
+def test_sample_json_has_file_and_texts(stored):
     found, error = facts(stored, "sample", "run=run", "prompt='1+1'", "max_new_tokens=4", "out=drawn", "temperature=0")
     assert found["file"] == "drawn.txt"
     assert found["texts"][0].startswith("1+1")
     assert found["texts"][0] in error
 
 
-def test_an_export_has_its_folder_and_checkpoint(stored):
+def test_export_json_has_folder_and_checkpoint(stored):
     found, _ = facts(stored, "export", "run=run", "out=exported")
     assert found == {"out": "exported", "checkpoint": "step_00000004"}
 
 
-def test_a_comparison_has_both_values_of_each_difference(stored):
+def test_diff_json_has_both_values_of_each_difference(stored):
     found, error = facts(stored, "diff", "run", "other", code=1)
     assert found["settings"] == [{"key": "hparams.seed", "run": 42, "against": 1}]
     assert (found["same"], found["first_difference"], found["common_steps"]) == (False, None, 4)
@@ -54,7 +54,7 @@ def test_a_comparison_has_both_values_of_each_difference(stored):
     assert facts(stored, "diff", "run", "run")[0]["same"]
 
 
-def test_a_report_has_the_contents_of_its_file(stored):
+def test_report_json_equals_its_output_file(stored):
     (stored.cwd / "sweep").mkdir()
     for number, name in enumerate(("run", "other")):
         (stored.cwd / name).rename(stored.cwd / "sweep" / str(number))
@@ -64,7 +64,7 @@ def test_a_report_has_the_contents_of_its_file(stored):
     assert "report.json" in error
 
 
-def test_a_plan_is_that_of_its_file(run_command):
+def test_plan_json_equals_plan_json_in_the_run_directory(run_command):
     found, error = facts(run_command, "plan", *TINY_LM, "hydra.run.dir=plan")
     assert found == json.loads((run_command.cwd / "plan/plan.json").read_text())
     assert "plan/schedule.csv" in error
@@ -72,7 +72,7 @@ def test_a_plan_is_that_of_its_file(run_command):
 
 @pytest.mark.long
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_range_test_of_one_or_two_processes_prints_its_numbers_once(shell, processes):
+def test_lr_find_json_is_printed_once_with_several_processes(shell, processes):
     words = ["lr_find.steps=20", "lr_find.min=1e-4", f"distributed.nproc_per_node={processes}", "hydra.run.dir=found"]
     found, error = facts(shell.run, "lr_find", *TINY_LM, "tracking=none", "optimizer=adamw", *words)
     assert found == json.loads((shell.cwd / "found/lr_find.json").read_text())
@@ -80,7 +80,7 @@ def test_a_range_test_of_one_or_two_processes_prints_its_numbers_once(shell, pro
     assert "step 20/20" in error
 
 
-def test_a_project_and_a_sync_are_told_in_json(run_command):
+def test_new_and_sync_print_json(run_command):
     found, error = facts(run_command, "new", "my_project")
     assert found == {"dir": str(run_command.cwd / "my_project")}
     assert "pip install" in error
@@ -90,7 +90,7 @@ def test_a_project_and_a_sync_are_told_in_json(run_command):
 @pytest.mark.parametrize(
     "words", [("eval", "run=nowhere"), ("plan", "hparams.leer=1"), ("report", "dir=nowhere"), ("sync",)]
 )
-def test_an_error_stays_a_line(words, run_command):
+def test_errors_with_json_stay_one_line_on_stderr(words, run_command):
     out, error = run_command(*words, "--json", code=2)
     assert out == ""
     assert error.count("\n") == 1

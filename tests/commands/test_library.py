@@ -1,4 +1,4 @@
-"""`from foundry import compose, run`: what a script or a notebook gets, and what it keeps."""
+"""`from foundry import compose, run` in a script or notebook: results, errors, and unchanged process state."""
 
 import json
 import logging
@@ -24,7 +24,7 @@ QUIET = [*TINY_DIT, "hparams.max_steps=2", "tracking=none", "checkpoint=none", "
 
 
 class Recorder:
-    """Notes the events of a run, in a file where it is told which."""
+    """Records the events of a run, also in a file if a path is given."""
 
     def __init__(self, path=None, fail_on=None, kill_on=None):
         self.path, self.fail_on, self.kill_on, self.events = path, fail_on, kill_on, []
@@ -54,7 +54,7 @@ class Recorder:
 
 
 def process_state():
-    """What a caller's process has that a run must not change."""
+    """Return the process-wide state that a run must not change."""
     return (
         os.getcwd(),  # noqa: PTH109
         list(sys.argv),
@@ -67,16 +67,16 @@ def process_state():
     )
 
 
-def test_importing_foundry_costs_nothing():
+def test_import_foundry_does_not_import_torch_or_hydra():
     code = "import foundry, sys; sys.exit(bool({'torch', 'hydra', 'omegaconf'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_it_composes_what_the_command_line_composes():
+def test_library_compose_equals_the_command_line():
     assert compose(QUIET) == composition.configure(*QUIET)
 
 
-def test_all_config_errors_come_at_once():
+def test_library_compose_reports_all_config_errors_together():
     with pytest.raises(ConfigError) as refused:
         compose(
             [
@@ -95,13 +95,13 @@ def test_all_config_errors_come_at_once():
     ("overrides", "key"),
     [(["hparams_search=lr_range"], "hydra.mode"), (["hparams.lr=1,2"], "hparams.lr"), ("hparams.lr=1", "overrides")],
 )
-def test_a_sweep_or_a_single_text_is_refused(overrides, key):
+def test_library_compose_rejects_sweeps_and_a_plain_string(overrides, key):
     with pytest.raises(ConfigError) as refused:
         compose(overrides)
     assert [violation.key for violation in refused.value.violations] == [key]
 
 
-def test_options_of_ones_own(tmp_path):
+def test_library_compose_accepts_a_folder_of_user_options(tmp_path):
     (tmp_path / "optimizer").mkdir()
     (tmp_path / "optimizer/mine.yaml").write_text("defaults: [adamw]\nweight_decay: 0.25\n")
     assert compose([*QUIET, "optimizer=mine"], config_dir=tmp_path).optimizer.weight_decay == 0.25
@@ -111,7 +111,7 @@ def test_options_of_ones_own(tmp_path):
         compose([*QUIET, "optimizer=mine"])
 
 
-def test_two_runs_and_a_refused_one_in_a_process_that_uses_hydra(tmp_path, monkeypatch):
+def test_repeated_library_runs_keep_the_process_state_and_hydra_usable(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf/app.yaml").write_text("answer: 42\n")
@@ -132,7 +132,7 @@ def test_two_runs_and_a_refused_one_in_a_process_that_uses_hydra(tmp_path, monke
     assert recorder.events == ["start", "step", "evaluation", "step", "evaluation", "finished"]
 
 
-def test_what_an_observer_raises_ends_the_run(tmp_path):
+def test_exception_in_an_observer_fails_the_run(tmp_path):
     before = process_state()
     with pytest.raises(LookupError, match="step"):
         run(compose(QUIET), tmp_path / "run", observers=[Recorder(fail_on="step")])
@@ -141,7 +141,7 @@ def test_what_an_observer_raises_ends_the_run(tmp_path):
     assert "LookupError: step" in (tmp_path / "run/foundry.log").read_text()
 
 
-def test_a_signal_saves_and_the_same_call_resumes(tmp_path):
+def test_sigterm_saves_a_checkpoint_and_the_same_call_resumes(tmp_path):
     config, before = compose([*QUIET, "checkpoint=default"]), process_state()
     with pytest.raises(Stopped) as stopped:
         run(config, tmp_path / "run", observers=[Recorder(kill_on="step")])
@@ -150,20 +150,20 @@ def test_a_signal_saves_and_the_same_call_resumes(tmp_path):
     assert run(config, tmp_path / "run").result["step"] == 2
 
 
-def test_a_directory_of_someone_elses_is_refused_and_kept(tmp_path):
+def test_run_rejects_a_directory_with_foreign_files(tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
     with pytest.raises(ConfigError, match=r"run_dir: is .*, which holds files of another origin"):
         run(compose(QUIET), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
-def test_nothing_is_left_of_a_run_that_the_machine_refuses(tmp_path):
+def test_run_rejected_by_the_machine_leaves_no_files(tmp_path):
     with pytest.raises(ConfigError, match=r"distributed\.backend: is nccl"):
         run(compose([*QUIET, "distributed.backend=nccl"]), tmp_path / "a/run")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_another_thread_trains_one_process_and_refuses_several(tmp_path):
+def test_run_in_another_thread_supports_a_single_process_only(tmp_path):
     assert threading.current_thread() is threading.main_thread()
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(run, compose(QUIET), tmp_path / "run").result().result["step"] == 2
@@ -175,7 +175,7 @@ def test_another_thread_trains_one_process_and_refuses_several(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.distributed
-def test_several_processes_are_started_as_by_the_command(tmp_path):
+def test_library_run_starts_several_processes(tmp_path):
     config, before = (
         compose([*QUIET, "distributed=ddp", "distributed.nproc_per_node=2", "hparams.global_batch_size=32"]),
         process_state(),

@@ -1,4 +1,4 @@
-"""`foundry COMMAND`: which word is a command, and the lines about words that are none."""
+"""`foundry COMMAND`: selection of the command, and errors for unknown words."""
 
 import importlib
 import subprocess
@@ -17,7 +17,7 @@ NO_COMMANDS = {"__init__", "completion", "composed_command", "data_eval", "libra
 
 @pytest.fixture
 def started(monkeypatch):
-    """Calls `main` with arguments; returns the command that it starts and the arguments that this one gets."""
+    """Return a function that calls `main` and returns the started command with its arguments."""
 
     def start(*arguments, **own):
         seen = []
@@ -56,11 +56,11 @@ def started(monkeypatch):
         (["diff", "eval", "plan"], "diff", ["eval", "plan"]),
     ],
 )
-def test_the_first_word_that_is_no_override_is_the_command(arguments, command, passed_on, started):
+def test_first_word_that_is_no_override_selects_the_command(arguments, command, passed_on, started):
     assert started(*arguments) == (command, arguments if passed_on is None else passed_on)
 
 
-def test_a_projects_own_options_are_those_of_runs(started):
+def test_project_config_flags_apply_to_composing_commands_only(started):
     own = {"config_dir": Path("conf"), "config_name": "mine"}
     flags = ["--config-dir", "conf", "--config-name", "mine"]
     assert started("plan", "a=1", **own) == ("plan", [*flags, "a=1"])
@@ -68,12 +68,12 @@ def test_a_projects_own_options_are_those_of_runs(started):
     assert started("eval", "run=x", **own) == ("eval", ["run=x"])
 
 
-def test_the_words_of_a_run_are_not_mistaken_for_commands():
+def test_find_word_skips_overrides_and_flag_values():
     assert find_word(["a=1", "~b", "-c", "job"]) is None
     assert find_word(["a=1", "word", "other"]) == 1
 
 
-def test_each_module_of_the_room_is_a_command_or_a_part_of_one(run_command):
+def test_every_command_module_is_listed_in_the_help(run_command):
     assert {path.stem for path in PACKAGE.glob("*.py")} - NO_COMMANDS == set(COMMANDS)
     page, _ = run_command("--help")
     for name in COMMANDS:
@@ -98,19 +98,19 @@ def test_each_module_of_the_room_is_a_command_or_a_part_of_one(run_command):
         (["eval", "rum=x", "run=y"], "rum: is no option; did you mean run?"),
     ],
 )
-def test_a_word_that_is_no_command_is_a_line(words, line, run_command):
+def test_unknown_word_gives_a_one_line_error(words, line, run_command):
     out, error = run_command(*words, code=2)
     assert out == ""
     assert error.startswith(line)
     assert error.count("\n") == 1
 
 
-def test_words_without_a_key_are_reported_with_the_other_errors(run_command):
+def test_words_without_a_key_are_reported_with_other_config_errors(run_command):
     _, error = run_command("diffusion", "hparams.lr=-1", code=2)
     assert [line.partition(":")[0] for line in error.splitlines()] == ["diffusion", "hparams.lr"]
 
 
-def test_a_page_of_help_imports_no_torch(tmp_path):
+def test_help_pages_do_not_import_torch(tmp_path):
     for words in (["--help"], ["eval", "--help"], ["help", "plan"]):
         code = (
             f"import sys; sys.argv = ['foundry', *{words!r}]\n"
@@ -124,6 +124,6 @@ def test_a_page_of_help_imports_no_torch(tmp_path):
         assert done.stdout.startswith("foundry ")
 
 
-def test_a_command_is_that_of_its_module(run_command):
+def test_command_equals_running_its_module(run_command):
     for words in (["report", "dir=nowhere"], ["export", "run=nowhere", "out=new"]):
         assert run_command(*words, code=2) == run_command(*words[1:], module=f"foundry.{words[0]}", code=2)

@@ -1,4 +1,4 @@
-"""`model=base`: what it becomes, and what is wrong with it, before anything is built."""
+"""`model=base`: the model config it resolves to, and its errors at composition time."""
 
 import os
 
@@ -17,7 +17,7 @@ FEW = ["data.seq_len=32", "debug=fast"]
 
 @pytest.fixture
 def run_dir(tmp_path):
-    """What composing looks at of a run: its settings, its tokenizer and the names of its checkpoints."""
+    """The parts of a run directory that composition reads: config.yaml, tokenizer.json and checkpoint names."""
     folder = tmp_path / "base"
     for step in (10, 20):
         (folder / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
@@ -40,7 +40,7 @@ def refused(*overrides):
     return str(error.value)
 
 
-def test_it_becomes_the_run_s_model_with_its_weights_and_tokenizer(run_dir):
+def test_base_takes_model_weights_and_tokenizer_of_the_run(run_dir):
     config = compose(["model=base", f"model.path={run_dir}", *FEW])
     was = configure(*SMALL_LM, "data.vocab_size=300").model
     assert isinstance(config.model, Transformer)
@@ -53,14 +53,14 @@ def test_it_becomes_the_run_s_model_with_its_weights_and_tokenizer(run_dir):
     assert compose(["model=base", f"model.path={run_dir}", "model.which=best", *FEW]).model.init_from.endswith("10")
 
 
-def test_a_tokenizer_and_a_size_that_are_given_stay(run_dir, tmp_path):
+def test_base_keeps_explicit_tokenizer_and_vocab_size(run_dir, tmp_path):
     (tmp_path / "own.json").write_text("{}")
     own = ["data.vocab_size=280", f"data.tokenizer={tmp_path / 'own.json'}"]
     data = compose(["model=base", f"model.path={run_dir}", *own, *FEW]).data
     assert (data.vocab_size, data.tokenizer) == (280, str(tmp_path / "own.json"))
 
 
-def test_a_folder_of_transformers_becomes_model_hf(tmp_path):
+def test_base_on_a_transformers_folder_becomes_model_hf(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 320}')
     config = compose(["model=base", f"model.path={tmp_path}", *FEW])
     assert isinstance(config.model, HuggingFace)
@@ -71,7 +71,7 @@ def test_a_folder_of_transformers_becomes_model_hf(tmp_path):
     assert refused(f"model.path={tmp_path}", "model.trust=true", *FEW).startswith("model.trust: ")
 
 
-def test_a_run_over_a_folder_of_transformers_is_built_from_its_own_copy(run_dir, tmp_path):
+def test_base_on_a_huggingface_run_uses_the_copy_in_the_run_directory(run_dir, tmp_path):
     target = "foundry.models.pretrained.huggingface.HuggingFaceCausalLM"
     settings = yaml.safe_load((run_dir / "config.yaml").read_text())
     settings["model"] = {"_target_": target, "path": str(tmp_path / "gone"), "vocab_size": 300, "max_seq_len": 32}
@@ -103,27 +103,27 @@ def test_a_run_over_a_folder_of_transformers_is_built_from_its_own_copy(run_dir,
         (["model.path=RUN", "model.which=null"], "model.which: cannot be null"),
     ],
 )
-def test_errors_are_a_line_each(run_dir, overrides, start):
+def test_invalid_base_overrides_give_one_line_errors(run_dir, overrides, start):
     message = refused(*FEW, *(override.replace("RUN", str(run_dir)) for override in overrides))
     assert message.startswith(start.replace("RUN", str(run_dir)))
     assert "\n" not in message
 
 
-def test_exported_adapters_are_no_base(run_dir):
+def test_base_rejects_exported_adapters_without_base_weights(run_dir):
     (run_dir / "adapter_config.json").touch()
     message = refused(*FEW, f"model.path={run_dir}")
     assert message.startswith("model.path: is ")
     assert "which holds adapters without their base; give the run" in message
 
 
-def test_a_base_of_images_is_none_for_text(run_dir):
+def test_base_rejects_an_image_model_for_text_data(run_dir):
     save_config(configure("hparams=diffusion", "model=dit", "data=digits", "objective=diffusion"), run_dir)
     (run_dir / "tokenizer.json").unlink()
     message = refused(*FEW, f"model.path={run_dir}")
     assert message == f"model.path: is {run_dir}, whose model is DiT, but the data is text; choose a language model"
 
 
-def test_a_run_without_a_checkpoint_or_without_its_tokenizer(run_dir):
+def test_base_rejects_a_run_without_checkpoint_or_tokenizer(run_dir):
     (run_dir / "tokenizer.json").unlink()
     assert "has no tokenizer.json" in refused(f"model.path={run_dir}", *FEW)
     (run_dir / "tokenizer.json").symlink_to("/etc/passwd")
@@ -133,7 +133,7 @@ def test_a_run_without_a_checkpoint_or_without_its_tokenizer(run_dir):
     assert refused(f"model.path={run_dir}", *FEW).endswith("there are: none")
 
 
-def test_other_errors_are_told_together_with_the_base_s(run_dir):
+def test_base_errors_are_reported_with_other_config_errors(run_dir):
     message = refused(f"model.path={run_dir}", "model.which=best", "data=text", *FEW)
     assert [line.partition(":")[0] for line in message.splitlines()] == ["model.which", "data.path"]
 
@@ -147,7 +147,7 @@ def test_other_errors_are_told_together_with_the_base_s(run_dir):
         {"_args_": [1]},
     ],
 )
-def test_what_a_stranger_s_run_names_is_not_built(run_dir, model):
+def test_base_requires_trust_for_foreign_targets_in_a_run(run_dir, model):
     record(run_dir, **model)
     message = refused(f"model.path={run_dir}", *FEW)
     assert message.startswith("model.path: ")
@@ -166,7 +166,7 @@ def test_what_a_stranger_s_run_names_is_not_built(run_dir, model):
         {"_target_": "???", "path": "x"},
     ],
 )
-def test_a_model_that_foundry_has_not_written_is_a_line(run_dir, model):
+def test_malformed_model_settings_of_a_run_give_a_one_line_error(run_dir, model):
     record(run_dir, **model)
     for trust in ("false", "true"):
         message = refused(f"model.path={run_dir}", f"model.trust={trust}", *FEW)
@@ -175,20 +175,20 @@ def test_a_model_that_foundry_has_not_written_is_a_line(run_dir, model):
 
 
 @pytest.mark.parametrize("content", ["", "[]", "model: 3", "a: &x 1\nb: *x", "model: !!python/object:os.x {}", "\0"])
-def test_settings_that_are_none_are_a_line(run_dir, content):
+def test_invalid_config_yaml_of_a_run_gives_a_one_line_error(run_dir, content):
     (run_dir / "config.yaml").write_text(content)
     message = refused(f"model.path={run_dir}", *FEW)
     assert message.startswith("model.path: ")
     assert "\n" not in message
 
 
-def test_a_pipe_in_the_place_of_settings_is_not_waited_on(run_dir):
+def test_base_does_not_block_on_a_fifo_as_config_yaml(run_dir):
     (run_dir / "config.yaml").unlink()
     os.mkfifo(run_dir / "config.yaml")
     assert refused(f"model.path={run_dir}", *FEW).startswith("model.path: ")
 
 
-def test_a_model_of_the_user_s_own_is_taken_if_it_is_trusted(run_dir):
+def test_base_accepts_a_custom_model_with_trust(run_dir):
     settings = yaml.safe_load((run_dir / "config.yaml").read_text())
     settings["model"] = {"_target_": "torch.nn.Linear", "in_features": 2, "out_features": 3}
     (run_dir / "config.yaml").write_text(yaml.safe_dump(settings))

@@ -1,4 +1,4 @@
-"""Choosing a method chooses its hyperparameters, unless the user chooses them."""
+"""An objective or dataset sets its default hyperparameters; explicit overrides take precedence."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ REWARDS = ["objective=grpo", "data=arithmetic", "data.form=prompts", "environmen
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with the config.json of a base, and recordings of a robot in `recorded`."""
+    """A folder with the config.json of a base model, and robot recordings in `recorded`."""
     made = tmp_path_factory.mktemp("own")
     sizes = '{"model_type": "llama", "vocab_size": 4096, "max_position_embeddings": 256}'
     (made / "config.json").write_text(sizes)
@@ -46,7 +46,7 @@ def folder(tmp_path_factory):
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_a_method_brings_optimizer_rate_batch_and_budget(words, batch, rates, epochs, folder):
+def test_method_sets_optimizer_learning_rate_batch_size_and_epochs(words, batch, rates, epochs, folder):
     words = [word.replace("BASE", str(folder)) for word in words]
     for adapters, rate in zip(([], ["peft=lora"]), rates, strict=True):
         config = configure(*words, *adapters)
@@ -56,13 +56,13 @@ def test_a_method_brings_optimizer_rate_batch_and_budget(words, batch, rates, ep
         assert type(config.optimizer) is AdamW
 
 
-def test_rewards_are_the_metric_of_a_run_that_learns_from_them():
+def test_grpo_selects_by_validation_reward():
     evaluation = configure(*REWARDS).evaluation
     assert (evaluation.metric, evaluation.direction) == ("val_reward", Direction.maximize)
     assert evaluation.evaluators["held_out"] is None
 
 
-def test_a_student_on_policy_learns_from_whole_rollouts(folder):
+def test_on_policy_distillation_sets_batch_size_to_the_rollout_size(folder):
     prompts = ["objective=distillation", f"objective.teacher={folder}", "data=arithmetic", "data.form=prompts"]
     for more, size in (([], 16), (["objective.num_prompts_per_step=6"], 6)):
         config = configure(*prompts, "objective.mode=on_policy", "evaluation=answers", *more)
@@ -70,7 +70,7 @@ def test_a_student_on_policy_learns_from_whole_rollouts(folder):
         assert config.hparams.epochs == 1
 
 
-def test_given_settings_win():
+def test_explicit_overrides_take_precedence_over_method_defaults():
     given = ["hparams.lr=3e-3", "hparams.global_batch_size=6", "optimizer=sgd", "scheduler.warmup=0"]
     config = configure(*CHATS, *given)
     assert (config.hparams.lr, config.hparams.global_batch_size, config.hparams.epochs) == (3e-3, 6, 3)
@@ -81,13 +81,13 @@ def test_given_settings_win():
 
 
 @pytest.mark.parametrize("budget", ["hparams.max_steps=700", "hparams.train_samples=700"])
-def test_a_given_budget_is_the_only_one(budget):
+def test_explicit_budget_replaces_the_default_epochs(budget):
     assert configure(*CHATS, budget).hparams.epochs is None
     assert configure(*CHATS, budget, "hparams.epochs=2").hparams.epochs == 2
     assert configure(*CHATS, "debug=fast").hparams.max_steps == 5
 
 
-def test_text_is_learnt_with_the_default_hyperparameters():
+def test_text_training_uses_the_default_hyperparameters():
     assert {"hparams": DEFAULT_HPARAMS} in OmegaConf.load(f"{config_dir()}/config.yaml").defaults
     assert configure() == configure(f"hparams={DEFAULT_HPARAMS}")
     assert type(configure().optimizer) is Muon
@@ -98,7 +98,7 @@ def test_text_is_learnt_with_the_default_hyperparameters():
     [["data=lerobot"], ["hparams=policy", "data=lerobot"], ["objective=flow_policy", "data=lerobot"]],
     ids=" ".join,
 )
-def test_recordings_need_their_path_only(words, folder):
+def test_lerobot_data_requires_only_a_path(words, folder):
     config = configure(*words, f"data.path={folder / 'recorded'}")
     assert config.simulator._target_ is None
     assert (config.evaluation.metric, set(config.evaluation.evaluators)) == ("val_loss", {"held_out"})
@@ -106,27 +106,27 @@ def test_recordings_need_their_path_only(words, folder):
     assert (config.data.state_dim, config.data.action_dim) == (3, 2)
 
 
-def test_recordings_are_judged_in_a_simulator_that_is_chosen(folder):
+def test_chosen_simulator_makes_success_the_metric_of_recordings(folder):
     own = ["hparams=policy", "data=lerobot", f"data.path={folder / 'recorded'}"]
     config = configure(*own, "simulator=around", "data.state_dim=3")
     assert config.evaluation.metric == "val_success"
     assert configure(*own, "evaluation=default").simulator._target_ is None
 
 
-def test_pictures_that_are_not_square_get_a_size(folder):
+def test_image_size_defaults_to_the_shorter_side_of_non_square_images(folder):
     own = ["data=lerobot", f"data.path={folder / 'recorded'}", "data.image_key=observation.images.front"]
     assert configure(*own).data.image_size == 40
     assert configure(*own, "data.image_size=16").model.image_size == 16
 
 
 @pytest.mark.parametrize("words", [["data=demonstrations"], ["objective=diffusion_policy"], ["hparams=policy"]])
-def test_a_policy_brings_demonstrations_and_their_simulator(words):
+def test_policy_training_defaults_to_demonstrations_and_their_simulator(words):
     config = configure(*words)
     assert (config.data.episodes, config.simulator.task) == (300, "around")
     assert config.evaluation.metric == "val_success"
 
 
-def test_diffusion_brings_model_and_data():
+def test_diffusion_objective_sets_model_data_and_learning_rate():
     config = configure("objective=diffusion")
     assert (config.hparams.lr, type(config.model).__name__, type(config.data).__name__) == (5e-4, "DiT", "Digits")
 
@@ -140,7 +140,7 @@ def test_diffusion_brings_model_and_data():
     ],
     ids=["by its schema", "by the option it extends", "of one's own"],
 )
-def test_an_objective_of_ones_own(yaml, rate, tmp_path):
+def test_custom_objective_gets_the_method_defaults_of_its_schema(yaml, rate, tmp_path):
     (tmp_path / "objective").mkdir()
     (tmp_path / "objective" / "mine.yaml").write_text(yaml)
     found = compose_with_folder(tmp_path, "objective=mine", "data=arithmetic")
@@ -148,7 +148,7 @@ def test_an_objective_of_ones_own(yaml, rate, tmp_path):
 
 
 @pytest.mark.parametrize(("chosen", "rate"), [("", 2e-5), (", override /hparams: llm", 4e-3)])
-def test_an_experiment_of_ones_own_may_choose_others(chosen, rate, tmp_path):
+def test_experiment_can_override_the_hparams_of_its_objective(chosen, rate, tmp_path):
     (tmp_path / "experiment").mkdir()
     text = f"# @package _global_\ndefaults: [override /objective: sft, override /data: arithmetic{chosen}]\n"
     (tmp_path / "experiment" / "mine.yaml").write_text(text)
@@ -156,7 +156,7 @@ def test_an_experiment_of_ones_own_may_choose_others(chosen, rate, tmp_path):
 
 
 def compose_with_folder(folder, *overrides):
-    """Compose with the options of a folder."""
+    """Compose with a folder of user options on the search path."""
     install()
     with initialize_config_dir(config_dir(), version_base="1.3"):
         return to_config(hydra_compose("config", [f"hydra.searchpath=[{folder}]", *overrides]))

@@ -45,14 +45,14 @@ class Part:
     ],
     ids=["plain", "keywords", "asking", "wrapped", "field of its own"],
 )
-def test_what_is_offered_goes_to_parts_that_name_it(node, expected):
+def test_build_passes_offered_arguments_to_functions_that_name_them(node, expected):
     assert build(node, offered={"precision": "fp32"}, model="m") == expected
 
 
-def test_a_class_is_offered_what_its_constructor_names():
+def test_build_passes_offered_arguments_that_a_constructor_names():
     assert vars(build({"_target_": f"{HERE}.Part"}, offered={"precision": "fp32"}, model="m"))["precision"] == "fp32"
 
 
-def test_a_compiled_function_without_a_signature_is_offered_nothing():
+def test_build_offers_nothing_to_a_builtin_without_a_signature():
     assert build({"_target_": "builtins.dict", "size": 3}, offered={"precision": "fp32"}) == {"size": 3}
     assert math.isnan(build({"_target_": f"{HERE}.anything"}, offered={"x": 0.0}, y=math.nan)["y"])

@@ -1,4 +1,4 @@
-"""Checks of a part with the rest of the run, which stand in its schema."""
+"""Checks that a schema declares against the rest of the run (`check_with`)."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from foundry.core.errors import ConfigError, Violation
 
 @dataclass(frozen=True)
 class Own:
-    """A part that knows the largest learning rate and number of ranks."""
+    """A part with a limit on the learning rate in multi-rank runs."""
 
     key: str
 
@@ -27,7 +27,7 @@ def violations(config, nproc_per_node):
     return [str(found) for rule in rules(config) for found in rule(config, launch)]
 
 
-def test_every_group_is_checked_with_the_run_and_its_launch():
+def test_check_with_of_every_group_gets_the_run_and_the_launch():
     config = configure("hparams.lr=0.5")
     own = replace(config, model=Own("model"), data=Own("data"), objective={"_target_": "own.Loss"})
     lines = [line for line in violations(own, 2) if "learns at most" in line]
@@ -35,7 +35,7 @@ def test_every_group_is_checked_with_the_run_and_its_launch():
     assert not [line for line in violations(own, 1) if "learns at most" in line]
 
 
-def test_a_value_out_of_its_bounds_ends_only_the_checks_that_read_it():
+def test_out_of_range_value_skips_only_the_checks_that_read_it():
     with pytest.raises(ConfigError) as error:
         compose("hparams.lr=-1", "scheduler.min_lr=1", "optimizer=muon", "peft=lora", "precision=pure_bf16")
     assert [found.key for found in error.value.violations] == ["hparams.lr", "optimizer", "precision"]

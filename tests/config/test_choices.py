@@ -1,4 +1,4 @@
-"""Compositions that share the work for the same choices of options are those that Hydra composes."""
+"""Compositions cached by config group choices equal those of Hydra."""
 
 import pytest
 from hydra import initialize_config_dir
@@ -41,7 +41,7 @@ REFUSED = [
 
 @pytest.fixture(autouse=True)
 def kept_choices():
-    """Have each composition of this file keep its own."""
+    """Replace the shared cache of choices: each composition in this file uses its own."""
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def loader():
 
 @pytest.fixture(scope="module")
 def loads(loader):
-    """Return `composed(overrides)`, and a list of the overrides that Hydra has composed for it."""
+    """Return `composed(overrides)`, and a list of the overrides that it passed to Hydra."""
     calls, choices = [], Choices()
 
     def load(overrides):
@@ -68,7 +68,7 @@ def loads(loader):
 
 
 @pytest.mark.parametrize("overrides", some_of(OVERRIDES, *OVERRIDES[::3]), ids=" ".join)
-def test_a_shared_composition_is_the_one_that_hydra_makes(loader, loads, overrides):
+def test_cached_composition_equals_the_composition_by_hydra(loader, loads, overrides):
     composed, calls = loads
     composed([*overrides, "hparams.max_steps=7"])
     calls.clear()
@@ -81,7 +81,7 @@ def test_a_shared_composition_is_the_one_that_hydra_makes(loader, loads, overrid
 
 
 @pytest.mark.parametrize("overrides", REFUSED, ids=" ".join)
-def test_a_shared_composition_fails_as_hydra_does(loader, loads, overrides):
+def test_cached_composition_raises_the_same_error_as_hydra(loader, loads, overrides):
     composed, _ = loads
     with pytest.raises(Exception, match=r".") as expected:
         load_unchecked(loader, CONFIG_NAME, overrides)
@@ -91,21 +91,21 @@ def test_a_shared_composition_fails_as_hydra_does(loader, loads, overrides):
     assert str(shared.value.__cause__) == str(expected.value.__cause__)
 
 
-def test_a_change_of_one_composition_is_not_in_the_next(loads):
+def test_mutating_a_composition_does_not_affect_the_next(loads):
     composed, _ = loads
     composed([]).hparams.lr = 7.0
     assert composed([]).hparams.lr != 7.0
 
 
-def test_the_folder_of_the_process_is_the_one_of_now(loads, monkeypatch, tmp_path):
+def test_cached_composition_has_the_current_working_directory(loads, monkeypatch, tmp_path):
     composed, _ = loads
     composed([])
     monkeypatch.chdir(tmp_path)
     assert composed([]).hydra.runtime.cwd == str(tmp_path)
 
 
-def test_a_refused_composition_reads_its_options_twice(monkeypatch):
-    """Once to fail, and once for all that finding every error composes."""
+def test_refused_composition_loads_its_options_twice(monkeypatch):
+    """The first load fails; the second one serves all compositions of the error search."""
     install()
     reads = []
     original = Choices.compose
@@ -121,7 +121,7 @@ def test_a_refused_composition_reads_its_options_twice(monkeypatch):
 
 
 @pytest.mark.long
-def test_an_option_edited_between_two_calls_of_the_library_is_seen(tmp_path):
+def test_library_compose_rereads_an_option_file_after_an_edit(tmp_path):
     option = tmp_path / "scheduler" / "mine.yaml"
     option.parent.mkdir()
     for decay in ("0.1", "0.2"):

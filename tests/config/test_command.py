@@ -1,4 +1,4 @@
-"""`python -m foundry.<name> key=value`."""
+"""Options of `python -m foundry.<name> key=value`."""
 
 import os
 import pty
@@ -47,7 +47,7 @@ def test_overrides_become_typed_options():
         (["num_tokens=[1"], "num_tokens=[1: is not of the form key=value"),
     ],
 )
-def test_a_config_error_is_one_line(overrides, message):
+def test_invalid_option_gives_a_one_line_error(overrides, message):
     with pytest.raises(ConfigError) as refused:
         parse_options(Options, ["run=a", "out=b", *overrides])
     assert len(refused.value.violations) == 1
@@ -55,7 +55,7 @@ def test_a_config_error_is_one_line(overrides, message):
     assert str(refused.value).startswith(message)
 
 
-def test_all_config_errors_come_at_once():
+def test_all_option_errors_are_reported_together():
     with pytest.raises(ConfigError) as refused:
         parse_options(Options, ["nonsense", "runn=a", "num_tokens=x"])
     keys = [violation.key for violation in refused.value.violations]
@@ -64,7 +64,7 @@ def test_all_config_errors_come_at_once():
 
 
 @pytest.mark.parametrize("schema", [SampleOptions, ExportOptions])
-def test_a_run_is_required(schema):
+def test_sample_and_export_require_a_run(schema):
     with pytest.raises(ConfigError, match="run: has no value; give it as run="):
         parse_options(schema, [])
 
@@ -77,7 +77,7 @@ def test_a_run_is_required(schema):
         ("foundry.export", ["run", "out", "which", "ema"]),
     ],
 )
-def test_help_is_answered_without_torch(module, options):
+def test_command_help_does_not_import_torch(module, options):
     code = (
         f"import runpy, sys; sys.argv = ['{module}', '--help']; runpy.run_module('{module}', run_name='__main__'); "
         "sys.exit(3 if 'torch' in sys.modules else 0)"
@@ -100,7 +100,7 @@ def test_help_is_answered_without_torch(module, options):
         ("foundry.sample", ["rum=x", "run=y"], "rum: is no option; did you mean run?"),
     ],
 )
-def test_a_config_error_exits_with_2_and_a_line(run_command, module, overrides, message):
+def test_config_error_of_a_command_exits_with_2_and_one_line(run_command, module, overrides, message):
     stdout, stderr = run_command(*overrides, module=module, code=2)
     assert stdout == ""
     assert stderr.startswith(message)
@@ -110,8 +110,8 @@ def test_a_config_error_exits_with_2_and_a_line(run_command, module, overrides, 
 @pytest.mark.parametrize(
     ("output", "unbuffered", "code"), [(os.pipe, "", 0), (os.pipe, "1", 141), (pty.openpty, "", 0)]
 )
-def test_output_that_nobody_reads_any_more_is_no_failure(output, unbuffered, code):
-    """Python itself would end with 120, or with a traceback."""
+def test_closed_output_pipe_gives_no_traceback(output, unbuffered, code):
+    """Without special handling, Python exits with 120 or prints a traceback."""
     reader, writer = output()
     os.close(reader)
     command = [sys.executable, "-m", "foundry", "--version"]

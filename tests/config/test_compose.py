@@ -1,4 +1,4 @@
-"""What Hydra refuses, wherever a configuration is composed."""
+"""Composition of all options and experiments, its errors, and the help page."""
 
 import re
 import subprocess
@@ -37,12 +37,12 @@ TASKS = {"llm": ("transformer", "stdlib"), "diffusion": ("dit", "digits")}
 
 @pytest.mark.parametrize("place", range(max(len(OPTIONS[group]) for group in FREE)))
 def test_every_option_of_free_groups_composes(compose, place):
-    """A composition takes a fifth of a second, so the options at one place of all groups share it."""
+    """One composition takes 0.2 seconds, so it covers one option of each group."""
     config = to_config(compose(*free_words(place)))
     assert all(plain(config)[group] is not None for group in FREE)
 
 
-# By default tests/evidence/test_compositions.py composes each option and each experiment.
+# In the default selection, tests/evidence/test_compositions.py composes each option and each experiment.
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("group", "option"),
@@ -59,16 +59,16 @@ def test_every_option_composes(compose, group, option):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [p.stem for p in (Path(config_dir()) / "experiment").glob("*.yaml")])
-def test_every_experiment_composes_to_something_of_its_own(compose, name):
+def test_every_experiment_composes_and_differs_from_the_default(compose, name):
     overrides = [f"experiment={name}"]
-    if "model.path=" in (Path(config_dir()) / "experiment" / f"{name}.yaml").read_text():  # a run of the user's
+    if "model.path=" in (Path(config_dir()) / "experiment" / f"{name}.yaml").read_text():  # needs a run of the user
         with pytest.raises(ConfigError, match=r"^model\.path: has no value"):
             compose(*overrides)
     else:
         assert plain(to_config(compose(*overrides))) != plain(to_config(compose()))
 
 
-def test_diffusion_selects_its_task_and_leaves_the_rest_open(compose):
+def test_diffusion_hparams_set_the_task_and_allow_other_overrides(compose):
     config = to_config(compose("hparams=diffusion", "scheduler=wsd", "objective.prediction=epsilon"))
     assert type(config.model).__name__ == "DiT"
     assert type(config.scheduler).__name__ == "WSD"
@@ -91,30 +91,30 @@ Z_LOSS = "hparams.z_loss_coefficient=0.25"
         (["hparams=policy", "objective=flow_policy", SEED], {"seed": 7}),
     ],
 )
-def test_objectives_follow_seed_and_z_loss_of_the_run(compose, words, expected):
+def test_objectives_inherit_seed_and_z_loss_from_hparams(compose, words, expected):
     objective = to_config(compose(*words)).objective
     assert {name: getattr(objective, name) for name in expected} == expected
 
 
-def test_aliases_mean_what_they_stand_for(compose):
+def test_precision_aliases_resolve_to_their_modes(compose):
     for alias, name in {"amp": "amp_bfloat16", "amp_bf16": "amp_bfloat16", "float32": "fp32"}.items():
         assert compose(f"precision={alias}").precision.mode.name == name
 
 
-def test_accumulation_is_computed(compose):
+def test_accum_freq_is_computed_from_batch_sizes_and_ranks(compose):
     overrides = ["hparams.global_batch_size=64", "hparams.per_gpu_batch_size=8", "distributed.nproc_per_node=2"]
     assert compose(*overrides).hparams.accum_freq == 4
     with pytest.raises(ConfigError, match=r"hparams\.accum_freq: is computed"):
         compose("hparams.accum_freq=7")
 
 
-def test_ranks_that_share_their_samples_accumulate_as_one(compose, monkeypatch):
+def test_accum_freq_counts_data_parallel_ranks_only(compose, monkeypatch):
     monkeypatch.setattr(Distributed, "dp_size", lambda self, world_size: world_size // 2)
     sizes = ("hparams.global_batch_size=32", "hparams.per_gpu_batch_size=4")
     assert compose("distributed=fsdp", "distributed.nproc_per_node=4", *sizes).hparams.accum_freq == 4
 
 
-def test_defaults_of_the_schemas_are_the_source_documents():
+def test_schema_defaults_match_the_source_documents():
     hparams = OmegaConf.structured(group_schemas("hparams")["HParams"])
     assert (hparams.global_batch_size, hparams.per_gpu_batch_size, hparams.seed, hparams.lr) == (512, 8, 42, 1e-4)
     adamw = group_schemas("optimizer")["AdamW"]()
@@ -123,7 +123,7 @@ def test_defaults_of_the_schemas_are_the_source_documents():
     assert (wsd.warmup, wsd.decay, wsd.min_lr) == ("1000", "0.3", 0.0)
 
 
-def test_all_config_errors_come_in_one_answer(compose):
+def test_all_config_errors_are_reported_together(compose):
     with pytest.raises(ConfigError) as refused:
         compose("hparams.leer=1", "scheduler=wds", "hparams.per_gpu_batch_size=7", "precision.mode=fp8")
     keys = {violation.key for violation in refused.value.violations}
@@ -132,7 +132,7 @@ def test_all_config_errors_come_in_one_answer(compose):
     assert "did you mean wsd?" in str(refused.value)
 
 
-def test_a_users_own_part_needs_no_schema(compose, tmp_path, monkeypatch):
+def test_custom_model_composes_without_a_schema(compose, tmp_path, monkeypatch):
     (tmp_path / "mypkg.py").write_text("class MyModel:\n    def __init__(self, *, width, nested):\n        pass\n")
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "model").mkdir()
@@ -143,7 +143,7 @@ def test_a_users_own_part_needs_no_schema(compose, tmp_path, monkeypatch):
         compose(*overrides, "model.widht=9")
 
 
-def test_a_wrong_yaml_is_named(compose, tmp_path):
+def test_unknown_key_in_an_option_file_is_reported_with_the_file(compose, tmp_path):
     (tmp_path / "optimizer").mkdir()
     (tmp_path / "optimizer" / "mine.yaml").write_text("defaults: [adamw, _self_]\nweight_decya: 0.1\n")
     with pytest.raises(ConfigError, match=r"mine.*weight_decya") as refused:
@@ -151,7 +151,7 @@ def test_a_wrong_yaml_is_named(compose, tmp_path):
     assert len(refused.value.violations) == 1
 
 
-def test_saved_configuration_reads_back_typed(compose, tmp_path):
+def test_saved_config_loads_as_an_equal_typed_config(compose, tmp_path):
     for overrides in (["hparams=diffusion", "scheduler=wsd"], ["distributed=hsdp", "distributed.num_replicas=1"], []):
         config = to_config(compose(*overrides))
         save_config(config, tmp_path)
@@ -173,14 +173,14 @@ WRONG = ["hparams.per_gpu_batch_size=7"]
     ],
     ids=["run", "cfg", "sweep", "sweep-two", "sweep-option", "sweep-fixed"],
 )
-def test_refused_wherever_it_is_composed(overrides, run_command):
+def test_config_error_exits_with_2_in_runs_cfg_and_sweeps(overrides, run_command):
     stderr = run_command(*overrides, code=2)[1]
     assert "Traceback" not in stderr
     assert "HYDRA_FULL_ERROR" not in stderr
     assert list(run_command.cwd.iterdir()) == [], "nothing may be created"
 
 
-def test_help_lists_every_option_of_every_group_and_those_of_the_user(run_command):
+def test_help_lists_built_in_and_user_options_of_every_group(run_command):
     own = run_command.cwd / "own" / "scheduler" / "mine.yaml"
     own.parent.mkdir(parents=True)
     own.write_text("_target_: mine.Schedule\n")
@@ -200,18 +200,18 @@ def test_help_lists_every_option_of_every_group_and_those_of_the_user(run_comman
     assert by_search_path == stdout
 
 
-def test_help_of_a_sweep_is_about_sweeps(run_command):
+def test_sweep_help_lists_sweeper_and_launcher_settings(run_command):
     stdout = run_command("-m", "--help")[0]
     named = {line.split()[0] for line in stdout.splitlines() if line.startswith("  ")}
     assert {"hydra.sweeper.zip", "hydra.sweeper.n_trials", "hydra.launcher.n_jobs", "hydra.launcher.nodes"} <= named
     assert "hparams_search=lr_range,optuna_tpe" in stdout
 
 
-def test_help_alone_is_the_page_that_a_composition_gives(run_command):
+def test_help_without_overrides_equals_the_composed_help_page(run_command):
     assert run_command("--help") == run_command("--help", "hydra.job.name=foundry")
 
 
-def test_help_and_composition_import_nothing_of_a_run():
+def test_help_and_composition_import_no_training_libraries():
     code = (
         "import sys, foundry.commands.main, foundry.config.composition.compose as c; "
         "from foundry.sweeps.plugins import register; "

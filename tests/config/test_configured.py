@@ -1,4 +1,4 @@
-"""Parts that take their settings as one object of their schema."""
+"""`configured_by`: parts that take their settings as one schema object or as keywords."""
 
 import inspect
 from dataclasses import dataclass, field, fields
@@ -34,7 +34,7 @@ class Tray:
 
 @dataclass(frozen=True, kw_only=True)
 class Kitchen:
-    """Of several parts, so that it names none."""
+    """A schema shared by several parts: `_target_` has no default."""
 
     _target_: str
     init_from: str | None = setting(None, "for the builder")
@@ -68,19 +68,19 @@ class Apprentice(Baker):
         self.speed = speed
 
 
-def test_keywords_and_an_object_give_the_same():
+def test_keywords_and_settings_object_are_equivalent():
     settings = Oven(heat=200.0, seed=0, dough="a")
     assert bake(heat=200.0, dough="a") == bake(settings) == bake(settings=settings) == (settings, 30)
     assert bake(settings, minutes=5)[1] == bake(dough="a", minutes=5)[1] == 5
     assert Baker.of(heat=200.0, dough="a").settings == Baker.of(settings).settings == settings
 
 
-def test_a_keyword_of_the_function_itself_is_no_setting():
+def test_own_keyword_of_a_function_shadows_the_setting():
     assert Baker(heat=1.0, dough="mine").dough == "mine"
     assert Baker(heat=1.0).dough == "given"
 
 
-def test_a_subclass_passes_keywords_on():
+def test_subclass_forwards_setting_keywords():
     baker = Apprentice(speed=2, heat=1.0)
     assert (baker.speed, baker.settings.heat) == (2, 1.0)
 
@@ -94,13 +94,13 @@ def test_a_subclass_passes_keywords_on():
         ({"settings": Oven(), "heat": 3.0}, "unexpected keyword argument 'heat'"),
     ],
 )
-def test_wrong_calls_are_type_errors(keywords, message):
+def test_invalid_calls_of_a_configured_part_raise_type_errors(keywords, message):
     with pytest.raises(TypeError) as error:
         bake(**keywords)
     assert message in str(error.value)
 
 
-def test_the_signature_shows_the_fields():
+def test_signature_of_a_configured_part_lists_the_schema_fields():
     parameters = inspect.signature(bake).parameters
     assert list(parameters) == ["minutes", "heat", "seed", "dough", "tins"]
     assert (parameters["seed"].default, parameters["dough"].default) == (0, inspect.Parameter.empty)
@@ -108,19 +108,19 @@ def test_the_signature_shows_the_fields():
 
 
 @pytest.mark.parametrize("tray", [{"holes": 12}, Tray(holes=12)])
-def test_a_mapping_becomes_the_dataclass_within_the_schema(tray):
+def test_mapping_converts_to_the_nested_schema_dataclass(tray):
     assert furnish(tray=tray).tray == Tray(holes=12)
     assert furnish().tray == Tray()
 
 
-def test_fields_for_the_builder_are_no_parameters():
+def test_builder_fields_are_rejected_as_keywords():
     with pytest.raises(TypeError, match="unexpected keyword argument 'init_from'"):
         furnish(init_from="run")
 
 
 @hypothesis_settings(max_examples=20, deadline=None)
 @given(st.fixed_dictionaries({}, optional={"sample_tokens": st.integers(1, 9), "temperature": st.floats(0, 2)}))
-def test_instantiate_gives_a_part_its_fields(values):
+def test_build_passes_schema_fields_to_the_part(values):
     settings = {"z_loss_coefficient": 0.0, "seed": 0, **values}
     assert build(SFT(**settings)).settings == SFT(**settings)
 
@@ -135,8 +135,8 @@ def configured_parts():
 
 
 @pytest.mark.parametrize(("schema", "target"), configured_parts(), ids=lambda value: getattr(value, "__name__", value))
-def test_a_source_that_is_read_says_what_the_import_says(schema, target):
-    """Of each part of foundry: the fields are there, whichever way they are declared."""
+def test_parsed_parameters_match_the_imported_signature(schema, target):
+    """Holds for each part of foundry, regardless of how its parameters are declared."""
     takes = resolve_parameters(target)
     if takes is None or takes.takes_any:
         return
@@ -147,6 +147,6 @@ def test_a_source_that_is_read_says_what_the_import_says(schema, target):
     assert takes.required == {name for name, item in parameters.items() if item.default is inspect.Parameter.empty}
 
 
-def test_an_objective_takes_its_object_or_keywords():
+def test_objective_accepts_settings_object_or_keywords():
     settings = SFT(z_loss_coefficient=0.0, seed=0, sample_tokens=3)
     assert foundry.SFT(sample_tokens=3).settings == foundry.SFT(settings).settings == settings

@@ -1,4 +1,4 @@
-"""A command started in a folder that was deleted says so, and blames nothing else."""
+"""A command started in a deleted folder reports the folder and no other error."""
 
 import sys
 
@@ -37,7 +37,7 @@ def _in_deleted_folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "overrides", [[], ["hparams.lr=1e-3"], ["data=text", "data.path=x"], ["model=dit"], ["hparams=llm", "hparams.lr=x"]]
 )
-def test_no_override_is_blamed_for_a_deleted_current_folder(overrides):
+def test_compose_reports_only_the_deleted_current_folder(overrides):
     with pytest.raises(ConfigError) as refused:
         compose(*overrides)
     (violation,) = refused.value.violations
@@ -46,7 +46,7 @@ def test_no_override_is_blamed_for_a_deleted_current_folder(overrides):
 
 @pytest.mark.usefixtures("_in_deleted_folder")
 @pytest.mark.parametrize("schema", ARGUMENTS, ids=lambda schema: schema.__name__)
-def test_commands_are_refused_in_a_deleted_current_folder_but_answer_help(schema, monkeypatch, capsys):
+def test_commands_fail_in_a_deleted_current_folder_but_print_help(schema, monkeypatch, capsys):
     runs = []
     monkeypatch.setattr(sys, "argv", ["command", *ARGUMENTS[schema]])
     with pytest.raises(SystemExit) as ended:
@@ -59,6 +59,6 @@ def test_commands_are_refused_in_a_deleted_current_folder_but_answer_help(schema
 
 
 @pytest.mark.usefixtures("_in_deleted_folder")
-def test_sync_is_refused_in_a_deleted_current_folder(capsys):
+def test_sync_fails_in_a_deleted_current_folder(capsys):
     assert sync.run(["dir=a"]) == 2
     assert capsys.readouterr().err.startswith(LINE)

@@ -1,4 +1,4 @@
-"""The defaults of VLA Foundry and of Megatron-Bridge, field by field as their documents have them."""
+"""Presets vla_foundry and megatron: the defaults in the documents of VLA Foundry and Megatron-Bridge."""
 
 import pytest
 from omegaconf import OmegaConf
@@ -59,28 +59,28 @@ STEPS = "hparams.max_steps=20000"
 
 
 @pytest.mark.parametrize(("preset", "document"), [("vla_foundry", VLA_FOUNDRY), ("megatron", MEGATRON)])
-def test_every_field_has_the_default_of_the_document(preset, document):
-    # Chosen against other defaults than the schemas', so that a preset which leaves a field out shows.
+def test_preset_fields_have_the_documented_defaults(preset, document):
+    # The default composition differs from the schema defaults, so a field missing in the preset fails here.
     composed = compose(f"hparams={preset}", STEPS)
     for name, (key, value) in document.items():
         own = OmegaConf.select(composed, key)
         assert getattr(own, "name", own) == value, name
 
 
-def test_batches_of_the_document_are_accumulated_eight_times(monkeypatch):
+def test_vla_foundry_preset_accumulates_eight_microbatches(monkeypatch):
     config = configure("hparams=vla_foundry", STEPS, "distributed.nproc_per_node=8")
     assert config.hparams.accum_freq == 512 // (8 * 8) == 8
     assert type(config.distributed) is DDP
 
 
-def test_stable_and_decay_phases_have_the_documents_defaults():
+def test_wsd_decay_defaults_match_the_documents():
     config = configure("hparams=vla_foundry", STEPS, "scheduler=wsd")
     assert type(config.scheduler) is WSD
     assert (config.scheduler.decay, config.scheduler.warmup) == ("0.3", "1000")
     assert configure("hparams=megatron", STEPS, "scheduler=wsd").scheduler.decay_style.name == "exponential"
 
 
-def test_the_rate_of_an_update_is_read_at_its_start():
+def test_megatron_preset_reads_the_learning_rate_at_the_start_of_a_step():
     config = configure("hparams=megatron", STEPS, "hparams.lr=1e-3")
     budget = Budget(total_samples=80, batch_sizes=BatchSizes.constant(8), samples_per_epoch=80)
     schedule = build_schedule(config, budget)

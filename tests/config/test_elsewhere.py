@@ -1,4 +1,4 @@
-"""names.csv, both ways: a typed name of another system is refused with an override, and that override composes."""
+"""names.csv: the error for a name of another system suggests an override, and that override composes."""
 
 import ast
 import csv
@@ -73,7 +73,7 @@ CONTEXTS = {
     "data.weights": ["data=text", "data.path=[{text},{text}]"],
     "data.encoding_errors": ["data=text", "data.path={text}"],
 }
-"""Overrides that a row needs to compose, by the choices and settings of the row."""
+"""Additional overrides that a row needs to compose, by the choices and settings of the row."""
 
 VALUES = {
     "model=base model.path": "{base}",
@@ -130,12 +130,12 @@ VALUES = {
     "distributed=": "ddp",
     "environment=": "arithmetic",
 }
-"""Values to type, by the beginning of the override of a row; the default of the setting for all others."""
+"""Example values, by prefix of the override of a row; other rows use the default of the setting."""
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Files and folders that composing looks at, by the placeholders of the lists above."""
+    """Files and folders that composition reads, by the placeholders of the mappings above."""
     root = tmp_path_factory.mktemp("named")
     (root / "text.txt").write_text("a\n")
     (root / "chats.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b", "question": "c"}) + "\n")
@@ -163,7 +163,7 @@ def filled(text, folders):
 
 @functools.cache
 def composed(*overrides):
-    """Compose overrides; the default configuration if they are refused without the override of a row."""
+    """Compose overrides; return the default config if they are invalid without the override of a row."""
     try:
         return compose(*overrides)
     except ConfigError:
@@ -171,18 +171,18 @@ def composed(*overrides):
 
 
 def context_name(row):
-    """The key of CONTEXTS that a row needs, or None."""
+    """Return the key of CONTEXTS that a row needs, or None."""
     words = [" ".join(row.choices), *row.choices, row.ours, *row.overrides]
     return next((key for key in CONTEXTS if any(f"{word} ".startswith((f"{key}=", f"{key} ")) for word in words)), None)
 
 
 def context(row, folders):
-    """The overrides beside which a row's are typed."""
+    """Return the overrides that a row needs in addition to its own."""
     return tuple(filled(override, folders) for override in CONTEXTS.get(context_name(row), ()))
 
 
 def typed_value(row, folders):
-    """The value that is typed of a row."""
+    """Return the value to type for a row."""
     if row.value:
         return row.value
     override = next((override for override in row.overrides if "{" in override), "")
@@ -198,7 +198,7 @@ ROWS = list(names())
 
 
 def split_rows():
-    """Return a tenth of the rows and one of each system and each context, and all others."""
+    """Return two lists: a tenth of the rows plus one of each system and context, and the remaining rows."""
     tenth, others, represented = [], [], set()
     for row in ROWS:
         classes = {row.system, context_name(row)} if row.ours else set()
@@ -211,7 +211,7 @@ def split_rows():
 TENTH, OTHERS = split_rows()
 
 
-def test_the_table_has_the_names_of_all_systems():
+def test_names_table_covers_all_systems():
     keys = {}
     for row in ROWS:
         keys.setdefault(row.system, set()).add(row.key)
@@ -222,14 +222,14 @@ def test_the_table_has_the_names_of_all_systems():
     assert all(row.version for row in ROWS if row.system not in ("others", "Megatron-LM"))
 
 
-def test_each_row_has_an_override_or_the_reason_why_there_is_none():
+def test_each_names_row_has_an_override_or_a_reason():
     assert [row for row in ROWS if not (row.ours or row.note)] == []
     assert len({(row.system, row.version, row.key, row.value) for row in ROWS}) == len(ROWS)
     with (ROOT / "foundry" / "config" / "diagnostics" / "names.csv").open(encoding="utf-8", newline="") as file:
         assert {len(line) for line in csv.reader(file)} == {6}
 
 
-def test_each_override_names_a_setting_or_an_option():
+def test_overrides_of_the_names_table_refer_to_existing_keys():
     wrong = []
     for override in {override for row in ROWS for override in (*row.overrides, *row.choices)}:
         key, _, value = override.removeprefix("+").partition("=")
@@ -242,7 +242,7 @@ def test_each_override_names_a_setting_or_an_option():
 
 
 def fields_of(source, name):
-    """The fields of a class of an installed package, read from its source."""
+    """Parse the field names of a class from the source of an installed package."""
     tree = ast.parse(source.read_text())
     (found,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
     return {node.target.id for node in found.body if isinstance(node, ast.AnnAssign) and node.target.id[0] != "_"}
@@ -252,7 +252,7 @@ def fields_of(source, name):
     ("package", "module", "name"),
     [("transformers", "training_args", "TrainingArguments"), ("peft", "tuners.lora.config", "LoraConfig")],
 )
-def test_the_fields_of_the_installed_version_are_in_the_table(package, module, name):
+def test_names_table_covers_the_fields_of_installed_versions(package, module, name):
     rows = [row for row in ROWS if row.system.endswith(name)]
     if not any(row.version.endswith(version(package)) for row in rows):
         pytest.skip(f"another version of {package} was read than is installed")
@@ -265,7 +265,7 @@ def are_nested(key, other):
 
 
 def batches(lines):
-    """Return lists of (row, line) with keys of which none is another or a section of another."""
+    """Group (row, line) pairs into batches without equal or nested keys."""
     found = []
     for row, line in lines:
         key = line.partition("=")[0]
@@ -277,7 +277,7 @@ def batches(lines):
 
 
 def is_accepted(key, value, config):
-    """Whether foundry has a key of this name, or a group with such an option; x stands for any value."""
+    """Return whether foundry has this key, or this group and option; x matches any option."""
     key = key.lstrip("+")
     if key in GROUPS:
         return value in own_options(key) or value == "x"
@@ -295,7 +295,7 @@ def is_accepted(key, value, config):
         ),
     ],
 )
-def test_who_types_a_name_is_told_its_override(place, rows, folders):
+def test_error_for_a_foreign_name_suggests_its_override(place, rows, folders):
     default = composed()
     known, lines = leaves(default), []
     for row in rows:
@@ -313,7 +313,7 @@ def test_who_types_a_name_is_told_its_override(place, rows, folders):
         for row, line in batch:
             (override,) = parser.parse_overrides([line])
             answer = answers.get(override.key_or_group, "nothing")
-            # A key that is added is refused after composition, which has read its value.
+            # An added key (+) is rejected after composition, which has parsed its value.
             given = override.value() if place == "+" else override.get_value_string()
             expected = alternatives(row, written(given), known)
             if not any(text in answer for text in expected):
@@ -322,7 +322,7 @@ def test_who_types_a_name_is_told_its_override(place, rows, folders):
 
 
 @pytest.mark.long
-def test_a_file_with_all_names_is_told_their_overrides(folders, run_command):
+def test_errors_for_foreign_names_in_a_file_suggest_their_overrides(folders, run_command):
     known = leaves(composed())
     rows = {row.key: row for row in reversed(ROWS) if "." not in row.key}
     values = {
@@ -343,12 +343,12 @@ def test_a_file_with_all_names_is_told_their_overrides(folders, run_command):
 
 
 def written(value):
-    """Return a value as an override has it; a text as it is."""
+    """Format a value in override syntax; strings are unchanged."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def alternatives(row, value, known):
-    """Return the texts of which an answer about a row must contain one."""
+    """Return acceptable suggestions: the error for a row must contain one of them."""
     text = row.write(value, known, own_options)
     own = [text] if text else [row.note[:60]] if row.note else []
     if same := [other for other in ROWS if plain(other.key) == plain(row.key) and other.system != row.system]:
@@ -366,7 +366,7 @@ def settings_alone(row):
 @pytest.mark.parametrize(
     "rows", [pytest.param(TENTH, id="a tenth"), pytest.param(OTHERS, id="others", marks=pytest.mark.long)]
 )
-def test_the_override_that_a_row_names_composes(rows, folders):
+def test_suggested_overrides_of_the_names_table_compose(rows, folders):
     together, alone, wrong = {}, {}, []
     for row in rows:
         beside = context(row, folders)
@@ -397,20 +397,20 @@ def test_the_override_that_a_row_names_composes(rows, folders):
 
 
 def compose_beside(beside, words):
-    """Compose overrides beside others, without those whose key they set."""
+    """Compose `words` with the overrides of `beside` that set other keys."""
     keys = {word.partition("=")[0] for word in words}
     compose(*[word for word in beside if word.partition("=")[0] not in keys], *words)
 
 
 INDEPENDENT = {"checkpoint", "device", "distributed", "guard", "optimizer", "precision", "scheduler", "tracking"}
-"""Groups of which each option composes with any of the others."""
+"""Groups whose options compose in any combination."""
 
 NEEDED = {"metaworld": "metaworld", "wandb": "wandb", "tensorboard": "tensorboard", "gymnasium": "gymnasium"}
-"""Packages that are not always installed, by a word of the overrides that need them."""
+"""Optional packages, by a word of the overrides that need them."""
 
 
 def disjoint(rows):
-    """Return lists of overrides with distinct keys."""
+    """Group overrides into lists with distinct keys."""
     found = []
     for words in rows:
         keys = {word.partition("=")[0] for word in words}

@@ -12,7 +12,7 @@ TORCHRUN = {
     "MASTER_ADDR": "host7",
     "MASTER_PORT": "1234",
 }
-# What a batch script of `sbatch -N2 --ntasks-per-node=2` sees: one process, though the job has four tasks.
+# Environment of a batch script of `sbatch -N2 --ntasks-per-node=2`: one process, although the job has four tasks.
 BATCH_SCRIPT = {
     "SLURM_JOB_ID": "31",
     "SLURM_NTASKS": "4",
@@ -23,7 +23,7 @@ BATCH_SCRIPT = {
     "SLURM_LOCALID": "0",
     "SLURM_NODEID": "0",
 }
-# What the third of the four tasks that srun starts there sees; submitit's are the same.
+# Environment of the third of four tasks that srun starts in this job; submitit sets the same variables.
 STEP_TASK = BATCH_SCRIPT | {
     "SLURM_STEP_ID": "0",
     "SLURM_STEP_NUM_TASKS": "4",
@@ -33,7 +33,7 @@ STEP_TASK = BATCH_SCRIPT | {
     "SLURM_PROCID": "2",
     "SLURM_NODEID": "1",
 }
-# What the second of two tasks of submitit's executor for one machine sees.
+# Environment of the second of two tasks of submitit's local executor.
 SUBMITIT_TASK = {
     "SUBMITIT_EXECUTOR": "local",
     "SUBMITIT_LOCAL_JOB_ID": "20031",
@@ -121,7 +121,7 @@ PORT = 10_000 + 31 * 31
         ),
     ],
 )
-def test_detect(environ, expected):
+def test_detect_reads_ranks_and_rendezvous_from_launcher_variables(environ, expected):
     assert detect(environ) == expected
 
 
@@ -145,7 +145,7 @@ def test_detect(environ, expected):
         (STEP_TASK | {"SLURM_STEP_NODELIST": "n[1-"}, "SLURM_JOB_NODELIST: 'n[1-' is not a node list"),
     ],
 )
-def test_contradictions_are_named(environ, message):
+def test_contradictory_launcher_variables_are_reported(environ, message):
     with pytest.raises(ConfigError) as caught:
         detect(environ)
     assert str(caught.value).startswith(f"environment variable {message}")
@@ -161,11 +161,11 @@ def test_contradictions_are_named(environ, message):
         ("gpu-a,gpu-b[2].cluster", ["gpu-a", "gpu-b2.cluster"]),
     ],
 )
-def test_expand_hosts(nodelist, hosts):
+def test_expand_hosts_parses_slurm_node_lists(nodelist, hosts):
     assert expand_hosts(nodelist) == hosts
 
 
-def test_a_requeued_job_meets_at_the_same_place_and_another_job_elsewhere():
+def test_requeued_job_keeps_its_rendezvous_port_and_jobs_differ():
     first, again = detect(STEP_TASK), detect(STEP_TASK | {"SLURM_RESTART_COUNT": "2"})
     other = detect(STEP_TASK | {"SLURM_JOB_ID": "32"})
     assert (first.master_addr, first.master_port) == (again.master_addr, again.master_port)
@@ -176,5 +176,5 @@ def test_a_requeued_job_meets_at_the_same_place_and_another_job_elsewhere():
 
 
 @pytest.mark.parametrize("method", ["env://", "tcp://node-1:29500", "tcp://[::1]:29500", "file:///shared/meet"])
-def test_places_to_meet(method):
+def test_init_methods_env_tcp_and_file_are_accepted(method):
     parse_init_method(method)

@@ -1,4 +1,4 @@
-"""Errors in YAML files come at once, each with file and key, beside those of the command line."""
+"""Errors in YAML files are reported with file and key, together with errors of the command line."""
 
 import pytest
 
@@ -32,7 +32,7 @@ LINES = [
 
 @pytest.fixture
 def refusal(run_command):
-    """Write files into folders of the current one, run a command that is refused, and return its lines."""
+    """Write option files under `own`, run a command that must fail, and return its error lines."""
 
     def refused(*words, **files):
         for name, text in files.items():
@@ -46,7 +46,7 @@ def refusal(run_command):
     return refused
 
 
-def test_all_errors_of_a_file_and_of_the_command_line_come_at_once(refusal):
+def test_file_and_command_line_errors_are_reported_together(refusal):
     words = ["--config-dir", "own", "--config-name", "wrong", "optimizer=adamx", "hparams.leer=3", "GBS=64"]
     lines = refusal(*words, wrong=WRONG)
     assert lines[0].startswith("optimizer: has no option 'adamx'")
@@ -59,7 +59,7 @@ def test_all_errors_of_a_file_and_of_the_command_line_come_at_once(refusal):
         assert line.startswith(expected)
 
 
-def test_options_of_ones_own_are_named_with_their_files(refusal):
+def test_errors_in_user_options_name_their_files(refusal):
     own = "# @package _global_\ndefaults: [{override /optimizer: adamw_torch}]\nhparams: {bf16: true}\n"
     data = "defaults: [text, _self_]\ntextfield: x\n"
     words = ["--config-dir", "own", "experiment=mine", "data=mine"]
@@ -73,7 +73,7 @@ def test_options_of_ones_own_are_named_with_their_files(refusal):
     ]
 
 
-def test_a_choice_that_the_command_line_replaces_is_not_blamed_and_rules_still_apply(refusal):
+def test_choice_replaced_on_the_command_line_is_not_reported(refusal):
     text = "defaults: [config, {override /scheduler: WSD}, _self_]\nhparams: {seed: x}\n"
     words = ["--config-dir", "own", "--config-name", "own", "scheduler=wsd"]
     assert refusal(*words, "scheduler.min_lr=3", own=text) == [
@@ -82,7 +82,7 @@ def test_a_choice_that_the_command_line_replaces_is_not_blamed_and_rules_still_a
     ]
 
 
-def test_lists_of_defaults_name_the_file_and_the_option_that_does_not_exist(refusal):
+def test_unknown_option_in_a_defaults_list_is_reported_with_its_file(refusal):
     experiment = """# @package _global_
 defaults: [/objetive: next_token, override /optimiser: adamw, override /scheduler: wsdd]
 hparams: {seed: x}
@@ -107,7 +107,7 @@ hparams: {seed: x}
     assert len(lines) == 9, "\n".join(lines)
 
 
-def test_all_files_that_are_no_yaml_are_named_at_once(refusal):
+def test_all_invalid_yaml_files_are_reported_together(refusal):
     words = ["--config-dir", "own", "experiment=mine", "data=mine", "optimizer=adamx", "hparams=mine"]
     hparams = "defaults: [/schema/hparams/Hparam@_here_]\n"
     files = {"experiment_in_mine": "hparams: [1\n", "data_in_mine": "{path: x\n", "hparams_in_mine": hparams}
@@ -122,12 +122,12 @@ def test_all_files_that_are_no_yaml_are_named_at_once(refusal):
     assert len(lines) == 4, "\n".join(lines)
 
 
-def test_a_file_that_is_no_yaml_is_named_with_its_line(refusal):
+def test_invalid_primary_yaml_is_reported_with_its_line(refusal):
     (line,) = refusal("--config-dir", "own", "--config-name", "broken", broken="defaults: [config]\nhparams: [1\n")
     assert line.startswith("own/broken.yaml: is no YAML: line 3: expected ',' or ']'")
 
 
-def test_a_relative_folder_of_the_primary_file_begins_at_the_current_one(run_command):
+def test_relative_config_path_is_resolved_from_the_current_folder(run_command):
     (run_command.cwd / "own").mkdir()
     (run_command.cwd / "own" / "mine.yaml").write_text("defaults: [config, _self_]\nhparams: {seed: 17}\n")
     for words in (["--config-path", "own"], ["--config-path=./own"], ["-cp", "own"]):
@@ -136,13 +136,13 @@ def test_a_relative_folder_of_the_primary_file_begins_at_the_current_one(run_com
 
 
 @pytest.mark.parametrize("flag", ["--config-path", "--config-dir"])
-def test_a_folder_of_options_that_does_not_exist_is_named(flag, refusal):
+def test_missing_config_folder_is_reported(flag, refusal):
     assert refusal("hparams.seed=1", f"{flag}=missing") == [
         f"{flag}: is missing, which is no folder here; give the folder of your options"
     ]
 
 
 @pytest.mark.long
-def test_a_sweep_is_told_the_same(refusal):
+def test_sweep_reports_the_same_file_errors(refusal):
     words = ["-m", "--config-dir", "own", "--config-name", "wrong", "hparams.seed=1,2"]
     assert [line for line in refusal(*words, wrong=WRONG) if "hparams.wd" in line] == [LINES[3]]

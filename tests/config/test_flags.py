@@ -1,4 +1,4 @@
-"""Arguments of other programs are refused in a line with the override to type, with exit code 2."""
+"""Flags of other programs give exit code 2 and one line that suggests the override."""
 
 import pytest
 from hydra._internal.utils import get_args_parser
@@ -7,7 +7,7 @@ from support.composition import compose
 from foundry.config.diagnostics.flags import HYDRA_FLAGS, arrange_flags, check_flags, split_flags
 from foundry.core.errors import ConfigError
 
-# (arguments, the lines about them)
+# (arguments, expected error lines)
 CASES = [
     (["--lr", "3e-4"], ["--lr 3e-4: is no argument; write hparams.lr=3e-4"]),
     (["-lr", "3e-4"], ["-lr 3e-4: is no argument; write hparams.lr=3e-4"]),
@@ -41,10 +41,10 @@ CASES = [
 
 
 @pytest.mark.parametrize(("arguments", "lines"), CASES, ids=[" ".join(words) for words, _ in CASES])
-def test_a_flag_is_refused_with_what_to_type(arguments, lines):
+def test_unknown_flag_error_suggests_the_override(arguments, lines):
     with pytest.raises(ConfigError) as refused:
         check_flags(arguments)
-    # The optimizer of the default composition is not known here, so that a choice may stand before a setting.
+    # Without a composition, the optimizer is unknown: the suggestion may include optimizer=adamw.
     assert [
         line.replace("optimizer=adamw optimizer.beta1", "optimizer.beta1") for line in str(refused.value).splitlines()
     ] == lines
@@ -58,7 +58,7 @@ def test_a_flag_is_refused_with_what_to_type(arguments, lines):
         ["--resol", "--multi", "hparams.lr=-1", "-", "scheduler.warmup=10"],
     ],
 )
-def test_hydra_s_flags_stay(arguments):
+def test_hydra_flags_are_accepted(arguments):
     check_flags(arguments)
     assert split_flags(arguments, HYDRA_FLAGS) == ([], arguments)
 
@@ -73,11 +73,11 @@ def test_hydra_s_flags_stay(arguments):
         (["a=1", "--package"], ["--package", "a=1"]),
     ],
 )
-def test_flags_may_stand_anywhere(arguments, arranged):
+def test_arrange_flags_moves_hydra_flags_before_overrides(arguments, arranged):
     assert arrange_flags(arguments) == arranged
 
 
-def test_overrides_around_a_flag_are_composed(run_command):
+def test_overrides_before_and_after_flags_are_composed(run_command):
     (run_command.cwd / "own").mkdir()
     (run_command.cwd / "own" / "mine.yaml").write_text("defaults: [config, _self_]\nhparams: {seed: 17}\n")
     words = ["hparams.max_steps=3", "--config-dir", "own", "hparams.lr=0.5", "--config-name", "mine", "--cfg", "job"]
@@ -85,7 +85,7 @@ def test_overrides_around_a_flag_are_composed(run_command):
     assert all(line in stdout for line in ("max_steps: 3", "lr: 0.5", "seed: 17"))
 
 
-def test_the_flags_are_those_of_hydra():
+def test_flag_table_matches_the_hydra_parser():
     actions = [action for action in get_args_parser()._actions if action.option_strings]
     assert {name for action in actions for name in action.option_strings} == set(HYDRA_FLAGS)
     takes = {name for action in actions if action.nargs is None for name in action.option_strings}
@@ -98,7 +98,7 @@ def test_the_flags_are_those_of_hydra():
 @pytest.mark.parametrize(
     "line", [lines[0] for _, lines in CASES if "; write " in lines[0] and "--config" not in lines[0]]
 )
-def test_what_it_says_to_type_composes(line):
+def test_suggested_overrides_of_flags_compose(line):
     words = line.partition("; write ")[2].partition(" (")[0].split()
     if "hparams.grad_clip_norm=-1" in words:  # the value itself is wrong
         return
@@ -129,7 +129,7 @@ def test_what_it_says_to_type_composes(line):
         ),
     ],
 )
-def test_every_command_answers_so(module, arguments, lines, run_command):
+def test_every_command_suggests_overrides_for_flags(module, arguments, lines, run_command):
     stdout, stderr = run_command(*arguments, module=module, code=2)
     assert stdout == ""
     assert len(stderr.splitlines()) == len(lines)
@@ -147,6 +147,6 @@ def test_every_command_answers_so(module, arguments, lines, run_command):
         (["--config", "my.yaml", "mine=1"], ["--config my.yaml"]),
     ],
 )
-def test_wrong_overrides_are_reported_beside_wrong_flags(words, keys, run_command):
+def test_invalid_overrides_are_reported_together_with_invalid_flags(words, keys, run_command):
     _, error = run_command(*words, code=2)
     assert [line.partition(": ")[0] for line in error.splitlines()] == keys

@@ -1,4 +1,4 @@
-"""The hash of a configuration: settings that came later leave it as it was."""
+"""The hash of a config is stable when a later version adds settings with default values."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -40,17 +40,17 @@ class HashedHParams(HParams):
 
 
 def values(node):
-    """The fields of a dataclass, as arguments of one that derives from it."""
+    """Return the fields of a dataclass as keyword arguments for a subclass."""
     return dict(vars(node))
 
 
 def later(config, **settings):
-    """The configuration as a later version has it, which has more settings."""
+    """Convert a config to the schema of a later version with more settings."""
     hparams = LaterHParams(**{**values(config.hparams), "batch_ramp": LaterRamp(**values(config.hparams.batch_ramp))})
     return LaterConfig(**{**values(config), "hparams": replace(hparams, **settings)})
 
 
-def test_later_settings_at_their_default_leave_the_hash_as_it_was():
+def test_new_settings_at_their_default_do_not_change_the_hash():
     config = configure()
     assert hash_config(later(config)) == hash_config(config)
 
@@ -58,28 +58,28 @@ def test_later_settings_at_their_default_leave_the_hash_as_it_was():
 @pytest.mark.parametrize(
     "settings", [{"clip_value": 1.0}, {"names": {"a": 1}}, {"batch_ramp": LaterRamp(shape="steps")}, {"lr": 2.0}]
 )
-def test_any_other_value_makes_another_hash(settings):
+def test_non_default_values_change_the_hash(settings):
     config = configure()
     assert hash_config(later(config, **settings)) != hash_config(config)
 
 
-def test_another_value_in_a_later_group_makes_another_hash():
+def test_non_default_value_in_a_new_group_changes_the_hash():
     config = configure()
     assert hash_config(replace(later(config), audit=Audit(level=2))) != hash_config(config)
 
 
-def test_settings_without_a_since_are_hashed_at_their_default():
+def test_settings_without_since_are_hashed_even_at_their_default():
     config = configure()
     assert hash_config(replace(config, hparams=HashedHParams(**values(config.hparams)))) != hash_config(config)
 
 
-def test_the_samples_of_a_ramp_are_hashed_if_they_are_given():
+def test_explicit_ramp_samples_change_the_hash():
     ramp = ("hparams.batch_ramp.start=256", "hparams.batch_ramp.increment=64", "hparams.train_samples=1M")
     given = configure(*ramp[:2], "hparams.batch_ramp.every_samples=1000", "hparams.global_batch_size=512")
     other = configure(*ramp[:2], "hparams.batch_ramp.every_samples=1001", "hparams.global_batch_size=512")
     assert hash_config(given) != hash_config(other)
 
 
-def test_a_later_setting_cannot_follow_another_one():
+def test_setting_with_since_rejects_an_interpolated_default():
     with pytest.raises(ValueError, match=r"since=7.0 needs a default without interpolation, not \$\{hparams.lr\}"):
         setting("${hparams.lr}", "a setting of a later version", since="7.0")

@@ -1,7 +1,7 @@
-"""Every setting of every option with values that nobody means: a line each, or a run that makes sense.
+"""Unusual values for every setting of every option give a one-line error or a valid run.
 
-`FOUNDRY_ALL_VALUES=1 pytest -s tests/config/test_hostile_values.py` tries every value on every setting; otherwise a
-fixed share of them is.
+`FOUNDRY_ALL_VALUES=1 pytest -s tests/config/test_hostile_values.py` tries every value on every setting. Without it, the
+test tries a fixed share of them.
 """
 
 import json
@@ -158,7 +158,7 @@ NEEDED = {
 
 
 def options():
-    """A word for each option of each group, and the words without which it would not compose."""
+    """Yield an override for each option of each group."""
     for group in GROUPS:
         for path in sorted((Path(config_dir()) / group).glob("*.yaml")):
             if "/schema/" in path.read_text():
@@ -171,7 +171,7 @@ OPTIONS = list(options())
 
 
 def keys_of(config, path):
-    """Dotted paths of values and mappings below a group, and of the group."""
+    """Yield the dotted path of a group and of all values and mappings below it."""
     yield path
     node = OmegaConf.select(config, path)
     for key in node:
@@ -181,7 +181,7 @@ def keys_of(config, path):
 
 @pytest.fixture(scope="module")
 def base_folder(tmp_path_factory):
-    """A folder of transformers, as far as a composition reads it."""
+    """A transformers folder with the one file that composition reads."""
     folder = tmp_path_factory.mktemp("base")
     sizes = {"model_type": "llama", "vocab_size": 4096, "max_position_embeddings": 256}
     (folder / "config.json").write_text(json.dumps(sizes))
@@ -190,7 +190,7 @@ def base_folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def episodes_folder(tmp_path_factory):
-    """Two recorded episodes in LeRobot's format."""
+    """A LeRobot dataset of two episodes."""
     folder = tmp_path_factory.mktemp("episodes")
     episode = Episode(state=np.zeros((4, 3), np.float32), actions=np.zeros((4, 2), np.float32), task="wait")
     write_lerobot(folder, [episode, episode], fps=10, robot_type="none")
@@ -205,12 +205,12 @@ def repository():
 
 
 def settled(repository, base, key, text):
-    """The configuration with a value set, or why not: what composing it ends in, at a twentieth of the time."""
+    """Set a value in a composed config and return it with the violations: composition at a twentieth of its time."""
     parsed, violations = errors._parse([f"{key}={text}"])
     config = pickle.loads(base)
     for override in parsed:
         if errors._is_choice(repository, override):
-            return None, violations  # the choice of an option, which other tests are about
+            return None, violations  # the choice of an option: covered by other tests
         violations += errors._apply(repository, config, override, sweeping=False)
     if not violations:
         violations += check(config) or sweeper_violations(config)
@@ -226,7 +226,7 @@ def sweeper_violations(config):
 
 
 def badly_said(violations):
-    """What is wrong with the lines of an error: each is short, names a key and holds nothing of Python's."""
+    """Yield a problem for each error line that is too long, has no key or shows Python internals."""
     for line in map(str, violations):
         if len(line) > 400 or not line.isprintable() or line.startswith(":"):
             yield f"is no line: {line!r}"
@@ -234,7 +234,7 @@ def badly_said(violations):
 
 
 def nonsense(config):
-    """What is wrong with a configuration that was accepted, by what is derived of it before anything is built."""
+    """Yield the problems of an accepted config, found in the values derived from it before any part is built."""
     own = to_config(config)
     hash_config(own)
     hparams, tokens = own.hparams, getattr(own.data, "seq_len", None)
@@ -259,7 +259,7 @@ def wrong_rates(config, budget):
 
 
 def problems(repository, base, key, text):
-    """What is wrong with how a value ends."""
+    """Yield the problems of one value: bad error lines, an invalid accepted config, or an exception."""
     try:
         config, violations = settled(repository, base, key, text)
         yield from badly_said(violations)
@@ -270,7 +270,9 @@ def problems(repository, base, key, text):
 
 
 @pytest.mark.parametrize("option", some_of(OPTIONS, *OPTIONS[::6]))
-def test_every_value_of_every_setting(option, repository, base_folder, episodes_folder, tmp_path, monkeypatch):
+def test_unusual_values_give_one_line_errors_or_valid_configs(
+    option, repository, base_folder, episodes_folder, tmp_path, monkeypatch
+):
     needed = [
         word.replace("BASE", str(base_folder)).replace("EPISODES", str(episodes_folder))
         for word in NEEDED.get(option, [])
@@ -281,7 +283,7 @@ def test_every_value_of_every_setting(option, repository, base_folder, episodes_
             composed = compose("config", overrides, return_hydra_config=True)
     except ConfigError as error:
         if all("is not installed" in violation.message for violation in error.violations):
-            pytest.skip(str(error))  # an option that needs an extra
+            pytest.skip(str(error))  # the option needs an optional package
         raise
     base, group = pickle.dumps(composed), option.partition("=")[0].replace("/", ".")
     monkeypatch.chdir(tmp_path)

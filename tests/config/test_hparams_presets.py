@@ -1,4 +1,4 @@
-"""Each preset in conf/hparams composes with the user's model, data, teacher and environment as the only settings."""
+"""Each preset in conf/hparams composes with model, data, teacher and environment as the only user settings."""
 
 import json
 from pathlib import Path
@@ -23,12 +23,12 @@ NEEDS = {
     "vla_foundry": ["budget"],
     "megatron": ["budget"],
 }
-"""Names of the settings that a preset leaves to the user."""
+"""Names of the settings that a preset requires from the user."""
 
 
 @pytest.fixture
 def words(tmp_path):
-    """The settings of a user by their names."""
+    """User settings by name."""
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1+1?", "answer": "2"}) + "\n")
     return {
@@ -46,13 +46,13 @@ def words(tmp_path):
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_preset_composes_with_the_settings_that_it_leaves_to_the_user_only(words, preset):
+def test_preset_composes_with_its_required_user_settings_only(words, preset):
     config = configure(f"hparams={preset}", *(words[name] for name in NEEDS.get(preset, [])))
     assert config.hparams.global_batch_size >= 1
 
 
 @pytest.mark.parametrize("seq_len", [None, 2, 100, 4096])
-def test_grpo_preset_leaves_half_of_each_sequence_to_the_prompt(words, seq_len):
+def test_grpo_preset_reserves_half_of_each_sequence_for_the_prompt(words, seq_len):
     own = [] if seq_len is None else [f"data.seq_len={seq_len}"]
     config = configure("hparams=nemo_grpo", *(words[name] for name in NEEDS["nemo_grpo"]), *own)
     assert config.objective.max_new_tokens == config.data.max_new_tokens == config.data.seq_len // 2

@@ -1,4 +1,4 @@
-"""Each access to Hydra's private parts does, with the installed Hydra, what foundry takes it to do."""
+"""Each access to private APIs of the installed Hydra behaves as foundry assumes."""
 
 import inspect
 import re
@@ -39,13 +39,13 @@ def parsed(*overrides):
     return OverridesParser.create().parse_overrides(list(overrides))
 
 
-def test_the_supported_range_is_the_packages_and_has_the_installed_version():
+def test_supported_hydra_range_matches_setup_cfg_and_the_installed_version():
     declared = (Path(__file__).parents[2] / "setup.cfg").read_text()
     assert f"hydra-core{internals.SUPPORTED}\n" in declared
     assert version("hydra-core") in SpecifierSet(internals.SUPPORTED)
 
 
-def test_loading_is_wrapped_once_and_can_be_had_unwrapped(loader):
+def test_install_wraps_loading_once_and_load_unchecked_bypasses_it(loader):
     wrapped = ConfigLoaderImpl._load_configuration_impl
     assert hasattr(wrapped, "__wrapped__")
     install()
@@ -54,7 +54,7 @@ def test_loading_is_wrapped_once_and_can_be_had_unwrapped(loader):
     assert unchecked.hparams.lr == -1, "which the wrapper would refuse"
 
 
-def test_choosing_is_wrapped_once_and_typed_overrides_alone_are_recorded(loader):
+def test_install_wraps_choices_once_and_records_only_typed_overrides(loader):
     wrapped = config_loader_impl.create_defaults_list
     assert hasattr(wrapped, "__wrapped__")
     install()
@@ -65,7 +65,7 @@ def test_choosing_is_wrapped_once_and_typed_overrides_alone_are_recorded(loader)
     assert composed.hydra.overrides.task == typed
 
 
-def test_a_repository_has_the_options_of_a_search_path(loader, tmp_path):
+def test_open_repository_includes_options_of_the_search_path(loader, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "a.yaml").write_text("b: 1\n")
     repository, error = internals.open_repository(loader, CONFIG_NAME, parsed(f"hydra.searchpath=[{tmp_path}]"))
@@ -75,7 +75,7 @@ def test_a_repository_has_the_options_of_a_search_path(loader, tmp_path):
     assert isinstance(error, Exception)
 
 
-def test_overrides_are_applied_and_named_as_hydra_does_it(loader):
+def test_apply_overrides_and_override_dirname_match_hydra(loader):
     config = internals.load_unchecked(loader, CONFIG_NAME, [])
     overrides = parsed("hparams.lr=0.125", "hparams.seed=4")
     internals.apply_overrides(overrides, config)
@@ -84,7 +84,7 @@ def test_overrides_are_applied_and_named_as_hydra_does_it(loader):
     assert internals.override_dirname(overrides, config) == composed.hydra.job.override_dirname
 
 
-def test_an_interpolation_is_parsed_once_and_resolved_where_it_stands(loader):
+def test_interpolations_are_parsed_once_and_resolved_at_their_node(loader):
     config = OmegaConf.create({"a": 1, "b": "${a}", "c": "${a}", "d": {"a": 2, "b": "${.a}", "c": "${a}"}})
     before = omegaconf.base.parse.cache_info()
     assert (config.b, config.c, config.d.b, config.d.c) == (1, 1, 2, 1)
@@ -94,12 +94,12 @@ def test_an_interpolation_is_parsed_once_and_resolved_where_it_stands(loader):
     assert omegaconf.base.parse is parse
 
 
-def test_a_search_path_starts_with_the_folder(tmp_path):
+def test_search_path_starts_with_the_folder(tmp_path):
     paths = [element.path for element in internals.search_path(str(tmp_path)).get_path()]
     assert str(tmp_path) in paths[1] or str(tmp_path) in paths[0]
 
 
-def test_a_configuration_is_current_for_a_while(loader):
+def test_current_config_restores_the_previous_hydra_config(loader):
     composed = loader.load_configuration(CONFIG_NAME, ["hydra.job.name=mine"], RunMode.RUN)
     before = HydraConfig.instance().cfg
     with internals.current_config(composed):
@@ -108,18 +108,18 @@ def test_a_configuration_is_current_for_a_while(loader):
     assert HydraConfig.instance().cfg is before
 
 
-def test_a_plugin_is_found_by_its_name():
+def test_register_plugin_makes_a_class_available_by_name():
     internals.register_plugin("hydra_plugins.foundry.Mine", dict)
     assert Plugins.instance().class_name_to_class.pop("hydra_plugins.foundry.Mine") is dict
 
 
-def test_the_error_of_a_job_is_had_without_raising_it():
+def test_error_of_returns_the_job_exception_without_raising():
     error = ValueError("no")
     assert internals.error_of(JobReturn(status=JobStatus.FAILED, _return_value=error)) is error
     assert internals.error_of(JobReturn(status=JobStatus.COMPLETED, _return_value=1.5)) is None
 
 
-def test_jobs_and_errors_are_taken_over(monkeypatch):
+def test_take_over_replaces_run_job_and_error_reporting(monkeypatch):
     for owner, name in ((utils, "run_and_report"), (hydra, "run_job"), (basic_launcher, "run_job")):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     monkeypatch.setattr(hydra.Hydra, "format_config_groups", hydra.Hydra.format_config_groups)
@@ -133,7 +133,7 @@ def test_jobs_and_errors_are_taken_over(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["overrides", "config_dir", "config_path"])
-def test_a_page_is_written_without_composing_unless_something_else_is_asked_for(name, loader, monkeypatch, capsys):
+def test_write_help_skips_composition_for_plain_help(name, loader, monkeypatch, capsys):
     composed = []
     monkeypatch.setattr(hydra.Hydra, "app_help", lambda self, config_name, args_parser, args: composed.append(args))
     internals.write_help(CONFIG_NAME, lambda loader: "the page", lambda loader: "of sweeps")
@@ -148,7 +148,7 @@ def test_a_page_is_written_without_composing_unless_something_else_is_asked_for(
     assert (capsys.readouterr().out, len(composed)) == ("of sweeps\n", 2)
 
 
-def test_a_run_is_composed_once_and_a_sweep_as_hydra_does_it(loader, monkeypatch):
+def test_compose_once_caches_runs_and_leaves_sweeps_to_hydra(loader, monkeypatch):
     monkeypatch.setattr(hydra.Hydra, "get_mode", inspect.unwrap(hydra.Hydra.get_mode))
     monkeypatch.setattr(internals, "_known", {})
     internals.compose_once(compose_with)
@@ -156,7 +156,7 @@ def test_a_run_is_composed_once_and_a_sweep_as_hydra_does_it(loader, monkeypatch
     assert application.get_mode(CONFIG_NAME, overrides) is None
     as_run = [*overrides, "hydra.mode=RUN"]
     with monkeypatch.context() as patch:
-        patch.setattr(ConfigLoaderImpl, "_compose_config_from_defaults_list", None)  # nothing more is composed
+        patch.setattr(ConfigLoaderImpl, "_compose_config_from_defaults_list", None)  # any further composition fails
         once = loader.load_configuration(CONFIG_NAME, as_run, RunMode.RUN)
     again = loader.load_configuration(CONFIG_NAME, as_run, RunMode.RUN)
     assert OmegaConf.to_yaml(once) == OmegaConf.to_yaml(again)
@@ -167,7 +167,7 @@ def test_a_run_is_composed_once_and_a_sweep_as_hydra_does_it(loader, monkeypatch
     assert not internals._known
 
 
-def test_a_schema_becomes_a_node_when_it_is_loaded(loader):
+def test_store_lazily_builds_a_schema_node_on_first_load(loader):
     made = []
     internals.store_lazily("lazy", lambda: made.append(1) or OmegaConf.create({"a": 1}), group="schema/test")
     store = ConfigStore.instance()
@@ -181,7 +181,7 @@ def test_a_schema_becomes_a_node_when_it_is_loaded(loader):
         del store.repo["schema"]["test"]
 
 
-def test_another_hydra_is_refused_with_its_version(monkeypatch, loader):
+def test_unsupported_hydra_api_is_reported_with_its_version(monkeypatch, loader):
     monkeypatch.setattr(ConfigLoaderImpl, "_apply_overrides_to_config", lambda cfg: None)
     message = (
         rf"hydra-core {re.escape(version('hydra-core'))} takes cfg in ConfigLoaderImpl\._apply_overrides_to_config"
@@ -195,7 +195,7 @@ def test_another_hydra_is_refused_with_its_version(monkeypatch, loader):
         internals.require_loader(object())
 
 
-def test_nothing_else_of_foundry_reaches_into_hydra():
+def test_private_hydra_apis_are_used_in_hydra_internals_only():
     private = re.compile(r"hydra\._internal|ConfigLoaderImpl\._|HydraConfig\.instance\(\)\.cfg|class_name_to_class")
     package = Path(foundry.__file__).parent
     files = [str(file.relative_to(package)) for file in package.rglob("*.py") if private.search(file.read_text())]

@@ -1,4 +1,4 @@
-"""How `model.init_std` is written, and what is refused."""
+"""Valid and invalid values of `model.init_std`."""
 
 import math
 
@@ -14,13 +14,13 @@ HF = ("model=hf_gpt2",)
 @pytest.mark.parametrize(
     ("word", "value"), [("wang", "wang"), ("small", "small"), ("0.006", 0.006), ("4.8e-3", 0.0048), ("1", 1)]
 )
-def test_a_number_or_a_rule_composes(compose, word, value):
+def test_init_std_accepts_a_number_or_a_rule(compose, word, value):
     model = to_config(compose(f"model.init_std={word}", f"model.embedding_init_std={word}")).model
     assert (model.init_std, model.embedding_init_std) == (value, value)
     assert to_config(compose(*HF, f"model.init_std={word}")).model.init_std == value
 
 
-def test_defaults(compose):
+def test_init_std_defaults_of_native_and_hf_models(compose):
     native, hf = to_config(compose()).model, to_config(compose(*HF)).model
     assert (native.init_std, native.embedding_init_std) == (0.02, None)
     assert (hf.init_std, hf.embedding_init_std) == (None, None)
@@ -52,7 +52,7 @@ def test_defaults(compose):
     ],
     ids=str,
 )
-def test_config_errors_are_a_line_each(compose, overrides, key, text):
+def test_invalid_init_std_gives_a_one_line_error(compose, overrides, key, text):
     with pytest.raises(ConfigError) as refused:
         compose(*overrides)
     (violation,) = refused.value.violations
@@ -61,7 +61,7 @@ def test_config_errors_are_a_line_each(compose, overrides, key, text):
     assert "\n" not in violation.message
 
 
-def test_rules_are_functions_of_the_hidden_size():
+def test_init_std_rules_are_functions_of_the_hidden_size():
     small, wang = parse_std("small"), parse_std("wang")
     assert callable(small)
     assert callable(wang)

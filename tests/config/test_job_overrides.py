@@ -13,11 +13,11 @@ from foundry.config.composition.job_overrides import (
     ("word", "pair"),
     [("a.b=1", ("a.b", "1")), ("++a=x=y", ("a", "x=y")), ("a=", ("a", ""))],
 )
-def test_a_word_is_a_key_and_a_value(word, pair):
+def test_key_and_value_splits_an_override(word, pair):
     assert key_and_value(word) == pair
 
 
-def test_names_are_short_where_they_are_unambiguous():
+def test_short_names_drop_the_group_if_unambiguous():
     assert short_names(["hparams.lr", "a.size", "b.size", "optimizer"]) == {
         "hparams.lr": "lr",
         "a.size": "a.size",
@@ -36,11 +36,11 @@ def test_names_are_short_where_they_are_unambiguous():
         ("[0.9,0.95]", "[0.9,0.95]"),
     ],
 )
-def test_numbers_with_many_digits_are_shown_with_few(value, text):
+def test_brief_rounds_numbers_with_many_digits(value, text):
     assert brief(value) == text
 
 
-def test_the_command_of_a_job():
+def test_format_command_keeps_config_flags_and_drops_sweep_flags():
     assert format_command(["a=1", "b='x y'"], ["-m", "a=1,2"]) == """python -m foundry a=1 'b='"'"'x y'"'"''"""
     assert format_command(["a=1"], []) == "python -m foundry a=1"
     for flag in (
@@ -59,7 +59,7 @@ def test_the_command_of_a_job():
 @pytest.mark.parametrize(
     ("text", "overrides"), [("- a=1\n- b=2\n", ("a=1", "b=2")), ("{", ()), ("a: 1", ()), (None, ())]
 )
-def test_overrides_are_read_where_hydra_left_them(tmp_path, text, overrides):
+def test_recorded_overrides_are_read_from_hydra_overrides_yaml(tmp_path, text, overrides):
     (tmp_path / ".hydra").mkdir()
     if text is not None:
         (tmp_path / ".hydra" / "overrides.yaml").write_text(text)

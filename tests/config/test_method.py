@@ -1,4 +1,4 @@
-"""The first lines of a run: the hyperparameters of its method, and a warning about a high learning rate."""
+"""First log lines of a run: method hyperparameters, and a warning about a high learning rate."""
 
 import json
 import re
@@ -22,7 +22,7 @@ def shell(tmp_path):
     return Commands(tmp_path, tmp_path / "cache")
 
 
-def test_a_run_says_what_the_method_has_brought_first(shell, tmp_path):
+def test_first_log_line_lists_the_method_hyperparameters(shell, tmp_path):
     _, said = shell(*TINY, "hydra.run.dir=run")
     (line,) = [line for line in said.splitlines() if "goes with" in line]
     brought = "objective=sft goes with hparams=sft: optimizer=adamw, hparams.lr=2e-05, 16 samples a step, 5 steps"
@@ -31,7 +31,7 @@ def test_a_run_says_what_the_method_has_brought_first(shell, tmp_path):
     assert json.loads((tmp_path / "run" / "plan.json").read_text())["global_batch_size"] == 16
 
 
-def test_one_step_is_not_called_steps(shell):
+def test_single_step_run_logs_step_in_singular(shell):
     output, said = shell(*TINY, "hparams.max_steps=1", "hydra.run.dir=run", "evaluation.interval=null")
     assert "16 samples a step, 1 step\n" in said
     assert re.search(r"length +1 step, 16 samples\n", output + said)
@@ -42,7 +42,7 @@ def test_one_step_is_not_called_steps(shell):
     [["objective=next_token", "data.form=text"], pytest.param(["hparams=sft"], marks=pytest.mark.long)],
     ids=" ".join,
 )
-def test_it_says_nothing_of_defaults_and_of_what_the_user_has_chosen(shell, words):
+def test_no_method_line_for_default_or_explicit_hparams(shell, words):
     _, said = shell(*TINY, *words, module=PLAN)
     assert "goes with" not in said
 
@@ -67,7 +67,7 @@ def test_it_says_nothing_of_defaults_and_of_what_the_user_has_chosen(shell, word
         (["hparams.lr=2e-3", "hparams=megatron"], "20 times the default of hparams=megatron, 0.0001"),
     ],
 )
-def test_a_rate_of_more_than_ten_times_the_default_is_warned_of(words, warning):
+def test_learning_rate_above_ten_times_the_default_warns(words, warning):
     install()
     with initialize_config_dir(config_dir(), version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
@@ -78,6 +78,6 @@ def test_a_rate_of_more_than_ten_times_the_default_is_warned_of(words, warning):
     assert warning is None or warning in said
 
 
-def test_it_is_warned_of_once(shell):
+def test_high_learning_rate_warning_is_printed_once(shell):
     _, said = shell(*TINY, "hparams.lr=1e-2", module=PLAN)
     assert said.count("is 500 times the default of hparams=sft, 2e-05") == 1

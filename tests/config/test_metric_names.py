@@ -1,4 +1,4 @@
-"""A metric has one name; a setting that chooses one which nobody measures is refused before anything is spent."""
+"""Settings that name a metric are checked at composition time against the metrics of the objective and evaluators."""
 
 import sys
 
@@ -31,12 +31,12 @@ def refusal(*overrides):
 
 @pytest.mark.parametrize("key", KEYS)
 @pytest.mark.parametrize("name", ["val_los", "loss", "Val_Loss", "train_loss", "val_z_loss", "", "step"])
-def test_a_metric_that_nobody_measures_is_a_line(key, name):
+def test_unmeasured_metric_gives_a_one_line_error(key, name):
     (line,) = refusal(f"hparams={'llm' if len(name) % 2 else 'diffusion'}", f"{key}={name!r}")
     assert line.startswith(f"{key}: is {name} but evaluations measure val_loss" if name else f"{key}: is empty")
 
 
-def test_the_nearest_name_is_proposed():
+def test_metric_error_suggests_the_nearest_name():
     (line,) = refusal(Z_LOSS, "checkpoint.keep_best.metric=val_zloss")
     assert line == (
         "checkpoint.keep_best.metric: is val_zloss but evaluations measure val_loss, val_cross_entropy, val_z_loss; "
@@ -45,23 +45,23 @@ def test_the_nearest_name_is_proposed():
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_metrics_of_the_objective_may_be_chosen(key):
+def test_metrics_of_the_objective_are_accepted(key):
     for name in ("val_cross_entropy", "val_z_loss", "val_loss"):
         compose(Z_LOSS, f"{key}={name}")
 
 
-def test_no_metric_at_all_is_a_choice():
+def test_keep_best_metric_may_be_null():
     assert configure("checkpoint.keep_best.metric=null").checkpoint.keep_best.metric is None
 
 
 @pytest.mark.parametrize("sweeper", ["foundry", "optuna"])
-def test_both_sweepers_know_the_metrics(sweeper):
+def test_both_sweepers_validate_their_metric(sweeper):
     (line,) = refusal(f"hydra/sweeper={sweeper}", "hydra.sweeper.metric=loss")
     assert line.endswith("did you mean val_loss?")
 
 
 class Model(torch.nn.Module):
-    """Answers whatever an objective asks."""
+    """A model with the outputs that any objective needs."""
 
     def forward(self, inputs, targets=None, *_, **asked):
         if not inputs.is_floating_point():
@@ -96,14 +96,14 @@ SETTINGS = {
     "FlowPolicy": [CHUNK],
     "ActionRegression": [CHUNK],
 }
-"""Settings of objectives that need some, or that change the metrics; any other is built with its defaults."""
+"""Settings that an objective requires or that change its metrics; other objectives use their defaults."""
 OBJECTIVES = {name: schema for name, schema in group_schemas("objective").items() if hasattr(schema, "_target_")}
 
 
 @pytest.mark.parametrize(
     ("name", "settings"), [(name, settings) for name in OBJECTIVES for settings in SETTINGS.get(name, [{}])], ids=str
 )
-def test_an_objective_measures_what_its_schema_declares(name, settings):
+def test_objective_returns_the_metrics_that_its_schema_declares(name, settings):
     root = compose()
     root.objective = OmegaConf.merge(writable(OBJECTIVES[name]), settings)
     schema = OmegaConf.to_object(root.objective)
@@ -118,7 +118,7 @@ def test_an_objective_measures_what_its_schema_declares(name, settings):
 
 
 class Own:
-    """An objective of the user's."""
+    """A custom objective."""
 
     def __init__(self, metrics=None):
         if metrics is not None:
@@ -126,13 +126,13 @@ class Own:
 
 
 class Silent(Own):
-    """A loss of its own, and no word about metrics."""
+    """A custom objective with one declared metric."""
 
     metrics = ("perplexity",)
 
 
 class Louder(Silent):
-    """Measures more than its parent says."""
+    """Overrides the loss, so the metrics declared by its parent do not apply."""
 
     def loss(self, model, microbatch):
         raise NotImplementedError
@@ -151,7 +151,7 @@ class Louder(Silent):
         ({"_target_": "own.Objective"}, None),
     ],
 )
-def test_an_objective_of_ones_own_may_declare(objective, known):
+def test_custom_objective_may_declare_its_metrics(objective, known):
     assert declared(objective) == known
 
 
@@ -171,25 +171,25 @@ def evaluators(*overrides):
     return build_evaluators(run, build_objective(config.objective, config.peft))
 
 
-def test_one_that_declares_is_checked_before_the_first_step(tmp_path, monkeypatch):
+def test_metric_of_a_declaring_custom_objective_is_checked_early(tmp_path, monkeypatch):
     own(tmp_path, monkeypatch, 'metrics = ("accuracy",)')
     overrides = ["objective._target_=own_objective.Mine", "checkpoint.keep_best.metric=val_acuracy"]
     with pytest.raises(ConfigError, match=r"is val_acuracy but .* val_loss, val_accuracy; did you mean val_accuracy\?"):
         evaluators(*overrides)
 
 
-def test_one_that_is_silent_is_not_refused(tmp_path, monkeypatch):
+def test_metric_of_a_custom_objective_without_declaration_is_accepted(tmp_path, monkeypatch):
     own(tmp_path, monkeypatch, "")
     assert evaluators("objective._target_=own_objective.Mine", "checkpoint.keep_best.metric=val_whatever")
 
 
-def test_what_follows_the_metric_of_the_run_goes_its_way():
+def test_keep_best_and_early_stopping_inherit_metric_and_direction():
     config = configure(Z_LOSS, "evaluation.metric=val_z_loss", "evaluation.direction=maximize")
     best, stopping = config.checkpoint.keep_best, config.evaluation.early_stopping
     assert (best.metric, best.mode, stopping.metric, stopping.mode) == ("val_z_loss", Mode.max) * 2
 
 
-def test_another_metric_than_the_runs_has_its_own_direction():
+def test_keep_best_with_its_own_metric_minimizes_by_default():
     overrides = [
         "evaluation.metric=val_z_loss",
         "evaluation.direction=maximize",
@@ -199,7 +199,7 @@ def test_another_metric_than_the_runs_has_its_own_direction():
     assert (config.checkpoint.keep_best.mode, config.evaluation.early_stopping.mode) == (Mode.min, Mode.max)
 
 
-def test_a_wrong_metric_of_the_run_is_one_line_whatever_follows_it():
+def test_wrong_run_metric_is_reported_once():
     (line,) = refusal("evaluation.metric=val_los")
     assert line == "evaluation.metric: is val_los but evaluations measure val_loss; did you mean val_loss?"
 
@@ -207,7 +207,7 @@ def test_a_wrong_metric_of_the_run_is_one_line_whatever_follows_it():
 SUCCESS = "+evaluation.evaluators.robot={_target_: own_evaluator.Robot, metrics: [success]}"
 
 
-def test_evaluators_name_what_they_measure(tmp_path, monkeypatch):
+def test_evaluator_metrics_are_valid_run_metrics(tmp_path, monkeypatch):
     (tmp_path / "own_evaluator.py").write_text("class Robot:\n    def __init__(self, episodes=1):\n        pass\n")
     monkeypatch.syspath_prepend(tmp_path)
     compose(SUCCESS, "evaluation.metric=val_success", "evaluation.direction=maximize")
@@ -222,7 +222,7 @@ def test_evaluators_name_what_they_measure(tmp_path, monkeypatch):
     assert line.startswith("evaluation.evaluators.robot.episods: is no argument of own_evaluator.Robot; did you mean")
 
 
-def test_a_search_and_patience_need_a_metric():
+def test_patience_requires_a_metric():
     (line,) = refusal("evaluation.metric=null", "evaluation.early_stopping.patience=3")
     assert line == "evaluation.early_stopping.metric: is null but patience is 3; name a metric"
     (line,) = refusal("+evaluation.evaluators.x=3")

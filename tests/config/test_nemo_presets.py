@@ -1,4 +1,4 @@
-"""The defaults of NeMo Customizer, as its document of hyperparameters has them."""
+"""NeMo presets: the defaults in the hyperparameter documentation of NeMo Customizer."""
 
 import json
 import math
@@ -30,7 +30,7 @@ def rows(tmp_path):
     return f"data.path={path}"
 
 
-def test_the_defaults_of_supervised_fine_tuning(rows):
+def test_nemo_sft_preset_has_the_documented_defaults(rows):
     config = configure(*SFT, rows)
     hparams, stopping = config.hparams, config.evaluation.early_stopping
     assert (hparams.global_batch_size, hparams.epochs, hparams.max_steps, hparams.seed) == (8, 50, None, 42)
@@ -46,7 +46,7 @@ def test_the_defaults_of_supervised_fine_tuning(rows):
     assert configure(*SFT, rows, "hparams.lr=3e-3").scheduler.min_lr == pytest.approx(3e-4)
 
 
-def test_the_defaults_of_preferences_and_distillation(rows, tmp_path):
+def test_nemo_dpo_and_distillation_presets_have_the_documented_defaults(rows, tmp_path):
     config = configure("hparams=nemo_dpo", "model=transformer", rows)
     hparams, objective = config.hparams, config.objective
     assert (hparams.global_batch_size, hparams.epochs, hparams.lr, hparams.grad_clip_norm) == (16, 1, 9e-6, 1.0)
@@ -69,7 +69,7 @@ def budget(steps, size=8):
     return Budget(total_samples=steps * size, batch_sizes=BatchSizes.constant(size), samples_per_epoch=160)
 
 
-def test_the_rate_starts_at_its_floor_and_returns_to_it(rows):
+def test_nemo_cosine_starts_and_ends_at_min_lr(rows):
     config = configure(*SFT, rows)
     schedule = build_schedule(config, budget(1000))
     low, peak = 1e-5, 1e-4
@@ -81,26 +81,26 @@ def test_the_rate_starts_at_its_floor_and_returns_to_it(rows):
         assert schedule.lr(8 * step, 8 * step + 8) == pytest.approx(expected, rel=1e-12)
 
 
-def test_the_flat_rate_is_flat(rows):
+def test_nemo_flat_schedule_is_constant(rows):
     schedule = build_schedule(configure(*SFT, rows, "scheduler=nemo_flat"), budget(30))
     assert {schedule.lr(8 * step, 8 * step + 8) for step in range(30)} == {1e-4}
 
 
 @pytest.mark.parametrize(("steps", "warmup"), [(1000, 200), (201, 200), (200, 199), (50, 49), (1, 0)])
-def test_a_warmup_longer_than_the_run_is_shortened_aloud(steps, warmup, rows, caplog):
+def test_warmup_longer_than_the_run_is_shortened_with_a_warning(steps, warmup, rows, caplog):
     schedule = build_schedule(configure(*SFT, rows), budget(steps))
     assert schedule.warmup == 8 * warmup
     assert ("scheduler.warmup=200 is longer than the run" in caplog.text) == (warmup < 200)
 
 
-def test_without_that_setting_it_is_refused(rows):
+def test_long_warmup_without_clamp_warmup_is_rejected(rows):
     with pytest.raises(ConfigError, match=r"scheduler\.warmup: is 200: a warm-up of 200 steps does not fit"):
         configure(*SFT, rows, "scheduler.clamp_warmup=false", *STEPS)
 
 
 @pytest.mark.parametrize("preset", ["nemo_sft", "nemo_dpo"])
 @pytest.mark.parametrize(("epoch", "steps"), [(160, 5), (3, 5), (10**6, 5)])
-def test_debug_fast_evaluates_in_any_preset(preset, epoch, steps, rows, caplog):
+def test_debug_fast_evaluates_in_each_nemo_preset(preset, epoch, steps, rows, caplog):
     config = configure(f"hparams={preset}", "model=transformer", rows, "debug=fast")
     given = resolve_budget(config.hparams, samples_per_epoch=epoch, dp_size=1)
     assert given.total_steps == steps
@@ -112,7 +112,7 @@ def test_debug_fast_evaluates_in_any_preset(preset, epoch, steps, rows, caplog):
 
 
 @pytest.mark.parametrize("interval", ["1.0", "0.5", "100 epoch_steps"])
-def test_an_epoch_may_be_longer_than_the_run(interval, rows):
+def test_evaluation_interval_in_epochs_may_exceed_the_run(interval, rows):
     config = configure(*SFT, rows, "hparams.epochs=null", "hparams.max_steps=50", f"evaluation.interval={interval}")
     assert not list(check_lengths(config, resolve_budget(config.hparams, samples_per_epoch=10**5, dp_size=1)))
     config = configure(*SFT, rows, "hparams.max_steps=50", f"evaluation.interval={interval}")
@@ -120,14 +120,14 @@ def test_an_epoch_may_be_longer_than_the_run(interval, rows):
 
 
 @pytest.mark.parametrize(("epochs", "is_warned"), [(10, True), (11, False)])
-def test_patience_that_the_epochs_do_not_exceed_is_warned_of(epochs, is_warned, rows, caplog):
+def test_patience_not_shorter_than_the_run_warns(epochs, is_warned, rows, caplog):
     splits = DataSplits(train=[None] * 160, validation=[], fingerprint="")
     build_budget(configure(*SFT, rows, f"hparams.epochs={epochs}"), splits, 1)
     warning = f"evaluation.early_stopping.patience=10 epochs is not shorter than the run, which has {epochs}"
     assert (warning in caplog.messages) == is_warned
 
 
-def test_it_trains(rows, tmp_path, caplog):
+def test_nemo_sft_preset_trains(rows, tmp_path, caplog):
     words = [word for word in TINY_LM if not word.startswith("objective.")]
     config = configure(*SFT, rows, *words, "data.vocab_size=257", f"data.cache_dir={tmp_path}", "tracking=none")
     (tmp_path / "run").mkdir()

@@ -1,4 +1,4 @@
-"""Wrong words on the command line: exit code 2, at most a line per error, no traceback, no file."""
+"""Invalid overrides on the command line: exit code 2, at most one line per error, no traceback, no file."""
 
 import re
 
@@ -13,10 +13,10 @@ def ramp(start, increment, over_samples):
 
 
 LONG = "a" * 256
-"""A word that is no name of a file."""
+"""A word longer than a file name can be."""
 
 PAIRS = ["objective=dpo", "data=arithmetic", "data.form=preferences"]
-# (words, errors, what the answer must contain)
+# (overrides, number of errors, expected text of the message)
 CASES = [
     ([f"{LONG}=1"], 1, "is neither a group nor a key"),
     ([f"+{LONG}=1", "hparams.leer=1"], 2, "did you mean hparams.lr?"),
@@ -195,7 +195,7 @@ IDS = [" ".join(overrides) for overrides, _, _ in CASES]
 
 
 @pytest.mark.parametrize(("overrides", "errors", "message"), CASES, ids=IDS)
-def test_one_line_each(overrides, errors, message):
+def test_invalid_overrides_give_one_line_per_error(overrides, errors, message):
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         compose(*overrides)
     assert len(str(caught.value).splitlines()) == errors
@@ -209,7 +209,7 @@ def one_in_twelve_by_default(cases):
 
 
 @pytest.mark.parametrize(("overrides", "errors", "message"), one_in_twelve_by_default(CASES))
-def test_the_command_prints_no_more(overrides, errors, message, run_command):
+def test_command_prints_only_the_override_errors(overrides, errors, message, run_command):
     stdout, stderr = run_command(*overrides, code=2)
     assert len(stderr.splitlines()) == errors, stderr
     assert message in stderr

@@ -1,4 +1,4 @@
-"""What pictures with words ask of the rest of a run is said when the run is composed, a line each."""
+"""Constraints of vision-language runs are checked at composition time, one line per error."""
 
 import pytest
 from support.composition import configure
@@ -61,13 +61,13 @@ VLM = "experiment=vlm_scenes"
         ),
     ],
 )
-def test_a_wrong_setting_is_a_line(overrides, expected):
+def test_invalid_vlm_settings_are_reported(overrides, expected):
     with pytest.raises(ConfigError) as caught:
         configure(*overrides)
     assert expected in map(str, caught.value.violations)
 
 
-def test_sizes_follow_the_simulator_and_the_data():
+def test_vlm_sizes_follow_the_simulator_and_the_data():
     config = configure(VLM, "simulator.image_size=64", "data.vocab_size=400", "data.seq_len=80")
     assert (config.data.image_size, config.model.image_size) == (64, 64)
     assert (config.model.vocab_size, config.model.max_seq_len) == (400, 80)

@@ -1,4 +1,4 @@
-"""Settings of built-in parts in plain mappings are checked by type and bounds."""
+"""Settings of built-in parts in untyped mappings are checked for type and bounds."""
 
 from dataclasses import MISSING, fields
 
@@ -63,14 +63,14 @@ CHOSEN = {
         ("model.config", "+n_positions=0", "n_positions: is 0 but must be at least 1"),
     ],
 )
-def test_a_value_is_refused_when_composed(key, override, message):
+def test_invalid_value_in_a_plain_mapping_is_rejected(key, override, message):
     added, name = ("+", override[1:]) if override.startswith("+") else ("", override)
     with pytest.raises(ConfigError) as refused:
         configure(*CHOSEN[key], f"{added}{key}.{name}")
     assert f"{key}.{message}" in str(refused.value)
 
 
-def test_a_part_inside_of_a_users_own_part_is_checked():
+def test_built_in_part_nested_in_a_custom_part_is_checked():
     inner = "{_target_: foundry.Transformer, num_layers: -1, num_heads: [2]}"
     with pytest.raises(ConfigError) as refused:
         configure(f"+evaluation.stop_rules.mine={{_target_: collections.Counter, model: {inner}}}")
@@ -84,7 +84,7 @@ WRONG = st.sampled_from(["x", "", -1, 0, 2**70, 1.5, True, None, [], [1], {}, {"
 
 @settings(max_examples=examples(100), deadline=None)
 @given(setting=st.sampled_from(SETTINGS), value=WRONG | st.integers() | st.floats() | st.text(max_size=4))
-def test_a_value_that_passes_is_of_the_type_and_within_the_bounds(setting, value):
+def test_accepted_values_have_the_declared_type_and_bounds(setting, value):
     schema, item = setting
     node = {"_target_": schema._target_, item.name: value}
     found = list(check_node(node, "tracking.trackers.mine"))
@@ -111,7 +111,7 @@ def test_a_value_that_passes_is_of_the_type_and_within_the_bounds(setting, value
 
 
 @pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: schema.__name__)
-def test_a_schema_has_the_settings_of_its_part(schema):
+def test_plain_schema_fields_match_the_parameters_of_the_part(schema):
     takes = resolve_parameters(schema._target_)
     own = {item.name: item for item in fields(schema) if item.name != "_target_"}
     given = {*Evaluation.offered, *Tracking.offered}
@@ -125,5 +125,5 @@ def _defaults(own):
     return {name: value for name, value in plain.items() if not str(value).startswith("${")}
 
 
-def test_every_evaluator_and_tracker_that_is_known_by_name_has_a_schema():
+def test_named_evaluators_and_trackers_have_schemas():
     assert set(own_named_parts()) <= {schema._target_ for schema in SCHEMAS}

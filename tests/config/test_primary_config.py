@@ -1,4 +1,4 @@
-"""Checks hold under whatever name foundry's schemas are composed, and in no other application's configuration."""
+"""Checks apply to every primary config that uses foundry's schemas, and not to configs of other applications."""
 
 import os
 import subprocess
@@ -36,7 +36,7 @@ def compose_own(folder: Path, name: str, *overrides: str):
 
 
 @pytest.mark.parametrize("text", OWN.values(), ids=OWN.keys())
-def test_a_primary_configuration_of_ones_own_is_checked(text, tmp_path):
+def test_custom_primary_config_is_checked(text, tmp_path):
     (tmp_path / "own.yaml").write_text(text + SEARCHPATH)
     assert to_config(compose_own(tmp_path, "own")).hparams.seed in (7, 42)
     for overrides, message in WRONG:
@@ -45,14 +45,14 @@ def test_a_primary_configuration_of_ones_own_is_checked(text, tmp_path):
         assert message in str(refused.value)
 
 
-def test_an_error_in_it_is_named(tmp_path):
+def test_error_in_a_primary_config_names_file_and_key(tmp_path):
     (tmp_path / "own.yaml").write_text(f"defaults: [config, _self_]\nhparams: {{learning_rate: 1}}\n{SEARCHPATH}")
     with pytest.raises(ConfigError, match=r"own\.yaml: hparams\.learning_rate: .*; write hparams\.lr=1$"):
         compose_own(tmp_path, "own")
 
 
 @pytest.mark.parametrize("name", ["config", "own", "other"])
-def test_other_applications_stay_as_they_are(name, tmp_path):
+def test_configs_of_other_applications_are_not_checked(name, tmp_path):
     (tmp_path / f"{name}.yaml").write_text(f"hparams: {{lr: -1}}\nscheduler: {{min_lr: 1}}\n{SEARCHPATH}")
     assert compose_own(tmp_path, name, "hparams.lr=-2").hparams.lr == -2
     with pytest.raises(Exception, match="nope") as refused:
@@ -83,7 +83,7 @@ COMMANDS = [
 
 @pytest.mark.long
 @pytest.mark.parametrize(("overrides", "message"), COMMANDS, ids=[" ".join(overrides) for overrides, _ in COMMANDS])
-def test_the_command_checks_it(overrides, message, tmp_path):
+def test_command_checks_a_custom_primary_config(overrides, message, tmp_path):
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "own.yaml").write_text("defaults: [config, _self_]\nhparams: {grad_clip_norm: -1}\n")
@@ -95,7 +95,7 @@ def test_the_command_checks_it(overrides, message, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
-def test_a_right_one_composes(tmp_path):
+def test_command_composes_a_valid_custom_primary_config(tmp_path):
     (tmp_path / "own.yaml").write_text("defaults: [config, override /optimizer: muon, _self_]\nhparams: {seed: 7}\n")
     done = foundry("--config-path", str(tmp_path), "--config-name", "own", "--cfg", "job", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Choices, values, deletions and broken syntax in any mixture: a configuration that makes sense, or a line each."""
+"""Random mixtures of choices, values, deletions and broken syntax give a valid config or one-line errors."""
 
 from hydra import compose, initialize_config_dir
 from hypothesis import HealthCheck, given, settings
@@ -77,7 +77,7 @@ def problems(given_words):
 
 @settings(derandomize=True, max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(overrides)
-def test_any_mixture_of_overrides(given_words):
+def test_random_override_mixtures_give_valid_configs_or_one_line_errors(given_words):
     install()
     with initialize_config_dir(config_dir(), version_base="1.3"):
         assert list(problems(given_words)) == []

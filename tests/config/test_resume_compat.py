@@ -1,4 +1,4 @@
-"""What differs between the configuration of a checkpoint and of the run that resumes it."""
+"""Differences between the config of a checkpoint and the config of the run that resumes it."""
 
 import copy
 import json
@@ -22,7 +22,7 @@ def recorded(config):
 
 
 def schema_fields(node, prefix=()):
-    """The keys of all typed settings of a configuration."""
+    """Yield the keys of all typed settings of a config."""
     for item in fields(node):
         value = getattr(node, item.name)
         if is_dataclass(value):
@@ -45,7 +45,7 @@ def without(config, key):
 
 
 @pytest.mark.parametrize("key", KEYS, ids=".".join)
-def test_a_setting_that_the_checkpoint_did_not_know_had_its_default(key):
+def test_setting_missing_in_the_checkpoint_counts_as_its_default(key):
     now = recorded(CONFIG)
     was = without(now, key)
     item = {item.name: item for item in fields(_owner(key))}[key[-1]]
@@ -68,14 +68,14 @@ def _at(config, key):
 
 
 @pytest.mark.parametrize("group", ["guard", "evaluation", "checkpoint", "tracking", "distributed"])
-def test_a_whole_group_may_be_new(group):
+def test_group_missing_in_the_checkpoint_is_no_difference(group):
     now = recorded(configure())
     was = {key: value for key, value in now.items() if key != group}
     assert list(differences(was, now, CONFIG)) == []
 
 
 @pytest.mark.parametrize("path", [(), ("hparams",), ("model",), ("optimizer",), ("evaluation", "early_stopping")])
-def test_a_setting_that_is_gone_is_told_and_not_refused(path):
+def test_removed_setting_is_reported_and_allowed(path):
     was = recorded(CONFIG)
     _at(was, path)["forgotten"] = 3
     (difference,) = differences(was, recorded(CONFIG), CONFIG)
@@ -83,14 +83,14 @@ def test_a_setting_that_is_gone_is_told_and_not_refused(path):
     assert str(difference) == ".".join((*path, "forgotten")) + ": 3 -> no longer a setting"
 
 
-def test_settings_of_another_strategy_are_not_of_another_version():
+def test_settings_of_another_strategy_do_not_count_as_removed():
     one, other = (configure(f"distributed={name}") for name in ("ddp", "fsdp"))
     found = list(differences(recorded(one), recorded(other), other))
     assert {"distributed.strategy", "distributed.bucket_cap_mb"} <= {difference.key for difference in found}
     assert all(difference.is_allowed and not difference.is_gone for difference in found)
 
 
-def test_a_value_that_is_not_the_default_is_refused():
+def test_non_default_value_of_a_new_setting_is_rejected():
     config = configure("hparams.ema_decay=0.9")
     was = without(recorded(config), ("hparams", "ema_decay"))
     (difference,) = differences(was, recorded(config), config)
@@ -121,7 +121,7 @@ def test_a_value_that_is_not_the_default_is_refused():
         (None, [7.0, 3.0], False),
     ],
 )
-def test_weights_of_data_are_compared_by_their_proportions(was, now, is_same):
+def test_data_weights_are_compared_as_proportions(was, now, is_same):
     stored, config = (
         {"data": {"_target_": "foundry.data.corpora.text.text_files", "weights": each}} for each in (was, now)
     )
@@ -139,7 +139,7 @@ def test_weights_of_data_are_compared_by_their_proportions(was, now, is_same):
         (0.5, "10", ["evaluation.interval"]),
     ],
 )
-def test_an_interval_may_change_and_is_the_same_in_another_notation(was, now, keys):
+def test_evaluation_interval_may_change_and_notations_are_equivalent(was, now, keys):
     config = configure(f"evaluation.interval={now}")
     stored = recorded(config)
     stored["evaluation"]["interval"] = was
@@ -148,7 +148,7 @@ def test_an_interval_may_change_and_is_the_same_in_another_notation(was, now, ke
     assert all(difference.is_allowed for difference in found)
 
 
-def test_a_number_that_an_earlier_version_counted_in_each_epoch_is_refused():
+def test_interval_counted_per_epoch_by_an_earlier_version_is_rejected():
     config = configure("evaluation.interval=10")
     stored = recorded(config)
     stored["evaluation"]["interval"] = 10
@@ -162,13 +162,13 @@ def test_a_number_that_an_earlier_version_counted_in_each_epoch_is_refused():
 
 
 @pytest.mark.parametrize("key", ["data.weights", "environment.weights"])
-def test_weights_of_other_parts_are_compared_as_they_are(key):
+def test_weights_of_custom_parts_are_compared_exactly(key):
     group, name = key.split(".")
     stored, config = ({group: {"_target_": "mine.Part", name: each}} for each in ([0.7, 0.3], [7, 3]))
     assert [difference.key for difference in differences(stored, config)] == [key]
 
 
-def test_settings_of_a_users_own_part_have_no_defaults():
+def test_settings_of_a_custom_part_have_no_defaults():
     config = replace(CONFIG, model={"_target_": "mine.Model", "own": 1})
     was = without(recorded(config), ("model", "own"))
     (difference,) = differences(was, recorded(config), config)
@@ -190,7 +190,7 @@ def test_settings_of_a_users_own_part_have_no_defaults():
         ("\u200b", "\\u200b", ("'\\u200b'", "'\\\\u200b'")),
     ],
 )
-def test_different_values_are_shown_differently(was, now, shown):
+def test_difference_shows_distinct_texts_for_distinct_values(was, now, shown):
     (difference,) = differences({"key": was}, {"key": now})
     texts = str(difference).removeprefix("key: ").split(" -> ")
     assert texts[0] != texts[1]
@@ -203,7 +203,7 @@ VALUES = st.one_of(st.text(max_size=300), st.floats(), st.integers(), st.lists(s
 
 @given(VALUES, VALUES)
 @settings(max_examples=examples(200))
-def test_any_two_values_are_contrasted_by_different_texts(was, now):
-    assume(one_line(repr(was)) != one_line(repr(now)))  # a masked secret is the same in both
+def test_contrast_gives_distinct_texts_for_any_two_values(was, now):
+    assume(one_line(repr(was)) != one_line(repr(now)))  # masked secrets are equal
     one, other = contrast(was, now)
     assert one != other

@@ -1,4 +1,4 @@
-"""What a run that learns from its own answers is refused for, and what its preset makes of a rollout."""
+"""Composition errors of GRPO runs, and the batch size that the preset derives from a rollout."""
 
 import pytest
 from support.composition import configure
@@ -58,13 +58,13 @@ SOUND = [
         (["hparams.z_loss_coefficient=1e-4"], "hparams.z_loss_coefficient: is set but objective GRPO has no z-loss"),
     ],
 )
-def test_what_is_refused(overrides, message):
+def test_invalid_grpo_settings_are_rejected(overrides, message):
     with pytest.raises(ConfigError) as caught:
         configure(*SOUND, *overrides)
     assert message in str(caught.value)
 
 
-def test_without_an_environment_the_options_are_listed_and_its_metric_is_not_blamed():
+def test_missing_environment_error_lists_options_without_a_metric_error():
     with pytest.raises(ConfigError) as caught:
         configure(*SOUND, "environment=none")
     assert str(caught.value) == (
@@ -73,7 +73,7 @@ def test_without_an_environment_the_options_are_listed_and_its_metric_is_not_bla
     )
 
 
-def test_what_is_accepted():
+def test_grpo_answer_evaluator_inherits_max_new_tokens():
     config = configure(*SOUND)
     assert config.data.max_new_tokens == 48
     assert config.evaluation.evaluators["answers"]["max_new_tokens"] == 48
@@ -81,7 +81,7 @@ def test_what_is_accepted():
     assert configure(*SOUND, *half).objective.samples_per_rollout == 16
 
 
-def test_the_preset_has_the_batch_that_follows_from_the_rollout(tmp_path):
+def test_nemo_grpo_preset_derives_batch_size_from_the_rollout(tmp_path):
     own = ["model=transformer", "model.max_seq_len=256", "data=arithmetic", "data.form=prompts", "data.seq_len=256"]
     rollout = ["objective.num_prompts_per_step=6", "objective.num_generations_per_prompt=4", "environment=arithmetic"]
     rest = ["objective.max_new_tokens=100", "objective.updates_per_rollout=3"]

@@ -1,4 +1,4 @@
-"""Every schema fits the part that it configures, and says what its fields mean."""
+"""Every schema matches the parameters of the part that it configures, and documents its fields."""
 
 import dataclasses
 import importlib
@@ -20,7 +20,7 @@ SCHEMAS = {(group, name): schema for group in GROUPS for name, schema in group_s
 
 
 def target_of(schema):
-    """The part's name; None for a group without parts, for a base class that names none, and for `model=base`."""
+    """Return the target of a schema, or None for a group without parts, a base class or `model=base`."""
     default = next((item.default for item in dataclasses.fields(schema) if item.name == "_target_"), None)
     return None if default in (None, "???", dataclasses.MISSING) else default
 
@@ -34,14 +34,14 @@ GROUP_OPTIONS = {
 OPTION_FILES = sorted(path for path in Path(config_dir()).rglob("*.yaml"))
 
 
-def test_there_are_parts_in_every_group_that_has_them():
+def test_every_group_of_parts_has_schemas():
     groups = {"optimizer", "scheduler", "model", "data", "objective", "environment", "simulator"}
     assert {group for group, _ in PARTS} == groups
     assert len(PARTS) > 12
 
 
 def resolve_parameters(part):
-    """By name; what a class's own constructor method passes on as `**shape` are the class's fields."""
+    """Return the parameters by name; the fields of the class replace `**shape` of its constructor method."""
     parameters = dict(inspect.signature(part).parameters)
     for name in [name for name, p in parameters.items() if p.kind is p.VAR_KEYWORD]:
         del parameters[name]
@@ -52,7 +52,7 @@ def resolve_parameters(part):
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_a_schema_may_be_a_file_of_its_own_in_every_group(group, tmp_path, monkeypatch):
+def test_every_group_discovers_a_schema_in_a_new_file(group, tmp_path, monkeypatch):
     text = "@dataclass(frozen=True, kw_only=True)\nclass InAFile:\n    size: int = 1\n"
     (tmp_path / "in_a_file.py").write_text(f"from dataclasses import dataclass\n\n\n{text}")
     package = importlib.import_module(f"foundry.config.schemas.{group}")
@@ -63,7 +63,7 @@ def test_a_schema_may_be_a_file_of_its_own_in_every_group(group, tmp_path, monke
 
 
 @pytest.mark.parametrize("key", PARTS, ids="/".join)
-def test_the_part_takes_the_fields_of_its_schema(key):
+def test_part_accepts_the_fields_of_its_schema(key):
     parameters = resolve_parameters(
         get_method(PARTS[key]) if PARTS[key].endswith("_durations") else get_object(PARTS[key])
     )
@@ -78,7 +78,7 @@ def test_the_part_takes_the_fields_of_its_schema(key):
 
 
 @pytest.mark.parametrize("key", SCHEMAS, ids="/".join)
-def test_every_field_says_what_it_means(key):
+def test_every_schema_field_is_documented(key):
     for item in dataclasses.fields(SCHEMAS[key]):
         if item.name == "_target_" or dataclasses.is_dataclass(item.type):
             continue
@@ -89,7 +89,7 @@ def test_every_field_says_what_it_means(key):
 
 
 def _inherited_doc(schema, name):
-    """A field that a subclass only gives another default keeps its meaning."""
+    """Return the documentation of a field from the nearest base class that has it."""
     for base in schema.__mro__[1:]:
         found = getattr(base, "__dataclass_fields__", {}).get(name)
         if found is not None and found.metadata.get("doc"):
@@ -106,15 +106,15 @@ def test_schemas_are_frozen_and_keyword_only(schema):
 
 
 @pytest.mark.parametrize("path", OPTION_FILES, ids=lambda path: str(path.relative_to(config_dir())))
-def test_every_yaml_says_what_it_is(path):
+def test_every_option_file_starts_with_a_comment(path):
     lines = path.read_text().splitlines()
     if lines[0].startswith("# @package"):
         lines = lines[1:]
     top = lines[0]
     if path.parent.parent.name == "hydra" and not top.startswith("#"):
-        assert top.startswith("app_name:"), top  # the help page is a text itself
+        assert top.startswith("app_name:"), top  # the help page is itself a text
         return
-    if not top.startswith("#"):  # an alias is a single line
+    if not top.startswith("#"):  # an alias has a single line
         assert re.fullmatch(r"defaults: \[\w+\]\s+# \S.*", top), top
         assert len(lines) == 1
         return

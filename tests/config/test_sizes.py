@@ -1,4 +1,4 @@
-"""Sizes of a model that contradict its data's are refused when the run is composed."""
+"""Model sizes that contradict the data are rejected at composition time."""
 
 import pytest
 from support.composition import configure
@@ -23,7 +23,7 @@ DIGITS = "hparams=diffusion"
         ([LLAMA, "model.max_seq_len=100"], "model.max_seq_len", "at least data.seq_len=256"),
     ],
 )
-def test_a_contradiction_is_one_line(overrides, key, named):
+def test_model_sizes_that_contradict_the_data_give_a_one_line_error(overrides, key, named):
     with pytest.raises(ConfigError) as refused:
         configure(*overrides)
     (violation,) = refused.value.violations
@@ -35,7 +35,7 @@ def test_a_contradiction_is_one_line(overrides, key, named):
     "overrides",
     [[DIGITS, "model.num_classes=11"], ["model.vocab_size=5000"], ["model.max_seq_len=1024"], ["data.vocab_size=300"]],
 )
-def test_more_than_the_data_need_is_accepted(overrides):
+def test_model_sizes_above_those_of_the_data_are_accepted(overrides):
     config = configure(*overrides)
     key, _, value = overrides[-1].partition("=")
     group, _, name = key.partition(".")

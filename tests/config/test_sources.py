@@ -1,4 +1,4 @@
-"""Where data is read from, as it is checked when a run is composed."""
+"""Data paths, weights, columns and URLs are checked at composition time."""
 
 from importlib.util import find_spec
 
@@ -19,7 +19,7 @@ def files(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("data", [["data=text"], ["data=tokens"], ["data=chats", "objective=sft"]])
-def test_several_paths_with_weights(compose, data):
+def test_several_paths_with_weights_compose(compose, data):
     found = compose(*data, "data.path=[a.txt,b.jsonl]", "data.weights=[7,0.5]").data
     assert (list(found.path), list(found.weights)) == (["a.txt", "b.jsonl"], [7.0, 0.5])
     assert list(compose(*data, "data.path=[a.txt]").data.path) == ["a.txt"]
@@ -44,17 +44,17 @@ WRONG = {
 
 
 @pytest.mark.parametrize("word", WRONG)
-def test_what_is_no_source_is_refused(compose, word):
+def test_invalid_paths_and_weights_are_rejected(compose, word):
     with pytest.raises(ConfigError, match=WRONG[word]):
         compose(*TEXT, word)
 
 
-def test_weights_mean_nothing_for_one_path(compose):
+def test_weights_require_several_paths(compose):
     with pytest.raises(ConfigError, match=r"data\.weights: means nothing without several paths"):
         compose("data=text", "data.path=a.txt", "data.weights=[1]")
 
 
-def test_columns_are_known_ones(compose):
+def test_data_columns_must_be_known(compose):
     words = ["data=chats", "objective=sft", "data.path=b.jsonl"]
     assert compose(*words, "+data.columns={prompt: asked, completion: data.answer}").data.columns.prompt == "asked"
     with pytest.raises(ConfigError, match=r"data\.columns: has chosen, which is no column here; there are messages"):
@@ -64,12 +64,12 @@ def test_columns_are_known_ones(compose):
             compose(*words, f"+data.columns={{prompt: {called}}}")
 
 
-def test_paths_are_meant_from_where_the_command_was_started(compose, tmp_path):
+def test_paths_are_resolved_from_the_start_folder(compose, tmp_path):
     found = compose(*TEXT, "hydra.job.chdir=true").data
     assert list(found.path) == [str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")]
 
 
-def test_urls_are_known_by_their_file_system_and_nobody_is_asked(compose):
+def test_urls_are_checked_by_protocol_without_network_access(compose):
     words = ["data=text", "data.validation_path=[memory://held/*.jsonl]"]
     assert compose(*words, "data.path=hf://datasets/nobody/nothing").data.path == "hf://datasets/nobody/nothing"
     with pytest.raises(ConfigError, match=r"data\.path: is nowhere://x but Protocol not known: nowhere"):
@@ -83,14 +83,14 @@ def test_urls_are_known_by_their_file_system_and_nobody_is_asked(compose):
         compose(*words, "data.path=a.txt", "data.tokenizer=memory://x")
 
 
-def test_a_missing_package_of_a_file_system_is_named(compose):
+def test_missing_file_system_package_is_reported(compose):
     if find_spec("s3fs") is not None:
         pytest.skip("s3fs is installed")
     with pytest.raises(ConfigError, match=r"data\.path: is s3://bucket/a\.txt but Install s3fs to access S3"):
         compose("data=text", "data.path=s3://bucket/a.txt")
 
 
-def test_urls_that_only_a_run_names_are_not_asked():
+def test_urls_from_a_run_config_require_trust():
     data = TextFiles(path=["a.txt", "memory://x/a.txt"], tokenizer=None)
     with pytest.raises(ConfigError, match=r"data\.path: of runs/x is memory://x/a\.txt, which would be fetched; say t"):
         refuse_urls(data, "runs/x")
@@ -116,7 +116,7 @@ NAMED = {
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_a_model_of_the_hub_is_answered_with_its_download(compose, name):
+def test_hub_model_name_error_shows_the_download_command(compose, name):
     key = name.partition(" ")[0]
     with pytest.raises(ConfigError) as refused:
         compose(*NAMED[name], f"{key}={HUB}")
@@ -125,7 +125,7 @@ def test_a_model_of_the_hub_is_answered_with_its_download(compose, name):
 
 
 @pytest.mark.parametrize("words", [["hparams=policy", "data=lerobot"], ["hparams=diffusion", "data=images"]])
-def test_a_dataset_of_the_hub_is_answered_with_its_download(compose, words):
+def test_hub_dataset_name_error_shows_the_download_command(compose, words):
     with pytest.raises(ConfigError, match=DATASET.replace(".", r"\.")):
         compose(*words, f"data.path={HUB}")
 
@@ -146,7 +146,7 @@ def test_a_dataset_of_the_hub_is_answered_with_its_download(compose, words):
         ("there/new", False),
     ],
 )
-def test_only_owner_and_name_are_a_name_of_the_hub(path, is_name, tmp_path, monkeypatch):
+def test_hub_hints_require_the_form_owner_slash_name(path, is_name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there").mkdir()
     assert bool(download_hint(path)) == is_name

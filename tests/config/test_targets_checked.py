@@ -1,4 +1,4 @@
-"""A `_target_` of one's own: what cannot be found, or takes other arguments, is refused where the run is composed."""
+"""A custom `_target_` that does not exist or takes other arguments is rejected at composition time."""
 
 import os
 import subprocess
@@ -130,7 +130,7 @@ class Made(metaclass=Meta):
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """A folder on Python's path, with a module `own_parts`, and packages that give it other names."""
+    """A folder on sys.path with the module `own_parts` and packages that re-export it."""
     files = {
         "own_parts.py": PARTS,
         "own_base.py": BASE,
@@ -219,7 +219,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("group", "node", "part"), WRONG, ids=[str(node) for _, node, _ in WRONG])
 @pytest.mark.usefixtures("own")
-def test_what_is_wrong_is_one_line(group, node, part):
+def test_invalid_targets_and_arguments_give_a_one_line_error(group, node, part):
     (line,) = refusals(group, node)
     assert part in line
     assert line.startswith(f"{group}.")
@@ -257,7 +257,7 @@ RIGHT = [
 
 @pytest.mark.parametrize(("group", "node"), RIGHT, ids=[str(node) for _, node in RIGHT])
 @pytest.mark.usefixtures("own")
-def test_what_is_right_or_unknown_is_let_through(group, node):
+def test_valid_or_undecidable_targets_are_accepted(group, node):
     assert refusals(group, node) == []
 
 
@@ -278,8 +278,8 @@ def test_what_is_right_or_unknown_is_let_through(group, node):
         ),
     ],
 )
-def test_what_others_have_installed_is_found(path):
-    pytest.importorskip(path.partition(".")[0])  # Optuna is an extra
+def test_targets_in_installed_packages_resolve(path):
+    pytest.importorskip(path.partition(".")[0])  # Optuna is optional
     resolve_parameters(path)
 
 
@@ -287,7 +287,7 @@ def test_what_others_have_installed_is_found(path):
     ("package", "module"),
     [("torch", "optim"), ("torch", "distributed"), ("transformers", "models"), ("numpy", "linalg"), ("scipy", "stats")],
 )
-def test_a_misspelt_module_of_a_package_that_makes_names_is_named(package, module):
+def test_misspelled_module_of_a_package_with_lazy_names_is_reported(package, module):
     for number in range(1, len(module)):
         with pytest.raises(NotThere, match=f"^{package} has no ") as error:
             resolve_parameters(f"{package}.{module[:number] + module[number + 1 :]}.Anything")
@@ -302,30 +302,30 @@ def refusal(path):
     return None
 
 
-@pytest.mark.filterwarnings("ignore:`scipy.odr` is deprecated:DeprecationWarning")  # every public module is imported
+@pytest.mark.filterwarnings("ignore:`scipy.odr` is deprecated:DeprecationWarning")  # getattr imports each submodule
 @pytest.mark.parametrize("package", some_of(["torch", "numpy", "scipy", "mlflow", "optuna"], "numpy", "optuna"))
-def test_no_class_or_module_is_taken_for_a_misspelt_module(package):
-    module = pytest.importorskip(package)  # Optuna is an extra
+def test_public_names_are_not_reported_as_misspelled_modules(package):
+    module = pytest.importorskip(package)  # Optuna is optional
     public = [name for name in dir(module) if not name.startswith("_")]
     names = [name for name in public if isinstance(getattr(module, name), (type, ModuleType))]
     assert [name for name in names if refusal(f"{package}.{name}.anything") == f"{package} has no {name}"] == []
 
 
 @pytest.mark.usefixtures("own")
-def test_a_module_made_while_the_program_runs_is_let_through(monkeypatch):
+def test_module_created_at_run_time_is_accepted(monkeypatch):
     monkeypatch.setitem(sys.modules, "own_parts.made", ModuleType("own_parts.made"))
     monkeypatch.setitem(sys.modules, "made_here", ModuleType("made_here"))
     assert resolve_parameters("made_here.anything") is None
 
 
-def test_a_file_that_has_changed_is_read_again(own):
+def test_changed_source_file_is_parsed_again(own):
     with pytest.raises(NotThere):
         resolve_parameters("own_parts.later")
     (own / "own_parts.py").write_text("def later(*, width):\n    return width\n")
     assert resolve_parameters("own_parts.later").names == ("width",)
 
 
-def test_composing_says_it_and_imports_nothing(own):
+def test_composition_reports_a_wrong_argument_without_importing_the_part(own):
     yaml = own.parent / "conf" / "model" / "mine.yaml"
     yaml.parent.mkdir(parents=True)
     yaml.write_text("_target_: own_package.inner.Model\nwidth: 3\ndepht: 4\n")

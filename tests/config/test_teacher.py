@@ -1,4 +1,4 @@
-"""`objective.teacher`: what it stands for, and what is wrong with it, before anything is built."""
+"""`objective.teacher`: the model it resolves to, and its errors at composition time."""
 
 import pytest
 from support.composition import configure
@@ -15,7 +15,7 @@ STUDENT = [*SMALL_LM, "data.vocab_size=300", "objective=distillation", "evaluati
 
 @pytest.fixture
 def run_dir(tmp_path):
-    """What composing looks at of a run: its settings and the names of its checkpoints."""
+    """The parts of a run directory that composition reads: config.yaml and checkpoint names."""
     folder = tmp_path / "teacher"
     for step in (10, 20):
         (folder / "checkpoints" / f"step_{step:08d}").mkdir(parents=True)
@@ -33,7 +33,7 @@ def refused(*overrides):
 
 
 @pytest.mark.parametrize(("which", "step"), [("last", "20"), ("best", "10"), ("10", "10")])
-def test_a_checkpoint_of_a_run_is_kept_by_its_step(run_dir, which, step):
+def test_teacher_which_resolves_to_a_checkpoint_step(run_dir, which, step):
     config = compose([*STUDENT, f"objective.teacher={run_dir}", f"objective.teacher_which={which}"])
     assert config.objective.teacher_which == step
     teacher = build_objective(config.objective, config.peft).frozen_models["teacher"]
@@ -42,7 +42,7 @@ def test_a_checkpoint_of_a_run_is_kept_by_its_step(run_dir, which, step):
     assert teacher.init_from == str(run_dir / "checkpoints" / f"step_{int(step):08d}")
 
 
-def test_a_folder_of_transformers_takes_the_student_s_sizes(tmp_path):
+def test_transformers_teacher_takes_the_sizes_of_the_student(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     config = compose([*STUDENT, f"objective.teacher={tmp_path}"])
     teacher = build_objective(config.objective, config.peft).frozen_models["teacher"]
@@ -76,7 +76,7 @@ def test_a_folder_of_transformers_takes_the_student_s_sizes(tmp_path):
         (["objective.teacher=RUN", "hparams.z_loss_coefficient=1"], "hparams.z_loss_coefficient: is set but objective"),
     ],
 )
-def test_what_is_wrong_with_it(run_dir, overrides, message):
+def test_invalid_teacher_settings_give_a_one_line_error(run_dir, overrides, message):
     lines = refused(*(override.replace("RUN", str(run_dir)) for override in overrides)).splitlines()
     assert len(lines) == 1
     assert lines[0].startswith(message.replace("RUN", str(run_dir)))
@@ -129,14 +129,14 @@ ON_POLICY = [
         (["evaluation.metric=val_reward"], "evaluation.metric: is val_reward but evaluations measure val_exact_match"),
     ],
 )
-def test_what_is_refused_of_a_student_that_learns_from_its_own_answers(run_dir, overrides, message):
+def test_invalid_on_policy_settings_give_a_one_line_error(run_dir, overrides, message):
     with pytest.raises(ConfigError) as error:
         compose([word.replace("RUN", str(run_dir)) for word in (*ON_POLICY, *overrides)])
     (line,) = str(error.value).splitlines()
     assert line.startswith(message)
 
 
-def test_an_environment_may_measure_it_and_need_not(run_dir):
+def test_on_policy_distillation_composes_with_or_without_environment(run_dir):
     words = [word.replace("RUN", str(run_dir)) for word in ON_POLICY]
     config = compose(words)
     assert (config.objective.ce_ratio, config.environment._target_) == (None, None)
@@ -151,14 +151,14 @@ def test_an_environment_may_measure_it_and_need_not(run_dir):
     "override",
     ["num_prompts_per_step=2", "generation_top_p=0.5", "max_new_tokens=9", "overlong_filtering=true"],
 )
-def test_settings_of_rollouts_mean_nothing_offline(run_dir, override):
+def test_rollout_settings_are_rejected_in_offline_distillation(run_dir, override):
     name, value = override.split("=")
     value = {"true": "True"}.get(value, value)
     message = refused(f"objective.teacher={run_dir}", f"objective.{override}")
     assert message == f"objective.{name}: is {value} but means nothing without objective.mode=on_policy"
 
 
-def test_a_model_that_foundry_does_not_know_is_not_built(run_dir):
+def test_teacher_with_a_foreign_target_requires_trust(run_dir):
     file = run_dir / "config.yaml"
     file.write_text(file.read_text().replace("foundry.Transformer", "os.system"))
     message = refused(f"objective.teacher={run_dir}")
@@ -166,7 +166,7 @@ def test_a_model_that_foundry_does_not_know_is_not_built(run_dir):
     assert "add objective.teacher_trust=true" in message
 
 
-def test_a_model_of_images_teaches_no_text(run_dir):
+def test_image_model_is_rejected_as_a_teacher(run_dir):
     save_config(configure("hparams=diffusion", "model=dit", "data=digits", "objective=diffusion"), run_dir)
     assert refused(f"objective.teacher={run_dir}") == (
         f"objective.teacher: is {run_dir}, whose model is DiT; choose a language model"

@@ -1,4 +1,4 @@
-"""What a model divided over ranks refuses, before anything is built."""
+"""Constraints of tensor parallelism are checked at composition time."""
 
 import pytest
 from support.composition import compose, configure
@@ -9,7 +9,7 @@ TWO = ["distributed=fsdp", "distributed.tensor_parallel=2", "distributed.nproc_p
 KEY = "distributed.tensor_parallel"
 
 
-def test_what_it_makes_of_the_ranks():
+def test_tensor_parallel_sets_mesh_shape_and_dp_size():
     config = configure(*TWO, "hparams.global_batch_size=16", "hparams.per_gpu_batch_size=4")
     assert config.distributed.dp_size(4) == 2
     assert config.hparams.accum_freq == 2
@@ -48,13 +48,13 @@ def test_what_it_makes_of_the_ranks():
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_line_says_what_to_change(overrides, key, words):
+def test_invalid_tensor_parallel_settings_name_key_and_remedy(overrides, key, words):
     with pytest.raises(ConfigError) as error:
         compose(*TWO, *overrides)
     lines = [line for line in str(error.value).splitlines() if line.startswith(f"{key}: ") and words in line]
     assert len(lines) == 1, error.value
 
 
-def test_a_sharded_optimizer_goes_together_with_it():
+def test_ddp_with_a_sharded_optimizer_allows_tensor_parallel():
     config = configure(*TWO, "distributed=ddp", "distributed.shard_optimizer=true")
     assert config.distributed.mesh_shape(4) == {"shard": 2, "tensor": 2}

@@ -1,4 +1,4 @@
-"""Reading batch sizes; what they are along a run is in tests/optim/test_schedule_properties.py and tests/parity."""
+"""Parsing of batch sizes. tests/optim/test_schedule_properties.py and tests/parity cover their course over a run."""
 
 import pytest
 
@@ -18,12 +18,12 @@ from foundry.core.batch_sizes import BatchSizes, Stage, parse_count
         ("300000.0", 300000),
     ],
 )
-def test_counts(text, count):
+def test_parse_count_reads_suffixes_and_exponents(text, count):
     assert parse_count(text) == count
 
 
 @pytest.mark.parametrize("text", ["", "k", "1.5", "-3", "1e-3", "3 k", "1e999", "1_000.0005k"])
-def test_no_counts(text):
+def test_parse_count_rejects_fractions_and_malformed_text(text):
     with pytest.raises(ValueError, match="is no whole number"):
         parse_count(text)
 
@@ -38,30 +38,30 @@ def test_no_counts(text):
         ("0:16 100:32 0.1k:64", "has two sizes from 100 samples on"),
     ],
 )
-def test_schedules_that_cannot_be_read(text, message):
+def test_malformed_batch_schedules_are_rejected(text, message):
     with pytest.raises(ValueError, match=message):
         BatchSizes.parse(text)
 
 
-def test_a_schedule_in_tokens_and_in_any_order():
+def test_batch_schedule_accepts_token_thresholds_in_any_order():
     assert BatchSizes.parse("250B:1536, 0:768", tokens_per_sample=4096).thresholds == [(0, 768), (61035156, 1536)]
 
 
 @pytest.mark.parametrize("ramp", [(0, 8, 96), (16, 5, 96), (16, 0, 96), (32, 8, 96), (64, 8, 96), (16, 8, 0)])
-def test_ramps_that_do_not_grow(ramp):
+def test_batch_ramps_that_do_not_grow_are_rejected(ramp):
     start, increment, over = ramp
     with pytest.raises(ValueError, match=r"does not grow|is none"):
         BatchSizes.ramp(start=start, increment=increment, over_samples=over, final=32)
 
 
-def test_no_batch_is_empty():
+def test_batch_size_zero_is_rejected():
     with pytest.raises(ValueError, match="a batch size of 0 is none"):
         BatchSizes.constant(0)
     with pytest.raises(ValueError, match="a batch size of 0 is none"):
         BatchSizes.parse("0:4 100:8").rounded(8)
 
 
-def test_a_step_may_run_over_a_whole_stage():
+def test_one_step_may_span_several_stages():
     sizes = BatchSizes.parse("0:10 15:20 25:30 28:40")
     assert sizes.stages == (Stage(0, 0, 10), Stage(2, 20, 20), Stage(3, 40, 40))
     assert [sizes.whole_steps(samples) for samples in (19, 20, 39, 40, 80)] == [1, 2, 2, 3, 4]

@@ -32,39 +32,39 @@ BUDGET = Budget(total_samples=1600, batch_sizes=BatchSizes.constant(16), samples
         ("1e-05", 0.016),
     ],
 )
-def test_every_form_in_samples(text, samples):
+def test_durations_of_every_unit_convert_to_samples(text, samples):
     assert Duration.parse(text).samples(BUDGET) == samples
 
 
 @pytest.mark.parametrize(
     "text", ["", "-1", "1.5", "abc", "10 parsecs", "1e3", "10 k", "nan", "0.5k 3", "1.0001k", "2 run", "1k run"]
 )
-def test_anything_else_is_refused_with_its_text(text):
+def test_malformed_durations_are_rejected(text):
     with pytest.raises(ValueError, match=r"is |has "):
         Duration.parse(text)
 
 
-def test_one_step_and_the_whole_run_are_told_apart():
+def test_integer_one_is_a_step_and_float_one_is_the_whole_run():
     assert Duration.parse("1").unit is Unit.steps
     assert Duration.parse("1.0").unit is Unit.fraction
     assert str(Duration.parse("1")) == "1 steps"
     assert str(Duration.parse("1.0")) == "1.0 of the run"
 
 
-def test_a_bare_fraction_is_one_of_the_whole_and_a_run_is_the_run():
+def test_fraction_without_unit_is_relative_to_the_given_whole():
     assert Duration.parse("0.25").samples(BUDGET, whole=4000) == 1000
     assert Duration.parse("0.25 run").samples(BUDGET, whole=4000) == 400
     assert str(Duration.parse("0.25 run")) == "0.25 run"
 
 
-def test_tokens_of_data_without_tokens():
+def test_duration_in_tokens_requires_tokens():
     budget = Budget(total_samples=10, batch_sizes=BatchSizes.constant(1), samples_per_epoch=10)
     with pytest.raises(ValueError, match="has none"):
         Duration.parse("5 tokens").samples(budget)
 
 
 @given(st.integers(0, 10**9), st.sampled_from(["", "k", "M", "B"]))
-def test_whole_steps_with_any_suffix(number, suffix):
+def test_step_counts_with_suffixes_are_exact(number, suffix):
     scale = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9}[suffix]
     assert Duration.parse(f"{number}{suffix}") == Duration(number * scale, Unit.steps)
 
@@ -74,7 +74,7 @@ def test_fractions_are_not_rounded(text):
     assert Duration.parse(text).samples(BUDGET) == float(text) * 1600
 
 
-def test_an_interval_in_steps_and_one_in_samples():
+def test_intervals_in_steps_and_samples_are_due_at_their_multiples():
     steps, share = Interval.parse("10", BUDGET), Interval.parse("0.25", BUDGET)
     assert [step for step in range(1, 101) if steps.due(step, 16 * (step - 1), 16 * step)] == [*range(10, 101, 10)]
     assert [step for step in range(1, 101) if share.due(step, 16 * (step - 1), 16 * step)] == [25, 50, 75, 100]
@@ -83,7 +83,7 @@ def test_an_interval_in_steps_and_one_in_samples():
 
 
 @pytest.mark.parametrize("percent", range(1, 101))
-def test_a_share_of_whole_samples_is_due_at_the_step_that_reaches_it(percent):
+def test_fractional_interval_is_due_at_the_exact_step(percent):
     budget = Budget(total_samples=100, batch_sizes=BatchSizes.constant(1), samples_per_epoch=400)
     share = Interval.parse(f"{percent / 100} run", budget)
     assert [step for step in range(1, 101) if share.due(step, step - 1, step)] == [*range(percent, 101, percent)]
@@ -92,19 +92,19 @@ def test_a_share_of_whole_samples_is_due_at_the_step_that_reaches_it(percent):
 @pytest.mark.parametrize(
     ("text", "message"), [("0", "no length"), ("0.0", "no length"), ("101", "101 steps, but .* 100")]
 )
-def test_intervals_that_never_come(text, message):
+def test_intervals_of_zero_or_beyond_the_run_are_rejected(text, message):
     with pytest.raises(ValueError, match=message):
         Interval.parse(text, BUDGET)
 
 
 def due(value, budget):
-    """The steps after which an evaluation is due."""
+    """Return the steps after which an evaluation is due."""
     interval, sizes = Evaluation(interval=value).interval_in(budget), budget.batch_sizes
     edges = [int(sizes.samples_after(step)) for step in range(budget.total_steps + 1)]
     return [step for step in range(1, len(edges)) if interval.due(step, edges[step - 1], edges[step])]
 
 
-def test_a_number_counts_steps_of_the_run_and_epoch_steps_begin_anew_in_each_epoch():
+def test_interval_units_count_run_steps_or_steps_of_each_epoch():
     # 25 batches in each of four epochs.
     assert due("10 epoch_steps", BUDGET) == [10, 20, 35, 45, 60, 70, 85, 95]
     assert due(10, BUDGET) == due("10", BUDGET) == due("10 steps", BUDGET) == [*range(10, 101, 10)]
@@ -116,7 +116,7 @@ def test_a_number_counts_steps_of_the_run_and_epoch_steps_begin_anew_in_each_epo
     assert due("1 run", BUDGET) == [100]
 
 
-def test_a_batch_belongs_to_the_epoch_in_which_it_begins():
+def test_batch_belongs_to_the_epoch_where_it_begins():
     budget = Budget(total_samples=40, batch_sizes=BatchSizes.constant(4), samples_per_epoch=10)
     # Batches begin at 0 4 8 | 12 16 | 20 24 28 | 32 36.
     assert due(1.0, budget) == [3, 5, 8, 10]
@@ -124,7 +124,7 @@ def test_a_batch_belongs_to_the_epoch_in_which_it_begins():
     assert due(0.4, budget) == [*range(1, 11)]
 
 
-def test_epochs_of_growing_batches_have_fewer_batches():
+def test_epoch_intervals_follow_growing_batch_sizes():
     sizes = BatchSizes([(0, 2), (8, 4)])
     budget = Budget(total_samples=24, batch_sizes=sizes, samples_per_epoch=8)
     # Four batches, then two in each epoch.
@@ -133,7 +133,7 @@ def test_epochs_of_growing_batches_have_fewer_batches():
     assert due(1.0, budget) == [4, 6, 8]
 
 
-def test_an_epoch_smaller_than_a_batch():
+def test_epoch_smaller_than_a_batch_is_due_at_every_step():
     budget = Budget(total_samples=64, batch_sizes=BatchSizes.constant(16), samples_per_epoch=10)
     for value in ("1 epoch_steps", "3 epoch_steps", 0.1, 1.0):
         assert due(value, budget) == [1, 2, 3, 4]
@@ -145,7 +145,7 @@ def test_an_epoch_smaller_than_a_batch():
     steps=st.integers(1, 80),
     every=st.integers(1, 80) | st.floats(0.01, 1),
 )
-def test_an_epoch_has_as_many_evaluations_as_fit(size, epoch, steps, every):
+def test_epoch_interval_matches_a_count_by_hand(size, epoch, steps, every):
     sizes = BatchSizes.constant(size)
     budget = Budget(total_samples=size * steps, batch_sizes=sizes, samples_per_epoch=epoch)
     interval = EpochInterval(every=every, batch_sizes=sizes, samples_per_epoch=epoch)
@@ -178,13 +178,13 @@ def test_an_epoch_has_as_many_evaluations_as_fit(size, epoch, steps, every):
         ("0 run", "no length"),
     ],
 )
-def test_evaluations_that_never_come(value, message):
+def test_invalid_evaluation_intervals_are_rejected(value, message):
     with pytest.raises(ValueError, match=message):
         Evaluation(interval=value).interval_in(BUDGET)
 
 
 @pytest.mark.parametrize("value", [0.5, 1.0, "11 epoch_steps", "26 epoch_steps"])
-def test_a_run_that_ends_within_its_first_epoch_may_have_no_evaluation_before_its_end(value):
+def test_run_within_its_first_epoch_may_evaluate_only_at_its_end(value):
     budget = Budget(total_samples=160, batch_sizes=BatchSizes.constant(16), samples_per_epoch=400)
     assert due(0.4, budget) == due("10 epoch_steps", budget) == [10]
     assert due(value, budget) == []
@@ -195,7 +195,7 @@ def test_a_run_that_ends_within_its_first_epoch_may_have_no_evaluation_before_it
     steps=st.integers(2, 60),
     interval=st.integers(1, 30).map(str) | st.integers(1, 90).map("{} samples".format),
 )
-def test_evaluations_before_the_end_are_those_that_are_due(sizes, steps, interval):
+def test_times_before_end_counts_the_due_steps(sizes, steps, interval):
     batch_sizes = BatchSizes((17 * index, size) for index, size in enumerate(sizes))
     total = int(batch_sizes.samples_after(steps))
     budget = Budget(total_samples=total, batch_sizes=batch_sizes, samples_per_epoch=100)
@@ -210,5 +210,5 @@ def test_evaluations_before_the_end_are_those_that_are_due(sizes, steps, interva
 @pytest.mark.parametrize(
     ("value", "unit"), [(1, Unit.steps), (1.0, None), ("1 epoch_step", None), ("1 run", Unit.run), ("x", None)]
 )
-def test_the_unit_of_an_interval_that_is_a_duration(value, unit):
+def test_interval_unit_of_evaluation_intervals(value, unit):
     assert Evaluation(interval=value).interval_unit() is unit

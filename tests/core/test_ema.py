@@ -6,14 +6,14 @@ from foundry.core.ema import WeightAverage
 
 
 def moved(model, step):
-    """Weights that differ in every element at every step."""
+    """Set weights that differ in every element at every step."""
     with torch.no_grad():
         for index, p in enumerate(model.parameters()):
             p.copy_(torch.arange(p.numel(), dtype=p.dtype).view_as(p) * 0.1 + step**2 * (index + 1))
 
 
 @pytest.mark.parametrize("decay", [0.999, 0.3])
-def test_the_average_is_the_formulas(decay):
+def test_ema_matches_its_formula_with_warmup_of_the_decay(decay):
     model = nn.Linear(3, 2)
     moved(model, 0)
     average = WeightAverage(model, decay)
@@ -27,10 +27,10 @@ def test_the_average_is_the_formulas(decay):
         torch.testing.assert_close(average.average[name].double(), value, rtol=1e-6, atol=1e-6)
 
 
-def test_a_later_update_keeps_what_the_decay_says():
+def test_ema_uses_the_full_decay_after_warmup():
     model = nn.Linear(2, 2)
     average = WeightAverage(model, 0.9)
-    for step in range(200):  # (1 + t) / (10 + t) has passed 0.9
+    for step in range(200):  # (1 + t) / (10 + t) exceeds 0.9 by then
         moved(model, step)
         average.update()
     before = average.average["weight"].clone()
@@ -41,7 +41,7 @@ def test_a_later_update_keeps_what_the_decay_says():
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_swapping_in_gives_both_back_bit_for_bit(fails):
+def test_swapped_in_restores_weights_and_average_bitwise(fails):
     model = nn.Linear(3, 2)
     average = WeightAverage(model, 0.9)
     moved(model, 5)
@@ -66,7 +66,7 @@ def test_swapping_in_gives_both_back_bit_for_bit(fails):
     assert [p.data_ptr() for p in model.parameters()] == addresses
 
 
-def test_the_average_is_not_the_weights_themselves():
+def test_ema_is_a_copy_of_the_weights():
     model = nn.Linear(2, 2)
     average = WeightAverage(model, 0.5)
     before = average.average["weight"].clone()

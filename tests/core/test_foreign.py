@@ -1,4 +1,4 @@
-"""Every exception that foreign data raises in a library is one error of its reader, with one line."""
+"""`ForeignData` turns every exception that a library raises on foreign data into one error of its reader."""
 
 import builtins
 
@@ -15,7 +15,7 @@ class ReaderError(RuntimeError):
     pass
 
 
-class PanicException(BaseException):  # as pyo3 names it
+class PanicException(BaseException):  # named as in pyo3
     pass
 
 
@@ -29,7 +29,7 @@ KINDS = [
 
 @settings(max_examples=examples(100))
 @given(kind=st.sampled_from([*KINDS, PanicException]), message=st.text())
-def test_any_exception_is_the_readers_error_with_one_line(kind, message):
+def test_any_exception_becomes_a_one_line_reader_error(kind, message):
     with pytest.raises(ReaderError) as refused, ForeignData(lambda reason: ReaderError(f"cannot be read: {reason}")):
         raise kind(message)
     line = str(refused.value)
@@ -48,7 +48,7 @@ def test_any_exception_is_the_readers_error_with_one_line(kind, message):
         (ValueError("half \ud800 of a\npair"), "half \\ud800 of a pair"),
     ],
 )
-def test_the_reason_names_the_type_if_the_message_needs_it(error, reason):
+def test_reason_includes_the_exception_type_if_needed(error, reason):
     with pytest.raises(ReaderError) as refused, ForeignData(ReaderError):
         raise error
     assert str(refused.value) == reason
@@ -57,7 +57,7 @@ def test_the_reason_names_the_type_if_the_message_needs_it(error, reason):
 @pytest.mark.parametrize(
     "error", [ConfigError(Violation("data.path", "is wrong")), LookupError("own"), KeyboardInterrupt(), SystemExit(3)]
 )
-def test_errors_of_the_reader_and_interruptions_stay_as_they_are(error):
+def test_reader_errors_and_interruptions_pass_unchanged(error):
     with pytest.raises(type(error)) as raised, ForeignData(ReaderError, LookupError):
         raise error
     assert raised.value is error

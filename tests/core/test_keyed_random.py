@@ -1,4 +1,4 @@
-"""Random numbers that depend on (seed, stream, position) and on nothing else."""
+"""Random numbers that depend only on (seed, stream, position)."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ FUNCTIONS = [
 
 
 @pytest.mark.parametrize("draw", FUNCTIONS)
-def test_a_sample_draws_the_same_in_any_batch(draw):
+def test_keyed_numbers_do_not_depend_on_batch_composition(draw):
     whole = draw(7, torch.arange(16), "a")
     order = torch.randperm(16, generator=torch.Generator().manual_seed(0))
     assert torch.equal(draw(7, order, "a"), whole[order])
@@ -21,7 +21,7 @@ def test_a_sample_draws_the_same_in_any_batch(draw):
 
 
 @pytest.mark.parametrize("draw", FUNCTIONS)
-def test_seed_stream_and_position_all_matter(draw):
+def test_keyed_numbers_depend_on_seed_stream_and_position(draw):
     positions = torch.tensor([-1, 0, 1, 2**40, 2**63 - 1])
     base = draw(7, positions, "a")
     assert len({tuple(row) for row in base.flatten(1).tolist()} if base.ndim > 1 else set(base.tolist())) == 5
@@ -29,7 +29,7 @@ def test_seed_stream_and_position_all_matter(draw):
         assert not torch.any(other == base)
 
 
-def test_shapes_types_and_ranges():
+def test_keyed_numbers_have_expected_shapes_dtypes_and_ranges():
     positions = torch.arange(1000)
     normal = keyed_normal(0, positions, (3, 8, 8), stream="a")
     uniform = keyed_uniform(0, positions, stream="a")
@@ -41,11 +41,11 @@ def test_shapes_types_and_ranges():
     assert sorted(integers.unique().tolist()) == list(range(10))
 
 
-def test_an_empty_batch_draws_nothing():
+def test_empty_batch_gives_an_empty_tensor():
     assert keyed_normal(0, torch.arange(0), (4,), stream="a").numel() == 0
 
 
-def test_values_follow_their_distributions():
+def test_keyed_numbers_follow_their_distributions():
     from scipy import stats
 
     positions = torch.arange(20_000)
@@ -59,13 +59,13 @@ def test_values_follow_their_distributions():
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        ((0, 0, "a"), (0, 1, "a")),  # neighbouring positions
+        ((0, 0, "a"), (0, 1, "a")),  # neighboring positions
         ((0, 0, "a"), (0, 0, "b")),  # streams
         ((0, 0, "a"), (1, 0, "a")),  # seeds
         ((0, 1, "a"), (1, 0, "a")),  # seed + position is not the key
     ],
 )
-def test_neighbours_are_uncorrelated(first, second):
+def test_adjacent_seeds_streams_and_positions_are_uncorrelated(first, second):
     count = 20_000
 
     def numbers(seed, offset, stream):

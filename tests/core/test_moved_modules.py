@@ -1,4 +1,4 @@
-"""Modules that have moved, by their old names."""
+"""Imports, pickles and commands under the old names of moved modules."""
 
 import importlib
 import pickle
@@ -30,7 +30,7 @@ ENTRIES = {
 
 @pytest.fixture
 def moved(monkeypatch):
-    """Some entries; afterwards the modules are not known by the old names."""
+    """Install test entries; afterwards remove the modules under their old names."""
     before, attributes = (
         set(sys.modules),
         {name: set(vars(sys.modules[name])) for name in ("foundry", "foundry.config")},
@@ -47,7 +47,7 @@ def moved(monkeypatch):
 
 
 @pytest.mark.usefixtures("moved")
-def test_an_old_name_gives_the_module_of_the_new_place():
+def test_old_module_name_imports_the_moved_module():
     own_spec = names.__spec__
     for old, new in {
         "foundry.records": "foundry.run_dir",
@@ -63,7 +63,7 @@ def test_an_old_name_gives_the_module_of_the_new_place():
 
 
 @pytest.mark.usefixtures("moved")
-def test_every_form_of_import_finds_an_old_name():
+def test_every_import_form_works_with_old_names():
     scope = {}
     exec("import foundry.scattered.here.lengths\nmodule = foundry.scattered.here.lengths", scope)
     exec("from foundry.config import old_base\nfrom foundry.records.names import CONFIG", scope)
@@ -75,14 +75,14 @@ def test_every_form_of_import_finds_an_old_name():
 
 
 @pytest.mark.usefixtures("moved")
-def test_names_of_an_old_place_are_patched_and_unpickled_at_the_new_one(monkeypatch):
+def test_old_names_patch_and_unpickle_the_moved_module(monkeypatch):
     monkeypatch.setattr("foundry.records.names.CONFIG", "other.yaml")
     assert names.CONFIG == "other.yaml"
     assert pickle.loads(b"cfoundry.records.timing\nDuration\n.") is Duration
 
 
 @pytest.mark.usefixtures("moved")
-def test_a_path_of_an_old_place_is_looked_up_at_the_new_one():
+def test_old_dotted_path_resolves_to_the_moved_part():
     assert current_name("foundry.begin.names.CONFIG") == "foundry.run_dir.names.CONFIG"
     assert current_name("foundry.recordsof.names") == "foundry.recordsof.names"
     takes = resolve_parameters("foundry.records.timing.Duration")
@@ -93,7 +93,7 @@ def test_a_path_of_an_old_place_is_looked_up_at_the_new_one():
 
 
 @pytest.mark.usefixtures("moved")
-def test_a_name_that_is_nowhere_is_refused_by_its_own_name():
+def test_unknown_module_error_shows_the_requested_name():
     for name in ("foundry.records.nowhere", "foundry.scattered.nowhere", "foundry.nowhere"):
         with pytest.raises(ModuleNotFoundError, match=name):
             importlib.import_module(name)
@@ -101,7 +101,7 @@ def test_a_name_that_is_nowhere_is_refused_by_its_own_name():
 
 
 @pytest.mark.usefixtures("moved")
-def test_a_class_that_left_its_module_is_still_found_there(monkeypatch):
+def test_moved_class_is_available_in_its_old_module(monkeypatch):
     monkeypatch.setattr(errors, "__getattr__", find_moved(errors.__name__), raising=False)
     exec("from foundry.core.errors import Length", scope := {})
     assert scope["Length"] is Duration
@@ -111,7 +111,7 @@ def test_a_class_that_left_its_module_is_still_found_there(monkeypatch):
         errors.Width  # noqa: B018
 
 
-def test_python_runs_a_module_by_its_old_name():
+def test_python_m_runs_a_module_by_its_old_name():
     start = (
         "import runpy, sys\nfrom foundry.core.moved_modules import MOVED\n"
         "MOVED.update({'foundry.begin': 'foundry.new', 'foundry.tools': 'foundry'})\n"
@@ -125,20 +125,20 @@ def test_python_runs_a_module_by_its_old_name():
         assert pages[0] == pages[1] != ""
 
 
-def test_folders_left_at_an_old_place_hide_nothing(moved, tmp_path, monkeypatch):
+def test_leftover_folder_at_the_old_path_does_not_shadow_the_module(moved, tmp_path, monkeypatch):
     left = tmp_path / "records" / "__pycache__"
     left.mkdir(parents=True)
     monkeypatch.setattr(foundry, "__path__", [str(tmp_path), *foundry.__path__])
     assert importlib.import_module("foundry.records.names") is names
 
 
-def test_the_finder_is_installed_once():
+def test_module_finder_is_installed_once():
     assert sys.meta_path.count(MovedModules) == 1
     importlib.reload(foundry)
     assert sys.meta_path.count(MovedModules) == 1
 
 
-def test_entries_lead_to_what_is_there_and_no_old_place_is_taken():
+def test_moved_entries_resolve_and_old_paths_are_free():
     package = Path(foundry.__file__).parent
     for old in MOVED:
         new, steps = old, 0

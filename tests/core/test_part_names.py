@@ -1,4 +1,4 @@
-"""Public names of foundry's own parts: unambiguous, and the same part and configuration as the older paths."""
+"""Public names of foundry's parts are unambiguous and equivalent to the older paths."""
 
 import ast
 import inspect
@@ -33,7 +33,7 @@ FOLDERS = {
     *("launch", "models", "objectives", "optim", "parallel", "planning", "rehearsal", "rollouts", "run_dir"),
     *("simulators", "sweeps", "tasks", "tracking", "training"),
 }
-"""Folders of the package, today's and those that modules are to move to."""
+"""Folders of the package, including planned ones."""
 
 
 def modules():
@@ -50,7 +50,7 @@ def targets():
     return {key: path for key, path in found.items() if isinstance(path, str) and path.startswith("foundry.")}
 
 
-def test_names_are_unambiguous():
+def test_public_names_are_unambiguous():
     names = [*PARTS, *NAMESPACES]
     taken = {name.lower() for name in modules()} | {f"foundry.{folder}" for folder in FOLDERS}
     assert len({name.lower() for name in names}) == len(names)
@@ -64,7 +64,7 @@ def test_every_schema_has_a_public_name():
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_a_name_gives_its_class_or_function(name):
+def test_public_name_resolves_to_its_class_or_function(name):
     part = get_object(name)
     assert inspect.isclass(part) or inspect.isfunction(part)
     assert part is get_object(PARTS[name]) is find_part(name)
@@ -72,7 +72,7 @@ def test_a_name_gives_its_class_or_function(name):
     assert resolve_parameters(name) == resolve_parameters(PARTS[name])
 
 
-def test_names_are_imported_as_attributes_and_by_import():
+def test_public_names_work_as_attributes_and_imports():
     scope = {}
     exec("from foundry import GRPO, schedules\nfrom foundry.schedules import Linear", scope)
     exec("import foundry.rewards\nPython = foundry.rewards.Python", scope)
@@ -86,7 +86,7 @@ def test_names_are_imported_as_attributes_and_by_import():
             module.Nothing  # noqa: B018
 
 
-def test_importing_foundry_imports_no_part():
+def test_import_foundry_imports_no_parts():
     listed = "import sys, foundry, foundry.schedules; print(*sorted(m for m in sys.modules if m.startswith('foundry')))"
     done = subprocess.run([sys.executable, "-c", listed], capture_output=True, text=True, check=True)
     own = {"foundry", "foundry.core", "foundry.core.moved_modules", "foundry.core.part_names"}
@@ -94,12 +94,12 @@ def test_importing_foundry_imports_no_part():
 
 
 def stub(path):
-    """Return the source of each name of a stub."""
+    """Return the import path of each name in a stub file."""
     imports = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)]
     return {alias.asname: f"{node.module}.{alias.name}" for node in imports for alias in node.names}
 
 
-def test_stubs_have_the_names_of_the_table():
+def test_stub_files_match_the_table_of_names():
     for owner in ("foundry", *NAMESPACES):
         known = {name: place_of(f"{owner}.{name}") for name in names_in(owner)}
         if owner == "foundry":
@@ -124,13 +124,13 @@ def test_stubs_have_the_names_of_the_table():
         ("", ""),
     ],
 )
-def test_older_paths_have_public_names_and_others_stay(path, name):
+def test_public_name_maps_older_paths_and_keeps_others(path, name):
     assert public_name(path) == name
     assert first_path(name) == first_path(path)
     assert public_name(first_path(path)) == name
 
 
-def test_a_part_of_a_module_that_moved_has_its_name_and_its_first_path(monkeypatch):
+def test_part_of_a_moved_module_keeps_public_name_and_first_path(monkeypatch):
     monkeypatch.setattr(moved_modules, "MOVED", {"foundry.objectives.sft": "foundry.run_dir.names"})
     monkeypatch.setattr(part_names, "_NAMES", part_names._names())
     for path in ("foundry.SFT", "foundry.objectives.sft.SFT", "foundry.run_dir.names.SFT"):
@@ -141,7 +141,7 @@ def test_a_part_of_a_module_that_moved_has_its_name_and_its_first_path(monkeypat
     assert foundry.SFT is int
 
 
-def test_a_class_that_derives_from_an_imported_name_is_checked_by_its_parents_arguments(tmp_path, monkeypatch):
+def test_subclass_of_an_imported_part_has_the_parameters_of_its_parent(tmp_path, monkeypatch):
     for name, line in {
         "by_name": "from foundry import PolicyDiT",
         "by_path": "from foundry.models.policy_dit import PolicyDiT",
@@ -156,7 +156,7 @@ def test_a_class_that_derives_from_an_imported_name_is_checked_by_its_parents_ar
     assert resolve_parameters("by_name.Mine") is not None
 
 
-def test_the_page_lists_every_name():
+def test_library_page_lists_every_public_name():
     page = (PACKAGE.parent / "docs" / "library.md").read_text()
     rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| `foundry")]
     listed = [f"{row[0].strip('| `')}.{name.strip('` |')}" for row in rows for name in row[2].split(", ")]
@@ -172,7 +172,7 @@ def test_the_page_lists_every_name():
         ("foundry.schedules", "that is a namespace; name a class or function in it", "Linear"),
     ],
 )
-def test_a_misspelt_name_is_refused_with_the_names_there_are(path, message, near):
+def test_misspelled_public_name_error_lists_candidates(path, message, near):
     with pytest.raises(NotThere) as caught:
         resolve_parameters(path)
     assert str(caught.value) == message
@@ -201,22 +201,22 @@ OLD_AND_NEW = {
 
 
 @pytest.mark.parametrize(("old", "new"), OLD_AND_NEW.values(), ids=OLD_AND_NEW)
-def test_both_spellings_of_an_override_are_one_configuration(old, new):
+def test_overrides_with_old_and_public_names_give_equal_configs(old, new):
     assert plain(configure(old)) == plain(configure(new))
     assert hash_config(configure(old)) == hash_config(configure(new))
 
 
-def test_a_variable_may_hold_an_older_path(monkeypatch):
+def test_older_path_in_an_environment_variable_is_accepted(monkeypatch):
     monkeypatch.setenv("PART", "foundry.objectives.next_token.NextToken")
     assert compose("objective._target_='${oc.env:PART}'").objective._target_ == "foundry.NextToken"
 
 
-def test_a_part_of_the_users_own_keeps_its_path():
+def test_custom_part_keeps_its_path():
     config = configure("+tracking.trackers.t={_target_: builtins.dict, foundry.models.dit.DiT: 1}")
     assert config.tracking.trackers["t"] == {"_target_": "builtins.dict", "foundry.models.dit.DiT": 1}
 
 
-def test_options_of_the_user_may_name_older_paths(tmp_path):
+def test_user_options_may_name_older_paths(tmp_path):
     for name, lines in {
         "derived": "defaults: [next_token]\n_target_: foundry.objectives.next_token.NextToken\n",
         "whole": "_target_: foundry.objectives.next_token.NextToken\nsample_tokens: 8\n",
@@ -229,7 +229,7 @@ def test_options_of_the_user_may_name_older_paths(tmp_path):
     assert type(build(whole.objective)) is type(build(derived.objective))
 
 
-def test_a_recorded_run_with_older_paths_is_read_and_trusted_as_before(tmp_path):
+def test_recorded_run_with_older_paths_loads_without_trust(tmp_path):
     config = configure(OLD_AND_NEW["a mapping"][1], "experiment=fetch_push")
     file = save_config(config, tmp_path)
     text = file.read_text()
@@ -243,7 +243,7 @@ def test_a_recorded_run_with_older_paths_is_read_and_trusted_as_before(tmp_path)
     assert list(differences(yaml.safe_load(text), plain(config), config)) == []
 
 
-def test_jobs_of_a_sweep_are_the_same_in_both_spellings():
+def test_sweep_job_ids_are_equal_for_old_and_public_names():
     for old, new in OLD_AND_NEW.values():
         assert Job(swept=(old, "hparams.lr=1")).id == Job(swept=("hparams.lr=1", new)).id
         assert key_and_value(old) == key_and_value(new)
@@ -253,7 +253,7 @@ def test_jobs_of_a_sweep_are_the_same_in_both_spellings():
     assert Job(swept=(OLD_AND_NEW["a key"][1],)).id == "0eaace1681d1821c"
 
 
-def test_demonstrations_of_a_simulator_are_found_by_both_spellings():
+def test_simulator_identity_is_equal_for_old_and_public_names():
     old, new = (
         simulator_identity({"_target_": path}) for path in ("foundry.simulators.tabletop.Tabletop", "foundry.Tabletop")
     )

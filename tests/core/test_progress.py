@@ -1,11 +1,11 @@
-"""The clock counts what it is told; a manifest from before tokens were in it still resumes."""
+"""Progress counts steps, samples and tokens; state without tokens from older manifests still loads."""
 
 from foundry.core.batch_sizes import BatchSizes
 from foundry.core.duration import Budget, Interval
 from foundry.core.progress import Progress
 
 
-def test_tokens_are_those_consumed():
+def test_progress_counts_consumed_tokens():
     progress = Progress(samples_per_epoch=100, tokens_per_sample=8)
     progress.advance(4, 30)
     progress.advance(4, 17)
@@ -15,20 +15,20 @@ def test_tokens_are_those_consumed():
     assert resumed == progress
 
 
-def test_a_state_without_tokens_has_the_constant_number_of_each_sample():
+def test_progress_state_without_tokens_assumes_constant_tokens_per_sample():
     for tokens_per_sample, expected in ((8, 96), (None, None)):
         progress = Progress(samples_per_epoch=100, tokens_per_sample=tokens_per_sample)
         progress.load_state_dict({"steps": 3, "samples": 12})
         assert progress.tokens == expected
 
 
-def test_samples_without_tokens_leave_none():
+def test_progress_of_data_without_tokens_has_no_token_count():
     progress = Progress(samples_per_epoch=100, tokens_per_sample=None)
     progress.advance(4, None)
     assert progress.tokens is None
 
 
-def test_an_interval_in_tokens_is_due_by_those_consumed():
+def test_token_interval_is_due_by_consumed_tokens():
     budget = Budget(total_samples=400, batch_sizes=BatchSizes.constant(4), samples_per_epoch=100, tokens_per_sample=8)
     interval = Interval.parse("100 tokens", budget)
     assert interval.due(3, 8, 12, (60, 104))

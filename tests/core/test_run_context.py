@@ -1,4 +1,4 @@
-"""Contexts that parts of a run get: the run itself, its source of windows, an evaluation."""
+"""Contexts passed to parts of a run: RunContext, SourceContext and EvaluationContext."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from foundry.core.protocols import EvaluationContext, SourceContext
 from foundry.parallel.precision import PrecisionPolicy
 
 
-def test_contexts_of_parts_have_the_attributes_of_the_run():
+def test_source_and_evaluation_contexts_inherit_run_attributes():
     run = run_context(seed=7, data=["sample"], judge="judge")
     source = SourceContext.of(run, model=None, batch_size_at=lambda samples: 8, build_loader=None)
     evaluation = EvaluationContext.of(run, step=3, folder=Path("plots"))
@@ -19,7 +19,7 @@ def test_contexts_of_parts_have_the_attributes_of_the_run():
     assert (evaluation.step, evaluation.folder, evaluation.files) == (3, Path("plots"), [])
 
 
-def test_each_evaluation_has_a_beat_and_files_of_its_own():
+def test_each_evaluation_context_has_its_own_heartbeat_and_files():
     beats, run = [], run_context()
     first, second = (EvaluationContext.of(run, step=s, folder=Path(), beat=beats.append) for s in (1, 2))
     first.files.append(Path("samples.txt"))
@@ -28,7 +28,7 @@ def test_each_evaluation_has_a_beat_and_files_of_its_own():
     assert (second.files, beats) == ([], ["evaluating"])
 
 
-def test_forward_passes_in_a_context_are_in_the_arithmetic_of_the_run():
+def test_autocast_of_a_context_uses_the_precision_of_the_run():
     for mode, dtype in ((PrecisionMode.fp32, torch.float32), (PrecisionMode.amp_bfloat16, torch.bfloat16)):
         context = EvaluationContext.of(evaluation_context(), precision=PrecisionPolicy(mode))
         with context.autocast():

@@ -1,4 +1,4 @@
-"""Modules are imported from installed packages and PYTHONPATH; a file in the current folder runs only if asked for."""
+"""Imports come from installed packages and PYTHONPATH; modules in the current folder need PYTHONPATH=."""
 
 import ast
 import os
@@ -22,7 +22,7 @@ HOSTILE = ("torch", "yaml", "omegaconf", "json", "dataclasses", "pathlib", "hydr
 
 @pytest.fixture
 def hostile(tmp_path, monkeypatch):
-    """A current folder with modules that leave a file `ran` when they are imported."""
+    """A current folder with modules that create the file `ran` on import."""
     for name in HOSTILE:
         file = tmp_path / "folder" / f"{name}.py"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -33,7 +33,7 @@ def hostile(tmp_path, monkeypatch):
 
 @pytest.fixture
 def start(monkeypatch):
-    """Sets the import path of a process that was started in a folder."""
+    """Return a function that sets sys.path as at the start of a process and calls `leave_current_folder`."""
 
     def set_path(*path, variables=()):
         monkeypatch.setattr(sys, "path", [*path])
@@ -49,7 +49,7 @@ def start(monkeypatch):
     return set_path
 
 
-def test_the_current_folder_leaves_the_front_of_the_path(tmp_path, start, monkeypatch):
+def test_current_folder_is_removed_from_the_front_of_sys_path(tmp_path, start, monkeypatch):
     monkeypatch.chdir(tmp_path)
     here = str(tmp_path)
     assert start(here, "/lib", "/site") == ["/lib", "/site"]
@@ -60,7 +60,7 @@ def test_the_current_folder_leaves_the_front_of_the_path(tmp_path, start, monkey
     assert start() == []
 
 
-def test_a_folder_of_pythonpath_stays_in_the_path(tmp_path, start, monkeypatch):
+def test_pythonpath_folder_stays_in_sys_path(tmp_path, start, monkeypatch):
     monkeypatch.chdir(tmp_path)
     here = str(tmp_path)
     assert start(here, here, "/lib") == [here, "/lib"]
@@ -68,7 +68,7 @@ def test_a_folder_of_pythonpath_stays_in_the_path(tmp_path, start, monkeypatch):
 
 
 @pytest.mark.parametrize("before", ["", "/mine"])
-def test_a_checkout_that_is_not_installed_becomes_the_last_entry(before, start, monkeypatch):
+def test_uninstalled_checkout_moves_to_the_end_of_sys_path(before, start, monkeypatch):
     root = str(PACKAGE.parent)
     monkeypatch.chdir(root)
     assert start(root, "/lib", variables=[("PYTHONPATH", before)]) == ["/lib", root]
@@ -78,7 +78,7 @@ def test_a_checkout_that_is_not_installed_becomes_the_last_entry(before, start, 
 
 
 @pytest.mark.parametrize("file", STARTED, ids=[file.relative_to(PACKAGE).as_posix() for file in STARTED])
-def test_each_module_that_is_started_leaves_the_current_folder_first(file):
+def test_every_entry_module_leaves_the_current_folder_first(file):
     docstring, first, *rest = ast.parse(file.read_text(encoding="utf-8")).body
     assert isinstance(docstring, ast.Expr)
     command = "main" if file.stem == "__main__" else file.stem
@@ -89,14 +89,14 @@ def test_each_module_that_is_started_leaves_the_current_folder_first(file):
     assert starts[ast.unparse(first).removeprefix("if __name__ == '__main__':\n    ")]
 
 
-def test_leaving_the_current_folder_imports_only_modules_that_python_has_loaded():
+def test_leave_current_folder_imports_os_and_sys_only():
     tree = ast.parse(Path(safe_path.__file__).read_text(encoding="utf-8"))
     leave = next(node for node in tree.body if getattr(node, "name", "") == "leave_current_folder")
     imports = [node for node in (*tree.body, *ast.walk(leave)) if isinstance(node, (ast.Import, ast.ImportFrom))]
     assert [ast.unparse(node) for node in imports] == ["import os", "import sys"]
 
 
-def test_a_command_runs_no_module_of_the_current_folder(hostile):
+def test_command_does_not_import_modules_of_the_current_folder(hostile):
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
     command = [sys.executable, "-m", "foundry.report", "dir=."]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -104,7 +104,7 @@ def test_a_command_runs_no_module_of_the_current_folder(hostile):
     assert not hostile.exists()
 
 
-def test_an_environments_process_imports_as_this_one_does(hostile, tmp_path, monkeypatch):
+def test_environment_worker_inherits_sys_path(hostile, tmp_path, monkeypatch):
     own = tmp_path / "own"
     own.mkdir()
     text = (
@@ -119,7 +119,7 @@ def test_an_environments_process_imports_as_this_one_does(hostile, tmp_path, mon
     assert not hostile.exists()
 
 
-def test_ranks_are_started_without_the_current_folder(monkeypatch):
+def test_ranks_start_with_safe_path_set(monkeypatch):
     seen = []
 
     class Process:
@@ -136,12 +136,12 @@ def test_ranks_are_started_without_the_current_folder(monkeypatch):
     assert VARIABLE not in os.environ
 
 
-def test_a_child_has_the_path_of_this_process(monkeypatch):
+def test_environment_of_module_passes_sys_path_to_children(monkeypatch):
     monkeypatch.setattr(sys, "path", ["", "/a b", "/c"])
     assert environment_of_module()["PYTHONPATH"] == ".:/a b:/c"
 
 
-def test_a_module_in_the_current_folder_is_answered_with_the_remedy(tmp_path, monkeypatch):
+def test_local_remedy_suggests_pythonpath_for_a_local_module(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("own.py").touch()
     Path("package").mkdir()
@@ -150,7 +150,7 @@ def test_a_module_in_the_current_folder_is_answered_with_the_remedy(tmp_path, mo
     assert local_remedy("missing") == ""
 
 
-def test_a_copy_of_the_code_has_files_from_which_a_run_imports(tmp_path, monkeypatch):
+def test_code_snapshot_copies_files_on_the_import_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("torch.py", "mine/model.py", "mine/inner/part.py", "other/model.py"):
         file = tmp_path / name
@@ -188,8 +188,8 @@ sys.meta_path.append(Finder)
 
 
 @pytest.mark.parametrize("module", ["foundry", "foundry.report"])
-def test_the_folder_around_a_checkout_is_not_taken_for_the_package(module, tmp_path):
-    """An editable install appends such a finder, so that a folder `foundry` here is a namespace package before it."""
+def test_folder_named_foundry_does_not_shadow_an_editable_install(module, tmp_path):
+    """Editable installs append a finder such as FINDER; a namespace package in the current folder would precede it."""
     (tmp_path / "here/foundry/foundry").mkdir(parents=True)
     (tmp_path / "site").mkdir()
     finder = FINDER.format(package=str(PACKAGE), root=str(PACKAGE.parent))

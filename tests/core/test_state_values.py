@@ -1,4 +1,4 @@
-"""Saved states of somebody else: any value of another kind is a ValueError that names it."""
+"""Reading untrusted saved state: a value of the wrong type raises a ValueError with its name."""
 
 import json
 import random
@@ -31,7 +31,7 @@ def is_count(value):
 
 
 @given(JSON | COUNTS)
-def test_a_count_is_a_whole_number_from_0_on_and_nothing_else(value):
+def test_read_count_accepts_only_non_negative_integers(value):
     for read, is_valid in ((read_count, is_count(value)), (read_optional_count, value is None or is_count(value))):
         if is_valid:
             assert read({"steps": value}, "steps") == value
@@ -41,13 +41,13 @@ def test_a_count_is_a_whole_number_from_0_on_and_nothing_else(value):
 
 
 @given(NUMBERS)
-def test_finite_numbers_are_read_as_they_are(value):
+def test_finite_numbers_are_read_unchanged(value):
     assert read_optional_number({"best": value}, "best") == value
     assert read_numbers({"losses": [value]}, "losses") == [value]
 
 
 @pytest.mark.parametrize("value", ["x", True, [1], {}, float("nan"), float("inf"), 10**400])
-def test_what_is_no_finite_number_is_refused_by_name(value):
+def test_non_finite_and_non_numeric_values_are_rejected(value):
     with pytest.raises(ValueError, match=r"^best=.* is neither a finite number nor null"):
         read_optional_number({"best": value}, "best")
     with pytest.raises(ValueError, match=r"^losses=.* is not a list of finite numbers"):
@@ -72,7 +72,7 @@ def load_progress(state):
         *((lambda state: set_rng_state(state, CPU), state) for state in GENERATORS),
     ],
 )
-def test_a_state_of_a_checkpoint_that_fits_no_run_is_a_config_error(load, state):
+def test_malformed_checkpoint_state_is_a_config_error(load, state):
     before, generators = random.getstate(), torch.get_rng_state()
     with pytest.raises(ConfigError) as refused, ResumePoint(Path("run"), Manifest(step=1)).reading():
         load(state)

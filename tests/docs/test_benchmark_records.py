@@ -1,4 +1,4 @@
-"""What benchmarks leave: how sides are compared, their records, and the pages that are made of these."""
+"""Benchmarks: comparison of sides, their records, and the pages generated from the records."""
 
 import importlib
 import json
@@ -9,12 +9,12 @@ from support.scripts import ROOT
 
 @pytest.fixture
 def load_benchmark(monkeypatch):
-    """Import a module of benchmarks/, whose scripts import each other."""
+    """Return a function that imports a module of benchmarks/."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     return importlib.import_module
 
 
-def test_a_side_that_trains_something_else_is_no_side(load_benchmark):
+def test_losses_apart_rejects_sides_with_other_losses_or_steps(load_benchmark):
     losses_apart = load_benchmark("comparison").losses_apart
     assert losses_apart({"raw": [{"losses": [2.0, 1.0]}], "foundry": [{"losses": [2.0, 1.001]}]})["foundry"] < 0.0011
     with pytest.raises(RuntimeError, match=r"^foundry does not train as raw does"):
@@ -25,13 +25,13 @@ def test_a_side_that_trains_something_else_is_no_side(load_benchmark):
         losses_apart({"raw": [{"losses": [2.0, 1.0]}], "foundry": [{"losses": [2.0]}]})
 
 
-def test_every_round_begins_with_another_side(load_benchmark):
+def test_in_turn_reverses_the_order_of_sides_each_round(load_benchmark):
     order = []
     load_benchmark("comparison").in_turn(["a", "b"], 3, lambda side, number: order.append((number, side)))
     assert order == [(0, "a"), (0, "b"), (1, "b"), (1, "a"), (2, "a"), (2, "b")]
 
 
-def test_the_pages_say_what_the_records_say(load_benchmark):
+def test_benchmark_pages_match_the_records(load_benchmark):
     page = load_benchmark("page")
     records = page.read_records()
     assert records, "there are records"
@@ -44,7 +44,7 @@ def test_the_pages_say_what_the_records_say(load_benchmark):
         assert not record.chart or (page.IMAGES / page.image_name(record)).is_file()
 
 
-def test_the_page_about_robots_says_how_often_policies_have_succeeded(load_benchmark):
+def test_robots_page_has_success_rates_of_policy_records(load_benchmark):
     record = load_benchmark("page").read_records()["policies"]
     lines = (ROOT / "docs" / "tasks" / "robots.md").read_text().splitlines()
     for row in record.rows:
@@ -57,7 +57,7 @@ def test_the_page_about_robots_says_how_often_policies_have_succeeded(load_bench
         assert f"{row.values['cpu'][0]:.0f}" in line or "seed" in row.side
 
 
-def test_the_page_about_robots_says_how_often_told_policies_have_succeeded(load_benchmark):
+def test_robots_page_has_success_rates_of_vla_records(load_benchmark):
     record, text = load_benchmark("page").read_records()["vla"], (ROOT / "docs" / "tasks" / "robots.md").read_text()
     told = {row.side: f"{row.values['success'][0]:.3f}" for row in record.rows}
     on_vlm, alone = "from `experiment=vlm_scenes`", "from nothing"
@@ -68,13 +68,13 @@ def test_the_page_about_robots_says_how_often_told_policies_have_succeeded(load_
 
 
 def finetuning_run(tokens, seconds, losses=(2.0, 1.0)):
-    """The measurements of one side and round of finetuning_trl.py."""
+    """Return the measurements of one side and round of finetuning_trl.py."""
     memory = {"peak_mib": 100 * seconds, "grown_mib": 10 * seconds}
     clocks = {"cpu_seconds": seconds, "process_cpu_seconds": seconds + 5, "prepared_cpu_seconds": 0.0}
     return {"tokens": tokens, "losses": list(losses), **clocks, **memory}
 
 
-def test_finetuning_compares_with_the_fastest_and_the_smallest_of_trls_sides(load_benchmark):
+def test_finetuning_compares_with_the_best_trl_side(load_benchmark):
     benchmark = load_benchmark("finetuning_trl")
     rounds = {"TRL": 10, "TRL, padding_free": 5, "foundry": 8, "foundry, model=hf": 8, "foundry, packed": 4}
     found = {side: [finetuning_run(100, seconds)] * 2 for side, seconds in rounds.items()}
@@ -99,7 +99,7 @@ def test_finetuning_compares_with_the_fastest_and_the_smallest_of_trls_sides(loa
 
 
 @pytest.mark.parametrize("run", [finetuning_run(99, 5), finetuning_run(100, 5, losses=[2.0, 1.1])])
-def test_finetuning_refuses_a_side_with_other_tokens_or_losses(load_benchmark, run):
+def test_finetuning_rejects_a_side_with_other_tokens_or_losses(load_benchmark, run):
     benchmark = load_benchmark("finetuning_trl")
     with pytest.raises(RuntimeError, match=r"useful tokens|foundry does not train as TRL does"):
         benchmark.rows_of("sft", {"TRL": [finetuning_run(100, 10)], "foundry": [run]})
@@ -128,7 +128,7 @@ def test_meter_adds_the_pass_before_the_first_step(load_benchmark, monkeypatch, 
     assert found == [[30, 10, 20], [20, 2, 4]]
 
 
-def test_a_table_has_medians_and_spreads(load_benchmark):
+def test_benchmark_table_has_medians_and_spreads(load_benchmark):
     records = load_benchmark("records")
     record = records.Record(
         name="x",

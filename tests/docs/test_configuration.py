@@ -1,4 +1,4 @@
-"""docs/configuration.md says what the schemas say, and every key it names exists."""
+"""docs/configuration.md matches the schemas, and its keys and error messages are current."""
 
 import functools
 import json
@@ -28,7 +28,7 @@ def composed(*overrides):
 
 
 @pytest.mark.long
-def test_the_tables_are_up_to_date():
+def test_configuration_tables_are_up_to_date():
     script = load_script("generate_configuration")
     for page, with_tables in ((PAGE, script.page_with_tables), (NAMES_PAGE, script.names_page_with_tables)):
         text = page.read_text()
@@ -36,14 +36,14 @@ def test_the_tables_are_up_to_date():
 
 
 def keys_below(path, schema):
-    """The keys of a schema, those of the dataclasses in its fields included."""
+    """Yield the keys of a schema, including keys of nested dataclasses."""
     hints = get_type_hints(schema)
     for item in fields(schema):
         key, hint = f"{path}.{item.name}", hints[item.name]
         yield from keys_below(key, hint) if is_dataclass(hint) else [key]
 
 
-def test_every_field_is_in_the_tables():
+def test_configuration_tables_list_every_schema_field():
     text, options = PAGE.read_text(), Path(config_dir()).rglob("*.yaml")
     chosen = {pair for path in options for pair in re.findall(r"/schema/(\w+)/(\w+)@", path.read_text())}
     places, modules = {"launcher": "hydra.launcher", "sweep": "hydra.sweeper"}, {"sweep": "sweeper"}
@@ -68,7 +68,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize(("text", "line"), OPTIONS.items())
-def test_only_an_option_that_changes_nothing_is_another_name(text, line, tmp_path, monkeypatch):
+def test_option_without_changes_is_listed_as_an_alias(text, line, tmp_path, monkeypatch):
     script = load_script("generate_configuration")
     monkeypatch.setattr(script, "config_dir", lambda: str(tmp_path))
     (tmp_path / "hparams").mkdir()
@@ -77,14 +77,14 @@ def test_only_an_option_that_changes_nothing_is_another_name(text, line, tmp_pat
     assert script._option_line("hparams", "new", option) == f"- `hparams=new`: {line}"
 
 
-def test_options_called_another_name_compose_to_the_same():
+def test_listed_aliases_compose_to_equal_configs():
     aliases = re.findall(r"^- `(\w+)=(\w+)`: another name of `(\w+)`$", PAGE.read_text(), re.MULTILINE)
     assert ("precision", "amp_bf16", "amp_bfloat16") in aliases
     for group, name, other in aliases:
         assert composed(f"{group}={name}") == composed(f"{group}={other}")
 
 
-def test_types_are_said_in_words():
+def test_configuration_tables_describe_types_in_words():
     generated = load_script("generate_configuration").tables()
     assert "<class" not in generated
     assert '| `scheduler.horizon` | duration | `"1.0"` |' in generated
@@ -94,7 +94,7 @@ def test_types_are_said_in_words():
 
 
 def errors():
-    """(words, what they cost) for each `$ python -m foundry` that documentation shows to be refused."""
+    """Yield (page, overrides, message) for each failing `$ python -m foundry` example in the documentation."""
     for page in (PAGE, NAMES_PAGE, ROOT / "README.md"):
         for block in re.findall(
             r"^```text\n(\$ python -m foundry .*?)^```", page.read_text(), re.MULTILINE | re.DOTALL
@@ -107,25 +107,25 @@ def errors():
 @pytest.mark.parametrize(
     ("page", "overrides", "message"), [pytest.param(*row, id=" ".join(row[:2])) for row in errors()]
 )
-def test_config_errors_cost_what_the_page_says(page, overrides, message):
+def test_documented_config_errors_are_current(page, overrides, message):
     words = shlex.split(overrides)
     with pytest.raises(ConfigError) as caught:
         check_flags(words) if words[0].startswith("-") else compose(*words)
     assert str(caught.value) == message
 
 
-def test_every_name_of_the_table_is_on_the_page_of_names():
+def test_names_page_lists_every_row_of_names_csv():
     text = NAMES_PAGE.read_text()
     assert {row.key for row in names() if f"`{row.key}`" not in text and f"`{row.key}=" not in text} == set()
 
 
-def test_other_systems_names_stand_beside_each_setting():
+def test_configuration_table_shows_names_of_other_systems():
     text = PAGE.read_text()
     (line,) = re.findall(r"^\| `hparams\.per_gpu_batch_size` .*$", text, re.MULTILINE)
     assert {"micro_batch_size", "per_device_train_batch_size", "MBS"} <= set(re.findall(r"`(\w+)`", line.split("|")[5]))
 
 
-def test_plan_json_has_what_computed_names_say(plan):
+def test_plan_json_has_the_keys_that_the_names_table_mentions(plan):
     computed = {name for row in names() for name in re.findall(r"plan\.json has (\w+)", row.note)}
     assert {"accum_freq", "world_size", "lr_decay_steps"} <= computed
     assert computed - plan.keys() == set()
@@ -133,7 +133,7 @@ def test_plan_json_has_what_computed_names_say(plan):
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory):
-    """The keys of a run's plan.json."""
+    """The plan.json of a tiny run."""
     from foundry.engine.train import train
     from foundry.run_dir.names import PLAN
 
@@ -151,6 +151,6 @@ def plan(tmp_path_factory):
     return json.loads((folder / PLAN).read_text())
 
 
-def test_blocks_marked_elsewhere_are_left_out():
+def test_blocks_marked_elsewhere_are_skipped():
     text = "# Title\n\n```bash\nfirst\n```\n\n<!-- run: elsewhere -->\n```bash\nsecond\n```\n\n```text\nthird\n```\n"
     assert load_script("run_blocks").blocks(text) == ["first\n"]

@@ -1,4 +1,4 @@
-"""docs/draw_schedules.py draws every picture that the pages show of schedules."""
+"""docs/draw_schedules.py draws every schedule picture of the pages."""
 
 import re
 
@@ -12,7 +12,7 @@ def script():
 
 
 @pytest.mark.long
-def test_it_draws_what_the_pages_show(script, tmp_path):
+def test_draw_schedules_draws_every_picture_of_the_pages(script, tmp_path):
     script.main(tmp_path)
     drawn = {path.name for path in tmp_path.iterdir()}
     text = "".join((ROOT / "docs" / page).read_text() for page in ("numerics.md", "plan.md"))
@@ -22,7 +22,7 @@ def test_it_draws_what_the_pages_show(script, tmp_path):
         assert (script.IMAGES / name).is_file()
 
 
-def test_the_ramped_run_ends_where_the_page_says(script):
+def test_drawn_batch_ramp_has_the_documented_final_rates(script):
     _, right = script.batch_sizes().axes
     by_steps, own = (line.get_ydata() for line in right.lines)
     assert (own[9], own[79], own[-1]) == (1, 1, 0)

@@ -1,4 +1,4 @@
-"""What the first page shows is what foundry says."""
+"""The pictures of the README match the output of foundry."""
 
 import re
 from html import unescape
@@ -12,7 +12,7 @@ def script():
     return load_script("draw_front")
 
 
-def test_the_picture_has_what_its_command_answers(script):
+def test_front_picture_matches_the_output_of_its_command(script):
     kept, narrow = script.PICTURE.read_text(), script.NARROW.read_text()
     right = script.kept_curve()
     drawn = (script.picture(right), script.picture(right, is_narrow=True))
@@ -23,7 +23,7 @@ def test_the_picture_has_what_its_command_answers(script):
         assert refusal in shown
 
 
-def test_badges_say_what_setup_cfg_says(script):
+def test_badges_match_setup_cfg(script):
     drawn = script.badges()
     assert all((script.IMAGES / name).read_text() == text for name, text in drawn.items()), (
         "run python docs/draw_front.py"
@@ -34,7 +34,7 @@ def test_badges_say_what_setup_cfg_says(script):
         assert re.search(rf"!\[\w+: {value.replace('-', '.')}\]\(docs/images/{name}\)", readme)
 
 
-def test_a_curve_is_what_the_run_recorded(script, tmp_path):
+def test_front_curve_is_drawn_from_recorded_metrics(script, tmp_path):
     lines = ['{"step": 1, "loss": 8.0}', '{"step": 10, "loss": 4.0}', '{"step": 10, "val_loss": 5.0}']
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     loss, held_out = script.read_losses(tmp_path)

@@ -1,4 +1,4 @@
-"""docs/run_blocks.py runs what the pages show, there where it can run."""
+"""docs/run_blocks.py runs the bash blocks of the pages in the environments that they require."""
 
 import os
 import signal
@@ -38,14 +38,14 @@ def script():
     return load_script("run_blocks")
 
 
-def test_a_comment_says_where_a_block_runs(script):
+def test_run_comment_selects_where_a_block_runs(script):
     assert script.blocks(PAGE) == ["echo everywhere\n"]
     assert script.blocks(PAGE, at="slurm") == ["echo everywhere\n", "echo cluster\n"]
     with pytest.raises(ValueError, match="slrum --> is none of slurm, ci, elsewhere"):
         script.blocks(PAGE.replace("slurm", "slrum"))
 
 
-def test_ci_finds_the_two_commands_of_the_readme():
+def test_ci_extracts_the_two_commands_of_the_readme():
     first, second = (
         subprocess.run([ROOT / ".ci" / "readme", number], capture_output=True, text=True, check=True).stdout
         for number in "12"
@@ -56,24 +56,24 @@ def test_ci_finds_the_two_commands_of_the_readme():
     assert subprocess.run([ROOT / ".ci" / "readme", "3"], capture_output=True, check=False).returncode == 1
 
 
-def test_what_a_block_says_is_shown_when_it_fails(script, tmp_path):
+def test_failed_block_reports_exit_code_and_output(script, tmp_path):
     assert script._run_block("echo $PLACE; test $PLACE = here", tmp_path, {**os.environ, "PLACE": "here"}) is None
     error = script._run_block("echo before; false; echo after", tmp_path, os.environ)
     assert error == "exit code 1\nbefore\n"
 
 
-def test_what_a_block_leaves_running_is_ended(script, tmp_path):
+def test_background_processes_of_a_block_are_killed(script, tmp_path):
     began = time.monotonic()
     assert script._run_block("sleep 30 & echo $! > pid", tmp_path, os.environ) is None
     assert time.monotonic() - began < 25
     process = Path("/proc", (tmp_path / "pid").read_text().strip(), "cmdline")
     deadline = time.monotonic() + 60
-    while process.exists() and process.read_bytes():  # of one that has ended, but is not yet reaped, it is empty
+    while process.exists() and process.read_bytes():  # empty for a zombie process
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
-def test_every_page_says_of_its_blocks_where_they_run(script):
+def test_every_bash_block_has_a_known_place(script):
     for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
         text = page.read_text()
         here = len(script.blocks(text))
@@ -83,7 +83,7 @@ def test_every_page_says_of_its_blocks_where_they_run(script):
 
 @pytest.fixture
 def shell(tmp_path, cache):
-    """`shell(code)` starts bash in the test's folder, with the `python` of a `WarmPython` first on PATH."""
+    """Return `shell(code)`, which starts bash in the folder of the test with `WarmPython` first on PATH."""
     with WarmPython() as python:
         path = os.pathsep.join([str(python.folder), os.environ["PATH"]])
         environment = {**os.environ, "FOUNDRY_CACHE": str(cache), "PATH": path}

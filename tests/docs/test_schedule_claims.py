@@ -1,4 +1,4 @@
-"""What docs/numerics.md says of the schedules of transformers, torch and VLA Foundry holds for those installed."""
+"""Claims in docs/numerics.md on schedules of transformers, torch and VLA Foundry hold for the installed versions."""
 
 import math
 
@@ -17,7 +17,7 @@ def optimizer():
 
 
 def rates_of(make, updates=TOTAL):
-    """The rate of every update under a scheduler of torch's kind, made for an optimizer with a rate of 1."""
+    """Return the rate of every step under a torch scheduler, for an optimizer with a base rate of 1."""
     own = optimizer()
     scheduler, rates = make(own), []
     for _ in range(updates):
@@ -47,7 +47,7 @@ HUGGING_FACE = {
 
 
 @pytest.mark.parametrize("name", HUGGING_FACE)
-def test_transformers_schedules_are_those_read_at_the_start(name):
+def test_transformers_schedules_match_ours_at_the_start_of_a_step(name):
     from transformers import optimization
 
     arguments, own = HUGGING_FACE[name]
@@ -59,7 +59,7 @@ def test_transformers_schedules_are_those_read_at_the_start(name):
     assert ours(**own, at=EvaluateAt.end)[:-1] == ours(**own)[1:]
 
 
-def test_torch_schedules_are_chained():
+def test_torch_cosine_matches_ours_within_the_horizon_and_rises_after():
     plain = rates_of(lambda held: CosineAnnealingLR(held, TOTAL), 2 * TOTAL + 1)
     assert plain[:TOTAL] == pytest.approx(ours(Cosine, warmup=0), abs=2.3e-16)
     assert (plain[150], plain[200]) == pytest.approx((0.5, 1.0))
@@ -75,7 +75,7 @@ def test_torch_schedules_are_chained():
         LinearLR(optimizer(), start_factor=0.0)
 
 
-def test_a_rate_that_is_changed_under_torch_stays_changed():
+def test_torch_schedule_keeps_a_manual_change_of_the_rate():
     held = optimizer()
     scheduler = CosineAnnealingLR(held, TOTAL)
     for update in range(51):
@@ -88,7 +88,7 @@ def test_a_rate_that_is_changed_under_torch_stays_changed():
 
 
 @pytest.mark.parametrize(("own", "start"), [({"kind": Cosine}, WARMUP), (wsd("cosine"), TOTAL - DECAY)])
-def test_vla_foundry_warms_up_at_the_end_and_decays_at_the_start(own, start):
+def test_vla_foundry_schedule_is_end_warmup_and_start_decay(own, start):
     def rate(step):
         if step < WARMUP:
             return (step + 1) / WARMUP

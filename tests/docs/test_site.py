@@ -1,4 +1,4 @@
-"""The site has the repository's pages, with links that lead to its own."""
+"""Hooks of the documentation site: links, API reference and notebooks."""
 
 import json
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ def linked(hooks, markdown, *, page):
     return hooks.on_page_markdown(markdown, page=SimpleNamespace(file=file, meta={}), config=None, files=None)
 
 
-def test_links_lead_to_pages_of_the_site(hooks):
+def test_site_rewrites_links_to_its_own_pages(hooks):
     start = '[a](docs/plan.md) [b](CONTRIBUTING.md#tests) [c](docs/notebooks/own_model.ipynb) src="docs/site.css"'
     assert linked(hooks, start, page="index.md") == (
         '[a](plan.md) [b](contributing.md#tests) [c](notebooks/own_model.md) src="site.css"'
@@ -31,14 +31,14 @@ def test_links_lead_to_pages_of_the_site(hooks):
     assert linked(hooks, "[a](../library.md)", page="notebooks/own_model.md") == "[a](../library.md)"
 
 
-def test_documentation_of_code_stands_where_a_comment_asks_for_it(hooks):
+def test_reference_comment_inserts_api_documentation(hooks):
     assert (
         linked(hooks, "<!-- reference: foundry.commands.library.run -->", page="reference.md")
         == "::: foundry.commands.library.run"
     )
 
 
-def test_a_notebook_is_a_page_with_its_answers(hooks, tmp_path):
+def test_notebook_page_includes_outputs_and_pictures(hooks, tmp_path):
     answers = [
         {"output_type": "stream", "text": ["one\n", "two\n"]},
         {"output_type": "display_data", "data": {"image/png": "aGk=", "text/plain": "a curve"}},
@@ -53,7 +53,7 @@ def test_a_notebook_is_a_page_with_its_answers(hooks, tmp_path):
     assert pictures == {"n_0.png": b"hi"}
 
 
-def test_notebooks_are_kept_with_their_answers():
+def test_notebooks_are_stored_with_outputs():
     for path in sorted((ROOT / "docs" / "notebooks").glob("*.ipynb")):
         cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
         assert any(cell["outputs"] for cell in cells), "run python docs/run_notebooks.py --write"

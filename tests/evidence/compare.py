@@ -1,8 +1,8 @@
-"""`python tests/evidence/compare.py REF [NAME ...]`: compare training at a commit with training in this tree.
+"""Usage: `python tests/evidence/compare.py REF [NAME ...]`. Compare training at a commit with training in this tree.
 
-Checks out REF in a temporary git worktree and runs each short training of `RUNS` in both trees on this machine. The
-recorded metrics, but for times and memory, and the tensors of the last checkpoint have to be equal, bit by bit. Prints
-a line for each run; exit code 1 if any differs or fails.
+Check out REF in a temporary git worktree and run each short training of `RUNS` in both trees on this machine. The
+recorded metrics, except times and memory, and the tensors of the last checkpoint must be bitwise equal. Print a line
+for each run; exit with code 1 if any run differs or fails.
 """
 
 import json
@@ -68,7 +68,7 @@ def read_digests(run: Path) -> dict[str, str]:
 
 
 def compare(name: str, before: Path, after: Path) -> str | None:
-    """Return how two runs of one name differ, or None if they are equal."""
+    """Return a description of the first difference of two runs with this name, or None if they are equal."""
     old, new = (read_metrics(work / name / "run") for work in (before, after))
     if len(old) != len(new):
         return f"{len(old)} records of metrics, then {len(new)}"
@@ -83,7 +83,7 @@ def compare(name: str, before: Path, after: Path) -> str | None:
 
 
 def main(ref: str, *names: str) -> int:
-    """Run, compare, print."""
+    """Train the chosen runs in both trees, compare them and print the differences."""
     chosen = {"pretrain": None, **dict.fromkeys(names or RUNS)}
     with tempfile.TemporaryDirectory(prefix="foundry-compare-") as folder:
         tree, before, after = Path(folder, "tree"), Path(folder, "before"), Path(folder, "after")

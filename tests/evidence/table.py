@@ -1,14 +1,14 @@
-"""`python tests/evidence/table.py [--write]`: compare the compositions of `table.json` with this tree.
+"""Usage: `python tests/evidence/table.py [--write]`. Compare the compositions of `table.json` with this tree.
 
 For each composition `table.json` has its overrides and three records:
 
-- config: the configuration hash, which a run directory and its checkpoints record;
-- data: `identity()` of the data, which checkpoints record and which seeds the order of samples;
-- plan: the content of plan.json without the device and the estimate of activations.
+- config: the config hash, recorded in run directories and checkpoints;
+- data: `identity()` of the data, recorded in checkpoints; it seeds the order of samples;
+- plan: the content of plan.json without the device and the activation estimate.
 
 Paths in the overrides lead to small files that `write_small_files` writes into the current folder. Compositions with
 `config_only` record only the hash; the value is the reason. `--write` replaces the records with those from this tree.
-Use it only after a change that is meant to change them, and read `git diff`. To add a composition, add its name and
+Use it only after an intended change of the records, and review `git diff`. To add a composition, add its name and
 its overrides. No record depends on the machine; digests of trained tokenizers depend on the package `tokenizers`.
 """
 
@@ -70,7 +70,7 @@ def compute(entry: Entry, *, with_memory: bool = True) -> Entry:
     """Return the records of a composition in this tree; the current folder holds the small files.
 
     Args:
-        entry: has its overrides.
+        entry: a composition with its overrides.
         with_memory: whether the plan includes the memory of the run, which takes half of the time.
     """
     config = _with_relative_weights(configure(*entry["overrides"]))
@@ -90,7 +90,7 @@ def without_memory(entry: Entry) -> Entry:
 
 
 def _with_relative_weights(config: Config) -> Config:
-    """Return the configuration with the path of `model=base`, which composing makes absolute, relative again."""
+    """Return the config with a relative `model.init_from`; composition of `model=base` makes it absolute."""
     weights = config.model.init_from
     if weights is None:
         return config
@@ -121,7 +121,7 @@ def describe_plan(config: Config, data: DataSplits, *, with_memory: bool) -> dic
 
 
 def portable(plan: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of a plan.json that is the same on every machine."""
+    """Return the machine-independent content of a plan.json."""
     left_out = {"notes": FOLDERS, "memory": (*ESTIMATED, "total", "peak", "usable")}
     return {
         name: {key: one for key, one in value.items() if key not in left_out[name]} if name in left_out else value
@@ -131,7 +131,7 @@ def portable(plan: dict[str, Any]) -> dict[str, Any]:
 
 
 def rounded(node: Any) -> Any:
-    """Return numbers with 12 digits: the last ones of a cosine or of a sum differ between processors."""
+    """Round numbers to 12 digits: the last digits of cosines and sums differ between processors."""
     if isinstance(node, dict):
         return {key: rounded(value) for key, value in node.items()}
     if isinstance(node, (list, tuple)):
@@ -140,7 +140,7 @@ def rounded(node: Any) -> Any:
 
 
 def differences(recorded: Entry, computed: Entry) -> list[str]:
-    """Return a line for each record that differs, with the keys that do."""
+    """Return a line for each differing record, with its differing keys."""
     return [
         f"{name}: {', '.join(_changes(recorded.get(name), computed.get(name)))}"
         for name in RECORDS

@@ -1,4 +1,4 @@
-"""`tests/evidence/compare.py` finds equal and unequal trainings."""
+"""`tests/evidence/compare.py` detects equal and unequal training runs."""
 
 import json
 import re
@@ -27,12 +27,12 @@ def write_run(work, loss=2.5, speed=100.0, weights=b"abc"):
         ({"weights": b"abd"}, "the tensors of the last checkpoint differ"),
     ],
 )
-def test_losses_and_weights_are_compared_and_times_are_not(tmp_path, change, difference):
+def test_compare_checks_losses_and_weights_but_not_times(tmp_path, change, difference):
     assert compare.compare("a", write_run(tmp_path / "before"), write_run(tmp_path / "after", **change)) == difference
 
 
 @pytest.mark.long
-def test_this_tree_trains_as_its_last_commit(capsys):
+def test_compare_finds_the_working_tree_equal_to_head(capsys):
     try:
         subprocess.run(["git", "rev-parse", "HEAD"], cwd=compare.ROOT, check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
@@ -42,7 +42,7 @@ def test_this_tree_trains_as_its_last_commit(capsys):
 
 
 @pytest.mark.long
-def test_another_learning_rate_is_a_difference(monkeypatch, tmp_path):
+def test_compare_reports_a_changed_learning_rate(monkeypatch, tmp_path):
     before, after = tmp_path / "before", tmp_path / "after"
     assert compare.train(compare.ROOT, "pretrain", before) is None
     monkeypatch.setitem(compare.RUNS, "pretrain", [*compare.RUNS["pretrain"], "hparams.lr=1e-3"])

@@ -1,4 +1,4 @@
-"""The compositions of `tests/evidence/table.json` have the recorded hash, data and plan."""
+"""The compositions of `tests/evidence/table.json` match their recorded hash, data and plan."""
 
 import json
 import os
@@ -18,7 +18,7 @@ REGENERATE = "if this is meant, run: python tests/evidence/table.py --write"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The files that the compositions name, and a cache for all of them."""
+    """A folder with the files that the compositions read, and a shared cache."""
     path = tmp_path_factory.mktemp("table")
     write_small_files(path)
     return path
@@ -53,13 +53,13 @@ def differences_of_llm(*changes):
     return table.differences(entry, table.compute(changed, with_memory=False))
 
 
-def test_changed_learning_rate_differs_in_configuration_and_plan():
+def test_changed_learning_rate_changes_config_hash_and_plan():
     config, plan = differences_of_llm("hparams.lr=1e-3")
     assert config.startswith(f"config: {RECORDED['llm']['config']} -> ")
     assert plan == "plan: lr.first 0.00016 -> 4e-05, lr.highest 0.004 -> 0.001"
 
 
-def test_changed_text_differs_in_data(folder):
+def test_changed_text_changes_data_identity_and_plan(folder):
     text = folder / "text.txt"
     before = text.read_text()
     text.write_text(before.replace("59 times 60 is 3540", "59 times 60 is 3541"))
@@ -71,7 +71,7 @@ def test_changed_text_differs_in_data(folder):
     assert found[0].startswith("data: content ")
 
 
-def test_plan_is_that_of_the_command(run_command, folder):
+def test_recorded_plan_equals_the_plan_of_the_command(run_command, folder):
     run_command.cwd = folder
     words = RECORDED["adamw_inverse_square_root_float16_fsdp"]["overrides"]
     run_command(*words, "hydra.run.dir=planned", module="foundry.plan", variables={"FOUNDRY_CACHE": ".cache/foundry"})
@@ -81,7 +81,7 @@ def test_plan_is_that_of_the_command(run_command, folder):
 
 @pytest.mark.long
 @pytest.mark.parametrize("threads", ["1", "3"])
-def test_records_are_the_same_on_another_machine(tmp_path, threads):
+def test_records_do_not_depend_on_environment_or_thread_count(tmp_path, threads):
     there = {"HOME": str(tmp_path), "TMPDIR": str(tmp_path), "TZ": "Asia/Kathmandu", "OMP_NUM_THREADS": threads}
     words = [sys.executable, table.__file__]
     done = subprocess.run(words, cwd=tmp_path, env={**os.environ, **there}, capture_output=True, text=True, check=False)

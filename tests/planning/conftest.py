@@ -4,5 +4,5 @@ from support import composition
 
 @pytest.fixture(scope="session")
 def configure():
-    """A typed configuration: `configure(*overrides)`."""
+    """Return `configure(*overrides)`, which composes a typed config."""
     return composition.configure

@@ -1,4 +1,4 @@
-"""The size of a checkpoint that is planned is that of the tensors saved."""
+"""The planned size of a checkpoint equals the size of the saved tensors."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ SMALL = ["model.hidden_size=32", "model.intermediate_size=48", "model.num_layers
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd"])
 @pytest.mark.parametrize("decay", [None, 0.9])
-def test_planned_is_saved(configure, optimizer, decay):
+def test_planned_checkpoint_size_equals_the_saved_tensors(configure, optimizer, decay):
     ema_decay = "null" if decay is None else decay
     config = configure(*SMALL, f"optimizer={optimizer}", f"hparams.ema_decay={ema_decay}")
     model = build(config.model)
@@ -25,6 +25,6 @@ def test_planned_is_saved(configure, optimizer, decay):
     for one in optimizers:
         one.step()
     saved = collect(model, ema, optimizers)
-    # Beside them Adam counts its steps, in four bytes a parameter.
+    # Adam also saves step counters, four bytes per parameter tensor, which the plan leaves out.
     size = sum(tensor.nbytes for name, tensor in saved.items() if not name.endswith(".step"))
     assert size == checkpoint_bytes(config, build_fake(lambda: build(config.model)))

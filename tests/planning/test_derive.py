@@ -1,4 +1,4 @@
-"""The numbers of plan.json, against those computed by hand."""
+"""The numbers of plan.json match values computed by hand."""
 
 import pytest
 from torch import nn
@@ -26,8 +26,8 @@ def planned(config, *, samples_per_epoch=1000, tokens=None):
     return build_plan(config, budget, data, schedule, model, world_size=2, strategy="ddp", device="cpu")
 
 
-def test_a_ramped_run(configure):
-    # 20 updates of 8 samples, then 80 of 16.
+def test_plan_of_a_ramped_run_has_stages_phases_and_durations(configure):
+    # 20 steps of 8 samples, then 80 of 16.
     plan = planned(configure(*RAMPED, "distributed=ddp", "distributed.nproc_per_node=2", "evaluation.interval=0.5"))
     assert (plan["total_steps"], plan["total_samples"], plan["total_epochs"]) == (100, 1440, 1.44)
     assert (plan["accum_freq"], plan["steps_per_epoch"], plan["tokens_per_step"]) == (2, 62.5, None)
@@ -59,13 +59,13 @@ def test_a_ramped_run(configure):
         ("1.0", "1.0 = every 125 steps of an epoch; the run has 100: only at the end"),
     ],
 )
-def test_what_an_interval_means(interval, meaning, configure):
+def test_plan_describes_evaluation_intervals(interval, meaning, configure):
     words = ["hparams.max_steps=100", "hparams.global_batch_size=8", "hparams.per_gpu_batch_size=4"]
     plan = planned(configure(*words, f"evaluation.interval={interval}"))
     assert plan["durations"]["evaluation.interval"] == meaning
 
 
-def test_fractions_are_of_the_horizon_and_tokens_are_counted(configure):
+def test_plan_resolves_fractions_of_the_horizon_and_counts_tokens(configure):
     config = configure(
         "hparams.max_steps=50",
         "hparams.global_batch_size=4",

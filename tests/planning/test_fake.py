@@ -14,7 +14,7 @@ TINY_HF = {
 
 
 class Own(nn.Module):
-    """What users write into their constructors."""
+    """A custom model with common ways of initializing parameters."""
 
     def __init__(self):
         super().__init__()
@@ -30,7 +30,7 @@ class Own(nn.Module):
 
 
 def assert_shapes(build_model):
-    """The fake model has the real one's parameters and buffers, in shape and type."""
+    """Assert that parameters and buffers of the fake and the real model have equal shapes and dtypes."""
     fake, real = build_fake(build_model).model.state_dict(), build_model().state_dict()
     described = [{name: (t.shape, t.dtype) for name, t in state.items()} for state in (fake, real)]
     assert described[0] == described[1]
@@ -48,20 +48,20 @@ def hf(architecture, path=None, **options):
 
 
 @pytest.mark.parametrize("overrides", [(), ("model.tie_embeddings=true",), ("hparams=diffusion",)])
-def test_shapes_of_own_models(configure, overrides):
+def test_fake_shapes_match_built_in_models(configure, overrides):
     assert_shapes(lambda: build(configure(*overrides).model))
 
 
 @pytest.mark.parametrize("architecture", TINY_HF)
-def test_shapes_of_transformers_models(architecture):
+def test_fake_shapes_match_transformers_models(architecture):
     assert_shapes(lambda: hf(architecture))
 
 
-def test_shapes_of_a_users_model():
+def test_fake_shapes_match_a_custom_model():
     assert_shapes(Own)
 
 
-def test_a_folder_is_not_read(tmp_path):
+def test_fake_build_does_not_read_pretrained_weights(tmp_path):
     hf("llama").causal_lm.save_pretrained(tmp_path)
     shapes = {name: parameter.shape for name, parameter in hf("llama", str(tmp_path)).named_parameters()}
     (tmp_path / "model.safetensors").unlink()
@@ -69,8 +69,8 @@ def test_a_folder_is_not_read(tmp_path):
     assert {name: parameter.shape for name, parameter in fake.model.named_parameters()} == shapes
 
 
-def test_building_leaves_no_trace():
-    """torch's initialisation and random numbers are what they were, and the model holds fakes only."""
+def test_fake_build_restores_torch_init_and_random_state():
+    """Holds after a failed build as well; all parameters are fake tensors."""
     draw, state = nn.init._no_grad_trunc_normal_, torch.get_rng_state()
     fake = build_fake(Own)
     assert nn.init._no_grad_trunc_normal_ is draw

@@ -1,4 +1,4 @@
-"""The keys and values of answers, in bytes, against those of a cache that has been filled."""
+"""Planned bytes of the key-value cache of rollouts match a filled cache."""
 
 import torch
 from support.rollout_parts import make_model, make_objective
@@ -7,7 +7,7 @@ from foundry.models.pretrained.huggingface import HuggingFaceCausalLM
 from foundry.planning.generation import cache_bytes
 
 
-def test_bytes_are_those_of_a_real_cache():
+def test_planned_cache_bytes_match_a_filled_cache():
     model, settings = make_model(), make_objective(ref_policy_kl_penalty=0.0).rollouts
     cache = model.new_cache(20)
     model(torch.zeros(settings.generation_batch_size, 2, dtype=torch.int64), return_logits=True, cache=cache)
@@ -15,7 +15,7 @@ def test_bytes_are_those_of_a_real_cache():
     assert cache_bytes(model, settings, 20, 4) == sum(tensor.nbytes for tensor in kept)
 
 
-def test_models_of_transformers_say_their_sizes_and_others_need_not():
+def test_cache_bytes_of_transformers_models_and_of_unknown_models():
     config = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     own = {"path": None, "architecture": "llama", "vocab_size": 280, "max_seq_len": 32}
     model = HuggingFaceCausalLM(**own, config={**config, "num_key_value_heads": 2})

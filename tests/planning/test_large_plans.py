@@ -1,4 +1,4 @@
-"""Plans of runs that are larger than the machine, or than a file should be."""
+"""Plans of runs that exceed the memory of the machine or a sensible file size."""
 
 import pytest
 import torch
@@ -12,14 +12,14 @@ from foundry.planning import memory as planning_memory
 
 
 @pytest.mark.parametrize("total", [1, 2, _ROWS, _ROWS + 1, 3 * _ROWS - 1, 10**8, 10**12, 10**18])
-def test_a_schedule_has_a_bounded_number_of_rows(total):
+def test_schedule_csv_has_a_bounded_number_of_rows(total):
     rows = _written(None, total)
     assert 1 <= len(rows) <= _ROWS
     assert rows[-1] <= total
     assert total > _ROWS or list(rows) == list(range(1, total + 1))
 
 
-def test_rows_that_are_asked_for_are_written_or_refused():
+def test_plan_every_sets_rows_up_to_a_limit():
     assert _written(3, 10) == range(3, 11, 3)
     assert len(_written(1, _MOST_ROWS)) == _MOST_ROWS
     with pytest.raises(ConfigError, match=r"plan\.every: is 1, which makes 100,000,000 rows .* give 1000"):
@@ -30,18 +30,18 @@ def test_rows_that_are_asked_for_are_written_or_refused():
     "overrides",
     [[], long_case(["hparams.grad_checkpointing=true"]), long_case(["hparams=diffusion", "model.num_heads=2"])],
 )
-def test_activations_of_many_samples_are_those_of_a_few_times_more(configure, overrides, monkeypatch):
+def test_activations_scale_linearly_with_the_number_of_samples(configure, overrides, monkeypatch):
     config = configure(
         *SMALL[:1], "model.num_layers=2", *overrides, "hparams.per_gpu_batch_size=100", "hparams.global_batch_size=100"
     )
     batch = microbatch_of(config, seq_len=8)
     counted = memory(config, microbatch=batch).activations_estimated
     monkeypatch.setattr(planning_memory, "_COUNTED_SAMPLES", 20)
-    # The loss keeps a few bytes for each part that it takes its positions in.
+    # The loss keeps a few bytes for each chunk of positions.
     assert memory(config, microbatch=batch).activations_estimated == pytest.approx(counted, rel=1e-6)
 
 
-def test_a_microbatch_that_no_machine_holds_is_planned(configure):
+def test_plan_supports_a_microbatch_larger_than_memory(configure):
     config = configure(
         *SMALL, "model.num_layers=4", "hparams.per_gpu_batch_size=1_000_000", "hparams.global_batch_size=1_000_000"
     )
@@ -51,7 +51,7 @@ def test_a_microbatch_that_no_machine_holds_is_planned(configure):
     assert planned.activations_estimated > 10**12
 
 
-def test_a_plan_of_a_quadrillion_parameters(configure):
+def test_plan_supports_a_quadrillion_parameters(configure):
     sizes = [
         "hidden_size=1_000_000",
         "intermediate_size=10_000_000",

@@ -1,4 +1,4 @@
-"""The duration of a step that a plan takes from a run."""
+"""`plan.measured`: the step time that a plan takes from the metrics of a run."""
 
 import pytest
 
@@ -11,13 +11,13 @@ def write(folder, *values):
     (folder / "metrics.jsonl").write_text("".join(lines))
 
 
-def test_the_median_of_all_logged_steps_but_the_first(tmp_path):
+def test_measured_step_time_is_the_median_without_the_first_step(tmp_path):
     write(tmp_path, 9, 1, 2, 4, "NaN", '"fast"')
     assert _measured(str(tmp_path)) == 2
 
 
 @pytest.mark.parametrize("values", [(), (1,), ("NaN", "NaN"), ('"x"', '"y"', "null", "[1]", 3), ("}", 1, 2)])
-def test_a_file_without_durations_is_refused(tmp_path, values):
+def test_metrics_without_step_times_are_rejected(tmp_path, values):
     write(tmp_path, *values)
     with pytest.raises(ConfigError, match=r"^plan\.measured: is .*, but no metrics\.jsonl in it logs several steps$"):
         _measured(str(tmp_path))

@@ -61,7 +61,7 @@ def plan(config, *, world_size=1, microbatch=None, device_type="cuda"):
 
 
 class Storages:
-    """Bytes of the storages that autograd really saves, each once, those of `left_out` not."""
+    """Counts the bytes of the storages that autograd saves, each once, except storages of `left_out`."""
 
     def __init__(self, left_out):
         self._left_out = {tensor.untyped_storage().data_ptr() for tensor in left_out}
@@ -87,9 +87,10 @@ class Storages:
 
 
 def saved_by_forward(config, microbatch, *, grad_checkpointing):
-    """What a real forward pass saves; with checkpointing also what a block alone saves beyond its inputs.
+    """Return the bytes that autograd saves in a real forward pass.
 
-    And all matrices of blocks in autocast's type, which it keeps until the window ends.
+    With checkpointing, add the bytes that one block saves beyond its inputs when it is recomputed, and the autocast
+    copies of the matrices of all other blocks, which autocast keeps until the window ends.
     """
     world, policy = World.single(torch.device("cpu")), PrecisionPolicy(config.precision.mode)
     torch.manual_seed(0)
@@ -107,7 +108,7 @@ def saved_by_forward(config, microbatch, *, grad_checkpointing):
     args, kwargs = calls[0]
     inputs = [value for value in tree_leaves(calls[0]) if isinstance(value, torch.Tensor)]
     for tensor in inputs:
-        saved.add(tensor)  # checkpoint holds keyword arguments without telling autograd
+        saved.add(tensor)  # checkpoint keeps keyword arguments outside of autograd
     with Storages([*model.parameters(), *inputs]) as recomputed, policy.autocast(world.device):
         block_forward(*args, **kwargs)
     matrices = [sum(p.numel() for p in block.parameters() if p.ndim > 1) for block in find_blocks(model)]
@@ -127,7 +128,7 @@ def saved_by_forward(config, microbatch, *, grad_checkpointing):
     ],
     ids=" ".join,
 )
-def test_activations_are_what_autograd_saves(configure, overrides, grad_checkpointing):
+def test_planned_activations_equal_the_bytes_saved_by_autograd(configure, overrides, grad_checkpointing):
     config = configure(*overrides, f"hparams.grad_checkpointing={grad_checkpointing}", "hparams.per_gpu_batch_size=2")
     microbatch = microbatch_of(config, seq_len=48)
     planned = plan(config, microbatch=microbatch)
@@ -137,7 +138,7 @@ def test_activations_are_what_autograd_saves(configure, overrides, grad_checkpoi
 
 
 class Outputs(TorchDispatchMode):
-    """The tensors that the operations give whose outputs selective checkpointing keeps."""
+    """Records the outputs of the operators that selective checkpointing saves."""
 
     def __init__(self):
         super().__init__()
@@ -159,8 +160,8 @@ class Outputs(TorchDispatchMode):
     ],
     ids=" ".join,
 )
-def test_activations_of_selective_checkpointing(configure, overrides, monkeypatch):
-    """What torch keeps of each block, as it says itself, and of one block again what it computes besides."""
+def test_planned_activations_of_selective_checkpointing_match_torch(configure, overrides, monkeypatch):
+    """Compare with the outputs that torch caches for each block plus the other tensors of one recomputed block."""
     selective = ("hparams.grad_checkpointing=true", "hparams.grad_checkpointing_policy=selective")
     config = configure(*overrides, *selective, "hparams.per_gpu_batch_size=2")
     microbatch, world = microbatch_of(config, seq_len=48), World.single(torch.device("cpu"))
@@ -203,8 +204,8 @@ def test_activations_of_selective_checkpointing(configure, overrides, monkeypatc
     assert full.activations_estimated < planned.activations_estimated
 
 
-def test_sharded_weights_need_no_rounded_copies(configure):
-    """FSDP2 gathers blocks in the compute type: autocast's copies of their matrices do not exist."""
+def test_fsdp_plan_has_no_autocast_copies_of_block_matrices(configure):
+    """FSDP2 gathers blocks in the compute dtype, so autocast makes no copies of their matrices."""
     config = configure(*SMALL, "hparams.global_batch_size=16")
     microbatch = microbatch_of(config)
     alone = plan(config, microbatch=microbatch).activations_estimated
@@ -214,7 +215,7 @@ def test_sharded_weights_need_no_rounded_copies(configure):
 
 
 @pytest.mark.parametrize("world_size", some_of([1, 2], 2))
-def test_adapters_are_all_that_has_gradients_state_and_averages(configure, world_size):
+def test_lora_plan_has_gradients_state_and_ema_of_adapters_only(configure, world_size):
     config = configure(*SMALL, "peft=lora", "hparams.ema_decay=0.9")
     fake = build_fake(partial(build_adapted, config))
     planned = estimate_memory(config, fake, world_size=world_size, microbatch=microbatch_of(config), device_type="cuda")
@@ -232,11 +233,11 @@ def test_adapters_are_all_that_has_gradients_state_and_averages(configure, world
     assert checkpoint_bytes(config, fake) == 4 * sum(trained)
 
 
-def test_offloaded_parts_leave_the_device(configure):
+def test_cpu_offload_moves_planned_bytes_to_the_host(configure):
     config = configure(*SMALL, "distributed=fsdp", "distributed.cpu_offload=true", LAST, "hparams.ema_decay=0.9")
     on_gpu, on_cpu = plan(config), plan(config, device_type="cpu")
     parts = on_gpu.weights + on_gpu.gradients + on_gpu.optimizer + on_gpu.ema
-    norms = 2 * 2 * 32 * 4 * 5  # five fp32 numbers for each norm weight of a block, which stay on the device
+    norms = 2 * 2 * 32 * 4 * 5  # five fp32 values per norm weight of a block, all on the device
     assert on_gpu.host > 0
     assert on_cpu.host == 0
     assert on_cpu.total - on_gpu.total == on_gpu.host
@@ -244,7 +245,7 @@ def test_offloaded_parts_leave_the_device(configure):
     assert parts - whole_gradients - norms == on_gpu.host
 
 
-def test_what_does_not_run_on_fakes_is_said(configure):
+def test_plan_notes_models_and_optimizers_that_cannot_run_on_fake_tensors(configure):
     class Reading(nn.Linear):
         def forward(self, tokens, targets):
             return super().forward(tokens.float()) if bool((tokens > 0).any()) else tokens
@@ -278,14 +279,14 @@ def refusing(*, model, lr):
     raise ConfigError(Violation("optimizer", "takes other models"))
 
 
-def test_a_users_optimizer_counts(configure):
+def test_plan_counts_the_state_of_a_custom_optimizer(configure):
     config = replace(configure(*SMALL), optimizer={"_target_": f"{__name__}.amsgrad"})
     for world_size in (1, 3):
         memory = plan(config, world_size=world_size)
         assert memory.optimizer == 3 * memory.weights
 
 
-def test_an_error_in_the_optimizer_is_no_note(configure):
+def test_config_error_of_an_optimizer_is_raised_by_the_plan(configure):
     config = replace(configure(*SMALL), optimizer={"_target_": f"{__name__}.refusing"})
     with pytest.raises(ConfigError, match="optimizer: takes other models"):
         plan(config)
@@ -305,14 +306,14 @@ def test_checkpoint_holds_weights_averages_and_state(configure):
     assert size("optimizer=sgd") == parameters * 8
 
 
-def test_bf16_moments_take_half(configure):
+def test_bf16_moments_halve_planned_optimizer_state(configure):
     wide, narrow = (configure(*SMALL, *more) for more in ([], ["optimizer.moments_dtype=bf16"]))
     assert plan(wide).optimizer == 2 * plan(narrow).optimizer == 2 * plan(wide).weights
     sizes = [checkpoint_bytes(config, build_fake(lambda: build(wide.model))) for config in (wide, narrow)]
     assert sizes[0] - sizes[1] == plan(wide).weights
 
 
-def test_the_model_is_left_as_it_is(configure):
+def test_estimate_memory_does_not_change_the_fake_model(configure):
     config = configure(*SMALL, "precision=pure_bf16")
     fake = build_fake(lambda: build(config.model))
     before = {name: (id(p), p.dtype) for name, p in fake.model.named_parameters()}
@@ -330,13 +331,13 @@ def test_the_model_is_left_as_it_is(configure):
         (["hparams.batch_schedule='0:16 400:8'", "hparams.batch_schedule_unit=samples"], True),
     ],
 )
-def test_gradients_are_those_of_the_batch_sizes_that_are_run(configure, overrides, accumulates):
+def test_planned_gradients_follow_rounded_and_scheduled_batch_sizes(configure, overrides, accumulates):
     words = ("distributed=fsdp", LAST, "distributed.nproc_per_node=2", "hparams.per_gpu_batch_size=4")
     memory = plan(configure(*SMALL, *words, "hparams.global_batch_size=8", *overrides), world_size=2)
     assert (memory.gradients > memory.weights) == accumulates
 
 
-def test_a_wrong_world_is_refused(configure):
+def test_plan_rejects_several_processes_without_a_strategy(configure):
     config = configure(*SMALL, "distributed=none")
     with pytest.raises(ConfigError, match=r"distributed: is none but 2 processes"):
         plan(config, world_size=2)
@@ -347,7 +348,7 @@ def resident_bytes():
 
 
 @pytest.mark.long
-def test_seventy_billion_parameters(configure):
+def test_plan_of_a_70b_model_matches_hand_computed_sizes(configure):
     config = configure(*LLAMA_70B)
     before = resident_bytes()
     memory = plan(config, world_size=256, microbatch=microbatch_of(config, seq_len=8192))
@@ -385,7 +386,7 @@ def test_seventy_billion_parameters(configure):
         (["distributed=fsdp", LAST, "hparams.global_batch_size=8"], 2, False),
     ],
 )
-def test_whole_gradients_that_do_not_fit_are_refused(configure, overrides, world_size, is_refused):
+def test_gradient_sync_last_is_rejected_if_gradients_do_not_fit(configure, overrides, world_size, is_refused):
     batch = ["hparams.per_gpu_batch_size=4", "hparams.global_batch_size=32"]
     config = configure(*SMALL, *batch, f"distributed.nproc_per_node={world_size}", *overrides)
     memory = plan(config, world_size=world_size)
@@ -404,7 +405,7 @@ def test_usable_memory_leaves_room_for_kernels_and_each_communicator(distributed
     assert usable_memory(margin - 1, distributed, world_size) == 0
 
 
-def test_run_that_fits_an_empty_gpu_is_refused_where_another_process_holds_memory(configure, monkeypatch):
+def test_check_fits_counts_memory_held_by_other_processes(configure, monkeypatch):
     config = configure(*SMALL, "hparams.per_gpu_batch_size=4", "hparams.global_batch_size=32", "distributed=fsdp", LAST)
     world = replace(World(0, 0, 2, 2, torch.device("cuda", 0)), distributed=resolve_distributed(config.distributed, 2))
     memory = plan(config, world_size=2)

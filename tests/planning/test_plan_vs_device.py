@@ -1,4 +1,4 @@
-"""What is planned is what lies in a device; on a GPU, its peak as well."""
+"""Planned memory matches measured memory of a device: its parts and, on CPU or GPU, its peak."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ SEQ = 256
 
 
 def planned_and_measured(device, *overrides):
-    """The plan of a configuration, and what a device holds when the gradients of a second step are there."""
+    """Return the plan of a config, and the memory of a device after the backward pass of the second step."""
     config, world = configure(*COMMON, *overrides), alone_on(device)
     tokens = torch.zeros(config.hparams.per_gpu_batch_size, SEQ, dtype=torch.int64)
     batch = {"tokens": tokens, "targets": tokens.clone(), "position": torch.arange(len(tokens))}
@@ -67,11 +67,11 @@ def planned_and_measured(device, *overrides):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_parts_are_planned_to_the_byte(device):
+def test_planned_parts_equal_device_memory_to_the_byte(device):
     plan, held = planned_and_measured(device, *SMALL)
     weights, gradients, optimizer, ema, _ = held.parts.values()
     assert (weights, gradients, ema) == (plan.weights + plan.buffers, plan.gradients, plan.ema)
-    # Adam counts its steps in a scalar of each tensor, which the plan leaves out.
+    # The plan leaves out the step counter that Adam keeps for each tensor.
     assert plan.optimizer <= optimizer < plan.optimizer + 4096
 
 
@@ -104,8 +104,8 @@ CHECKPOINTING = "hparams.grad_checkpointing=true"
         pytest.param(["peft=lora"], 1, "forward", id="adapters", marks=pytest.mark.long),
     ],
 )
-def test_the_peak_of_a_step_is_within_five_percent_of_the_plan(overrides, microbatches, moment):
-    """Measured on real tensors on a CPU, in the second step, when the optimizer has its state."""
+def test_measured_peak_of_a_cpu_step_is_within_5_percent_of_the_plan(overrides, microbatches, moment):
+    """Measure the second step, which has optimizer state."""
     words = [*COMMON, *SIZES, "optimizer=adamw", *overrides]
     size = configure(*words).hparams.per_gpu_batch_size
     config = configure(*words, f"hparams.global_batch_size={size * microbatches}")
@@ -138,7 +138,7 @@ def test_the_peak_of_a_step_is_within_five_percent_of_the_plan(overrides, microb
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_peak_is_within_five_percent_of_the_plan(checkpointing):
+def test_measured_gpu_peak_is_within_5_percent_of_the_plan(checkpointing):
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

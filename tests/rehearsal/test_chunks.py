@@ -1,4 +1,4 @@
-"""Chunks for ranks that are cut when they are read equal those of torch."""
+"""Lazily computed chunks for ranks equal the chunks of torch."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from foundry.rehearsal.fake_cuda import _Chunks
 
 @pytest.mark.parametrize(("rows", "ranks"), [(8, 4), (10, 4), (3, 8), (9, 8), (1, 1), (0, 2)])
 @pytest.mark.parametrize("dim", [0, 1])
-def test_each_rank_has_the_chunk_that_torch_cuts_for_it(rows, ranks, dim):
+def test_lazy_chunks_equal_torch_chunks(rows, ranks, dim):
     shape = (rows, 3) if dim == 0 else (3, rows)
     tensor = torch.arange(rows * 3.0).view(shape)
     expected = _chunk_with_empty(tensor, ranks, dim)

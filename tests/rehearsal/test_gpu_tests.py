@@ -1,4 +1,4 @@
-"""Tests for a GPU run on one that does not exist, so that their code is known to work before a GPU is there."""
+"""GPU tests run on a fake GPU, so that their code is tested on machines without a GPU."""
 
 import os
 import subprocess
@@ -24,7 +24,7 @@ FILES = [
 
 @pytest.mark.long
 @pytest.mark.skipif(reason_not_to_load() is not None, reason=str(reason_not_to_load()))
-def test_tests_for_a_gpu_run_on_a_fake_one():
+def test_gpu_tests_pass_on_a_fake_gpu():
     options = ["-p", "support.fake_gpus", "-p", "no:cacheprovider", "-n", "0", "-q", "-m", "gpu", "-rA", "--no-header"]
     command = [sys.executable, "-m", "pytest", *options, *(str(TESTS / name) for name in FILES)]
     path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))

@@ -1,4 +1,4 @@
-"""The peak of a rehearsed step beside the plan, and the peak of building a sharded model beside its size."""
+"""Rehearsed peak memory of a step against the plan, and of building a sharded model against its size."""
 
 import pytest
 
@@ -39,7 +39,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_peak_of_a_step_is_within_five_percent_of_the_plan(rehearsed, name):
+def test_rehearsed_peak_of_a_step_is_within_5_percent_of_the_plan(rehearsed, name):
     ranks, words = CASES[name]
     shares = 2 if "distributed.tensor_parallel=2" in words else 1
     record = rehearsed(*WORDS, *words, f"hparams.global_batch_size={8 * ranks // shares}", world_size=ranks)
@@ -48,7 +48,7 @@ def test_the_peak_of_a_step_is_within_five_percent_of_the_plan(rehearsed, name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_check_before_the_first_step_has_the_peak_of_the_passes_of_a_later_step(rehearsed, name):
+def test_first_step_check_has_peak_and_collectives_of_a_step(rehearsed, name):
     ranks, words = CASES[name]
     shares = 2 if "distributed.tensor_parallel=2" in words else 1
     record = rehearsed(*WORDS, *words, f"hparams.global_batch_size={8 * ranks // shares}", world_size=ranks)
@@ -59,7 +59,7 @@ def test_the_check_before_the_first_step_has_the_peak_of_the_passes_of_a_later_s
 
 
 @pytest.mark.parametrize("strategy", [["distributed=fsdp"], ["distributed=ddp", "distributed.shard_optimizer=true"]])
-def test_a_sharded_model_is_never_whole_while_it_is_built(rehearsed, strategy):
+def test_sharded_model_is_never_whole_during_construction(rehearsed, strategy):
     words = [*WORDS, *strategy, "optimizer=adamw", "model.num_layers=8", "hparams.global_batch_size=32"]
     record = rehearsed(*words, world_size=8)
     shard = record.plan["weights"]

@@ -1,4 +1,4 @@
-"""Packed rows and padded prompts on fake GPUs: one kernel a layer, no tensor of tokens x tokens, no wait."""
+"""Packed rows on fake GPUs: one kernel per layer, no tokens x tokens tensor, no host wait."""
 
 import pytest
 
@@ -22,7 +22,7 @@ SIZES = [
 
 
 def packed(rehearsed, tokens, *overrides):
-    """A run whose steps have one row of about that many tokens, some 70 a document."""
+    """Rehearse a run with one row of about `tokens` tokens per step, about 70 per document."""
     samples = f"hparams.global_batch_size={tokens // 70 - tokens // 700}"
     return rehearsed(*SIZES, f"data.seq_len={tokens}", samples, *overrides, world_size=1)
 
@@ -35,7 +35,7 @@ def kernels(found):
     }
 
 
-def test_a_packed_step_has_one_kernel_a_layer_and_waits_for_nothing(rehearsed):
+def test_packed_step_runs_one_kernel_per_layer_without_host_waits(rehearsed):
     found = packed(rehearsed, TOKENS)
     assert kernels(found) == {("step 1", "varlen"): LAYERS, ("step 2", "varlen"): LAYERS}
     assert [wait for wait in found.host_waits if wait.phase.startswith("step ")] == []
@@ -46,14 +46,14 @@ def test_a_packed_step_has_one_kernel_a_layer_and_waits_for_nothing(rehearsed):
 
 @pytest.mark.long
 @pytest.mark.parametrize(("policy", "calls"), [("full", 2 * LAYERS), ("selective", LAYERS)])
-def test_selective_checkpointing_keeps_the_output_of_the_kernel(rehearsed, policy, calls):
+def test_selective_checkpointing_does_not_rerun_the_varlen_kernel(rehearsed, policy, calls):
     checkpointing = ["hparams.grad_checkpointing=true", f"hparams.grad_checkpointing_policy={policy}"]
     found = packed(rehearsed, TOKENS, *checkpointing)
     assert kernels(found) == {("step 1", "varlen"): calls, ("step 2", "varlen"): calls}
 
 
 @pytest.mark.long
-def test_memory_of_a_packed_step_is_linear_in_the_row(rehearsed):
+def test_memory_of_a_packed_step_is_linear_in_row_length(rehearsed):
     def activations(tokens):
         found = packed(rehearsed, tokens)
         peak = next(peak for peak in found.peaks if peak.phase == "step 2")
@@ -63,6 +63,6 @@ def test_memory_of_a_packed_step_is_linear_in_the_row(rehearsed):
 
 
 @pytest.mark.long
-def test_fp32_keeps_the_mask(rehearsed):
+def test_packing_in_fp32_uses_the_math_kernel(rehearsed):
     found = packed(rehearsed, TOKENS, "precision=fp32")
     assert {kernel for _, kernel in kernels(found)} == {"math"}

@@ -1,4 +1,4 @@
-"""`python -m foundry.plan plan.rehearse=true`: tables, the section of plan.json, and refusals."""
+"""`python -m foundry.plan plan.rehearse=true`: tables, section of plan.json, and errors."""
 
 import json
 import shutil
@@ -25,12 +25,12 @@ FILES = {"foundry.log", "plan.json", "schedule.csv", "schedule.png"}
 
 
 def values(stdout):
-    """The value of each row that has a name, by that name; of equal names the last."""
+    """Return the value of each named row; the last one for repeated names."""
     rows = [line.strip().split("  ", 1) for line in stdout.splitlines() if line.startswith("  ")]
     return {row[0]: row[1].strip() for row in rows if len(row) == 2}
 
 
-def test_a_plan_with_a_rehearsal_prints_and_keeps_it(run_command, rehearsed, monkeypatch):
+def test_plan_with_rehearsal_prints_tables_and_writes_plan_json(run_command, rehearsed, monkeypatch):
     monkeypatch.setattr(rehearsal, "rehearse", rehearsed.rehearse)
     stdout, _ = run_command(*RUN, *BATCH, *REHEARSAL, "plan.device=a100", module="foundry.plan")
     plan = json.loads((run_command.cwd / "plan" / "plan.json").read_text())
@@ -58,8 +58,8 @@ def test_a_plan_with_a_rehearsal_prints_and_keeps_it(run_command, rehearsed, mon
 
 
 @pytest.mark.long
-def test_the_command_starts_the_process_of_the_rehearsal_itself(shell, rehearsed):
-    """The fixture says whether this machine can rehearse."""
+def test_plan_command_rehearses_in_a_child_process(shell, rehearsed):
+    """The fixture `rehearsed` skips the test if this machine cannot rehearse."""
     shell.run(*RUN, *BATCH, *REHEARSAL, "plan.network_gb_per_second=1", module="foundry.plan")
     section = json.loads((shell.cwd / "plan" / "plan.json").read_text())["rehearsal"]
     assert section["world_size"] == 16
@@ -69,7 +69,7 @@ def test_the_command_starts_the_process_of_the_rehearsal_itself(shell, rehearsed
 
 
 @pytest.mark.long
-def test_sigterm_ends_the_process_of_a_rehearsal_and_deletes_its_folder(shell, rehearsed):
+def test_sigterm_ends_the_rehearsal_process_and_deletes_its_folder(shell, rehearsed):
     process = shell.start(*RUN, *BATCH, *REHEARSAL, module="foundry.plan")
     deadline = time.monotonic() + 60
     while not (children := find_children(process.pid, "foundry.rehearsal.child")):
@@ -88,7 +88,7 @@ def test_sigterm_ends_the_process_of_a_rehearsal_and_deletes_its_folder(shell, r
 
 
 def find_children(parent, word):
-    """Return the words of the command line of each child of a process that has this word among them, by process ID."""
+    """Return the command lines of the children of a process that contain `word`, by pid."""
     pids = [pid for path in Path(f"/proc/{parent}/task").glob("*/children") for pid in path.read_text().split()]
     words = {pid: Path(f"/proc/{pid}/cmdline").read_text().split("\0")[:-1] for pid in pids}
     return {pid: line for pid, line in words.items() if word in line}
@@ -116,14 +116,14 @@ def find_children(parent, word):
         ),
     ],
 )
-def test_a_rehearsal_that_cannot_be_had_is_refused_before_anything_is_made(run_command, overrides, message):
+def test_invalid_rehearsal_options_are_rejected_without_creating_files(run_command, overrides, message):
     _, stderr = run_command(*RUN, *BATCH, *overrides, "hydra.run.dir=plan", module="foundry.plan", code=2)
     assert message in stderr
     assert "Traceback" not in stderr
     assert list(run_command.cwd.iterdir()) == []
 
 
-def test_without_a_compiler_for_the_device_guard_the_remedy_is_named(run_command, monkeypatch, tmp_path):
+def test_missing_compiler_error_names_the_remedy(run_command, monkeypatch, tmp_path):
     from foundry.rehearsal import guard
 
     if guard._has_own_guard():
@@ -136,7 +136,7 @@ def test_without_a_compiler_for_the_device_guard_the_remedy_is_named(run_command
     assert list(run_command.cwd.iterdir()) == []
 
 
-def test_a_run_that_fails_in_its_rehearsal_leaves_the_plan(run_command, monkeypatch):
+def test_plan_json_is_kept_if_the_rehearsal_fails(run_command, monkeypatch):
     def fail(*arguments, **options):
         raise RehearsalError("the run failed in its rehearsal: ValueError: no such thing")
 
@@ -169,14 +169,14 @@ def test_host_waits_are_listed_with_their_lines():
     assert not any("y.py" in value for _, value in rows)
 
 
-def test_a_count_that_is_not_the_formulas_is_named():
+def test_collective_counts_that_differ_from_the_formula_are_shown():
     gathers = record(collectives=[collective(count=10), collective(kind="broadcast", count=1)])
     shown = report(gathers, {"all_gather": 9, "all_reduce": 2})
     assert table(shown, "Collectives of a step")["by formula"] == "all_gather 9, all_reduce 2, broadcast 0"
     assert table(report(gathers), "Collectives of a step")["by formula"] == "not known for this run"
 
 
-def test_collectives_in_host_memory_count_for_the_formula():
+def test_host_collectives_count_toward_the_formula():
     reduced = (
         collective(kind="all_reduce", count=3, bytes=1024),
         collective(kind="all_reduce", device="cpu", count=1, bytes=4),
@@ -186,7 +186,7 @@ def test_collectives_in_host_memory_count_for_the_formula():
     assert ("by formula", "the same") in rows
 
 
-def test_tables_fit_into_80_columns():
+def test_rehearsal_tables_fit_into_80_columns():
     phases = ["starting", "step 2", "step 2, optimizer", "evaluating", "saving a checkpoint"]
     peaks = [Peak(phase=phase, bytes=MIB, parts={"gathered": MIB}) for phase in phases]
     plan = dict.fromkeys(Memory.__annotations__, MIB) | {"total": MIB}
@@ -197,19 +197,19 @@ def test_tables_fit_into_80_columns():
         assert all(2 + width + 2 + len(value) <= 80 for _, value in rows)
 
 
-def test_a_peak_above_the_usable_memory_of_the_device_is_said():
+def test_peak_above_usable_memory_is_marked_as_not_fitting():
     rows = table(report(record()), "Rehearsal")
     assert ("peak memory", "5 MiB of 4 MiB, in step 2: DOES NOT FIT") in rows
 
 
-def test_the_check_before_the_first_step_is_no_part_of_building():
+def test_build_peak_excludes_the_first_step_check():
     peaks = list(record().peaks)
     peaks.insert(1, Peak(phase=CHECKING, bytes=4 * MIB, parts={"activations": 4 * MIB}))
     rows = table(report(record(peaks=peaks)), "Rehearsed memory per rank")
     assert rows["together"].split()[0] == "1.0"
 
 
-def test_the_matrix_of_memory_has_what_is_built_as_weights_and_a_mark_for_the_unknown():
+def test_memory_table_lists_parts_by_phase_and_marks_unknown_values():
     plan = {"weights": MIB, "optimizer": None, "gathered": 0, "gradients": 0, "reducing": 0, "ema": 0, "frozen": 0}
     plan |= {"buffers": 0, "generation": 0, "activations_estimated": 3 * MIB, "total": 4 * MIB}
     rows = table(report(record(plan=plan)), "Rehearsed memory per rank")
@@ -222,7 +222,7 @@ def test_the_matrix_of_memory_has_what_is_built_as_weights_and_a_mark_for_the_un
     }
 
 
-def test_rates_are_of_tokens_or_of_samples():
+def test_least_time_gives_tokens_or_samples_per_second():
     flops = record(flops={"step 2": 10**15}, attention=[Attention(phase="step 2", kernel="flash", query=(1,), count=2)])
     assert table(report(flops), "Least time of a step")["at least"] == "1 s a step, at most 2M tokens a second"
     without_tokens = report(flops, tokens_per_step=None)

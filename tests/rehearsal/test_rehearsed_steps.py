@@ -1,4 +1,4 @@
-"""Whole runs on fake GPUs, strategy by strategy: no wait for the device in a step, and no collective too many."""
+"""Runs on fake GPUs for each strategy: no host wait in a step and no superfluous collective."""
 
 from dataclasses import dataclass
 
@@ -28,13 +28,13 @@ class Case:
     """A run to rehearse.
 
     Attributes:
-        ranks: number of them.
-        overrides: beside those of the model.
-        shares: ranks that share their samples.
-        microbatches: of each rank in a step.
-        owner_batches: batches of matrices that Muon brings together.
-        replicates: whether FSDP2 leaves norms and biases whole.
-        waits: inherent host waits of a step.
+        ranks: number of ranks.
+        overrides: overrides in addition to the model sizes.
+        shares: number of ranks that train on the same samples.
+        microbatches: microbatches per rank and step.
+        owner_batches: batches of matrices that Muon gathers.
+        replicates: whether FSDP2 replicates norms and biases.
+        waits: unavoidable host waits per step.
         runs_by_default: whether the case is in the default selection.
     """
 
@@ -64,11 +64,11 @@ CASES = {
     "ddp": Case(8, (ADAMW, *DDP_DEFERRED, UNSAVED), runs_by_default=True),
     "one_gpu_muon": Case(1, (MUON, UNSAVED), microbatches=2),
     "one_gpu_sgd": Case(1, (SGD, UNSAVED)),
-    # The loss, the norm and the scaler's verdict: an overflow is found on the host.
+    # Loss, gradient norm and overflow flag of the scaler, which the host checks.
     "one_gpu_float16": Case(1, (ADAMW, UNSAVED, "precision=amp_float16"), waits=3),
     "one_gpu_checkpointed": Case(1, (ADAMW, UNSAVED, "hparams.grad_checkpointing=true"), microbatches=2),
     "one_gpu_averaged": Case(1, (ADAMW, "hparams.ema_decay=0.9")),
-    # The loss and the norm: a z-score is computed on the host.
+    # Loss and gradient norm: the host computes the z-score.
     "one_gpu_spikes": Case(1, (ADAMW, UNSAVED, "guard.spike_zscore=5"), waits=2),
     "fsdp_last": Case(8, (ADAMW, FSDP2, UNSAVED, "distributed.gradient_sync=last"), microbatches=2),
     "fsdp_kept": Case(8, (ADAMW, FSDP2, UNSAVED, "distributed.gradient_sync=last_keep_params"), microbatches=2),
@@ -92,7 +92,7 @@ CASES = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if case.runs_by_default else pytest.mark.long) for name, case in CASES.items()]
 )
-def test_a_step_waits_for_nothing_and_sends_only_what_its_strategy_costs(rehearsed, name):
+def test_step_has_no_host_waits_and_only_the_expected_collectives(rehearsed, name):
     case = CASES[name]
     record = rehearsed(*case.words, world_size=case.ranks)
     assert (record.result["status"], record.result["step"]) == ("finished", 2)

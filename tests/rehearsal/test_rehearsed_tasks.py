@@ -1,4 +1,4 @@
-"""Runs of each kind of training on fake GPUs: none waits for the device in a step beyond what is inherent."""
+"""Runs of each task on fake GPUs: no avoidable host waits in a step."""
 
 import json
 
@@ -23,7 +23,7 @@ def assert_no_waits(record, expected=0):
 
 @pytest.fixture(scope="module")
 def base(rehearsed, tmp_path_factory):
-    """The run directory of a language model, all zeros; of a sharded one there would be rank 0's part only."""
+    """The run directory of an unsharded language model with zero weights; a sharded run would save rank 0 only."""
     folder = tmp_path_factory.mktemp("base") / "run"
     words = [*SMALL_LM, *ARITHMETIC, "data.form=text", *batch(1), "optimizer=adamw", "evaluation.write_samples=false"]
     record = rehearsed(*words, world_size=1, run_dir=folder)
@@ -32,38 +32,38 @@ def base(rehearsed, tmp_path_factory):
 
 
 @pytest.mark.parametrize("ranks", [1, 8])
-def test_a_llama_of_transformers_waits_for_nothing(rehearsed, ranks):
+def test_transformers_llama_has_no_host_waits(rehearsed, ranks):
     record = rehearsed("debug=fast", "model=hf_llama", "data.seq_len=64", *QUIET, *batch(ranks), world_size=ranks)
     assert_no_waits(record)
     assert {call.kernel for call in record.attention} == {"flash"}
 
 
 @pytest.mark.parametrize("ranks", [1, 8])
-def test_diffusion_waits_for_nothing(rehearsed, ranks):
+def test_diffusion_has_no_host_waits(rehearsed, ranks):
     record = rehearsed(*TINY_DIT, *QUIET, *batch(ranks), world_size=ranks)
     assert_no_waits(record)
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_fine_tuning_waits_for_nothing(rehearsed, packing):
+def test_sft_has_no_host_waits(rehearsed, packing):
     words = [*SMALL_LM, *ARITHMETIC, "objective=sft", f"data.packing={packing}"]
     record = rehearsed(*words, *QUIET, *batch(8), "distributed=fsdp", world_size=8)
     assert_no_waits(record)
 
 
-def test_preferences_wait_for_nothing(rehearsed, base):
+def test_dpo_has_no_host_waits(rehearsed, base):
     words = ["model=base", f"model.path={base}", *ARITHMETIC, "data.form=preferences", "objective=dpo"]
     record = rehearsed("debug=fast", *words, *QUIET, *batch(8), "distributed=fsdp", world_size=8)
     assert_no_waits(record)
 
 
-def test_adapters_wait_for_nothing(rehearsed, base):
+def test_lora_has_no_host_waits(rehearsed, base):
     words = ["model=base", f"model.path={base}", *ARITHMETIC, "objective=sft", "peft=lora"]
     record = rehearsed("debug=fast", *words, *QUIET, *batch(8), "distributed=fsdp", world_size=8)
     assert_no_waits(record)
 
 
-def test_updates_of_policy_gradients_wait_for_nothing(rehearsed, base):
+def test_grpo_updates_have_no_host_waits(rehearsed, base):
     words = ["model=base", f"model.path={base}", *ARITHMETIC, "data.form=prompts", "environment=arithmetic"]
     own = ["objective=grpo", "objective.max_new_tokens=8", "objective.num_prompts_per_step=8"]
     own += ["objective.num_generations_per_prompt=4", "objective.generation_batch_size=32", "evaluation=reward"]
@@ -73,14 +73,14 @@ def test_updates_of_policy_gradients_wait_for_nothing(rehearsed, base):
 
 
 @pytest.mark.parametrize("ranks", [1, 8])
-def test_a_policy_waits_for_nothing(rehearsed, ranks):
+def test_robot_policy_has_no_host_waits(rehearsed, ranks):
     words = [word for word in REACH_POLICY if not word.startswith(("hparams.global", "hparams.per"))]
     record = rehearsed(*words, *QUIET, *batch(ranks), world_size=ranks)
     assert_no_waits(record)
 
 
 @pytest.mark.parametrize(("ranks", "strategy"), [(1, []), (8, ["distributed=fsdp"]), (8, ["distributed=hsdp"])])
-def test_a_resumed_run_goes_on_where_it_was(rehearsed, tmp_path, ranks, strategy):
+def test_rehearsed_resume_continues_at_the_saved_step(rehearsed, tmp_path, ranks, strategy):
     words = [*SMALL_LM, "optimizer=adamw", "evaluation.write_samples=false", "tracking.log_every_n_steps=1"]
     words += ["hparams.per_gpu_batch_size=1", f"hparams.global_batch_size={2 * ranks}"]
     first = rehearsed(*words, world_size=1, run_dir=tmp_path / "run")

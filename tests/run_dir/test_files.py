@@ -46,7 +46,7 @@ def special(request, tmp_path):
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("mode", ["r", "rb", "w", "a"])
-def test_what_is_no_regular_file_is_refused_at_once(special, mode):
+def test_open_regular_rejects_special_files_without_blocking(special, mode):
     with pytest.raises(UnsafeFileError, match=f"{special} is .*, not a regular file"):
         open_regular(special, mode)
     assert not special.with_name("nowhere").exists()
@@ -55,7 +55,7 @@ def test_what_is_no_regular_file_is_refused_at_once(special, mode):
 
 
 @pytest.mark.timeout(20)
-def test_an_atomic_write_replaces_a_link_and_not_what_it_points_to(tmp_path):
+def test_atomic_write_replaces_a_link_rather_than_its_target(tmp_path):
     make_link(tmp_path / "file")
     write_atomically(tmp_path / "file", "new")
     assert (tmp_path / "target").read_text() == "precious"
@@ -63,19 +63,19 @@ def test_an_atomic_write_replaces_a_link_and_not_what_it_points_to(tmp_path):
     assert read_text(tmp_path / "file") == "new"
 
 
-def test_an_atomic_write_is_not_led_astray_by_a_link_with_its_temporary_name(tmp_path):
+def test_atomic_write_replaces_a_link_at_its_temporary_path(tmp_path):
     make_link(tmp_path / f".file.{os.getpid()}.partial")
     write_atomically(tmp_path / "file", "new")
     assert (tmp_path / "target").read_text() == "precious"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "target"]
 
 
-def test_permissions_are_those_asked_for(tmp_path):
+def test_atomic_write_sets_permissions(tmp_path):
     write_atomically(tmp_path / "secret", "x", permissions=0o600)
     assert stat.S_IMODE((tmp_path / "secret").stat().st_mode) == 0o600
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path):
+def test_failed_atomic_write_keeps_the_old_file_and_leaves_no_others(tmp_path):
     write_atomically(tmp_path / "file", "old")
 
     def fail():
@@ -89,7 +89,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path):
     assert read_text(tmp_path / "file") == "old"
 
 
-def test_a_file_larger_than_any_of_ours_is_not_read(tmp_path):
+def test_read_text_rejects_oversized_files(tmp_path):
     with (tmp_path / "file").open("wb") as file:
         file.truncate(2**40)
     with pytest.raises(UnsafeFileError, match="larger than"):
@@ -97,7 +97,7 @@ def test_a_file_larger_than_any_of_ours_is_not_read(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/../../x", "link/x", "nul\0"])
-def test_names_that_lead_out_are_refused(tmp_path, name):
+def test_inside_rejects_paths_out_of_the_folder(tmp_path, name):
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "link").symlink_to(tmp_path)
@@ -106,7 +106,7 @@ def test_names_that_lead_out_are_refused(tmp_path, name):
     assert inside(folder, "plots/loss.png") == folder / "plots/loss.png"
 
 
-def test_a_folder_is_made_in_one_that_is_there(tmp_path):
+def test_make_folder_requires_an_existing_parent_by_default(tmp_path):
     make_folder(tmp_path / "plots")
     assert make_folder(tmp_path / "plots").is_dir()
     with pytest.raises(FileNotFoundError):
@@ -115,14 +115,14 @@ def test_a_folder_is_made_in_one_that_is_there(tmp_path):
     assert make_folder(tmp_path / "new" / "run", parents=True).is_dir()
 
 
-def test_a_link_is_no_folder(tmp_path):
+def test_make_folder_rejects_a_symbolic_link(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "plots").symlink_to("elsewhere")
     with pytest.raises(UnsafeFileError, match="is a symbolic link, not a folder"):
         make_folder(tmp_path / "plots")
 
 
-def test_of_the_hub_s_links_only_those_to_its_own_blobs_are_followed(tmp_path):
+def test_in_hub_cache_follows_only_links_to_blobs_of_the_cache(tmp_path):
     snapshot, blobs = tmp_path / "snapshots" / "0a1b", tmp_path / "blobs"
     snapshot.mkdir(parents=True)
     blobs.mkdir()

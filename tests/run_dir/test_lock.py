@@ -32,7 +32,7 @@ def seen_by_another_process(run_dir):
     return done.stdout.strip()
 
 
-def test_a_run_is_seen_to_hold_its_directory_and_to_let_go(tmp_path):
+def test_is_held_reports_acquisition_and_release_to_other_processes(tmp_path):
     run_dir = tmp_path / "run"
     assert seen_by_another_process(run_dir) == "None"
     with ExitStack() as stack:
@@ -40,11 +40,11 @@ def test_a_run_is_seen_to_hold_its_directory_and_to_let_go(tmp_path):
         assert is_held(run_dir) is True
         assert not lock(run_dir, stack)
         assert seen_by_another_process(run_dir) == "True"
-        assert seen_by_another_process(run_dir) == "True"  # looking takes nothing away
+        assert seen_by_another_process(run_dir) == "True"  # is_held does not release the lock
     assert seen_by_another_process(run_dir) == "False"
 
 
-def test_a_held_directory_is_not_taken(tmp_path):
+def test_lock_fails_while_another_process_holds_it(tmp_path):
     with held_by_another_process(tmp_path):
         assert is_held(tmp_path) is True
         with ExitStack() as stack:
@@ -54,7 +54,7 @@ def test_a_held_directory_is_not_taken(tmp_path):
         assert lock(tmp_path, stack)
 
 
-def test_a_free_lock_of_another_machine_says_nothing(tmp_path):
+def test_is_held_is_unknown_for_a_free_lock_of_another_machine(tmp_path):
     with held_by_another_process(tmp_path):
         (tmp_path / LOCK).write_text("elsewhere")
         assert is_held(tmp_path) is True
@@ -89,7 +89,7 @@ LOST = [shutil.rmtree, moved, made_anew, replaced_by_another_run, replaced_by_a_
 
 
 @pytest.mark.parametrize("lose", LOST)
-def test_a_directory_that_is_lost_is_noticed(tmp_path, lose):
+def test_check_ours_detects_a_lost_run_directory(tmp_path, lose):
     run_dir = tmp_path / "run"
     with ExitStack() as stack:
         assert lock(run_dir, stack)
@@ -99,7 +99,7 @@ def test_a_directory_that_is_lost_is_noticed(tmp_path, lose):
             check_ours(run_dir)
 
 
-def test_a_directory_that_was_moved_and_linked_is_the_same(tmp_path):
+def test_check_ours_accepts_a_moved_and_linked_run_directory(tmp_path):
     run_dir = tmp_path / "run"
     with ExitStack() as stack:
         assert lock(run_dir, stack)
@@ -107,7 +107,7 @@ def test_a_directory_that_was_moved_and_linked_is_the_same(tmp_path):
         check_ours(run_dir)
 
 
-def test_a_directory_of_a_file_system_without_locks_is_known(tmp_path, monkeypatch):
+def test_check_ours_works_without_file_system_locks(tmp_path, monkeypatch):
     def refuse(*args):
         raise OSError(errno.ENOLCK, "No locks available")
 

@@ -10,7 +10,7 @@ from foundry.config.composition.compose import config_dir
 
 @pytest.fixture
 def log_in():
-    """Set up logging as a run does, into a folder; what there was comes back afterwards."""
+    """Configure logging into a folder as a run does; restore the previous handlers afterwards."""
     root, names = logging.getLogger(), {"hydra": {"runtime": {}, "job": {"name": "foundry"}}}
     before = root.handlers[:], root.level
 
@@ -26,7 +26,7 @@ def log_in():
     root.handlers, root.level = before
 
 
-def test_a_full_disk_is_one_line_and_when_there_is_room_the_log_continues(tmp_path, log_in, capsys):
+def test_log_reports_a_full_disk_once_and_continues_with_free_space(tmp_path, log_in, capsys):
     with small_disk(tmp_path, "16k"):
         log = log_in(tmp_path)
         log.info("the first")

@@ -25,7 +25,7 @@ from foundry.tracking.mlflow.tracker import flattened
         "auth-token",
     ],
 )
-def test_secrets_are_masked(key):
+def test_values_of_secret_keys_are_masked(key):
     assert masked({"group": {key: "value"}}) == {"group": {key: "***"}}
 
 
@@ -50,15 +50,15 @@ def test_secrets_are_masked(key):
         ("hidden", 3),
     ],
 )
-def test_what_is_no_secret_is_shown(key, value):
+def test_values_of_other_keys_are_shown(key, value):
     assert masked({key: value}) == {key: value}
 
 
-def test_a_random_value_under_an_ambiguous_key_is_masked():
+def test_random_value_under_an_ambiguous_key_is_masked():
     assert masked({"key": "a1b2c3d4e5f6a7b8c9d0"}) == {"key": "***"}
 
 
-def test_everything_under_a_secret_key_is_masked():
+def test_nested_values_under_a_secret_key_are_masked():
     assert masked({"credentials": {"user": "ann", "deep": {"value": "x"}}}) == {
         "credentials": {"user": "***", "deep": {"value": "***"}}
     }
@@ -79,12 +79,12 @@ def test_everything_under_a_secret_key_is_masked():
         ("a sk-word and hf_short", "a sk-word and hf_short"),
     ],
 )
-def test_credentials_inside_texts_are_masked(text, shown):
+def test_credentials_in_texts_are_masked(text, shown):
     assert masked_text(text) == shown
     assert masked({"value": [text]}) == {"value": [shown]}
 
 
-def test_flattened():
+def test_flattened_joins_keys_with_dots():
     config = {"hparams": {"lr": 0.001, "betas": [0.9, 0.95]}, "peft": None, "empty": {}}
     assert flattened(config) == {"hparams.lr": "0.001", "hparams.betas": "[0.9, 0.95]", "peft": "None", "empty": "{}"}
 
@@ -94,7 +94,7 @@ def test_flattened():
 @pytest.mark.parametrize(
     "user", ["bob:S3cret", "S3cret", ":S3cret", "a:x@S3cret", *(f"bob:a{c}S3cret" for c in "'?#/")]
 )
-def test_user_of_any_address_is_masked(scheme, slashes, user):
+def test_user_and_password_of_any_address_are_masked(scheme, slashes, user):
     address = f"{scheme}:{slashes}{user}@host/x"
     for text in (address, f"/home/{address}", f"data.path={address}", f"data.path='{address}'", f"no {address}, b"):
         assert "S3cret" not in masked_text(text)

@@ -14,19 +14,19 @@ def test_stacks_are_of_this_moment(tmp_path):
     assert file.read_text().count("in test_stacks_are_of_this_moment") == 1
 
 
-def test_positions_are_of_ranks_that_wrote_lately(tmp_path):
+def test_positions_include_only_recently_written_ranks(tmp_path):
     for rank, doing in enumerate(["training", "reading samples", "saving a checkpoint"]):
         dump_stacks(tmp_path, rank, 5 + rank, doing)
     (tmp_path / "stacks" / "rank-00003.txt").write_text("not a position")
     written = (tmp_path / "stacks" / "rank-00000.txt").stat().st_mtime
     os.utime(tmp_path / "stacks" / "rank-00001.txt", (written - 9, written - 9))
-    os.utime(tmp_path / "stacks" / "rank-00002.txt", (written - 11, written - 11))  # of an earlier start
+    os.utime(tmp_path / "stacks" / "rank-00002.txt", (written - 11, written - 11))  # written before a restart
     found = read_positions(tmp_path, 0, 5, seconds=10.0)
     assert found == {0: (5, "training"), 1: (6, "reading samples")}
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_positions_are_unknown_without_a_file_of_this_rank(tmp_path, is_there):
+def test_positions_require_a_file_of_this_rank(tmp_path, is_there):
     dump_stacks(tmp_path, 1, 5, "training")
     if is_there:
         dump_stacks(tmp_path, 0, 5, "training")

@@ -1,4 +1,4 @@
-"""Hostile parts, and the places of a run's settings where they are put."""
+"""Hostile `_target_` mappings, and the config keys where tests insert them."""
 
 import json
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ SECRET = "hunter2-of-the-reader"
 
 
 def targets(canary):
-    """Mappings of which Hydra would make something that the reader of a run never asked for; each touches a file."""
+    """Return mappings that Hydra would instantiate as foreign code; each attack touches the canary file."""
     touch = f"touch {canary}"
     make = {"_target_": "pathlib.Path.touch", "_args_": [{"_target_": "pathlib.Path", "_args_": [str(canary)]}]}
     return {
@@ -38,7 +38,7 @@ def targets(canary):
 
 
 def places(attack, name) -> Iterator[tuple[str, dict]]:
-    """Changes of a language model's settings, each with one attack, by what they are called."""
+    """Yield named changes of the config of a language model, each with one attack."""
     as_mapping = attack if isinstance(attack, dict) else {"list": attack}
     for group in ("model", "data", "objective", "optimizer", "scheduler", "simulator"):
         yield f"{name} as {group}", {group: ("replace", as_mapping)}
@@ -51,7 +51,7 @@ def places(attack, name) -> Iterator[tuple[str, dict]]:
 
 
 def spoilt(settings: dict, change: dict) -> dict:
-    """Settings with a change of `places`."""
+    """Return a copy of the settings with a change from `places`."""
     settings, change = json.loads(json.dumps(settings)), json.loads(json.dumps(change))
     for group, (how, *what) in change.items():
         if how == "replace":
@@ -67,7 +67,7 @@ def spoilt(settings: dict, change: dict) -> dict:
 
 
 def hydra_targets(node) -> Iterator[str]:
-    """Every `_target_` at any depth."""
+    """Yield every `_target_` at any depth."""
     if isinstance(node, dict):
         if isinstance(node.get("_target_"), str):
             yield node["_target_"]

@@ -1,4 +1,4 @@
-"""Tiny finished runs, to be spoilt."""
+"""Fixtures with tiny finished runs, for tests that damage them."""
 
 import shutil
 
@@ -32,5 +32,5 @@ def lm(finished, tmp_path):
 
 @pytest.fixture
 def dit(finished, tmp_path):
-    """A copy of the diffusion model's."""
+    """A copy of the diffusion model's run directory."""
     return shutil.copytree(finished / "dit", tmp_path / "dit", symlinks=True)

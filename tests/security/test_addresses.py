@@ -1,4 +1,4 @@
-"""No command shows the user and password of an address that it gets where it takes a path of this machine."""
+"""Commands mask the user and password of a URL that is passed in place of a local path."""
 
 from pathlib import Path
 
@@ -61,7 +61,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_no_setting_shows_the_password_of_an_address(name):
+def test_setting_errors_mask_the_password_of_an_address(name):
     with pytest.raises(ConfigError) as refused:
         compose(*(word.format(f"'{ADDRESS}'", f"'{ADDRESS}'") for word in SETTINGS[name]))
     assert PASSWORD not in str(refused.value)
@@ -96,7 +96,7 @@ OPTIONS = {
 def test_command_refuses_an_address_for_a_path_and_makes_no_folder(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / STATISTICS).touch()  # of a policy, which has the options record and against
+    (tmp_path / "run" / STATISTICS).touch()  # makes it a policy run, which has the options record and against
     with pytest.raises(ConfigError) as refused:
         OPTIONS[name]()
     assert str(refused.value) == f"{name.split()[1]}: is http://***@h/x, an address; give a path on this machine"
@@ -105,7 +105,7 @@ def test_command_refuses_an_address_for_a_path_and_makes_no_folder(name, tmp_pat
 
 
 @pytest.mark.parametrize("scheme", ["http", "HTTPS", "s3", "git+ssh", "a", "sqlite"])
-def test_no_address_is_a_path_of_this_machine(scheme):
+def test_folder_option_rejects_addresses_of_any_scheme(scheme):
     with pytest.raises(ConfigError, match=r"out: is .*://\*\*\*@h/x, an address; give a path on this machine"):
         folder_option("out", f"{scheme}://bob:{PASSWORD}@h/x")
     assert folder_option("out", f"a:b/{scheme}/x") == Path(f"a:b/{scheme}/x")
@@ -114,7 +114,7 @@ def test_no_address_is_a_path_of_this_machine(scheme):
 @pytest.mark.parametrize(
     "arguments", [[f"dir={ADDRESS}"], ["dir=.", f"uri={ADDRESS}"], ["dir=nowhere", f"uri={ADDRESS}"]]
 )
-def test_sync_shows_no_password(arguments, tmp_path, monkeypatch, capsys):
+def test_sync_masks_the_password_of_an_address(arguments, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     sync(arguments)
     assert PASSWORD not in "".join(capsys.readouterr())

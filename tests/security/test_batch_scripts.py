@@ -1,4 +1,4 @@
-"""Names and paths in a batch script are names and paths, whatever they spell."""
+"""Names and paths with shell metacharacters are quoted in batch scripts."""
 
 import os
 import shutil
@@ -28,7 +28,7 @@ NASTY = [
 
 @pytest.fixture
 def srun(tmp_path_factory, monkeypatch):
-    """A program that does nothing as `srun`, without which submitit writes no script: Slurm need not be installed."""
+    """A no-op `srun` on PATH: submitit requires one to write a script, and Slurm may not be installed."""
     folder = tmp_path_factory.mktemp("bin")
     (folder / "srun").symlink_to(shutil.which("true"))
     monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
@@ -40,7 +40,7 @@ def script(tmp_path, **settings):
     return executor._make_submission_file_text(executor._submitit_command_str, "uid")
 
 
-def test_a_task_outlives_signals_that_come_before_it_has_handlers(srun, tmp_path):
+def test_job_survives_signals_sent_before_handlers_are_installed(srun, tmp_path):
     (command,) = (line for line in script(tmp_path).splitlines() if line.startswith("srun "))
     start = command[command.index("sh -c ") :].partition(" -u -m ")[0]
     code = (
@@ -50,7 +50,7 @@ def test_a_task_outlives_signals_that_come_before_it_has_handlers(srun, tmp_path
 
 
 @pytest.mark.parametrize("name", NASTY)
-def test_a_folder_of_any_name_is_where_code_is_imported_from(name, tmp_path, monkeypatch):
+def test_python_path_of_a_job_quotes_folder_names(name, tmp_path, monkeypatch):
     here, code = tmp_path / name, tmp_path / f"code {name}"
     here.mkdir()
     monkeypatch.chdir(here)
@@ -95,7 +95,7 @@ FIELDS = (
 
 
 @pytest.mark.parametrize("text", ["a\ntouch pwned", "a\rb", "a\x1b[2Jb", "a\x00b", "a\u2028b", "a\x85b"])
-def test_what_would_end_its_line_is_refused(text):
+def test_slurm_settings_reject_control_characters(text):
     for field in FIELDS:
         (found,) = [*check_fields(Slurm(**{field: text}), "hydra.launcher")]
         assert found.key == f"hydra.launcher.{field}"
@@ -105,11 +105,11 @@ def test_what_would_end_its_line_is_refused(text):
 
 
 @pytest.mark.parametrize("name", ["mail-type", "mail_user", "reservation"])
-def test_options_of_sbatch_are_taken(name):
+def test_slurm_accepts_additional_sbatch_options(name):
     assert not list(Slurm(additional_parameters={name: "x"}, setup=["module load\tcuda"]).check(1))
 
 
 @pytest.mark.parametrize("word", ['hydra.launcher.comment="a\nb"', 'hydra.launcher.setup=["a\nb"]'])
-def test_it_is_said_when_the_configuration_is_composed(word):
+def test_line_breaks_in_slurm_settings_are_rejected_at_composition(word):
     with pytest.raises(ConfigError, match=r"hydra.launcher.(comment|setup): is .*(line break|character)"):
         compose("hydra/launcher=slurm", "hydra.mode=MULTIRUN", word)

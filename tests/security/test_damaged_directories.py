@@ -1,4 +1,4 @@
-"""`report` and `sync` on directories that anything has happened to: a line or a row, no traceback, no wait."""
+"""`report`, `diff` and `sync` on damaged directories print an error line or a row, without a traceback or a hang."""
 
 import json
 import os
@@ -57,7 +57,7 @@ KEYS = {
 
 
 def damages(name):
-    """What may have happened to a file."""
+    """Return a strategy for the damage of one file: (name, kind of damage)."""
     changed = st.tuples(st.sampled_from(KEYS[name] or ("x",)), values)
     job_entries = st.tuples(
         st.just("jobs"),
@@ -89,7 +89,7 @@ def damages(name):
 
 
 def whole(folder):
-    """The directory of a sweep of two jobs, one with records that MLflow has not got."""
+    """Write the directory of a sweep with two jobs and with records that MLflow has not received."""
     for job, state in (("0", "failed"), ("1", "finished")):
         run_dir = folder / job
         (run_dir / ".hydra").mkdir(parents=True)
@@ -161,7 +161,7 @@ def nobody_answers(monkeypatch, folder):
 
 
 def shown(call, capsys):
-    """What a command printed, and its exit code, in less than five seconds."""
+    """Return the output and exit code of a command; fail if it takes more than 120 seconds."""
     begin = time.monotonic()
     try:
         code = call()
@@ -181,7 +181,7 @@ def shown(call, capsys):
 @pytest.mark.filterwarnings("ignore")
 @settings(max_examples=examples(250), deadline=None, derandomize=True, database=None)
 @given(st.lists(st.sampled_from(sorted(KEYS)).flatmap(damages), min_size=1, max_size=3, unique_by=lambda item: item[0]))
-def test_any_damage_is_a_line_or_a_row(folder, damaged):
+def test_commands_report_any_damage_without_a_traceback(folder, damaged):
     import contextlib
     import io
 
@@ -208,7 +208,7 @@ def test_any_damage_is_a_line_or_a_row(folder, damaged):
         assert code in (0, 1, 2, 3)
 
 
-def test_a_jobs_damage_is_in_its_row_and_the_others_are_shown(tmp_path, capsys):
+def test_report_shows_a_damaged_job_in_its_row_beside_intact_jobs(tmp_path, capsys):
     whole(tmp_path / "sweep")
     damage(tmp_path / "sweep", "0/status.json", "empty")
     message, code = shown(lambda: report(tmp_path / "sweep", Console(width=300), picture=False), capsys)
@@ -218,7 +218,7 @@ def test_a_jobs_damage_is_in_its_row_and_the_others_are_shown(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("dir", ["nowhere", "file", "sweep/0/foundry.log", "sweep/empty", "x\0y"])
-def test_a_directory_that_is_none(dir, tmp_path, capsys):
+def test_report_and_sync_reject_paths_that_are_no_run_directory(dir, tmp_path, capsys):
     whole(tmp_path / "sweep")
     (tmp_path / "file").touch()
     (tmp_path / "sweep" / "empty").mkdir()
@@ -231,7 +231,7 @@ def test_a_directory_that_is_none(dir, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_escape_sequences_of_a_directory_do_not_reach_the_terminal(is_terminal, tmp_path, capsys):
+def test_report_strips_escape_sequences_from_run_files(is_terminal, tmp_path, capsys):
     sweep_dir = tmp_path / "sweep"
     whole(sweep_dir)
     facts = json.loads((sweep_dir / "sweep.json").read_text())

@@ -1,4 +1,4 @@
-"""What ranks tell each other runs nothing, whoever says it."""
+"""Objects exchanged between ranks are unpickled as data only; pickled code is rejected."""
 
 import pickle
 import re
@@ -30,7 +30,7 @@ class Runs:
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 @pytest.mark.parametrize("function", CODE)
-def test_code_of_others_is_refused_by_its_name(function, protocol, tmp_path):
+def test_loads_rejects_pickled_calls(function, protocol, tmp_path):
     sent = pickle.dumps([1, Runs(function, str(tmp_path / "touched"))], protocol)
     with pytest.raises(pickle.UnpicklingError, match="which is no data"):
         loads(sent)
@@ -40,17 +40,17 @@ def test_code_of_others_is_refused_by_its_name(function, protocol, tmp_path):
 @pytest.mark.parametrize(
     "named", [b"cfoundry.__main__\nmain\n.", b"cfoundry.launch.local\nos.system\n.", b"cnot_there\nx\n."]
 )
-def test_nothing_is_imported_or_looked_up_in_a_module(named):
+def test_loads_rejects_global_names_without_importing_modules(named):
     with pytest.raises(pickle.UnpicklingError, match="which is no data"):
         loads(named)
 
 
-def test_data_comes_as_it_was_sent():
+def test_loads_round_trips_plain_data():
     value = ({"a": FileFacts(bytes=3, checksum="f")}, [Path("x/y")], {1, 2}, "grüße", None, 2.5, True)
     assert loads(pickle.dumps(value)) == value
 
 
-def test_no_rank_reads_another_ones_objects_by_any_other_way():
+def test_torch_object_collectives_are_unused():
     by_torch = re.compile(r"\b(all_gather|gather|broadcast|scatter|send|recv)_object\w*\(")
     folder = Path(foundry.__file__).parent
     assert [path.name for path in folder.rglob("*.py") if by_torch.search(path.read_text())] == []

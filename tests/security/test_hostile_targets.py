@@ -1,4 +1,4 @@
-"""No group of a stranger's settings can name what is then built."""
+"""Hostile targets in any group of an untrusted config are rejected."""
 
 import random
 
@@ -14,7 +14,7 @@ from foundry.core.errors import ConfigError
 from foundry.core.part_names import public_name
 
 
-def test_no_hostile_target_is_built(lm, tmp_path, monkeypatch):
+def test_load_config_rejects_hostile_targets_in_every_group(lm, tmp_path, monkeypatch):
     monkeypatch.setenv(CANARY, SECRET)
     canary, good = tmp_path / "canary", yaml.safe_load((lm / "config.yaml").read_text())
     own = {target for group in GROUPS for target in own_targets(group)} | set(hydra_targets(good))

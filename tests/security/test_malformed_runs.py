@@ -1,4 +1,4 @@
-"""`sample` and `export` of run directories that are not what they should be: a line and exit code 2, or they work."""
+"""`sample` and `export` of malformed run directories succeed, or print error lines and exit with code 2."""
 
 import json
 import os
@@ -20,10 +20,10 @@ COMMANDS = {"sample": (SampleOptions, draw), "export": (ExportOptions, export)}
 FILES = ("config.yaml", "plan.json", "tokenizer.json", "checkpoints", "CHECKPOINT/manifest.json")
 MORE_FILES = ("CHECKPOINT", "CHECKPOINT/shard-00000.safetensors", "checkpoints/latest", "status.json")
 UNREAD = ("CHECKPOINT", "status.json", "checkpoints/latest", "plan.json", "tokenizer.json")
-"""What some run does not need, or not for everything; without its newest checkpoint, there is the one before."""
+"""Files that some runs or commands do not need; without the newest checkpoint, the previous one is used."""
 
 HARMLESS = (("config.yaml", "flip"),)
-"""A letter of a name is another."""
+"""Damage without effect: the flipped bit changes one letter of a name."""
 
 VALUES = st.one_of(
     st.none(),
@@ -33,11 +33,11 @@ VALUES = st.one_of(
     ),
     st.sampled_from([[], [1], {}, {"a": 1}, [[[]]], {"_target_": "os.system"}]),
 )
-"""What a setting may be replaced by."""
+"""Replacement values for a setting."""
 
 
 def ask(name, overrides, capsys):
-    """A command in this process: exit code 0, or 2 and lines on stderr; anything else is raised."""
+    """Run a command in this process and return (exit code, stderr); assert code 0, or 2 with error lines."""
     before, sys.argv = sys.argv, [name, *overrides]
     try:
         command(*COMMANDS[name], name=name, doc="")
@@ -60,7 +60,7 @@ def newest(run_dir):
 
 
 def spoil(path, how, amount):
-    """Change a file, or what stands in its place."""
+    """Damage a file, or replace it with another kind of file."""
     if how == "delete":
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         return
@@ -103,7 +103,7 @@ HOW = ("delete", "truncate", "flip", "folder", "link", "broken link", "loop", "p
 
 
 def replaced(node, at, value):
-    """The containers of a file with one value replaced, or left out where `value` is Ellipsis."""
+    """Replace one value in nested containers, or delete it if `value` is Ellipsis."""
     paths = list(leaves(node))
     *parents, last = paths[at % len(paths)]
     inner = node
@@ -125,7 +125,7 @@ def leaves(node, path=()):
 
 @pytest.mark.parametrize(("name", "run"), [("sample", "lm"), ("export", "dit")])
 @pytest.mark.long
-def test_files_that_are_none(finished, tmp_path, capsys, run, name):
+def test_damaged_run_files_give_error_lines(finished, tmp_path, capsys, run, name):
     tried, accepted = 0, 0
     for file in (*FILES, *MORE_FILES):
         for how in HOW:
@@ -151,7 +151,7 @@ def test_files_that_are_none(finished, tmp_path, capsys, run, name):
 
 
 @pytest.mark.parametrize("name", some_of(COMMANDS, "sample"))
-def test_settings_of_other_types(finished, tmp_path_factory, capsys, name):
+def test_random_values_in_run_files_give_error_lines(finished, tmp_path_factory, capsys, name):
     counts = {0: 0, 2: 0}
 
     @settings(
@@ -198,20 +198,20 @@ def test_settings_of_other_types(finished, tmp_path_factory, capsys, name):
         "out=~nobody-of-this-name/x", "ema=3.5", "trust=maybe", "trust=null",
     ],
 )  # fmt: skip
-def test_overrides_that_name_nothing(lm, capsys, monkeypatch, name, word):
+def test_invalid_run_which_and_out_options_give_a_one_line_error(lm, capsys, monkeypatch, name, word):
     monkeypatch.chdir(lm)
     (lm / "broken").symlink_to("nowhere")
     (lm / "loop").symlink_to("loop")
     os.mkfifo(lm / "pipe")
     if name == "sample" and word in ("out=config.yaml", "out=broken"):
-        return  # it is given a suffix
+        return  # sample adds a suffix
     code, err = ask(name, [f"run={lm}", *([] if name == "sample" else [f"out={lm / 'new'}"]), word], capsys)
     assert code == 2
     assert err.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_flipped_byte_of_the_weights_is_found(lm, tmp_path, capsys, name):
+def test_flipped_byte_in_the_weights_is_detected_by_checksum(lm, tmp_path, capsys, name):
     shard = newest(lm) / "shard-00000.safetensors"
     content = bytearray(shard.read_bytes())
     content[-5] ^= 1
@@ -222,7 +222,7 @@ def test_a_flipped_byte_of_the_weights_is_found(lm, tmp_path, capsys, name):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_machine_that_fails_is_told_from_a_wrong_path(lm, tmp_path, capsys, monkeypatch):
+def test_full_disk_exits_with_1_rather_than_2(lm, tmp_path, capsys, monkeypatch):
     def full(*args, **options):
         raise OSError(28, "No space left on device", "x")
 
@@ -248,19 +248,19 @@ def test_a_machine_that_fails_is_told_from_a_wrong_path(lm, tmp_path, capsys, mo
         (["steps=3"], "steps"),
     ],
 )
-def test_options_of_a_drawing(lm, tmp_path, capsys, overrides, key):
+def test_invalid_sampling_options_of_a_language_model_are_rejected(lm, tmp_path, capsys, overrides, key):
     code, err = ask("sample", [f"run={lm}", f"out={tmp_path / 'out'}", "max_new_tokens=2", *overrides], capsys)
     assert code == (2 if key else 0), err
     assert key is None or err.startswith(f"{key}: ")
 
 
 @pytest.mark.parametrize("overrides", [["labels=[]"], ["labels=[99]"], ["labels=[-1]"], ["steps=100000"], ["prompt=x"]])
-def test_options_of_a_picture(dit, tmp_path, capsys, overrides):
+def test_invalid_sampling_options_of_a_diffusion_model_are_rejected(dit, tmp_path, capsys, overrides):
     code, err = ask("sample", [f"run={dit}", f"out={tmp_path / 'out'}", *overrides], capsys)
     assert (code, err.count("\n")) == (2, 1)
 
 
-def test_weights_that_are_no_numbers_are_not_drawn_from(lm, tmp_path, capsys, monkeypatch):
+def test_sampling_from_nan_weights_is_an_error(lm, tmp_path, capsys, monkeypatch):
     def load(folder, model, **options):
         torch.nn.init.constant_(next(model.parameters()), torch.nan)
 

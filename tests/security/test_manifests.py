@@ -1,4 +1,4 @@
-"""A checkpoint that somebody else made: what its manifest names, and what lies in its folder."""
+"""Untrusted checkpoints: file names in the manifest, and special files in the checkpoint folder."""
 
 import json
 import os
@@ -33,7 +33,7 @@ NAMES = [
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("size", [0, 10, 2**62])
-def test_names_stay_in_the_folder(tmp_path, name, size):
+def test_manifest_rejects_file_names_outside_the_checkpoint(tmp_path, name, size):
     folder = write(tmp_path, 1, Net(1))
     files = json.loads((folder / MANIFEST).read_text())["files"]
     rewrite_manifest(folder, files={**files, name: {"bytes": size, "checksum": "0"}})
@@ -47,7 +47,7 @@ def test_names_stay_in_the_folder(tmp_path, name, size):
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("name", [SHARD, RANK, MANIFEST, "extra.safetensors"])
 @pytest.mark.parametrize("kind", ["pipe", "zero", "link", "dangling", "folder"])
-def test_special_files_are_neither_followed_nor_waited_on(tmp_path, name, kind):
+def test_special_files_in_a_checkpoint_are_rejected_without_blocking(tmp_path, name, kind):
     write(tmp_path, 1, Net(1))
     folder = write(tmp_path, 2, Net(2))
     path, secret = folder / name, tmp_path / "secret"
@@ -82,7 +82,7 @@ BAD_CONTENT = [
 
 
 @pytest.mark.parametrize("changes", BAD_CONTENT, ids=str)
-def test_nonsense_with_a_checksum_that_fits_ends_the_run_and_renames_nothing(tmp_path, changes):
+def test_malformed_manifest_with_valid_checksum_is_an_error(tmp_path, changes):
     folder = write(tmp_path, 1, Net(1))
     rewrite_manifest(folder, **changes)
     (problem,) = problems(folder)
@@ -92,14 +92,14 @@ def test_nonsense_with_a_checksum_that_fits_ends_the_run_and_renames_nothing(tmp
     assert list_checkpoints(tmp_path) == [folder]
 
 
-def test_a_deep_manifest_is_no_manifest(tmp_path):
+def test_deeply_nested_manifest_is_rejected(tmp_path):
     folder = write(tmp_path, 1, Net(1))
     (folder / MANIFEST).write_text("[" * 200_000)
     assert "no manifest" in problems(folder)[0]
 
 
 @pytest.mark.parametrize("target", ["../../elsewhere", "..", "/", "step_00000009", "latest", "step_1", "x"])
-def test_links_that_lead_elsewhere_are_no_links(tmp_path, target):
+def test_latest_and_best_links_out_of_the_folder_are_ignored(tmp_path, target):
     folder = write(tmp_path / "run", 1, Net(1))
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -111,7 +111,7 @@ def test_links_that_lead_elsewhere_are_no_links(tmp_path, target):
         find(tmp_path / "run", "best")
 
 
-def test_checkpoints_in_another_folder_are_read_but_not_written_or_deleted(tmp_path):
+def test_symlinked_checkpoints_folder_is_read_but_not_written(tmp_path):
     folder = write(tmp_path / "theirs", 1, Net(1))
     (tmp_path / "ours").mkdir()
     (tmp_path / "ours" / "checkpoints").symlink_to(folder.parent)
@@ -122,7 +122,7 @@ def test_checkpoints_in_another_folder_are_read_but_not_written_or_deleted(tmp_p
     assert find_resume_point(str(tmp_path / "ours"), tmp_path / "new", ALONE).manifest.step == 1
 
 
-def test_leftovers_are_deleted_without_what_they_lead_to(tmp_path):
+def test_remove_leftovers_does_not_follow_links(tmp_path):
     write(tmp_path, 1, Net(1))
     theirs = tmp_path / "theirs"
     theirs.mkdir()

@@ -1,4 +1,4 @@
-"""What else of a directory could name code: the pruner of a search, the logging of a job, a launcher's worker."""
+"""Other files of a run directory that could name code: trial.json, hydra.yaml, overrides.yaml and weights."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ optuna = pytest.importorskip("optuna")
 
 
 def hostile(canary):
-    """Pruners and samplers that are none."""
+    """Yield hostile pruner and sampler nodes."""
     touch = {"_target_": "os.system", "command": f"touch {canary}"}
     yield from (attack for attack in targets(canary).values() if isinstance(attack, dict))
     yield {"_target_": "optuna.pruners.PatientPruner", "wrapped_pruner": touch, "patience": 1}
@@ -44,7 +44,7 @@ def hostile(canary):
 
 
 @pytest.mark.parametrize("kind", ["sampler", "pruner"])
-def test_samplers_and_pruners_are_optunas_own(kind, tmp_path):
+def test_sampler_and_pruner_targets_must_be_optuna_classes(kind, tmp_path):
     canary, tried = tmp_path / "canary", 0
     for attack in hostile(canary):
         with pytest.raises(ValueError, match=r"optuna|_args_|_partial_|_target_"):
@@ -57,8 +57,8 @@ def test_samplers_and_pruners_are_optunas_own(kind, tmp_path):
     assert not canary.exists()
 
 
-@pytest.mark.filterwarnings("ignore:PatientPruner is experimental")  # Optuna's only pruner that takes another
-def test_nested_parts_of_optuna_are_built():
+@pytest.mark.filterwarnings("ignore:PatientPruner is experimental")  # the only Optuna pruner that wraps another one
+def test_nested_optuna_pruner_is_built():
     node = {
         "_target_": "optuna.pruners.PatientPruner",
         "wrapped_pruner": {"_target_": "optuna.pruners.MedianPruner", "n_startup_trials": 2},
@@ -80,21 +80,21 @@ def link_of(**changes):
 
 @pytest.fixture
 def sweep(tmp_path):
-    """The directory of a search, with an empty run directory in it."""
+    """The directory of a search with an empty run directory."""
     folder = tmp_path / "sweep"
     (folder / "0").mkdir(parents=True)
     optuna.create_study(study_name="search", storage=open_storage(folder / "optuna.jsonl"))
     return folder
 
 
-def test_a_trial_of_a_search_is_read(sweep):
+def test_pruning_reads_the_trial_link(sweep):
     (sweep / "0" / "trial.json").write_text(json.dumps(link_of()))
     assert Pruning.of(sweep / "0", ALONE) is not None
     (sweep / "0" / "trial.json").unlink()
     assert Pruning.of(sweep / "0", ALONE) is None
 
 
-def test_a_trial_that_no_search_wrote_is_refused(sweep, tmp_path):
+def test_malformed_or_hostile_trial_links_are_rejected(sweep, tmp_path):
     canary, elsewhere = tmp_path / "canary", tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "optuna.jsonl").write_text("private\n")
@@ -121,7 +121,7 @@ def test_a_trial_that_no_search_wrote_is_refused(sweep, tmp_path):
     assert (elsewhere / "optuna.jsonl").read_text() == "private\n"
 
 
-def test_a_resumed_run_does_not_build_what_its_directory_names(dit, tmp_path):
+def test_resume_rejects_a_hostile_pruner_in_the_run_directory(dit, tmp_path):
     canary = tmp_path / "canary"
     pruner = {"_target_": "torch.utils.collect_env.run", "command": f"touch {canary}"}
     (dit / "trial.json").write_text(json.dumps(link_of(pruner=pruner)))
@@ -131,7 +131,7 @@ def test_a_resumed_run_does_not_build_what_its_directory_names(dit, tmp_path):
     assert not canary.exists()
 
 
-def test_weights_of_a_run_are_taken_and_its_parts_are_not_built(lm, tmp_path):
+def test_init_from_reads_weights_without_building_parts_of_the_run(lm, tmp_path):
     canary = tmp_path / "canary"
     settings = yaml.safe_load((lm / "config.yaml").read_text())
     settings["model"] = {"_target_": "torch.utils.collect_env.run", "command": f"touch {canary}"}
@@ -145,7 +145,7 @@ def test_weights_of_a_run_are_taken_and_its_parts_are_not_built(lm, tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"text", b"\0" * 100, b'{"a": 1}', b"\xff" * 9])
-def test_a_file_to_start_from_that_holds_no_weights_is_named(lm, tmp_path, content):
+def test_invalid_weights_in_init_from_give_a_one_line_error(lm, tmp_path, content):
     (tmp_path / "weights.safetensors").write_bytes(content)
     shutil.copytree(lm / "checkpoints", tmp_path / "damaged" / "checkpoints", symlinks=True)
     shard = next((tmp_path / "damaged" / "checkpoints" / "latest").glob("shard-*"))
@@ -156,7 +156,7 @@ def test_a_file_to_start_from_that_holds_no_weights_is_named(lm, tmp_path, conte
         assert str(refused.value).count("\n") == 0
 
 
-def test_a_worker_takes_a_directory_only_from_a_launcher_or_with_trust(tmp_path):
+def test_sweep_worker_requires_a_launcher_or_trust(tmp_path):
     canary = tmp_path / "canary"
     (tmp_path / "run" / ".hydra").mkdir(parents=True)
     logging = {"version": 1, "handlers": {"x": {"()": "os.system", "command": f"touch {canary}"}}}
@@ -169,7 +169,7 @@ def test_a_worker_takes_a_directory_only_from_a_launcher_or_with_trust(tmp_path)
     assert not canary.exists()
 
 
-def test_overrides_of_a_job_are_read_without_expanding_them(tmp_path):
+def test_recorded_overrides_do_not_expand_yaml_aliases_or_tags(tmp_path):
     (tmp_path / ".hydra").mkdir()
     for text in ("a: &a [*a]", "l: &l [x]\nm: [*l, *l]", "[" * 100_000, "!!python/object/apply:os.system [id]", "\0"):
         (tmp_path / ".hydra" / "overrides.yaml").write_text(text)

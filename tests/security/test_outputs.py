@@ -1,4 +1,4 @@
-"""No output of a command takes the place of a file of a run, or of a file that the command has not written."""
+"""Outputs of commands do not overwrite files of a run or files that the command has not written."""
 
 import json
 from io import StringIO
@@ -43,7 +43,7 @@ TAKEN = {
 
 @pytest.fixture
 def home(tmp_path):
-    """A folder with a run and files of a user."""
+    """A folder with a run and user files."""
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
     mark(run)
@@ -58,12 +58,12 @@ def home(tmp_path):
 
 
 def contents(folder):
-    """The content of each file, and every folder."""
+    """Return the content of each file, and None for each folder."""
     return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
 @pytest.mark.parametrize(("command", "name"), [(command, name) for command, names in TAKEN.items() for name in names])
-def test_a_taken_or_reserved_path_is_refused_before_any_work(home, command, name):
+def test_existing_or_reserved_output_path_is_rejected_early(home, command, name):
     before = contents(home)
     with pytest.raises(ConfigError) as refused:
         COMMANDS[command](str(home / "run"), str(home / name))
@@ -72,7 +72,7 @@ def test_a_taken_or_reserved_path_is_refused_before_any_work(home, command, name
     assert contents(home) == before
 
 
-def test_new_paths_and_earlier_results_are_free(home):
+def test_new_paths_and_earlier_outputs_are_accepted(home):
     run, earlier = home / "run", home / "eval.json"
     earlier.write_text('{"checkpoint": "step_00000003", "loss": 1.0}')
     (run / "eval.json").write_text(earlier.read_text())
@@ -82,11 +82,11 @@ def test_new_paths_and_earlier_results_are_free(home):
     assert refusal(run / "eval.json") is not None
     assert refusal(run / "mine.json") is refusal(run / "plots" / "mine.png") is None
     assert folder_refusal(run / "exported") is folder_refusal(home / "new") is None
-    assert refusal(home / "checkpoints") is None  # of no run
+    assert refusal(home / "checkpoints") is None  # not in a run directory
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"mine": 1}', "\ud800".encode("utf-8", "surrogatepass")])
-def test_content_of_another_kind_is_no_earlier_output(tmp_path, content):
+def test_earlier_output_is_recognized_by_its_content(tmp_path, content):
     file = tmp_path / "file"
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
     assert not has_keys("checkpoint")(file)
@@ -95,7 +95,7 @@ def test_content_of_another_kind_is_no_earlier_output(tmp_path, content):
 
 
 @pytest.mark.parametrize("name", ["report.csv", "report.json", "report.png"])
-def test_report_keeps_a_file_that_no_report_has_written(tmp_path, name):
+def test_report_does_not_overwrite_foreign_files(tmp_path, name):
     run = tmp_path / "one"
     run.mkdir()
     (run / "status.json").write_text(json.dumps({"state": "finished", "reason": None, "step": 1, "config_hash": "x"}))
@@ -107,12 +107,12 @@ def test_report_keeps_a_file_that_no_report_has_written(tmp_path, name):
         report(tmp_path, console)
     assert contents(tmp_path) == before
     (tmp_path / name).unlink()
-    for _ in range(2):  # those of the first are replaced
+    for _ in range(2):  # the second report replaces the files of the first
         report(tmp_path, console)
         assert (tmp_path / name).is_file()
 
 
-def test_files_of_an_earlier_plan_are_recognised(tmp_path):
+def test_plan_recognizes_its_earlier_schedule_csv(tmp_path):
     file = plan_report.write_csv([], tmp_path)
     assert plan_report.RECOGNIZERS[file.name](file)
     file.write_text("step,mine\n")

@@ -18,10 +18,10 @@ OWN_MODEL = "model=with_key"
 
 @pytest.fixture(autouse=True)
 def own_model(monkeypatch):
-    """A part of a user's own that takes a key, in a group's option; and variables that hold secrets."""
+    """A model option with secret settings, and environment variables that hold secrets."""
     install()
     monkeypatch.setattr(redact, "_known", {})
-    configure.cache_clear()  # composing is what takes note of secrets
+    configure.cache_clear()  # composition registers the secrets
     node = {
         "_target_": "builtins.dict",
         "api_key": None,
@@ -55,7 +55,7 @@ LITERAL = [
 
 
 @pytest.mark.parametrize("overrides", LITERAL, ids=str)
-def test_a_secret_that_is_written_down_is_refused_and_not_repeated(overrides):
+def test_literal_secret_is_rejected_and_masked(overrides):
     with pytest.raises(ConfigError) as refused:
         compose(*(word.format(CANARY) for word in overrides))
     assert CANARY not in str(refused.value)
@@ -77,7 +77,7 @@ MISTYPED = [
 
 
 @pytest.mark.parametrize("word", MISTYPED)
-def test_an_error_about_a_secret_does_not_repeat_it(word):
+def test_errors_about_mistyped_secrets_mask_them(word):
     with pytest.raises(ConfigError) as refused:
         compose(word.format(CANARY))
     assert CANARY not in str(refused.value)
@@ -105,7 +105,7 @@ def test_an_error_about_a_secret_does_not_repeat_it(word):
     ],
     ids=str,
 )
-def test_of_a_secret_in_the_environment_the_variable_is_recorded(overrides, recorded, tmp_path, monkeypatch):
+def test_saved_config_names_the_variable_of_an_environment_secret(overrides, recorded, tmp_path, monkeypatch):
     config = configure(OWN_MODEL, *overrides)
     assert str(config.model).count(CANARY) + str(config.model).count("77") > 0, "the run has the value"
     assert recorded.items() <= plain(config)["model"].items()
@@ -128,11 +128,11 @@ def test_of_a_secret_in_the_environment_the_variable_is_recorded(overrides, reco
         "hparams.seed=5",
     ],
 )
-def test_what_is_no_secret_is_taken(word):
+def test_settings_without_secrets_are_accepted(word):
     compose(word)
 
 
-def test_a_sweep_says_so_before_it_writes_anything(monkeypatch):
+def test_sweep_rejects_literal_secrets_at_composition(monkeypatch):
     from hydra._internal.config_loader_impl import ConfigLoaderImpl
     from hydra._internal.utils import create_config_search_path
     from hydra.types import RunMode
@@ -146,7 +146,7 @@ def test_a_sweep_says_so_before_it_writes_anything(monkeypatch):
         assert CANARY not in str(refused.value)
 
 
-def test_logs_and_errors_do_not_show_what_the_environment_holds(tmp_path, capsys):
+def test_logs_and_errors_mask_environment_secrets(tmp_path, capsys):
     configure(OWN_MODEL, "model.api_key=${oc.env:OWN_SECRET}")
     assert CANARY not in str(Violation("model", f"says {CANARY}"))
     logger = logging.Logger("test")
@@ -164,7 +164,7 @@ def test_logs_and_errors_do_not_show_what_the_environment_holds(tmp_path, capsys
         assert "\x1b" not in text
 
 
-def test_the_word_of_a_secret_is_masked_wherever_it_is_assigned():
+def test_masked_text_masks_assignments_to_secret_keys():
     command = "python -m foundry +model.api_key=abc 'data.hf_token=xyz' hparams.lr=0.1 data.eos_token=<eos>"
     assert masked_text(command) == (
         f"python -m foundry +model.api_key={MASK} 'data.hf_token={MASK}' hparams.lr=0.1 data.eos_token=<eos>"
@@ -184,13 +184,13 @@ def test_the_word_of_a_secret_is_masked_wherever_it_is_assigned():
         ("日本 é ✓", "日本 é ✓"),
     ],
 )
-def test_a_terminal_obeys_nothing_of_a_text(text, shown):
+def test_printable_strips_terminal_control_sequences(text, shown):
     assert printable(text) == shown
     assert one_line(text) == " ".join(shown.split())
 
 
-def test_a_short_secret_is_masked_as_a_word_only():
+def test_short_secrets_are_masked_as_whole_words_only():
     redact.remember("rain")
     redact.remember("longer-secret")
-    redact.remember("abc")  # too short to be told from other words
+    redact.remember("abc")  # too short to mask
     assert masked_text("training in rain, (rain) abc xlonger-secretx") == "training in ***, (***) abc x***x"

@@ -1,4 +1,4 @@
-"""A stranger's run directory whose simulator names code."""
+"""An untrusted run directory whose simulator settings name code."""
 
 import sys
 from contextlib import suppress
@@ -25,7 +25,7 @@ FOREIGN = {
 
 @pytest.fixture
 def write(tmp_path):
-    """Record a run at FetchPush with other settings of its simulator; the run directory."""
+    """Write the config of a run with changed simulator settings and return the run directory."""
 
     def write(simulator="fetch_push", **settings):
         save_config(configure(f"simulator={simulator}"), tmp_path)
@@ -39,7 +39,7 @@ def write(tmp_path):
 
 @pytest.fixture(autouse=True)
 def theirs(tmp_path, monkeypatch):
-    """A module that leaves a trace where it is imported."""
+    """A module that creates the file `canary` on import."""
     (tmp_path / "theirs.py").write_text(f"open({str(tmp_path / 'canary')!r}, 'w')\ndef expert(state): ...\n")
     monkeypatch.syspath_prepend(tmp_path)
     yield
@@ -47,12 +47,12 @@ def theirs(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("simulator", ["around", "push", "touch", "fetch_push", "fetch_pick_and_place"])
-def test_foundrys_own_are_read(write, simulator):
+def test_built_in_simulators_load_without_trust(write, simulator):
     assert load_config(write(simulator)) == configure(f"simulator={simulator}")
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_what_would_be_imported_needs_trust(write, tmp_path, name):
+def test_simulator_settings_that_import_code_require_trust(write, tmp_path, name):
     run_dir = write(**{name: FOREIGN[name]})
     with pytest.raises(ConfigError) as refused:
         load_config(run_dir)
@@ -60,14 +60,14 @@ def test_what_would_be_imported_needs_trust(write, tmp_path, name):
     assert "trust=true" in str(refused.value)
     config = load_config(run_dir, trust=True)
     assert not (tmp_path / "canary").exists()
-    if name != "kwargs":  # which no environment of Fetch takes
-        with suppress(ConfigError):  # that module registers no environment
+    if name != "kwargs":  # not an argument of Fetch environments
+        with suppress(ConfigError):  # the module registers no environment
             build_simulator(config.simulator)
         assert (tmp_path / "canary").exists()
 
 
 @pytest.mark.parametrize("target", ["theirs.Arm", "foundry.simulators.gymnasium._make"])
-def test_another_part_needs_trust(write, tmp_path, target):
+def test_foreign_simulator_target_requires_trust(write, tmp_path, target):
     run_dir = write("around", _target_=target)
     with pytest.raises(ConfigError) as refused:
         load_config(run_dir)

@@ -1,4 +1,4 @@
-"""What a run on one machine listens on, from its start to its end, in every process of it."""
+"""Listening sockets of all processes of a single-node run, from start to end."""
 
 import os
 import socket
@@ -21,18 +21,18 @@ LISTENING, UNCONNECTED = "0A", "07"  # include/net/tcp_states.h
 
 
 def family(pid):
-    """A process and all that descend from it."""
+    """Return the pids of a process and all its descendants."""
     found = [pid]
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
             found += [one for child in children.read_text().split() for one in family(int(child))]
-        except OSError:  # it has ended meanwhile
+        except OSError:  # the process has exited
             continue
     return found
 
 
 def sockets(pid):
-    """Numbers of a process's sockets."""
+    """Return the inode numbers of the sockets of a process."""
     found = set()
     for descriptor in Path(f"/proc/{pid}/fd").glob("*"):
         try:
@@ -45,15 +45,15 @@ def sockets(pid):
 
 
 def address(text):
-    """The address that /proc/net writes as 32-bit words in the machine's byte order."""
+    """Parse an address from /proc/net: 32-bit words in native byte order."""
     overrides = [bytes.fromhex(text[at : at + 8])[::-1] for at in range(0, len(text), 8)]
     return ip_address(b"".join(overrides))
 
 
 def listening(pids):
-    """(protocol, address) of every socket of these processes that anybody may connect, or send, to.
+    """Yield (protocol, address) of every socket of these processes that accepts connections or datagrams.
 
-    One of UDP that is connected, as the C library's for a moment when it looks up a name, hears its peer alone.
+    Connected UDP sockets (libc opens them for name lookups) are excluded: they receive from their peer only.
     """
     own = set().union(*map(sockets, pids))
     for protocol in ("tcp", "tcp6", "udp", "udp6"):
@@ -64,7 +64,7 @@ def listening(pids):
 
 
 def watched(process):
-    """What a command listens on, and how often that was seen, until it ends."""
+    """Poll a command until it exits; return counts of its listening sockets, its most processes, and polls."""
     seen, most, looks = Counter(), 0, 0
     while process.poll() is None:
         pids = family(process.pid)
@@ -91,23 +91,23 @@ def message(tmp_path):
     return "\n".join(path.read_text() for path in sorted(tmp_path.glob("said*")))
 
 
-def test_the_look_sees_a_socket_that_listens_everywhere():
+def test_listening_reports_sockets_on_all_interfaces():
     with socket.create_server(("", 0)), socket.create_server(("127.0.0.1", 0)):
         assert {str(where) for _, where in listening([os.getpid()])} >= {"0.0.0.0", "127.0.0.1"}
 
 
-def test_two_processes_on_one_machine_listen_on_its_loopback_interface_only(tmp_path):
+def test_two_local_ranks_listen_on_loopback_only(tmp_path):
     process = started(tmp_path, "distributed=fsdp", "distributed.nproc_per_node=2")
     seen, most, looks = watched(process)
     assert process.returncode == 0, message(tmp_path)
     assert most >= 3
     assert looks > 20
     assert [where for where in seen if not where[1].is_loopback] == []
-    # Of these only gloo's own: the processes met in a file, and nothing else was started.
+    # Only gloo listens (TCP): rendezvous uses a file, and no other server runs.
     assert {protocol for protocol, _ in seen} == {"tcp"}
 
 
-def test_the_tasks_of_a_step_on_one_node_listen_on_its_loopback_interface_only(tmp_path):
+def test_slurm_tasks_on_one_node_listen_on_loopback_only(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     step = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}

@@ -1,4 +1,4 @@
-"""What has a name of foundry's in a run directory may be anything; nothing is written through it or waited on."""
+"""Special files under the names of run files: foundry does not write through them or block on them."""
 
 import logging
 import os
@@ -35,7 +35,7 @@ KINDS = ("link", "dangling", "pipe", "folder", "device")
 
 @contextmanager
 def seconds(limit=5):
-    """Fail where the body waits for somebody who never comes."""
+    """Fail if the body blocks for longer than `limit` seconds."""
 
     def give_up(signum, frame):
         raise TimeoutError(f"waits for more than {limit} s")
@@ -50,7 +50,7 @@ def seconds(limit=5):
 
 
 def complaint(call, *kinds):
-    """What an error of these kinds says; empty where there is none."""
+    """Return the message of an exception of these types, or "" if none is raised."""
     try:
         call()
     except kinds as error:
@@ -59,7 +59,7 @@ def complaint(call, *kinds):
 
 
 def put(kind, path, tmp_path):
-    """Something else in the place of a file."""
+    """Create a special file at `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     match kind:
         case "link":
@@ -135,7 +135,7 @@ WRITERS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", WRITERS)
-def test_nothing_is_written_through_what_is_no_file(name, kind, target, tmp_path):
+def test_writers_do_not_write_through_special_files(name, kind, target, tmp_path):
     put(kind, target / name, tmp_path)
     with seconds(20):
         message = complaint(lambda: WRITERS[name](target), UnsafeFileError)
@@ -143,7 +143,7 @@ def test_nothing_is_written_through_what_is_no_file(name, kind, target, tmp_path
 
 
 @pytest.mark.parametrize("name", ["plots", ".hydra", ".failures"])
-def test_a_folder_that_is_a_link_is_not_written_into(name, target, tmp_path):
+def test_plots_are_not_written_into_a_linked_folder(name, target, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (target / name).symlink_to(tmp_path / "elsewhere")
     follow(Plots(run_dir=target), target)
@@ -169,7 +169,7 @@ READERS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", READERS)
-def test_nothing_is_read_from_or_waited_on_that_is_no_file(name, kind, target, tmp_path):
+def test_readers_do_not_block_on_special_files(name, kind, target, tmp_path):
     put(kind, target / name, tmp_path)
     with seconds():
         message = complaint(lambda: READERS[name](target), UnsafeFileError, DamagedFileError)
@@ -193,7 +193,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("content", BROKEN)
 @pytest.mark.parametrize("name", [name for name in READERS if name != ".lock"])
-def test_a_record_that_is_damaged_is_no_traceback(name, content, target):
+def test_readers_of_damaged_files_raise_short_errors(name, content, target):
     path = target / name
     path.parent.mkdir(exist_ok=True)
     with path.open("wb") as file:
@@ -204,7 +204,7 @@ def test_a_record_that_is_damaged_is_no_traceback(name, content, target):
 
 
 @pytest.mark.parametrize("content", BROKEN)
-def test_a_status_that_a_power_cut_left_is_a_warning_and_written_anew(content, target, caplog):
+def test_damaged_status_file_warns_once_and_is_rewritten(content, target, caplog):
     with (target / "status.json").open("wb") as file:
         file.truncate(2**40) if BROKEN[content] is None else file.write(BROKEN[content])
     assert read_status(target) == {}
@@ -216,7 +216,7 @@ def test_a_status_that_a_power_cut_left_is_a_warning_and_written_anew(content, t
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_lock_that_is_no_file_is_refused(kind, target, tmp_path):
+def test_lock_rejects_special_files(kind, target, tmp_path):
     from contextlib import ExitStack
 
     put(kind, target / ".lock", tmp_path)
@@ -225,27 +225,27 @@ def test_a_lock_that_is_no_file_is_refused(kind, target, tmp_path):
     assert is_held(target) is None
 
 
-def test_a_log_that_is_no_file_is_a_line(target, tmp_path, capfd, caplog):
+def test_run_log_warns_about_a_pipe_as_log_file(target, tmp_path, capfd, caplog):
     put("pipe", target / "foundry.log", tmp_path)
     with seconds():
         RunLog(target / "foundry.log").emit(logging.makeLogRecord({"msg": "message"}))
     assert "foundry.log is a named pipe" in caplog.text
 
 
-def test_a_run_whose_metrics_are_a_link_continues_with_a_line(target, tmp_path, caplog):
+def test_linked_metrics_file_warns_and_the_run_continues(target, tmp_path, caplog):
     put("link", target / "metrics.jsonl", tmp_path)
     follow(MetricsFile(run_dir=target), target)
     assert "metrics.jsonl is a symbolic link" in caplog.text
 
 
-def test_what_is_no_record_is_cut_from_the_metrics_on_resume(target):
+def test_resume_drops_invalid_lines_from_the_metrics_file(target):
     path = target / "metrics.jsonl"
     path.write_bytes(b'{"step": 0}\n' + bytes(64) + b'\nnot json\n[1]\n{"loss": 1}\n{"step": "x"}\n{"step": 9}\n{"ste')
     follow(MetricsFile(run_dir=target), target)
     assert [record["step"] for record in read_metrics(target)] == [0, 1]
 
 
-def test_what_a_job_printed_is_read_from_a_file_only(target, tmp_path):
+def test_job_error_output_is_read_from_regular_files_only(target, tmp_path):
     for kind in KINDS:
         place = tmp_path / f"output-{kind}"
         put(kind, place, tmp_path)
@@ -254,7 +254,7 @@ def test_what_a_job_printed_is_read_from_a_file_only(target, tmp_path):
             assert "is " in complaint(lambda: ErrorOutput(target).first_end(), UnsafeFileError) or kind == "dangling"
 
 
-def test_code_is_not_copied_through_a_link(target, tmp_path, monkeypatch):
+def test_code_snapshot_rejects_linked_folders(target, tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     for name in (FOLDER, f".{FOLDER}.partial"):
@@ -265,7 +265,7 @@ def test_code_is_not_copied_through_a_link(target, tmp_path, monkeypatch):
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
-def test_a_report_that_cannot_be_written_is_a_line(target, tmp_path, capsys):
+def test_unwritable_report_files_give_a_one_line_error(target, tmp_path, capsys):
     job = target / "0"
     job.mkdir()
     write_status(job, state="failed", reason="boom")

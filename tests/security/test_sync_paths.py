@@ -1,4 +1,4 @@
-"""A run directory of somebody else decides neither which files `foundry.sync` sends, nor where to."""
+"""An untrusted run directory cannot choose the files that `foundry.sync` uploads or the server."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def run_dir(tmp_path, monkeypatch):
 
 @pytest.fixture
 def sent(monkeypatch):
-    """What would be sent, and where to."""
+    """URIs of the stores that `sync` would send to."""
     sent = []
 
     def take(store, pending):
@@ -71,7 +71,7 @@ LINKED = {
     ],
     ids=str,
 )
-def test_files_that_are_not_the_runs_are_refused_and_nothing_is_sent(run_dir, sent, capsys, record):
+def test_sync_rejects_artifacts_outside_the_run_directory(run_dir, sent, capsys, record):
     (run_dir / "result.json").write_text("{}")
     LINKED.get(record["file"], lambda run_dir: None)(run_dir)
     given(run_dir, *RECORDS, record)
@@ -83,8 +83,8 @@ def test_files_that_are_not_the_runs_are_refused_and_nothing_is_sent(run_dir, se
     assert (run_dir / "mlflow_pending.jsonl").exists()
 
 
-def test_a_file_that_is_refused_later_is_left_out(run_dir, caplog):
-    """By a store that a running run sends to: a warning, and the run continues."""
+def test_running_store_skips_rejected_artifacts_with_a_warning(run_dir, caplog):
+    """The run continues; `foundry.sync` rejects the same record."""
     uploaded = []
 
     class Client:
@@ -101,7 +101,7 @@ def test_a_file_that_is_refused_later_is_left_out(run_dir, caplog):
     assert caplog.text.count("not sent") == 2
 
 
-def test_the_runs_own_files_are_its_own(run_dir):
+def test_artifacts_in_the_run_directory_are_accepted(run_dir):
     (run_dir / "plots" / "loss.png").write_bytes(b"x")
     assert resolve_file(run_dir, artifact("plots/loss.png", "plots")) == run_dir / "plots/loss.png"
 
@@ -110,7 +110,7 @@ SERVERS = ["http://evil.example:5000", "databricks", "postgresql://host/db", "sq
 
 
 @pytest.mark.parametrize("uri", SERVERS)
-def test_the_directory_does_not_choose_the_store(run_dir, sent, capsys, uri, monkeypatch):
+def test_sync_rejects_a_store_named_by_the_run_directory_only(run_dir, sent, capsys, uri, monkeypatch):
     given(run_dir, uri=uri)
     assert sync.run([f"dir={run_dir}"]) == 2
     message = capsys.readouterr().err
@@ -123,7 +123,7 @@ def test_the_directory_does_not_choose_the_store(run_dir, sent, capsys, uri, mon
     assert sent == [uri]
 
 
-def test_a_store_that_is_named_is_taken(run_dir, sent):
+def test_sync_accepts_an_explicit_or_the_default_store(run_dir, sent):
     given(run_dir, uri="http://one.example")
     assert sync.run([f"dir={run_dir}", "uri=http://two.example"]) == 0
     given(run_dir)
@@ -131,7 +131,7 @@ def test_a_store_that_is_named_is_taken(run_dir, sent):
     assert sent == ["http://two.example", tracking_uri()]
 
 
-def test_credentials_come_from_the_environment_for_the_same_store_only(run_dir, sent, monkeypatch, capsys):
+def test_sync_takes_credentials_of_the_same_store_from_the_environment(run_dir, sent, monkeypatch, capsys):
     given(run_dir, uri="http://ann:hidden-pw@one.example")
     assert sync.run([f"dir={run_dir}"]) == 2
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://ann:hidden-pw@other.example")
@@ -142,7 +142,7 @@ def test_credentials_come_from_the_environment_for_the_same_store_only(run_dir, 
     assert "hidden-pw" not in capsys.readouterr().err
 
 
-def test_the_command_that_a_run_prints_is_the_one_that_works(run_dir, sent):
+def test_printed_sync_command_works(run_dir, sent):
     for uri in (tracking_uri(), "http://one.example"):
         given(run_dir, uri=uri)
         command = shlex.split(sync_command(run_dir, uri))
@@ -153,7 +153,7 @@ def test_the_command_that_a_run_prints_is_the_one_that_works(run_dir, sent):
 
 
 @pytest.mark.long
-def test_a_database_that_came_with_the_run_does_not_write_elsewhere(run_dir, tmp_path, capsys):
+def test_sync_rejects_an_artifact_uri_changed_in_the_database(run_dir, tmp_path, capsys):
     given(run_dir, *RECORDS, artifact("authorized_keys"))
     (run_dir / "authorized_keys").write_text("key of a stranger")
     given(run_dir, *RECORDS)
@@ -184,7 +184,7 @@ PENDING = {
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("content", PENDING)
-def test_records_that_are_not_foundrys_are_a_line(run_dir, sent, capsys, content):
+def test_malformed_pending_records_give_a_one_line_error(run_dir, sent, capsys, content):
     given(run_dir)
     (run_dir / "mlflow_pending.jsonl").write_bytes(json.dumps(RECORDS[0]).encode() + b"\n" + PENDING[content])
     assert sync.run([f"dir={run_dir}"]) == 2
@@ -194,7 +194,7 @@ def test_records_that_are_not_foundrys_are_a_line(run_dir, sent, capsys, content
     assert sent == []
 
 
-def test_a_sweep_is_one_that_the_run_lies_in(run_dir, tmp_path):
+def test_parent_link_must_point_to_the_enclosing_sweep(run_dir, tmp_path):
     from foundry.run_dir.names import MLFLOW_PARENT
     from foundry.tracking.mlflow.parent_link import ParentLink
 

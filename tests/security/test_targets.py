@@ -1,4 +1,4 @@
-"""What a stranger's run directory names is not built, imported or resolved."""
+"""Targets, interpolations and paths in the config of an untrusted run are not built, resolved or read."""
 
 import json
 import shutil
@@ -28,7 +28,7 @@ def secret(monkeypatch):
 
 @pytest.fixture
 def ask(monkeypatch, capsys, tmp_path):
-    """Run a command in this process; its exit code and what it said."""
+    """Run a command in this process and return (exit code, stdout, stderr)."""
 
     def ask(name, run_dir, *overrides):
         overrides = [f"run={run_dir}", *([f"out={tmp_path / 'out'}"] if name == "export" else []), *overrides]
@@ -56,7 +56,7 @@ def write(run_dir, settings):
 
 @pytest.mark.parametrize("name", COMMANDS)
 @pytest.mark.parametrize("attack", targets(Path("x")))
-def test_commands_refuse_it(lm, tmp_path, ask, name, attack):
+def test_sample_and_export_reject_hostile_targets(lm, tmp_path, ask, name, attack):
     canary = tmp_path / "canary"
     place, change = next(places(targets(canary)[attack], attack))
     write(lm, spoilt(settings_of(lm), change))
@@ -68,7 +68,7 @@ def test_commands_refuse_it(lm, tmp_path, ask, name, attack):
     assert not (tmp_path / "out").exists()
 
 
-def test_trust_builds_what_is_named(lm, tmp_path, ask, monkeypatch):
+def test_trust_builds_a_custom_target(lm, tmp_path, ask, monkeypatch):
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "theirmodel.py").write_text(
         "from foundry.models.transformer import Transformer\n"
@@ -96,7 +96,7 @@ ENVIRONMENT = f"${{oc.env:{CANARY}}}"
 @pytest.mark.parametrize("trust", [(), ("trust=true",)])
 @pytest.mark.parametrize("value", [f"${{oc.env:{CANARY},x}}", f"a ${{oc.decode:{ENVIRONMENT}}} b", "${hparams.seed}"])
 @pytest.mark.parametrize("key", ["tracking.run_name", "model.init_from", "data.cache_dir", "hparams.lr", ENVIRONMENT])
-def test_nothing_is_resolved(lm, tmp_path, ask, key, value, trust):
+def test_interpolations_in_run_settings_are_rejected(lm, tmp_path, ask, key, value, trust):
     settings = settings_of(lm)
     group, _, leaf = key.rpartition(".") if "$" not in key else ("tracking", "", key)
     settings[group][leaf] = value
@@ -110,7 +110,7 @@ def test_nothing_is_resolved(lm, tmp_path, ask, key, value, trust):
 @pytest.mark.parametrize(
     "key", ["model.init_from", "data.cache_dir", "data.tokenizer", "objective.temperature", "hparams.lr"]
 )
-def test_no_part_is_given_a_variable(lm, tmp_path, ask, key):
+def test_environment_variables_in_part_settings_are_rejected(lm, tmp_path, ask, key):
     settings = settings_of(lm)
     group, _, leaf = key.rpartition(".")
     settings[group][leaf] = ENVIRONMENT
@@ -120,7 +120,7 @@ def test_no_part_is_given_a_variable(lm, tmp_path, ask, key):
     assert not (tmp_path / "out").exists()
 
 
-def test_of_a_secret_the_export_names_the_variable(lm, tmp_path, ask):
+def test_export_keeps_secret_interpolations_unresolved(lm, tmp_path, ask):
     settings = settings_of(lm)
     settings["tracking"]["uri"] = ENVIRONMENT
     settings["tracking"]["run_name"] = f"http://me:{ENVIRONMENT}@host"
@@ -136,7 +136,7 @@ def test_of_a_secret_the_export_names_the_variable(lm, tmp_path, ask):
 @pytest.mark.parametrize(
     "attention", ["evil/kernel", "kernels-community/flash-attn", {"": "evil/kernel"}, "evil", "/tmp/evil.py"]
 )
-def test_no_kernel_of_a_hub_is_fetched(lm, ask, attention):
+def test_attention_kernels_from_a_hub_are_rejected(lm, ask, attention):
     settings = settings_of(lm)
     settings["model"] = {
         "_target_": "foundry.models.pretrained.huggingface.HuggingFaceCausalLM",
@@ -155,7 +155,7 @@ def test_no_kernel_of_a_hub_is_fetched(lm, ask, attention):
     assert "attn_implementation" in err
 
 
-def test_a_folder_that_settings_name_is_not_read(lm, tmp_path, ask):
+def test_transformers_folder_named_by_a_run_requires_trust(lm, tmp_path, ask):
     folder = tmp_path / "elsewhere"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 512}))
@@ -173,7 +173,7 @@ def test_a_folder_that_settings_name_is_not_read(lm, tmp_path, ask):
     assert "model.path=" in err
 
 
-def test_text_that_settings_name_is_not_read(lm, tmp_path, ask):
+def test_training_text_named_by_a_run_is_not_read(lm, tmp_path, ask):
     (tmp_path / "private.txt").write_text("private " * 10_000)
     settings = settings_of(lm)
     settings["data"] |= {
@@ -191,7 +191,7 @@ def test_text_that_settings_name_is_not_read(lm, tmp_path, ask):
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_bomb_ends_at_once(lm, ask):
+def test_yaml_bombs_give_a_one_line_error(lm, ask):
     levels = "".join(f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 9)}]\n" for i in range(1, 12))
     bombs = [
         f"l0: &l0 [x, x]\n{levels}",
@@ -213,7 +213,7 @@ def test_a_bomb_ends_at_once(lm, ask):
         assert len(err) < 1000
 
 
-def test_names_reach_the_terminal_escaped(lm, ask):
+def test_escape_sequences_in_setting_names_are_not_printed(lm, ask):
     settings = settings_of(lm)
     settings["\x1b]0;owned\x07"] = 1
     write(lm, settings)
@@ -221,7 +221,7 @@ def test_names_reach_the_terminal_escaped(lm, ask):
     assert (code, "\x1b" in err) == (2, False)
 
 
-def test_an_older_run_takes_defaults_and_a_newer_one_is_refused(lm, ask):
+def test_older_configs_take_defaults_and_newer_ones_are_rejected(lm, ask):
     good = settings_of(lm)
     for group in ("guard", "tracking"):
         older = {name: node for name, node in good.items() if name != group}
@@ -243,7 +243,7 @@ def test_an_older_run_takes_defaults_and_a_newer_one_is_refused(lm, ask):
 
 
 @pytest.mark.long
-def test_a_run_that_started_from_a_folder_does_not_need_it_again(lm, tmp_path, ask):
+def test_run_from_a_transformers_folder_exports_without_the_folder(lm, tmp_path, ask):
     folder = tmp_path / "elsewhere"
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = AutoConfig.for_model("llama", vocab_size=4096, max_position_embeddings=32, **sizes)

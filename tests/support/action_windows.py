@@ -1,4 +1,4 @@
-"""Data of a policy without a robot: chunks of sines that begin where the state says."""
+"""Synthetic policy data: action chunks of sines whose phase follows from the state."""
 
 import torch
 from torch.utils.data import Dataset
@@ -7,9 +7,9 @@ from foundry.data.splits import DataSplits
 
 
 class Windows(Dataset):
-    """Chunks of actions that follow from a state; sample i has i % horizon padded actions, which are NaN.
+    """Action chunks that depend on the state; sample i has i % horizon padded actions, which are NaN.
 
-    Pictures and words are there where their sizes are, and mean nothing; words end where i says.
+    Random images and instructions are included if `sizes` has their sizes; the instruction length depends on i.
     """
 
     def __init__(self, num_samples, sizes, seed):

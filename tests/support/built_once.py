@@ -1,4 +1,4 @@
-"""Folders that take seconds to make, such as a trained run's: made once for all test processes of a session."""
+"""Folders that take seconds to build, such as a trained run: built once for all test processes of a session."""
 
 import shutil
 
@@ -6,9 +6,9 @@ from filelock import FileLock
 
 
 def built_once(name, build, cache, tmp_path_factory):
-    """This process's own copy of the folder that `build(folder)` fills in the first process that asks for it.
+    """Return a private copy of a folder that `build(folder)` fills in the first process that needs it.
 
-    `cache` is the folder that all test processes share. What failed to build is built again by the next that asks.
+    `cache` is the folder shared by all test processes. After a failed build, the next caller builds again.
     """
     original = cache.parent / "built" / name
     original.parent.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""A small model and a way to save it, for the tests of checkpoints."""
+"""A small model and helpers that save it, for tests of checkpoints."""
 
 import json
 
@@ -16,7 +16,7 @@ KNOWN = {"samples": 8, "tokens": None, "config_hash": "c0ffee", "config": {"a": 
 
 
 class Net(nn.Module):
-    """With a buffer, a transposed (not contiguous) weight and a scalar."""
+    """A model with a buffer, a transposed (non-contiguous) weight and a scalar."""
 
     def __init__(self, seed):
         super().__init__()
@@ -29,13 +29,13 @@ class Net(nn.Module):
 
 
 def saver(run_dir, world=ALONE, **options):
-    """A Checkpointer for `write`; its `save` would save a model without parameters."""
+    """Return a Checkpointer for `write`; its own `save` would save a model without parameters."""
     default = {"model": nn.Module(), "asynchronous": False, "keep_last": None, "keep_every_steps": None, "strict": True}
     return Checkpointer(run_dir, world, **default | options)
 
 
 def write(run_dir, step, model, ema=None, optimizers=(), *, checkpointer=None, state=None, source=None, **options):
-    """Save one checkpoint and wait for it; returns its folder."""
+    """Save one checkpoint, wait for it, and return its folder."""
     checkpointer = checkpointer or saver(run_dir)
     checkpointer.write(
         step,
@@ -48,7 +48,7 @@ def write(run_dir, step, model, ema=None, optimizers=(), *, checkpointer=None, s
 
 
 def stepped(model, optimizer, steps=3):
-    """The optimizer after steps with drawn gradients."""
+    """Run optimizer steps with random gradients and return the optimizer."""
     torch.manual_seed(7)
     for _ in range(steps):
         for p in model.parameters():

@@ -1,4 +1,4 @@
-"""`Reach` whose goal has a side, which a policy is told and questions are about."""
+"""A variant of `Reach` whose instruction names the side of the goal, also used for question answering."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from support.reach import Reach
 
 
 class Commanded(Reach):
-    """The goal is reached by words that name its side."""
+    """`Reach` with an instruction that names the side of the goal."""
 
     instructions = ("go to the left", "go to the right")
 

@@ -1,4 +1,4 @@
-"""foundry's configuration, composed as a notebook would."""
+"""Composition of foundry's config, as in a notebook."""
 
 from functools import cache
 
@@ -13,11 +13,11 @@ from foundry.config.schemas.root import Config, to_config
 from foundry.core.errors import ConfigError
 
 CHOICES = Choices()
-"""Foundry's own options, which no test changes."""
+"""Cache of foundry's option files, which no test changes."""
 
 
 def compose(*overrides: str) -> DictConfig:
-    """As Hydra has it; skips the test if a package of an extra is missing, such as a simulator's."""
+    """Compose a DictConfig; skip the test if an optional package is missing, such as a simulator."""
     install()
     try:
         with CHOICES.used(), initialize_config_dir(config_dir(), version_base="1.3"):
@@ -31,5 +31,5 @@ def compose(*overrides: str) -> DictConfig:
 
 @cache
 def configure(*overrides: str) -> Config:
-    """As `run` takes it; frozen, so that the same words give the same object."""
+    """Compose a typed config, as for `run`; cached, because it is frozen."""
     return to_config(compose(*overrides))

@@ -1,4 +1,4 @@
-"""Contexts of a run that is not started."""
+"""Run and evaluation contexts without a run."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from foundry.parallel.process_group import World
 
 
 def run_context(*, config=None, world=None, data=None, judge=None, seed=0, per_gpu_batch_size=4, **others):
-    """Return the context of a run in fp32, alone unless there is a `world`."""
+    """Return the context of a run in fp32; `world` defaults to a single process."""
     hparams = SimpleNamespace(seed=seed, per_gpu_batch_size=per_gpu_batch_size)
     return RunContext(
         config=SimpleNamespace(hparams=hparams) if config is None else config,
@@ -27,5 +27,5 @@ def run_context(*, config=None, world=None, data=None, judge=None, seed=0, per_g
 
 
 def evaluation_context(folder=Path(), *, step=0, **others):
-    """Return the context of an evaluation that writes to `folder`; others as for `run_context`."""
+    """Return the context of an evaluation that writes to `folder`; other arguments as for `run_context`."""
     return EvaluationContext.of(run_context(**others), step=step, folder=folder)

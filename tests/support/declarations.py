@@ -1,6 +1,6 @@
-"""Fields of schemas that the part which they configure declares again, as parameters of its constructor.
+"""Schema fields that the configured part declares again as constructor parameters.
 
-Parameters are those of the function as it is written, below its decorators.
+Parameters are read from the undecorated function.
 """
 
 import inspect
@@ -16,9 +16,9 @@ class Field:
     """A schema field whose `_target_` is a class or function of foundry.
 
     Attributes:
-        path: such as "objective.GRPO.ratio_clip_min".
-        is_parameter: the target has a parameter of that name.
-        has_second_default: the parameter has a default.
+        path: dotted name, such as "objective.GRPO.ratio_clip_min".
+        is_parameter: whether the target has a parameter of that name.
+        has_second_default: whether the parameter has a default.
     """
 
     path: str

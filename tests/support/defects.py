@@ -1,4 +1,4 @@
-"""Defects for `Rehearsals(before=...)`: each is put into the process of a rehearsal, which should find it."""
+"""Defects for `Rehearsals(before=...)`: functions that inject a defect into a rehearsal, which should detect it."""
 
 import torch
 import torch.distributed as dist
@@ -11,17 +11,17 @@ kept = []
 
 
 def read_the_loss():
-    """An objective reads its loss in each microbatch."""
+    """Make the objective read its loss in each microbatch."""
     _change_loss(lambda part: part if part.loss.item() < 1e9 else None)
 
 
 def use_a_host_tensor():
-    """An objective weighs its loss with numbers in host memory."""
+    """Make the objective multiply its loss by a tensor in host memory."""
     _change_loss(lambda part: LossSum((part.loss[None] * torch.ones(3)).sum(), part.metrics))
 
 
 def gather_once_more():
-    """A step gathers something that no strategy counts."""
+    """Add an all-gather to each step that no strategy accounts for."""
     step = TrainStep.__call__
 
     def gathering(self, window, lr, number, **options):
@@ -33,7 +33,7 @@ def gather_once_more():
 
 
 def keep_a_whole_model():
-    """A step makes a tensor of the size of the whole model, and keeps it."""
+    """Make each step allocate and retain a tensor of the size of the unsharded model."""
     step = TrainStep.__call__
 
     def keeping(self, window, lr, number, **options):

@@ -1,4 +1,4 @@
-"""What tests of a device share: the same test on the CPU and on a GPU, and what reaches the device."""
+"""Helpers for tests that run on the CPU and on a GPU, records of device operations, and fake GPUs."""
 
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from foundry.parallel import device
 from foundry.parallel.process_group import World
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-"""For `parametrize`: what a GPU has to show is shown of the CPU too, so that the test itself is known to work."""
+"""For `parametrize`: GPU tests run on the CPU too, so that their code is tested without a GPU."""
 
 
 def device_of(name):
@@ -19,12 +19,12 @@ def device_of(name):
 
 
 def alone_on(name):
-    """One process on a device."""
+    """Return the World of a single process on a device."""
     return World.single(device_of(name))
 
 
 class Operations(TorchDispatchMode):
-    """The operations that reach a device, with the type of what they give."""
+    """Records the dispatched operations with the dtype of their outputs."""
 
     _READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal", "aten::is_nonzero")
 
@@ -43,13 +43,13 @@ class Operations(TorchDispatchMode):
 
     @property
     def num_reads(self):
-        """How often the host has looked at a number of a tensor, wherever that lies."""
+        """Number of host reads of tensor values, on any device."""
         return sum(name in self._READS for name in self.names)
 
 
 @contextmanager
 def waiting_is_an_error(name):
-    """A body in which nothing may wait for a GPU; on a CPU nothing can."""
+    """Raise an error if the body waits for the GPU; no effect on the CPU."""
     if name != "cuda":
         yield
         return
@@ -63,7 +63,7 @@ def waiting_is_an_error(name):
 
 @contextmanager
 def runs_on(name, monkeypatch):
-    """A body whose runs take that device, whatever the machine has."""
+    """Make runs in the body use this device on any machine."""
     with monkeypatch.context() as patch:
         if name == "cpu":
             patch.setattr(torch.cuda, "is_available", lambda: False)
@@ -73,7 +73,7 @@ def runs_on(name, monkeypatch):
 
 @dataclass
 class FakeGpus:
-    """Answers of torch.cuda about GPUs that are not there; every GPU has the same memory, in bytes."""
+    """Fake answers of torch.cuda; all GPUs have equal memory, in bytes."""
 
     name: str = "NVIDIA H100 80GB HBM3"
     count: int = 1
@@ -86,7 +86,7 @@ class FakeGpus:
     num_waits: int = 0
 
     def replace_torchs(self, monkeypatch):
-        """Have torch.cuda answer as this object says at the time; nothing computes on these GPUs."""
+        """Patch torch.cuda to answer with the current attributes; nothing computes on these GPUs."""
         answers = {
             "is_available": lambda: self.count > 0,
             "device_count": lambda: self.count,

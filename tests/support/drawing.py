@@ -1,4 +1,4 @@
-"""Check whether MuJoCo can draw on this machine."""
+"""Check if MuJoCo can render on this machine."""
 
 import functools
 import os
@@ -10,10 +10,10 @@ _DRAW = 'import mujoco; mujoco.Renderer(mujoco.MjModel.from_xml_string("<mujoco/
 
 @functools.cache
 def reason_not_to_draw() -> str | None:
-    """Return None if MuJoCo draws, otherwise the line of its error.
+    """Return None if MuJoCo can render, otherwise its error line.
 
-    The check runs in a subprocess, because MuJoCo aborts a process that draws after a failure. It uses none of
-    foundry's code, so that a defect of foundry fails the tests and does not skip them.
+    The check runs in a subprocess, because MuJoCo aborts a process that renders after a failure. It does not use
+    foundry's code, so that a defect of foundry fails the tests instead of skipping them.
     """
     environment = {"MUJOCO_GL": "egl", **os.environ}
     done = subprocess.run([sys.executable, "-c", _DRAW], env=environment, capture_output=True, text=True, check=False)

@@ -5,7 +5,7 @@ from foundry.config.command import quoted
 
 
 def evaluate(overrides=(), /, **options):
-    """Measure with options as `key=value` arguments, and overrides; returns the measurements."""
+    """Run `foundry eval` with options and overrides, and return the measurements."""
     return evaluate_words([*(f"{name}={_written(value)}" for name, value in options.items()), *overrides])
 
 

@@ -1,4 +1,4 @@
-"""Which examples a test looks at: all of them where `long` tests run as well, and else a part."""
+"""Number of examples and cases per test: all if `long` tests are selected, otherwise a fraction."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ selection = _Selection()
 
 
 def examples(number):
-    """Of so many."""
+    """Return the number of examples to run, of `number` in total."""
     return number if selection.is_all else max(1, number // FRACTION)
 
 
@@ -26,5 +26,5 @@ def long_case(*values):
 
 
 def some_of(values, *default):
-    """Return parameters of cases: those in `default` always run, the others only if `long` tests are selected."""
+    """Return parameters of cases: cases in `default` always run, the rest only if `long` tests are selected."""
     return [value if value in default else long_case(value) for value in values]

@@ -1,4 +1,4 @@
-"""`PYTHONPATH=tests pytest -p support.fake_gpus -n 0 -m gpu FILE...`: tests for a GPU, on one that does not exist.
+"""`PYTHONPATH=tests pytest -p support.fake_gpus -n 0 -m gpu FILE...`: run GPU tests on a fake GPU.
 
 Waits, shapes and memory are real. Tests that need numbers, CUDA's own kernels or several processes are skipped.
 """
@@ -25,7 +25,7 @@ NEEDS = {
     "training/test_guards.py": NUMBERS,
     "test_a_norm_makes_no_copy_in_float32": KERNELS,
 }
-"""Reason by the end of a file's name or a test's."""
+"""Reasons for skips, by suffix of the file path or by test name."""
 
 
 def pytest_collection_modifyitems(items):

@@ -1,7 +1,7 @@
-"""An objective with the fault that FAULT names, on the rank that FAULTY_RANK names.
+"""An objective with an injected fault: environment variable FAULT names it, FAULTY_RANK its rank.
 
-The fault occurs in the third step, or where FAULTY_PHASE says: in the first "evaluation" or as files are written by a
-"save".
+The fault occurs in the third step, or with FAULTY_PHASE=evaluation in the first evaluation, or with FAULTY_PHASE=save
+when a checkpoint writes its files.
 """
 
 import multiprocessing

@@ -1,11 +1,11 @@
-"""Record which tests depend on which settings, or ignore a setting; `tests/mutate_fields.py` uses both.
+"""Record the settings that each test depends on, or ignore a setting; used by `tests/mutate_fields.py`.
 
-Every process that imports this package reads `FOUNDRY_FIELDS`, ranks and warm commands included:
+Every process that imports this package reads `FOUNDRY_FIELDS`, including ranks and warm commands:
 
-- `record:FOLDER` records each test in which a run uses a field with another value than its default;
-- `ignore:KEY` gives every run the default of one field, such as `DDP.bucket_cap_mb`; `ignore:KEY@READER` does so in
-  one module alone, such as `DDP.bucket_cap_mb@parallel/wrap.py`, or in building parts with `@build`;
-- `on` prepares the fields, and leaves the rest to `state`.
+- `record:FOLDER` records each test in which a run uses a field with a non-default value;
+- `ignore:KEY` gives every run the default of one field, such as `DDP.bucket_cap_mb`; `ignore:KEY@READER` is limited to
+  one module, such as `DDP.bucket_cap_mb@parallel/wrap.py`, or to the construction of parts with `@build`;
+- `on` prepares the fields; `state` controls them.
 
 A run uses a field if code of the run reads it from its schema, or calls a part with it. Checks, records and plans of a
 configuration and the tests themselves always read the user's value.
@@ -24,7 +24,7 @@ _TESTS = str(Path(__file__).resolve().parents[1]) + os.sep
 _PACKAGE = str(Path(_TESTS).parent / "foundry") + os.sep
 _CONFIG = _PACKAGE + f"config{os.sep}"
 _BUILD = f"{_CONFIG}build.py"
-# Rooms and modules that describe a run without training.
+# Packages and modules that describe a run without training.
 _DESCRIBING = tuple(
     _PACKAGE + name
     for name in (
@@ -137,7 +137,7 @@ class _Field:
 
 
 def use(key, reader, value):
-    """Return the value for the run: the user's, which is not the default, unless the field is ignored."""
+    """Return the value for the run: the non-default value of the user, or the default if the field is ignored."""
     if state.ignored in (key, f"{key}@{reader}"):
         return defaults[key]
     if state.folder is not None:
@@ -146,7 +146,7 @@ def use(key, reader, value):
 
 
 def _reader(frame) -> str | None:
-    """Return the module of a run that reads the field, or None: checks, records, plans and tests are no run."""
+    """Return the module of the run that reads the field, or None for checks, records, plans and tests."""
     is_config = False
     while frame is not None:
         path, name = frame.f_code.co_filename, frame.f_code.co_name
@@ -165,13 +165,13 @@ def _reader(frame) -> str | None:
 
 
 def _wrap(target: str, keys: dict[str, str]) -> None:
-    """Wrap a part, which is a class, a function or a class method, so that its arguments come from `use`."""
+    """Wrap a part (class, function or class method) so that its arguments pass through `use`."""
     module_name, _, name = target.rpartition(".")
     try:
         owner: Any = import_module(module_name)
     except ModuleNotFoundError as error:
         if not module_name.startswith(error.name or "?"):
-            return  # an extra that is not installed
+            return  # optional package is missing
         above, _, class_name = module_name.rpartition(".")
         owner = getattr(import_module(above), class_name)
     part = getattr(owner, name)
@@ -208,7 +208,7 @@ def _note(key: str, reader: str) -> None:
 
 
 def _read_current():
-    """Return the running test and its phase from the file of pytest's process, or None."""
+    """Return the running test and its phase from the file written by pytest, or None."""
     try:
         test, phase = (state.folder / "current").read_text().split("\t")
     except (OSError, ValueError):
@@ -224,7 +224,7 @@ def _enter(test: str, phase: str) -> None:
         path.with_suffix(".new").replace(path)
 
 
-# A plugin of pytest, with `-p support.field_reads`.
+# Hooks of the pytest plugin `-p support.field_reads`.
 
 
 def pytest_runtest_setup(item):

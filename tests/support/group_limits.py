@@ -1,4 +1,4 @@
-"""How long a collective of each process group of this process may take; as a tracker, written down at each step."""
+"""Collective timeouts of the process groups of this process, also as a tracker that writes them at each step."""
 
 import json
 
@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 
 def limits():
-    """The size of each group, and the seconds of each of its backends."""
+    """Return the size of each group and the timeouts of its backends in seconds."""
     groups = list[tuple[int, list[float]]]()
     for group in dist.distributed_c10d._world.pg_map:
         backends = [group._get_backend(device) for device in group._device_types]

@@ -46,7 +46,7 @@ def run_ranks(function, world_size, *args, timeout_seconds=300.0):
 
 
 def spawn(function, world_size, *args, timeout_seconds=300.0, cuda=False):
-    """Do the same on ranks that start for this call and end with it; over NCCL with `cuda`."""
+    """Do the same on ranks that run only this call; over NCCL with `cuda`."""
     ranks = Ranks(world_size, cuda=cuda)
     results = ranks.call(function, args, timeout_seconds)
     ranks.stop()
@@ -74,7 +74,7 @@ class Ranks:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        # In two layers, because `function` can be imported only with the search path of the tests.
+        # Pickled twice, because `function` can be imported only with the sys.path of the tests.
         request = pickle.dumps((sys.path, port, pickle.dumps((function, args))))
         try:
             for pipe in self.pipes:
@@ -110,7 +110,7 @@ def _collect(pipes: list[Connection], timeout_seconds: float) -> list[tuple[bool
             except (EOFError, ConnectionResetError):
                 outcomes[rank] = (False, "ended without a word")
             if not outcomes[rank][0]:
-                # Its peers fail soon, or hang in a collective.
+                # Peers fail soon or hang in a collective.
                 deadline = min(deadline, time.monotonic() + 5)
     return outcomes
 
@@ -141,7 +141,7 @@ def _serve(pipe, rank, world_size, cuda):
 
 
 def _execute(request, cuda):
-    """Whether the call succeeded, and its pickled outcome."""
+    """Return whether the call succeeded, and its pickled outcome."""
     from foundry.parallel.process_group import process_group
 
     try:
@@ -197,7 +197,7 @@ def _loggers():
 
 
 def _forget_groups():
-    """Clear the caches that torch keys by device mesh: an equal mesh of the next call has other process groups."""
+    """Clear the caches of torch keyed by device mesh: an equal mesh of the next call has new process groups."""
     import ctypes
 
     import torch
@@ -221,7 +221,7 @@ def count_collectives(function):
 
 @contextmanager
 def recorded_collectives():
-    """Yield a list that gets each collective of this rank: the name of the c10d operator, and the type that is sent."""
+    """Yield a list that records the collectives of this rank: name of the c10d operator, and dtype of the input."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves

@@ -1,7 +1,7 @@
-"""Measures of the package's structure, from its syntax trees: rooms, the imports between them, and floors.
+"""Structure of the package, measured on its syntax trees: rooms, imports between them, and floors (layers).
 
-A room is a package directly under `foundry/` or under `foundry/tasks/`; modules at the top are in none. Imports within
-functions count; those under `if TYPE_CHECKING:` do not.
+A room is a package directly under `foundry/` or `foundry/tasks/`; top-level modules belong to no room. Imports within
+functions count; imports under `if TYPE_CHECKING:` do not.
 """
 
 import ast
@@ -19,7 +19,7 @@ class House:
 
     Attributes:
         modules: room of each module, by its dotted name.
-        arrows: (importing room, imported room) and the importing modules of the first.
+        arrows: importing modules by (importing room, imported room).
     """
 
     modules: dict[str, str]
@@ -35,7 +35,7 @@ class House:
         return sorted(tuple(sorted(group)) for group in _components(self._below()) if len(group) > 1)
 
     def floors(self) -> dict[str, int]:
-        """Return the floor of each room: 1 if it imports no other, else one more than the highest that it imports.
+        """Return the floor of each room: 1 without imports of other rooms, else 1 + the highest imported floor.
 
         Rooms of a circle share a floor.
         """
@@ -54,7 +54,7 @@ class House:
 
 
 def measure(root: Path) -> House:
-    """Measure the package in a folder, which holds its modules."""
+    """Measure the package whose modules are in a folder."""
     paths = {_dotted(path, root): path for path in sorted(root.rglob("*.py"))}
     trees = {name: ast.parse(path.read_text()) for name, path in paths.items()}
     modules = {name: room for name, path in paths.items() if (room := _room(path.relative_to(root)))}
@@ -78,7 +78,7 @@ def _room(path: Path) -> str:
 
 
 def _module(imported: str, trees: dict[str, ast.Module]) -> str | None:
-    """Return the module that holds an imported name: the longest prefix that is one."""
+    """Return the module of an imported name: the longest prefix that is a module."""
     while imported and imported not in trees:
         imported = imported.rpartition(".")[0]
     return imported or None
@@ -99,7 +99,7 @@ def _imports(tree: ast.AST) -> Iterator[str]:
 
 
 def _components(below: dict[str, set[str]]) -> list[frozenset[str]]:
-    """Return the strongly connected groups of a graph; each room is in one."""
+    """Return the strongly connected components of a graph; each room is in exactly one."""
     reached = {room: _reach(room, below) for room in below}
     return list({frozenset({room} | {low for low in reached[room] if room in reached[low]}) for room in below})
 

@@ -1,7 +1,7 @@
-"""Commands of foundry within the test process, with the answers of `terminal.Shell.run`.
+"""Run commands of foundry within the test process, with the same results as `terminal.Shell.run`.
 
-For commands that start no process and are not killed: refusals, pages of help, plans, reports, small runs. Everything
-that a command sets for its process is set back afterwards.
+For commands that start no process and are not killed: errors, help pages, plans, reports, small runs. The process state
+that a command changes is restored afterwards.
 """
 
 import contextlib
@@ -40,13 +40,13 @@ _PATCHED = (
     (basic_launcher, "run_job"),
     *((hydra.Hydra, name) for name in ("get_mode", "app_help", "format_config_groups")),
 )
-"""Functions of Hydra's that a command replaces for its process."""
+"""Functions of Hydra that a command replaces in its process."""
 
 
 class Commands:
     """Runs commands in a folder: `commands("hparams.lr=-1", code=2)` returns (stdout, stderr).
 
-    `variables` are set for each command, such as PYTHONPATH=. for parts of a user's own in the folder.
+    `variables` are set for each command, such as PYTHONPATH=. for custom parts in the folder.
     """
 
     def __init__(self, cwd, cache, variables=None):
@@ -74,8 +74,10 @@ class Commands:
 
 
 def _run(module):
-    """Run a module as the main one; return the exit code of a process that did."""
-    sys.modules.pop(module if module != "foundry" else "foundry.__main__", None)  # runpy warns of an imported one
+    """Run a module as `__main__` and return the exit code."""
+    sys.modules.pop(
+        module if module != "foundry" else "foundry.__main__", None
+    )  # runpy warns if it is imported already
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as end:
@@ -95,7 +97,7 @@ def _output_file():
 
 @contextlib.contextmanager
 def _captured(*files):
-    """Have the files take the output to stdout and stderr meanwhile, of Python and of libraries in C."""
+    """Redirect stdout and stderr of Python and of C libraries to the files."""
     with contextlib.ExitStack() as stack:
         for number, stream, file in zip((1, 2), (sys.stdout, sys.stderr), files, strict=True):
             stream.flush()
@@ -116,14 +118,14 @@ def _text(file):
 
 @contextlib.contextmanager
 def _process_state():
-    """Set back everything that belongs to the process."""
+    """Restore the process state on exit."""
     with contextlib.ExitStack() as stack:
         for keep in (_hydra, _python, _modules, _logging, _signals, _random_numbers, _torch):
             stack.callback(keep())
         threads = set(threading.enumerate())
         yield
         if _new_threads(threads):
-            gc.collect()  # ends idle threads of pools that nobody refers to
+            gc.collect()  # ends idle threads of unreferenced pools
         late = _new_threads(threads)
         for thread in late:
             thread.join(20)
@@ -131,7 +133,7 @@ def _process_state():
 
 
 def _new_threads(before):
-    """Return the threads that Python has started since, without those of torch."""
+    """Return the threads that Python has started since `before`, without threads of torch."""
     return [t for t in threading.enumerate() if t not in before and not isinstance(t, threading._DummyThread)]
 
 
@@ -181,7 +183,7 @@ def _python():
 
 
 def _modules():
-    """Forget modules of the command's folder, and put back the one that ran as `__main__`."""
+    """Unload modules of the command's folder, and restore the module that ran as `__main__`."""
     before = dict(sys.modules)
 
     def restore():

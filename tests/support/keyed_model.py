@@ -1,10 +1,10 @@
-"""A user's own model, which needs a key."""
+"""A custom model that requires an API key."""
 
 from foundry.models.transformer import Transformer
 
 
 def build(*, api_key, header, **settings):
-    """A decoder, for whoever has the key."""
+    """Build a decoder if the key is valid."""
     assert api_key.startswith("canary-")
     assert header.endswith(api_key)
     if settings.pop("fails"):

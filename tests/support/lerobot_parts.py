@@ -1,4 +1,4 @@
-"""A folder in LeRobot's format, version 3, written by hand from what the format is: nothing of foundry takes part."""
+"""A LeRobot v3 dataset, written from the format specification without foundry's code."""
 
 import io
 import json
@@ -14,13 +14,13 @@ CAMERA = "observation.images.front"
 
 
 def smooth_picture(number):
-    """(SIZE, SIZE, 3) uint8, a gradient that tells pictures apart."""
+    """Return a (SIZE, SIZE, 3) uint8 gradient, distinct for each number."""
     down, right = np.mgrid[0:SIZE, 0:SIZE] * (200 // SIZE)
     return np.stack([down, right, np.full_like(down, 10 * number)], axis=-1).astype(np.uint8)
 
 
 def recorded():
-    """State (frames, 3), actions (frames, 2) and pictures (frames, SIZE, SIZE, 3) of all episodes."""
+    """Return state (frames, 3), actions (frames, 2) and images (frames, SIZE, SIZE, 3) of all episodes."""
     draw, frames = np.random.default_rng(0), sum(LENGTHS)
     state = draw.normal(size=(frames, 3)).astype(np.float32)
     actions = draw.normal(size=(frames, 2)).astype(np.float32)
@@ -28,11 +28,11 @@ def recorded():
 
 
 def write_by_hand(folder, *, kind=None, change_info=None):
-    """Write four episodes over two data files in two chunks, their rows not in order; returns what they hold.
+    """Write four episodes into two data files in two chunks, with rows out of order; return the recorded arrays.
 
     Args:
-        folder: an empty one.
-        kind: of the pictures: None, image or video; of videos two episodes share a file.
+        folder: an empty folder.
+        kind: storage of images: None, image or video; two episodes share a video file.
         change_info: called with the content of info.json before it is written.
     """
     (state, actions, pictures), frames = recorded(), sum(LENGTHS)

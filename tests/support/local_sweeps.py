@@ -1,4 +1,4 @@
-"""Sweeps on this machine, as somebody starts them in an empty folder."""
+"""Local sweeps, started by the command in an empty folder."""
 
 import json
 import os
@@ -25,7 +25,7 @@ TINY = [
 
 
 class Sweeps:
-    """Sweeps in a folder, all with the same launcher."""
+    """Sweeps in a folder with the same launcher."""
 
     def __init__(self, cwd, *launcher):
         self.cwd, self.launcher = cwd, launcher
@@ -47,13 +47,13 @@ class Sweeps:
         return driver
 
     def close(self):
-        """End what a test that failed has left."""
+        """Kill the processes that a failed test has left."""
         for driver in self.drivers:
             with suppress(ProcessLookupError):
                 os.killpg(driver.pid, signal.SIGKILL)
 
     def ctrl_c(self, driver):
-        """As in a terminal: every process of the driver's group gets it."""
+        """Send SIGINT to every process in the driver's group, as a terminal does."""
         os.killpg(driver.pid, signal.SIGINT)
 
     @property
@@ -78,7 +78,7 @@ class Sweeps:
         self.wait(lambda: path.is_file() and path.read_bytes().count(b"\n") >= steps)
 
     def process_of(self, job):
-        """The process that trains in the job's directory."""
+        """Return the pid of the process that trains in the run directory of a job."""
         lock = str(self.cwd / "s" / str(job) / ".lock")
         for link in Path("/proc").glob("[0-9]*/fd/*"):
             with suppress(OSError):

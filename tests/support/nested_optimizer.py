@@ -1,11 +1,11 @@
-"""An optimizer whose state is more than tensors by name, and a number that every group estimates."""
+"""An optimizer with nested state and with a running estimate in each parameter group."""
 
 import torch
 from torch.optim import Optimizer
 
 
 class Nested(Optimizer):
-    """Updates by sums kept in dicts and lists, so that every part of its state matters to the next update."""
+    """Updates depend on sums in nested dicts and lists, so every part of the state affects the next update."""
 
     def __init__(self, params, lr=0.1, *, only_shaped=False):
         super().__init__(params, {"lr": lr, "estimate": 1.0, "scale": None})
@@ -48,14 +48,14 @@ class Nested(Optimizer):
 
 
 class Unsaved(Nested):
-    """Keeps what no checkpoint can hold."""
+    """Keeps state that a checkpoint cannot store."""
 
     def _fresh(self, p):
         return super()._fresh(p) | {"history": [object()]}
 
 
 def build_nested(*, model, lr, **settings):
-    """As the target of `optimizer`, over whatever settings the chosen option has."""
+    """Target of `optimizer` that accepts and ignores the settings of any option."""
     return [Nested(model.parameters(), lr, only_shaped=True)]
 
 

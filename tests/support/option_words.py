@@ -1,4 +1,4 @@
-"""What each option of each group is composed with."""
+"""Overrides that each option of each group requires to compose."""
 
 import re
 from pathlib import Path
@@ -34,7 +34,7 @@ COMPANIONS = {
     "vla": ["experiment=vla_touch"],
     "image_chats": ["objective=sft", "model=vlm"],
 }
-"""What an option does not compose without."""
+"""Additional overrides that an option requires."""
 DATA_OF = {
     "completions": ["data=arithmetic"],
     "pairs": ["data=arithmetic", "data.form=preferences"],
@@ -42,27 +42,27 @@ DATA_OF = {
     "images": ["hparams=diffusion"],
     "actions": ["hparams=policy"],
 }
-"""Overrides that choose data with each of the things an objective's `wants` may name."""
+"""Overrides that choose data, by an entry of the `wants` of an objective."""
 
 
 FREE = ("checkpoint", "device", "distributed", "guard", "optimizer", "precision", "scheduler", "tracking")
-"""Groups of which each option composes with any of the others."""
+"""Groups whose options compose in any combination."""
 
 
 def free_words(place):
-    """Return overrides that choose the option at this place in each free group, from the first again after the last."""
+    """Return overrides that choose the option at index `place` in each free group, modulo the number of options."""
     chosen = {group: OPTIONS[group][place % len(OPTIONS[group])] for group in FREE}
     return [word for choice in chosen.items() for word in words_for(*choice)]
 
 
 def has_no_value(group, option):
-    """Whether an option is refused for a setting that only a user can give: a run, a folder or an environment."""
+    """Return whether an option requires a setting from the user: a run, a folder or an environment."""
     is_nemo = option.startswith("nemo_") and group == "hparams"
     return is_nemo or option in ("base", "distillation", "gymnasium", "lerobot", "images")
 
 
 def words_for(group, option):
-    """Return overrides that choose an option together with what it does not compose without."""
+    """Return overrides that choose an option together with the overrides that it requires."""
     overrides = [f"{group}={option}"]
     if (group in ("model", "data") and option in ("dit", "digits")) or option == "images":
         overrides.append("hparams=diffusion")
@@ -81,7 +81,7 @@ def words_for(group, option):
 
 
 def _data_of_objective(option):
-    """Overrides without which an objective does not compose, by its schema's `wants`."""
+    """Return the overrides of data that an objective requires, by the `wants` of its schema."""
     text = Path(config_dir(), "objective", f"{option}.yaml").read_text()
     wants = group_schemas("objective")[re.search(r"/schema/objective/(\w+)@", text)[1]].wants
     return next((DATA_OF[name] for name in wants if name in DATA_OF), [])

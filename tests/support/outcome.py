@@ -1,4 +1,4 @@
-"""What a run has come to, and what must not depend on how often it was interrupted."""
+"""Results of a run that must not depend on interruptions."""
 
 import json
 
@@ -13,7 +13,7 @@ TIMINGS |= {"reserved_memory_bytes", "allocator_retries"}
 
 
 def outcome(run_dir):
-    """Every recorded number, checksums of the last checkpoint's tensors and random numbers, and the trainer's state."""
+    """Return metrics, checksums of the last checkpoint (tensors and random state), trainer state and result.json."""
     final = read_manifest(find(run_dir, "last"))
     result = json.loads((run_dir / "result.json").read_text()) if (run_dir / "result.json").is_file() else {}
     result.pop("config_hash", None)
@@ -21,19 +21,19 @@ def outcome(run_dir):
 
 
 def metrics(run_dir):
-    """Every recorded number but times and memory."""
+    """Return the recorded metrics without times and memory."""
     return [{k: v for k, v in record.items() if k not in TIMINGS} for record in read_metrics(run_dir)]
 
 
 def weights(run_dir):
-    """The tensors of the last checkpoint as its files have them, by name."""
+    """Return the tensors of the last checkpoint by name, as stored."""
     return {
         name: tensor for file in find(run_dir, "last").glob("*.safetensors") for name, tensor in load_file(file).items()
     }
 
 
 def losses(run_dir):
-    """By step, each step once."""
+    """Return the loss of each step; assert that each step is recorded exactly once."""
     steps = [record for record in read_metrics(run_dir) if "loss" in record]
     assert [record["step"] for record in steps] == list(range(steps[0]["step"], steps[-1]["step"] + 1))
     return {record["step"]: record["loss"] for record in steps}

@@ -1,4 +1,4 @@
-"""Data with pictures that needs no simulator: a token says how bright the picture is."""
+"""Image data without a simulator: tokens encode the brightness of the image."""
 
 import torch
 from torch.utils.data import Dataset
@@ -7,7 +7,7 @@ from foundry.data.splits import DataSplits
 
 
 class PictureTokens(Dataset):
-    """Sample i has i % (seq_len + 1) targets; pictures have a brightness each, which the tokens follow from."""
+    """Images of random brightness, which determines the tokens; sample i has 1 + i % seq_len targets."""
 
     def __init__(self, num_samples, sizes, seed):
         generator = torch.Generator().manual_seed(seed)

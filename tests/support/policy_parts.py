@@ -1,4 +1,4 @@
-"""A policy for `Reach` that needs no training, and what one is trained on."""
+"""A policy for `Reach` that requires no training, and demonstrations to train one."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from support.reach import Reach
 
 
 class Units:
-    """States are as they are, and an action of 1 is a displacement of 0.1."""
+    """Statistics that keep states unchanged and scale actions by 0.1."""
 
     def normalise_state(self, state):
         return state
@@ -52,11 +52,11 @@ REACH_POLICY = [
     "evaluation.evaluators.success.episodes=10",
     "evaluation.evaluators.success.at_a_time=4",
 ]
-"""Words that make a small policy, which solves most episodes after 60 steps."""
+"""Overrides of a small policy that solves most episodes after 60 steps."""
 
 
 def demonstrations(*, seed, episodes, state_dim, action_dim, num_observations, horizon, image_size):
-    """What the expert does, by the simulator's seeds from 2**32 on."""
+    """Record expert episodes with simulator seeds from 2**32 on."""
     simulator, states, actions, lengths = Reach(state_dim=state_dim, action_dim=action_dim), [], [], []
     for number in range(episodes):
         states.append(simulator.reset(2**32 + number)["state"])
@@ -82,7 +82,7 @@ class Block(FSDPBlock):
 
 
 class GoThere(nn.Module):
-    """Goes to the goal, through layers that wrappers divide; from (batch, 2, 4) states, (batch, 4, 2) actions."""
+    """Moves to the goal, with layers that wrappers can shard; maps (batch, 2, 4) states to (batch, 4, 2) actions."""
 
     def __init__(self, seed=0):
         super().__init__()
@@ -93,7 +93,7 @@ class GoThere(nn.Module):
         with torch.no_grad():
             self.read.weight[:2].zero_()
             self.read.bias[:2].zero_()
-            for axis in (0, 1):  # of the newer of the two states
+            for axis in (0, 1):  # read the newer of the two states
                 self.read.weight[axis, 4 + axis], self.read.weight[axis, 6 + axis] = -10, 10
             self.write.weight.zero_()
             self.write.bias.zero_()
@@ -107,7 +107,7 @@ class GoThere(nn.Module):
 
 
 class Wandering:
-    """Acts as the model says, with keyed noise; of four actions two are carried out."""
+    """Actions of the model plus keyed noise; executes two of four actions."""
 
     action_steps = 2
 
@@ -120,7 +120,7 @@ class Wandering:
 
 
 class Blind(Reach):
-    """Nothing can be drawn."""
+    """A simulator that cannot render."""
 
     def render(self, size):
         raise RuntimeError("no EGL here")

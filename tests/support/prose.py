@@ -1,11 +1,11 @@
-"""Count phrasings that make technical prose hard to read, and hold each tree of the repository at its rate.
+"""Count phrasings that make technical prose hard to read, and limit their rate in each tree of the repository.
 
     python tests/support/prose.py [PATH...]            rate of each path, by default of each tree
     python tests/support/prose.py --worst 20 [PATH...] also the worst sentences, with file and line
-    python tests/support/prose.py --limits             lower the limits in prose_limits.json to the rates of today
+    python tests/support/prose.py --limits             lower the limits in prose_limits.json to the current rates
 
 Prose is: docstrings, comments and messages (strings of four words or more) of Python, comments of YAML, and Markdown
-without its code. Of Python in `tests/`, strings other than docstrings are data and do not count.
+without code blocks. In `tests/`, strings other than docstrings are data and do not count.
 """
 
 import argparse
@@ -24,9 +24,9 @@ ROOT = Path(__file__).resolve().parents[2]
 LIMITS = Path(__file__).with_name("prose_limits.json")
 TREES = ("README.md", "benchmarks", "conf", "docs", "foundry", "tests")
 MARGIN = 3
-"""Odd phrasings that `--limits` leaves room for in each tree, so that a deleted good sentence fails nothing."""
+"""Additional odd phrasings that `--limits` allows in each tree, so that deleting a good sentence fails no test."""
 MIN_WORDS = 4
-"""Shorter strings of Python are names and keys rather than messages."""
+"""Minimum words of a message; shorter strings are names and keys."""
 
 _CONDITION = r"(?:it|there|they|one|a|an|the|its) (?:is|are|has|have|can|does|was|were)"
 _ODD = re.compile(
@@ -50,14 +50,14 @@ _ODD = re.compile(
     )
     + ")"
 )
-"""Phrasings that established training libraries hardly use; matched against a sentence in lower case."""
+"""Phrasings that established training libraries rarely use; matched against lower-case sentences."""
 _WORD = re.compile(r"[A-Za-z][A-Za-z']*")
 _SENTENCE_END = re.compile(r"(?<=[.;:!?])\s+|\n\s*\n|\n\s*(?=\w+: )")
 
 
 @dataclass(frozen=True)
 class Sentence:
-    """A sentence with its file, its line, and the numbers of its words and of its odd phrasings."""
+    """A sentence with its file, line, number of words and number of odd phrasings."""
 
     file: Path
     line: int
@@ -68,7 +68,7 @@ class Sentence:
 
 @dataclass(frozen=True)
 class Count:
-    """Words of a tree, its odd phrasings, and the sentences that have some."""
+    """Number of words and odd phrasings of a tree, and the sentences with odd phrasings."""
 
     num_words: int
     num_odd: int
@@ -80,17 +80,17 @@ class Count:
         return self.rate_with(0)
 
     def rate_with(self, more: int) -> float:
-        """Return the rate with this many odd phrasings more."""
+        """Return the rate with this many additional odd phrasings."""
         return 1000 * (self.num_odd + more) / max(self.num_words, 1)
 
     def worst(self, most: int) -> list[str]:
-        """Return the densest sentences as `file:line: sentence`."""
+        """Return the sentences with the highest density as `file:line: sentence`."""
         densest = sorted(self.odd_sentences, key=lambda s: s.num_odd / (s.num_words + 8), reverse=True)
         return [f"{_shown_path(s.file)}:{s.line}: {s.text[:220]}" for s in densest[:most]]
 
 
 def count_tree(path: Path) -> Count:
-    """Count the prose of a file, or of all files in a folder."""
+    """Count the prose in a file, or in all files of a folder."""
     files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.suffix in _READERS)
     sentences = [sentence for file in files for sentence in _sentences(file)]
     odd = tuple(s for s in sentences if s.num_odd)
@@ -104,7 +104,7 @@ def read_limits() -> dict[str, float]:
 
 
 def lower_limits() -> None:
-    """Set each limit to the rate of today with the margin; a limit that is lower already stays."""
+    """Set each limit to the current rate plus the margin, unless the limit is lower already."""
     limits = read_limits() if LIMITS.exists() else {}
     for tree in TREES:
         now = math.ceil(100 * count_tree(ROOT / tree).rate_with(MARGIN)) / 100
@@ -145,7 +145,7 @@ def _read_python(source: str, file: Path) -> Iterator[tuple[int, str]]:
 
 
 def _comment_blocks(source: str) -> Iterator[tuple[int, str]]:
-    """Yield first line and text of each run of lines that are comments alone, and of each comment beside code."""
+    """Yield first line and text of each block of comment lines and of each trailing comment."""
     block: list[str] = []
     first_line = 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):

@@ -1,4 +1,4 @@
-"""A simulator without physics: a point that is to reach another in a square of side 2."""
+"""A simulator without physics: a point moves to a goal in a square of side 2."""
 
 from types import SimpleNamespace
 
@@ -8,7 +8,7 @@ from foundry.core.simulator import Step
 
 
 class Reach:
-    """State: the point and its goal; action: a displacement, at most 0.1 in each direction."""
+    """State: point and goal; action: displacement of at most 0.1 along each axis."""
 
     action_dim, fps, instruction = 2, 10.0, "reach the goal"
 

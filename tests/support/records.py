@@ -1,4 +1,4 @@
-"""Records of rehearsals that nobody made, for what is computed from them and shown of them."""
+"""Synthetic rehearsal records, for tests of derived values and tables."""
 
 from foundry.rehearsal.rehearsed import Collective, Peak, Rehearsed
 
@@ -6,13 +6,13 @@ MIB = 2**20
 
 
 def collective(**changes):
-    """Ten all-gathers of a step among eight ranks of a node, with the changes."""
+    """Return ten all-gathers of a step among eight ranks of a node, with changes."""
     usual = {"phase": "step 2", "kind": "all_gather", "device": "cuda", "group_size": 8, "num_nodes": 1, "count": 10}
     return Collective(**{**usual, "bytes": 80 * MIB, **changes})
 
 
 def record(**changes):
-    """A record of two steps on eight ranks, with the changes."""
+    """Return a record of two steps on eight ranks, with changes."""
     weights = {"weights": MIB}
     usual = {
         "world_size": 8,

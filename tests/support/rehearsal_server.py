@@ -1,4 +1,4 @@
-"""`python -m support.rehearsal_server`: forks a process for each rehearsal that a line of its input asks for."""
+"""`python -m support.rehearsal_server`: fork a process for each rehearsal request, one request per line of stdin."""
 
 if __name__ == "__main__":
     from foundry.rehearsal.guard import load_guard
@@ -27,7 +27,7 @@ MODULES = (
 
 
 def serve():
-    """Answer each line with the exit code of its process."""
+    """Write the exit code of the process for each line."""
     for name in MODULES:
         importlib.import_module(name)
     gc.freeze()
@@ -41,7 +41,7 @@ def serve():
 
 
 def rehearse(request, path, before):
-    """Rehearse a run; its output goes into a file beside the answer."""
+    """Rehearse a run; its output goes into a log file next to the result file."""
     answered = Path(path)
     with answered.with_suffix(".log").open("w") as log:
         os.dup2(log.fileno(), 1)

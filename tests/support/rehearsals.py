@@ -1,4 +1,4 @@
-"""Rehearsals for tests, each in a process forked from one that has loaded the device guard and imported everything."""
+"""Rehearsals for tests, each in a fork of a server that has loaded the device guard and all imports."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ from support.composition import configure
 
 
 class Rehearsals:
-    """Rehearses runs one after the other; `foundry.rehearsal.rehearsal.rehearse` starts a process for each."""
+    """Rehearses runs one at a time in forks; `foundry.rehearsal.rehearsal.rehearse` starts a new process for each."""
 
     def __init__(self, cache):
         environment = environment_of_module() | {"FOUNDRY_CACHE": str(cache)}
@@ -21,12 +21,12 @@ class Rehearsals:
         )
 
     def __call__(self, *overrides, world_size=8, **options):
-        """Rehearse a run of these overrides.
+        """Rehearse a run with these overrides.
 
         Args:
-            overrides: of the command line.
-            world_size: ranks.
-            options: of `rehearse`.
+            overrides: command-line overrides.
+            world_size: number of ranks.
+            options: options of `rehearse`.
         """
         config = configure(*overrides, f"distributed.nproc_per_node={world_size}")
         return self.rehearse(config, world_size=world_size, **options)
@@ -35,9 +35,9 @@ class Rehearsals:
         """Rehearse a run.
 
         Args:
-            config: of the run.
-            before: `module:function`, called in the process of the rehearsal before it begins.
-            options: of `foundry.rehearsal.rehearsal.rehearse`.
+            config: config of the run.
+            before: `module:function`, called in the rehearsal process before it begins.
+            options: options of `foundry.rehearsal.rehearsal.rehearse`.
         """
 
         def ask(request, folder):

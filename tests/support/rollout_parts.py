@@ -1,4 +1,4 @@
-"""A tiny model with prompts and an environment, from which rollouts are made."""
+"""A tiny model, prompts and an environment for rollouts."""
 
 import torch
 
@@ -19,7 +19,7 @@ SETTINGS = {"num_prompts_per_step": 4, "num_generations_per_prompt": 4, "generat
 
 
 class Vowels:
-    """`vowels`: their share of the answer."""
+    """Score `vowels`: fraction of vowels in the answer."""
 
     def score(self, answers):
         texts = [answer.text for answer in answers]
@@ -57,7 +57,7 @@ def make_source(
 
 
 def make_student(teacher, **settings):
-    """Distillation of the student's own answers."""
+    """Return an on-policy distillation objective."""
     own = {"teacher": "teacher", "vocab_size": 280, "max_seq_len": 32, "mode": DistillationMode.on_policy}
     objective = Distillation(**{**own, **SETTINGS, **settings})
     objective.compare({"teacher": teacher.requires_grad_(False).eval()})

@@ -1,4 +1,4 @@
-"""Fixtures of what observes runs: the events of a run, and stores of MLflow."""
+"""Fixtures for tests of observers: events of a run, and MLflow stores."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ from support.built_once import built_once
 
 
 class Events:
-    """A short run, as observers are told of it."""
+    """The events of a short run."""
 
     def __init__(self, run_dir):
         self.run_dir = Path(run_dir)
@@ -127,7 +127,7 @@ class Server:
         raise RuntimeError((self.folder / "server.log").read_text()[-2000:])
 
     def stop(self):
-        """End the server and the workers it started, which share its session."""
+        """Kill the server and its workers, which share its session."""
         if self.process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, 9)
@@ -137,7 +137,7 @@ class Server:
 
 @pytest.fixture(scope="session")
 def empty_database(tmp_path_factory, cache):
-    """A database of MLflow without runs: making one takes seconds, copying it does not."""
+    """An MLflow database without runs, to copy: creating one takes seconds."""
 
     def build(folder):
         from mlflow import MlflowClient
@@ -149,7 +149,7 @@ def empty_database(tmp_path_factory, cache):
 
 @pytest.fixture
 def with_database(tmp_path, empty_database, monkeypatch):
-    """The current directory, with a database of its own."""
+    """The current directory, with a private MLflow database."""
     shutil.copy(empty_database, tmp_path / "mlflow.db")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -167,7 +167,7 @@ def mlflow_server(tmp_path_factory, empty_database):
 
 @pytest.fixture
 def own_server(tmp_path, empty_database):
-    """A server a test may kill and start again."""
+    """A server that a test may kill and restart."""
     (tmp_path / "server").mkdir()
     server = Server(tmp_path / "server")
     shutil.copy(empty_database, server.folder / "server.db")
@@ -179,7 +179,7 @@ def own_server(tmp_path, empty_database):
 
 @pytest.fixture
 def black_hole():
-    """The address of a server that takes connections and never answers."""
+    """The address of a server that accepts connections and never responds."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(64)
@@ -193,11 +193,11 @@ def no_mlflow_of_the_user(monkeypatch):
 
 
 class Interrupted(Exception):
-    """What `EndsAfter` ends a run with."""
+    """The exception of `EndsAfter`."""
 
 
 class EndsAfter:
-    """An observer that ends the run as it is told of a step."""
+    """An observer that ends the run after a step."""
 
     def __init__(self, step):
         self._step = step

@@ -1,4 +1,4 @@
-"""Splits the tests over several calls of pytest: each call leaves out the tests that an earlier one has run.
+"""Split the tests over several calls of pytest: each call skips the tests that an earlier call has run.
 
 `FOUNDRY_TESTS_RAN=FILE pytest ...` reads FILE and appends one line for each test: `ran`, `skipped` or, if the call used
 only a fraction of the drawn examples, `part`, then its node id. A test counts as done if its line says `ran`.
@@ -14,10 +14,10 @@ _PART = "part of the examples"
 
 
 class RunOnce:
-    """Pytest plugin that deselects completed tests and records the outcome of all others.
+    """Pytest plugin that deselects completed tests and records the outcome of the remaining tests.
 
     Args:
-        file: the record, which need not exist.
+        file: path of the record; it may not exist yet.
     """
 
     def __init__(self, file: Path) -> None:
@@ -41,6 +41,6 @@ class RunOnce:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session):
-        if not hasattr(session.config, "workerinput"):  # a process of xdist has only its own share
+        if not hasattr(session.config, "workerinput"):  # an xdist worker knows only its share
             with self._file.open("a", encoding="utf-8") as file:
                 file.writelines(f"{outcome} {test}\n" for test, outcome in self._lines.items())

@@ -1,10 +1,10 @@
-"""Files of text samples, read back."""
+"""Reading of text sample files."""
 
 import re
 
 
 def read_samples(file):
-    """Return the texts of a file of samples, each prompt with its continuation."""
+    """Return the texts in a sample file, each a prompt with its continuation."""
     _, *blocks = re.split(r"\n\n=== sample \d+ of \d+ =+\n", file.read_text().removesuffix("\n"))
     parts = [re.split(r"^--- (?:prompt|continuation) -+\n", block, flags=re.MULTILINE)[1:] for block in blocks]
     return ["".join([*(prompt.removesuffix("\n") for prompt in prompts), text]) for *prompts, text in parts]

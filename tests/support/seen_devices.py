@@ -1,4 +1,4 @@
-"""A tracker that writes which GPUs a run can see into the run directory."""
+"""A tracker that writes the GPUs visible to a run into the run directory."""
 
 import json
 import os

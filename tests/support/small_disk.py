@@ -1,4 +1,4 @@
-"""A file system that fills up."""
+"""A small file system that tests can fill up."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 
 @contextmanager
 def small_disk(folder, size):
-    """Mount one of `size`, such as 400k, at a folder; gives a function that resizes it. Skips where that is refused."""
+    """Mount a tmpfs of `size`, such as 400k; yield a function that resizes it. Skip the test if mounting fails."""
     if not hasattr(os, "geteuid") or os.geteuid() != 0:
         pytest.skip("only root can mount a small disk")
     folder.mkdir(exist_ok=True)
@@ -23,7 +23,7 @@ def small_disk(folder, size):
 
 
 def fill(file):
-    """Write zeros until there is no byte left; deleting the file makes room again."""
+    """Write zeros until the disk is full; deleting the file frees the space."""
     with file.open("wb", buffering=0) as ballast, suppress(OSError):
         while ballast.write(bytes(4096)):
             pass

@@ -1,4 +1,4 @@
-"""A small file of each kind that data is read from, and a trained base."""
+"""A small file for each kind of data, and a trained base model."""
 
 import json
 import shutil
@@ -12,10 +12,10 @@ STORED = Path(__file__).parents[1] / "stored"
 
 
 def write_small_files(folder: Path) -> None:
-    """Write text, rows, tokens, pictures, episodes and the run `base` into an empty folder.
+    """Write text, rows, tokens, images, episodes and the run `base` into an empty folder.
 
-    Their names and bytes are the same everywhere and may not change: records in `tests/evidence/table.json` and the run
-    directories in `tests/stored` depend on them.
+    Names and bytes are the same on every machine and must not change: records in `tests/evidence/table.json` and the
+    run directories in `tests/stored` depend on them.
     """
     numbers = range(60)
     lines = [f"{n} times {n + 1} is {n * (n + 1)}." for n in numbers]
@@ -46,7 +46,7 @@ def _write_rows(path: Path, rows: list[dict[str, str]]) -> None:
 
 
 def _grey_png(size: int, grey: int) -> bytes:
-    """Return a picture of one grey without compression, which versions of libraries do differently."""
+    """Return a uniform gray PNG without compression, whose bytes would depend on the zlib version."""
     rows = (b"\0" + bytes([grey]) * size) * size
     header = struct.pack(">IIBBBBB", size, size, 8, 0, 0, 0, 0)
     chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows, level=0)), (b"IEND", b""))

@@ -1,4 +1,4 @@
-"""A run of seconds on a text of a few kilobytes."""
+"""A run of a few seconds on a few kilobytes of text."""
 
 SMALL = [
     "model.hidden_size=16",
@@ -25,7 +25,7 @@ RUN = [
 
 
 def write_text(folder):
-    """A text file in a folder; returns the word that trains on it."""
+    """Write a text file into a folder and return the override that trains on it."""
     path = folder / "text.txt"
     path.write_text("\n".join(f"{n} times {n} is {n * n}." for n in range(2000)))
     return f"data.path={path}"

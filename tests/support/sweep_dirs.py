@@ -1,4 +1,4 @@
-"""Directories of sweeps, written by the observers that write those of runs."""
+"""Sweep directories, written by the observers of runs."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ from foundry.tracking.status_file import StatusFile
 
 
 class SweepDir:
-    """A sweep in a folder; `events` makes the events of a run in a directory."""
+    """A sweep in a folder; `events(run_dir)` creates the events of a run."""
 
     def __init__(self, folder, events, **facts):
         self.folder, self.events = folder, events
@@ -22,7 +22,7 @@ class SweepDir:
         folder.mkdir()
 
     def job(self, *overrides, state="finished", losses=(3.0, 2.0), reason="", step=200, shared=()):
-        """Add a job that has come to a state, with evaluations on the way; returns its run directory."""
+        """Add a job in the given state, with evaluations, and return its run directory."""
         index = len(self.facts["jobs"])
         run_dir = self.folder / str(index)
         entry = {"index": index, "dir": str(index), "overrides": overrides, "config_hash": "c0ffee", "id": str(index)}
@@ -35,12 +35,12 @@ class SweepDir:
         return run_dir
 
     def prune(self, run_dir):
-        """Make a finished job one that a search has ended early."""
+        """Mark a finished job as pruned by a search."""
         path = run_dir / "result.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"pruned": "pruned: val_loss 9 at 25% of the run"}))
 
     def add_interval(self, run_dir, *ends):
-        """Have the evaluations of a finished job measure the interval of its loss too, and the last one its result."""
+        """Add a confidence interval of the loss to the evaluations and the result of a finished job."""
         for end, values in zip(("low", "high"), zip(*ends, strict=True), strict=True):
             records = (run_dir / "metrics.jsonl").read_text().splitlines()
             left = iter(values)
@@ -86,7 +86,7 @@ sys.stdin.read()
 
 @contextmanager
 def held(run_dir, host=""):
-    """The lock of a run directory, as another process that trains there has it."""
+    """Hold the lock of a run directory in another process, as a training run does."""
     run_dir.mkdir(exist_ok=True)
     command = [sys.executable, "-c", _HOLDER, str(run_dir / LOCK), host]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:

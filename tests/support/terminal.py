@@ -1,4 +1,4 @@
-"""Runs of foundry as a person starts them."""
+"""Commands of foundry in new processes, as in a terminal."""
 
 import os
 import subprocess
@@ -8,12 +8,12 @@ NOT_PASSED_ON = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER
 
 
 def passed_on():
-    """The environment without the variables of a scheduler, a launcher or MLflow."""
+    """Return the environment without variables of batch systems, launchers and MLflow."""
     return {k: v for k, v in os.environ.items() if k not in NOT_PASSED_ON and not k.startswith(("SLURM", "MLFLOW"))}
 
 
 class Shell:
-    """A person's terminal: an empty folder, and a cache that all tests share, so that one tokenizer is trained."""
+    """Runs commands in an empty folder, with a cache shared by all tests, so that a tokenizer is trained once."""
 
     def __init__(self, cwd, cache):
         self.cwd = cwd

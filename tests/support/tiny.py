@@ -1,4 +1,4 @@
-"""Words that make a model small and draw no plots, so that a run is start-up and little else."""
+"""Overrides for tiny models without plots, so that a run consists mostly of its start."""
 
 SMALL_LM = [
     "debug=fast",

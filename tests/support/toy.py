@@ -1,4 +1,4 @@
-"""A small model with everything that is hard to wrap, and a training window by hand."""
+"""A small model with all features that are hard to wrap, and a manual training window."""
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ class ToyBlock(FSDPBlock):
 
 
 class Toy(nn.Module):
-    """Causal language model; the vocabulary of 29 divides by no number of ranks, and the head is tied."""
+    """Causal language model with a tied head; no number of ranks divides the vocabulary size of 29."""
 
     def __init__(self, seed=0):
         super().__init__()
@@ -48,7 +48,7 @@ class Toy(nn.Module):
 
 
 def global_batch(step):
-    """Tokens (NUM_SAMPLES, SEQ + 1) and which targets count (NUM_SAMPLES, SEQ); some samples have none."""
+    """Return tokens (NUM_SAMPLES, SEQ + 1) and the mask of valid targets (NUM_SAMPLES, SEQ), empty for some samples."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(VOCAB, (NUM_SAMPLES, SEQ + 1), generator=generator)
     lengths = torch.randint(0, SEQ + 1, (NUM_SAMPLES, 1), generator=generator)
@@ -63,7 +63,7 @@ def sum_loss(model, tokens, valid):
 
 
 def backward_window(parallel, policy, world, step, num_microbatches, scale=lambda loss: loss):
-    """Forward and backward over this rank's share of the global batch."""
+    """Run forward and backward passes over this rank's share of the global batch."""
     tokens, valid = (tensor.to(world.device) for tensor in global_batch(step))
     total = valid.sum()
     num = num_microbatches
@@ -79,7 +79,7 @@ def backward_window(parallel, policy, world, step, num_microbatches, scale=lambd
 
 
 def train(parallel, policy, world, *, num_steps=3, num_microbatches=2, clip=0.5):
-    """A few steps of AdamW; returns (gradients of the last step, gradient norms, parameters), whole."""
+    """Run AdamW steps; return (gradients of the last step, gradient norms, parameters), all unsharded."""
     optimizer = torch.optim.AdamW(parallel.model.parameters(), lr=1e-2, eps=1e-3, weight_decay=0.1)
     norms = []
     for step in range(num_steps):

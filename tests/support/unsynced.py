@@ -1,8 +1,8 @@
-"""Writing without waiting for the disk: tests kill processes, and the page cache keeps what these have written."""
+"""Writes without fsync: tests kill processes but not the machine, so the page cache keeps the data."""
 
 import os
 
 
 def skip_fsync():
-    """Replace `os.fsync` in this process, and in those that fork from it."""
+    """Replace `os.fsync` in this process and its forks."""
     os.fsync = lambda descriptor: None

@@ -1,7 +1,7 @@
-"""The commands of `terminal.Shell`, in processes that fork from one that has imported everything, and so start at once.
+"""Commands of `terminal.Shell` in forks of a process that has imported everything, so that they start at once.
 
-The ranks of a run fork from that run's process in the same way. What a process start has to show (imports, torchrun,
-kills of a whole process tree) needs `terminal.Shell`.
+The ranks of a run fork from its process in the same way. Tests of the process start (imports, torchrun, kills of a
+whole process tree) need `terminal.Shell`.
 """
 
 import importlib
@@ -25,10 +25,8 @@ CONTEXT = multiprocessing.get_context("forkserver")
 
 
 def start_server():
-    """Start the process that others fork from, unless it runs; it imports `support.warm_server`."""
-    CONTEXT.set_forkserver_preload(
-        ["support.warm_server"]
-    )  # one setting for the process, which others may have changed
+    """Start the fork server unless it runs; it imports `support.warm_server`."""
+    CONTEXT.set_forkserver_preload(["support.warm_server"])  # a process-wide setting that other code may have changed
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), before]))
     try:
@@ -41,7 +39,7 @@ def start_server():
 
 
 class WarmProcess:
-    """A process of a `WarmShell`, with the interface of `subprocess.Popen`; what it writes is in two files."""
+    """A process of a `WarmShell`, with the interface of `subprocess.Popen`; its output is in two files."""
 
     def __init__(self, process, stem):
         self._process, self._stem, self.pid = process, stem, process.pid
@@ -59,7 +57,7 @@ class WarmProcess:
         return self.returncode
 
     def outputs(self):
-        """(stdout, stderr) so far."""
+        """Return (stdout, stderr) so far."""
         return tuple(self._stem.with_suffix(suffix).read_text() for suffix in (".out", ".err"))
 
     def communicate(self, timeout=None):
@@ -68,7 +66,7 @@ class WarmProcess:
 
     @property
     def stdout(self):
-        """Its lines, as they come."""
+        """Lines of stdout as the process writes them."""
         with self._stem.with_suffix(".out").open() as file:
             rest = ""
             while True:
@@ -91,9 +89,9 @@ class WarmProcess:
 
 
 class WarmShell:
-    """A folder, and commands that run there.
+    """Runs commands in a folder.
 
-    `variables` are set for each command, such as PYTHONPATH=. for parts of a user's own in the folder.
+    `variables` are set for each command, such as PYTHONPATH=. for custom parts in the folder.
     """
 
     def __init__(self, cwd, cache, variables=None):
@@ -113,7 +111,7 @@ class WarmShell:
         return WarmProcess(process, stem)
 
     def finish(self, process, code=0, seconds=240):
-        """Wait for the end, expect an exit code, and return (stdout, stderr)."""
+        """Wait for the exit, assert the exit code, and return (stdout, stderr)."""
         try:
             out, err = process.communicate(seconds)
         finally:
@@ -122,11 +120,11 @@ class WarmShell:
         return out, err
 
     def run(self, *overrides, code=0, **options):
-        """`start` and `finish`."""
+        """Start a command and finish it."""
         return self.finish(self.start(*overrides, **options), code)
 
     def wait_for_steps(self, process, run_dir, steps):
-        """Wait until the run has logged so many more lines than it had."""
+        """Wait until metrics.jsonl of the run has at least `steps` lines."""
         path, deadline = run_dir / "metrics.jsonl", time.monotonic() + 120
         while not path.is_file() or path.read_bytes().count(b"\n") < steps:
             assert process.poll() is None, process.outputs()
@@ -146,22 +144,22 @@ def _be(module, overrides, cwd, stem, environment):
 
 
 def become(module, overrides, cwd, python_path):
-    """Run `python -m <module> <overrides>` in this process, which has been forked and has the command's environment."""
+    """Run `python -m <module> <overrides>` in this forked process, which has the environment of the command."""
     os.chdir(cwd)
     sys.argv = [module, *overrides]
-    # As `python -m` does; a folder of the user's own comes before what is installed, and is looked at anew.
+    # As in `python -m`, user folders precede installed packages; their caches are invalidated.
     entries = [str(Path(path).absolute()) for path in python_path.split(os.pathsep) if path]
     sys.path[:0] = entries if os.environ.get("PYTHONSAFEPATH") else [str(Path.cwd()), *entries]
     importlib.invalidate_caches()
     local.START = _Ranks()
     if module != "foundry":
-        sys.modules.pop(module, None)  # runpy warns of a module that it finds imported
+        sys.modules.pop(module, None)  # runpy warns if it is imported already
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 @contextmanager
 def warm_ranks():
-    """Have the ranks that `run_local` starts fork from the server."""
+    """Make the ranks of `run_local` fork from the server."""
     start_server()
     before, local.START = local.START, CONTEXT
     try:
@@ -171,7 +169,7 @@ def warm_ranks():
 
 
 class _Rank(ForkProcess):
-    """A process with the dispositions of signals that a fresh one has."""
+    """A process with the signal dispositions of a new process."""
 
     def run(self):
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):

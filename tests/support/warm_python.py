@@ -1,7 +1,7 @@
-"""`python` and `foundry` for PATH, whose commands of foundry fork from a process that has imported everything.
+"""Programs `python` and `foundry` for PATH that run foundry's commands in forks of a process with all imports.
 
-The first command in a `WarmPython` and the first of each module of foundry in this process start cold; all other calls
-of `python` are the interpreter's own.
+The first command in a `WarmPython` and the first of each foundry module in this process start cold; all other calls of
+`python` run the interpreter.
 """
 
 import json
@@ -44,7 +44,7 @@ _known_modules: set[str] = set()
 
 
 class WarmPython:
-    """A folder for PATH with that `python`, while it is entered; a process ends with the shell's that waits for it."""
+    """Context manager with a folder for PATH; a command is killed if the client process that waits for it ends."""
 
     def __enter__(self):
         self._temporary = tempfile.TemporaryDirectory(prefix="foundry-python-")
@@ -68,7 +68,7 @@ class WarmPython:
         self._temporary.cleanup()
 
     def _serve(self):
-        with suppress(OSError):  # it is closed
+        with suppress(OSError):  # the socket is closed
             while True:
                 connection, _ = self._server.accept()
                 size, streams, *_ = socket.recv_fds(connection, 8, 2)
@@ -87,7 +87,7 @@ class WarmPython:
 
 
 def _attend(connection, arguments):
-    """Start the process, report its pid and its end to the client, and kill it if the client ends before."""
+    """Start the process, report its pid and exit code to the client, and kill it if the client ends first."""
     with connection:
         start_server()
         process = CONTEXT.Process(target=_be, args=arguments)

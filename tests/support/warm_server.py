@@ -1,6 +1,6 @@
-"""What the process has imported that warm processes fork from: all that a small run imports, and Hydra's plugins.
+"""Imports of the fork server for warm processes: all modules that a small run imports, and Hydra's plugins.
 
-Torch's optimizers import its compiler, whether they use it or not.
+The list includes torch's compiler, because torch's optimizers always import it.
 """
 
 import gc
@@ -54,10 +54,10 @@ def _import_all():
     from support.composition import CHOICES, compose
     from support.tiny import TINY_DIT, TINY_LM
 
-    for words in ((), (), TINY_LM, TINY_DIT):  # Hydra looks for its plugins once; options are read once
+    for words in ((), (), TINY_LM, TINY_DIT):  # loads Hydra's plugins and caches options
         compose(*words)
     keep_choices(CHOICES)
-    # Put there so that this module was found.
+    # Remove the entry that made this module importable.
     ours = str(Path(__file__).parents[1])
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", ours)]
     os.environ.pop("PYTHONPATH", None)
@@ -65,9 +65,9 @@ def _import_all():
         os.environ["PYTHONPATH"] = os.pathsep.join(paths)
 
 
-# Only where it is preloaded: that finds this folder through the variable.
+# Only in the fork server, which finds this folder through PYTHONPATH.
 if str(Path(__file__).parents[1]) in os.environ.get("PYTHONPATH", "").split(os.pathsep):
     _import_all()
     skip_fsync()
-    gc.freeze()  # so that those who fork do not collect, and copy, all of it again
+    gc.freeze()  # so that forks do not collect, and thereby copy, these objects
     gc.set_threshold(10_000, 10, 10)

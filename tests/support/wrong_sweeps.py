@@ -1,4 +1,4 @@
-"""Sweeps in which some jobs are wrong, and how each line begins that is said of them."""
+"""Sweeps with invalid jobs, and the expected beginnings of their error lines."""
 
 EXPERIMENT = "# @package _global_\nhparams:\n  lr: {lr}\noptimizer:\n  weight_decay: {weight_decay}\n"
 SEARCH = """\
@@ -42,11 +42,11 @@ WRONG_SWEEPS = {
         ["hparams.lr: is -1 but must be above 0 (3 of 12 jobs: 6, 7, 8; the first, job 6: hparams.lr=-1, "],
     ),
 }
-"""By name: the words, and the beginnings of the lines."""
+"""Overrides and expected beginnings of error lines, by name."""
 
 
 def write_options(folder):
-    """The options of the user's own that some of them choose, in `folder`/own."""
+    """Write the user options that some sweeps choose into `folder`/own."""
     for name, lr, weight_decay in (("one", 0.001, 0.0), ("two", 0.002, 0.1), ("broken", -0.5, -0.1)):
         path = folder / "own" / "experiment" / f"{name}.yaml"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ def write_options(folder):
 
 
 def assert_said(name, stderr):
-    """A line for each thing that is wrong, with the jobs of which it is true, and no other."""
+    """Assert that stderr has exactly the expected error lines, each with the affected jobs."""
     lines, expected = stderr.splitlines(), WRONG_SWEEPS[name][1]
     assert [line[: len(beginning)] for line, beginning in zip(lines, expected, strict=False)] == expected, stderr
     assert len(lines) == len(expected), stderr
