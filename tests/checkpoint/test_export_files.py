@@ -12,7 +12,7 @@ def held(state):
     return {name: Weight.held(tensor, tensor.dtype) for name, tensor in state.items()}
 
 
-def test_a_small_model_is_the_file_that_safetensors_writes(tmp_path):
+def test_small_export_equals_the_file_of_safetensors(tmp_path):
     torch.manual_seed(0)
     state = {f"é{number}": (torch.randn(3, number) * 4).to(dtype) for number, dtype in enumerate(DTYPES)}
     state |= {"scalar": torch.tensor(3.5), "transposed": torch.randn(4, 6).T}
@@ -22,7 +22,7 @@ def test_a_small_model_is_the_file_that_safetensors_writes(tmp_path):
     assert not (tmp_path / WEIGHTS_INDEX).exists()
 
 
-def test_a_large_one_is_several_files_with_an_index(tmp_path):
+def test_large_export_is_split_into_files_with_an_index(tmp_path):
     state = {name: torch.full((size,), float(size)) for name, size in (("c", 10), ("a", 15), ("d", 40), ("b", 5))}
     write_weights(tmp_path, held(state), max_file_bytes=100)
     index = json.loads((tmp_path / WEIGHTS_INDEX).read_text())
@@ -35,7 +35,7 @@ def test_a_large_one_is_several_files_with_an_index(tmp_path):
 
 
 @pytest.mark.long
-def test_transformers_reads_the_files(tmp_path):
+def test_transformers_reads_a_split_export(tmp_path):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}

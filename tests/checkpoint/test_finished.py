@@ -1,4 +1,4 @@
-"""A finished run directory answers for its own settings only."""
+"""A finished run directory returns its result only for the same settings."""
 
 import functools
 import json
@@ -59,7 +59,7 @@ def recorded(config):
 
 
 def ask(run_dir, overrides, *, kept="config.yaml"):
-    """Ask a finished run for its result with other words."""
+    """Request the result of a finished run with other overrides."""
     was, now = (
         configured(*BASE),
         configured(*BASE, *[word for word in overrides if not word.startswith("hparams.max_steps")]),
@@ -71,14 +71,14 @@ def ask(run_dir, overrides, *, kept="config.yaml"):
     if kept == "config.yaml":
         save_config(was, run_dir)
     if kept == "manifest":
-        save_config(now, run_dir)  # as a launcher does
+        save_config(now, run_dir)  # A launcher does the same.
         resume_point = ResumePoint(run_dir, Manifest(step=40, config=recorded(was), config_hash=hash_config(was)))
     check_finished(now, recorded(now), hash_config(now), run_dir, resume_point, result, dict)
 
 
 @pytest.mark.parametrize("kept", ["config.yaml", "manifest"])
 @pytest.mark.parametrize("overrides", OTHER_RESULTS, ids=" ".join)
-def test_another_result_is_refused_by_name(tmp_path, overrides, kept):
+def test_finished_run_refuses_settings_that_change_the_result(tmp_path, overrides, kept):
     with pytest.raises(ConfigError) as refused:
         ask(tmp_path, overrides, kept=kept)
     keys = [violation.key for violation in refused.value.violations]
@@ -87,13 +87,13 @@ def test_another_result_is_refused_by_name(tmp_path, overrides, kept):
 
 
 @pytest.mark.parametrize("overrides", [[], *SAME_RESULT], ids=" ".join)
-def test_the_same_result_is_answered(tmp_path, overrides, caplog):
+def test_finished_run_returns_its_result_for_equivalent_settings(tmp_path, overrides, caplog):
     ask(tmp_path, overrides)
     assert "holds a finished run" in caplog.text
 
 
 @pytest.mark.parametrize("content", [None, "", "- 1", "a: [", "a: ${", "a: ${oc.env:HOME}"])
-def test_without_its_settings_it_is_one_line(tmp_path, content):
+def test_finished_run_without_its_config_is_a_config_error(tmp_path, content):
     if content is not None:
         (tmp_path / "config.yaml").write_text(content)
     with pytest.raises(ConfigError) as refused:
@@ -102,7 +102,7 @@ def test_without_its_settings_it_is_one_line(tmp_path, content):
 
 
 @pytest.mark.parametrize("content", [None, "", "{", "[]", "3", b"\xff"])
-def test_a_result_that_was_lost_is_none(tmp_path, content):
+def test_missing_or_damaged_result_file_is_none(tmp_path, content):
     if content is not None:
         (tmp_path / "result.json").write_bytes(content if isinstance(content, bytes) else content.encode())
     assert find_result(tmp_path) is None

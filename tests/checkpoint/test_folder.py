@@ -1,4 +1,4 @@
-"""Finding checkpoints, and telling what is wrong with them."""
+"""Finding checkpoints, and reporting their damage."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from foundry.checkpoint.verification import verify_newest
 from foundry.run_dir.checkpoints import MANIFEST, find, list_checkpoints
 
 
-def test_the_manifest_says_what_the_checkpoint_is(tmp_path):
+def test_manifest_describes_the_checkpoint(tmp_path):
     folder = write(tmp_path, 200, Net(1), metric=0.25)
     message = read_manifest(folder)
     assert (message.step, message.metric, message.world_size, message.state) == (200, 0.25, 1, {"position": 200})
@@ -23,7 +23,7 @@ def test_the_manifest_says_what_the_checkpoint_is(tmp_path):
     json.loads((folder / MANIFEST).read_text(), parse_constant=lambda name: pytest.fail(name))
 
 
-def test_it_is_found_by_name_and_number(tmp_path):
+def test_checkpoint_is_found_by_link_name_and_step(tmp_path):
     for step in (5, 10, 15):
         write(tmp_path, step, Net(step), is_best=step == 10)
     link = tmp_path / "checkpoints" / "latest"
@@ -38,7 +38,7 @@ def test_it_is_found_by_name_and_number(tmp_path):
     assert_same(model.state_dict(), Net(15).state_dict())
 
 
-def test_one_that_is_missing_lists_those_there_are(tmp_path):
+def test_missing_checkpoint_error_lists_existing_ones(tmp_path):
     with pytest.raises(FileNotFoundError, match="has no checkpoint 'last'; there are: none"):
         find(tmp_path)
     for step in (5, 10):
@@ -48,7 +48,7 @@ def test_one_that_is_missing_lists_those_there_are(tmp_path):
             find(tmp_path, which)
 
 
-def test_the_first_one_is_found_before_a_link_names_it(tmp_path):
+def test_checkpoint_without_a_latest_link_is_found(tmp_path):
     folder = write(tmp_path, 5, Net(0))
     (tmp_path / "checkpoints" / "latest").unlink()
     assert find(tmp_path) == folder.resolve()
@@ -94,7 +94,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_is_named_and_the_one_before_is_taken(tmp_path, damage, caplog):
+def test_damaged_checkpoint_is_reported_and_the_previous_one_is_used(tmp_path, damage, caplog):
     good = write(tmp_path, 1, Net(1))
     bad = write(tmp_path, 2, Net(2))
     assert problems(good) == problems(bad) == []
@@ -110,7 +110,7 @@ def test_damage_is_named_and_the_one_before_is_taken(tmp_path, damage, caplog):
     assert problem in record.getMessage()
 
 
-def test_ranks_share_the_work(tmp_path):
+def test_ranks_share_the_verification(tmp_path):
     folder = write(tmp_path, 1, Net(1))
     for name in (SHARD, RANK):
         (folder / name).unlink()
@@ -118,13 +118,13 @@ def test_ranks_share_the_work(tmp_path):
     assert sorted(parts) == [[], [f"{RANK} is missing"], [f"{SHARD} is missing"]]
 
 
-def test_without_any_there_is_none(tmp_path):
+def test_verify_newest_without_checkpoints_is_none(tmp_path):
     assert verify_newest(tmp_path, ALONE) is None
     with pytest.raises(CheckpointError, match="missing"):
         read_manifest(tmp_path)
 
 
-def test_a_damaged_one_is_replaced_when_its_step_is_saved_again(tmp_path):
+def test_saving_a_step_again_replaces_only_a_damaged_checkpoint(tmp_path):
     folder = write(tmp_path, 5, Net(1))
     before = (folder / SHARD).stat().st_mtime_ns
     write(tmp_path, 5, Net(2), is_best=True)

@@ -1,4 +1,4 @@
-"""A process that is killed while it saves and deletes leaves a newest checkpoint that is whole."""
+"""A process killed during saves and deletions leaves an undamaged newest checkpoint."""
 
 import random
 import time
@@ -25,11 +25,11 @@ def save_forever(run_dir, pipe, asynchronous):
             pipe.send(step)
 
 
-def test_at_any_moment(tmp_path):
+def test_process_killed_during_a_save_leaves_undamaged_checkpoints(tmp_path):
     start_server()
     moments = random.Random(0)
     last = 0
-    for attempt in count():  # on a busy machine a life is too short for many saves
+    for attempt in count():  # On a busy machine a process may be killed before many saves.
         if attempt >= 20 and last > 40:
             break
         assert attempt < 200, last

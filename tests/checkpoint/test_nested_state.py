@@ -1,4 +1,4 @@
-"""State of optimizers that is more than tensors by name."""
+"""Nested optimizer state, beyond tensors by name."""
 
 import json
 import math
@@ -50,7 +50,7 @@ def same(one, other):
 
 @settings(max_examples=examples(150), derandomize=True, deadline=None)
 @given(value=VALUES)
-def test_a_value_is_put_together_again(value):
+def test_flatten_and_unflatten_restore_any_supported_value(value):
     node, tensors = flatten(value, "x.", "Own")
     node = json.loads(json.dumps(node, allow_nan=False))
     assert sorted(tensor_names(node)) == sorted(tensors)
@@ -60,7 +60,7 @@ def test_a_value_is_put_together_again(value):
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0)])
-def test_the_order_in_memory_is_kept(order):
+def test_memory_layout_of_tensors_is_restored(order):
     value = torch.rand(2, 3, 4).permute(order)
     node, tensors = flatten([value], "", "Own")
     ((again,), places) = unflatten(node, lambda name, *_: torch.zeros(tensors[name].shape))
@@ -89,7 +89,7 @@ UNSUPPORTED = {
 
 @pytest.mark.parametrize("depth", ["top", "dict", "list"])
 @pytest.mark.parametrize("kind", UNSUPPORTED)
-def test_what_cannot_be_saved_is_named(kind, depth):
+def test_unsupported_optimizer_state_is_named(kind, depth):
     value = {"top": lambda v: v, "dict": lambda v: {"in": v}, "list": lambda v: [1, v]}[depth](UNSUPPORTED[kind])
     model = nn.Linear(2, 1, bias=False)
     optimizer = Nested(model.parameters())
@@ -102,12 +102,12 @@ def test_what_cannot_be_saved_is_named(kind, depth):
 @pytest.mark.parametrize(
     "node", [None, 3, [], {}, {"tensor": "x"}, {"dict": [1]}, {"float": "?"}, {"list": 3}], ids=str
 )
-def test_a_node_that_is_none_is_said(node):
+def test_invalid_state_node_is_an_error(node):
     with pytest.raises(CheckpointError, match="cannot be read"):
         unflatten(node, lambda *_: torch.zeros(1))
 
 
-def test_training_continues_as_if_it_had_not_stopped(tmp_path):
+def test_nested_optimizer_state_resumes_exactly(tmp_path):
     model, other = Net(1), Net(2)
     optimizer = stepped(model, Nested(model.parameters()))
     folder = write(tmp_path, 3, model, optimizers=[optimizer])
@@ -122,7 +122,7 @@ def test_training_continues_as_if_it_had_not_stopped(tmp_path):
     assert_same(collect(model, None, [optimizer]), collect(other, None, [fresh]))
 
 
-def test_the_settings_of_a_group_are_the_runs_own(tmp_path):
+def test_restored_param_group_keeps_the_settings_of_the_run(tmp_path):
     model = Net(1)
     optimizer = stepped(model, Nested([{"params": list(model.parameters()), "multiplier": 2.0}], lr=0.1))
     folder = write(tmp_path, 3, model, optimizers=[optimizer])
@@ -132,7 +132,7 @@ def test_the_settings_of_a_group_are_the_runs_own(tmp_path):
     assert fresh.param_groups[0]["estimate"] == optimizer.param_groups[0]["estimate"] != 1.0
 
 
-def test_before_the_first_step_there_is_nothing(tmp_path):
+def test_optimizer_state_before_the_first_step_is_empty(tmp_path):
     model = Net(1)
     folder = write(tmp_path, 0, model, optimizers=[Nested(model.parameters())])
     fresh = Nested(model.parameters())
@@ -140,13 +140,13 @@ def test_before_the_first_step_there_is_nothing(tmp_path):
     assert not fresh.state
 
 
-def test_torchs_own_need_no_description(tmp_path):
+def test_torch_optimizers_need_no_state_description(tmp_path):
     model = Net(1)
     folder = write(tmp_path, 3, model, optimizers=[stepped(model, AdamW(model.parameters(), lr=0.1))])
     assert read_manifest(folder).optimizer == {}
 
 
-def test_another_optimizer_is_refused(tmp_path):
+def test_state_of_a_nested_or_flat_optimizer_is_refused_by_the_other(tmp_path):
     model = Net(1)
     nested = write(tmp_path / "nested", 3, model, optimizers=[stepped(model, Nested(model.parameters()))])
     with pytest.raises(CheckpointError, match="has the state of Nested, but AdamW is chosen: continue with"):
@@ -156,13 +156,13 @@ def test_another_optimizer_is_refused(tmp_path):
         restore_into(flat, model, None, [Nested(model.parameters())])
 
 
-def test_an_ordered_dict_is_a_dict():
+def test_ordered_dict_is_restored_as_a_dict():
     node, _ = flatten(OrderedDict(a=1), "", "Own")
     assert unflatten(node, lambda *_: torch.zeros(1))[0] == {"a": 1}
 
 
 class Counting(Optimizer):
-    """An integer beside tensors, as of optimizers older than torch 1.12."""
+    """Keeps an integer per parameter, like optimizers of torch before 1.12."""
 
     def __init__(self, params):
         super().__init__(params, {})
@@ -172,7 +172,7 @@ class Counting(Optimizer):
             self.state[p]["step"] = self.state[p].get("step", 0) + 1
 
 
-def test_numbers_are_kept(tmp_path):
+def test_integer_optimizer_state_is_restored(tmp_path):
     model = Net(1)
     folder = write(tmp_path, 3, model, optimizers=[stepped(model, Counting(model.parameters()))])
     fresh = Counting(model.parameters())
@@ -182,7 +182,7 @@ def test_numbers_are_kept(tmp_path):
 
 
 class Hooked(Counting):
-    """Counts for itself, and says so to its state dict by hooks."""
+    """Adds its own values to the state dict by hooks."""
 
     def __init__(self, params, *, read=True):
         super().__init__(params)
@@ -197,7 +197,7 @@ class Hooked(Counting):
         self.own["scale"] = self.own["scale"] * 0.9
 
 
-def test_what_hooks_add_to_the_state_dict_is_kept(tmp_path):
+def test_state_dict_hooks_are_saved_and_restored(tmp_path):
     model = Net(1)
     optimizer = stepped(model, Hooked(model.parameters()))
     folder = write(tmp_path, 3, model, optimizers=[optimizer])

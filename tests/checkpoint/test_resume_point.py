@@ -1,4 +1,4 @@
-"""Where a run resumes from, and what must not make it start from scratch."""
+"""Choice of the checkpoint to resume from, and errors that must not restart a run from scratch."""
 
 import errno
 import json
@@ -19,13 +19,13 @@ ERRNOS = ["EACCES", "EPERM", "EIO", "EMFILE", "ENFILE", "ESTALE", "ENOMEM", "ENO
 
 
 def tree(folder):
-    """Every name below a folder, and what is in the files."""
+    """Return every path below a folder, with file contents."""
     return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
 @pytest.fixture
 def failing(monkeypatch):
-    """Make the system refuse to open, list or stat paths that end in a name."""
+    """Return a function that makes opening and listing paths with a suffix fail."""
 
     def fail(name, number):
         def wrap(original):
@@ -45,7 +45,7 @@ def failing(monkeypatch):
 @pytest.mark.parametrize("number", ERRNOS)
 @pytest.mark.parametrize("name", [SHARD, RANK, MANIFEST, "checkpoints"])
 @pytest.mark.parametrize("resume", ["auto", "path"])
-def test_what_cannot_be_read_ends_the_run_and_changes_nothing(tmp_path, monkeypatch, failing, name, number, resume):
+def test_unreadable_checkpoint_ends_the_run_and_changes_nothing(tmp_path, monkeypatch, failing, name, number, resume):
     for step in (1, 2):
         write(tmp_path, step, Net(step))
     before, code = tree(tmp_path), getattr(errno, number)
@@ -63,8 +63,8 @@ def test_what_cannot_be_read_ends_the_run_and_changes_nothing(tmp_path, monkeypa
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
-def test_a_denied_permission_is_no_run_without_checkpoints(tmp_path):
-    """Asked as a user without rights: for root every file can be read."""
+def test_permission_error_is_not_taken_for_a_missing_checkpoint(tmp_path):
+    """Run as an unprivileged user, since root can read every file."""
     folder = write(tmp_path, 1, Net(1))
     for path in [*tmp_path.parents[:3], tmp_path, folder.parent, folder, *folder.iterdir()]:
         path.chmod(0o755)
@@ -89,7 +89,7 @@ def test_a_denied_permission_is_no_run_without_checkpoints(tmp_path):
     assert problems(folder) == []
 
 
-def test_a_newer_format_names_the_version_to_use(tmp_path):
+def test_newer_manifest_format_names_the_version_to_use(tmp_path):
     folder = write(tmp_path, 1, Net(1))
     rewrite_manifest(folder, format=FORMAT + 1, versions={"foundry": "99.1"}, shape="new")
     before = tree(tmp_path)
@@ -105,7 +105,7 @@ UNKNOWN = {"number": 1, "list": [1, {}], "nested": {"a": {"b": None}}, "text": "
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_unknown_fields_of_the_same_format_are_ignored(tmp_path, name):
+def test_unknown_manifest_fields_are_ignored(tmp_path, name):
     folder = write(tmp_path, 1, Net(1))
     before = read_manifest(folder)
     rewrite_manifest(folder, **{f"new_{name}": UNKNOWN[name]})
@@ -120,14 +120,14 @@ OPTIONAL = ("format", "samples", "tokens", "config_hash", "config", "strategy", 
 
 
 @pytest.mark.parametrize("name", OPTIONAL)
-def test_a_missing_field_has_its_default(tmp_path, name):
+def test_missing_manifest_field_has_its_default(tmp_path, name):
     folder = write(tmp_path, 1, Net(1))
     rewrite_manifest(folder, **{name: None})
     assert problems(folder) == []
     assert getattr(read_manifest(folder), name) == getattr(type(read_manifest(folder))(step=1), name)
 
 
-def test_a_manifest_without_a_step_is_not_damage(tmp_path):
+def test_manifest_without_a_step_is_not_renamed_as_corrupt(tmp_path):
     folder = write(tmp_path, 1, Net(1))
     rewrite_manifest(folder, step=None)
     with pytest.raises(ConfigError, match="no step"):
@@ -140,7 +140,7 @@ VALUES = ["x", [1], {}, True, -1, 1.5, 1e300, 2**63, 10**400]
 
 @pytest.mark.parametrize("name", ["step", "samples", "tokens", "world_size", "format"])
 @pytest.mark.parametrize("value", VALUES, ids=range(len(VALUES)))
-def test_a_number_of_a_manifest_that_counts_nothing_is_refused_and_changes_nothing(tmp_path, name, value):
+def test_invalid_manifest_number_is_refused_and_changes_nothing(tmp_path, name, value):
     rewrite_manifest(write(tmp_path, 1, Net(1)), **{name: value})
     before = tree(tmp_path)
     with pytest.raises(ConfigError) as refused:
@@ -154,7 +154,7 @@ def test_a_number_of_a_manifest_that_counts_nothing_is_refused_and_changes_nothi
 @pytest.mark.parametrize("name", ["latest", "best"])
 @pytest.mark.parametrize("kind", ["folder", "file"])
 @pytest.mark.parametrize("resume", ["auto", "never"])
-def test_a_link_that_is_something_else_is_refused_before_a_checkpoint_is_written(tmp_path, name, kind, resume):
+def test_link_name_taken_by_a_file_or_folder_is_refused(tmp_path, name, kind, resume):
     path = tmp_path / "checkpoints" / name
     path.parent.mkdir()
     path.mkdir() if kind == "folder" else path.touch()
@@ -163,7 +163,7 @@ def test_a_link_that_is_something_else_is_refused_before_a_checkpoint_is_written
 
 
 @pytest.mark.parametrize("put_aside", [False, True])
-def test_where_none_is_whole_the_run_does_not_start_from_scratch(tmp_path, put_aside):
+def test_run_with_only_damaged_checkpoints_is_not_restarted(tmp_path, put_aside):
     folders = [write(tmp_path, step, Net(step)) for step in (1, 2)]
     for folder in folders:
         (folder / RANK).unlink()
@@ -179,7 +179,7 @@ def test_where_none_is_whole_the_run_does_not_start_from_scratch(tmp_path, put_a
     assert find_resume_point("auto", tmp_path, ALONE) is None
 
 
-def test_only_what_is_newer_than_a_whole_one_is_put_aside(tmp_path):
+def test_only_damaged_checkpoints_newer_than_a_good_one_are_renamed(tmp_path):
     folders = [write(tmp_path, step, Net(step)) for step in (1, 2, 3)]
     for folder in (folders[0], folders[2]):
         (folder / RANK).unlink()
@@ -189,13 +189,13 @@ def test_only_what_is_newer_than_a_whole_one_is_put_aside(tmp_path):
 
 
 @pytest.mark.parametrize("link", ["latest", "best"])
-def test_a_link_names_a_checkpoint_to_resume(tmp_path, link):
+def test_checkpoint_link_is_accepted_as_resume_path(tmp_path, link):
     folder = write(tmp_path / "run", 1, Net(1), is_best=True)
     resume_point = find_resume_point(str(folder.parent / link), tmp_path / "new", ALONE)
     assert resume_point.folder == folder.resolve()
 
 
-def test_state_that_is_missing_is_a_line(tmp_path):
+def test_missing_manifest_state_is_a_config_error(tmp_path):
     write(tmp_path, 1, Net(1), state={"best": {"step": 3}})
     state = find_resume_point("auto", tmp_path, ALONE).state
     assert state["best"]["step"] == 3
@@ -221,7 +221,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize("on_changed", OnChangedConfig)
-def test_other_data_is_explained_by_the_setting_and_the_passage_that_differ(name, on_changed, caplog):
+def test_changed_data_error_names_the_setting_and_the_difference(name, on_changed, caplog):
     changed, identity, key, texts = CHANGES[name]
     point = ResumePoint(None, Manifest(step=1, config={"data": DATA}, data=IDENTITY))
     if on_changed is OnChangedConfig.error:
@@ -241,7 +241,7 @@ def test_other_data_is_explained_by_the_setting_and_the_passage_that_differ(name
     assert one != other
 
 
-def test_a_remedy_that_is_set_is_not_recommended_for_another_base(caplog):
+def test_changed_base_warning_omits_an_active_remedy(caplog):
     point = ResumePoint(None, Manifest(step=1, base={"digest": "aa", "path": "old"}))
     check_base(point, {"digest": "bb", "path": "new"}, OnChangedConfig.warn)
     (message,) = caplog.messages

@@ -11,7 +11,7 @@ COUNT = st.none() | st.integers(1, 40)
 
 
 @given(STEPS, COUNT, COUNT, st.none() | st.integers(0, 500))
-def test_what_is_removed(steps, keep_last, keep_every, best):
+def test_retention_keeps_newest_best_and_multiples(steps, keep_last, keep_every, best):
     removed = to_remove(steps, keep_last=keep_last, keep_every_steps=keep_every, best=best)
     kept = steps - set(removed)
     assert removed == sorted(set(removed))
@@ -29,13 +29,13 @@ def test_what_is_removed(steps, keep_last, keep_every, best):
 
 
 @given(STEPS, COUNT, COUNT, st.none() | st.integers(0, 500))
-def test_removing_twice_is_removing_once(steps, keep_last, keep_every, best):
+def test_retention_is_idempotent(steps, keep_last, keep_every, best):
     options = {"keep_last": keep_last, "keep_every_steps": keep_every, "best": best}
     removed = to_remove(steps, **options)
     assert to_remove(steps - set(removed), **options) == []
 
 
-def test_a_run_keeps_its_newest_checkpoint_and_the_multiples(tmp_path):
+def test_run_keeps_its_newest_checkpoint_and_the_multiples(tmp_path):
     words = ["hparams.max_steps=7", "checkpoint.interval=1", "checkpoint.keep_last=1", "checkpoint.keep_every=3"]
     quiet = ["tracking=none", "evaluation.interval=null", "evaluation.write_samples=false"]
     run(compose([*TINY_DIT, *words, "checkpoint.keep_best.metric=null", *quiet]), tmp_path / "run")
@@ -59,6 +59,6 @@ def names(run_dir):
     return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
 
 
-def test_leftovers_go_and_checkpoints_stay(folders):
+def test_remove_leftovers_keeps_checkpoints(folders):
     remove_leftovers(folders)
     assert names(folders) == ["step_00000001", "step_00000002", "step_00000003"]

@@ -15,9 +15,9 @@ def draws(device):
 
 
 @pytest.mark.parametrize("name", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_the_numbers_continue_as_they_would_have(name):
+def test_restored_rng_state_continues_the_sequences(name):
     device = torch.device(name, 0) if name == "cuda" else torch.device(name)
-    numpy.random.randn()  # half of a pair is kept
+    numpy.random.randn()  # numpy and random cache half of a pair.
     random.gauss(0, 1)
     state = json.loads(json.dumps(rng_state(device), allow_nan=False))
     expected = draws(device)
@@ -26,6 +26,6 @@ def test_the_numbers_continue_as_they_would_have(name):
     assert draws(device) == expected
 
 
-def test_numpy_is_left_out_where_nothing_imported_it(monkeypatch):
+def test_rng_state_omits_numpy_if_it_is_not_imported(monkeypatch):
     monkeypatch.delitem(sys.modules, "numpy")
     assert set(rng_state(torch.device("cpu"))) == {"torch", "python"}

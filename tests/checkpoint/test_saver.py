@@ -1,4 +1,4 @@
-"""Saving at once and in the background, and what happens when it fails."""
+"""Synchronous and asynchronous saves, and their failures."""
 
 import logging
 import os
@@ -29,7 +29,7 @@ def files(folder):
     return {path.name: path.read_bytes() for path in folder.glob("*-*")}
 
 
-def test_in_the_background_the_same_is_written_whatever_training_does(tmp_path, monkeypatch):
+def test_asynchronous_save_is_a_snapshot_unaffected_by_training(tmp_path, monkeypatch):
     model = Net(1)
     optimizer = AdamW(model.parameters(), lr=0.1)
     for p in model.parameters():
@@ -63,10 +63,8 @@ def test_in_the_background_the_same_is_written_whatever_training_does(tmp_path, 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_save_that_is_waited_for_reads_a_gpu_once_and_copies_nothing_in_host_memory(
-    asynchronous, device, tmp_path, monkeypatch
-):
-    """Without saving in the background no host memory is held, and a GPU is read tensor by tensor."""
+def test_awaited_save_does_not_copy_host_memory(asynchronous, device, tmp_path, monkeypatch):
+    """Synchronous saves pin no host memory and read a GPU tensor by tensor."""
     written = {}
 
     def watched(path, chunks, alive):
@@ -83,7 +81,7 @@ def test_a_save_that_is_waited_for_reads_a_gpu_once_and_copies_nothing_in_host_m
         assert torch.equal(written[name].cpu(), tensor.cpu())
 
 
-def test_a_save_waits_for_the_one_before(tmp_path, monkeypatch, caplog):
+def test_save_waits_for_the_previous_save(tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "foundry")
     begun, going = [], threading.Event()
 
@@ -104,7 +102,7 @@ def test_a_save_waits_for_the_one_before(tmp_path, monkeypatch, caplog):
     assert [f.name for f in list_checkpoints(tmp_path)] == ["step_00000002", "step_00000001"]
 
 
-def test_what_is_not_wanted_is_deleted(tmp_path):
+def test_checkpoints_outside_the_retention_policy_are_deleted(tmp_path):
     checkpointer, model = saver(tmp_path, keep_last=2, keep_every_steps=4), Net(1)
     for step in range(1, 10):
         ask(checkpointer, step, model.state_dict, is_best=step == 3)
@@ -115,7 +113,7 @@ def test_what_is_not_wanted_is_deleted(tmp_path):
 
 @contextmanager
 def mounted(folder, *options):
-    """A small file system of its own."""
+    """Mount a small tmpfs on the folder."""
     if os.geteuid() != 0:
         pytest.skip("needs root")
     folder.mkdir()
@@ -136,7 +134,7 @@ def errors(caplog):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_full_disk_costs_one_checkpoint(tmp_path, asynchronous, caplog):
+def test_full_disk_loses_one_checkpoint_only(tmp_path, asynchronous, caplog):
     with mounted(tmp_path / "disk", "-o", "size=512k") as run_dir:
         checkpointer = saver(run_dir, asynchronous=asynchronous, strict=False)
         ask(checkpointer, 1, lambda: {"a": torch.ones(50_000)})
@@ -160,7 +158,7 @@ def test_a_full_disk_costs_one_checkpoint(tmp_path, asynchronous, caplog):
         assert find(run_dir).name == "step_00000003"
 
 
-def test_a_folder_that_cannot_be_written_to(tmp_path, caplog):
+def test_read_only_folder_is_reported_and_later_saves_succeed(tmp_path, caplog):
     with mounted(tmp_path / "disk") as run_dir:
         checkpointer = saver(run_dir, strict=False)
         ask(checkpointer, 1, Net(1).state_dict)
@@ -174,7 +172,7 @@ def test_a_folder_that_cannot_be_written_to(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_strict_raises_at_the_next_call(tmp_path, asynchronous):
+def test_strict_saver_raises_at_the_next_call(tmp_path, asynchronous):
     (tmp_path / "checkpoints").write_text("in the way")
     checkpointer = saver(tmp_path, asynchronous=asynchronous)
     ask(checkpointer, 1, Net(1).state_dict)
@@ -188,7 +186,7 @@ def test_strict_raises_at_the_next_call(tmp_path, asynchronous):
     checkpointer.finish()
 
 
-def test_an_interrupted_save_leaves_the_old_one(tmp_path, monkeypatch):
+def test_interrupted_save_leaves_the_previous_checkpoint(tmp_path, monkeypatch):
     write(tmp_path, 5, Net(5))
 
     def interrupted(partial, manifest):
@@ -209,7 +207,7 @@ def test_an_interrupted_save_leaves_the_old_one(tmp_path, monkeypatch):
     assert_same(model.state_dict(), Net(10).state_dict())
 
 
-def test_only_a_save_that_is_waited_for_tells_the_watchdog(tmp_path, monkeypatch):
+def test_only_an_awaited_save_sends_heartbeats(tmp_path, monkeypatch):
     beats, going = [], threading.Event()
 
     def late(path, chunks, alive):
@@ -224,4 +222,4 @@ def test_only_a_save_that_is_waited_for_tells_the_watchdog(tmp_path, monkeypatch
         time.sleep(0.01)
     assert beats == []
     ask(checkpointer, 2, Net(1).state_dict, wait=True)
-    assert len(beats) == 1 + len(Net(1).state_dict())  # a header, and each tensor
+    assert len(beats) == 1 + len(Net(1).state_dict())  # The header, and each tensor.

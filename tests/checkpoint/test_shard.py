@@ -1,4 +1,4 @@
-"""The format is that of torch's own writer and of safetensors."""
+"""The shard format matches torch's writer and safetensors."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def tensors():
     return made | {"scalar": torch.tensor(3.5), "empty": torch.zeros(0, 4), "transposed": torch.randn(4, 6).T}
 
 
-def test_safetensors_reads_it(tmp_path):
+def test_safetensors_reads_shards(tmp_path):
     made = tensors()
     facts = write_shard(tmp_path / "a.safetensors", own_chunks(made, rank=0, world_size=1))
     read = load_file(tmp_path / "a.safetensors")
@@ -33,8 +33,8 @@ def test_safetensors_reads_it(tmp_path):
     assert (facts.bytes, facts.checksum) == (len(content), xxhash.xxh3_128_hexdigest(content))
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process, as the test means it
-def test_torch_reads_it_as_what_it_writes_itself(tmp_path):
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # Intended: the test has one process.
+def test_torch_reads_shards_like_its_own_files(tmp_path):
     made = {name: tensor for name, tensor in tensors().items() if "float8" not in name}
     (tmp_path / "ours").mkdir()
     write_shard(tmp_path / "ours" / "a.safetensors", own_chunks(made, rank=0, world_size=1))
@@ -51,7 +51,7 @@ def test_torch_reads_it_as_what_it_writes_itself(tmp_path):
     assert all(torch.equal(read[name], made[name]) for name in made)
 
 
-def test_what_ranks_hold_alike_is_written_once_and_divided_evenly():
+def test_replicated_tensors_are_written_once_and_divided_evenly():
     made = {f"t{size}": torch.zeros(size) for size in range(1, 101)}
     shares = [own_chunks(made, rank=rank, world_size=4) for rank in range(4)]
     assert sorted(name for share in shares for name in share) == sorted(made)
@@ -59,12 +59,12 @@ def test_what_ranks_hold_alike_is_written_once_and_divided_evenly():
     assert max(sizes) - min(sizes) <= 4
 
 
-def test_an_unknown_type_is_named(tmp_path):
+def test_unsupported_dtype_of_a_shard_is_named(tmp_path):
     with pytest.raises(TypeError, match=r"a is torch\.complex64, which a safetensors file cannot hold"):
         write_shard(tmp_path / "a", {"a": Chunk(torch.zeros(2, dtype=torch.complex64), (0,))})
 
 
-def test_copies_reuse_their_memory_and_follow_changes_of_shape():
+def test_host_copies_reuse_memory_and_follow_shape_changes():
     copies, tensor = HostCopies(), torch.ones(3)
     first = copies.take({"a": Chunk(tensor, (0,))})["a"].local
     tensor.add_(1)
@@ -77,7 +77,7 @@ def test_copies_reuse_their_memory_and_follow_changes_of_shape():
 
 
 @pytest.mark.gpu
-def test_copies_from_a_gpu_are_pinned_and_complete():
+def test_host_copies_from_a_gpu_are_pinned_and_complete():
     tensor = torch.arange(2**24, device="cuda")
     copy = HostCopies().take({"a": Chunk(tensor, (0,))})["a"].local
     tensor.zero_()

@@ -1,4 +1,4 @@
-"""Tensors are found without reading every file's header, and any part of one is read alone."""
+"""The tensor index locates tensors without reading every header; parts of tensors are read individually."""
 
 import json
 import sys
@@ -28,7 +28,7 @@ sys.addaudithook(_note_open)
 
 @pytest.fixture
 def opened(tmp_path):
-    """The names of the files below the folder that are opened from now on, once for each time."""
+    """Collect the names of files below the folder each time they are opened."""
     _opened.update(folder=str(tmp_path), names=[])
     yield _opened["names"]
     _opened["folder"] = None
@@ -43,7 +43,7 @@ def whole():
 
 @pytest.fixture
 def sharded(tmp_path, whole):
-    """A checkpoint as 256 ranks write it, of tensors sharded by rows."""
+    """Write a checkpoint like 256 ranks, with tensors sharded by rows."""
     for rank in range(NUM_SHARDS):
         first = rank * ROWS
         chunks = {name: Chunk(tensor[first : first + ROWS], (first, 0, 0)) for name, tensor in whole.items()}
@@ -52,7 +52,7 @@ def sharded(tmp_path, whole):
     return tmp_path
 
 
-def test_a_rank_opens_the_index_and_its_own_files(sharded, whole, opened):
+def test_rank_opens_only_the_index_and_the_shards_it_needs(sharded, whole, opened):
     first = 100 * ROWS + 1
     parts = {name: Chunk(torch.zeros(2 * ROWS, 6, 2), (first, 0, 0)) for name in whole}
     read_index(sharded).fill(parts)
@@ -61,7 +61,7 @@ def test_a_rank_opens_the_index_and_its_own_files(sharded, whole, opened):
     assert opened == [INDEX, *(f"shard-{rank:05d}.safetensors" for rank in (100, 101, 102))]
 
 
-def test_a_whole_tensor_opens_each_file_once(sharded, whole, opened):
+def test_whole_tensor_read_opens_each_shard_once(sharded, whole, opened):
     index = read_index(sharded)
     assert index.shape("model.3") == whole["model.3"].shape
     read = torch.zeros_like(whole["model.3"])
@@ -70,21 +70,21 @@ def test_a_whole_tensor_opens_each_file_once(sharded, whole, opened):
     assert len(opened) == 1 + NUM_SHARDS == len(set(opened))
 
 
-def test_parts_of_columns_other_types_and_strides(sharded, whole, monkeypatch):
-    monkeypatch.setattr("foundry.checkpoint.tensor_index._PIECE_BYTES", 100)  # two rows at a time
+def test_partial_reads_support_columns_dtypes_and_strides(sharded, whole, monkeypatch):
+    monkeypatch.setattr("foundry.checkpoint.tensor_index._PIECE_BYTES", 100)  # Two rows at a time.
     index = read_index(sharded)
     read = torch.zeros(2, 3, 9, dtype=torch.bfloat16).permute(2, 1, 0)
     index.fill({"model.0": Chunk(read, (6, 2, 0))})
     assert read.equal(whole["model.0"][6:15, 2:5].bfloat16())
 
 
-def test_what_no_file_holds_is_an_error(sharded):
+def test_read_beyond_the_stored_tensor_is_an_error(sharded):
     beyond = Chunk(torch.zeros(ROWS, 6, 2), (NUM_SHARDS * ROWS - 1, 0, 0))
     with pytest.raises(CheckpointError, match=r"does not hold all of model\.0"):
         read_index(sharded).fill({"model.0": beyond})
 
 
-def test_a_checkpoint_names_its_index_and_one_without_is_read(tmp_path):
+def test_index_is_listed_in_the_manifest_and_optional(tmp_path):
     model, other, older = Net(1), Net(2), Net(3)
     folder = write(tmp_path, 3, model)
     assert INDEX in read_manifest(folder).files
@@ -113,7 +113,7 @@ def test_a_checkpoint_names_its_index_and_one_without_is_read(tmp_path):
         '{"model.table": ["F99", [["shard-00000.safetensors", 8, [0], [5]]]]}',
     ],
 )
-def test_an_index_that_foundry_has_not_written_is_a_line(tmp_path, content):
+def test_invalid_tensor_index_is_a_one_line_error(tmp_path, content):
     folder = write(tmp_path, 3, Net(1))
     model = torch.nn.Module()
     model.register_buffer("table", torch.zeros(5))
@@ -136,7 +136,7 @@ REWRITTEN = {
 
 
 @pytest.mark.parametrize("rewrite", REWRITTEN.values(), ids=REWRITTEN)
-def test_a_shard_that_disagrees_with_the_index_is_refused(tmp_path, rewrite):
+def test_shard_that_disagrees_with_the_index_is_refused(tmp_path, rewrite):
     tensors = {"a": torch.randn(4, 3), "b": torch.randn(4, 90)}
     shard = tmp_path / "shard-00000.safetensors"
     write_shard(shard, {name: Chunk(tensor, (4, 0)) for name, tensor in tensors.items()})
@@ -158,7 +158,7 @@ def test_a_shard_that_disagrees_with_the_index_is_refused(tmp_path, rewrite):
      b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 8]}}',
      b'{"a": {"dtype": "F32", "shape": ["1"], "data_offsets": [0, 4]}}', b"[" * 100_000],
 )  # fmt: skip
-def test_a_header_that_cannot_be_read_is_a_line(tmp_path, header):
+def test_unreadable_shard_header_is_an_error(tmp_path, header):
     (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
     with pytest.raises(CheckpointError, match=r"a\.safetensors has a header that cannot be read"):
         build_index(tmp_path)

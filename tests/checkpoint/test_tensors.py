@@ -1,4 +1,4 @@
-"""What one process saves and reads again; nothing is pickled, nothing is missed."""
+"""Saving and loading tensors on one process: complete, and without pickle."""
 
 import json
 
@@ -14,13 +14,13 @@ from foundry.checkpoint.tensors import collect, load_weights, read_source_tensor
 from foundry.core.ema import WeightAverage
 
 
-def test_what_is_saved_is_what_is_loaded(tmp_path):
+def test_loaded_weights_equal_the_saved_weights(tmp_path):
     model, other = Net(1), Net(2)
     load_weights(write(tmp_path, 200, model), other)
     assert_same(model.state_dict(), other.state_dict())
 
 
-def test_averaged_weights_are_kept_beside_the_models_own(tmp_path):
+def test_averaged_weights_are_stored_beside_the_weights(tmp_path):
     model = Net(1)
     ema = WeightAverage(model, 0.9)
     with torch.no_grad():
@@ -38,14 +38,14 @@ def test_averaged_weights_are_kept_beside_the_models_own(tmp_path):
     assert not torch.equal(averaged.first.weight, own.first.weight)
 
 
-def test_without_an_average_the_models_own_weights_are_read(tmp_path):
+def test_loading_averages_falls_back_to_the_weights(tmp_path):
     model, other = Net(1), Net(2)
     load_weights(write(tmp_path, 5, model), other, ema=True)
     assert_same(model.state_dict(), other.state_dict())
 
 
 class Tied(nn.Module):
-    """An embedding whose matrix is the head's too."""
+    """A model whose head shares the matrix of its embedding."""
 
     def __init__(self, seed):
         super().__init__()
@@ -67,7 +67,7 @@ def test_tied_weights_are_saved_once_and_stay_tied(tmp_path, average):
         assert set(opened.keys()) == {"model.embedding.weight"} | ({"ema.embedding.weight"} if average else set())
 
 
-def test_nothing_is_pickled(tmp_path):
+def test_checkpoint_files_contain_no_pickle(tmp_path):
     folder = write(tmp_path, 5, Net(1), WeightAverage(Net(1), 0.9))
     names = {"manifest.json", "tensors.json", "shard-00000.safetensors", "rank-00000.json"}
     assert {path.name for path in folder.iterdir()} == names
@@ -88,7 +88,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_training_continues_as_if_it_had_not_stopped(tmp_path, kind):
+def test_optimizer_state_resumes_exactly(tmp_path, kind):
     model, other = Net(1), Net(2)
     optimizer = stepped(model, OPTIMIZERS[kind](model.parameters()))
     folder = write(tmp_path, 3, model, optimizers=[optimizer])
@@ -104,7 +104,7 @@ def test_training_continues_as_if_it_had_not_stopped(tmp_path, kind):
     assert_same(collect(model, None, [optimizer]), collect(other, None, [fresh]))
 
 
-def test_a_parameter_that_never_had_a_gradient_has_no_state(tmp_path):
+def test_parameter_without_a_gradient_has_no_restored_state(tmp_path):
     model, other = Net(1), Net(2)
     optimizer = AdamW(model.parameters())
     model.scale.grad = torch.ones(())
@@ -115,7 +115,7 @@ def test_a_parameter_that_never_had_a_gradient_has_no_state(tmp_path):
 
 
 class RowMeans(Optimizer):
-    """Keeps a mean of each row."""
+    """Keeps the mean of each row as state."""
 
     def __init__(self, params):
         super().__init__(params, {})
@@ -128,7 +128,7 @@ class RowMeans(Optimizer):
                 state["rows"] += p.grad.mean(-1)
 
 
-def test_state_of_another_shape_than_its_parameter(tmp_path):
+def test_optimizer_state_of_another_shape_is_restored(tmp_path):
     model, other = nn.Linear(4, 3, bias=False), nn.Linear(4, 3, bias=False)
     optimizer = stepped(model, RowMeans(model.parameters()))
     fresh = RowMeans(other.parameters())
@@ -136,7 +136,7 @@ def test_state_of_another_shape_than_its_parameter(tmp_path):
     assert_same(collect(model, None, [optimizer]), collect(other, None, [fresh]))
 
 
-def test_another_optimizer_is_refused(tmp_path):
+def test_state_of_another_optimizer_is_refused(tmp_path):
     model = Net(1)
     folder = write(tmp_path, 3, model, optimizers=[stepped(model, SGD(model.parameters(), lr=0.1, momentum=0.9))])
     with pytest.raises(CheckpointError, match=r"state momentum_buffer, but AdamW keeps exp_avg, exp_avg_sq, step"):
@@ -146,7 +146,7 @@ def test_another_optimizer_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("read", [load_weights, lambda folder, model: restore_into(folder, model, None, [])])
-def test_tensors_that_are_missing_or_too_many_are_named(tmp_path, read):
+def test_missing_unexpected_and_mismatched_tensors_are_named(tmp_path, read):
     small, large = nn.Linear(4, 3, bias=False), nn.Linear(4, 3)
     with pytest.raises(CheckpointError, match=r"step_00000001 lacks model\.bias$"):
         read(write(tmp_path, 1, small), large)
@@ -156,13 +156,13 @@ def test_tensors_that_are_missing_or_too_many_are_named(tmp_path, read):
         read(write(tmp_path, 3, nn.Linear(4, 3)), nn.Linear(4, 5))
 
 
-def test_averages_that_the_run_does_not_keep_are_named(tmp_path):
+def test_unexpected_averages_are_named(tmp_path):
     model = Net(1)
     with pytest.raises(CheckpointError, match=r"does not, ema\.first\.bias, .* and 2 more$"):
         restore_into(write(tmp_path, 1, model, WeightAverage(model, 0.9)), model, None, [])
 
 
-def test_tensors_of_the_source_are_kept_and_are_no_part_of_the_model(tmp_path):
+def test_source_tensors_are_stored_apart_from_the_model(tmp_path):
     model, other = Net(1), Net(2)
     source = {"log_probs": torch.randn(3, 4), "answers": torch.arange(5), "none": torch.empty(0, 2)}
     folder = write(tmp_path, 3, model, source=source)
@@ -172,7 +172,7 @@ def test_tensors_of_the_source_are_kept_and_are_no_part_of_the_model(tmp_path):
     assert read_source_tensors(write(tmp_path, 4, model)) == {}
 
 
-def test_shapes_are_compared_before_a_model_has_memory(tmp_path):
+def test_shapes_are_checked_on_the_meta_device(tmp_path):
     folder = write(tmp_path, 1, nn.Linear(4, 3))
     with torch.device("meta"):
         require_shapes(folder, nn.Linear(4, 3))

@@ -1,4 +1,4 @@
-"""Worked sums: right answers, and the same sums held out in every form and with every seed."""
+"""Arithmetic data: correct answers, and a validation split disjoint from training for every form and seed."""
 
 import re
 from itertools import pairwise
@@ -22,7 +22,7 @@ def make(tmp_path, **changes):
 
 
 def sums(splits, split):
-    """The sums that a split asks for, each with the smaller number first."""
+    """Return the sums of a split, each with the smaller number first."""
     dataset = getattr(splits, split)
     tokens = getattr(dataset, "examples", dataset).tokens.tolist()
     text = splits.tokenizer.decode(tokens, skip_special_tokens=False)
@@ -30,7 +30,7 @@ def sums(splits, split):
 
 
 @given(st.integers(2, 3).flatmap(lambda n: st.tuples(*[st.integers(10 ** (n - 1), 10**n - 1)] * 2)))
-def test_every_digit_follows_from_the_one_before(numbers):
+def test_worked_sum_derives_each_digit_from_the_previous_carry(numbers):
     worked = Sum(*numbers).worked()
     steps, answer = worked.split(". Answer: ")
     assert int(answer) == sum(numbers)
@@ -45,7 +45,7 @@ def test_every_digit_follows_from_the_one_before(numbers):
     assert all(0 <= total <= 19 for pair in pairwise(totals) for total in pair)
 
 
-def test_what_a_conversation_looks_like(tmp_path):
+def test_chat_form_prompts_end_at_the_question_of_one_or_two_turns(tmp_path):
     splits = make(tmp_path)
     prompt = splits.prompts[0]
     question = splits.tokenizer.decode(list(prompt.tokens))
@@ -58,7 +58,7 @@ def test_what_a_conversation_looks_like(tmp_path):
     assert 0.08 < two_turns / 512 < 0.22
 
 
-def test_no_form_and_no_seed_learns_from_what_another_is_measured_on(tmp_path):
+def test_train_and_validation_sums_are_disjoint_over_forms_and_seeds(tmp_path):
     forms = {form: make(tmp_path, form=form) for form in ArithmeticForm if form is not ArithmeticForm.prompts}
     other = make(tmp_path, seed=2)
     held_out = {found for splits in (*forms.values(), other) for found in sums(splits, "validation")}
@@ -70,21 +70,21 @@ def test_no_form_and_no_seed_learns_from_what_another_is_measured_on(tmp_path):
     assert sums(other, "train") != sums(forms[ArithmeticForm.chats], "train")
 
 
-def test_the_seed_gives_the_same_sums_again(tmp_path):
+def test_same_seed_reproduces_identity_and_tokens(tmp_path):
     one, again = make(tmp_path / "a"), make(tmp_path / "b")
     assert one.identity() == again.identity()
     assert one.train.tokens.tolist() == again.train.tokens.tolist()
     assert make(tmp_path / "a", seed=2).fingerprint != one.fingerprint
 
 
-def test_bytes_do_not_merge_and_forms_share_a_tokenizer(tmp_path):
+def test_digits_are_not_merged_and_forms_share_a_tokenizer(tmp_path):
     text, chats = make(tmp_path, form=ArithmeticForm.text), make(tmp_path)
     assert text.tokenizer.get_vocab_size() == 257
     assert text.tokenizer.to_str() == chats.tokenizer.to_str()
     assert len(text.tokenizer.encode("100+200").ids) == 7
 
 
-def test_an_objective_that_the_form_does_not_suit_is_refused():
+def test_objective_that_does_not_match_the_form_is_refused():
     with pytest.raises(ConfigError, match=r"objective: is SFT, made for completions, but data is Arithmetic"):
         configure("data=arithmetic", "data.form=text", "objective=sft")
     with pytest.raises(
@@ -97,6 +97,6 @@ def test_an_objective_that_the_form_does_not_suit_is_refused():
     assert configure("data=arithmetic", "objective=sft").data.vocab_size == 257
 
 
-def test_a_conversation_longer_than_seq_len_is_refused(tmp_path):
+def test_conversation_longer_than_seq_len_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"data\.seq_len: row:\d+ has \d+ tokens, more than .*=64"):
         make(tmp_path, seq_len=64)

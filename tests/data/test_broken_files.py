@@ -1,4 +1,4 @@
-"""Files that cannot be learnt from are one line that names the file, its row where that is known, and the key."""
+"""Unreadable data files give a one-line error with the file, the row if known, and the config key."""
 
 import json
 import os
@@ -114,7 +114,7 @@ BROKEN["wide.txt"] = (("text " * 50).encode("utf-16"), "data.path", "UTF-8")
 
 @pytest.mark.parametrize("name", BROKEN)
 @pytest.mark.parametrize("validation", [False, True], ids=["training", "validation"])
-def test_what_is_broken_is_named_with_its_place(tmp_path, name, validation):
+def test_broken_file_error_names_file_place_and_config_key(tmp_path, name, validation):
     content, key, named = BROKEN[name]
     broken = tmp_path / name
     if name.startswith(("plain", "cut")):
@@ -136,7 +136,7 @@ def test_what_is_broken_is_named_with_its_place(tmp_path, name, validation):
 
 @pytest.mark.parametrize("read", [text_files, chat_files, prompt_files], ids=lambda read: read.__name__)
 @pytest.mark.parametrize("suffix", [".csv", ".tsv", ".parquet", ".arrow", ".csv.gz"])
-def test_a_column_that_is_there_twice_is_refused_by_name(tmp_path, suffix, read):
+def test_duplicate_column_is_refused_by_name(tmp_path, suffix, read):
     name = {text_files: "text", chat_files: "completion", prompt_files: "prompt"}[read]
     table = pa.Table.from_arrays([pa.array(ROWS)] * 3, names=[name, "other", name])
     path = tmp_path / f"rows{suffix}"
@@ -150,13 +150,13 @@ def test_a_column_that_is_there_twice_is_refused_by_name(tmp_path, suffix, read)
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".parquet", ".arrow"])
-def test_a_column_that_nobody_reads_may_be_there_twice(tmp_path, suffix):
+def test_duplicate_of_an_unused_column_is_accepted(tmp_path, suffix):
     table = pa.Table.from_arrays([pa.array(ROWS)] * 3, names=["text", "other", "other"])
     content = "text,other,other\n" + "the dog runs over the hill,b,c\n" * 30 if suffix == ".csv" else table
     assert len(load(write(tmp_path / f"rows{suffix}", content)).train) > 0
 
 
-def test_one_broken_file_among_many_is_the_one_named(tmp_path):
+def test_error_names_the_one_broken_file_of_a_folder(tmp_path):
     for number in range(5):
         write(tmp_path / f"{number}.parquet", pa.table({"text": ROWS}))
     content = (tmp_path / "3.parquet").read_bytes()
@@ -167,7 +167,7 @@ def test_one_broken_file_among_many_is_the_one_named(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["link to nothing", "pipe"])
-def test_what_is_no_file_is_neither_skipped_nor_waited_for(tmp_path, kind):
+def test_dangling_symlink_or_pipe_in_a_folder_is_refused(tmp_path, kind):
     write(tmp_path / "good.txt", "".join(ROWS))
     strange = tmp_path / "strange.txt"
     strange.symlink_to("nowhere") if kind == "link to nothing" else os.mkfifo(strange)
@@ -176,13 +176,13 @@ def test_what_is_no_file_is_neither_skipped_nor_waited_for(tmp_path, kind):
 
 
 @pytest.mark.parametrize("pattern", ["", "none", "none/*.txt", "*.none", "**x/*", "a\0b", "[", "folder.txt"])
-def test_a_pattern_without_files_is_a_line(tmp_path, monkeypatch, pattern):
+def test_pattern_without_matching_files_is_a_config_error(tmp_path, monkeypatch, pattern):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.txt").mkdir()
     assert refusal(pattern, cache_dir="cache").key == "data.path"
 
 
-def test_a_folder_named_as_a_file_is_no_document(tmp_path):
+def test_folder_with_a_text_suffix_is_not_read_as_a_document(tmp_path):
     (tmp_path / "texts" / "old.txt").mkdir(parents=True)
     write(tmp_path / "texts" / "all.jsonl", lines(GOOD)).rename(tmp_path / "texts" / "old.txt" / "all.txt")
     assert len(load(tmp_path / "texts").train) > 0
@@ -194,7 +194,7 @@ def test_a_folder_named_as_a_file_is_no_document(tmp_path):
 )
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_any_corruption_is_refused_in_a_line_or_harmless(name, data):
+def test_random_corruption_is_harmless_or_a_one_line_config_error(name, data):
     with TemporaryDirectory() as folder:
         table = pa.table({"text": ROWS})
         contents = {".jsonl": lines(GOOD), ".json": json.dumps(GOOD), ".txt": "".join(ROWS)}
@@ -221,7 +221,7 @@ def test_any_corruption_is_refused_in_a_line_or_harmless(name, data):
         (200, 0.7, "data.seq_len", "the training text has"),
     ],
 )
-def test_a_split_shorter_than_a_sample_is_refused_with_a_length_that_works(tmp_path, seq_len, held_out, key, named):
+def test_too_short_split_is_refused_with_the_largest_seq_len_that_fits(tmp_path, seq_len, held_out, key, named):
     path = write(tmp_path / "all.txt", "".join(ROWS))
     violation = refusal(path, seq_len=seq_len, held_out=held_out)
     assert violation.key == key

@@ -1,4 +1,4 @@
-"""Which bytes of a conversation are learnt."""
+"""Which bytes of a conversation contribute to the loss."""
 
 import json
 import os
@@ -21,14 +21,14 @@ TURNS = [
 ]
 PLAIN = ChatTemplate(read_template("plain"), {"eos_token": END_OF_DOCUMENT})
 CHATML = ChatTemplate(read_template("chatml"), {}, ("<|im_start|>", "<|im_end|>"))
-# The same without marks, as most models on a hub have it.
+# The same without generation marks, like most templates on the Hugging Face hub.
 UNMARKED = ChatTemplate(
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
     {},
     ("<|im_start|>", "<|im_end|>"),
 )
-# Keeps what the model thought in its last answer only.
+# Renders the reasoning of the last assistant turn only.
 FORGETFUL = ChatTemplate(
     "{% for m in messages %}{{ m['role'] + ':' }}{% if m['role'] == 'assistant' and loop.last %}{{ ' hm,' }}{% endif %}"
     "{{ m['content'] + ';' }}{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
@@ -36,7 +36,7 @@ FORGETFUL = ChatTemplate(
 
 
 def marked(template, messages, *, num_trained=None):
-    """The conversation with what is learnt in brackets."""
+    """Return the rendered conversation with its trained parts in brackets."""
     segments = template.segments(messages, num_trained=num_trained)
     return "".join(f"[{segment.text}]" if segment.is_trained else segment.text for segment in segments)
 
@@ -61,11 +61,11 @@ CHATML_TEXT = (
         (FORGETFUL, TURNS[:2], "user:2+2?;assistant:[ hm,4;]"),
     ],
 )
-def test_answers_are_learnt_and_nothing_else(template, messages, expected):
+def test_only_assistant_turns_are_trained(template, messages, expected):
     assert marked(template, messages) == expected
 
 
-def test_only_the_last_answer():
+def test_num_trained_limits_training_to_the_last_assistant_turn():
     expected = f"user: 2+2?\nassistant: 4{END}user: 3+3?\nassistant: [6{END}]"
     assert marked(PLAIN, TURNS, num_trained=1) == expected
     assert marked(UNMARKED, TURNS, num_trained=1) == CHATML_TEXT.replace("[4<|im_end|>]", "4<|im_end|>")
@@ -74,18 +74,18 @@ def test_only_the_last_answer():
 
 @pytest.mark.parametrize("template", [PLAIN, CHATML, UNMARKED])
 @pytest.mark.parametrize("answers", [1, 2])
-def test_what_comes_before_an_answer_is_what_asks_for_it(template, answers):
+def test_text_before_the_answer_equals_the_generation_prompt(template, answers):
     before = template.segments(TURNS[: 2 * answers], num_trained=1)[:-1]
     asked = template.render(TURNS[: 2 * answers - 1], for_answer=True)
     assert "".join(segment.text for segment in before) == asked
 
 
-def test_a_template_that_rewrites_earlier_turns_names_the_remedy():
+def test_template_that_rewrites_earlier_turns_is_refused_with_the_remedy():
     with pytest.raises(ValueError, match=r"not rendered as a continuation .* data\.train_on=last"):
         FORGETFUL.segments(TURNS, num_trained=None)
 
 
-def test_what_a_template_refuses():
+def test_template_exception_and_missing_answer_are_value_errors():
     refusing = ChatTemplate("{{ raise_exception('no system turns') }}")
     with pytest.raises(ValueError, match="refused by the chat template: no system turns"):
         refusing.segments(TURNS, num_trained=None)
@@ -122,14 +122,14 @@ UNREADABLE = [
 
 
 @pytest.mark.parametrize("source", [*RAISING, *UNREADABLE], ids=range(len(RAISING) + len(UNREADABLE)))
-def test_any_error_of_a_template_is_a_line(source):
+def test_any_template_error_is_a_printable_line(source):
     with pytest.raises(ValueError, match=r"^is refused by the chat template: .") as refused:
         ChatTemplate(source, {"bos_token": "", "eos_token": END}).segments(TURNS, num_trained=None)
     assert str(refused.value).isprintable()
 
 
 @pytest.mark.parametrize("source", UNREADABLE, ids=range(len(UNREADABLE)))
-def test_a_template_that_jinja_cannot_compile_is_a_config_error(tmp_path, source):
+def test_template_that_jinja_cannot_compile_is_a_config_error(tmp_path, source):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": source}))
     tokenizer = byte_tokenizer()
     with pytest.raises(ConfigError, match=r"^data\.chat_template: is no Jinja template: .*"):
@@ -146,7 +146,7 @@ def test_a_template_that_jinja_cannot_compile_is_a_config_error(tmp_path, source
         ("tokenizer_config.json", b"\xff"),
     ],
 )
-def test_a_folder_whose_template_cannot_be_read_is_a_config_error(tmp_path, name, content):
+def test_tokenizer_folder_with_unreadable_template_is_a_config_error(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
     tokenizer = byte_tokenizer()
     with pytest.raises(ConfigError):
@@ -159,7 +159,7 @@ def byte_tokenizer(*special):
     return tokenizer
 
 
-def test_the_template_beside_a_tokenizer_is_the_default(tmp_path):
+def test_template_of_the_tokenizer_folder_is_the_default(tmp_path):
     tokenizer = byte_tokenizer()
     end = tokenizer.token_to_id(END)
     assert resolve_chat_template(None, None, tokenizer, end).source == read_template("plain")
@@ -176,7 +176,7 @@ def test_the_template_beside_a_tokenizer_is_the_default(tmp_path):
     assert resolve_chat_template(str(mine), str(tmp_path), tokenizer, end).source == "mine"
 
 
-def test_templates_that_do_not_fit_are_refused(tmp_path):
+def test_template_with_missing_tokens_or_bad_syntax_is_refused(tmp_path):
     tokenizer = byte_tokenizer()
     with pytest.raises(ConfigError, match=r"data\.chat_template: is chatml but the tokenizer has no <\|im_start\|>"):
         resolve_chat_template("chatml", None, tokenizer, 0)
@@ -185,7 +185,7 @@ def test_templates_that_do_not_fit_are_refused(tmp_path):
         resolve_chat_template(str(tmp_path / "broken.jinja"), None, tokenizer, 0)
 
 
-def test_stop_tokens_are_the_end_of_a_document_and_of_a_turn():
+def test_stop_ids_are_end_of_document_and_end_of_turn():
     tokenizer = byte_tokenizer("<|im_start|>", "<|im_end|>")
     end, turn = tokenizer.token_to_id(END), tokenizer.token_to_id("<|im_end|>")
     for choice, expected in (("plain", (end,)), ("chatml", (end, turn))):
@@ -213,7 +213,7 @@ ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% 
         ("{{ 'a'.ljust(1000000000) }}", "more than 64 MiB"),
     ],
 )
-def test_a_template_that_takes_too_much_is_a_config_error(source, limit, monkeypatch):
+def test_template_over_the_cpu_or_memory_limit_is_a_config_error(source, limit, monkeypatch):
     monkeypatch.setattr(chat, "_CPU_SECONDS", 0.1 if limit.endswith(" s") else 20.0)
     monkeypatch.setattr(chat, "_MEMORY_BYTES", 2**26)
     template = ChatTemplate("{% if messages | length > 1 %}" + source + "{% endif %}")
@@ -221,14 +221,14 @@ def test_a_template_that_takes_too_much_is_a_config_error(source, limit, monkeyp
         template.render(TURNS)
 
 
-def test_a_rendered_conversation_has_a_longest_length(monkeypatch):
+def test_rendered_conversation_has_a_maximum_length(monkeypatch):
     monkeypatch.setattr(chat, "_MAX_CHARACTERS", 1000)
     for template in (ChatTemplate("{{ 'a' * 2000 }}"), PLAIN):
         with pytest.raises(ValueError, match="has more than 1000 characters"):
             template.render([{"role": "user", "content": "a" * 1001}])
 
 
-def test_the_limits_hold_for_segments_batches_and_the_check_of_the_syntax(monkeypatch):
+def test_cpu_limit_holds_for_segments_batches_and_the_syntax_check(monkeypatch):
     monkeypatch.setattr(chat, "_CPU_SECONDS", 0.1)
     template = ChatTemplate(ENDLESS)
     with pytest.raises(ConfigError, match=r"more than 0\.1 s"):
@@ -239,7 +239,7 @@ def test_the_limits_hold_for_segments_batches_and_the_check_of_the_syntax(monkey
         ChatTemplate("{{ 9 ** (9 ** 9) }}").render(TURNS)
 
 
-def test_templates_of_foundrys_own_are_rendered_in_this_process(monkeypatch):
+def test_builtin_templates_are_rendered_without_forking(monkeypatch):
     monkeypatch.setattr(os, "fork", lambda: pytest.fail("another process"))
     assert "2+2?" in PLAIN.render(TURNS)
     assert CHATML.segments(TURNS, num_trained=None)
@@ -247,7 +247,7 @@ def test_templates_of_foundrys_own_are_rendered_in_this_process(monkeypatch):
         assert function is len
 
 
-def test_a_batch_is_rendered_in_one_other_process():
+def test_batches_of_a_user_template_share_one_child_process():
     def render(batch):
         return [(UNMARKED.render(messages), os.getpid()) for messages in batch]
 

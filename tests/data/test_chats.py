@@ -1,4 +1,4 @@
-"""Conversations in files, as rows of tokens of their own lengths."""
+"""Conversation files, read as rows of tokens with individual lengths."""
 
 import json
 from functools import partial
@@ -39,7 +39,7 @@ def write(path, rows):
 
 
 def texts(splits, split):
-    """Each row as text, with what is not learnt as dots."""
+    """Return each row as text, with untrained tokens as dots."""
     dataset, tokenizer = getattr(splits, split), splits.tokenizer
     found = []
     for index in range(len(dataset)):
@@ -51,7 +51,7 @@ def texts(splits, split):
     return found
 
 
-def test_masks_are_exact_to_the_byte(tmp_path):
+def test_chat_loss_mask_is_exact_to_the_byte(tmp_path):
     rows = [
         {"messages": [{"role": "system", "content": "S"}, *ROWS[0]["messages"]]},
         {"messages": [*ROWS[1]["messages"], *ROWS[2]["messages"]]},
@@ -68,7 +68,7 @@ def test_masks_are_exact_to_the_byte(tmp_path):
     assert texts(last, "train")[1] == "." * (len(two) - len("answer 2") - len(end)) + f"answer 2{end}"
 
 
-def test_every_form_gives_the_same_rows(tmp_path):
+def test_all_chat_row_formats_give_the_same_samples(tmp_path):
     pairs = [{"prompt": m["messages"][0]["content"], "completion": m["messages"][1]["content"]} for m in ROWS]
     lists = [{"prompt": m["messages"][:1], "completion": m["messages"][1:]} for m in ROWS]
     pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
@@ -85,7 +85,7 @@ def test_every_form_gives_the_same_rows(tmp_path):
     assert (len(found[0].train), len(found[0].validation)) == (24, 6)
 
 
-def test_rows_are_padded_to_the_longest_of_a_batch(tmp_path):
+def test_chat_batch_is_padded_to_its_longest_row(tmp_path):
     dataset = load(write(tmp_path / "rows.jsonl", ROWS)).train
     batch = dataset.batch([3, 0, 5])
     lengths = [len(dataset[index]["tokens"]) for index in (3, 0, 5)]
@@ -99,7 +99,7 @@ def test_rows_are_padded_to_the_longest_of_a_batch(tmp_path):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_window_counts_the_tokens_of_all_ranks_without_padding(tmp_path, world_size):
+def test_window_token_count_is_global_and_excludes_padding(tmp_path, world_size):
     dataset = load(write(tmp_path / "rows.jsonl", ROWS)).train
     order = GlobalOrder(num_samples=len(dataset), fingerprint="x", seed=1)
     loaders = [
@@ -120,7 +120,7 @@ def test_a_window_counts_the_tokens_of_all_ranks_without_padding(tmp_path, world
         assert [window.num_tokens for window in windows] == [expected] * world_size
 
 
-def test_what_plan_json_says(tmp_path):
+def test_chat_notes_report_rows_lengths_and_trained_share(tmp_path):
     splits = load(write(tmp_path / "rows.jsonl", [*ROWS, {"messages": []}]), on_bad_row=OnBadRow.skip)
     notes = splits.notes
     assert notes["skipped_rows"] == {"no assistant turn": 1}
@@ -135,7 +135,7 @@ def test_what_plan_json_says(tmp_path):
     assert json.loads(json.dumps(notes)) == notes
 
 
-def test_held_out_prompts_and_their_answers(tmp_path):
+def test_validation_prompts_carry_their_reference_answers(tmp_path):
     rows = [*ROWS, {"messages": [*ROWS[1]["messages"], *ROWS[2]["messages"]]}]
     splits = load(write(tmp_path / "rows.jsonl", ROWS), validation_path=str(write(tmp_path / "v.jsonl", rows[-2:])))
     first, second = splits.prompts
@@ -146,7 +146,7 @@ def test_held_out_prompts_and_their_answers(tmp_path):
     assert splits.stop_ids == (splits.tokenizer.token_to_id("<|endoftext|>"),)
 
 
-def test_content_decides_and_not_the_names_of_files(tmp_path):
+def test_identity_depends_on_content_and_not_on_file_names(tmp_path):
     (tmp_path / "other").mkdir()
     one = load(write(tmp_path / "rows.jsonl", ROWS)).identity()
     moved = load(write(tmp_path / "other" / "b.jsonl", ROWS)).identity()
@@ -162,7 +162,7 @@ def turns(*contents):
 
 
 def weighted(**keys):
-    """Two answers, of which the first has these keys."""
+    """Return a row with two answers; the keys go into the first."""
     messages = [*turns("a", "b")["messages"], *turns("c", "d")["messages"]]
     return {"messages": [messages[0], {**messages[1], **keys}, *messages[2:]]}
 
@@ -197,7 +197,7 @@ BAD = {
 @given(
     bad=st.lists(st.tuples(st.sampled_from(sorted(BAD)), st.integers(0, 30)), min_size=1, max_size=9),
 )
-def test_bad_rows_are_named_by_file_and_line_or_skipped(bad):
+def test_bad_chat_rows_are_reported_by_file_and_line_or_skipped(bad):
     lines = [json.dumps(row) for row in ROWS]
     of_kind = {kind: row if isinstance(row, str) else json.dumps(row) for kind, (row, _, _) in BAD.items()}
     for kind, place in bad:
@@ -240,7 +240,7 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
         ({"topic": "a"}, None),
     ],
 )
-def test_a_row_with_variables_for_the_template_is_refused(tmp_path, form, columns, kind):
+def test_row_with_template_variables_is_refused(tmp_path, form, columns, kind):
     path, rows = tmp_path / f"rows.{form}", [*ROWS[:6], {**ROWS[6], **columns}]
     if form == "parquet":
         pq.write_table(pa.Table.from_pylist([{**dict.fromkeys(columns), **row} for row in rows]), path)
@@ -269,7 +269,7 @@ def test_documents_are_refused_if_the_template_renders_them(tmp_path):
     ("value", "is_alike"),
     [(1, True), (1.0, True), (True, True), (None, True), (0, False), (0.5, False), (2, False), (False, False)],
 )  # fmt: skip
-def test_an_answer_that_is_learnt_has_no_weight_of_its_own(tmp_path, name, value, is_alike):
+def test_trained_answer_with_a_weight_other_than_one_is_refused(tmp_path, name, value, is_alike):
     path = write(tmp_path / "rows.jsonl", [*ROWS[:6], weighted(**{name: value})])
     options = {"held_out": 0.1, "on_bad_row": OnBadRow.skip}
     assert load(path, **options).notes["skipped_rows"] == ({} if is_alike else {f"with {name} in an answer": 1})
@@ -283,7 +283,7 @@ def test_an_answer_that_is_learnt_has_no_weight_of_its_own(tmp_path, name, value
         (partial(prompt_files, max_new_tokens=4), {"prompt": "a", "answer": "b"}),
     ],
 )
-def test_preferences_and_prompts_have_no_tools_either(tmp_path, read, row):
+def test_preference_and_prompt_rows_with_tools_are_refused(tmp_path, read, row):
     path = write(tmp_path / "rows.jsonl", [*[row] * 6, {**row, "tools": TOOLS}])
     with pytest.raises(ConfigError, match=rf"{path}:7 has tools, but the chat template is given messages only"):
         load(path, read=read)
@@ -297,12 +297,12 @@ def test_preferences_and_prompts_have_no_tools_either(tmp_path, read, row):
         ([{"messages": []}] * 4, "leaves no row for training"),
     ],
 )
-def test_too_few_rows_are_one_line(tmp_path, rows, named):
+def test_too_few_chat_rows_are_a_config_error(tmp_path, rows, named):
     with pytest.raises(ConfigError, match=named):
         load(write(tmp_path / "rows.jsonl", rows), on_bad_row=OnBadRow.skip)
 
 
-def test_a_parquet_file_without_conversations(tmp_path):
+def test_parquet_without_conversation_columns_is_refused(tmp_path):
     pq.write_table(pa.table({"text": ["a", "b"]}), tmp_path / "rows.parquet")
     with pytest.raises(ConfigError, match=r"has the columns text; none of messages, prompt, completion"):
         load(tmp_path / "rows.parquet")

@@ -1,4 +1,4 @@
-"""Datasets that know less than foundry's own, and wrappers, which lose no method of the dataset inside."""
+"""Datasets without foundry's optional methods, and wrappers, which forward every method of the inner dataset."""
 
 import pickle
 from dataclasses import replace
@@ -19,7 +19,7 @@ SIZE = 12
 
 
 class Plain:
-    """Sample i is i."""
+    """A dataset whose sample i is i."""
 
     colour = "green"
 
@@ -31,7 +31,7 @@ class Plain:
 
 
 class Augmented(Plain):
-    """As training reads it, each sample is shifted by its position."""
+    """A dataset whose `batch_at` adds the position to each sample."""
 
     def batch_at(self, indices, positions):
         return {"value": torch.tensor([index + 1000.0 * p for index, p in zip(indices, positions, strict=True)])}
@@ -46,7 +46,7 @@ class DerivedAugmented(Derived):
 
 
 class Ragged(Plain):
-    """Sample i has i + 1 tokens, which it counts by itself."""
+    """A dataset whose sample i has i + 1 tokens, counted by `lengths_of`."""
 
     longest = SIZE - 1
 
@@ -58,7 +58,7 @@ class Ragged(Plain):
 
 
 class Same(WrappedDataset):
-    """A wrapper that changes nothing."""
+    """A wrapper without changes."""
 
 
 def splits(dataset, **changes):
@@ -66,7 +66,7 @@ def splits(dataset, **changes):
 
 
 def read(data, num_workers=0):
-    """Microbatches of two windows."""
+    """Return the microbatches of two windows."""
     loader = Loader(
         dataset=data.train,
         order=data.order(1),
@@ -84,7 +84,7 @@ def evaluate(dataset):
 
 @pytest.mark.parametrize("mixture", [None, Mixture(sizes=(4, 8), weights=(1.0, 3.0))])
 @pytest.mark.parametrize("kind", [Augmented, DerivedAugmented])
-def test_augmentation_survives_columns_mixtures_and_evaluations(kind, mixture):
+def test_batch_at_is_kept_by_columns_and_mixtures_and_unused_in_evaluation(kind, mixture):
     data = splits(kind(), mixture=mixture)
     data = replace(data, train=WithColumns(Same(data.train), {"column": -torch.arange(float(SIZE))}))
     indices = data.order(1).indices(range(16)).tolist()
@@ -96,7 +96,7 @@ def test_augmentation_survives_columns_mixtures_and_evaluations(kind, mixture):
     assert evaluate(data.train) == evaluate(data.validation) == [float(i) for i in range(SIZE)]
 
 
-def test_a_wrapper_passes_on_each_method_of_a_dataset():
+def test_wrapped_dataset_forwards_every_dataset_method():
     methods = {name for name in vars(foundry.Dataset) if not name.startswith("_")} | {"__len__", "__getitem__"}
     assert methods == {name for name in vars(WrappedDataset) if name in methods}
     assert "batch_at" in methods
@@ -107,18 +107,18 @@ def test_a_wrapper_passes_on_each_method_of_a_dataset():
 
 
 @pytest.mark.parametrize("kind", [Plain, Derived])
-def test_a_dataset_of_two_methods_has_defaults_of_the_others(kind):
+def test_dataset_with_two_methods_gets_defaults_for_the_others(kind):
     dataset = as_dataset(kind())
     assert dataset.batch([3, 1])["value"].tolist() == dataset.batch_at([3, 1], [0, 1])["value"].tolist() == [3, 1]
     assert (dataset.longest, dataset.num_tokens([0]), dataset.lengths_of([0])) == (0, None, None)
 
 
-def test_a_list_of_samples_is_one():
+def test_list_of_samples_is_accepted_as_a_dataset():
     data = splits([{"value": torch.tensor(7.0)}, {"value": torch.tensor(8.0)}])
-    assert evaluate(data.validation) == [7, 8, 7, 7]  # the last two fill up the microbatch
+    assert evaluate(data.validation) == [7, 8, 7, 7]  # The last two pad the microbatch.
 
 
-def test_a_dataset_that_reads_batches_has_single_samples():
+def test_batch_dataset_derives_single_samples():
     class Doubles(BatchDataset):
         __len__ = Plain.__len__
 
@@ -129,7 +129,7 @@ def test_a_dataset_that_reads_batches_has_single_samples():
     assert Doubles()[3]["value"] == 6
 
 
-def test_samples_of_another_class_keep_their_methods_and_attributes():
+def test_wrapped_user_dataset_keeps_its_methods_and_attributes():
     own = Ragged()
     dataset = splits(own).train
     assert (dataset.colour, dataset.longest, dataset.num_tokens([0, 1])) == ("green", SIZE - 1, 3)
@@ -139,7 +139,7 @@ def test_samples_of_another_class_keep_their_methods_and_attributes():
         _ = dataset.size
 
 
-def test_datasets_of_splits_stay_what_they_are():
+def test_splits_keep_their_dataset_and_are_immutable():
     dataset = Derived()
     data = splits(dataset)
     assert replace(data, fingerprint="g").train is data.train is dataset
@@ -149,13 +149,13 @@ def test_datasets_of_splits_stay_what_they_are():
         data.train = []
 
 
-def test_processes_that_read_ahead_read_the_same():
+def test_workers_read_the_same_augmented_batches():
     data = splits(Augmented())
     there, here = read(data, num_workers=1), read(data)
     assert [batch["value"].tolist() for batch in there] == [batch["value"].tolist() for batch in here]
 
 
-def test_packing_is_refused_by_the_name_of_the_innermost_class():
+def test_packing_refusal_names_the_innermost_dataset_class():
     for dataset in (Plain(), Same(as_dataset(Plain())), WithColumns(as_dataset(Plain()), {})):
         data = splits(dataset)
         options = {"order": data.order(1), "batch_size_at": lambda samples: 8, "per_gpu_batch_size": 4}

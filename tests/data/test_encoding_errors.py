@@ -1,4 +1,4 @@
-"""Bytes that are not UTF-8: refused with their line, or replaced by choice, with a warning."""
+"""Bytes that are not valid UTF-8: refused with their position, or replaced on request with a warning."""
 
 import gzip
 import json
@@ -62,7 +62,7 @@ PLACES = {
 
 @pytest.fixture
 def many_cpus():
-    """Pyarrow with more than one thread: the rest of the suite has one."""
+    """Give pyarrow several threads; the rest of the suite runs it with one."""
     before = pa.cpu_count()
     pa.set_cpu_count(4)
     yield
@@ -71,7 +71,7 @@ def many_cpus():
 
 @pytest.mark.usefixtures("many_cpus")
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_refused_with_its_place_unless_it_is_to_be_replaced(kind, tmp_path, caplog):
+def test_invalid_utf8_is_refused_or_replaced_with_a_warning(kind, tmp_path, caplog):
     path = tmp_path / f"rows.{kind}"
     path.write_bytes(content(kind))
     with pytest.raises(ConfigError, match=PLACES[kind]):
@@ -83,11 +83,11 @@ def test_it_is_refused_with_its_place_unless_it_is_to_be_replaced(kind, tmp_path
     assert all(row in everything for row in GOOD[:20])
     (line,) = [record.getMessage() for record in caplog.records if "U+FFFD" in record.getMessage()]
     assert str(path) in line
-    with pytest.raises(ConfigError, match=PLACES[kind]):  # what was replaced is not taken for what was not
+    with pytest.raises(ConfigError, match=PLACES[kind]):  # Replaced text must not be cached as strict text.
         load(path)
 
 
-def test_text_that_is_utf8_is_the_same_either_way(tmp_path, caplog):
+def test_valid_utf8_is_read_alike_with_either_encoding_errors(tmp_path, caplog):
     path = tmp_path / "rows.csv"
     path.write_text("text\n" + "".join(f'"{row} naïve 🙂\n\ufffd"\n' for row in GOOD))
     strict, lenient = (load(path, encoding_errors=errors) for errors in EncodingErrors)
@@ -97,7 +97,7 @@ def test_text_that_is_utf8_is_the_same_either_way(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_rows_of_conversations_too(kind, tmp_path):
+def test_invalid_utf8_in_chat_rows_is_refused_or_replaced(kind, tmp_path):
     columns = {"prompt": [row.encode() for row in GOOD] + [BAD], "completion": [b"yes"] * 31}
     path = tmp_path / f"rows.{kind}"
     if kind == "jsonl":
@@ -113,7 +113,7 @@ def test_rows_of_conversations_too(kind, tmp_path):
     assert len(splits.train) + len(splits.validation) == 31
 
 
-def test_texts_inside_lists_of_tables_are_refused_all_the_same(tmp_path):
+def test_invalid_utf8_in_nested_lists_is_refused_even_with_replace(tmp_path):
     said = pa.array([[b"fine", BAD]] * 9, pa.list_(pa.binary())).cast(pa.list_(pa.binary()))
     said = pa.ListArray.from_arrays(said.offsets, said.values.view(pa.string()))
     pq.write_table(pa.table({"text": ["a"] * 9, "messages": said}), tmp_path / "rows.parquet")

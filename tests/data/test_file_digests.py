@@ -20,7 +20,7 @@ def files(tmp_path, monkeypatch):
 
 @pytest.fixture
 def hashed(monkeypatch):
-    """The names of the files that are read."""
+    """Return the names of the hashed files."""
     names, real = [], module._hash
     monkeypatch.setattr(module, "_hash", lambda file: names.append(file.name) or real(file))
     return names
@@ -30,19 +30,19 @@ def expected(files):
     return [hashlib.sha256(file.read_bytes()).digest() for file in files]
 
 
-def test_a_large_corpus_is_read_once(files, tmp_path, hashed):
+def test_digests_of_a_large_corpus_are_computed_once(files, tmp_path, hashed):
     for _ in range(3):
         assert file_digests(files, str(tmp_path / "cache")) == expected(files)
     assert hashed == ["a.txt", "b.txt"]
 
 
-def test_a_small_one_leaves_nothing_behind(files, tmp_path, monkeypatch):
+def test_digests_of_a_small_corpus_are_not_cached(files, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_LARGE_BYTES", 100)
     assert file_digests(files, str(tmp_path / "cache")) == expected(files)
     assert not (tmp_path / "cache").exists()
 
 
-def test_what_has_changed_is_read_again_whatever_its_times_say(files, tmp_path, hashed):
+def test_changed_file_is_hashed_again_even_with_an_unchanged_mtime(files, tmp_path, hashed):
     cache = str(tmp_path / "cache")
     file_digests(files, cache)
     times = files[0].stat().st_atime_ns, files[0].stat().st_mtime_ns
@@ -55,7 +55,7 @@ def test_what_has_changed_is_read_again_whatever_its_times_say(files, tmp_path, 
     assert hashed == ["a.txt", "b.txt"] * 3
 
 
-def test_what_changed_a_moment_ago_is_not_kept(files, tmp_path, hashed, monkeypatch):
+def test_digest_of_a_just_modified_file_is_not_cached(files, tmp_path, hashed, monkeypatch):
     monkeypatch.setattr(module, "_SETTLED_NS", 3600 * 10**9)
     file_digests(files, str(tmp_path / "cache"))
     file_digests(files, str(tmp_path / "cache"))
@@ -63,7 +63,7 @@ def test_what_changed_a_moment_ago_is_not_kept(files, tmp_path, hashed, monkeypa
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{", '{"a": 1}', '{"a": [1, "no digits"]}'])
-def test_a_damaged_file_of_digests_is_made_again(files, tmp_path, hashed, content):
+def test_damaged_digest_cache_is_rebuilt(files, tmp_path, hashed, content):
     cache = tmp_path / "cache"
     file_digests(files, str(cache))
     (kept,) = cache.glob("*.digests.json")
@@ -74,12 +74,12 @@ def test_a_damaged_file_of_digests_is_made_again(files, tmp_path, hashed, conten
     assert len(hashed) == 4
 
 
-def test_a_cache_that_cannot_be_written_costs_time_only(files, tmp_path):
+def test_unwritable_cache_does_not_prevent_file_digests(files, tmp_path):
     (tmp_path / "file").write_text("kept")
     assert file_digests(files, str(tmp_path / "file")) == expected(files)
 
 
-def test_of_processes_that_ask_at_once_one_reads(files, tmp_path):
+def test_concurrent_processes_hash_each_file_once(files, tmp_path):
     cache, log = str(tmp_path / "cache"), tmp_path / "log"
     children = []
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Files of text and rows of every kind, compressed or not, give the same samples."""
+"""All file formats of texts and rows, compressed or not, give the same samples."""
 
 import gzip
 import json
@@ -66,14 +66,14 @@ def tokens(splits):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_text_is_the_same_from_every_kind_of_file(kind, tmp_path):
+def test_every_file_format_gives_the_same_text_samples(kind, tmp_path):
     (tmp_path / "known").mkdir()
     known = load(write(tmp_path / "known", "jsonl", ROWS))
     assert tokens(load(write(tmp_path, kind, ROWS))) == tokens(known)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_conversations_are_the_same_from_every_kind_of_file(kind, tmp_path):
+def test_every_file_format_gives_the_same_chat_samples(kind, tmp_path):
     def samples(path):
         found = chat_files(
             seed=0,
@@ -93,7 +93,7 @@ def test_conversations_are_the_same_from_every_kind_of_file(kind, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.md", "a.txt.gz", "a.md.zst"])
-def test_a_text_file_is_one_document(name, tmp_path):
+def test_markdown_and_compressed_text_files_are_read_as_one_document(name, tmp_path):
     (tmp_path / "known").mkdir()
     (tmp_path / "known" / "a.txt").write_text("".join(TEXT))
     data = "".join(TEXT).encode()
@@ -105,8 +105,8 @@ def test_a_text_file_is_one_document(name, tmp_path):
     assert tokens(load(str(tmp_path / name))) == tokens(load(str(tmp_path / "known" / "a.txt")))
 
 
-def test_a_folder_of_save_to_disk(tmp_path):
-    """As datasets lays it out: Arrow streams, and JSON that says what they are."""
+def test_save_to_disk_folder_is_read(tmp_path):
+    """Use the layout of the datasets library: Arrow streams and JSON metadata."""
     folder = tmp_path / "saved"
     folder.mkdir()
     (tmp_path / "known").mkdir()
@@ -118,7 +118,7 @@ def test_a_folder_of_save_to_disk(tmp_path):
     assert tokens(load(str(folder))) == tokens(load(write(tmp_path / "known", "jsonl", ROWS)))
 
 
-def test_kinds_do_not_mix_but_compressed_files_with_others_do(tmp_path):
+def test_mixed_file_formats_are_refused_and_mixed_compression_is_accepted(tmp_path):
     (tmp_path / "one").mkdir()
     write(tmp_path / "one", "jsonl", ROWS)
     write(tmp_path / "one", "json.zst", ROWS)
@@ -132,7 +132,7 @@ def test_kinds_do_not_mix_but_compressed_files_with_others_do(tmp_path):
 
 
 @given(st.text("ab.", max_size=5), st.sampled_from(sorted(TEXTS)), st.sampled_from(["", ".gz", ".zst"]))
-def test_the_kind_is_known_by_the_name_without_its_compression(stem, suffix, compression):
+def test_suffix_of_ignores_the_compression_suffix(stem, suffix, compression):
     found = suffix_of(Path(f"x{stem}{suffix}{compression}"))
-    is_own = suffix in (".parquet", ".arrow") and compression  # these are compressed inside
+    is_own = suffix in (".parquet", ".arrow") and compression  # Parquet and Arrow files are compressed inside.
     assert found == (compression if is_own else suffix)

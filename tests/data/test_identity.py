@@ -1,4 +1,4 @@
-"""What tells data from other data, and what does not."""
+"""Which changes of the data change its identity."""
 
 import inspect
 import json
@@ -28,7 +28,7 @@ def write(folder, texts, kind="txt"):
 
 
 @pytest.mark.parametrize("kind", ["txt", "jsonl"])
-def test_names_and_places_of_files_do_not_matter(tmp_path, kind):
+def test_identity_ignores_names_and_locations_of_files(tmp_path, kind):
     one = write(tmp_path / "one", {"a": LINES[:30], "b": LINES[30:]}, kind)
     other = write(tmp_path / "other", {"x": LINES[:30], "y": LINES[30:]}, kind)
     assert corpus(one).content == corpus(other).content
@@ -45,14 +45,14 @@ OTHERS = {
 
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("kind", ["txt", "jsonl"])
-def test_contents_do(tmp_path, kind, other):
+def test_identity_depends_on_the_contents_of_files(tmp_path, kind, other):
     one = corpus(write(tmp_path / "one", {"a": LINES[:30], "b": LINES[30:]}, kind))
     two = corpus(write(tmp_path / "two", OTHERS[other], kind))
     assert one.content != two.content
     assert one.fingerprint != two.fingerprint
 
 
-def test_which_files_are_held_out_does(tmp_path):
+def test_identity_depends_on_the_held_out_files(tmp_path):
     folder = write(tmp_path / "one", {"a": LINES[:20], "b": LINES[20:40], "c": LINES[40:]})
     found = {
         corpus(folder, "[ab].txt", validation_path=str(folder / "c.txt")).content,
@@ -63,7 +63,7 @@ def test_which_files_are_held_out_does(tmp_path):
     assert len(found) == 4
 
 
-def test_another_standard_library_is_other_data(tmp_path, monkeypatch):
+def test_identity_of_stdlib_corpus_depends_on_its_files(tmp_path, monkeypatch):
     found = []
     for number, body in enumerate(["x = 1", "x = 1", "x = 2"]):
         folder = tmp_path / str(number)
@@ -75,7 +75,7 @@ def test_another_standard_library_is_other_data(tmp_path, monkeypatch):
     assert found[0] == found[1] != found[2]
 
 
-def test_the_identity_of_text(tmp_path):
+def test_identity_of_text_depends_on_files_order_and_seq_len(tmp_path):
     one = write(tmp_path / "one", {"a": LINES})
     other = write(tmp_path / "other", {"b": LINES})
     settings = {"seed": 0, "seq_len": 8, "vocab_size": 300, "tokenizer": None, "held_out": 0.1}
@@ -89,14 +89,14 @@ def test_the_identity_of_text(tmp_path):
     assert json.loads(json.dumps(first)) == first
 
 
-def test_the_identity_of_images():
+def test_identity_of_images_depends_on_held_out_and_not_on_the_seed():
     first, second = (digits(seed=seed, held_out=0.1).identity() for seed in (0, 1))
     assert first == second
     assert first["tokenizer"] is None
     assert first != digits(seed=0, held_out=0.2).identity()
 
 
-def test_an_object_of_settings_gives_the_same_data_as_keywords(tmp_path):
+def test_settings_object_gives_the_same_data_as_keywords(tmp_path):
     folder = write(tmp_path / "one", {"a": LINES})
     options = {"path": str(folder), "cache_dir": str(tmp_path / "cache"), "seq_len": 8, "vocab_size": 300}
     by_keywords, by_object = text_files(**options), text_files(TextFiles(**options, tokenizer=None), seed=5)
@@ -118,6 +118,6 @@ def test_an_object_of_settings_gives_the_same_data_as_keywords(tmp_path):
         ("token_files", {"path"}),
     ],
 )
-def test_data_built_in_python_needs_few_keywords(part, needed):
+def test_dataset_functions_require_few_keywords(part, needed):
     parameters = inspect.signature(getattr(foundry.datasets, part)).parameters.values()
     assert {each.name for each in parameters if each.default is inspect.Parameter.empty} == needed

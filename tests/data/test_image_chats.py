@@ -1,4 +1,4 @@
-"""The user's own conversations about pictures: which picture a row has, and what is wrong with some."""
+"""Conversations about images: the image of each row, and errors of broken rows."""
 
 import json
 from functools import partial
@@ -25,7 +25,7 @@ COLOURS = [(200, 0, 0), (0, 200, 0), (0, 0, 200), (90, 90, 90)]
 
 @pytest.fixture
 def folder(tmp_path):
-    """Eight rows about four pictures, two each."""
+    """Write eight rows about four images, two rows each."""
     (tmp_path / "seen").mkdir()
     rows = []
     for number in range(8):
@@ -67,21 +67,21 @@ def assert_each_has_its_picture(data, count):
             text = data.tokenizer.decode(sample["targets"][sample["targets"] >= 0].tolist(), skip_special_tokens=True)
             wanted = torch.tensor(COLOURS[int(text[-1])])
             assert sample["images"].shape == (1, 3, 16, 16)
-            assert (sample["images"][0].long() - wanted[:, None, None]).abs().max() <= 3  # a JPEG is nearly so
+            assert (sample["images"][0].long() - wanted[:, None, None]).abs().max() <= 3  # JPEG is lossy.
             seen += 1
     assert seen == count
 
 
-def test_each_row_has_the_picture_beside_its_file(read, folder, monkeypatch):
+def test_image_path_is_relative_to_the_row_file(read, folder, monkeypatch):
     data = read()
     assert (len(data.train), len(data.validation)) == (6, 2)
     assert_each_has_its_picture(data, 8)
-    assert data.train.images.shape == (4, 3, 16, 16)  # each file once
+    assert data.train.images.shape == (4, 3, 16, 16)  # Each file once.
     monkeypatch.chdir(folder)
     assert read(path="rows.jsonl").fingerprint == data.fingerprint
 
 
-def test_another_picture_or_size_is_other_data(read, folder):
+def test_changed_image_or_size_changes_the_fingerprint(read, folder):
     first = read()
     assert read(image_size=24).fingerprint != first.fingerprint
     (folder / "seen/1.png").write_bytes(picture((1, 2, 3)))
@@ -90,7 +90,7 @@ def test_another_picture_or_size_is_other_data(read, folder):
     assert changed.content != first.content
 
 
-def test_files_for_validation_have_pictures_beside_themselves(read, folder):
+def test_validation_image_path_is_relative_to_the_validation_file(read, folder):
     other = folder / "other"
     (other / "seen").mkdir(parents=True)
     (other / "seen/0.jpg").write_bytes(picture(COLOURS[3]))
@@ -113,7 +113,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("change", "message"), WRONG)
-def test_a_row_that_cannot_be_used_is_named_or_left_out(read, folder, change, message):
+def test_bad_image_row_is_reported_by_line_or_skipped(read, folder, change, message):
     (folder / "broken.png").write_bytes(b"no picture")
     rows = rows_of(folder)
     rows[2] |= change
@@ -124,10 +124,10 @@ def test_a_row_that_cannot_be_used_is_named_or_left_out(read, folder, change, me
     assert_each_has_its_picture(read(on_bad_row=OnBadRow.skip), 7)
 
 
-def test_a_picture_is_whole_and_brought_to_size(read, folder):
+def test_wide_image_is_fitted_whole_into_the_square(read, folder):
     pixels = np.zeros((32, 64, 3), dtype=np.uint8)
     pixels[:16, :32] = 255
-    Image.fromarray(pixels).save(folder / "seen/0.jpg", format="PNG")  # what it is says its content
+    Image.fromarray(pixels).save(folder / "seen/0.jpg", format="PNG")  # The suffix is ignored.
     data = read()
     wide = next(data.train.images[n] for n in range(4) if data.train.images[n].max() == 255)
     assert (wide[:, 1:7, 1:7] == 255).all()

@@ -1,4 +1,4 @@
-"""A folder of pictures with a folder for each class."""
+"""An image folder with one subfolder per class."""
 
 import os
 import pickle
@@ -49,11 +49,11 @@ def all_of(dataset):
 
 
 def in_folder(images):
-    """Pictures as they were written, by content."""
+    """Return the set of images as bytes, for comparison with the written pixels."""
     return {((image + 1) * 127.5).round().to(torch.uint8).permute(1, 2, 0).numpy().tobytes() for image in images}
 
 
-def test_pictures_are_read_exactly_and_classes_are_folders_in_the_order_of_names(read):
+def test_images_are_read_exactly_and_classes_are_sorted_folder_names(read):
     data = read()
     assert data.class_names == ("an owl", "zebra", "Élan")
     assert (len(data.train), len(data.validation)) == (12, 6)
@@ -69,7 +69,7 @@ def test_pictures_are_read_exactly_and_classes_are_folders_in_the_order_of_names
         assert found[label] == {pixels((key, number)).tobytes() for number in range(PER_CLASS)}
 
 
-def test_a_mirrored_picture_is_a_further_sample_of_training_alone(read):
+def test_mirror_doubles_the_training_split_only(read):
     plain, both = read(), read(mirror=True)
     images, labels = all_of(both.train)
     original, classes = all_of(plain.train)
@@ -82,8 +82,8 @@ def test_a_mirrored_picture_is_a_further_sample_of_training_alone(read):
     assert one["labels"].shape == ()
 
 
-def test_of_pictures_with_others_added_the_same_are_held_out_first(folder, read):
-    """They are chosen by their names: of the old ones in a class more or fewer are, but never others instead."""
+def test_added_images_do_not_change_which_old_ones_are_held_out_first(folder, read):
+    """Images are held out by name: the held-out old images of a class are a subset or a superset of those before."""
 
     def held_out():
         images, labels = all_of(read().validation)
@@ -93,7 +93,7 @@ def test_of_pictures_with_others_added_the_same_are_held_out_first(folder, read)
     old = {pixels((label, number)).tobytes() for label in range(3) for number in range(PER_CLASS)}
     for number in range(PER_CLASS, 2 * PER_CLASS):
         for name, label in keys.items():
-            Image.fromarray(pixels((label, number))).save(folder / name / f"a{number}.png")  # before all others
+            Image.fromarray(pixels((label, number))).save(folder / name / f"a{number}.png")  # Sorts before all others.
     after = held_out()
     assert [len(found) for found in after] == [2 * len(found) for found in before]
     for one, other in zip(before, after, strict=True):
@@ -101,7 +101,7 @@ def test_of_pictures_with_others_added_the_same_are_held_out_first(folder, read)
         assert kept <= one or one <= kept
 
 
-def test_pictures_are_decoded_once(folder, read, tmp_path):
+def test_decoded_images_are_cached_until_a_file_changes(folder, read, tmp_path):
     first = read()
     kept = {file: file.stat().st_mtime_ns for file in (tmp_path / "cache").rglob("*.npy")}
     assert len(kept) == 1
@@ -112,14 +112,14 @@ def test_pictures_are_decoded_once(folder, read, tmp_path):
     assert len(list((tmp_path / "cache").rglob("*.npy"))) == 2
 
 
-def test_worker_processes_are_not_sent_pictures(read):
+def test_pickled_image_dataset_does_not_contain_the_pixels(read):
     train = read().train
     assert len(pickle.dumps(train)) < 2000
     assert torch.equal(all_of(pickle.loads(pickle.dumps(train)))[0], all_of(train)[0])
 
 
 def only(read, folder, picture, name="a.png", **changed):
-    """What becomes of one picture: two copies of it are a class."""
+    """Return the decoded pixels of one image; two copies of it form a class."""
     shutil.rmtree(folder)
     folder.mkdir()
     for copy in "ab":
@@ -129,7 +129,7 @@ def only(read, folder, picture, name="a.png", **changed):
     return ((data.train[0]["images"] + 1) * 127.5).round().to(torch.uint8)
 
 
-def test_kinds_of_pictures(folder, read):
+def test_image_modes_are_converted_to_the_requested_channels(folder, read):
     grey = Image.fromarray(pixels(0)[..., 0])
     assert torch.equal(only(read, folder, grey), torch.from_numpy(pixels(0)[..., 0]).expand(3, SIZE, SIZE))
     assert torch.equal(only(read, folder, grey, num_channels=1)[0], torch.from_numpy(pixels(0)[..., 0]))
@@ -144,17 +144,17 @@ def test_kinds_of_pictures(folder, read):
     assert exact.shape == (3, SIZE, SIZE)
 
 
-def test_a_photograph_is_turned_as_its_camera_says(folder, read):
+def test_exif_orientation_is_applied(folder, read):
     upright = np.zeros((SIZE, SIZE, 3), np.uint8)
     upright[: SIZE // 2] = 255
     photograph = Image.fromarray(np.rot90(upright, 1))
-    photograph.getexif()[0x0112] = 6  # turn it clockwise
+    photograph.getexif()[0x0112] = 6  # Rotate clockwise.
     found = only(read, folder, photograph, "a.jpg").float().mean(0)
     assert found[: SIZE // 2 - 1].mean() > 250
     assert found[SIZE // 2 + 1 :].mean() < 5
 
 
-def test_a_picture_that_is_not_square(folder, read):
+def test_wide_image_is_center_cropped_or_stretched(folder, read):
     wide = np.zeros((SIZE, 3 * SIZE, 3), np.uint8)
     wide[:, SIZE : 2 * SIZE] = 255
     assert (only(read, folder, Image.fromarray(wide)) == 255).all()
@@ -164,8 +164,8 @@ def test_a_picture_that_is_not_square(folder, read):
     assert stretched.shape == (3, SIZE, SIZE)
 
 
-def test_a_large_picture_is_averaged(folder, read):
-    """Where pixels were picked instead, what is grey from afar would be noise."""
+def test_large_image_is_downsampled_by_averaging(folder, read):
+    """Nearest-neighbor sampling would turn uniformly gray noise into visible noise."""
     noise = np.random.default_rng(1).integers(0, 256, (16 * SIZE, 16 * SIZE, 3), dtype=np.uint8)
     for suffix in ("png", "jpg", "jpeg", "JPG"):
         found = only(read, folder, Image.fromarray(noise), f"a.{suffix}").float()
@@ -173,7 +173,7 @@ def test_a_large_picture_is_averaged(folder, read):
         assert (found - 127.5).abs().max() < 40
 
 
-def test_other_files_are_left_out_with_a_warning(folder, read, caplog):
+def test_non_image_files_are_skipped_with_a_warning(folder, read, caplog):
     (folder / "zebra" / "deeper").mkdir()
     (folder / "zebra" / "0.png").rename(folder / "zebra" / "deeper" / "0.png")
     (folder / "zebra" / "notes.txt").touch()
@@ -202,7 +202,7 @@ def test_other_files_are_left_out_with_a_warning(folder, read, caplog):
         (lambda folder: (folder / "zebra" / "9.png").symlink_to("/dev/zero"), r"has .*9.png, .* is a device"),
     ],
 )
-def test_what_cannot_be_read_is_named(harm, message, folder, read):
+def test_unreadable_image_folder_error_names_file_and_config_key(harm, message, folder, read):
     harm(folder)
     with pytest.raises(ConfigError, match=message):
         read()
@@ -225,7 +225,7 @@ def broken_link(file):
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 9), st.booleans(), st.lists(st.integers(0, 10**6), max_size=12))
-def test_a_batch_is_its_items(count, mirror, indices):
+def test_image_batch_equals_its_items(count, mirror, indices):
     images = np.arange(10 * 2 * 4, dtype=np.uint8).reshape(10, 1, 2, 4)
     dataset = Pictures(images, np.arange(10), np.arange(10)[-count:], mirror=mirror)
     indices = [index % len(dataset) for index in indices]
@@ -241,7 +241,7 @@ def shifted(read, **changes):
     return data, Loader(dataset=data.train, order=data.order(3), batch_size_at=lambda samples: 8, per_gpu_batch_size=4)
 
 
-def test_shifts_are_those_of_position_and_seed_whatever_the_ranks(read):
+def test_random_crops_depend_on_position_and_seed_and_not_on_ranks(read):
     data, alone = shifted(read)
     images = {}
     for _ in range(4):
@@ -267,7 +267,7 @@ def test_shifts_are_those_of_position_and_seed_whatever_the_ranks(read):
     assert not torch.equal(other, data.train.batch_at(range(12), range(12))["images"])
 
 
-def test_a_shifted_picture_is_a_cut_of_it_with_its_edges_repeated(read):
+def test_random_crop_pads_by_repeating_edges_and_skips_validation(read):
     data, _ = shifted(read)
     plain, seen = data.train.batch([0] * 200)["images"][0], set()
     wide = torch.nn.functional.pad(plain[None], (2, 2, 2, 2), mode="replicate")[0]

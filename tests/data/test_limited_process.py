@@ -33,7 +33,7 @@ def fail(error):
     raise error
 
 
-def test_calls_share_a_process_that_is_not_this_one(limited):
+def test_calls_share_one_child_process(limited):
     process = limited(lambda *args, **options: (os.getpid(), is_limited(), args, options))
     first, second = process.call(1, name="a"), process.call(2)
     assert first[0] == second[0] != os.getpid()
@@ -41,14 +41,14 @@ def test_calls_share_a_process_that_is_not_this_one(limited):
     assert not is_limited()
 
 
-def test_an_exception_is_raised_here_and_the_process_goes_on(limited):
+def test_exception_is_reraised_and_the_child_process_survives(limited):
     process = limited(fail)
     for error in (ValueError("no"), KeyError("a"), RecursionError("deep")):
         with pytest.raises(type(error), match=str(error.args[0])):
             process.call(error)
 
 
-def test_an_error_of_two_settings_keeps_both(limited):
+def test_config_error_with_two_violations_keeps_both(limited):
     violations = (Violation("a.b", "is 1"), Violation("c", "is 2"))
     with pytest.raises(ConfigError, match=r"^a\.b: is 1\nc: is 2$") as refused:
         limited(fail).call(ConfigError(violations))
@@ -56,7 +56,7 @@ def test_an_error_of_two_settings_keeps_both(limited):
 
 
 @pytest.mark.parametrize("function", [lambda: spin(60), lambda: 9**9**9 if os.getpid() else 0])
-def test_a_call_beyond_the_limit_of_time_is_named_and_the_next_is_answered(limited, function):
+def test_call_over_the_cpu_limit_is_reported_and_the_next_call_succeeds(limited, function):
     check_named(limited(lambda harmless: "answer" if harmless else function()), r"takes more than 0\.2 s")
 
 
@@ -69,7 +69,7 @@ def test_a_call_beyond_the_limit_of_time_is_named_and_the_next_is_answered(limit
         (lambda: os._exit(3), "ends its process"),
     ],
 )
-def test_a_call_that_needs_memory_or_ends_is_named_and_the_next_is_answered(limited, function, message):
+def test_memory_limit_or_crash_is_reported_and_the_next_call_succeeds(limited, function, message):
     check_named(limited(lambda harmless: "answer" if harmless else function(), cpu_seconds=60), message)
 
 
@@ -80,7 +80,7 @@ def check_named(process, message):
         assert process.call(True) == "answer"
 
 
-def test_each_of_many_calls_has_the_whole_time(limited):
+def test_cpu_limit_is_renewed_for_each_call(limited):
     process = limited(spin)
     assert [process.call(0.08) for _ in range(4)] == [0.08] * 4
 
@@ -93,7 +93,7 @@ def test_each_of_many_calls_has_the_whole_time(limited):
     assert limited(renewing).call() == "done"
 
 
-def test_a_process_that_was_idle_is_started_again(limited, monkeypatch):
+def test_idle_child_process_exits_and_is_restarted(limited, monkeypatch):
     monkeypatch.setattr("foundry.data.io.limited_process._IDLE_SECONDS", 0.01)
     process = limited(os.getpid)
     first = process.call()
@@ -101,7 +101,7 @@ def test_a_process_that_was_idle_is_started_again(limited, monkeypatch):
     assert process.call() != first
 
 
-def test_the_process_holds_no_other_file(limited):
+def test_child_process_inherits_no_open_files(limited):
     reading, writing = os.pipe()
     process = limited(lambda: [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()])
     assert {name.partition(":")[0] for name in process.call()} == {os.devnull, "socket"}

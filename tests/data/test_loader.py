@@ -1,4 +1,4 @@
-"""Data loader workers that are signalled, that hang, that die."""
+"""Data loader workers that receive signals, hang or die."""
 
 import contextlib
 import multiprocessing
@@ -21,7 +21,7 @@ from foundry.data.order import GlobalOrder
 
 
 class Numbers(Dataset):
-    """Sample i is i; one asked for at `bad` ends its process."""
+    """A dataset whose sample i is i; reading index `bad` calls `end`."""
 
     def __init__(self, bad, end):
         self.bad, self.end = bad, end
@@ -41,7 +41,7 @@ def loader(end):
         order=GlobalOrder(seed=0, fingerprint="numbers", num_samples=64),
         batch_size_at=lambda samples: 4,
         per_gpu_batch_size=4,
-        num_workers=1,  # of two, the second may die in the next epoch, when torch tells whoever runs by then
+        num_workers=1,  # With two, the second may die in the next epoch, outside the test.
     )
 
 
@@ -59,7 +59,7 @@ def read(source):
         (lambda: os._exit(3), "ended with exit code 3: data.num_workers=0"),
     ],
 )
-def test_a_worker_that_dies_is_named_with_its_cause(end, message):
+def test_dead_worker_is_reported_with_its_cause(end, message):
     text = ends_with(lambda: read(loader(end)))
     assert re.match(r"DataWorkerError: a data loader worker \(process \d+\) ", text)
     assert message in text
@@ -67,9 +67,9 @@ def test_a_worker_that_dies_is_named_with_its_cause(end, message):
 
 
 def ends_with(function):
-    """What a function returns or raises in a process of its own.
+    """Return the result or the exception of a function that runs in its own process.
 
-    torch's handler of SIGCHLD raises wherever a process is by then, as in pytest's reports.
+    The SIGCHLD handler of torch raises at any point of the process, for example while pytest writes a report.
     """
     context = multiprocessing.get_context("fork")
     ends = context.SimpleQueue()
@@ -92,7 +92,7 @@ def _call_and_tell(function, ends):
 
 @pytest.mark.parametrize("signum", STOP_SIGNALS)
 @pytest.mark.parametrize("first", [True, False], ids=["as it starts", "as it reads"])
-def test_a_signal_that_stops_a_run_costs_no_samples(signum, first, monkeypatch):
+def test_stop_signal_to_workers_loses_no_samples(signum, first, monkeypatch):
     begin = multiprocessing.process.BaseProcess.start
 
     def start_and_signal(self):
@@ -100,7 +100,7 @@ def test_a_signal_that_stops_a_run_costs_no_samples(signum, first, monkeypatch):
         os.kill(self.pid, signum)
 
     def values():
-        signal.signal(signum, lambda *_: None)  # as the trainer, in which it would otherwise be noted
+        signal.signal(signum, lambda *_: None)  # Like the trainer, whose handler would otherwise record the signal.
         if first:
             monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", start_and_signal)
         source = loader(lambda: None)
@@ -114,7 +114,7 @@ def test_a_signal_that_stops_a_run_costs_no_samples(signum, first, monkeypatch):
     assert sorted(ends_with(values)) == list(range(64))
 
 
-def test_one_that_hangs_is_ended(monkeypatch):
+def test_hanging_worker_is_killed_on_reset(monkeypatch):
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
 
     def leave():
@@ -131,7 +131,7 @@ def test_one_that_hangs_is_ended(monkeypatch):
     assert ends_with(leave) == -signal.SIGKILL
 
 
-def test_what_a_worker_starts_ends_by_signals():
+def test_child_process_of_a_worker_ends_on_sigterm():
     def run_program():
         program = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         program.terminate()
@@ -142,12 +142,12 @@ def test_what_a_worker_starts_ends_by_signals():
 
 @pytest.mark.parametrize("seconds", [0.0, 0.3])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-def test_a_worker_whose_connections_break_before_it_has_ended(number, seconds):
+def test_worker_that_closes_its_connections_before_dying_is_reported(number, seconds):
     def end():
-        # As the kernel does for a process with much memory to give back.
+        # The kernel does the same for a process with much memory to free.
         for file in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
-            with contextlib.suppress(OSError):  # the listing itself
-                if file > 2 and not stat.S_ISREG(os.fstat(file).st_mode):  # torch aborts without those of its tensors
+            with contextlib.suppress(OSError):  # The listing itself.
+                if file > 2 and not stat.S_ISREG(os.fstat(file).st_mode):  # torch aborts without its tensor files.
                     os.close(file)
         time.sleep(seconds)
         os.kill(os.getpid(), number)
@@ -157,7 +157,7 @@ def test_a_worker_whose_connections_break_before_it_has_ended(number, seconds):
         read(source)
 
 
-def test_an_error_of_the_dataset_speaks_for_itself():
+def test_dataset_exception_is_not_taken_for_a_worker_death():
     def end():
         raise OSError("Connection reset by peer")
 
@@ -178,7 +178,7 @@ def test_an_error_of_the_dataset_speaks_for_itself():
         ("DataLoader worker (pid 12) exited unexpectedly with exit code 1. Details", "ended with exit code 1"),
     ],
 )
-def test_torch_says_so_in_the_middle_of_other_work(text, message):
+def test_torch_worker_death_message_becomes_data_worker_error(text, message):
     with pytest.raises(DataWorkerError) as caught, worker_deaths_explained():
         raise RuntimeError(text)
     assert message in str(caught.value)

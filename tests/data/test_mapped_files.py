@@ -17,7 +17,7 @@ def tokens(tmp_path):
     return np.load(tmp_path / "tokens.npy", mmap_mode="r")
 
 
-def test_a_mapped_dataset_is_pickled_as_its_file(tokens):
+def test_memory_mapped_dataset_is_pickled_by_path(tokens):
     order = GlobalOrder(num_samples=9999, fingerprint="f", seed=1)
     reader = _PositionedReader(TokenSequences(tokens, 10), order)
     expected = reader.__getitems__(range(8, 12))
@@ -30,12 +30,12 @@ def test_a_mapped_dataset_is_pickled_as_its_file(tokens):
 
 
 @pytest.mark.parametrize("part", [slice(10, 90), slice(None, None, -1), slice(None)])
-def test_a_part_of_a_file_is_pickled_as_it_is(tokens, part):
+def test_slice_of_a_memory_map_is_pickled_by_value(tokens, part):
     again = pickle.loads(pickle.dumps(TokenSequences(tokens[part], 10)))
     assert np.array_equal(again.tokens, tokens[part])
 
 
-def test_examples_are_mapped_too(tokens):
+def test_memory_mapped_examples_are_pickled_by_path(tokens):
     examples = Examples(tokens, np.ones(100_000, np.bool_), np.array([0, 40_000, 100_000]))
     again = pickle.loads(pickle.dumps(examples))
     assert isinstance(again.tokens, np.memmap)
@@ -62,7 +62,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.long
-def test_workers_that_are_spawned_read_the_same(tokens, tmp_path):
+def test_spawned_workers_read_the_same_batches(tokens, tmp_path):
     script = tmp_path / "spawned.py"
     script.write_text(_SPAWNED)
     subprocess.run([sys.executable, str(script), tokens.filename], check=True, timeout=120)

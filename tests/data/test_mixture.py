@@ -1,4 +1,4 @@
-"""Sources in given shares: exactly these, whatever the ranks, microbatches and interruptions."""
+"""Mixtures: exact source shares for any number of ranks, microbatch size and resume point."""
 
 import json
 import pickle
@@ -33,7 +33,7 @@ SHARES = (0.5, 0.3, 0.2)
 
 @settings(deadline=None, max_examples=examples(60))
 @given(weights=WEIGHTS, start=st.one_of(st.integers(0, 300), st.integers(10**9, 10**12)), length=st.integers(0, 60))
-def test_turns_are_counted_without_going_through_them(weights, start, length):
+def test_interleave_counts_equal_enumerated_turns(weights, start, length):
     interleave = Interleave(weights)
     turns = Counter(interleave.sources(range(start, start + length)))
     before, after = interleave.counts(start), interleave.counts(start + length)
@@ -45,16 +45,16 @@ def test_turns_are_counted_without_going_through_them(weights, start, length):
 
 @settings(deadline=None, max_examples=examples(60))
 @given(weights=WEIGHTS, position=st.one_of(st.integers(0, 1000), st.integers(0, 10**12)))
-def test_every_source_has_its_share_at_any_position(weights, position):
+def test_each_source_deviates_from_its_share_by_a_bounded_count(weights, position):
     shares = [Fraction(str(weight)) for weight in weights]
     for share, count in zip(shares, Interleave(weights).counts(position), strict=True):
         assert abs(count - position * share / sum(shares)) <= Fraction(len(weights) + 1, 2)
 
 
-def test_shares_in_decimals_are_met_exactly_again_and_again():
+def test_decimal_weights_are_met_exactly_over_long_runs():
     assert Interleave([0.7, 0.3]).counts(10) == [7, 3]
     assert Interleave([0.7, 0.3]).counts(10**12) == [7 * 10**11, 3 * 10**11]
-    assert "".join(map(str, Interleave([0.7, 0.3]).sources(range(10)))) == "0100010010"  # as 7/9 < 7/7 = 3/3
+    assert "".join(map(str, Interleave([0.7, 0.3]).sources(range(10)))) == "0100010010"  # 7/9 < 7/7 = 3/3
 
 
 def mixed(seed=1, fingerprint="f", weights=SHARES, sizes=SIZES):
@@ -63,7 +63,7 @@ def mixed(seed=1, fingerprint="f", weights=SHARES, sizes=SIZES):
 
 @settings(deadline=None, max_examples=examples(40))
 @given(cuts=st.lists(st.integers(1, 40), min_size=1, max_size=8))
-def test_the_order_does_not_depend_on_how_it_is_cut(cuts):
+def test_mixture_order_does_not_depend_on_window_boundaries(cuts):
     whole, one, start = mixed().indices(range(sum(cuts))).tolist(), mixed(), 0
     for cut in cuts:
         assert one.indices(range(start, start + cut)).tolist() == whole[start : start + cut]
@@ -71,7 +71,7 @@ def test_the_order_does_not_depend_on_how_it_is_cut(cuts):
     assert pickle.loads(pickle.dumps(one)).indices(range(sum(cuts))).tolist() == whole
 
 
-def test_every_source_goes_through_its_own_epochs():
+def test_each_source_is_read_in_its_own_epochs():
     order = mixed().indices(range(400))
     first = 0
     for size, share in zip(SIZES, SHARES, strict=True):
@@ -83,7 +83,7 @@ def test_every_source_goes_through_its_own_epochs():
 
 
 @pytest.mark.parametrize("change", [{"seed": 2}, {"fingerprint": "g"}, {"weights": (0.5, 0.2, 0.3)}])
-def test_what_changes_the_order(change):
+def test_seed_fingerprint_and_weights_change_the_mixture_order(change):
     assert mixed().indices(range(50)).tolist() != mixed(**change).indices(range(50)).tolist()
 
 
@@ -96,7 +96,7 @@ class Numbers(torch.utils.data.Dataset):
 
 
 def windows(loaders, count):
-    """Indices of the next global batches, in the order of their positions."""
+    """Return the indices of the next global batches, in the order of their positions."""
     found = []
     for _ in range(count):
         pairs = []
@@ -119,7 +119,7 @@ def loader(**changes):
 
 @settings(deadline=None, max_examples=examples(30))
 @given(ranks=st.sampled_from([1, 2, 4]), per_gpu=st.sampled_from([1, 2]), before=st.integers(0, 9))
-def test_a_run_goes_on_with_the_number_of_samples_alone_on_any_number_of_ranks(ranks, per_gpu, before):
+def test_mixture_resumes_from_the_sample_count_on_any_number_of_ranks(ranks, per_gpu, before):
     alone = loader()
     windows([alone], before)
     resumed = [loader(dp_rank=rank, dp_size=ranks, per_gpu_batch_size=per_gpu) for rank in range(ranks)]
@@ -129,13 +129,13 @@ def test_a_run_goes_on_with_the_number_of_samples_alone_on_any_number_of_ranks(r
     assert windows([alone], 5) == windows(resumed, 5)
 
 
-def test_workers_read_the_same():
+def test_workers_read_the_same_mixture():
     assert windows([loader(num_workers=2, per_gpu_batch_size=4)], 6) == windows([loader(per_gpu_batch_size=4)], 6)
 
 
 @settings(deadline=None, max_examples=examples(50))
 @given(counts=st.lists(st.integers(0, 30), min_size=1, max_size=5))
-def test_interleaved_items_come_once_each_at_even_distances(counts):
+def test_interleaved_yields_each_item_once_at_even_distances(counts):
     parts = [[(source, number) for number in range(count)] for source, count in enumerate(counts)]
     found = list(interleaved(parts, counts))
     assert found == list(Interleaved(parts))
@@ -180,7 +180,7 @@ def load(files, kind, **changes):
 
 
 def source_of(splits, kind, index):
-    """Which source a training sample is of, by what it says."""
+    """Return the source number of a training sample, inferred from its content."""
     if kind == "prompts":
         return int(splits.train_prompts[index].columns["prompt"].startswith("two"))
     tokens = splits.train[index]["tokens"]
@@ -191,7 +191,7 @@ def source_of(splits, kind, index):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_samples_of_sources_are_read_in_their_shares(files, kind):
+def test_weighted_sources_are_read_in_their_shares(files, kind):
     splits = load(files, kind, weights=[0.75, 0.25])
     own = [source["train_samples"] for source in splits.notes["sources"]]
     assert splits.mixture == Mixture(tuple(own), (0.75, 0.25))
@@ -203,7 +203,7 @@ def test_samples_of_sources_are_read_in_their_shares(files, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_weights_each_sample_comes_once_an_epoch(files, kind):
+def test_without_weights_each_sample_is_read_once_per_epoch(files, kind):
     splits = load(files, kind)
     assert splits.mixture is None
     assert sorted(splits.order(7).indices(range(len(splits.train)))) == list(range(len(splits.train)))
@@ -213,14 +213,14 @@ def test_without_weights_each_sample_comes_once_an_epoch(files, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_first_held_out_samples_are_of_all_sources(files, kind):
+def test_first_validation_samples_cover_all_sources(files, kind):
     splits = load(files, kind)
     if kind == "prompts":
         first = {prompt.columns["prompt"].split()[0] for prompt in splits.prompts[:5]}
     elif kind == "tokens":
         first = {bool(splits.validation[index]["tokens"][0] >= 5000) for index in range(5)}
         assert len(splits.validation) == sum(len(part) for part in splits.validation._dataset.parts)
-    elif kind == "text":  # the only document of b.txt gives its end, in the middle of the others
+    elif kind == "text":  # The only document of b.txt contributes its end, in the middle of the others.
         text = splits.tokenizer.decode(splits.validation.tokens.tolist())
         first = {text.startswith("alpha") and text.rstrip().endswith("gamma"), "OMEGA" not in text}
     else:
@@ -232,7 +232,7 @@ def test_the_first_held_out_samples_are_of_all_sources(files, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_list_of_one_is_that_path_and_weights_are_part_of_what_data_is(files, kind):
+def test_identity_includes_weights_and_equates_a_path_with_a_list_of_one(files, kind):
     path = str(files / KINDS[kind][1][0])
     one, alone = load(files, kind, path=path).identity(), load(files, kind, path=[path]).identity()
     assert one == alone
@@ -243,7 +243,7 @@ def test_a_list_of_one_is_that_path_and_weights_are_part_of_what_data_is(files, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_in_the_same_proportions_are_the_same_data_in_the_same_order(files, kind):
+def test_proportional_weights_give_the_same_identity_and_order(files, kind):
     one, other = (load(files, kind, weights=weights) for weights in ([0.7, 0.3], [14, 6.0]))
     assert one.identity() == other.identity()
     assert one.order(7).indices(range(200)).tolist() == other.order(7).indices(range(200)).tolist()
@@ -251,7 +251,7 @@ def test_weights_in_the_same_proportions_are_the_same_data_in_the_same_order(fil
 
 @settings(deadline=None, max_examples=examples(60))
 @given(weights=WEIGHTS, scale=st.sampled_from([2, 10, 1000, Fraction(1, 10), Fraction(1, 8)]))
-def test_order_of_a_mixture_depends_on_the_proportions_of_its_weights(weights, scale):
+def test_mixture_order_depends_on_the_proportions_of_its_weights(weights, scale):
     scaled = [Decimal(str(weight)) * scale.numerator / scale.denominator for weight in weights]
     assert describe_weights(weights) == describe_weights(scaled)
     assert list(Interleave(weights).sources(range(100))) == list(Interleave(scaled).sources(range(100)))
@@ -259,21 +259,21 @@ def test_order_of_a_mixture_depends_on_the_proportions_of_its_weights(weights, s
 
 @settings(deadline=None, max_examples=examples(60))
 @given(one=WEIGHTS, other=WEIGHTS)
-def test_fingerprints_of_weights_are_equal_if_and_only_if_their_proportions_are(one, other):
+def test_weight_fingerprints_are_equal_exactly_for_equal_proportions(one, other):
     assert (describe_weights(one) == describe_weights(other)) == (proportions(one) == proportions(other))
 
 
-def test_fingerprint_of_weights_whose_sum_is_one_has_them_as_they_are_written():
+def test_weights_that_sum_to_one_are_fingerprinted_as_written():
     assert describe_weights([0.7, 0.3]) == describe_weights([7, 3]) == "-[0.7, 0.3]"
     assert describe_weights([1, 2]) == "-[1/3, 2/3]"
 
 
-def test_files_for_validation_may_be_several_too(files):
+def test_validation_path_accepts_several_files(files):
     rows = load(files, "chats", path=str(files / "one.jsonl"), validation_path=[str(files / "two.jsonl")] * 2)
     assert (len(rows.train), len(rows.validation)) == (30, 24)
 
 
-def test_a_source_without_a_sample_is_named(files):
+def test_source_without_a_full_sample_is_refused_by_name(files):
     (files / "short.txt").write_text("brief")
     with pytest.raises(ConfigError, match=r"the training text of .*short\.txt has \d tokens, less than the 9"):
         load(files, "text", path=[str(files / "a.jsonl"), str(files / "short.txt")])

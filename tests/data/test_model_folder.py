@@ -1,4 +1,4 @@
-"""A folder of transformers brings its tokenizer, the end of its sequences and its vocabulary, and no code."""
+"""A transformers model folder provides tokenizer, end token and vocabulary size; none of its code runs."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def byte_level(special=SPECIAL):
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory):
-    """A Llama of 300 entries and 64 positions with a tokenizer of fewer, whose sequences end with <|stop|>."""
+    """Save a Llama with 300 embeddings and 64 positions, and a smaller tokenizer whose end token is <|stop|>."""
     folder = tmp_path_factory.mktemp("models") / "llama"
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = LlamaConfig(vocab_size=300, max_position_embeddings=64, num_key_value_heads=2, **sizes)
@@ -54,7 +54,7 @@ def model_folder(tmp_path_factory):
         ({}, "<|endoftext|>"),
     ],
 )
-def test_documents_end_with_the_token_that_the_folder_declares(tmp_path, files, end):
+def test_documents_end_with_the_eos_token_that_the_folder_declares(tmp_path, files, end):
     byte_level().save(str(tmp_path / "tokenizer.json"))
     for name, content in files.items():
         (tmp_path / name).write_text(json.dumps(content))
@@ -82,7 +82,7 @@ def test_documents_end_with_the_token_that_the_folder_declares(tmp_path, files, 
         ({"tokenizer_config.json": "[1]"}, "cannot be read as JSON"),
     ],
 )
-def test_a_folder_that_contradicts_itself_is_a_line(tmp_path, files, named):
+def test_contradictory_model_folder_is_a_one_line_config_error(tmp_path, files, named):
     byte_level().save(str(tmp_path / "tokenizer.json"))
     for name, content in files.items():
         (tmp_path / name).write_text(content if isinstance(content, str) else json.dumps(content))
@@ -95,7 +95,7 @@ def test_a_folder_that_contradicts_itself_is_a_line(tmp_path, files, named):
 
 
 @pytest.mark.long
-def test_the_path_of_a_model_brings_tokenizer_and_vocabulary(model_folder, tmp_path):
+def test_model_path_sets_tokenizer_and_vocab_size(model_folder, tmp_path):
     config = configure("model=hf", f"model.path={model_folder}", "data.seq_len=16", f"data.cache_dir={tmp_path}")
     assert (config.data.tokenizer, config.data.vocab_size, config.model.vocab_size) == (str(model_folder), 300, 300)
     data = build(config.data, seed=0)
@@ -104,7 +104,7 @@ def test_the_path_of_a_model_brings_tokenizer_and_vocabulary(model_folder, tmp_p
 
 
 @pytest.mark.parametrize("overrides", [[], ["model=hf_llama"], ["model=hf_gpt2"]])
-def test_without_one_a_tokenizer_is_trained_as_before(overrides):
+def test_tokenizer_is_trained_if_no_model_path_is_given(overrides):
     data = configure(*overrides).data
     assert (data.tokenizer, data.vocab_size) == (None, 4096)
 
@@ -117,7 +117,7 @@ def test_without_one_a_tokenizer_is_trained_as_before(overrides):
         (["data.tokenizer=null", "data.vocab_size=256"], "data.vocab_size", "at least 257"),
     ],
 )
-def test_sizes_that_contradict_the_folder_are_refused_at_composition(model_folder, overrides, key, named):
+def test_sizes_that_contradict_the_model_folder_are_refused_by_compose(model_folder, overrides, key, named):
     with pytest.raises(ConfigError) as refused:
         configure("model=hf", f"model.path={model_folder}", "data.seq_len=16", *overrides)
     (violation,) = refused.value.violations
@@ -125,7 +125,7 @@ def test_sizes_that_contradict_the_folder_are_refused_at_composition(model_folde
     assert named in violation.message
 
 
-def test_a_tokenizer_larger_than_its_model_is_refused_once_and_early(model_folder, tmp_path):
+def test_tokenizer_larger_than_its_model_is_refused_with_a_remedy(model_folder, tmp_path):
     folder = tmp_path / "smaller"
     folder.mkdir()
     for file in model_folder.iterdir():
@@ -141,7 +141,7 @@ def test_a_tokenizer_larger_than_its_model_is_refused_once_and_early(model_folde
 
 
 @pytest.mark.parametrize("weights", ["pickled", "broken", "none"])
-def test_weights_are_never_unpickled(model_folder, tmp_path, weights):
+def test_model_weights_are_never_unpickled(model_folder, tmp_path, weights):
     import torch
 
     folder = tmp_path / "model"

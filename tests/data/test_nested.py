@@ -1,4 +1,4 @@
-"""Columns inside others, named with dots, in every kind of file that can have them."""
+"""Nested columns, selected with dotted names, in every file format that supports them."""
 
 import json
 
@@ -50,7 +50,7 @@ def text(path, field, folder):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("field", ["message.text", "message.by.name"])
-def test_a_text_inside_others_is_the_same_as_one_outside(tmp_path, kind, field):
+def test_nested_text_field_gives_the_same_samples_as_a_flat_one(tmp_path, kind, field):
     (tmp_path / "known").mkdir()
     part = field.rpartition(".")[2]
     flat = [{"text": ((row["message"] or {"by": {}}) | (row["message"] or {"by": {}})["by"]).get(part)} for row in ROWS]
@@ -59,12 +59,12 @@ def test_a_text_inside_others_is_the_same_as_one_outside(tmp_path, kind, field):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_not_there_is_answered_with_all_that_is(tmp_path, kind):
+def test_missing_nested_field_error_lists_the_available_names(tmp_path, kind):
     with pytest.raises(ConfigError, match=r"'message\.txt' is not among .*message, message\.by, message\.by\.name, m"):
         text(write(tmp_path, kind, ROWS[1:]), "message.txt", tmp_path)
 
 
-def test_a_name_that_has_dots_itself_goes_first(tmp_path):
+def test_column_name_with_dots_precedes_a_nested_path(tmp_path):
     rows = [{"a.b": f"whole name {n}", "a": {"b": f"by parts {n}"}} for n in range(20)]
     assert value_at(rows[0], "a.b") == "whole name 0"
     known = text(write(tmp_path, "jsonl", [{"a.b": row["a.b"]} for row in rows]), "a.b", tmp_path)
@@ -79,7 +79,7 @@ TREES = st.recursive(
 
 @settings(max_examples=examples(100), deadline=None)
 @given(TREES)
-def test_every_name_leads_to_something(tree):
+def test_every_listed_nested_name_resolves_to_a_value(tree):
     for name in names_in(tree):
         found = tree
         for part in name.split("."):
@@ -105,7 +105,7 @@ CASES = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", CASES)
-def test_columns_of_rows_may_be_called_otherwise_and_lie_inside_others(tmp_path, kind, case):
+def test_columns_setting_maps_renamed_and_nested_columns(tmp_path, kind, case):
     part, columns, options = CASES[case]
     (tmp_path / "known").mkdir()
     flat = [{name: value_at(row, called) for name, called in columns.items()} for row in ROWS]
@@ -115,7 +115,7 @@ def test_columns_of_rows_may_be_called_otherwise_and_lie_inside_others(tmp_path,
         rows_of(part, write(tmp_path, kind), tmp_path, {}, **options)
 
 
-def test_what_columns_are_called_is_part_of_what_data_is(tmp_path):
+def test_identity_depends_on_the_columns_setting(tmp_path):
     path = write(tmp_path, "jsonl")
     contents = {
         chat_files(

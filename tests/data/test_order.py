@@ -13,7 +13,7 @@ from foundry.data.order import MAX_TABLE_SAMPLES, GlobalOrder, keyed_permutation
 
 
 class Squares(torch.utils.data.Dataset):
-    """Item i is its own index, as a user's plain dataset would have it."""
+    """A plain user dataset whose item i is its index."""
 
     def __len__(self):
         return 37
@@ -37,7 +37,7 @@ def loader(**changes):
 
 
 def window_indices(loaders):
-    """Indices of the next global batch, in the order of their positions."""
+    """Return the indices of the next global batch, in the order of their positions."""
     pairs = []
     for one in loaders:
         for microbatch in one.next_window().microbatches:
@@ -45,7 +45,7 @@ def window_indices(loaders):
     return sorted(pairs)
 
 
-def test_every_epoch_is_a_permutation_and_they_differ():
+def test_every_epoch_is_a_different_permutation():
     one = order()
     first, second = one.indices(range(37)), one.indices(range(37, 74))
     assert sorted(first) == sorted(second) == list(range(37))
@@ -68,7 +68,7 @@ def test_ranks_and_microbatches_do_not_change_the_global_batches(ranks, per_gpu,
         assert window_indices([alone]) == window_indices(together)
 
 
-def test_state_continues_on_another_number_of_ranks():
+def test_loader_state_resumes_on_another_number_of_ranks():
     alone, resumed = loader(), [loader(dp_rank=r, dp_size=2, per_gpu_batch_size=2) for r in range(2)]
     for _ in range(3):
         alone.next_window()
@@ -77,13 +77,13 @@ def test_state_continues_on_another_number_of_ranks():
     assert window_indices([alone]) == window_indices(resumed)
 
 
-def test_workers_read_the_same():
+def test_workers_read_the_same_windows():
     ahead, here = loader(num_workers=2, per_gpu_batch_size=4), loader(per_gpu_batch_size=4)
     for _ in range(6):
         assert window_indices([ahead]) == window_indices([here])
 
 
-def test_processes_that_read_ahead_end_without_a_garbage_collection():
+def test_rewind_stops_worker_processes_without_garbage_collection():
     one, others = loader(num_workers=2), multiprocessing.active_children()
     gc.disable()
     try:
@@ -98,7 +98,7 @@ def test_processes_that_read_ahead_end_without_a_garbage_collection():
 
 @pytest.mark.parametrize("max_samples", [None, 10, 100])
 @pytest.mark.parametrize("dp_size", [1, 2, 3])
-def test_held_out_samples_come_once_each_and_padding_is_marked(dp_size, max_samples):
+def test_validation_samples_are_read_once_and_padding_is_marked(dp_size, max_samples):
     options = {"per_gpu_batch_size": 4, "dp_size": dp_size, "max_samples": max_samples}
     shares = [list(held_out_batches(as_dataset(Squares()), dp_rank=rank, **options)) for rank in range(dp_size)]
     assert len({len(share) for share in shares}) == 1
@@ -110,12 +110,12 @@ def test_held_out_samples_come_once_each_and_padding_is_marked(dp_size, max_samp
 
 @settings(deadline=None, max_examples=50)
 @given(count=st.integers(1, 5000), key=st.binary(min_size=64, max_size=64))
-def test_a_keyed_permutation_has_every_item_once(count, key):
+def test_keyed_permutation_contains_every_item_once(count, key):
     found = keyed_permutation(np.arange(count), num_items=count, key=key)
     assert sorted(found.tolist()) == list(range(count))
 
 
-def test_above_a_size_there_is_no_table_and_the_order_is_pinned():
+def test_large_dataset_order_is_keyed_and_keeps_its_pinned_values():
     large = order(n=MAX_TABLE_SAMPLES + 1)
     assert large.is_keyed
     assert not order(n=MAX_TABLE_SAMPLES).is_keyed
@@ -128,17 +128,17 @@ def test_above_a_size_there_is_no_table_and_the_order_is_pinned():
     assert large._permutations == {}
 
 
-def test_a_keyed_order_is_even_and_epochs_are_unlike():
+def test_keyed_order_is_uniform_and_epochs_are_uncorrelated():
     large, count = order(n=3 * 2**24), 3 * 2**24
     one, other = (large.indices(range(start, start + 64_000)) for start in (0, count))
     for found in (one, other, other - one):
         per_bin = np.bincount(found % count * 64 // count, minlength=64)
-        # Chi-square with 63 degrees of freedom: 99.99 % lie below 114.
+        # Chi-square with 63 degrees of freedom: 99.99 % of the values are below 114.
         assert ((per_bin - 1000) ** 2 / 1000).sum() < 114
     assert abs(np.corrcoef(one[:-1], one[1:])[0, 1]) < 0.02
 
 
-def test_a_large_run_of_an_earlier_version_keeps_its_table(monkeypatch):
+def test_checkpoint_without_a_keyed_order_resumes_with_the_table(monkeypatch):
     by_table = loader()
     by_table.next_window()
     earlier = by_table.state_dict()

@@ -1,4 +1,4 @@
-"""Samples that share rows: each once, none sees another, and sums of a window are those of rows of their own."""
+"""Sample packing: each sample is packed once, attention stays within it, and the loss equals that of unpacked rows."""
 
 from collections import defaultdict
 from dataclasses import replace
@@ -37,7 +37,7 @@ NO_MEMORY = defaultdict(int, note=None, peak="forward", usable=None)
 
 @given(lengths=st.lists(st.integers(1, CAPACITY), max_size=60))
 @settings(max_examples=30, deadline=None)
-def test_every_sample_is_in_one_row_and_rows_are_few(lengths):
+def test_first_fit_decreasing_packs_each_sample_once_into_few_rows(lengths):
     packs = first_fit_decreasing(np.array(lengths, dtype=np.int64), CAPACITY)
     assert sorted(sample for pack in packs for sample in pack) == list(range(len(lengths)))
     filled = [sum(lengths[sample] for sample in pack) for pack in packs]
@@ -47,7 +47,7 @@ def test_every_sample_is_in_one_row_and_rows_are_few(lengths):
 
 
 def examples(seed=0, count=40):
-    """Rows of 2 to 20 tokens; of some nothing is to be learnt."""
+    """Return rows of 2 to 20 tokens; every seventh row has no trained tokens."""
     random = np.random.default_rng(seed)
     lengths = random.integers(3, 22, count)
     offsets = np.concatenate([[0], lengths.cumsum()])
@@ -58,7 +58,7 @@ def examples(seed=0, count=40):
 
 
 def windows(pack_tokens, dp_size=1, per_gpu=4, workers=0):
-    """The second window of every rank."""
+    """Return the second window of every rank."""
     dataset, found = examples(), []
     order = GlobalOrder(num_samples=len(dataset), fingerprint="x", seed=1)
     for rank in range(dp_size):
@@ -70,7 +70,7 @@ def windows(pack_tokens, dp_size=1, per_gpu=4, workers=0):
 
 
 def texts(microbatch):
-    """The tokens and targets of each sample, by its position."""
+    """Return the tokens and targets of each sample, keyed by its position."""
     if "documents" not in microbatch:
         rows = zip(microbatch["position"].tolist(), microbatch["tokens"], microbatch["targets"], strict=True)
         return {position: (tokens.tolist(), targets.tolist()) for position, tokens, targets in rows}
@@ -80,7 +80,7 @@ def texts(microbatch):
 
 
 @pytest.mark.parametrize(("dp_size", "per_gpu", "workers"), [(1, 4, 0), (2, 2, 0), (4, 4, 0), (1, 2, 2)])
-def test_a_window_has_the_same_samples_on_any_number_of_ranks(dp_size, per_gpu, workers):
+def test_packed_window_has_the_same_samples_on_any_number_of_ranks(dp_size, per_gpu, workers):
     (plain,) = windows(None)
     packed = windows(CAPACITY, dp_size, per_gpu, workers)
     assert len({len(window.microbatches) for window in packed}) == 1
@@ -110,7 +110,7 @@ def make_model(**changes):
 
 
 def step(model, objective, window):
-    """Mean loss, accuracy and gradients of all ranks' microbatches."""
+    """Return the mean loss, the number of correct tokens and the gradients over all microbatches of all ranks."""
     model.zero_grad()
     parts = [microbatch for of_rank in window for microbatch in of_rank.microbatches]
     count = sum(objective.num_valid(part) for part in parts)
@@ -123,7 +123,7 @@ def step(model, objective, window):
 
 @pytest.mark.parametrize("options", [{}, {"sft_average_log_probs": True}, {"z_loss_coefficient": 0.1}, DROPOUT])
 @pytest.mark.parametrize(("dp_size", "per_gpu"), [(1, 1), (2, 4)])
-def test_loss_and_gradients_are_those_of_rows_of_their_own(options, dp_size, per_gpu):
+def test_packed_loss_and_gradients_match_unpacked_rows(options, dp_size, per_gpu):
     model, objective = make_model(**(options if options is DROPOUT else {})), SFT(**options)
     loss, correct, plain = step(model, objective, windows(None))
     other_loss, other_correct, packed = step(model, objective, windows(CAPACITY, dp_size, per_gpu))
@@ -133,7 +133,7 @@ def test_loss_and_gradients_are_those_of_rows_of_their_own(options, dp_size, per
         torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-6)
 
 
-def test_a_microbatch_without_samples_is_exactly_zero():
+def test_microbatch_without_samples_has_zero_loss_and_gradients():
     empty = {"tokens": torch.zeros(2, 1, dtype=torch.int64), "targets": torch.full((2, 1), -100)}
     empty |= {"documents": torch.full((2, 1), -1), "position": torch.empty(0, dtype=torch.int64)}
     for options in (DROPOUT, {"sft_average_log_probs": True}):
@@ -145,8 +145,8 @@ def test_a_microbatch_without_samples_is_exactly_zero():
         assert all(float(parameter.grad.abs().sum()) == 0.0 for parameter in model.parameters())
 
 
-def test_a_loop_over_documents_is_the_mask():
-    # The mask is for devices on which a loop would wait for each number of tokens.
+def test_attention_looped_over_documents_matches_the_masked_attention():
+    # The mask serves devices on which the loop would synchronize for each document length.
     torch.manual_seed(0)
     documents = Documents(torch.tensor([[0, 0, 0, 1, 2, 2, -1], [3, 3, 3, 3, 3, 3, 3]]))
     assert documents.positions.tolist() == [[0, 1, 2, 0, 0, 1, 0], list(range(7))]
@@ -158,7 +158,7 @@ def test_a_loop_over_documents_is_the_mask():
 
 
 class Leaky(torch.nn.Module):
-    """A model that takes `documents` and mixes them all the same."""
+    """A model that accepts `documents` but ignores them."""
 
     def __init__(self):
         super().__init__()
@@ -169,13 +169,13 @@ class Leaky(torch.nn.Module):
 
 
 class Unaware(torch.nn.Module):
-    """A model that does not take `documents`."""
+    """A model that does not accept `documents`."""
 
     def forward(self, tokens, targets=None, *, read=None):
         return read_log_probs(torch.zeros(*tokens.shape, VOCAB), targets, read=read)
 
 
-def test_a_model_is_asked_before_the_run(caplog):
+def test_packing_is_resolved_by_probing_the_model_for_isolation(caplog):
     config = configure(*PACKED, "objective=sft")
     assert isolates_documents(make_model())
     assert resolve_packing(config.data, make_model()) == config.data.seq_len == 160
@@ -188,7 +188,7 @@ def test_a_model_is_asked_before_the_run(caplog):
     assert str(refused.value).startswith(expected)
 
 
-def test_data_without_lengths_is_a_line():
+def test_packing_of_data_without_lengths_is_refused():
     order = GlobalOrder(num_samples=4, fingerprint="x", seed=1)
     sizes = {"batch_size_at": lambda samples: 4, "per_gpu_batch_size": 4}
     with pytest.raises(ConfigError, match=r"^data\.packing: is true but RowNumbers has no lengths_of\(\), .* to false"):
@@ -196,7 +196,7 @@ def test_data_without_lengths_is_a_line():
 
 
 @pytest.mark.parametrize(("form", "objective", "rows_each"), [("chats", "sft", 1), ("preferences", "dpo", 2)])
-def test_the_plan_says_how_full_the_first_rows_are(form, objective, rows_each, tmp_path):
+def test_plan_reports_rows_per_step_and_packing_efficiency(form, objective, rows_each, tmp_path):
     sizes = ["data.num_rows=60", "hparams.global_batch_size=16", "hparams.per_gpu_batch_size=16", "hparams.max_steps=4"]
     own = [f"data.form={form}", f"objective={objective}", f"data.cache_dir={tmp_path}"]
     config = configure(*PACKED, *sizes, *own)
@@ -208,7 +208,7 @@ def test_the_plan_says_how_full_the_first_rows_are(form, objective, rows_each, t
     order = GlobalOrder(num_samples=60, fingerprint=data.fingerprint, seed=42)
     reading = {"batch_size_at": lambda samples: 16, "per_gpu_batch_size": 100, "pack_tokens": 160}
     loader = Loader(dataset=data.train, order=order, **reading)
-    windows = [loader.next_window() for _ in range(4)]  # the last one begins the second epoch
+    windows = [loader.next_window() for _ in range(4)]  # The last one begins the second epoch.
     rows = sum(rows_each * len(part["tokens"]) for window in windows for part in window.microbatches)
     used = sum(window.num_tokens for window in windows)
     expected = {"steps": 4, "row_tokens": 160, "rows_per_step": rows / 4, "efficiency": used / (160 * rows)}
@@ -218,14 +218,14 @@ def test_the_plan_says_how_full_the_first_rows_are(form, objective, rows_each, t
     show({**plan, "checkpoint_bytes": None, "memory": NO_MEMORY}, console)
     assert f"{rows / 4:.4g} of 160 tokens, {expected['efficiency']:.1%} of them useful" in console.file.getvalue()
     assert build_plan(*given, **ranks)["packing"] is None
-    answers = (config, budget, replace(data, train=RowNumbers(60)), *given[3:])  # their lengths are not known
+    answers = (config, budget, replace(data, train=RowNumbers(60)), *given[3:])  # A dataset without known lengths.
     unknown = build_plan(*answers, **ranks, pack_tokens=160)
     assert unknown["packing"] == {"steps": 0, "row_tokens": 160, "rows_per_step": None, "efficiency": None}
     show({**unknown, "checkpoint_bytes": None, "memory": NO_MEMORY}, console)
     assert "of 160 tokens, as many as the answers take" in console.file.getvalue()
 
 
-def test_a_teacher_that_mixes_documents_turns_packing_off(caplog):
+def test_teacher_that_mixes_documents_turns_packing_off(caplog):
     config = configure(*PACKED, "objective=sft")
     assert resolve_packing(config.data, Leaky(), "teacher") is None
     assert "data.packing is off: in one row with another document, the teacher computes other" in caplog.text
@@ -250,7 +250,7 @@ def make_hf(architecture, attention="sdpa"):
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "gpt2", "gpt_neox"])
-def test_models_of_transformers_separate_documents(architecture, attention):
+def test_transformers_models_isolate_packed_documents(architecture, attention):
     model = make_hf(architecture, attention)
     assert isolates_documents(model)
     loss, correct, plain = step(model, SFT(), windows(None))
@@ -260,7 +260,7 @@ def test_models_of_transformers_separate_documents(architecture, attention):
         torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-6)
 
 
-def test_one_that_cannot_is_known_before_the_run():
+def test_recurrent_model_is_found_not_to_isolate_documents():
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
     recurrent = HuggingFaceCausalLM(
@@ -280,8 +280,8 @@ def test_one_that_cannot_is_known_before_the_run():
         ),
     ],
 )
-def test_what_packing_is_not_for_is_a_line(overrides, message, tmp_path):
-    (tmp_path / "config.json").write_text("{}")  # of a teacher
+def test_packing_with_unsupported_settings_is_refused(overrides, message, tmp_path):
+    (tmp_path / "config.json").write_text("{}")  # The config of a teacher.
     with pytest.raises(ConfigError) as refused:
         compose(*PACKED, *(override.format(folder=tmp_path) for override in overrides))
     assert f"data.packing: {message}" in str(refused.value)

@@ -1,4 +1,4 @@
-"""Preferences in files, as pairs of rows that answer the same prompt."""
+"""Preference files, read as pairs of rows that share a prompt."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def write(path, rows):
 
 
 def texts(splits, split="train"):
-    """Both rows of each pair as text, with what is not learnt, padding too, as dots."""
+    """Return both rows of each pair as text, with untrained tokens and padding as dots."""
     found = []
     for index in range(len(dataset := getattr(splits, split))):
         sample = dataset[index]
@@ -54,7 +54,7 @@ def message(role, content):
     return {"role": role, "content": content}
 
 
-def test_every_form_gives_the_same_pairs(tmp_path):
+def test_all_preference_row_formats_give_the_same_pairs(tmp_path):
     lists = [
         {name: [message("user" if name == "prompt" else "assistant", text)] for name, text in row.items()}
         for row in ROWS
@@ -76,7 +76,7 @@ def test_every_form_gives_the_same_pairs(tmp_path):
     assert found[0].tokenizer.decode(first[0].tolist()).startswith("user: ?")
 
 
-def test_what_follows_the_shared_messages_is_learnt(tmp_path):
+def test_assistant_turns_after_the_shared_messages_are_trained(tmp_path):
     shared = [message("system", "S"), message("user", "a"), message("assistant", "b"), message("user", "c")]
     long = [message("assistant", "d"), message("user", "e"), message("assistant", "f")]
     rows = [{"chosen": shared + long, "rejected": [*shared, message("assistant", "g")]}]
@@ -90,7 +90,7 @@ def test_what_follows_the_shared_messages_is_learnt(tmp_path):
     assert (splits.tokenizer.decode(list(prompt.tokens)), prompt.answer) == ("user: ?\nassistant: ", "yes 0")
 
 
-def test_pairs_are_padded_together_and_counted_without_padding(tmp_path):
+def test_preference_pairs_are_padded_together_and_counted_without_padding(tmp_path):
     splits = load(write(tmp_path / "rows.jsonl", ROWS))
     pairs = splits.train
     batch = pairs.batch([3, 0, 5])
@@ -136,7 +136,7 @@ BAD = {
 }
 
 
-def test_bad_rows_are_named_by_file_and_line_or_skipped(tmp_path):
+def test_bad_preference_rows_are_reported_by_file_and_line_or_skipped(tmp_path):
     valid = str(write(tmp_path / "valid.jsonl", ROWS[:2]))
     for number, (kind, (row, said)) in enumerate(BAD.items()):
         path = write(tmp_path / f"{number}.jsonl", [*ROWS[:number], row, *ROWS[number:]])
@@ -151,7 +151,7 @@ def test_bad_rows_are_named_by_file_and_line_or_skipped(tmp_path):
         assert len(skipped.train) == 20
 
 
-def test_a_carry_is_the_only_mistake(tmp_path):
+def test_arithmetic_rejected_answer_differs_by_one_carry(tmp_path):
     assert Sum(47, 38).worked(0) == "7+8=15, 4+3=7. Answer: 75"
     assert Sum(47, 31).worked(0) == "7+1=8, 4+3+1=8. Answer: 88"
     assert Sum(199, 201).worked(1) == "9+1=10, 9+0+1=10, 1+2=3. Answer: 300"

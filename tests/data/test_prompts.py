@@ -1,4 +1,4 @@
-"""Prompts in files, with what their answers are scored by."""
+"""Prompt files, with the columns that rewards use."""
 
 import json
 
@@ -38,8 +38,8 @@ def test_prompts_are_rendered_and_keep_their_columns(tmp_path):
     assert [p.columns for p in parquet.train_prompts] == [p.columns for p in splits.train_prompts]
 
 
-def test_whole_numbers_that_are_read_as_floats_are_whole_numbers(tmp_path):
-    answers = [None, float("nan"), 2.5, *map(float, range(17))]  # a column of pandas with a value missing
+def test_whole_numbers_read_as_floats_become_integers(tmp_path):
+    answers = [None, float("nan"), 2.5, *map(float, range(17))]  # Like a pandas column with a missing value.
     rows = {"prompt": [f"count {number}" for number in range(20)], "answer": pa.array(answers, pa.float64())}
     pq.write_table(pa.table(rows), tmp_path / "a.parquet")
     splits = load(tmp_path / "a.parquet")
@@ -48,7 +48,7 @@ def test_whole_numbers_that_are_read_as_floats_are_whole_numbers(tmp_path):
     assert found["count 19"].columns["answer"] == 16
 
 
-def test_messages_are_prompts_up_to_their_last_answer(tmp_path):
+def test_messages_become_prompts_up_to_their_last_answer(tmp_path):
     turns = [{"role": role, "content": role[0]} for role in ("system", "user", "assistant", "user", "assistant")]
     rows = [{"messages": turns}, {"prompt": turns[:2], "other": None}, *ROWS]
     splits = load(write(tmp_path / "a.jsonl", rows), seq_len=80, validation_path=str(write(tmp_path / "v.jsonl", ROWS)))
@@ -59,7 +59,7 @@ def test_messages_are_prompts_up_to_their_last_answer(tmp_path):
     assert decode(list(second.tokens)) == "system: s\nuser: u\nassistant: "
 
 
-def test_rows_that_cannot_be_used_are_named_with_file_and_line(tmp_path):
+def test_bad_prompt_rows_are_reported_by_file_and_line_or_skipped(tmp_path):
     bad = ["{", {"text": "x"}, {"prompt": 3}, {"prompt": " "}, {"prompt": "long " * 9}]
     path = write(tmp_path / "a.jsonl", [*bad, *ROWS])
     with pytest.raises(ConfigError) as caught:
@@ -72,7 +72,7 @@ def test_rows_that_cannot_be_used_are_named_with_file_and_line(tmp_path):
     assert len(load(path, on_bad_row=OnBadRow.skip).train) + 4 >= 16
 
 
-def test_questions_of_sums_are_those_of_the_conversations(tmp_path):
+def test_arithmetic_prompts_equal_the_prompts_of_the_chat_form(tmp_path):
     options = {"seed": 1, "num_rows": 50, "seq_len": 160, "vocab_size": 257, "tokenizer": None, "held_out": 0.05}
     made = {form: arithmetic(form=form, cache_dir=str(tmp_path), **options) for form in ArithmeticForm}
     prompts, chats = made[ArithmeticForm.prompts].prompts, made[ArithmeticForm.chats].prompts

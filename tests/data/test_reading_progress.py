@@ -1,4 +1,4 @@
-"""Lines on how far a long reading has got, by a clock of the test's own."""
+"""Progress messages of long reads, with a fake clock."""
 
 import json
 import logging
@@ -20,8 +20,8 @@ def everything_is_logged(caplog):
     caplog.set_level(logging.INFO)
 
 
-def test_megabytes_their_rate_and_what_is_left(caplog):
-    clock = iter([0.0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0])  # at the beginning, and after each
+def test_progress_reports_megabytes_rate_and_remaining_time(caplog):
+    clock = iter([0.0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0])  # At the start, and after each item.
     progress = ReadingProgress("tokenising", 90_000_000, clock=lambda: next(clock))
     assert list(progress.over(["a" * 15_000_000] * 6, utf8_bytes)) == ["a" * 15_000_000] * 6
     assert lines(caplog) == [
@@ -30,17 +30,17 @@ def test_megabytes_their_rate_and_what_is_left(caplog):
     ]
 
 
-def test_rows_and_what_nobody_has_counted(caplog):
+def test_progress_without_a_total_reports_rows_and_rate(caplog):
     clock = iter([0.0, 0.0, 6.0])
     assert len(list(ReadingProgress("reading", in_rows=True, clock=lambda: next(clock)).over(range(2)))) == 2
     assert lines(caplog) == ["reading: 2 rows, 0 rows/s"]
 
 
-def test_bytes_are_those_of_utf8():
+def test_utf8_bytes_counts_encoded_bytes():
     assert [utf8_bytes(text) for text in ("abc", "ü", "文字", "")] == [3, 2, 6, 0]
 
 
-def test_quick_runs_say_nothing_and_slow_ones_how_far_each_pass_is(tmp_path, caplog, monkeypatch):
+def test_progress_is_logged_for_slow_reads_only(tmp_path, caplog, monkeypatch):
     rows = [{"text": f"Document {n}: the dog runs.", "prompt": f"{n}?", "completion": str(n)} for n in range(40)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = {"seed": 0, "seq_len": 64, "vocab_size": 300, "tokenizer": None, "held_out": 0.2}

@@ -1,4 +1,4 @@
-"""A file that a user names is regular, or is refused at once; links to regular files are followed."""
+"""Special files named by a user are refused at once; symlinks to regular files are followed."""
 
 import os
 import socket
@@ -39,16 +39,16 @@ READERS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", READERS)
-def test_a_special_file_is_refused_by_each_reader(name, kind, tmp_path, monkeypatch):
+def test_special_file_is_refused_by_each_reader(name, kind, tmp_path, monkeypatch):
     monkeypatch.setattr("foundry.data.images.pictures.import_av", lambda: pytest.importorskip("av"))
-    monkeypatch.chdir(tmp_path)  # the path of a socket is short
+    monkeypatch.chdir(tmp_path)  # The path of a socket must be short.
     path = tmp_path / name
     KINDS[kind](path.relative_to(tmp_path) if kind == "a socket" else path)
     with pytest.raises(UnsafeFileError, match=f"is {kind}, not a regular file"):
         READERS[name](path)
 
 
-def test_a_link_to_a_regular_file_is_followed(tmp_path):
+def test_symlink_to_a_regular_file_is_followed(tmp_path):
     (tmp_path / "file").write_bytes(b"content")
     (tmp_path / "link").symlink_to("file")
     assert require_regular(tmp_path / "link") == tmp_path / "link"

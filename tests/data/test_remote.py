@@ -1,4 +1,4 @@
-"""Files behind URLs: fetched once, and the same data as files that lie here; no network is needed for any test."""
+"""Files behind URLs: fetched once, and read like local files. No test needs a network."""
 
 import functools
 import gzip
@@ -21,7 +21,7 @@ LINES = "".join(json.dumps({"text": row}) + "\n" for row in ROWS)
 
 @pytest.fixture
 def memory():
-    """fsspec's file system in memory, empty."""
+    """Return the in-memory file system of fsspec, empty."""
     system = fsspec.filesystem("memory")
     system.rm("/", recursive=True) if system.ls("/") else None
     yield system
@@ -38,7 +38,7 @@ def tokens(splits):
 
 
 @pytest.mark.parametrize("url", ["memory://one/a.jsonl", "memory://one/*.jsonl", "memory://one"])
-def test_a_file_a_glob_and_a_folder(tmp_path, memory, url):
+def test_remote_file_glob_and_folder_match_a_local_file(tmp_path, memory, url):
     memory.pipe("/one/a.jsonl", LINES.encode())
     memory.pipe("/one/README.md", b"# What this is")
     memory.pipe("/one/picture.png", b"no text")
@@ -46,7 +46,7 @@ def test_a_file_a_glob_and_a_folder(tmp_path, memory, url):
     assert tokens(load(url, tmp_path)) == tokens(load(str(tmp_path / "known.jsonl"), tmp_path))
 
 
-def test_what_is_in_the_cache_is_not_asked_for_again(tmp_path, memory):
+def test_cached_remote_file_is_not_fetched_again(tmp_path, memory):
     memory.pipe("/one/a.jsonl", LINES.encode())
     first = load("memory://one/a.jsonl", tmp_path)
     memory.rm("/one/a.jsonl")
@@ -55,14 +55,14 @@ def test_what_is_in_the_cache_is_not_asked_for_again(tmp_path, memory):
         load("memory://one/a.jsonl", tmp_path / "another")
 
 
-def test_several_urls_and_files_in_shares(tmp_path, memory):
+def test_remote_and_local_sources_are_mixed_in_shares(tmp_path, memory):
     memory.pipe("/a.jsonl.gz", gzip.compress(LINES.encode()))
     (tmp_path / "b.txt").write_text("OMEGA PSI\n" * 300)
     splits = load(["memory://a.jsonl.gz", str(tmp_path / "b.txt")], tmp_path, weights=[0.7, 0.3])
     assert [source["share"] for source in splits.notes["sources"]] == [0.7, 0.3]
 
 
-def test_tokens_too(tmp_path, memory):
+def test_remote_token_file_is_read(tmp_path, memory):
     memory.pipe("/train.bin", np.arange(900, dtype=np.uint16).tobytes())
     options = {"seed": 0, "seq_len": 8, "vocab_size": 1000, "held_out": 0.1, "cache_dir": str(tmp_path / "cache")}
     assert token_files(path="memory://train.bin", **options).train[0]["tokens"].tolist() == list(range(8))
@@ -78,7 +78,7 @@ def test_tokens_too(tmp_path, memory):
         ("hf://datasets/nobody/nothing", "cannot be read: "),
     ],
 )
-def test_what_cannot_be_had_is_a_line(tmp_path, memory, url, named, monkeypatch):
+def test_unreachable_url_is_a_one_line_config_error(tmp_path, memory, url, named, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match=r"data\.path: ") as refused:
         load(url, tmp_path)
@@ -89,7 +89,7 @@ def test_what_cannot_be_had_is_a_line(tmp_path, memory, url, named, monkeypatch)
     assert not list(tmp_path.glob("cache/*/manifest.json"))
 
 
-def test_names_from_elsewhere_stay_in_the_folder(tmp_path, memory):
+def test_remote_file_names_stay_inside_the_cache_folder(tmp_path, memory):
     for name in ("/x/../a.txt", "/x/a.txt", "/y/a.txt"):
         memory.pipe(name, name.encode())
     found = fetched("memory://", key="data.path", kinds={".txt": "text"}, cache_dir=str(tmp_path / "cache"))
@@ -98,7 +98,7 @@ def test_names_from_elsewhere_stay_in_the_folder(tmp_path, memory):
     assert [file.name for file in found] == [f"0000{number}-a.txt" for number in range(len(found))]
 
 
-def test_a_server_of_http(tmp_path):
+def test_http_file_matches_the_local_file(tmp_path):
     pytest.importorskip("aiohttp")
     (tmp_path / "served").mkdir()
     (tmp_path / "served" / "a.jsonl").write_text(LINES)

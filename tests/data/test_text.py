@@ -50,7 +50,7 @@ def all_tokens(sequences):
 
 @settings(max_examples=30, deadline=None)
 @given(length=st.integers(0, 60), seq_len=st.integers(1, 12))
-def test_samples_cover_the_tokens_once_and_targets_are_the_next_token(length, seq_len):
+def test_samples_cover_tokens_once_and_targets_are_the_next_tokens(length, seq_len):
     sequences = TokenSequences(np.arange(length, dtype=np.uint16), seq_len)
     assert len(sequences) == max(0, length - 1) // seq_len
     for index in range(len(sequences)):
@@ -61,7 +61,7 @@ def test_samples_cover_the_tokens_once_and_targets_are_the_next_token(length, se
     assert sequences.dropped_tokens == length - len(sequences) * seq_len
 
 
-def test_a_batch_is_its_samples_stacked():
+def test_token_sequences_batch_stacks_its_samples():
     sequences = TokenSequences(np.arange(50, dtype=np.uint32), 7)
     batch = sequences.batch([4, 0, 4])
     for row, index in enumerate([4, 0, 4]):
@@ -73,7 +73,7 @@ def test_a_batch_is_its_samples_stacked():
 
 @settings(max_examples=50, deadline=None)
 @given(number=st.integers(2, 200), share=st.floats(0.001, 0.999))
-def test_the_held_out_share_is_exact_and_never_empty(number, share):
+def test_held_out_share_is_exact_and_never_empty(number, share):
     names = [f"file{i}" for i in range(number)]
     chosen = held_out_names(names, share)
     assert len(chosen) == min(max(1, round(share * number)), number - 1)
@@ -81,7 +81,7 @@ def test_the_held_out_share_is_exact_and_never_empty(number, share):
 
 
 @pytest.mark.parametrize("path", ["texts", "texts/*.txt", "rows.jsonl", "rows.parquet"])
-def test_every_format_gives_the_same_documents_split_and_tokens(folder, path):
+def test_every_text_format_gives_the_same_documents_split_and_tokens(folder, path):
     splits, reference = load(folder, path), load(folder, "rows.jsonl")
     assert splits.notes["documents"] == 40
     assert all_tokens(splits.train) == all_tokens(reference.train)
@@ -92,7 +92,7 @@ def test_every_format_gives_the_same_documents_split_and_tokens(folder, path):
     assert sorted("".join(texts).splitlines()) == sorted(text.strip() for text in DOCUMENTS)
 
 
-def test_what_the_splits_say_of_themselves(folder):
+def test_text_notes_report_counts_and_fingerprint_follows_settings(folder):
     splits = load(folder, "rows.jsonl")
     assert splits.tokens_per_sample == 8
     assert splits.train.tokens.dtype == np.uint16
@@ -104,15 +104,15 @@ def test_what_the_splits_say_of_themselves(folder):
     assert load(folder, "rows.jsonl", vocab_size=290).fingerprint != splits.fingerprint
 
 
-def test_unigram_entropy_of_known_frequencies():
-    train = np.array([3, 2, 0])  # with one added: 4/8, 3/8, 1/8
+def test_unigram_entropy_of_known_frequencies_is_exact():
+    train = np.array([3, 2, 0])  # With add-one smoothing: 4/8, 3/8, 1/8.
     held_out = np.array([1, 1, 1])
     expected = -(np.log(4 / 8) + np.log(3 / 8) + np.log(1 / 8)) / 3
     assert unigram_entropy(train, held_out) == pytest.approx(expected, rel=1e-15)
     assert np.isnan(unigram_entropy(train, np.zeros(3, np.int64)))
 
 
-def test_the_cache_is_read_again_and_follows_the_content(folder):
+def test_token_cache_is_reused_until_the_content_changes(folder):
     first = load(folder, "rows.jsonl")
     published = {path.name for path in (folder / "cache").iterdir() if path.is_dir() and path.name != "arrow"}
     times = [path.stat().st_mtime_ns for path in (folder / "cache").glob("*/train.npy")]
@@ -124,7 +124,7 @@ def test_the_cache_is_read_again_and_follows_the_content(folder):
     assert load(folder, "rows.jsonl").fingerprint != first.fingerprint
 
 
-def test_the_tokenizer_learns_from_the_training_split_only(folder):
+def test_tokenizer_is_trained_on_the_training_split_only(folder):
     (folder / "held").mkdir()
     (folder / "held" / "a.txt").write_text("zyxzyxzyx " * 50)
     splits = load(folder, "texts", validation_path=str(folder / "held"))
@@ -132,7 +132,7 @@ def test_the_tokenizer_learns_from_the_training_split_only(folder):
     assert splits.tokenizer.decode(list(splits.validation.tokens)) == "zyxzyxzyx " * 50
 
 
-def test_a_single_document_gives_its_end_for_validation(folder):
+def test_single_document_holds_out_its_end_for_validation(folder):
     text = "".join(f"line {i}\n" for i in range(200))
     (folder / "one.txt").write_text(text)
     splits = load(folder, "one.txt", held_out=0.25)
@@ -142,7 +142,7 @@ def test_a_single_document_gives_its_end_for_validation(folder):
 
 
 @pytest.mark.long
-def test_processes_that_race_publish_one_folder(folder):
+def test_concurrent_processes_publish_one_cache_folder(folder):
     code = (
         "from foundry.data.corpora.text import text_files\n"
         f"splits = text_files(path={str(folder / 'texts')!r}, seed=0, seq_len=8, vocab_size=300, tokenizer=None,"
@@ -165,7 +165,7 @@ def test_processes_that_race_publish_one_folder(folder):
     }
 
 
-def test_a_given_tokenizer_is_used(folder):
+def test_given_tokenizer_is_used(folder):
     tokenizer = train_tokenizer(["abc abc"] * 5, 270)
     (folder / "tok").mkdir()
     tokenizer.save(str(folder / "tok" / "tokenizer.json"))
@@ -173,7 +173,7 @@ def test_a_given_tokenizer_is_used(folder):
     assert splits.tokenizer.to_str() == tokenizer.to_str()
 
 
-def test_a_tokenizer_without_an_end_token_gets_one(folder):
+def test_tokenizer_without_an_end_token_gets_one(folder):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = {symbol: i for i, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
@@ -203,7 +203,7 @@ def save_large_tokenizer(folder):
         ("rows.jsonl", {"tokenizer": "/absent"}, "data.tokenizer", "tokenizer.json"),
     ],
 )
-def test_config_errors_are_named(folder, path, changes, key, named):
+def test_text_config_errors_name_key_and_value(folder, path, changes, key, named):
     with pytest.raises(ConfigError) as caught:
         load(folder, path, **changes)
     (violation,) = caught.value.violations
@@ -212,12 +212,12 @@ def test_config_errors_are_named(folder, path, changes, key, named):
     assert "\n" not in str(violation)
 
 
-def test_a_tokenizer_larger_than_the_vocabulary_names_the_right_number(folder):
+def test_vocab_size_smaller_than_the_tokenizer_is_refused_with_its_size(folder):
     with pytest.raises(ConfigError, match=r"set data\.vocab_size=300"):
         load(folder, "rows.jsonl", tokenizer=save_large_tokenizer(folder), vocab_size=290)
 
 
-def test_broken_jsonl_is_one_line(folder):
+def test_broken_jsonl_is_a_one_line_config_error(folder):
     (folder / "broken.jsonl").write_text('{"text": "a"}\n{"text": \n')
     with pytest.raises(ConfigError) as caught:
         load(folder, "broken.jsonl")
@@ -225,7 +225,7 @@ def test_broken_jsonl_is_one_line(folder):
     assert "\n" not in str(caught.value)
 
 
-def test_the_standard_library_without_tests_split_by_file_name():
+def test_stdlib_corpus_excludes_tests_and_is_split_by_file_name():
     corpus = stdlib_corpus(held_out=0.05)
     splits = corpus.read()
     names = [path.as_posix() for split in (splits.train, splits.validation) for path in split.files]

@@ -1,4 +1,4 @@
-"""Cached tokens are verified before they are read, made again where they are damaged, and published whole."""
+"""Cached tokens are verified before use, rebuilt if damaged, and published atomically."""
 
 import json
 import logging
@@ -64,7 +64,7 @@ DAMAGES = {
 
 @settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.sampled_from(FILES), kind=st.sampled_from(sorted(DAMAGES)), share=st.floats(0, 0.99))
-def test_a_damaged_file_is_made_again_with_a_line(made, caplog, name, kind, share):
+def test_damaged_cache_file_is_rebuilt_with_a_warning(made, caplog, name, kind, share):
     whole = tokens(load(made))
     file = cached(made) / name
     content = file.read_bytes()
@@ -81,7 +81,7 @@ def test_a_damaged_file_is_made_again_with_a_line(made, caplog, name, kind, shar
     with caplog.at_level(logging.WARNING):
         assert tokens(load(made)) == whole
     still_right = name == "manifest.json" and cached_folder.find_damage(cached(made)) is None and not caplog.records
-    if not still_right:  # a flipped space of the manifest is none
+    if not still_right:  # Flipping a space of the manifest is not damage.
         (record,) = caplog.records
         assert "the tokens are made again" in record.getMessage()
     assert cached_folder.find_damage(cached(made)) is None
@@ -90,7 +90,7 @@ def test_a_damaged_file_is_made_again_with_a_line(made, caplog, name, kind, shar
     assert not caplog.records
 
 
-def test_a_large_cache_is_summed_again_only_when_it_has_changed(made, monkeypatch):
+def test_large_cache_is_checksummed_again_only_if_it_changed(made, monkeypatch):
     monkeypatch.setattr(cached_folder, "_ALWAYS_BYTES", 0)
     folder, summed = cached(made), []
     checksum = cached_folder._checksum
@@ -107,7 +107,7 @@ def test_a_large_cache_is_summed_again_only_when_it_has_changed(made, monkeypatc
     assert cached_folder.find_damage(folder) is None
 
 
-def test_temporaries_of_dead_processes_are_swept_and_those_of_live_ones_stay(tmp_path):
+def test_temporary_folders_of_dead_processes_only_are_swept(tmp_path):
     dead, live, fresh, old, theirs = (tmp_path / f".{NAME}.{word}" for word in ("dead", "live", "fresh", "old", "x.y"))
     for folder in (dead, live, fresh, old, theirs):
         folder.mkdir()
@@ -121,7 +121,7 @@ def test_temporaries_of_dead_processes_are_swept_and_those_of_live_ones_stay(tmp
     assert {path.name for path in tmp_path.iterdir()} == {live.name, fresh.name, theirs.name}
 
 
-def test_two_that_publish_at_once_leave_one_whole_folder(tmp_path):
+def test_second_publication_keeps_the_first_complete_folder(tmp_path):
     for content in (b"first", b"second"):
         temporary = cached_folder.temporary_for(tmp_path / NAME)
         (temporary / "file").write_bytes(content)
@@ -131,7 +131,7 @@ def test_two_that_publish_at_once_leave_one_whole_folder(tmp_path):
     assert cached_folder.find_damage(tmp_path / NAME) is None
 
 
-def test_arrays_are_never_unpickled(made):
+def test_cached_arrays_are_never_unpickled(made):
     folder = cached(made)
     np.save(folder / "train.npy", np.array([{"a": 1}], dtype=object), allow_pickle=True)
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -146,18 +146,18 @@ def test_arrays_are_never_unpickled(made):
 
 
 @pytest.mark.parametrize("path", ["file", "file/below", "/proc/none"])
-def test_a_cache_that_cannot_be_written_is_a_line(made, tmp_path, path):
+def test_unwritable_cache_dir_is_a_config_error(made, tmp_path, path):
     (tmp_path / "file").write_text("kept")
     with pytest.raises(ConfigError, match=r"^data\.cache_dir: is .*FOUNDRY_CACHE$"):
         load(made, cache_dir=str(tmp_path / path))
 
 
 @pytest.mark.long
-def test_memory_does_not_grow_with_the_corpus(tmp_path):
+def test_tokenization_memory_does_not_grow_with_the_corpus(tmp_path):
     script = Path(__file__).parents[2] / "benchmarks" / "token_memory.py"
     command = [sys.executable, str(script), "8", "32", "--out", str(tmp_path / "record.json")]
     subprocess.run(command, check=True, capture_output=True)
     record = json.loads((tmp_path / "record.json").read_text())
     small, large = (row["values"]["peak_mib"][0] for row in record["rows"])
-    # The text alone grows by 23 MiB, its tokens as int64 by 49; checksums are made of up to 16 MiB at a time.
+    # The text alone grows by 23 MiB, its tokens as int64 by 49 MiB. Checksums read up to 16 MiB at a time.
     assert large - small < 30

@@ -1,4 +1,4 @@
-"""Tokens that another program has made."""
+"""Token files that another program has written."""
 
 import pickle
 
@@ -40,7 +40,7 @@ def samples(dataset):
 
 
 @pytest.mark.parametrize("kind", ["uint16", "uint32", "int32", "int64", "llm.c", "npy", "npy of int32"])
-def test_the_same_tokens_from_every_kind_of_file(kind, tmp_path, load):
+def test_every_token_file_format_gives_the_same_samples(kind, tmp_path, load):
     changes = {}
     if kind == "llm.c":
         (tmp_path / "a.bin").write_bytes(with_header(TOKENS))
@@ -60,13 +60,13 @@ def test_the_same_tokens_from_every_kind_of_file(kind, tmp_path, load):
     assert data.notes["dropped_train_tokens"] == train.dropped_tokens
 
 
-def test_validation_has_files_of_its_own_and_samples_keep_to_a_file(tmp_path, load):
+def test_validation_path_is_read_and_samples_do_not_cross_files(tmp_path, load):
     (tmp_path / "parts").mkdir()
     for part, (start, stop) in enumerate([(0, 500), (500, 507), (507, 1500)]):
         TOKENS[start:stop].astype(np.uint16).tofile(tmp_path / "parts" / f"{part}.bin")
     np.save(tmp_path / "val.npy", TOKENS[1500:])
     data = load("parts", validation_path="val.npy")
-    expected = [TOKENS[:496], TOKENS[507:1499]]  # of 499 tokens with a successor 496, of 6 none, of 992 all
+    expected = [TOKENS[:496], TOKENS[507:1499]]  # 499 tokens with a successor give 496, 6 give none, 992 give all.
     assert samples(data.train) == np.concatenate(expected).tolist()
     assert len(data.train) == 31 + 0 + 62
     assert len(data.validation) == 31
@@ -75,7 +75,7 @@ def test_validation_has_files_of_its_own_and_samples_keep_to_a_file(tmp_path, lo
     assert samples(pickle.loads(pickle.dumps(data.train))) == samples(data.train)
 
 
-def test_files_are_looked_through_once(tmp_path, load):
+def test_token_files_are_scanned_once(tmp_path, load):
     TOKENS.astype(np.uint16).tofile(tmp_path / "a.bin")
     load("a.bin")
     kept = {file: file.stat().st_mtime_ns for file in (tmp_path / "cache").rglob("facts.json")}
@@ -115,14 +115,14 @@ def test_files_are_looked_through_once(tmp_path, load):
         ("a.txt", b"x", {}, "data.path: .*has files of .txt; choose one kind of .bin, .npy"),
     ],
 )
-def test_what_is_wrong_is_named(name, content, changes, message, tmp_path, load):
+def test_bad_token_file_error_names_the_problem(name, content, changes, message, tmp_path, load):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=message):
         load(name, **changes)
 
 
 @pytest.mark.parametrize("array", [np.zeros((4, 4), np.uint16), np.zeros(99), np.array([{}], dtype=object)])
-def test_an_array_of_anything_else_is_refused_unread(array, tmp_path, load):
+def test_npy_file_with_another_shape_or_dtype_is_refused(array, tmp_path, load):
     np.save(tmp_path / "a.npy", array, allow_pickle=True)
     with pytest.raises(ConfigError, match=r"data.path: .*a.npy is (no array of NumPy|an array of)"):
         load("a.npy")
@@ -130,7 +130,7 @@ def test_an_array_of_anything_else_is_refused_unread(array, tmp_path, load):
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=5), st.integers(1, 6), st.data())
-def test_a_batch_is_its_samples_wherever_they_lie(lengths, seq_len, data):
+def test_batch_of_several_files_equals_its_samples(lengths, seq_len, data):
     parts = [TokenSequences(100 * place + np.arange(length), seq_len) for place, length in enumerate(lengths)]
     joined = SequencesOfFiles(parts)
     every = [part[index] for part in parts for index in range(len(part))]
@@ -147,7 +147,7 @@ def test_a_batch_is_its_samples_wherever_they_lie(lengths, seq_len, data):
 
 
 def write_megatron(prefix, sequences, dtype, code=None, documents=None):
-    """As Megatron-LM's IndexedDatasetBuilder writes it."""
+    """Write a file pair like IndexedDatasetBuilder of Megatron-LM."""
     arrays = [np.asarray(sequence, dtype) for sequence in sequences]
     prefix.with_suffix(".bin").write_bytes(b"".join(array.tobytes() for array in arrays))
     codes = {np.uint8: 1, np.int8: 2, np.int16: 3, np.int32: 4, np.int64: 5, np.uint16: 8}
@@ -162,7 +162,7 @@ def write_megatron(prefix, sequences, dtype, code=None, documents=None):
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.int64])
-def test_megatrons_pairs_of_files_say_themselves_what_numbers_they_hold(tmp_path, load, dtype):
+def test_megatron_index_provides_the_token_dtype(tmp_path, load, dtype):
     path = write_megatron(tmp_path / "corpus_text_document", [range(500), range(500, 520), [], range(520, 900)], dtype)
     splits = load(path.name, seq_len=8, vocab_size=1000)
     assert [token for n in range(len(splits.train)) for token in splits.train[n]["tokens"].tolist()] == list(
@@ -181,7 +181,7 @@ def test_megatrons_pairs_of_files_say_themselves_what_numbers_they_hold(tmp_path
         (lambda bin, idx: write_megatron(bin.with_suffix(""), [range(9)], np.uint16, code=7), "no index of whole"),
     ],
 )
-def test_an_index_that_does_not_fit_is_refused(tmp_path, load, change, named):
+def test_megatron_index_that_does_not_match_its_data_is_refused(tmp_path, load, change, named):
     path = write_megatron(tmp_path / "corpus", [range(500), range(500, 900)], np.uint16)
     change(path, path.with_suffix(".idx"))
     with pytest.raises(ConfigError, match=named):

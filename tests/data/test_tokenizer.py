@@ -1,4 +1,4 @@
-"""Tokenizers read from files: ids beyond the number of tokens, and any failure of the library as one line."""
+"""Tokenizer files: ids beyond the number of tokens, and failures of the library as one-line errors."""
 
 import json
 
@@ -36,7 +36,7 @@ FAILING = {
 
 
 @pytest.mark.parametrize("name", FAILING)
-def test_a_tokenizer_that_fails_at_a_text_is_a_config_error(tmp_path, name):
+def test_tokenizer_that_fails_to_encode_is_a_config_error(tmp_path, name):
     path = write(tmp_path, **FAILING[name])
     (tmp_path / "all.txt").write_text(TEXT * 9)
     with pytest.raises(ConfigError) as refused:
@@ -69,14 +69,14 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize("name", UNREADABLE)
-def test_a_file_that_is_no_tokenizer_is_a_config_error(tmp_path, name):
+def test_invalid_tokenizer_file_is_a_config_error(tmp_path, name):
     (tmp_path / "tokenizer.json").write_bytes(UNREADABLE[name])
     with pytest.raises(ConfigError, match=r"^data\.tokenizer: is .*tokenizer\.json, which is no tokenizer"):
         load_tokenizer(str(tmp_path), 400)
 
 
 @pytest.mark.parametrize("end", [2**40, -(2**70), 10**30, "\ud800", "nowhere", ["nowhere"], {"content": "\udfff"}])
-def test_an_end_of_sequence_that_is_no_token_is_a_config_error(tmp_path, end):
+def test_invalid_eos_token_is_a_config_error(tmp_path, end):
     path = write(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": end}))
     with pytest.raises(ConfigError) as refused:
@@ -85,7 +85,7 @@ def test_an_end_of_sequence_that_is_no_token_is_a_config_error(tmp_path, end):
 
 
 @pytest.mark.parametrize(("highest", "dtype"), [(300, np.uint16), (65_535, np.uint16), (65_536, np.uint32)])
-def test_the_highest_id_decides_over_vocabulary_and_dtype(tmp_path, highest, dtype):
+def test_highest_token_id_determines_vocab_size_and_dtype(tmp_path, highest, dtype):
     vocab = {**BASE["model"]["vocab"], "zz": highest}
     path = write(tmp_path, {"vocab": vocab, "merges": [*BASE["model"]["merges"], ["z", "z"]]})
     with pytest.raises(ConfigError, match=rf"^data\.vocab_size: .* set data\.vocab_size={highest + 1}$"):
@@ -97,7 +97,7 @@ def test_the_highest_id_decides_over_vocabulary_and_dtype(tmp_path, highest, dty
 
 
 @pytest.mark.parametrize("stride", [0, 5])
-def test_a_tokenizer_neither_truncates_nor_pads_samples(tmp_path, stride):
+def test_truncation_and_padding_of_a_tokenizer_are_ignored(tmp_path, stride):
     truncation = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": stride}
     padding = {"strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None}
     padding |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "x"}
@@ -107,7 +107,7 @@ def test_a_tokenizer_neither_truncates_nor_pads_samples(tmp_path, stride):
 
 
 @pytest.mark.parametrize("token", [-1, 2**32, 2**70, "a", None])
-def test_tokens_that_a_tokenizer_cannot_decode_are_a_config_error(tmp_path, token):
+def test_undecodable_tokens_are_a_config_error(tmp_path, token):
     tokenizer, _ = load_tokenizer(write(tmp_path), 400)
     data = DataSplits(train=[], validation=[], fingerprint="", tokenizer=tokenizer)
     assert data.decode(data.encode_prompt(TEXT)) == TEXT

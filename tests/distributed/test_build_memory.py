@@ -1,4 +1,4 @@
-"""Building a sharded model takes the memory of the rank's shards and of two whole units at most."""
+"""Building a sharded model needs memory for the rank's shards and at most two whole units."""
 
 import gc
 import sys
@@ -21,12 +21,12 @@ from foundry.parts.model import start_model
 
 pytestmark = [
     pytest.mark.distributed,
-    # torch's own, when it imports its compiler
+    # Issued by torch when it imports its compiler.
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
 ]
 
 RANKS = 64
-# Blocks of 263,000 parameters, with embeddings and a head that are small beside one.
+# Blocks of 263,000 parameters; embeddings and head are small in comparison.
 MODEL = [
     "model.hidden_size=128",
     "model.intermediate_size=512",
@@ -43,7 +43,7 @@ MODEL = [
 
 
 class PeakMemory(TorchDispatchMode):
-    """The most bytes of tensors with memory that operations have made and that are alive at one time."""
+    """Records the peak bytes of live tensors with memory that operations have made."""
 
     def __init__(self):
         super().__init__()
@@ -66,9 +66,9 @@ class PeakMemory(TorchDispatchMode):
 
 @contextmanager
 def one_of_many_ranks():
-    """Rank 0 of a process group whose other ranks exist in no process; nothing is sent."""
+    """Start a fake process group as rank 0; the other ranks do not exist and nothing is sent."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
-    gc.disable()  # a whole parameter that waits for the garbage collector still takes memory
+    gc.disable()  # Whole parameters in reference cycles still take memory.
     try:
         yield World(0, 0, RANKS, 8, torch.device("cpu"))
     finally:
@@ -77,7 +77,7 @@ def one_of_many_ranks():
 
 
 def build(overrides, *, frozen=False, options=None):
-    """Bytes of one block, of this rank's shards in the end, and the peak while they are made."""
+    """Return the bytes of one block, of this rank's final shards, and the peak during construction."""
     config = configure(*MODEL, *overrides)
     policy = PrecisionPolicy(config.precision.mode)
     with one_of_many_ranks() as world:
@@ -122,13 +122,13 @@ def build(overrides, *, frozen=False, options=None):
         ),
     ],
 )
-def test_two_units_at_most_are_whole_at_a_time(overrides, frozen, options):
+def test_building_a_sharded_model_holds_at_most_two_whole_units(overrides, frozen, options):
     block, shards, peak = build(overrides, frozen=frozen, options=options)
     assert shards < 0.6 * block
     assert block < peak < shards + 2.2 * block
 
 
-def test_frames_that_an_import_of_torch_keeps_hold_no_parameters(monkeypatch):
+def test_frames_kept_by_torch_imports_do_not_keep_parameters_alive(monkeypatch):
     """`torch.fx.wrap` keeps the frames below the first collective until the next full garbage collection."""
     frames, all_reduce = [], dist.all_reduce
 

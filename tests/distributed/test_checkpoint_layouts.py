@@ -1,4 +1,4 @@
-"""What one layout saves, every other layout reads, bit for bit, and the same layout trains on as if never stopped."""
+"""Checkpoints of one layout load in every other layout bit for bit; with the same layout, training resumes exactly."""
 
 import numpy
 import pytest
@@ -21,7 +21,7 @@ OPTIMIZERS = ("adamw", "muon")
 
 
 class Odd(Toy):
-    """Two of four ranks get nothing of `pair`."""
+    """A model whose parameter `pair` is too small for four ranks."""
 
     def __init__(self, seed=0):
         super().__init__(seed)
@@ -54,7 +54,7 @@ def train(parallel, ema, optimizers, world, steps):
 
 
 def own_parts(parts, world):
-    """This rank's part of every tensor that it would write, and where it begins."""
+    """Return this rank's part of every tensor that it would write, with its offsets."""
     from foundry.checkpoint.shard import own_chunks
     from foundry.checkpoint.tensors import collect
 
@@ -63,7 +63,7 @@ def own_parts(parts, world):
 
 
 def wholes(ranks):
-    """The tensors that the ranks' parts make up, all sharded along their first dimension."""
+    """Concatenate the parts of all ranks; every tensor is sharded along its first dimension."""
     pieces = {}
     for parts in ranks:
         for name, (offsets, array) in parts.items():
@@ -75,7 +75,7 @@ def wholes(ranks):
 
 
 def save_all(world, root):
-    """By layout and optimizer: this rank's part of what was saved, and of what it was one step later."""
+    """Return, by layout and optimizer, this rank's parts when saved and one step later."""
     from functools import partial
 
     from support.checkpoint_parts import saver
@@ -98,7 +98,7 @@ def save_all(world, root):
 
 
 def load_all(world, root, reference):
-    """What differs, by layout here, layout there and optimizer."""
+    """Return the differing tensors with both layouts and the optimizer."""
     from foundry.checkpoint.tensors import restore_into
     from foundry.run_dir.checkpoints import find
 
@@ -106,7 +106,7 @@ def load_all(world, root, reference):
     for name, config in LAYOUTS[world.world_size].items():
         for kind in OPTIMIZERS:
             parts = build(kind, config, world, seed=2)
-            # Its own last: training resumes from there.
+            # Load its own checkpoint last, to resume training from it.
             for other in sorted(NAMES, key=name.__eq__):
                 restore_into(find(root / f"{other}-{kind}"), parts[0].model, *parts[1:])
                 wrong += [(name, other, kind, key) for key in differing(world, parts, reference[f"{other}-{kind}"][0])]
@@ -117,7 +117,7 @@ def load_all(world, root, reference):
 
 
 def differing(world, parts, expected):
-    """Names of tensors of which this rank's part is not that of the whole."""
+    """Return the names of tensors whose local part differs from that of the whole."""
     wrong = []
     for name, (offsets, ours) in own_parts(parts, world).items():
         place = tuple(slice(begin, begin + size) for begin, size in zip(offsets, ours.shape, strict=True))
@@ -127,7 +127,7 @@ def differing(world, parts, expected):
 
 
 @pytest.mark.long
-def test_every_layout_reads_every_other(tmp_path):
+def test_every_layout_loads_checkpoints_of_every_other_layout(tmp_path):
     reference = {}
     for world_size in LAYOUTS:
         ranks = run_ranks(save_all, world_size, tmp_path)

@@ -1,4 +1,4 @@
-"""Several ranks save, fail and verify together; one process reads what they wrote."""
+"""Several ranks save, fail and verify together; one process reads their checkpoints."""
 
 import errno
 import json
@@ -47,7 +47,7 @@ def save_wrapped(world, root):
     return results
 
 
-def test_one_process_reads_what_two_wrote(tmp_path):
+def test_checkpoint_of_two_ranks_loads_on_one_process(tmp_path):
     import torch
 
     from foundry.checkpoint.tensors import load_weights
@@ -124,7 +124,7 @@ def fail_on_one_rank(world, run_dir, asynchronous, strict):
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("strict", [False, True])
-def test_when_one_rank_fails_all_know(tmp_path, asynchronous, strict):
+def test_save_error_on_one_rank_is_reported_on_all_ranks(tmp_path, asynchronous, strict):
     from foundry.checkpoint.folder import problems
     from foundry.run_dir.checkpoints import find
 
@@ -157,7 +157,7 @@ def save_three(world, run_dir):
         save(checkpointer, step, lambda: {"a": torch.arange(10.0), "b": torch.arange(9.0)}, world)
 
 
-def test_the_newest_whole_one_is_found_together(tmp_path):
+def test_ranks_agree_on_the_newest_undamaged_checkpoint(tmp_path):
     spawn(save_three, 3, tmp_path)
     folders = [tmp_path / "checkpoints" / f"step_0000000{step}" for step in (1, 2, 3)]
     (folders[2] / "rank-00002.json").unlink()
@@ -189,6 +189,6 @@ def collect_odd_state(world):
         return str(error)
 
 
-def test_state_that_is_no_part_of_a_sharded_whole_is_refused():
+def test_optimizer_state_of_an_unexpected_shape_is_refused():
     for message in run_ranks(collect_odd_state, 2):
         assert "optimizer.embedding.weight.rows has the shape (29,) beside a sharded parameter of (29, 12)" in message

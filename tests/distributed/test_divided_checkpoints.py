@@ -1,4 +1,4 @@
-"""What ranks save that divide a model between them, every other layout reads bit for bit, and the other way round."""
+"""Tensor-parallel checkpoints load in every other layout bit for bit, and vice versa."""
 
 from functools import partial
 
@@ -9,7 +9,7 @@ from support.toy import FP32
 from foundry.config.schemas.distributed import DDP, FSDP, HSDP, Distributed
 
 pytestmark = pytest.mark.distributed
-# 31 and 5 rows of a rank are divided unevenly by FSDP2.
+# FSDP2 shards the 31 and 5 rows of a rank unevenly.
 SIZES = {"vocab_size": 62, "hidden_size": 12, "intermediate_size": 10, "num_heads": 2, "num_kv_heads": 2}
 LAYOUTS = {
     "one": (1, Distributed()),
@@ -39,7 +39,7 @@ def build(world, config, seed):
 
 
 def save(world, root, config, name, source=None):
-    """Two steps from scratch, or what `source` holds, as a checkpoint; and this rank's number of bytes."""
+    """Save a checkpoint after two steps, or of the state restored from `source`."""
     import torch
     from support.checkpoint_parts import saver
 
@@ -67,7 +67,7 @@ def save(world, root, config, name, source=None):
 
 
 def read(root, name):
-    """Every tensor of a checkpoint, whole."""
+    """Return every tensor of a checkpoint, whole."""
     import torch
 
     from foundry.checkpoint.shard import Chunk
@@ -91,7 +91,7 @@ def save_all(world, root, jobs):
 
 
 @pytest.mark.long
-def test_every_degree_reads_every_other_bit_for_bit(tmp_path):
+def test_every_tensor_parallel_layout_loads_every_other_bit_for_bit(tmp_path):
     for size in (1, 2, 4):
         run_ranks(
             save_all, size, tmp_path, [(config, name) for name, (ranks, config) in LAYOUTS.items() if ranks == size]
@@ -111,8 +111,8 @@ def test_every_degree_reads_every_other_bit_for_bit(tmp_path):
 
 
 @pytest.mark.long
-def test_a_part_is_written_once(tmp_path):
-    """What ranks hold alike, such as norms, has one writer, and files together are as large as the tensors."""
+def test_replicated_tensors_are_written_by_one_rank(tmp_path):
+    """The files together are as large as the tensors; replicated tensors such as norms have one writer."""
     import json
 
     (ranks, config), files = LAYOUTS["tp_2x2"], []

@@ -1,4 +1,4 @@
-"""How a model is divided, and what its ranks send each other for it."""
+"""Tensor parallelism: placement of parameters and the collectives it needs."""
 
 import pytest
 from support.harness import run_ranks
@@ -21,7 +21,7 @@ def build(world, num_layers=2):
 
 
 def count(world, num_layers):
-    """All-reduces of a forward pass, and of both, of a model that is divided and not sharded besides."""
+    """Return the number of all-reduces of a forward pass, and of forward and backward, of a model without FSDP."""
     from collections import Counter
 
     import torch
@@ -53,16 +53,16 @@ def count_both(world):
     return count(world, 1), count(world, 3)
 
 
-def test_a_block_sends_two_sums_forward_and_two_backward():
+def test_tensor_parallel_block_has_two_all_reduces_each_way():
     (forward, both), (more_forward, more_both) = run_ranks(count_both, 2)[0]
     assert (more_forward - forward) / 2 == 2
     assert (more_both - both) / 2 == 4
-    # The embedding, and of the loss a maximum, the two sums, and the gradient of the hidden states.
+    # One for the embedding; for the loss a maximum, two sums and the gradient of the hidden states.
     assert forward - 2 == 4
 
 
 def placed(world):
-    """Where FSDP2 and tensor parallelism put each kind of parameter, and that no rank keeps more than its part."""
+    """Return local shapes of each kind of parameter after FSDP2 and tensor parallelism."""
     from foundry.parallel.wrap import parallelize
 
     model, own = build(world)
@@ -75,7 +75,7 @@ def placed(world):
     return [tuple(named[f"{kind}.weight"].to_local().shape) for kind in kinds]
 
 
-def test_matrices_are_cut_twice_and_norms_once():
+def test_matrices_are_sharded_in_two_dimensions_and_norms_in_one():
     for shapes in run_ranks(placed, 4):
         assert shapes == [(8, 16), (2, 16), (8, 8), (8,)]
 
@@ -102,7 +102,7 @@ def refuse(world):
     return messages
 
 
-def test_a_model_that_cannot_be_divided_is_refused():
+def test_model_unfit_for_tensor_parallelism_is_refused():
     tied, odd, biased, silent = run_ranks(refuse, 2)[0]
     key = "distributed.tensor_parallel: is 2 but "
     assert tied == f"{key}lm_head.weight and model.embed_tokens.weight are one parameter; set it to 1"

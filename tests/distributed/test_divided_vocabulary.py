@@ -1,4 +1,4 @@
-"""A loss over a vocabulary that ranks divide between them, and what crosses them for it."""
+"""Loss over a vocabulary-parallel head, and its communication."""
 
 import pytest
 from support.harness import run_ranks
@@ -8,7 +8,7 @@ TOKENS, HIDDEN, VOCAB = (3, 7), 5, 12
 
 
 def inputs():
-    """Hidden states, head and targets; some are ignored, and the likeliest entry of a token is there twice."""
+    """Return hidden states, head and targets; some targets are ignored and one token has two equal maximum logits."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -20,7 +20,7 @@ def inputs():
 
 
 def divided(weight, world):
-    """The head as a DTensor of which each rank has some rows."""
+    """Return the head as a DTensor sharded by rows."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -36,7 +36,7 @@ def made_loss(hidden, head, targets, tile_tokens):
 
 
 def read_off(hidden, head, targets, tile_tokens):
-    """A loss of everything that is read, with what an objective reads off whole logits."""
+    """Return a loss over all outputs, including values that an objective reads from whole logits."""
     from foundry.models.token_log_probs import project_log_probs
 
     def read(logits, targets):
@@ -59,7 +59,7 @@ CASES = [(function, tile) for function in (made_loss, read_off, returned) for ti
 
 
 def values(function, head, hidden, targets, tile):
-    """What is computed, and both gradients."""
+    """Return the outputs and both gradients."""
     loss, found = function(hidden, head, targets, tile)
     loss.backward()
     return [*(tensor.detach().float() for tensor in found), hidden.grad, head.grad]
@@ -78,12 +78,12 @@ def on_ranks(world):
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.long)])
-def test_it_is_that_of_the_whole_vocabulary(world_size):
+def test_vocabulary_parallel_loss_matches_the_whole_vocabulary(world_size):
     run_ranks(on_ranks, world_size)
 
 
 def sent(world):
-    """Elements of each collective of a loss with its gradients."""
+    """Return the number of elements of each collective in a loss with gradients."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
@@ -103,8 +103,8 @@ def sent(world):
     return numbers
 
 
-def test_no_logits_are_sent():
-    """Two maxima, an index and two sums of each token, and the gradient of the hidden states."""
+def test_vocabulary_parallel_loss_sends_no_logits():
+    """Per token: two maxima, an index, two sums, and the gradient of the hidden states."""
     count = TOKENS[0] * TOKENS[1]
     assert run_ranks(sent, 2)[0] == [count, count, count, 2 * count, HIDDEN * count]
 
@@ -126,5 +126,5 @@ def look_up(world):
     assert torch.allclose(shared.weight.grad.full_tensor(), embedding.weight.grad)
 
 
-def test_an_embedding_looks_up_what_it_has():
+def test_vocabulary_parallel_embedding_matches_the_whole_embedding():
     run_ranks(look_up, 2)

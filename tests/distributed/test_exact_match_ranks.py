@@ -1,4 +1,4 @@
-"""Exact match by greedy answers, on one process and on two ranks."""
+"""Exact match of greedy answers, on one process and on two ranks."""
 
 import pytest
 from support.harness import run_ranks
@@ -10,7 +10,7 @@ QUESTIONS = ["the dog", "a", "the cat runs", "dog", "cat cat", "runs a dog", "th
 
 
 def built():
-    """A model and its data, of which the answers to all but the second and the last question are the model's own."""
+    """Return a model and data; the reference answers are the model's, except for the second and the last question."""
     import torch
 
     from foundry.data.corpora.tokenizer import train_tokenizer
@@ -50,7 +50,7 @@ def measure(model, data, world, **options):
     context = evaluation_context(world=world, beat=beats.append)
     measured = ExactMatch(data=data, max_new_tokens=8, **options).evaluate(model, context)
     count = beats.count("answering prompts")
-    assert beats.count("generating answers") == 8 * count  # a large model takes its time for each token
+    assert beats.count("generating answers") == 8 * count  # One heartbeat per token.
     return measured, count
 
 
@@ -62,7 +62,7 @@ def alone():
     return World.single(torch.device("cpu"))
 
 
-def test_answers_are_compared_but_for_white_space_around_them():
+def test_exact_match_ignores_surrounding_white_space():
     model, data = built()
     for size, beats in ((32, 1), (2, 4)):
         measured, count = measure(model, data, alone(), per_gpu_batch_size=size)
@@ -70,7 +70,7 @@ def test_answers_are_compared_but_for_white_space_around_them():
     assert measure(model, data, alone(), max_samples=2)[0]["exact_match"] == 0.5
 
 
-def test_data_without_prompts_is_a_line():
+def test_exact_match_without_prompts_is_a_config_error():
     from foundry.data.splits import DataSplits
     from foundry.evaluators.exact_match import ExactMatch
 
@@ -95,7 +95,7 @@ def measure_on_ranks(world):
 
 
 @pytest.mark.distributed
-def test_ranks_share_the_prompts():
+def test_exact_match_is_the_same_on_two_ranks():
     expected, _ = measure(*built(), alone())
     for results in run_ranks(measure_on_ranks, 2):
         assert results == [(expected, 2)] * 2

@@ -15,14 +15,14 @@ FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 @pytest.fixture
 def variables(monkeypatch):
     for name in (*VARIABLES, *FILES):
-        monkeypatch.setenv(name, "")  # so that it is as it was afterwards, whatever sets it
+        monkeypatch.setenv(name, "")  # monkeypatch restores the variable after the test.
         monkeypatch.delenv(name)
     return monkeypatch
 
 
-def test_what_the_user_has_set_stays(variables, tmp_path):
+def test_flight_recorder_variables_of_the_user_are_kept(variables, tmp_path):
     record_collectives()
-    # Of the older name torch says that it is deprecated.
+    # torch warns that the older name is deprecated.
     assert [os.environ.get(name) for name in VARIABLES] == ["2000", None, "1"]
     variables.delenv("TORCH_FR_BUFFER_SIZE")
     variables.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "7")
@@ -31,16 +31,16 @@ def test_what_the_user_has_set_stays(variables, tmp_path):
     assert os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "7"
 
 
-def test_nccl_writes_into_the_run_directory_where_nothing_else_is_said(variables, tmp_path):
+def test_flight_recorder_dumps_into_the_run_directory_by_default(variables, tmp_path):
     dump_into(tmp_path, torch.device("cpu"))
-    assert not list(tmp_path.iterdir())  # there is no NCCL without a GPU
+    assert not list(tmp_path.iterdir())  # Without a GPU there is no NCCL.
     dump_into(tmp_path, torch.device("cuda"))
     assert [os.environ.get(name) for name in FILES] == [str(tmp_path / "flight_recorder" / "rank_"), None]
     assert (tmp_path / "flight_recorder").is_dir()
 
 
 def reduce_and_dump(world, folder):
-    for _ in range(3 + world.rank):  # so that one is behind
+    for _ in range(3 + world.rank):  # One rank falls behind.
         work = torch.distributed.all_reduce(torch.ones(5), async_op=True)
     dump_collectives(folder, world.rank, world.device)
     if world.rank == 0:
@@ -51,11 +51,11 @@ def reduce_and_dump(world, folder):
 
 @pytest.mark.long
 @pytest.mark.distributed
-def test_the_ranks_files_say_which_collectives_each_has_begun(tmp_path):
+def test_flight_recorder_files_list_the_collectives_of_each_rank(tmp_path):
     for soft, hard in spawn(reduce_and_dump, 2, tmp_path):
         assert soft == hard
     begun = []
     for rank in range(2):
-        record = pickle.loads((tmp_path / "flight_recorder" / f"rank_{rank}").read_bytes())  # written just now
+        record = pickle.loads((tmp_path / "flight_recorder" / f"rank_{rank}").read_bytes())  # Written by this test.
         begun.append([entry["input_sizes"] for entry in record["entries"]].count([[5]]))
     assert begun == [3, 4]

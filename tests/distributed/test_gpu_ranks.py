@@ -1,4 +1,4 @@
-"""Ranks on GPUs, and the same over gloo: they train as one process, leave a step out together, and say what fails."""
+"""Ranks on GPUs and over gloo: training matches one process, overflows skip a step on all, failures are named."""
 
 import os
 import time
@@ -21,7 +21,7 @@ STRATEGIES = {"ddp": DDP(), "ddp_sharded": DDP(shard_optimizer=True), "fsdp": FS
 
 
 def number_of_ranks(device):
-    """Two, and on GPUs one for each of at most four, an even number."""
+    """Return 2 on a CPU, otherwise the largest even number of GPUs up to 4."""
     if device == "cpu":
         return 2
     count = min(4, torch.cuda.device_count())
@@ -47,14 +47,14 @@ def train_all(world):
 
 @pytest.mark.long
 @pytest.mark.parametrize("device", DEVICES)
-def test_every_strategy_trains_as_one_process(device):
+def test_every_strategy_trains_as_one_process_on_each_device(device):
     for of_rank in spawn(train_all, number_of_ranks(device), cuda=device == "cuda"):
         assert of_rank.keys() == STRATEGIES.keys()
         assert max(max(pair) for pair in of_rank.values()) < (2e-6 if device == "cpu" else 2e-5)
 
 
 def leave_out(world):
-    """Two steps, of which the first rank's gradient in the second is infinite; what the scaler and the weights are."""
+    """Return loss scales, and whether a second step, infinite on the first rank, left the weights unchanged."""
     from foundry.config.schemas.precision import PrecisionMode
     from foundry.optim.optimizers import adamw
     from foundry.parallel.precision import PrecisionPolicy
@@ -80,14 +80,14 @@ def leave_out(world):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_an_overflow_on_one_rank_leaves_the_step_out_on_all(device):
+def test_overflow_on_one_rank_skips_the_step_on_all(device):
     for scales, is_unchanged in spawn(leave_out, number_of_ranks(device), cuda=device == "cuda"):
         assert is_unchanged
         assert scales == [2.0**16, 2.0**15]
 
 
 def run_out_of_memory(device):
-    """The second rank asks for more than any machine has; the others wait for it."""
+    """Let rank 1 request more memory than any machine has, while the others wait for it."""
     from foundry.parallel.process_group import process_group
 
     with process_group(Distributed(timeout_seconds=120.0), DeviceKind[device]) as world:
@@ -99,7 +99,7 @@ def run_out_of_memory(device):
 
 @pytest.mark.long
 @pytest.mark.parametrize("device", DEVICES)
-def test_memory_that_runs_out_on_one_rank_is_named_within_half_a_minute(device, monkeypatch):
+def test_out_of_memory_on_one_rank_is_reported_within_half_a_minute(device, monkeypatch):
     monkeypatch.setenv(
         "PYTHONPATH",
         os.pathsep.join([str(Path(__file__).parents[1]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]),
@@ -107,11 +107,11 @@ def test_memory_that_runs_out_on_one_rank_is_named_within_half_a_minute(device, 
     begin = time.monotonic()
     with pytest.raises(WorkerFailed, match=r"rank 1.*(memory|allocate)"):
         run_local(number_of_ranks(device), partial(run_out_of_memory, device))
-    assert time.monotonic() - begin < (60 if device == "cpu" else 30)  # a CPU's ranks start beside other tests
+    assert time.monotonic() - begin < (60 if device == "cpu" else 30)  # On a CPU the ranks start beside other tests.
 
 
 class Continuing:
-    """An objective that continues prompts with as many tokens as it is told to."""
+    """An objective that continues prompts by a given number of tokens."""
 
     def __init__(self, num_tokens):
         self._num_tokens, self.texts = num_tokens, []
@@ -130,7 +130,7 @@ class Continuing:
 
 
 def draw(world, folder):
-    """Collectives of an evaluation that draws 4 tokens for each prompt, and of one that draws 32; the texts."""
+    """Return the collectives of evaluations that generate 4 and 32 tokens per prompt, and the texts."""
     from support.contexts import evaluation_context
     from support.harness import count_collectives
 
@@ -167,7 +167,7 @@ def test_samples_under_fsdp_gather_the_weights_once(device, tmp_path):
 
 
 def measure_peak(world, overrides):
-    """The planned bytes of a rank under FSDP2 and the most that it had allocated in two steps."""
+    """Return the planned bytes of a rank under FSDP2, the measured peak of two steps, and the loss."""
     from support.composition import configure
 
     from foundry.config.build import build
@@ -215,8 +215,8 @@ LARGE = ["model.hidden_size=1024", "model.intermediate_size=2816", "model.num_la
 
 @pytest.mark.long
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_peak_under_fsdp_is_within_five_percent_of_the_plan(device):
-    """A CPU has no count of its peak; there a small model takes the steps, to show that they can be taken."""
+def test_peak_memory_under_fsdp_is_within_five_percent_of_the_plan(device):
+    """On a CPU, which does not count its peak, a small model only shows that the steps run."""
     sizes = LARGE if device == "cuda" else ["model.hidden_size=64", "model.num_layers=2", "model.num_heads=2"]
     ranks = number_of_ranks(device)
     batch = ["hparams.per_gpu_batch_size=8", f"hparams.global_batch_size={8 * ranks}", "distributed=fsdp"]

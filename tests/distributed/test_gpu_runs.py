@@ -1,4 +1,4 @@
-"""Runs of several ranks on GPUs, and the same on the CPU: layouts, precisions, a rank that dies, and sweeps."""
+"""Runs on several ranks, on GPUs and on the CPU: layouts, precisions, killed ranks and sweeps."""
 
 import json
 import re
@@ -27,7 +27,7 @@ LAYOUTS = {
 }
 PRECISIONS = ["amp_bf16", "amp_float16", "pure_bf16"]
 SECONDS_TO_EXIT = 30
-"""Of a run after one of its ranks was killed; the run's own watchdog has ten minutes."""
+"""Limit for a run to exit after one of its ranks was killed; the watchdog of the run has ten minutes."""
 
 
 def need(device, count):
@@ -36,14 +36,14 @@ def need(device, count):
 
 
 def variables(device, **others):
-    """Of a command that takes the device, whatever the machine has."""
+    """Return environment variables for a command on the device, whatever the machine has."""
     return {"PYTHONPATH": TESTS, **({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}), **others}
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_every_layout_learns_as_one_rank(shell, device, optimizer, precision):
+def test_losses_of_every_layout_match_one_rank(shell, device, optimizer, precision):
     if device == "cpu" and (optimizer, precision) != ("muon", "amp_bf16"):
         pytest.skip("on CPUs tests/distributed/test_precision_ranks.py shows it")
     need(device, 2)
@@ -54,7 +54,7 @@ def test_every_layout_learns_as_one_rank(shell, device, optimizer, precision):
     for number, (layout, (ranks, overrides)) in enumerate(LAYOUTS.items()):
         if device == "cuda" and torch.cuda.device_count() < ranks:
             continue
-        if precision == "amp_float16" and "offload" in layout:  # refused: the loss scaler needs gradients on the GPU
+        if precision == "amp_float16" and "offload" in layout:  # Refused: the loss scaler needs gradients on the GPU.
             continue
         place = [f"distributed.nproc_per_node={ranks}", f"hydra.run.dir=run_{number}"]
         shell.run(*run, *overrides, *place, variables=variables(device))
@@ -63,8 +63,8 @@ def test_every_layout_learns_as_one_rank(shell, device, optimizer, precision):
 
 @pytest.mark.parametrize("phase", ["step", "evaluation", "save"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_rank_that_is_killed_ends_the_run_with_its_name(shell, device, phase):
-    """In a step and in an evaluation the other rank waits within a collective, in a save for the rank's files."""
+def test_killed_rank_ends_the_run_and_is_named(shell, device, phase):
+    """In a step or an evaluation the other rank waits within a collective, in a save for the rank's files."""
     need(device, 2)
     folder = shell.cwd / "conf" / "objective"
     folder.mkdir(parents=True)
@@ -84,8 +84,8 @@ def test_a_rank_that_is_killed_ends_the_run_with_its_name(shell, device, phase):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_jobs_of_a_local_sweep_have_gpus_of_their_own(shell, device):
-    """On a CPU the machine is said to have GPUs 7 and 9."""
+def test_local_sweep_jobs_have_their_own_gpus(shell, device):
+    """On a CPU, CUDA_VISIBLE_DEVICES pretends GPUs 7 and 9."""
     need(device, 2)
     if device == "cpu" and torch.cuda.is_available():
         pytest.skip("this machine has GPUs of its own")
@@ -107,7 +107,7 @@ def test_jobs_of_a_local_sweep_have_gpus_of_their_own(shell, device):
 
 
 @pytest.mark.gpu
-def test_compiled_blocks_under_fsdp_learn_as_eager_ones(shell):
+def test_compiled_blocks_under_fsdp_match_eager_losses(shell):
     """tests/e2e/test_runs.py compiles on CPUs."""
     need("cuda", 2)
     run = [*RUN, FSDP, "distributed.nproc_per_node=2", "precision=amp_bf16"]

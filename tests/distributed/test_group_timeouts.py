@@ -1,4 +1,4 @@
-"""Every process group of a process has the run's time limit, whoever made it."""
+"""All process groups of a process have the time limit of the run."""
 
 import pytest
 from support.group_limits import limits
@@ -17,7 +17,7 @@ def limits_of_groups(world):
 
 
 @pytest.mark.distributed
-def test_groups_of_a_mesh_and_beside_it_have_the_limit():
+def test_mesh_and_side_groups_have_the_time_limit_of_the_run():
     for groups in run_ranks(limits_of_groups, 2):
-        assert {seconds for _, each in groups for seconds in each} == {125.0}  # a quarter more than the watchdog's
-        assert len(groups) >= 3  # the ranks, those of a dimension of the mesh, and those beside
+        assert {seconds for _, each in groups for seconds in each} == {125.0}  # watchdog's limit plus a quarter
+        assert len(groups) >= 3  # All ranks, mesh dimensions and side group.

@@ -1,4 +1,4 @@
-"""Ranks that serve many tests: a failure ends them, and a call changes nothing that the next call could notice."""
+"""Reusable test ranks: a failure ends them, and a call leaves no state for the next call."""
 
 import logging
 import os
@@ -81,10 +81,10 @@ def test_ranks_killed_between_calls_are_replaced():
 
 
 def global_state(world):
-    """Everything that a call could leave behind for the next one; random numbers as drawn by this call."""
+    """Return all global state that a call could change; random numbers are drawn by this call."""
     import numpy
 
-    names = ("MASTER_PORT",)  # differs for every call
+    names = ("MASTER_PORT",)  # Differs for every call.
     return {
         "dtype": torch.get_default_dtype(),
         "threads": torch.get_num_threads(),
@@ -126,7 +126,7 @@ def disturb(world, folder):
 
 def test_global_state_is_restored_after_a_call(tmp_path):
     ranks = Ranks(2)
-    calls = [(process_id, ()), (global_state, ()), (disturb, (tmp_path,)), (global_state, ())]  # the first one imports
+    calls = [(process_id, ()), (global_state, ()), (disturb, (tmp_path,)), (global_state, ())]  # The first one imports.
     _, before, _, after = [ranks.call(*call, timeout_seconds=60.0) for call in calls]
     ranks.stop()
     pairs = [(one[name], other[name]) for one, other in zip(before, after, strict=True) for name in one]
@@ -134,7 +134,7 @@ def test_global_state_is_restored_after_a_call(tmp_path):
 
 
 def sum_along_mesh(world, num_extra_groups):
-    """Sum a DTensor over one dimension of a mesh; the extra groups change which names torch gives to the mesh's."""
+    """Sum a DTensor over one mesh dimension; the extra groups change the names that torch gives to mesh groups."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial, Replicate
 

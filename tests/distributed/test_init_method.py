@@ -1,4 +1,4 @@
-"""Ranks meet where `distributed.init_method` says, and not where the variables of their launcher say."""
+"""Ranks rendezvous at `distributed.init_method`, not at the launcher's variables."""
 
 import os
 
@@ -13,7 +13,7 @@ from foundry.parallel.process_group import process_group
 
 
 def meet(pipe, rank, method, port):
-    """Join the other rank and send the sum over both; each rank has a MASTER_PORT of its own, where nobody is."""
+    """Join the other rank and send the sum over both; each rank has another, unused MASTER_PORT."""
     named = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in named.items()} | {"MASTER_ADDR": "127.0.0.1"}
     settings = Distributed(init_method=method, timeout_seconds=60.0, start_timeout_seconds=20.0)
@@ -42,11 +42,11 @@ def sums(method):
 
 
 @pytest.mark.parametrize("method", ["tcp://127.0.0.1:{port}", "file://{folder}/meet"])
-def test_two_ranks_meet_there(method, tmp_path):
+def test_ranks_rendezvous_at_init_method(method, tmp_path):
     method = method.format(port=free_port(), folder=tmp_path)
     assert sums(method) == [3.0, 3.0]
 
 
 @pytest.mark.long
-def test_a_file_serves_several_runs(tmp_path):
+def test_init_method_file_is_reusable_by_later_runs(tmp_path):
     assert [sums(f"file://{tmp_path}/meet") for _ in range(2)] == [[3.0, 3.0]] * 2

@@ -1,4 +1,4 @@
-"""A model that returns logits trains under DDP and FSDP2 as one process does."""
+"""A model that returns logits has the same gradients under DDP, FSDP2 and one process."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.distributed
 
 
 def alone():
-    """Gradients of the summed cross-entropy of the global batch."""
+    """Return gradients of the summed cross-entropy of the global batch."""
     model, (tokens, valid) = Toy(), global_batch(1)
     sum_loss(model, tokens, valid).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -40,7 +40,7 @@ def differences(world):
     return found
 
 
-def test_gradients_over_two_ranks_are_those_of_one_process():
+def test_logits_model_gradients_on_two_ranks_match_one_process():
     for of_rank in run_ranks(differences, 2):
         assert of_rank.keys() == {"ddp", "fsdp"}
-        assert max(of_rank.values()) < 2e-4  # of sums over up to 96 tokens
+        assert max(of_rank.values()) < 2e-4  # Gradients of sums over up to 96 tokens.

@@ -1,4 +1,4 @@
-"""What ranks really hold, byte for byte, is what was planned."""
+"""The memory held by ranks equals the memory plan, byte for byte."""
 
 import pytest
 from support.composition import configure
@@ -6,14 +6,14 @@ from support.harness import run_ranks
 
 pytestmark = pytest.mark.distributed
 
-# No size divides by the number of ranks, and there are more ranks than rows somewhere.
+# No size is divisible by the number of ranks; some dimension has fewer rows than ranks.
 MODEL = ["model.vocab_size=307", "model.hidden_size=6", "model.intermediate_size=7", "model.num_layers=3"]
 HEADS = ["model.num_heads=3", "model.num_kv_heads=1", "data.vocab_size=300", "data.seq_len=5"]
 BATCH = ["hparams.per_gpu_batch_size=2", "hparams.ema_decay=0.9"]
 
 
 def of_ranks(world_size, *overrides, tensor_parallel=1):
-    """Two microbatches a step on each rank, or group of ranks that divide matrices."""
+    """Compose a config with two microbatches per step on each rank or tensor-parallel group."""
     size = [f"distributed.nproc_per_node={world_size}", f"distributed.tensor_parallel={tensor_parallel}"]
     batch = [f"hparams.global_batch_size={4 * world_size // tensor_parallel}", *size]
     return configure(*MODEL, *HEADS, *BATCH, *batch, *overrides)
@@ -29,7 +29,7 @@ def plan(config, world_size):
 
 
 def measure(world, configs):
-    """The bytes that this rank holds in a step of each configuration."""
+    """Return the bytes that this rank holds in a step of each configuration."""
     return [_measure_one(world, config) for config in configs]
 
 
@@ -102,14 +102,14 @@ def _fsdp_params(model):
 
 
 def _held_gradients(model):
-    """All gradients between two microbatches: those of parameters, and the whole ones that FSDP2 sums up."""
+    """Return all gradients between two microbatches: of parameters, and unsharded ones that FSDP2 accumulates."""
     whole = [param.unsharded_accumulated_grad for param in _fsdp_params(model)]
     whole += [getattr(getattr(param, "_unsharded_param", None), "grad", None) for param in _fsdp_params(model)]
     return list({id(grad): grad for grad in (*_grads(model), *whole) if grad is not None}.values())
 
 
 def _gathered(model):
-    """Whole weights that have storage now."""
+    """Return the unsharded weights that currently have storage."""
     whole = [param._unsharded_param for param in _fsdp_params(model)]
     return [tensor for tensor in whole if tensor.untyped_storage().nbytes() > 0]
 
@@ -143,7 +143,7 @@ def _gathered(model):
     ],
     ids=["one", "two", "four"],
 )
-def test_ranks_hold_what_was_planned(world_size, cases):
+def test_memory_of_ranks_equals_the_plan(world_size, cases):
     check(world_size, cases, [of_ranks(world_size, *case.split()) for case in cases])
 
 
@@ -179,14 +179,13 @@ DIVISIBLE = (
     ],
     ids=["two", "four"],
 )
-def test_ranks_that_divide_matrices_hold_what_was_planned(world_size, cases):
+def test_memory_of_tensor_parallel_ranks_equals_the_plan(world_size, cases):
     configs = [of_ranks(world_size, *case.split(), *DIVISIBLE.split(), tensor_parallel=2) for case in cases]
     check(world_size, cases, configs)
 
 
 @pytest.mark.long
-def test_offloaded_bytes():
-    """What is sharded goes to the host, and nothing else."""
+def test_cpu_offload_moves_exactly_the_sharded_bytes_to_the_host():
     config = of_ranks(2, "distributed=fsdp", "distributed.cpu_offload=true", "distributed.gradient_sync=every")
     found, planned = run_ranks(measure, 2, [config])[0][0], plan(config, 2)
     assert planned.host == found["sharded"]

@@ -1,4 +1,4 @@
-"""Weights come into being where they train: each rank has its part of the same weights, and never the whole model."""
+"""Sharded initialization: each rank gets its part of the same weights and never holds the whole model."""
 
 from functools import partial
 from pathlib import Path
@@ -54,12 +54,12 @@ STRATEGIES = {
     ],
     4: [["distributed=fsdp"], ["distributed=hsdp"]],
 }
-# Over the shards of FSDP2, of which there are one or two.
+# Combined with FSDP2 over one or two shards.
 DIVIDED = ["distributed=fsdp", "distributed.tensor_parallel=2", "data.vocab_size=308", "model.vocab_size=308"]
 
 
 def whole(parallel):
-    """All weights under their names, gathered."""
+    """Return all weights by name, gathered."""
     from foundry.core.sharded import is_sharded
 
     state = parallel.inner.state_dict()
@@ -106,7 +106,7 @@ def every_strategy(world_size):
     return cases + [(*MODELS[name], *DIVIDED) for name in ("decoder", "tied", "bf16", "amp")]
 
 
-# Some models with FSDP2, and each strategy with the decoder.
+# Some models with FSDP2, and the decoder with each strategy.
 SOME = [
     *((*MODELS[name], *STRATEGIES[2][0]) for name in ("decoder", "bf16", "vla", "own init")),
     *((*MODELS["decoder"], *strategy) for strategy in (*STRATEGIES[2][1:], DIVIDED)),
@@ -121,14 +121,14 @@ SOME = [
         pytest.param(4, every_strategy(4), marks=pytest.mark.long, id="four"),
     ],
 )
-def test_ranks_draw_what_one_process_draws(world_size, cases):
+def test_sharded_initial_weights_equal_those_of_one_process(world_size, cases):
     size = [f"distributed.nproc_per_node={world_size}", "hparams.per_gpu_batch_size=1"]
     configs = [configure(*case, *size) for case in cases]
     run_ranks(check_drawn, world_size, configs)
 
 
 def check_read(world, config, of_folder, run_dir, exported):
-    """From a checkpoint, from files, and as the model of a folder."""
+    """Compare weights read from a checkpoint, from files, and as the model of a folder."""
     from dataclasses import replace
 
     from safetensors.torch import load_file
@@ -149,7 +149,7 @@ def check_read(world, config, of_folder, run_dir, exported):
 
 
 @pytest.mark.long
-def test_ranks_read_their_part_of_a_checkpoint_and_of_a_folder(tmp_path):
+def test_sharded_loading_of_a_checkpoint_or_folder_is_exact(tmp_path):
     from foundry.commands.export import ExportOptions, export
     from foundry.commands.library import run
 
@@ -162,7 +162,7 @@ def test_ranks_read_their_part_of_a_checkpoint_and_of_a_folder(tmp_path):
 
 
 def check_resumed(world, config):
-    """A run that resumes draws nothing; where a checkpoint is to be read there is memory, and nothing in it."""
+    """Check that a resumed run draws no weights: it allocates memory for the checkpoint to fill."""
     from unittest.mock import patch
 
     from foundry.models import keyed_draws
@@ -175,14 +175,14 @@ def check_resumed(world, config):
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.long)])
-def test_nothing_is_drawn_on_resume(strategy):
+def test_resume_draws_no_initial_weights(strategy):
     configs = [configure(*words, f"distributed={strategy}", "distributed.nproc_per_node=2") for words in (LM, DIT, HF)]
     for config in configs:
         run_ranks(check_resumed, 2, config)
 
 
 def measure_start(world, config):
-    """Bytes that this rank holds of the model at the end, of its largest unit, and the most it held on the way."""
+    """Return the bytes of this rank's part of the model, of its largest unit, and the peak during the start."""
     import ctypes
     from pathlib import Path
 
@@ -196,7 +196,7 @@ def measure_start(world, config):
 
     world.barrier()
     ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is what is held now
+    Path("/proc/self/clear_refs").write_text("5")  # Reset the peak to the current memory.
     before = status("VmRSS")
     initial = start_model(config)
     units = [sum(p.numel() * 4 for p in block.parameters()) for block in find_blocks(initial.model)]
@@ -206,8 +206,8 @@ def measure_start(world, config):
 
 
 @pytest.mark.long
-def test_a_rank_never_holds_the_whole_model():
-    """At most its shards and one block, besides what importing FSDP2 takes; the model is 616 MB."""
+def test_sharded_start_never_holds_the_whole_model():
+    """At most the rank's shards and one block, plus the import of FSDP2; the model has 616 MB."""
     sizes = ["model.hidden_size=1024", "model.intermediate_size=2816", "model.num_layers=12", "model.num_heads=8"]
     words = [*sizes, "model.num_kv_heads=8", "model.vocab_size=512", "data.vocab_size=512", "distributed=fsdp"]
     config = configure(*words, "distributed.nproc_per_node=2", "data.seq_len=16")
@@ -217,8 +217,8 @@ def test_a_rank_never_holds_the_whole_model():
 
 
 @pytest.mark.long
-def test_seventy_billion_parameters_are_wrapped_without_memory():
-    """As rank 0 of 256 ranks, in under 1 GB; with torch's `fake` backend in place of the others."""
+def test_wrapping_70b_parameters_needs_under_1_gb():
+    """Run as rank 0 of 256 with the `fake` backend of torch."""
     import json
     import subprocess
     import sys

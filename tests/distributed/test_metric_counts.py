@@ -1,4 +1,4 @@
-"""Metrics with their own counts are the same on one process and on two, though a rank may lack one."""
+"""Metrics with their own counts are equal on one process and on two, even if a rank lacks a metric."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.distributed
 
 
 class Counted:
-    """Half the squared error; the error of the marked samples, and a metric that only the first microbatch has."""
+    """Half the squared error, the error of marked samples, and a metric of the first microbatch only."""
 
     metrics = ("marked_error", "first", "never")
 
@@ -31,7 +31,7 @@ class Counted:
 
 
 def measure(world, batch):
-    """What a step and an evaluation have as metrics, and how many collectives the step took for them."""
+    """Return the metrics of an evaluation and of a step, and the number of all-reduces of the step."""
     import torch
     import torch.distributed as dist
     from support.contexts import run_context
@@ -79,7 +79,7 @@ def measure(world, batch):
     return measured, read_means(result.metrics)[0], len(reduced)
 
 
-def test_counts_are_reduced_with_the_sums():
+def test_metric_counts_are_reduced_together_with_sums():
     import torch
 
     from foundry.parallel.process_group import World

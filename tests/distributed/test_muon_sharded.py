@@ -1,4 +1,4 @@
-"""Muon orthogonalises whole matrices: sharding them changes no update."""
+"""Muon orthogonalizes whole matrices: sharding does not change the updates."""
 
 from itertools import product
 from unittest.mock import patch
@@ -17,7 +17,7 @@ STEPS = 4
 
 
 def train(config, world, num_microbatches):
-    """Whole weights and momentum after a few steps, and how far the matrices inside the blocks moved."""
+    """Return whole weights and momentum after a few steps, and the movement of the matrices inside the blocks."""
     from foundry.optim.optimizers import muon
     from foundry.parallel.process_group import arrange
     from foundry.parallel.wrap import parallelize
@@ -49,7 +49,7 @@ def compare(world):
     return len(momentum), moved, results
 
 
-def test_updates_are_those_of_one_process():
+def test_muon_updates_on_two_ranks_match_one_process():
     for num_matrices, moved, results in run_ranks(compare, 2):
         assert num_matrices == 3 * 4
         assert moved > 1e-2
@@ -58,7 +58,7 @@ def test_updates_are_those_of_one_process():
             assert momentum < 1e-5, (name, momentum)
 
 
-SHAPES = [(12, 12), (5, 16), (16, 5), (7, 3), (1, 9), (9, 1)]  # of some, ranks have nothing
+SHAPES = [(12, 12), (5, 16), (16, 5), (7, 3), (1, 9), (9, 1)]  # Some ranks hold nothing of the small ones.
 LAYOUTS_OF_MATRICES = {
     1: [((1,), ("rows",))],
     2: [((2,), ("rows",)), ((2,), ("columns",)), ((2,), ("plain",))],
@@ -67,14 +67,14 @@ LAYOUTS_OF_MATRICES = {
 
 
 def steps_of_both(mesh, placements, ns_dtype, held_in):
-    """Pairs of whole and sharded weights, then momentum, after the same gradients."""
+    """Return pairs of whole and sharded weights, then momentum, after the same gradients."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     from foundry.optim.muon import Muon
 
     generator = torch.Generator().manual_seed(0)
     draws = [[torch.randn(shape, generator=generator).to(held_in) for shape in SHAPES] for _ in range(STEPS + 1)]
-    is_plain = placements == ("plain",)  # as under DDP
+    is_plain = placements == ("plain",)  # As under DDP.
     kinds = {"rows": Shard(0), "columns": Shard(1), "whole": Replicate(), "plain": Replicate()}
     layout = [kinds[kind] for kind in placements]
     options = {"lr": 0.1, "momentum": 0.95, "nesterov": True, "ns_steps": 5, "weight_decay": 0.1, "ns_dtype": ns_dtype}
@@ -93,7 +93,7 @@ def steps_of_both(mesh, placements, ns_dtype, held_in):
 
 
 def different_tensors(world):
-    """By layout and types, the shapes of tensors that are not equal bit for bit."""
+    """Return, by layout and dtypes, the shapes of tensors that are not equal bit for bit."""
     from torch.distributed.device_mesh import init_device_mesh
 
     from foundry.optim import owners
@@ -103,7 +103,7 @@ def different_tensors(world):
     for mesh_shape, placements in LAYOUTS_OF_MATRICES[world.world_size]:
         mesh = init_device_mesh("cpu", mesh_shape)
         for ns_dtype, held_in in product(types, types):
-            with patch.object(owners, "_BATCH_BYTES", 600):  # several batches for these few matrices
+            with patch.object(owners, "_BATCH_BYTES", 600):  # Split these few matrices into several batches.
                 pairs = steps_of_both(mesh, placements, ns_dtype, held_in)
             assert len(pairs) == 2 * len(SHAPES)
             assert all(torch.isfinite(one).all() for one, _ in pairs)
@@ -114,13 +114,13 @@ def different_tensors(world):
 
 @pytest.mark.long
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_equal_gradients_give_equal_updates_bit_for_bit(num_ranks):
+def test_sharded_muon_matches_whole_matrices_bit_for_bit(num_ranks):
     for found in run_ranks(different_tensors, num_ranks):
         assert not any(found.values()), found
 
 
 def after_tensor_parallel(world):
-    """A matrix that FSDP2 has cut after tensor parallelism did, after a step, beside the whole one."""
+    """Return a matrix after a step under tensor parallelism and FSDP2, and the same part of an unsharded one."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
@@ -145,7 +145,7 @@ def after_tensor_parallel(world):
 
 
 @pytest.mark.long
-def test_a_matrix_that_is_cut_twice():
+def test_muon_update_of_a_matrix_sharded_twice_is_exact():
     for sharded, whole_matrix in run_ranks(after_tensor_parallel, 4):
         assert torch.equal(sharded, whole_matrix)
 
@@ -154,7 +154,7 @@ COUNTED = [(64, 64)] * 4 + [(64, 172)] * 4 + [(172, 64)] * 2 + [(16, 64)] * 4
 
 
 def received_and_computed(world, mesh_shape):
-    """Bytes that this rank receives in a step, and FLOPs."""
+    """Return the bytes received by this rank in a step, and the FLOPs."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -183,8 +183,8 @@ def received_and_computed(world, mesh_shape):
 
 
 @pytest.mark.parametrize(("mesh_shape", "num_copies"), [((4,), 1), pytest.param((2, 2), 2, marks=pytest.mark.long)])
-def test_work_and_traffic_are_divided(mesh_shape, num_copies):
-    """Each update goes to one rank in bf16, and back to all: nobody gathers or computes everything."""
+def test_muon_work_and_traffic_are_divided_among_ranks(mesh_shape, num_copies):
+    """Each update is gathered in bf16 on one rank and sent back; no rank gathers or computes everything."""
     ranks = run_ranks(received_and_computed, 4, mesh_shape)
     numel = sum(rows * columns for rows, columns in COUNTED)
     flops = sum(5 * (4 * min(s) ** 2 * max(s) + 2 * min(s) ** 3) for s in COUNTED)

@@ -1,4 +1,4 @@
-"""State of an optimizer on several ranks, nested or of another type than its parameter, is restored as it was."""
+"""Optimizer state on several ranks, nested or of another dtype than its parameter, is restored exactly."""
 
 import pytest
 from support.harness import run_ranks
@@ -50,7 +50,7 @@ def values(parallel, optimizers):
 
 
 def save_and_restore(world, root, config, kind):
-    """What differs right after restoring, and after another step."""
+    """Return the names that differ right after restoring, and after another step."""
     import torch
     from support.checkpoint_parts import saver
 
@@ -82,13 +82,13 @@ def save_and_restore(world, root, config, kind):
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=pytest.mark.long) if name == "hsdp" else name for name in LAYOUTS]
 )
-def test_it_is_restored_bit_for_bit(tmp_path, layout):
+def test_nested_optimizer_state_is_restored_bit_for_bit(tmp_path, layout):
     world_size, *case = LAYOUTS[layout]
     assert run_ranks(save_and_restore, world_size, tmp_path, *case) == [[]] * world_size
 
 
 def differences_from_one_process(world):
-    """The largest of weights after four steps, how far these moved, and the types of the moments."""
+    """Return the largest difference of weights after four steps, their movement, and whether all moments are bf16."""
     import torch
     from support.toy import largest_difference, whole_parameters
 
@@ -107,8 +107,8 @@ def differences_from_one_process(world):
 
 
 @pytest.mark.long
-def test_bf16_moments_of_shards_are_those_of_one_process():
+def test_bf16_moments_under_fsdp_match_one_process():
     for apart, moved, is_bf16 in run_ranks(differences_from_one_process, 2):
         assert moved > 1e-2
-        assert apart < 1e-3 * moved  # a moment on the edge between two numbers may be rounded either way
+        assert apart < 1e-3 * moved  # A moment halfway between two bf16 values may be rounded either way.
         assert is_bf16

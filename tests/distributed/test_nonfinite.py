@@ -1,4 +1,4 @@
-"""A loss that is NaN on one rank stops all of them, or is skipped by all, and they say on which."""
+"""A NaN loss on one rank stops or skips the step on all ranks, which report that rank."""
 
 import pytest
 from support.harness import run_ranks
@@ -78,7 +78,7 @@ def stop(world):
     return results
 
 
-def test_all_ranks_stop_and_name_the_one():
+def test_nonfinite_loss_on_one_rank_stops_all_and_names_the_rank():
     first, second = run_ranks(stop, 2)
     for name in WRAPPERS:
         assert first[name] == second[name]
@@ -89,7 +89,7 @@ def test_all_ranks_stop_and_name_the_one():
 
 
 def skip(world, on_device):
-    """Two runs, one with a bad step between: the weights of both after it, what was warned of, and what was skipped."""
+    """Compare a run with a bad step to a run without that step; return equality, skipped steps and warnings."""
     import logging
 
     from foundry.config.schemas.guard import Guard, NonFinite
@@ -127,7 +127,7 @@ def skip(world, on_device):
 
 
 @pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
-def test_all_ranks_skip_and_continue(on_device):
+def test_nonfinite_loss_on_one_rank_is_skipped_by_all(on_device):
     (first, message), (second, unsaid) = run_ranks(skip, 2, on_device)
     assert first == second == dict.fromkeys(WRAPPERS, ([False, True, False], True))
     line = "step 2: the loss on rank 1 is not finite; its update is left out, 1 in a row of at most 3"

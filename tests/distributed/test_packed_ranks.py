@@ -1,4 +1,4 @@
-"""Rows that several samples share, as runs: on any number of ranks the losses are those of rows of their own."""
+"""Runs with packed rows have the losses of unpacked runs, on any number of ranks."""
 
 import json
 
@@ -35,7 +35,7 @@ LAYOUTS = {
 }
 
 
-def test_packed_runs_learn_what_others_do(shell):
+def test_losses_of_packed_runs_match_unpacked_runs(shell):
     rows = [{"prompt": f"Count {number}", "completion": "so" * (1 + number % 7)} for number in range(40)]
     (shell.cwd / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     learning = [*RUN, *LEARNING]

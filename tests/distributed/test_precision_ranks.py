@@ -1,4 +1,4 @@
-"""A precision means the same under one process, DDP and FSDP2; infinities are seen by every rank."""
+"""Each precision has the same numerics on one process, under DDP and under FSDP2; all ranks see infinities."""
 
 import pytest
 from support.harness import run_ranks
@@ -63,7 +63,7 @@ def modes():
 
 @pytest.mark.parametrize("name", WRAPPERS)
 @pytest.mark.parametrize("mode", ["amp_bfloat16", "amp_float16"])
-def test_amp_is_the_same_arithmetic_in_every_wrapper(modes, mode, name):
+def test_amp_numerics_match_one_process_in_every_wrapper(modes, mode, name):
     for of_rank in modes:
         forward, gradients, parameters, dtypes = of_rank[mode, name]
         assert forward == 0.0
@@ -73,7 +73,7 @@ def test_amp_is_the_same_arithmetic_in_every_wrapper(modes, mode, name):
 
 
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_pure_bf16_is_bfloat16_everywhere(modes, name):
+def test_pure_bf16_weights_are_bf16_and_match_one_process(modes, name):
     for of_rank in modes:
         forward, _, parameters, dtypes = of_rank["pure_bf16", name]
         assert forward == 0.0
@@ -82,7 +82,7 @@ def test_pure_bf16_is_bfloat16_everywhere(modes, name):
 
 
 def skip_and_recover(world):
-    """Step 1 overflows on rank 1 only; every rank skips it, halves the scale and takes step 2."""
+    """Overflow step 1 on rank 1 only and record the trace: every rank skips it, halves the scale and takes step 2."""
     import torch
 
     from foundry.parallel.precision import LossScaler, PrecisionPolicy
@@ -98,7 +98,7 @@ def skip_and_recover(world):
             optimizer.zero_grad()
             backward_window(parallel, policy, world, step, 2, scaler.scale)
             if step == 1 and world.rank == 1:
-                # A shard's own infinity, after the reduction: the others must hear of it.
+                # An infinity in one shard after the reduction must be communicated to the other ranks.
                 gradient = next(p.grad for p in parallel.model.parameters() if p.ndim == 2)
                 (gradient.to_local() if hasattr(gradient, "to_local") else gradient).view(-1)[0] = float("inf")
             before = whole_parameters(parallel)
@@ -111,7 +111,7 @@ def skip_and_recover(world):
     return results
 
 
-def test_an_infinity_on_one_rank_skips_the_step_on_all():
+def test_overflow_on_one_rank_halves_the_loss_scale_on_all():
     # Two good steps after the skipped one double the scale again.
     expected = [(True, True, 1024.0), (False, False, 512.0), (True, True, 512.0), (True, True, 1024.0)]
     for of_rank in run_ranks(skip_and_recover, 2):

@@ -1,4 +1,4 @@
-"""Keys and values of a decoder's layers that others read: the same gradients under DDP and FSDP2 as in one process."""
+"""Gradients through the decoder's keys and values under DDP and FSDP2 match one process."""
 
 from functools import partial
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.distributed
 
 
 class Reader(nn.Module):
-    """What reads keys and values of every layer, and nothing else, as an expert does."""
+    """A module that reads only the keys and values of every layer, like an action expert."""
 
     def __init__(self):
         super().__init__()
@@ -31,7 +31,7 @@ class Reader(nn.Module):
         self.weights = nn.Parameter(torch.tensor([1.0, -2.0]))
 
     def forward(self, tokens, images):
-        """A number for each row."""
+        """Return one value per row."""
         hidden, kept, is_visible = self.backbone.trunk(tokens, images)
         of_layers = [
             (weight * (key.tanh() * value) * is_visible[:, None, :, None]).sum((1, 2, 3))
@@ -48,7 +48,7 @@ def rows():
 
 
 def gradients(world, strategy, *, grad_checkpointing):
-    """What this rank's rows are answered, and all gradients, averaged over ranks."""
+    """Return the outputs of this rank's rows and all gradients, averaged over ranks."""
     from support.composition import configure
 
     from foundry.core.sharded import is_sharded
@@ -87,12 +87,12 @@ def check(world, grad_checkpointing, expected_answers, expected):
 
 
 @pytest.mark.parametrize("grad_checkpointing", [False, True])
-def test_gradients_through_keys_and_values_are_those_of_one_process(grad_checkpointing):
+def test_gradients_through_keys_and_values_match_one_process(grad_checkpointing):
     torch.manual_seed(0)
     model = Reader()
     answers = model(*rows())
     answers.mean().backward()
-    # The head is the embedding, and of the last block all is read but its queries, output and feed-forward by `kept`.
+    # The head is the tied embedding. `kept` does not read the queries, output and feed-forward of the last block.
     expected = {name: parameter.grad for name, parameter in model.named_parameters()}
     assert all(gradient is not None for gradient in expected.values())
     run_ranks(check, 2, grad_checkpointing, answers.detach(), expected)

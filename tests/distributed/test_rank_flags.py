@@ -12,7 +12,7 @@ from foundry.training.signals import Boundary, SignalHandler
 ALONE = World.single(torch.device("cpu"))
 
 
-def test_one_process_agrees_with_itself_at_once():
+def test_rank_flags_of_one_process_are_returned_at_once():
     rank_flags = RankFlags(ALONE)
     assert [rank_flags.exchange(flags) for flags in (0, 5, 0)] == [0, 5, 0]
     assert rank_flags.settle(9) == 9
@@ -32,7 +32,7 @@ def interrupted_at_step_three(world, interrupted_rank):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(("world_size", "interrupted_rank"), [(2, 1), pytest.param(3, 0, marks=pytest.mark.long)])
-def test_a_signal_to_one_rank_is_seen_by_all_one_call_later(world_size, interrupted_rank):
+def test_signal_to_one_rank_reaches_all_ranks_one_call_later(world_size, interrupted_rank):
     stop = int(Boundary.STOP_USR1)
     answers = spawn(interrupted_at_step_three, world_size, interrupted_rank)
     assert [seen for seen, _ in answers] == [[0, 0, 0, 0, stop, stop]] * world_size
@@ -47,13 +47,13 @@ def different_flags(world):
     seen.append(rank_flags.settle(0))
     seen.append(rank_flags.exchange(1 << 62 if world.rank == 0 else 0))
     seen.append(rank_flags.settle(0))
-    # It speaks over the group of training, whose own collectives come between.
+    # RankFlags uses the process group of training, whose own collectives run in between.
     total = int(world.all_reduce_sum(torch.tensor(world.rank)))
     return seen, total
 
 
 @pytest.mark.distributed
-def test_flags_are_combined_and_settling_leaves_nothing_behind():
+def test_rank_flags_are_combined_and_cleared_by_settle():
     for seen, total in run_ranks(different_flags, 2):
         assert seen == [0, 1 | 2, 8 | 16, 0, 0, 1 << 62]
         assert total == 1
@@ -69,6 +69,6 @@ def one_rank_leaves(world):
 
 
 @pytest.mark.distributed
-def test_a_rank_that_left_is_an_error_not_a_wait():
+def test_rank_flags_raise_an_error_if_a_rank_has_exited():
     with pytest.raises(AssertionError, match=r"Connection (closed|reset) by peer"):
         spawn(one_rank_leaves, 2, timeout_seconds=20)

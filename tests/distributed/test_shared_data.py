@@ -1,4 +1,4 @@
-"""Ranks that share their data, as under context parallelism, count once: four ranks, two by two."""
+"""Ranks that share data, as under context parallelism, count once: four ranks in two pairs."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ CONFIGS = {
 
 
 class Regression:
-    """Squared error of the samples that are marked, and their absolute error."""
+    """Squared and absolute error of the marked samples."""
 
     metrics = ("absolute",)
 
@@ -48,7 +48,7 @@ def rows():
 
 
 def train(world):
-    """Two steps and an evaluation: which positions were read, what was measured, and the weights."""
+    """Run two steps and an evaluation; return the positions read, the metrics and the weights."""
     import torch
     from support.contexts import run_context
 
@@ -103,7 +103,7 @@ def train(world):
 
 
 def train_in_pairs(world):
-    """Rank r holds data share r // 2, together with its neighbour."""
+    """Train with ranks 2k and 2k + 1 in data share k."""
     from torch.distributed.device_mesh import init_device_mesh
 
     from foundry.parallel.process_group import arrange, with_mesh
@@ -120,7 +120,7 @@ def train_in_pairs(world):
     return results
 
 
-def test_pairs_of_ranks_train_as_one_process_does():
+def test_paired_ranks_with_shared_data_train_as_one_process():
     import torch
 
     from foundry.parallel.process_group import World

@@ -1,4 +1,4 @@
-"""Every strategy trains as one process does, under every synchronisation policy, with the collectives it promises."""
+"""Every strategy trains as one process under every gradient_sync policy, with the expected collectives."""
 
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ CHECKPOINTED = ("ddp-last", "ddp_sharded_optimizer-last", "fsdp-every", "fsdp-la
 
 
 def cases(configs):
-    """The strategies under the policies that can act on them; variants of a strategy under the default only."""
+    """Yield the strategies under the policies that affect them; variants under the default policy only."""
     for name, config in configs.items():
         for policy in (GradientSync.last,) if name in ONE_POLICY else GradientSync:
             keeps_nothing = isinstance(config, DDP) and not config.shard_optimizer
@@ -45,7 +45,7 @@ def cases(configs):
 
 
 def reference():
-    """The same steps on one process, in one microbatch."""
+    """Train the same steps on one process, in one microbatch."""
     import torch
 
     from foundry.parallel.process_group import World, arrange
@@ -57,7 +57,7 @@ def reference():
 
 
 def differences(ours, theirs):
-    """Largest differences of gradients, gradient norms and parameters."""
+    """Return the largest differences of gradients, gradient norms and parameters."""
     return (
         largest_difference(ours[0], theirs[0]),
         (ours[1] - theirs[1]).abs().max().item(),
@@ -84,12 +84,12 @@ def train_all(world, configs, num_microbatches):
 
 
 def _collectives(parallel, world):
-    """Of one window, once training has settled DDP's buckets."""
+    """Count the collectives of one window, after DDP has rebuilt its buckets."""
     return count_collectives(lambda: backward_window(parallel, FP32, world, 7, WINDOW))
 
 
 def named(configs):
-    """Names of all results for `configs`."""
+    """Return the names of all results for `configs`."""
     names = [name for name, _ in cases(configs)]
     return names + [f"{name}-checkpointed" for name in names if name in CHECKPOINTED]
 
@@ -117,7 +117,7 @@ def test_two_ranks_train_as_one(two_ranks, name):
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", named(VARIANTS))
-def test_variants_train_as_one(variants, name):
+def test_strategy_variants_train_as_one(variants, name):
     for of_rank in variants:
         assert max(of_rank[name][0]) < 2e-6
 
@@ -129,7 +129,7 @@ def test_four_ranks_train_as_one(four_ranks, name):
         assert max(of_rank[name][0]) < 2e-6
 
 
-# One window of WINDOW microbatches; "scalars" is the one all-reduce of what FSDP2 leaves whole.
+# For one window of WINDOW microbatches. FSDP2 leaves scalars unsharded; they share one all-reduce.
 ALL_UNITS, BLOCKS_TWICE = NUM_UNITS, 2 * NUM_BLOCKS + 1
 COLLECTIVES = {
     "ddp-every": {"allreduce": WINDOW},
@@ -180,24 +180,24 @@ HSDP_COLLECTIVES = {
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_collectives_of_a_window(two_ranks, name):
+def test_collectives_of_a_window_on_two_ranks(two_ranks, name):
     for of_rank in two_ranks:
         assert of_rank[name][1] == COLLECTIVES[name]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", COLLECTIVES_OF_VARIANTS)
-def test_collectives_of_a_window_of_variants(variants, name):
+def test_collectives_of_a_window_under_strategy_variants(variants, name):
     for of_rank in variants:
         assert of_rank[name][1] == COLLECTIVES_OF_VARIANTS[name]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", HSDP_COLLECTIVES)
-def test_collectives_of_a_window_with_replicas(four_ranks, name):
+def test_collectives_of_a_window_under_hsdp(four_ranks, name):
     for of_rank in four_ranks:
         assert of_rank[name][1] == HSDP_COLLECTIVES[name]
 
 
-def test_small_buckets_are_several_reductions(two_ranks):
+def test_small_ddp_buckets_give_several_all_reduces(two_ranks):
     assert two_ranks[0]["ddp_small_buckets-last"][1]["allreduce"] > 1

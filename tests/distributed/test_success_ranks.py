@@ -1,4 +1,4 @@
-"""Episodes are the same ones, bit for bit, on one process and on two ranks, under DDP and FSDP2."""
+"""Simulation episodes are equal bit for bit on one process and on two ranks under DDP and FSDP2."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -41,7 +41,7 @@ def on_ranks(world):
 
 
 @pytest.mark.distributed
-def test_ranks_share_the_episodes():
+def test_success_rate_and_files_on_two_ranks_match_one_process():
     import torch
     from support.policy_parts import GoThere
 
@@ -52,4 +52,4 @@ def test_ranks_share_the_episodes():
     assert sorted(files) == ["rollouts.gif", "rollouts.jsonl", "rollouts_00000001.gif"]
     first, second = run_ranks(on_ranks, 2)
     assert first == [(metrics, files)] * 2
-    assert second == [(metrics, {})] * 2  # rank 0 writes
+    assert second == [(metrics, {})] * 2  # Rank 0 writes.

@@ -1,4 +1,4 @@
-"""Metrics of torchmetrics in evaluations: fed with predictions or answers, the same on one process and on two ranks."""
+"""torchmetrics metrics in evaluations, on predictions or answers, are equal on one process and on two ranks."""
 
 import importlib.util
 import math
@@ -46,7 +46,7 @@ def rows(count):
 
 
 def measure(world, count, wanted=("accuracy", "auroc", "classes")):
-    """What is measured of so many samples, two at a time on each rank."""
+    """Return the metrics of `count` samples, evaluated in batches of two on each rank."""
     import torch
     from support.contexts import run_context
     from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
@@ -62,9 +62,9 @@ def measure(world, count, wanted=("accuracy", "auroc", "classes")):
     world = arrange(world, DDP())
     parallel = parallelize(torch.nn.Linear(4, 3), FP32, world, grad_checkpointing=False, torchcompile=False)
     metrics = {
-        "accuracy": MulticlassAccuracy(3, average="micro"),  # sums
-        "auroc": MulticlassAUROC(3),  # lists of all predictions
-        "classes": MulticlassAccuracy(3, average="none"),  # three values
+        "accuracy": MulticlassAccuracy(3, average="micro"),  # State: sums.
+        "auroc": MulticlassAUROC(3),  # State: lists of all predictions.
+        "classes": MulticlassAccuracy(3, average="none"),  # Three values.
     }
     data = DataSplits(train=[], validation=rows(count), fingerprint="")
     evaluator = HeldOut(
@@ -84,8 +84,8 @@ def measure(world, count, wanted=("accuracy", "auroc", "classes")):
 @has_torchmetrics
 @pytest.mark.long
 @pytest.mark.distributed
-@pytest.mark.parametrize("count", [11, 2])  # of two samples the second rank has none
-def test_ranks_measure_what_one_process_does(count):
+@pytest.mark.parametrize("count", [11, 2])  # With two samples the second rank has none.
+def test_torchmetrics_on_two_ranks_match_one_process(count):
     import torch
     from sklearn.metrics import roc_auc_score
 
@@ -107,7 +107,7 @@ def test_ranks_measure_what_one_process_does(count):
 
 
 @has_torchmetrics
-def test_perplexity_is_that_of_the_loss():
+def test_torchmetrics_perplexity_is_exp_of_the_loss():
     import torch
     from torchmetrics.text import Perplexity
 
@@ -135,7 +135,7 @@ def test_perplexity_is_that_of_the_loss():
 
 
 @has_torchmetrics
-def test_texts_have_one_reference_each_whatever_a_metric_takes():
+def test_text_metrics_get_one_reference_per_text():
     from torchmetrics.text import BLEUScore, ROUGEScore, TranslationEditRate, WordErrorRate
 
     from foundry.evaluators.torch_metrics import TorchMetrics
@@ -172,7 +172,7 @@ def measure_answers(world):
 @has_torchmetrics
 @pytest.mark.long
 @pytest.mark.distributed
-def test_answers_are_judged_to_the_bit_on_any_number_of_ranks():
+def test_answer_metrics_are_identical_on_any_number_of_ranks():
     import torch
 
     from foundry.parallel.process_group import World
@@ -187,7 +187,7 @@ def test_answers_are_judged_to_the_bit_on_any_number_of_ranks():
 
 
 @has_torchmetrics
-def test_what_cannot_be_measured_is_a_line():
+def test_invalid_torchmetrics_settings_are_config_errors():
     from torchmetrics.classification import MulticlassAccuracy
 
     from foundry.core.protocols import Objective
@@ -205,7 +205,7 @@ def test_what_cannot_be_measured_is_a_line():
         HeldOut(objective=Classes(), **common, torchmetrics={"accuracy": 3})
 
 
-def test_a_missing_package_is_a_line(monkeypatch):
+def test_missing_torchmetrics_package_is_a_config_error(monkeypatch):
     monkeypatch.setattr("foundry.config.schemas.evaluation.find_spec", lambda name: None)
     with pytest.raises(
         ConfigError, match=rf"{HELD_OUT}.torchmetrics: needs torchmetrics, .* pip install '?torchmetrics"
@@ -214,7 +214,7 @@ def test_a_missing_package_is_a_line(monkeypatch):
 
 
 @has_torchmetrics
-def test_a_misspelt_metric_is_refused_when_the_run_is_composed():
+def test_misspelled_torchmetrics_target_is_refused_by_compose():
     with pytest.raises(ConfigError, match=r"ppl._target_: is torchmetrics.text.Perplexit .* did you mean Perplexity\?"):
         configure(*SMALL_LM, f"+{HELD_OUT}.torchmetrics.ppl._target_=torchmetrics.text.Perplexit")
     configure(*SMALL_LM, f"+{HELD_OUT}.torchmetrics.ppl._target_=torchmetrics.text.Perplexity")
@@ -226,14 +226,14 @@ def test_a_misspelt_metric_is_refused_when_the_run_is_composed():
         ("torchmetrics.text.BLEUScore", True),
         ("torchmetrics.classification.MulticlassAccuracy", True),
         ("torchmetrics.regression.MeanSquaredError", True),
-        ("torchmetrics.text.BERTScore", False),  # reads a model from wherever it is told
+        ("torchmetrics.text.BERTScore", False),  # Loads a model from a user-given path.
         ("torchmetrics.text.bert.os.system", False),
         ("torchmetrics.text.os.System", False),
         ("torchmetrics.utilities.checks.perf_counter", False),
         ("mine.Metric", False),
     ],
 )
-def test_a_recorded_metric_of_torchmetrics_needs_no_trust(target, is_own):
+def test_torchmetrics_targets_in_a_recorded_config_need_no_trust(target, is_own):
     node = {"_target_": "foundry.evals.HeldOut", "torchmetrics": {"own": {"_target_": target}}}
     found = list(foreign_parts({"evaluation": {"evaluators": {"held_out": node}}}))
     assert found == ([] if is_own else [f"{HELD_OUT}.torchmetrics.own._target_={target}"])

@@ -1,4 +1,4 @@
-"""A policy that is told in words has the same losses, gradients and answers on two ranks as in one process."""
+"""A language-conditioned policy has the same losses, gradients and actions on two ranks as on one process."""
 
 from functools import partial
 
@@ -38,7 +38,7 @@ def rows():
 
 
 def measure(parallel, own):
-    """What the policy answers to all rows before it is trained, its loss on its own rows, and the gradients."""
+    """Return the actions of all rows before training, the loss on the given rows, and the gradients."""
     from foundry.core.sharded import is_sharded
     from foundry.parallel.whole_weights import gathered
     from foundry.tasks.robots.action_chunks import FlowPolicy
@@ -82,13 +82,13 @@ def check(world, grad_checkpointing, expected_answers, expected_loss, expected):
         torch.testing.assert_close(torch.tensor(sum(gather(loss.item(), world))), expected_loss)
         assert found.keys() == expected.keys()
         for name, gradient in expected.items():
-            # Ranks average what one process sums.
+            # Ranks average, one process sums.
             message = partial("{}: {}".format, name)
             torch.testing.assert_close(2 * found[name], gradient, rtol=1e-4, atol=1e-5, msg=message)
 
 
 @pytest.mark.parametrize("grad_checkpointing", [pytest.param(False, marks=pytest.mark.long), True])
-def test_two_ranks_compute_what_one_process_does(grad_checkpointing):
+def test_vla_on_two_ranks_matches_one_process(grad_checkpointing):
     from foundry.parallel.gradient_sync import LocalSync
     from foundry.parallel.wrap import Parallel
 

@@ -1,4 +1,4 @@
-"""Ranks that generate each for itself, under every wrapper: no rank waits for another, and training is undisturbed."""
+"""Independent generation on gathered weights under every wrapper: no rank waits and training is unchanged."""
 
 from functools import cache
 
@@ -39,7 +39,7 @@ def continued(model, prompts, world, policy):
 
 
 def steps(parallel, policy, world, number):
-    """Losses of some SGD steps on the same tokens of all ranks."""
+    """Return the losses of SGD steps on the same tokens on all ranks."""
     import torch
 
     tokens, losses = torch.arange(24).view(2, 12) % 40, []
@@ -92,7 +92,7 @@ def of_ranks():
 
 @cache
 def continued_alone(mode):
-    """The continuations of one process before the first step."""
+    """Return the continuations on one process before the first step."""
     import torch
 
     from foundry.parallel.precision import PrecisionPolicy
@@ -103,7 +103,7 @@ def continued_alone(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_ranks_generate_for_themselves(of_ranks, name, mode):
+def test_ranks_generate_independently_without_affecting_training(of_ranks, name, mode):
     (found, losses, size), (less, other_losses, _) = (rank[name, mode, True] for rank in of_ranks)
     assert losses == other_losses == of_ranks[0][name, mode, False][1]
     whole = sum(parameter.numel() for parameter in built().parameters())
@@ -114,7 +114,7 @@ def test_ranks_generate_for_themselves(of_ranks, name, mode):
 
 
 def called_once(world, free_bytes):
-    """The gathers of a forward pass, and its result, where ranks have that much memory."""
+    """Return the number of collectives of a forward pass and its result, with the given free memory on each rank."""
     from unittest.mock import patch
 
     import torch
@@ -135,10 +135,10 @@ def called_once(world, free_bytes):
     return sum(counts.values()), results[0].log_prob.tolist()
 
 
-def test_weights_are_gathered_where_every_rank_has_memory_for_them():
+def test_weights_are_gathered_only_if_every_rank_has_memory():
     needed = 8 * sum(parameter.numel() for parameter in built().parameters())
     (fit, result), (also_fits, _) = run_ranks(called_once, 2, [needed, needed])
     (lacks, same), (also_lacks, _) = run_ranks(called_once, 2, [needed, needed - 1])
     assert fit == also_fits == 0
-    assert lacks == also_lacks == 3  # two layers, and what is around them
+    assert lacks == also_lacks == 3  # Two layers and the root.
     assert same == result

@@ -1,4 +1,4 @@
-"""What wrapping leaves alone, refuses and repairs; several checks share one group of two ranks."""
+"""Effects and errors of wrapping; the checks share one group of two ranks."""
 
 import math
 from dataclasses import replace
@@ -34,7 +34,7 @@ def check_names(world):
 
 
 def check_scalars_stay_equal(world):
-    """A 0-dim parameter is whole, plain and bitwise the same on all ranks after training."""
+    """A 0-dim parameter is unsharded and bitwise equal on all ranks after training."""
     import torch
     from torch.distributed.tensor import DTensor
 
@@ -51,7 +51,7 @@ def check_scalars_stay_equal(world):
 
 
 def check_nothing_is_stale_after_evaluation(world):
-    """Weights changed in place between two evaluations are seen by the second."""
+    """The second of two evaluations sees weights changed in place in between."""
     import torch
 
     for config in (DDP(shard_optimizer=True), FSDP(reshard_after_forward=False)):
@@ -99,7 +99,7 @@ def check_refusals(world):
 
 
 def check_sync_is_found_behind_wrappers(world):
-    """torch.compile's module hides the FSDPModule's type; the policy acts all the same. A bare model is refused."""
+    """The policy acts although torch.compile's module hides the FSDPModule's type. A bare model is refused."""
     import torch
 
     from foundry.core.errors import ConfigError
@@ -128,7 +128,7 @@ def check_sync_is_found_behind_wrappers(world):
 
 
 def check_grad_norm_of_a_mixture(world):
-    """Plain and sharded gradients together; and the clipped gradient has the norm asked for."""
+    """Plain and sharded gradients share one norm; the clipped gradient has the requested norm."""
     import torch
 
     from foundry.parallel.grad_norm import clip_grad_norm_
@@ -160,20 +160,20 @@ def check_overlap_of_reductions(world):
 
 
 def check_gathers_ahead(world):
-    """How many units of FSDP2 are gathered, or being gathered, when a block computes: one more with the overlap."""
+    """Prefetching gathers one more FSDP2 unit before each block computes."""
     blocks = range(1, NUM_BLOCKS + 1)
     for config in (FSDP(), DDP(shard_optimizer=True)):
         for overlaps in (False, True):
             parallel = wrap(replace(config, overlap_param_gather=overlaps), world)
             forward, backward = gathers_before_blocks(parallel)
             assert forward == [min(1 + block + overlaps, NUM_BLOCKS + 1) for block in blocks], config
-            if isinstance(config, FSDP):  # which gathers the blocks again, from the last one on
+            if isinstance(config, FSDP):  # FSDP gathers the blocks again in the backward pass, from the last one on.
                 again = [min(block + overlaps, NUM_BLOCKS) for block in blocks]
                 assert backward == [NUM_BLOCKS + 1 + gathered for gathered in again]
 
 
 def gathers_before_blocks(parallel):
-    """All-gathers begun before each block's MLP computes in the forward pass, and in the backward pass."""
+    """Return the all-gathers begun before each block's MLP in the forward pass and in the backward pass."""
     forward, backward, tokens = [], [], global_batch(0)[0][:, :-1]
     with recorded_collectives() as sent:
 
@@ -189,7 +189,7 @@ def gathers_before_blocks(parallel):
 
 
 def check_weights_kept_after_forward(world):
-    """The backward pass gathers each block again, or finds it as the forward pass has left it."""
+    """The backward pass gathers each block again, unless the forward pass has kept it."""
     for frees in (True, False):
         parallel = wrap(FSDP(reshard_after_forward=frees), world)
         sent = count_collectives(lambda parallel=parallel: backward_window(parallel, FP32, world, 0, 1))
@@ -197,7 +197,7 @@ def check_weights_kept_after_forward(world):
 
 
 def check_types_of_traffic(world):
-    """Under amp the blocks' matrices are gathered in bf16, what the root holds and all gradients are sent in fp32."""
+    """Under amp the matrices of blocks are gathered in bf16; root parameters and all gradients are sent in fp32."""
     import torch
 
     from foundry.parallel.precision import PrecisionPolicy
@@ -256,7 +256,7 @@ def outcomes():
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_on_two_ranks(outcomes, name):
+def test_wrapping_check_on_two_ranks(outcomes, name):
     for of_rank in outcomes:
         assert not of_rank[name], of_rank[name]
 
@@ -267,21 +267,21 @@ def count_graphs(world):
 
     counter = CompileCounter()
     torch.nn.Module.compile = partialmethod(torch.nn.Module.compile, backend=counter)
-    parallel = wrap(DDP(bucket_cap_mb=0.001), world, torchcompile=True)  # a bucket is smaller than a block
+    parallel = wrap(DDP(bucket_cap_mb=0.001), world, torchcompile=True)  # A bucket is smaller than a block.
     backward_window(parallel, FP32, world, 7, 1)
     return counter.frame_count
 
 
 @pytest.mark.long
-def test_a_compiled_block_is_one_graph_whatever_the_buckets():
-    alone = [1] * 2  # the blocks are alike, and share one
+def test_compiled_block_is_one_graph_with_any_bucket_size():
+    alone = [1] * 2  # The blocks are alike and share one graph.
     assert spawn(count_graphs, 2, timeout_seconds=500.0) == alone
 
 
 def train_compiled(world):
     import torch
 
-    # Tracing through hooks and checkpoints is what wrapping can break; generating C++ would only take minutes.
+    # Hooks and checkpointing can break tracing; generating C++ would only take minutes.
     torch.nn.Module.compile = partialmethod(torch.nn.Module.compile, backend="aot_eager")
     results = {}
     reference = train(wrap(FSDP(), world), FP32, world)

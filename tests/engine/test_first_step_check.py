@@ -1,4 +1,4 @@
-"""The check before the first step: it fails as the largest step would, and leaves no trace in the run."""
+"""The check before the first step fails like the largest step would, and does not affect the run."""
 
 import logging
 import random
@@ -70,7 +70,7 @@ def _cache(cache, monkeypatch):
 
 
 class Forgetful(Transformer):
-    """Draws from the generators of torch and Python; a buffer counts the forward passes and scales the output."""
+    """Uses the generators of torch and Python; a buffer counts the forward passes and scales the output."""
 
     shapes: ClassVar = []
 
@@ -90,7 +90,7 @@ class Forgetful(Transformer):
 
 
 class Short(NextToken):
-    """Raises the error called `error` for rows of more than 16 tokens."""
+    """Raises the exception named `error` for rows of more than 16 tokens."""
 
     def __init__(self, *, error, **settings):
         super().__init__(**settings)
@@ -103,7 +103,7 @@ class Short(NextToken):
 
 
 class Sourced(NextToken):
-    """Builds a window source: the loader."""
+    """Builds its own window source, the loader."""
 
     def build_source(self, context):
         return context.build_loader(False)
@@ -116,7 +116,7 @@ def own(config, part, kind, **settings):
 
 
 @pytest.mark.parametrize("name", some_of(RUNS, "muon and averages"))
-def test_a_checked_run_is_the_unchecked_one(tmp_path, caplog, name):
+def test_run_with_first_step_check_matches_a_run_without(tmp_path, caplog, name):
     for folder, switch in (("checked", ON), ("plain", OFF)):
         with caplog.at_level(logging.INFO):
             train(composition.configure(*RUNS[name], switch), tmp_path / folder)
@@ -125,7 +125,7 @@ def test_a_checked_run_is_the_unchecked_one(tmp_path, caplog, name):
 
 
 @pytest.mark.parametrize("precision", some_of(["fp32", "amp_float16"], "fp32"))
-def test_buffers_and_generators_are_put_back(tmp_path, precision):
+def test_first_step_check_restores_buffers_and_generators(tmp_path, precision):
     outcomes = []
     for switch in (ON, OFF):
         Forgetful.shapes.clear()
@@ -138,7 +138,7 @@ def test_buffers_and_generators_are_put_back(tmp_path, precision):
 
 
 @pytest.mark.long
-def test_a_resumed_run_is_checked_and_the_same(tmp_path, caplog):
+def test_resumed_run_is_checked_and_matches_a_run_without(tmp_path, caplog):
     words = [*RUNS["muon and averages"], "scheduler.horizon='4'"]
     for folder, switch in (("checked", ON), ("plain", OFF)):
         for steps in (2, 4):
@@ -153,7 +153,7 @@ def test_a_resumed_run_is_checked_and_the_same(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("packing", some_of([False, True], False))
-def test_the_check_has_the_largest_shape(tmp_path, packing):
+def test_first_step_check_uses_the_largest_shape(tmp_path, packing):
     Forgetful.shapes.clear()
     config = composition.configure(*CHATS, f"data.packing={packing}", ON)
     train(own(config, "model", Forgetful), tmp_path / "run")
@@ -174,7 +174,7 @@ def test_the_check_has_the_largest_shape(tmp_path, packing):
         ),
     ],
 )
-def test_a_failing_check_ends_the_run_before_anything_is_trained(tmp_path, error, kind, text):
+def test_failed_first_step_check_ends_the_run_before_training(tmp_path, error, kind, text):
     config = own(composition.configure(*LM, ON), "objective", Short, error=error)
     with pytest.raises(kind, match=text) as raised:
         train(config, tmp_path / "run")
@@ -184,7 +184,7 @@ def test_a_failing_check_ends_the_run_before_anything_is_trained(tmp_path, error
     assert list_checkpoints(tmp_path / "run") == []
 
 
-def test_the_optimizer_state_has_its_memory_in_the_check(tmp_path, monkeypatch):
+def test_first_step_check_reserves_the_optimizer_state(tmp_path, monkeypatch):
     reserve, seen = FirstStepCheck._reserve_optimizer_state, []
 
     def noting(check):
@@ -199,7 +199,7 @@ def test_the_optimizer_state_has_its_memory_in_the_check(tmp_path, monkeypatch):
     assert size == sum(value.nbytes for value in states if torch.is_tensor(value) and value.ndim > 0) > 0
 
 
-def test_a_custom_window_source_is_not_checked(tmp_path, caplog):
+def test_first_step_check_skips_a_custom_window_source(tmp_path, caplog):
     config = own(composition.configure(*LM, "hparams.max_steps=1", ON), "objective", Sourced)
     with caplog.at_level(logging.INFO):
         train(config, tmp_path / "run")
@@ -219,7 +219,7 @@ STRATEGIES = {
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", some_of(STRATEGIES, "fsdp"))
-def test_ranks_check_together_and_train_as_without(tmp_path, cache, name):
+def test_first_step_check_on_several_ranks_matches_a_run_without(tmp_path, cache, name):
     shell = WarmShell(tmp_path, cache)
     for folder, switch in (("checked", ON), ("plain", OFF)):
         words = [*RUNS["adamw"], "distributed.nproc_per_node=2", *STRATEGIES[name], switch]

@@ -1,4 +1,4 @@
-"""Models of one's own that say how their weights are drawn, that do not, and that say it of some only."""
+"""User-defined models with complete, missing or incomplete initial_weights()."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ from foundry.parts.model import build_empty, build_model, start_model
 
 
 class Own(nn.Module):
-    """Its constructor leaves a matrix, a vector and a buffer."""
+    """A model with a matrix, a vector and a buffer, initialized by its constructor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,15 +22,15 @@ class Own(nn.Module):
 
 
 class Drawn(Own):
-    """It says how its matrix is drawn."""
+    """A model that declares the distribution of its matrix."""
 
     def initial_weights(self):
-        """As `ModelHooks` has it."""
+        """Implement the hook of `ModelHooks`."""
         return {"matrix": Normal(0.5)}
 
 
 class Partly(Drawn):
-    """It has a matrix more than it says."""
+    """A model with a matrix that its initial_weights() does not declare."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def config(kind, seed=42):
     return SimpleNamespace(model=model, objective={}, data={}, hparams=SimpleNamespace(seed=seed))
 
 
-def test_a_model_that_says_how_is_drawn_by_name_and_seed():
+def test_declared_initial_weights_depend_on_name_and_seed():
     initial = start_model(config(Drawn))
     assert initial.model.matrix.is_meta
     first, again, other = initial.whole(), build_model(config(Drawn)), build_model(config(Drawn, seed=1))
@@ -53,7 +53,7 @@ def test_a_model_that_says_how_is_drawn_by_name_and_seed():
         assert torch.equal(model.frequencies, torch.arange(4.0))
 
 
-def test_a_model_that_does_not_has_what_its_constructor_gives():
+def test_model_without_initial_weights_keeps_its_constructor_values():
     initial = start_model(config(Own))
     assert initial.fill is None
     torch.manual_seed(42)
@@ -61,7 +61,7 @@ def test_a_model_that_does_not_has_what_its_constructor_gives():
     assert not build_empty(config(Own)).matrix.is_meta
 
 
-def test_a_matrix_that_is_not_named_is_refused():
+def test_undeclared_matrix_of_initial_weights_is_refused():
     with pytest.raises(ConfigError, match=r"model\._target_: is Partly, whose initial_weights\(\) lacks head\.weight"):
         start_model(config(Partly))
-    assert build_empty(config(Partly)).head.weight.is_meta  # for a checkpoint, which has them all
+    assert build_empty(config(Partly)).head.weight.is_meta  # A checkpoint holds all weights.

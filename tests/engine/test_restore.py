@@ -1,4 +1,4 @@
-"""Reading a run that still trains."""
+"""Loading from a run that is still training."""
 
 import shutil
 
@@ -17,7 +17,7 @@ def publish(run, step):
 
 @pytest.mark.parametrize("deleted", [0, 1, 5])
 @pytest.mark.parametrize("error", [FileNotFoundError("gone"), ConfigError(Violation("which", "is not whole"))])
-def test_a_checkpoint_deleted_while_it_is_read_is_looked_for_again(tmp_path, deleted, error):
+def test_checkpoint_deleted_while_reading_is_replaced_by_the_next(tmp_path, deleted, error):
     publish(tmp_path, 0)
     steps = iter(range(1, deleted + 1))
 
@@ -33,7 +33,7 @@ def test_a_checkpoint_deleted_while_it_is_read_is_looked_for_again(tmp_path, del
 
 
 @pytest.mark.parametrize("is_training", [True, False])
-def test_a_damaged_checkpoint_that_is_kept_is_read_once(tmp_path, is_training):
+def test_damaged_checkpoint_that_stays_is_read_once(tmp_path, is_training):
     publish(tmp_path, 0)
     reads = []
 

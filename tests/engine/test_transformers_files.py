@@ -1,4 +1,4 @@
-"""The files beside weights, of sources as they are found: with numbers that are no tokens, and code."""
+"""Tokenizer and generation files of exports, from sources with invalid token ids and custom code."""
 
 import json
 import logging
@@ -27,7 +27,7 @@ def read(file):
     return json.loads(file.read_text())
 
 
-def test_numbers_that_are_no_tokens_and_code_are_left_out(tmp_path):
+def test_invalid_token_ids_and_custom_code_are_not_exported(tmp_path):
     generation = {"eos_token_id": [0, 999, "x"], "pad_token_id": -1, "temperature": 0.5, "top_k": None}
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
     settings |= {"tokenizer_file": "/home/somebody/tokenizer.json", "model_max_length": 77}
@@ -42,13 +42,13 @@ def test_numbers_that_are_no_tokens_and_code_are_left_out(tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path / "out").model_max_length == 77
 
 
-def test_a_damaged_file_is_named(tmp_path):
+def test_damaged_source_file_is_named(tmp_path):
     source = write(tmp_path / "source", tokenizer_config=[])
     with pytest.raises(DamagedFileError, match=r"tokenizer_config\.json holds no JSON object"):
         save_for_transformers(LlamaConfig(), splits(), source, tmp_path)
 
 
-def test_a_class_of_transformers_that_cuts_words_otherwise_is_told(tmp_path, caplog):
+def test_tokenizer_class_that_splits_differently_is_warned_of(tmp_path, caplog):
     save_for_transformers(Qwen2Config(), splits(stop_ids=(0,)), tmp_path / "none", tmp_path)
     assert "AutoTokenizer makes a Qwen2Tokenizer of" in caplog.text
     caplog.clear()
@@ -56,7 +56,7 @@ def test_a_class_of_transformers_that_cuts_words_otherwise_is_told(tmp_path, cap
     assert caplog.text == ""
 
 
-def test_a_short_model_is_said_nothing_of(tmp_path, caplog):
+def test_export_of_a_short_context_model_logs_no_warning(tmp_path, caplog):
     theirs = logging.getLogger("transformers")
     theirs.addHandler(caplog.handler)
     save_for_transformers(LlamaConfig(max_position_embeddings=8), splits(stop_ids=(0,)), tmp_path / "none", tmp_path)
@@ -77,7 +77,7 @@ BASES = {
 
 @pytest.mark.parametrize("name", BASES)
 @pytest.mark.parametrize("settings", [{}, {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": None}])
-def test_special_tokens_that_a_base_has_as_null_stay_null(name, settings, tmp_path):
+def test_null_special_tokens_of_a_base_stay_null(name, settings, tmp_path):
     ids, expected = BASES[name]
     files = {"config": {}} | ({"tokenizer_config": settings} if settings else {})
     source = write(tmp_path / "source", **files)
@@ -91,7 +91,7 @@ def test_special_tokens_that_a_base_has_as_null_stay_null(name, settings, tmp_pa
     assert (tokens.get("pad_token") is None) == ("pad_token_id" not in expected)
 
 
-def test_a_fresh_model_begins_and_pads_with_its_end(tmp_path):
+def test_new_model_uses_its_end_token_for_bos_and_padding(tmp_path):
     save_for_transformers(
         LlamaConfig(bos_token_id=None, pad_token_id=None), splits(stop_ids=(0,)), tmp_path / "none", tmp_path
     )

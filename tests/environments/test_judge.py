@@ -1,4 +1,4 @@
-"""Rewards, whatever an environment does."""
+"""Rewards of environments, including faulty ones."""
 
 import logging
 import math
@@ -125,7 +125,7 @@ SOUND = {"four": 2.5, "fork": 2.5, "flood": 2.5, "sixsix": 3.0}
 
 @pytest.mark.long
 @pytest.mark.parametrize("per_call", [4, 1])
-def test_whatever_an_own_environment_does_the_others_are_scored(own, caplog, per_call):
+def test_environment_faults_cost_only_their_own_answers(own, caplog, per_call):
     node = {"_target_": own, "unit": 2, "weights": {"fits": 0.5}, "timeout_seconds": 2.0, "answers_per_call": per_call}
     judge = build_judge(node)
     texts = [text for pair in zip(SOUND, FAULTS, strict=False) for text in pair] + list(FAULTS)[len(SOUND) :]
@@ -143,7 +143,7 @@ def test_whatever_an_own_environment_does_the_others_are_scored(own, caplog, per
 
 
 @pytest.mark.parametrize("text", ["write", "forge", "deep", "end"])
-def test_an_environment_that_writes_into_its_connection_costs_its_own_answer_alone(own, text):
+def test_environment_that_corrupts_its_pipe_loses_only_that_answer(own, text):
     judge = build_judge({"_target_": own, "unit": 2, "timeout_seconds": 2.0})
     judged = judge.judge([Answer(each, columns={"most": 5}) for each in ("four", text, "four", "sixsix")])
     judge.close()
@@ -163,7 +163,7 @@ class Scorer:
 
 @settings(deadline=None)
 @given(values=st.lists(st.floats() | st.sampled_from([1.3e154, -1.3e154, 1e300, 1e308]), min_size=2, max_size=8))
-def test_rewards_have_a_finite_deviation_or_count_as_none(values):
+def test_rewards_have_a_finite_variance_or_count_as_missing(values):
     texts = {str(number): value for number, value in enumerate(values)}
     judged = Judge(Scorer(texts), weights={}, name="Scorer", answers_per_call=8).judge([*map(Answer, texts)])
     assert [one.reward is not None for one in judged] == [math.isfinite(value * value) for value in values]
@@ -174,7 +174,7 @@ def test_rewards_have_a_finite_deviation_or_count_as_none(values):
     assert all(math.isfinite(value) for one in judged for value in one.scores.values())
 
 
-def test_a_reward_too_large_to_square_is_warned_of_once(caplog):
+def test_reward_too_large_to_square_is_warned_of_once(caplog):
     judge = Judge(Scorer({"a": 1e300, "b": 1e308, "c": 1.0}), weights={"score": 2.0}, name="Scorer")
     with caplog.at_level(logging.WARNING):
         assert [one.reward for one in judge.judge([*map(Answer, "abc")])] == [None, None, 2.0]
@@ -183,7 +183,7 @@ def test_a_reward_too_large_to_square_is_warned_of_once(caplog):
 
 
 @pytest.mark.long
-def test_an_environment_that_hangs_at_everything_is_not_asked_about_everything(own, monkeypatch):
+def test_calls_to_an_environment_that_always_times_out_are_limited(own, monkeypatch):
     judge = build_judge({"_target_": own, "timeout_seconds": 0.2})
     with monkeypatch.context() as patched:
         starts = []
@@ -198,12 +198,12 @@ def test_an_environment_that_hangs_at_everything_is_not_asked_about_everything(o
     judge.close()
 
 
-def test_an_environment_that_cannot_be_built_is_a_line(own):
+def test_environment_that_cannot_be_built_is_a_config_error(own):
     with pytest.raises(ConfigError, match=r"^environment\._target_: is lengths\.Length, which cannot be built: Type"):
         build_judge({"_target_": own, "units": 2})
 
 
-def test_built_in_environments_are_chosen_and_weighted():
+def test_builtin_environments_are_selected_and_weighted():
     judge = build_judge(configure("environment=arithmetic", ANSWERED).environment)
     (found,) = judge.judge([Answer("Answer: 12", columns={"answer": "12"})])
     assert found.reward == pytest.approx(1.1)
@@ -230,14 +230,14 @@ def test_built_in_environments_are_chosen_and_weighted():
         (["environment=arithmetic"], "environment: is given but nothing in this run answers prompts; choose"),
     ],
 )
-def test_settings_that_are_wrong(overrides, message):
+def test_invalid_environment_settings_are_config_errors(overrides, message):
     with pytest.raises(ConfigError) as caught:
         configure(*overrides, *([] if message.startswith("environment: ") else [ANSWERED]))
     assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("option", some_of(["format", "exact_match", "multiple_choice"], "format"))
-def test_a_pattern_that_never_ends_costs_its_answer_alone(option):
+def test_catastrophic_regex_times_out_for_its_answer_only(option):
     node = configure(
         f"environment={option}", "environment.pattern='(a+)+$'", "environment.timeout_seconds=0.5", ANSWERED
     ).environment
@@ -262,7 +262,7 @@ def test_a_pattern_that_never_ends_costs_its_answer_alone(option):
         ({"weights": {"length": 2}, "timeout_seconds": 5, "answers_per_call": 64, "unit": "any"}, None),
     ],
 )
-def test_settings_of_an_own_environment_that_no_schema_has_read(own_settings, message):
+def test_settings_of_a_custom_environment_are_checked(own_settings, message):
     config = replace(configure(ANSWERED), environment={"_target_": "lengths.Length", **own_settings})
     found = [str(violation).removeprefix("environment.") for violation in check_environment(config)]
     assert (found == []) if message is None else found[0].startswith(message)

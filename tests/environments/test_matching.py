@@ -1,4 +1,4 @@
-"""What answers are worth that are compared with what they are to be."""
+"""Scores of answers compared with their reference."""
 
 import pytest
 
@@ -41,5 +41,5 @@ def scores(environment, text, answer=None):
         (Python(), "x = '\0'", None, (0.0,)),
     ],
 )
-def test_scores(environment, text, answer, expected):
+def test_matching_environment_scores(environment, text, answer, expected):
     assert scores(environment, text, answer) == expected

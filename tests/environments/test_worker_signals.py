@@ -1,4 +1,4 @@
-"""What stops a run is not for the process of its environment, and still is for what the environment starts."""
+"""Stop signals of a run do not affect the environment's process, but work for its children."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from foundry.environments.worker import Worker
 
 
 class Slow:
-    """Takes half a second for an answer."""
+    """Scores an answer in half a second."""
 
     def score(self, answers):
         time.sleep(0.5)
@@ -22,7 +22,7 @@ class Slow:
 
 
 class Ending:
-    """Ends by a signal what it has started, a program and a fork; scores how they ended."""
+    """Sends SIGTERM to its child processes, a program and a fork; scores are their exit codes."""
 
     def score(self, answers):
         program = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
@@ -50,21 +50,21 @@ def started(kind):
         ),
     ],
 )
-def test_a_signal_that_stops_a_run_costs_no_answer_its_reward(signum):
+def test_stop_signal_does_not_cost_an_answer_its_reward(signum):
     worker = started(Slow)
     process = worker._process
     sending = threading.Timer(0.2, process.send_signal, [signum])
     sending.start()
     assert worker.score([Answer("a")]) == [{"done": 1.0}]
     sending.join()
-    process.send_signal(signum)  # between two answers
+    process.send_signal(signum)  # Between two answers.
     assert worker.score([Answer("b")]) == [{"done": 1.0}]
     assert worker._process is process
     worker.close()
     assert process.returncode == -signal.SIGKILL
 
 
-def test_one_that_comes_while_it_starts_is_survived_too(monkeypatch):
+def test_environment_process_survives_a_signal_during_its_start(monkeypatch):
     ask = Worker._ask
 
     def signalled(self, request, *args):
@@ -77,7 +77,7 @@ def test_one_that_comes_while_it_starts_is_survived_too(monkeypatch):
     worker.close()
 
 
-def test_what_an_environment_starts_ends_by_signals():
+def test_child_processes_of_an_environment_end_on_sigterm():
     worker = started(Ending)
     assert worker.score([Answer("a")]) == [{"program": -signal.SIGTERM, "fork": -signal.SIGTERM}]
     worker.close()

@@ -1,4 +1,4 @@
-"""What is measured of answers to held-out prompts, whatever their environment does."""
+"""Metrics of answers to validation prompts, for any environment."""
 
 import math
 from dataclasses import replace
@@ -12,7 +12,7 @@ from foundry.evaluators.exact_match import ExactMatch
 
 
 class Silent:
-    """Cannot score an answer."""
+    """An environment that cannot score any answer."""
 
     def score(self, answers):
         return [{"vowels": None} for _ in answers]
@@ -20,7 +20,7 @@ class Silent:
 
 @pytest.mark.parametrize("scores", [None, ("vowels",)])
 @pytest.mark.parametrize("environment", [Vowels(), Silent()])
-def test_a_reward_that_no_answer_has_is_nan_and_no_missing_metric(environment, scores, caplog, tmp_path):
+def test_reward_without_any_scored_answer_is_nan_and_not_omitted(environment, scores, caplog, tmp_path):
     data = make_data()
     evaluator = ExactMatch(
         data=replace(data, prompts=data.train_prompts),

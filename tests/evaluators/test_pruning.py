@@ -1,4 +1,4 @@
-"""What a run reports to the search that proposed it, and what it is told."""
+"""Values that a trial reports to its search, and its pruning decisions."""
 
 import math
 
@@ -16,7 +16,7 @@ MEDIAN = {"_target_": "optuna.pruners.MedianPruner", "n_startup_trials": 1, "n_w
 
 @pytest.fixture
 def trial(tmp_path):
-    """A study of one finished trial, and a running one with its run directory."""
+    """Create a study with one finished and one running trial."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(study_name="s", storage=open_storage(tmp_path / "optuna.jsonl"), direction="minimize")
     finished = study.ask()
@@ -30,14 +30,14 @@ def trial(tmp_path):
     return run_dir, lambda: study.trials[number].intermediate_values
 
 
-def test_a_run_of_no_search_is_not_pruned(tmp_path):
+def test_run_outside_a_search_has_no_pruning(tmp_path):
     assert Pruning.of(tmp_path, ALONE) is None
 
 
-def test_a_worse_trial_is_ended_with_the_reason(trial):
+def test_worse_trial_is_pruned_with_the_reason(trial):
     run_dir, reported = trial
     pruning = Pruning.of(run_dir, ALONE)
-    assert pruning.update({"val_loss": 0.95, "val_other": 0.0}, 0, 0.2) is None  # within the warm-up
+    assert pruning.update({"val_loss": 0.95, "val_other": 0.0}, 0, 0.2) is None  # Within the warmup of the pruner.
     assert pruning.update({"val_loss": 0.85}, 0, 0.25) is None
     assert pruning.reason is None
     message = "pruned: val_loss 0.85 at 50% of the run promises less than other trials"
@@ -45,19 +45,19 @@ def test_a_worse_trial_is_ended_with_the_reason(trial):
     assert reported() == {200: 0.95, 250: 0.85, 500: 0.85}
 
 
-def test_an_evaluation_that_is_done_again_is_reported_once(trial):
+def test_repeated_evaluation_is_reported_once(trial):
     run_dir, reported = trial
     assert Pruning.of(run_dir, ALONE).update({"val_loss": 0.85}, 0, 0.25) is None
     assert Pruning.of(run_dir, ALONE).update({"val_loss": 0.86}, 0, 0.25) is None
     assert reported() == {250: 0.85}
 
 
-def test_what_is_not_finite_is_ended(trial):
+def test_trial_with_a_nan_metric_is_pruned(trial):
     run_dir, _ = trial
     assert "val_loss nan at 50%" in Pruning.of(run_dir, ALONE).update({"val_loss": math.nan}, 0, 0.5)
 
 
-def test_a_study_that_cannot_be_read_ends_nothing(trial, caplog):
+def test_unreadable_study_does_not_prune(trial, caplog):
     run_dir, _ = trial
     pruning = Pruning.of(run_dir, ALONE)
     journal = run_dir.parent / "optuna.jsonl"

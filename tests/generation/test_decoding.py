@@ -1,4 +1,4 @@
-"""Continuations of prompts, against the plainest loop that there is."""
+"""Continuations of prompts, compared with a plain loop."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def continued(model, prompts=PROMPTS, **options):
     return generate(model, prompts, Decoding(**options), context=CONTEXT, device=CPU, **own)
 
 
-def test_greedy_batches_are_the_plain_loop_also_beyond_the_context(model):
+def test_greedy_batches_match_a_plain_loop_beyond_the_context(model):
     for number in (1, 12, 40):
         expected = [plainly(model, prompt, number) for prompt in PROMPTS]
         assert [c.tokens for c in continued(model, max_new_tokens=number)] == expected
@@ -57,7 +57,7 @@ def test_each_stop_token_ends_a_continuation(model):
     assert len(calls) == 20, "a rank whose texts have ended goes on, for the others"
 
 
-def test_draws_do_not_depend_on_the_batches(model):
+def test_samples_do_not_depend_on_batches_or_order(model):
     options = {"max_new_tokens": 25, "temperature": 1.2, "top_k": 20, "top_p": 0.95, "seed": 5, "stop_ids": {7, 8}}
     whole = continued(model, **options)
     assert whole == continued(model, **options, batch_size=2)
@@ -70,7 +70,7 @@ def test_draws_do_not_depend_on_the_batches(model):
     assert [c.tokens for c in shorter] == [c.tokens[:9] for c in whole]
 
 
-def test_a_prompt_is_read_once_whatever_number_of_answers_it_has(model):
+def test_repeated_prompt_is_prefilled_once(model):
     options = {"max_new_tokens": 9, "temperature": 1.0, "seed": 2, "keeps_log_probs": True}
     prompts = [PROMPTS[0], PROMPTS[2], PROMPTS[0], PROMPTS[0], PROMPTS[2], PROMPTS[1]]
     shapes = []
@@ -85,7 +85,7 @@ def test_a_prompt_is_read_once_whatever_number_of_answers_it_has(model):
     assert len({one.tokens for one in found}) == 6
 
 
-def test_draws_follow_the_model(model):
+def test_samples_follow_the_distribution_of_the_model(model):
     with torch.no_grad():
         expected = model(torch.tensor([[1, 2]]), return_logits=True).logits[0, -1].softmax(-1)
     drawn = continued(model, [[1, 2]] * 2000, max_new_tokens=1, temperature=1.0, batch_size=500)
@@ -93,15 +93,15 @@ def test_draws_follow_the_model(model):
     assert (counts - expected).abs().max() < 0.035
 
 
-def test_a_tiny_temperature_and_top_k_of_one_pick_the_likeliest(model):
+def test_tiny_temperature_top_k_1_and_tiny_top_p_are_greedy(model):
     greedy = continued(model, max_new_tokens=8)
     for filters in ({"temperature": 1e-38}, {"temperature": 2.0, "top_k": 1}, {"temperature": 1.0, "top_p": 1e-9}):
         assert continued(model, max_new_tokens=8, **filters) == greedy
 
 
-def test_a_model_of_the_user_s_own_needs_no_cache(model):
+def test_user_model_without_a_cache_generates_the_same_tokens(model):
     class Plain(nn.Module):
-        """Takes what objectives need, and nothing else."""
+        """Accepts only the arguments that objectives need."""
 
         def __init__(self):
             super().__init__()
@@ -113,7 +113,7 @@ def test_a_model_of_the_user_s_own_needs_no_cache(model):
     assert continued(Plain(), max_new_tokens=12) == continued(model, max_new_tokens=12)
 
 
-def test_the_context_ends_a_continuation_that_does_not_slide(model):
+def test_nonsliding_generation_stops_at_the_context_length(model):
     found = continued(model, max_new_tokens=40, is_sliding=False)
     expected = [plainly(model, prompt, min(40, CONTEXT - len(prompt))) for prompt in PROMPTS]
     assert [c.tokens for c in found] == expected
@@ -121,7 +121,7 @@ def test_the_context_ends_a_continuation_that_does_not_slide(model):
     assert [len(c.tokens) for c in continued(model, whole, max_new_tokens=3, is_sliding=False)] == [0, 3]
 
 
-def test_the_training_mode_is_restored(model):
+def test_generate_restores_the_training_mode(model):
     assert model.train().training
     continued(model, max_new_tokens=1)
     assert model.training

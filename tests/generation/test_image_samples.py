@@ -1,4 +1,4 @@
-"""The picture of drawn images."""
+"""The grid image of generated images."""
 
 import torch
 from matplotlib.image import imread
@@ -12,7 +12,7 @@ def picture(tmp_path, images, labels):
     return torch.from_numpy(imread(file))[..., :3]
 
 
-def test_there_is_a_row_for_each_class_and_a_column_for_each_of_its_images(tmp_path):
+def test_image_grid_has_one_row_per_class(tmp_path):
     images = torch.full((5, 1, 8, 8), 1.0)
     found = picture(tmp_path, images, [3, 3, 3, 7, 7])
     cell, gap = 64, 8
@@ -23,7 +23,7 @@ def test_there_is_a_row_for_each_class_and_a_column_for_each_of_its_images(tmp_p
     assert not black[gap + cell + gap :, -(gap + cell) :].any()
 
 
-def test_pixels_stay_crisp(tmp_path):
+def test_image_grid_scales_pixels_without_interpolation(tmp_path):
     images = torch.full((1, 1, 8, 8), -1.0)
     images[0, 0, 2, 5] = 1.0
     found = picture(tmp_path, images, [0])[8:72, 64 + 8 : 64 + 72]
@@ -31,14 +31,14 @@ def test_pixels_stay_crisp(tmp_path):
     assert (found == 1).all(-1).sum() == 63 * 64
 
 
-def test_every_row_is_labelled(tmp_path):
+def test_image_grid_rows_are_labeled(tmp_path):
     found = picture(tmp_path, torch.zeros(10, 1, 8, 8), list(range(10)))
     for row in range(10):
         label = found[8 + row * 72 : 72 + row * 72, :64]
         assert label.min() < 0.5
 
 
-def test_colours_are_kept(tmp_path):
+def test_image_grid_keeps_colors(tmp_path):
     images = torch.tensor([1.0, -1.0, 0.0]).reshape(1, 3, 1, 1).expand(1, 3, 16, 16)
     centre = picture(tmp_path, images, [0])[40, 64 + 40]
     torch.testing.assert_close(centre, torch.tensor([1.0, 0.0, 0.5]), atol=0.01, rtol=0)

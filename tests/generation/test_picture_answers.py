@@ -1,4 +1,4 @@
-"""Answers about pictures as a picture: one cell each, whatever the model says."""
+"""Answers about images as a grid image with one cell per answer, for any text."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ def answers(count, **changes):
 
 
 @pytest.mark.parametrize("count", [1, 3, 4, 5, 8])
-def test_there_is_a_cell_for_each(count, tmp_path):
+def test_answer_grid_has_one_cell_per_answer(count, tmp_path):
     file = answers(count).save(tmp_path / "found")
     assert file == tmp_path / "found.png"
     with Image.open(file) as drawn:
@@ -25,7 +25,7 @@ def test_there_is_a_cell_for_each(count, tmp_path):
         assert drawn.size[1] == pytest.approx(rows * 2.2 * 1.45 * 120, abs=2)
 
 
-def test_a_right_answer_is_green_and_a_wrong_one_red(tmp_path):
+def test_correct_answer_is_green_and_wrong_answer_red(tmp_path):
     def colours(**changes):
         grey = answers(1, **changes)
         with Image.open(
@@ -44,18 +44,18 @@ def test_a_right_answer_is_green_and_a_wrong_one_red(tmp_path):
 
 
 @pytest.mark.parametrize("answer", ["", "$x_1$ $", "a\nb\0c", "\\frac{", "x" * 500, "\ud800", "日本 \u202e"])
-def test_whatever_is_said_can_be_drawn(answer, tmp_path):
+def test_answer_with_any_characters_can_be_drawn(answer, tmp_path):
     found = answers(2, answers=(answer, "here"))
     assert found.save(tmp_path / "found").stat().st_size > 1000
     assert found.text.startswith("where ?\nanswer: ")
 
 
-def test_text_says_what_is_right_where_it_is_known():
+def test_answer_text_includes_the_reference_if_known():
     found = answers(2, truths=("there", None))
     assert found.text == "where ?\nanswer: here\nright: there\n\nwhere ?\nanswer: here"
 
 
-def test_each_prompt_is_continued_about_its_own_picture():
+def test_each_prompt_is_continued_with_its_own_image():
     from foundry.models.vlm import PrefixVLM
 
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Filters and draws of tokens."""
+"""Filters and sampling of tokens."""
 
 import math
 
@@ -15,13 +15,13 @@ def kept(**filters):
     return torch.isfinite(filtered(LOGITS, **filters)).tolist()
 
 
-def test_top_k_keeps_exactly_k_the_lower_ids_of_equals():
+def test_top_k_keeps_exactly_k_and_prefers_lower_ids_among_equals():
     assert kept(top_k=1) == [False, False, True, False, False, False]
     assert kept(top_k=3) == [True, False, True, True, False, False]
     assert kept(top_k=6) == kept(top_k=60) == [True] * 6
 
 
-def test_top_p_keeps_the_fewest_that_reach_it_and_at_least_one():
+def test_top_p_keeps_the_smallest_sufficient_set_and_at_least_one():
     probabilities = LOGITS.softmax(-1)
     two = float(probabilities[2] + probabilities[3])
     assert kept(top_p=two - 1e-9) == [False, False, True, True, False, False]
@@ -30,14 +30,14 @@ def test_top_p_keeps_the_fewest_that_reach_it_and_at_least_one():
     assert kept(top_p=1.0) == [True] * 6
 
 
-def test_temperature_comes_first_and_top_p_is_of_what_top_k_leaves():
-    # At T = 1/2 the first two have 0.44 each of all, and 0.5 of the two that top-k leaves.
+def test_filters_apply_temperature_then_top_k_then_top_p():
+    # At T = 1/2 the first two have probability 0.44 each before top-k, and 0.5 each after it.
     assert kept(temperature=0.5, top_k=2, top_p=0.5) == [False, False, True, False, False, False]
     assert torch.equal(filtered(LOGITS, temperature=0.5)[:2], LOGITS[:2] * 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_the_dtype_stays_and_gradients_reach_what_is_kept(dtype):
+def test_filters_keep_the_dtype_and_pass_gradients_to_kept_tokens(dtype):
     logits = LOGITS.to(dtype).expand(2, 3, 6).clone().requires_grad_()
     result = filtered(logits, temperature=0.7, top_k=4, top_p=0.9)
     assert (result.dtype, result.shape) == (dtype, (2, 3, 6))
@@ -46,7 +46,7 @@ def test_the_dtype_stays_and_gradients_reach_what_is_kept(dtype):
     assert (logits.grad != 0).sum() == 2 * 3 * 3
 
 
-def test_draws_follow_the_distribution_and_never_leave_the_filter():
+def test_sampled_tokens_follow_the_filtered_distribution():
     uniforms = (torch.arange(10_000, dtype=torch.float64) + 0.5) / 10_000
     logits = filtered(LOGITS, top_k=4)
     counts = torch.bincount(draw_tokens(logits.expand(10_000, 6), uniforms), minlength=6) / 10_000
@@ -56,8 +56,8 @@ def test_draws_follow_the_distribution_and_never_leave_the_filter():
     assert draw_tokens(logits.expand(2, 6), ends).tolist() == [0, 3]
 
 
-def test_no_number_below_one_draws_beyond_the_last_token_that_is_kept():
-    """Totals are not a whole number of units, and the largest double below 1 comes next to them."""
+def test_largest_uniform_does_not_sample_a_filtered_token():
+    """Totals are not exact in units of the last place, and the largest double below 1 lies next to them."""
     largest = torch.full((6,), 1 - 2**-53, dtype=torch.float64)
     for kind in (torch.float32, torch.float64):
         logits = 3 * torch.randn(6, 50_000, dtype=kind, generator=torch.Generator().manual_seed(0))
@@ -69,8 +69,8 @@ def test_no_number_below_one_draws_beyond_the_last_token_that_is_kept():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_deterministic_algorithms_draw_on_a_device_as_on_the_cpu(device):
-    """CUDA sums floating-point numbers in an order of its own, so `cumsum` of them is refused or slow there."""
+def test_deterministic_sampling_on_a_device_matches_the_cpu(device):
+    """CUDA sums floats in varying order, so a deterministic `cumsum` of floats is refused or slow there."""
     logits = 3 * torch.randn(16, 5000, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     uniforms = torch.rand(16, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     expected = draw_tokens(filtered(logits, top_p=0.9), uniforms)

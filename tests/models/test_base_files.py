@@ -42,7 +42,7 @@ def folder_of(path, names, **index):
         *("", "x.safetensors\0", "missing.safetensors", ".safetensors/..", 3, None, ["x.safetensors"]),
     ],
 )
-def test_an_index_names_regular_safetensors_files_of_its_folder_only(tmp_path, name):
+def test_index_may_name_only_regular_safetensors_files_of_its_folder(tmp_path, name):
     save_file({"w0": torch.zeros(1)}, tmp_path / "outside.safetensors")
     name = name.format(tmp=tmp_path) if isinstance(name, str) else name
     folder = folder_of(tmp_path / "base", ["x.safetensors", name])
@@ -58,7 +58,7 @@ def test_an_index_names_regular_safetensors_files_of_its_folder_only(tmp_path, n
 
 
 @pytest.mark.parametrize("name", ["adapter_model.bin", "../outside.safetensors", "../outside.safetensors.index.json"])
-def test_a_configuration_names_weights_of_its_folder_only(tmp_path, name):
+def test_config_may_name_only_weights_of_its_folder(tmp_path, name):
     settings = Settings()
     settings.transformers_weights = name
     with pytest.raises(ConfigError, match="names a file of weights"):
@@ -66,28 +66,28 @@ def test_a_configuration_names_weights_of_its_folder_only(tmp_path, name):
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"weight_map": []}', '{"weight_map": {}}', "{" * 5000])
-def test_a_damaged_index_is_a_config_error(tmp_path, content):
+def test_damaged_weight_index_is_a_config_error(tmp_path, content):
     folder = folder_of(tmp_path / "base", [])
     (folder / "model.safetensors.index.json").write_text(content)
     with pytest.raises(ConfigError, match="index"):
         check_weights(folder, Settings())
 
 
-def test_weights_may_be_links_as_in_the_cache_of_the_hub(tmp_path):
+def test_symlinked_weights_are_accepted(tmp_path):
     folder = folder_of(tmp_path / "base", ["x.safetensors"])
     save_file({"w0": torch.zeros(1)}, tmp_path / "blob")
     (folder / "x.safetensors").symlink_to(tmp_path / "blob")
     check_weights(folder, Settings())
 
 
-def test_adapters_beside_weights_are_refused(tmp_path):
+def test_adapter_config_beside_weights_is_refused(tmp_path):
     folder = folder_of(tmp_path / "base", [])
     (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "/elsewhere"}')
     with pytest.raises(ConfigError, match=re.escape("adapter_config.json")):
         check_weights(folder, Settings())
 
 
-def test_a_pickle_in_an_index_is_not_loaded(tmp_path, monkeypatch):
+def test_pickle_named_in_a_weight_index_is_not_loaded(tmp_path, monkeypatch):
     from foundry.models.pretrained.huggingface import HuggingFaceCausalLM
 
     loaded = []

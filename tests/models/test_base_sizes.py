@@ -22,7 +22,7 @@ from foundry.models.pretrained.base_sizes import bounded_modules, check_own_size
         [lambda config: config, lambda config: {"text_config": config}, lambda config: {"a": {"b": config}}]
     ),
 )
-def test_sizes_that_no_machine_builds_are_refused_at_once(tmp_path_factory, name, value, nested):
+def test_oversized_config_values_are_refused_before_building(tmp_path_factory, name, value, nested):
     folder = tmp_path_factory.mktemp("base")
     (folder / "config.json").write_text(json.dumps(nested({name: value})))
     with pytest.raises(ConfigError, match=rf"{name}=.* is above"):

@@ -1,4 +1,4 @@
-"""`objective.hidden_dropout` and `.attention_dropout` reach every dropout of a model of transformers, and no other."""
+"""`objective.hidden_dropout` and `.attention_dropout` reach every dropout of a transformers model, and nothing else."""
 
 import re
 
@@ -35,7 +35,7 @@ OF_OTHER_HEADS = ("classifier", "summary")
 
 
 def dropouts(node, prefix=""):
-    """Every number of a config, as a plain dictionary, that has to do with dropping."""
+    """Yield the name and value of every dropout number of a config dictionary."""
     for name, value in node.items():
         if isinstance(value, dict):
             yield from dropouts(value, f"{prefix}{name}.")
@@ -71,7 +71,7 @@ def test_zero_leaves_no_dropout_in_a_config(architecture):
 def test_zero_leaves_no_dropout_in_any_config_of_a_language_model(architecture):
     try:
         config = everything_drops(architecture)
-    except Exception as error:  # the defaults of a few contradict each other
+    except Exception as error:  # The defaults of a few architectures contradict each other.
         pytest.skip(f"no default config: {error}")
     check_zero(config)
 
@@ -99,7 +99,7 @@ def test_zero_dropout_makes_training_passes_equal(architecture):
     assert not passes[0.5][0].equal(passes[0.5][1])
 
 
-def test_a_probability_is_that_of_residuals_and_embeddings_and_no_dropout_within_layers():
+def test_hidden_dropout_sets_residuals_and_embeddings_only():
     config = CONFIG_MAPPING["opt"](dropout=0.1, activation_dropout=0.0, layerdrop=0.0)
     assert set_dropouts(config, hidden_dropout=0.3, attention_dropout=None) == {"dropout": 0.1}
     config = CONFIG_MAPPING["gpt2"]()
@@ -108,7 +108,7 @@ def test_a_probability_is_that_of_residuals_and_embeddings_and_no_dropout_within
     assert found == (0.3, 0.3, 0.2, 0.1)
 
 
-def test_an_architecture_without_dropout_refuses_a_probability_and_takes_zero():
+def test_architecture_without_dropout_accepts_only_zero():
     config = CONFIG_MAPPING["mamba"]()
     assert set_dropouts(config, hidden_dropout=0.0, attention_dropout=0.0) == {}
     with pytest.raises(ConfigError, match=re.escape("objective.hidden_dropout: is 0.3 but transformers' mamba has no")):

@@ -1,4 +1,4 @@
-"""The diffusion transformer: shapes, what it starts as, what it learns with, in which arithmetic."""
+"""Diffusion transformer: shapes, initialization, gradients and precision."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def small_dit(**changes) -> DiT:
 
 
 def trained_looking(model: DiT) -> DiT:
-    """Weights without zeros, as after some training."""
+    """Replace zero-initialized weights by random ones, as after some training."""
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.1)
     return model
@@ -29,45 +29,45 @@ def inputs(batch: int = 5):
 
 
 @pytest.mark.parametrize("patch_size", [1, 2, 4, 8])
-def test_the_output_has_the_images_shape_and_is_float32(patch_size):
+def test_dit_output_is_float32_and_has_the_shape_of_the_images(patch_size):
     images, timesteps, labels = inputs()
     output = small_dit(patch_size=patch_size)(images, timesteps, labels)
     assert output.shape == images.shape
     assert output.dtype == torch.float32
 
 
-def test_mlp_ratio_is_the_width_of_the_feed_forward_over_the_hidden_size():
+def test_mlp_ratio_is_the_feed_forward_width_over_the_hidden_size():
     assert [tuple(block.mlp.fc1.weight.shape) for block in small_dit(mlp_ratio=1.5).blocks] == [(48, 32)] * 2
 
 
-def test_it_starts_as_zero():
+def test_dit_output_is_zero_at_initialization():
     assert torch.equal(small_dit()(*inputs()), torch.zeros(5, 3, 8, 8))
 
 
-def test_blocks_start_as_identities():
+def test_dit_blocks_are_identities_at_initialization():
     model = small_dit()
     x, condition = torch.randn(2, 16, 32), torch.randn(2, 32)
     assert all(torch.equal(block(x, condition), x) for block in model.blocks)
 
 
-def test_every_parameter_gets_a_gradient():
+def test_every_dit_parameter_gets_a_nonzero_gradient():
     model = trained_looking(small_dit())
     model(*inputs()).square().sum().backward()
     assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0] == []
 
 
-def test_every_parameter_is_used_even_before_the_first_update():
+def test_every_dit_parameter_is_used_at_initialization():
     model = small_dit()
     model(*inputs()).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_the_blocks_are_found_and_the_rest_stays_in_the_root():
+def test_find_blocks_returns_the_dit_blocks():
     model = small_dit()
     assert list(find_blocks(model)) == list(model.blocks)
 
 
-def test_patches_are_taken_apart_and_put_together_without_loss():
+def test_patchify_and_unpatchify_are_inverse():
     model, images = small_dit(), inputs()[0]
     patches = model._to_patches(images)
     assert patches.shape == (5, 16, 12)
@@ -75,7 +75,7 @@ def test_patches_are_taken_apart_and_put_together_without_loss():
     assert torch.equal(model._to_images(patches), images)
 
 
-def test_timestep_class_and_position_matter():
+def test_dit_output_depends_on_timestep_class_and_position():
     model, (images, timesteps, labels) = trained_looking(small_dit()), inputs()
     output = model(images, timesteps, labels)
     assert not torch.allclose(output, model(images, timesteps + 50, labels))
@@ -93,7 +93,7 @@ def test_autocast_over_fp32_weights_agrees_with_bf16_weights():
     torch.testing.assert_close(autocast, bf16, rtol=0, atol=1e-6)
 
 
-def test_the_residual_stream_is_bf16_under_autocast():
+def test_dit_residual_stream_is_bf16_under_autocast():
     model, seen = small_dit(), []
     model.blocks[1].register_forward_hook(lambda block, args, output: seen.extend([args[0].dtype, output.dtype]))
     with torch.autocast("cpu", torch.bfloat16):
@@ -101,7 +101,7 @@ def test_the_residual_stream_is_bf16_under_autocast():
     assert seen == [torch.bfloat16, torch.bfloat16]
 
 
-def test_init_weights_draws_from_scratch_and_fills_a_model_that_began_on_the_meta_device():
+def test_dit_init_weights_is_reproducible_after_the_meta_device():
     with torch.device("meta"):
         model = small_dit()
     model.to_empty(device="cpu")
@@ -114,13 +114,13 @@ def test_init_weights_draws_from_scratch_and_fills_a_model_that_began_on_the_met
         assert torch.equal(parameter, other.get_parameter(name)), name
 
 
-def test_flops_are_six_per_product_counted_by_torch():
+def test_dit_flops_agree_with_the_flop_counter_of_torch():
     from torch.utils.flop_counter import FlopCounterMode
 
     model, (images, timesteps, labels) = trained_looking(small_dit()), inputs(4)
     with FlopCounterMode(display=False) as counter:
         model(images, timesteps, labels).sum().backward()
-    # The gradient with respect to the images and the timestep's features is never computed.
+    # The gradients with respect to the images and the timestep features are never computed.
     unneeded = 2 * (16 * 12 * 32 + 256 * 32)
     attention = 6 * 2 * 2 * 16**2 * 32
     counted = counter.get_total_flops() / 4
@@ -135,12 +135,12 @@ def test_flops_are_six_per_product_counted_by_torch():
         ({"num_heads": 5}, "model.num_heads"),
     ],
 )
-def test_sizes_that_do_not_divide_are_named(changes, key):
+def test_indivisible_dit_sizes_are_a_config_error(changes, key):
     with pytest.raises(ConfigError, match=key):
         small_dit(**changes)
 
 
-def test_positions_are_distinct_and_sinusoids_begin_with_cosines():
+def test_position_table_is_distinct_and_sinusoids_begin_with_cosines():
     table = position_table(4, 32, torch.device("cpu"))
     assert table.shape == (16, 32)
     assert torch.cdist(table, table).add(torch.eye(16) * 9).min() > 0.5

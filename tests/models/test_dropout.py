@@ -1,4 +1,4 @@
-"""Dropout keyed by sample, and where each kind of model has it."""
+"""Dropout keyed by sample, and the dropout of each kind of model."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def dropped(draws, size=64, probability=0.3):
     return draws.hidden(torch.ones(len(draws.keys), size, size), probability) == 0
 
 
-def test_the_share_is_the_one_asked_for_and_the_sum_stays():
+def test_keyed_dropout_has_the_given_rate_and_keeps_the_mean():
     x = torch.ones(3, 200, 100)
     out = keyed(200).hidden(x, 0.3)
     assert out.unique().tolist() == pytest.approx([0, 1 / 0.7])
@@ -31,7 +31,7 @@ def test_the_share_is_the_one_asked_for_and_the_sum_stays():
     assert keyed(50).attention(torch.ones(3, 4, 50, 50), 0.3).mean() == pytest.approx(1, abs=0.02)
 
 
-def test_samples_layers_and_neighbours_are_independent():
+def test_keyed_dropout_is_independent_over_samples_layers_and_positions():
     draws = keyed(64)
     found = dropped(draws)
     others = [dropped(draws.fold(0)), dropped(draws.fold(1)), dropped(draws.fold(0).fold(1)), found.roll(1, 0)]
@@ -39,7 +39,7 @@ def test_samples_layers_and_neighbours_are_independent():
         assert (found & other).double().mean() == pytest.approx(0.09, abs=0.01)
 
 
-def test_draws_depend_on_the_key_and_the_place_alone():
+def test_keyed_dropout_depends_only_on_key_and_position():
     draws, one = keyed(9), keyed(5, KEYS[1:2])
     assert torch.equal(draws.hidden(torch.ones(3, 9, 8), 0.5)[1:2, :5], one.hidden(torch.ones(1, 5, 8), 0.5))
     whole, part = torch.ones(3, 2, 9, 9), torch.ones(1, 2, 5, 5)
@@ -47,7 +47,7 @@ def test_draws_depend_on_the_key_and_the_place_alone():
 
 
 @pytest.mark.parametrize("num_kv_heads", [4, 2])
-def test_attention_that_drops_nothing_is_attention(num_kv_heads):
+def test_attention_with_negligible_dropout_matches_plain_attention(num_kv_heads):
     torch.manual_seed(0)
     model = Transformer(**SIZES, num_kv_heads=num_kv_heads, max_seq_len=9, init_std=0.3, attention_dropout=1e-16)
     tokens = torch.randint(30, (3, 9))
@@ -68,7 +68,7 @@ def make_hf(architecture, **options):
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "gpt_neox"])
 @pytest.mark.parametrize("name", ["attention_dropout", "hidden_dropout"])
-def test_models_of_transformers_have_what_their_architecture_has(architecture, name):
+def test_transformers_models_apply_the_dropout_of_their_architecture(architecture, name):
     if (architecture, name) == ("llama", "hidden_dropout"):
         with pytest.raises(ConfigError) as refused:
             make_hf(architecture, hidden_dropout=0.1)
@@ -85,14 +85,14 @@ def test_models_of_transformers_have_what_their_architecture_has(architecture, n
 
 
 class Own(torch.nn.Module):
-    """A model of the user's."""
+    """A user's model."""
 
     def __init__(self, attention_dropout=0.0):
         super().__init__()
         self.attention_dropout = attention_dropout
 
 
-def test_a_model_of_ones_own_has_what_it_takes():
+def test_user_model_gets_only_the_dropout_arguments_it_accepts():
     sft = ["data=arithmetic", "objective=sft"]
     own = {"_target_": f"{__name__}.Own"}
     assert build_model(configure(*sft, "objective.attention_dropout=0.2"), own).attention_dropout == 0.2

@@ -47,7 +47,7 @@ def make(architecture="llama", config=None, *, path=None, vocab_size=61, max_seq
 
 
 @pytest.mark.parametrize(("architecture", "names"), [("llama", {"LlamaDecoderLayer"}), ("gpt2", {"GPT2Block"})])
-def test_without_declared_blocks_those_of_the_first_list_of_modules_count(architecture, names, monkeypatch):
+def test_blocks_default_to_the_first_module_list_of_a_transformers_model(architecture, names, monkeypatch):
     model = make(architecture)
     declared = list(find_blocks(model))
     monkeypatch.setattr(model.causal_lm, "_no_split_modules", None)
@@ -66,7 +66,7 @@ def batch():
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_log_probabilities_blocks_and_gradients(architecture):
+def test_transformers_log_probs_match_cross_entropy_and_reach_all_weights(architecture):
     model, (tokens, targets) = make(architecture), batch()
     output = model(tokens, targets, return_logits=True)
     assert output.logits.shape == (2, 16, 61)
@@ -93,7 +93,7 @@ def test_export_loads_into_auto_model(architecture, tmp_path):
     torch.testing.assert_close(again(tokens).logits, model(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
-def test_the_native_transformer_exports_into_it(tmp_path):
+def test_native_transformer_export_loads_into_huggingface_causal_lm(tmp_path):
     from safetensors.torch import save_file
 
     native = Transformer(
@@ -106,17 +106,17 @@ def test_the_native_transformer_exports_into_it(tmp_path):
     assert model.flops_per_sample(16) == native.flops_per_sample(16)
 
 
-def test_flops_count_a_tied_head_but_no_embedding():
+def test_huggingface_flops_count_a_tied_head_but_no_embedding():
     gpt2 = make("gpt2")
     matmul = 2 * 12 * 32 * 32 + 61 * 32
     assert gpt2.flops_per_sample(16) == 16 * (6 * matmul + 12 * 2 * 32 * 16)
-    # qwen3's tiny config: 4 heads of 8, 2 key-value heads, tied
+    # Tiny Qwen3 config: 4 heads of 8, 2 key-value heads, tied embeddings.
     matmul = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48) + 61 * 32
     assert make("qwen3").flops_per_sample(16) == 16 * (6 * matmul + 12 * 2 * 32 * 16)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_residual_stream_is_bf16_under_autocast(architecture):
+def test_transformers_residual_stream_is_bf16_under_autocast(architecture):
     model, (tokens, targets) = make(architecture), batch()
     seen = []
     block = next(find_blocks(model))
@@ -138,7 +138,7 @@ def test_the_residual_stream_is_bf16_under_autocast(architecture):
         ({"config": {**LLAMA, "max_position_embeddings": 8}}, "data.seq_len", "data.seq_len=8"),
     ],
 )
-def test_config_errors_are_named(arguments, key, named):
+def test_huggingface_config_errors_name_key_and_value(arguments, key, named):
     with pytest.raises(ConfigError) as caught:
         make(**arguments)
     (violation,) = caught.value.violations
@@ -171,7 +171,7 @@ def test_config_errors_are_named(arguments, key, named):
         ("qwen3", {"layer_types": ["foo", "bar"]}, "config: has fields that transformers refuses: Class validation"),
     ],
 )
-def test_fields_that_no_model_can_have_are_a_line(architecture, config, line):
+def test_invalid_config_fields_are_a_one_line_error(architecture, config, line):
     sizes = {"gpt2": ARCHITECTURES["gpt2"], "mpt": {}}.get(architecture, LLAMA)
     with pytest.raises(ConfigError) as caught:
         make(architecture, {**sizes, **config})
@@ -187,7 +187,7 @@ def test_fields_that_no_model_can_have_are_a_line(architecture, config, line):
         ("qwen3_moe", {"num_experts": 0}),
     ],
 )
-def test_fields_that_are_null_or_0_on_purpose_are_taken(architecture, config):
+def test_intentionally_null_or_zero_config_fields_are_accepted(architecture, config):
     make(architecture, {**(ARCHITECTURES["gpt2"] if architecture == "gpt2" else LLAMA), **config})
 
 
@@ -223,7 +223,7 @@ def write_config(folder, **changes):
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_folder_with_wrong_settings_is_a_config_error(tmp_path, name):
+def test_model_folder_with_invalid_settings_is_a_config_error(tmp_path, name):
     with pytest.raises(ConfigError) as refused:
         make(path=write_config(tmp_path, **WRONG[name]), read_weights=False)
     (violation,) = refused.value.violations
@@ -236,7 +236,7 @@ def test_a_folder_with_wrong_settings_is_a_config_error(tmp_path, name):
     ["[]", "5", "null", "{}", "", "[" * 100_000, '{"model_type": "\\ud800"}'],
     ids=["list", "number", "null", "empty object", "nothing", "deep", "half of a pair"],
 )
-def test_a_config_that_is_no_object_is_a_config_error(tmp_path, content):
+def test_config_json_that_is_not_an_object_is_a_config_error(tmp_path, content):
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError, match=r"^model\.path: "):
         make(path=str(tmp_path), read_weights=False)
@@ -247,14 +247,14 @@ def test_a_config_that_is_no_object_is_a_config_error(tmp_path, content):
     key=st.sampled_from(sorted({*LlamaConfig().to_dict()} - {"num_hidden_layers"})),
     value=st.sampled_from(["nope", "\ud800", [1], {}, {"a": 1}, None, -1, True, 0.5, [["a"]]]),
 )
-def test_any_value_of_a_folder_builds_or_is_a_config_error(key, value):
+def test_any_config_json_value_builds_or_is_a_config_error(key, value):
     with TemporaryDirectory() as folder:
         path = write_config(Path(folder), **{key: value})
         with suppress(ConfigError):
             make(path=path, read_weights=False)
 
 
-def test_a_folder_that_lacks_weights_is_refused(tmp_path):
+def test_model_folder_with_missing_weights_is_refused(tmp_path):
     from safetensors.torch import save_file
 
     model = make()
@@ -266,13 +266,13 @@ def test_a_folder_that_lacks_weights_is_refused(tmp_path):
         make(path=str(tmp_path))
 
 
-def test_fields_apply_to_a_loaded_model_too(tmp_path):
+def test_config_fields_override_a_loaded_model(tmp_path):
     make().causal_lm.save_pretrained(tmp_path)
     assert make(path=str(tmp_path), config={"attention_dropout": 0.25}).causal_lm.config.attention_dropout == 0.25
 
 
-def test_a_folder_trains_from_the_first_step(tmp_path):
-    """What transformers reads from a folder drops nothing until it is told to train."""
+def test_model_loaded_from_a_folder_is_in_training_mode(tmp_path):
+    """`from_pretrained` returns models in evaluation mode."""
     make().causal_lm.save_pretrained(tmp_path)
     config = Config(
         model=HuggingFace(path=str(tmp_path), vocab_size=61, max_seq_len=16, config={"attention_dropout": 0.25}),
@@ -282,7 +282,7 @@ def test_a_folder_trains_from_the_first_step(tmp_path):
 
 
 @pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe", "granitemoe", "minimax"])
-def test_experts_that_ask_for_an_auxiliary_loss_answer_with_and_without_a_cache(architecture):
+def test_moe_with_router_logits_generates_with_cache_and_warns_in_training(architecture):
     experts = {"num_experts" if architecture == "qwen3_moe" else "num_local_experts": 2, "num_experts_per_tok": 1}
     model = make(architecture, {**LLAMA, **experts, "output_router_logits": True}).eval()
     tokens = torch.randint(61, (1, 8), generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""Initial weights: exact formulas, and what is drawn for each kind of matrix of each architecture."""
+"""Initial weights: exact formulas, and the distribution of each kind of matrix of each architecture."""
 
 import math
 from functools import partial
@@ -33,7 +33,7 @@ OPT = {
     "pad_token_id": 1,
 }
 ROUTED = {**LLAMA, "num_local_experts": 8, "num_experts_per_tok": 2}
-# By architecture: its config, and the endings of the names of what a block adds to the residual stream.
+# Config of each architecture, and the name suffixes of the projections into the residual stream.
 ARCHITECTURES = {
     "llama": (LLAMA, ("self_attn.o_proj", "mlp.down_proj")),
     "qwen2": ({**LLAMA, "tie_word_embeddings": True}, ("self_attn.o_proj", "mlp.down_proj")),
@@ -60,7 +60,7 @@ def hf(architecture, **changes):
 
 
 def assert_drawn(values, std):
-    """The standard deviation within three standard errors; mean and fourth moment, 3 std^4, within five."""
+    """Check the standard deviation within three standard errors; mean and fourth moment (3 std^4) within five."""
     values = torch.cat([value.detach().double().flatten() for value in values])
     assert len(values) > 1000
     assert abs(values.mean().item()) < 5 * std / math.sqrt(len(values))
@@ -70,7 +70,7 @@ def assert_drawn(values, std):
 
 
 def assert_initialised(model, outputs):
-    """Every matrix's kind, with its own standard deviation; `outputs` are the endings of output projections."""
+    """Check the standard deviation of every kind of matrix; `outputs` are the suffixes of output projections."""
     kinds = {}
     for name, parameter in model.named_parameters():
         path = name.removesuffix(".weight")
@@ -83,7 +83,7 @@ def assert_initialised(model, outputs):
             ending = next(ending for ending in outputs if path.endswith(ending))
             kinds.setdefault((ending, STD / math.sqrt(2.0 * LAYERS)), []).append(parameter)
         elif "embed" in leaf or leaf in ("wte", "wpe"):
-            kinds.setdefault((leaf, EMBEDDING), []).append(parameter[2:])  # OPT's padding row is the second
+            kinds.setdefault((leaf, EMBEDDING), []).append(parameter[2:])  # Row 1 is the padding row of OPT.
         else:
             kinds.setdefault((leaf, STD), []).append(parameter)
     assert [len(kinds[ending, STD / math.sqrt(2.0 * LAYERS)]) for ending in outputs] == [LAYERS, LAYERS]
@@ -91,7 +91,7 @@ def assert_initialised(model, outputs):
         assert_drawn(values, std)
 
 
-def test_formulas_are_exact():
+def test_init_std_formulas_are_exact():
     for hidden_size in (64, 4096, 12288, 14336):
         assert resolve_std("small", hidden_size) == math.sqrt(2 / (5 * hidden_size))
         assert resolve_std("wang", hidden_size) == math.sqrt(1 / (3 * hidden_size))
@@ -104,21 +104,21 @@ def test_formulas_are_exact():
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_native_model(tied):
+def test_native_model_is_initialized_by_kind_of_matrix(tied):
     model = native(init_std="small", embedding_init_std=EMBEDDING, tie_embeddings=tied)
     assert_initialised(model, ("o_proj", "down_proj"))
     assert model.hf_config().initializer_range == STD
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_models_of_transformers(architecture):
+def test_transformers_models_are_initialized_by_kind_of_matrix(architecture):
     model = hf(architecture)
     assert_initialised(model, ARCHITECTURES[architecture][1])
     field = "init_std" if architecture == "opt" else "initializer_range"
     assert getattr(model.hf_config(), field) == getattr(model.causal_lm.config, field) == STD
 
 
-def test_the_embedding_follows_init_std_and_a_tied_head_the_embedding():
+def test_embedding_uses_init_std_and_a_tied_head_shares_the_embedding():
     model = native(init_std=0.1)
     assert_drawn([model.model.embed_tokens.weight], 0.1)
     tied = hf("qwen2", embedding_init_std=None)
@@ -126,7 +126,7 @@ def test_the_embedding_follows_init_std_and_a_tied_head_the_embedding():
     assert_drawn([tied.causal_lm.lm_head.weight], STD)
 
 
-def test_a_padding_row_stays_zero():
+def test_padding_row_stays_zero_at_initialization():
     embedding = hf("opt").causal_lm.model.decoder.embed_tokens
     assert embedding.padding_idx == 1
     assert not embedding.weight[1].any()
@@ -134,7 +134,7 @@ def test_a_padding_row_stays_zero():
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_draws_are_keyed_by_name_and_scale_with_the_std(tied):
+def test_native_init_is_keyed_by_parameter_name_and_scales_with_std(tied):
     model = native(tie_embeddings=tied)
     model.init_weights(seed=5)
     wide = math.sqrt(2 * LAYERS)
@@ -147,7 +147,7 @@ def test_draws_are_keyed_by_name_and_scale_with_the_std(tied):
         assert torch.equal(matrix, alone), name
 
 
-def test_one_seed_of_torch_gives_one_model_and_the_next_another():
+def test_torch_seed_determines_the_initial_model():
     first, second = native().state_dict(), native().state_dict()
     assert all(torch.equal(value, second[name]) for name, value in first.items())
     sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "max_seq_len": 8}
@@ -157,7 +157,7 @@ def test_one_seed_of_torch_gives_one_model_and_the_next_another():
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_matrices_on_meta_keep_ties_vectors_and_nothing_else(tied):
+def test_matrices_on_meta_keeps_ties_and_allocates_vectors(tied):
     with matrices_on_meta():
         model = native(tie_embeddings=tied)
         pair = torch.nn.ModuleList([torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)])
@@ -176,12 +176,12 @@ def test_matrices_on_meta_keep_ties_vectors_and_nothing_else(tied):
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "mixtral"])
-def test_the_same_seed_gives_the_same_weights(architecture):
+def test_same_seed_gives_the_same_transformers_weights(architecture):
     first, second = hf(architecture).state_dict(), hf(architecture).state_dict()
     assert all(torch.equal(value, second[name]) for name, value in first.items())
 
 
-def test_without_init_std_the_architectures_own_stays():
+def test_null_init_std_keeps_the_initialization_of_the_architecture():
     from transformers import AutoModelForCausalLM
 
     model = hf("llama", init_std=None, embedding_init_std=None)
@@ -191,7 +191,7 @@ def test_without_init_std_the_architectures_own_stays():
 
 
 @pytest.mark.parametrize("context", [lambda: torch.device("meta"), FakeTensorMode], ids=["meta", "fake"])
-def test_models_without_storage_can_be_built(context):
+def test_models_can_be_built_on_meta_and_fake_tensors(context):
     with context():
         models = [native(init_std="wang"), *(hf(architecture) for architecture in ARCHITECTURES)]
     for model in models:
@@ -207,7 +207,7 @@ def test_models_without_storage_can_be_built(context):
         ("lfm2", {**LLAMA, "layer_types": ["conv", "full_attention", "conv"]}, ["conv.conv.weight"]),
     ],
 )
-def test_an_architecture_it_does_not_know_is_refused(architecture, config, named):
+def test_init_std_of_an_unsupported_architecture_is_refused(architecture, config, named):
     with pytest.raises(ConfigError) as caught:
         hf(architecture, config=config)
     (violation,) = caught.value.violations
@@ -218,7 +218,7 @@ def test_an_architecture_it_does_not_know_is_refused(architecture, config, named
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_models_of_transformers_start_without_numbers_or_from_files(architecture, tied, tmp_path):
+def test_meta_transformers_model_is_initialized_or_loaded_like_a_real_one(architecture, tied, tmp_path):
     config = {**ARCHITECTURES[architecture][0], "tie_word_embeddings": tied}
     expected = hf(architecture, config=config)
     expected.init_weights(seed=9)
@@ -231,7 +231,7 @@ def test_models_of_transformers_start_without_numbers_or_from_files(architecture
     files = weight_files(tmp_path)
     with matrices_on_meta():
         model = hf(architecture, config=config)
-    converted = architecture == "mixtral" or (architecture == "gpt_neox" and not tied)  # files have other tensors
+    converted = architecture == "mixtral" or (architecture == "gpt_neox" and not tied)  # Other tensors in files.
     assert bool(compare_files(files, model)) == converted
     if not converted:
         assert_same_state(InitialModel(model, partial(copy_files, files)).whole(), expected)

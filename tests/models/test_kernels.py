@@ -1,4 +1,4 @@
-"""Which kernels the decoder's attention and norms reach."""
+"""Kernels used by the decoder's attention and norms."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def test_attention_with_fewer_heads_of_keys_is_one_kernel(device):
 
 
 def wide_results(device):
-    """float32 results of a norm's operations that are as large as what went in."""
+    """Return float32 copies and saved tensors of a norm that are at least as large as its input."""
     norm = RMSNorm(64, 1e-5).to(device_of(device))
     x = torch.randn(2, 8, 64, device=device).bfloat16().requires_grad_()
     saved = []
@@ -49,8 +49,8 @@ def test_a_norm_makes_no_copy_in_float32():
     assert wide_results("cuda") == ([], [])
 
 
-def test_a_norm_that_is_no_single_kernel_makes_one():
-    """As on a CPU, which is how this test would see it."""
+def test_unfused_rms_norm_makes_a_float32_copy():
+    """The CPU has no fused kernel; this shows that the GPU test can detect a copy."""
     copies, kept = wide_results("cpu")
     assert copies == ["aten::_to_copy"]
     assert kept

@@ -1,4 +1,4 @@
-"""Initial weights keyed by element: any part is that part of the whole, bit for bit, and spread as it should be."""
+"""Initial weights keyed by element: any part equals that part of the whole bit for bit; distributions."""
 
 import math
 
@@ -21,7 +21,7 @@ def drawn(draw, shape, *, seed=7, name="layer.weight", dtype=torch.float32):
 
 @st.composite
 def cut(draw):
-    """A shape and the bounds of a part of it, in each dimension."""
+    """Draw a shape and the bounds of a part of it, in each dimension."""
     longest = [400_000, 700, 70, 20][draw(st.integers(0, 3)) :]
     shape = [draw(st.integers(1, most)) for most in longest[:3]]
     first = [draw(st.integers(0, size - 1)) for size in shape]
@@ -30,7 +30,7 @@ def cut(draw):
 
 @settings(max_examples=60, deadline=None)
 @given(cut(), st.sampled_from([Normal(0.02), Normal(1.0, zero_row=3), Uniform(0.5), Constant(2.0)]))
-def test_any_part_is_that_part_of_the_whole(cut, draw):
+def test_draw_of_any_part_equals_that_part_of_the_whole(cut, draw):
     shape, bounds = cut
     if math.prod(shape) > 2_000_000:
         shape = [1, *shape[1:]]
@@ -41,15 +41,15 @@ def test_any_part_is_that_part_of_the_whole(cut, draw):
     assert torch.equal(part, whole[tuple(slice(low, high) for low, high in bounds)])
 
 
-def test_parts_that_do_not_lie_together_in_memory_are_filled_in_place():
+def test_noncontiguous_parts_are_filled_in_place():
     whole = drawn(Normal(1.0), (300, 400))
     other = torch.zeros(400, 300).T
     draw_parts({"layer.weight": Normal(1.0)}, {"layer.weight": Part(other, (300, 400), (0, 0))}, seed=7)
     assert torch.equal(other, whole)
 
 
-def test_numbers_are_those_of_philox_by_box_and_muller():
-    """An independent computation, in float64, of two blocks and some."""
+def test_normal_draws_are_box_muller_of_philox():
+    """Compare with an independent computation in float64 of a little more than two blocks."""
     import hashlib
 
     key = np.frombuffer(hashlib.blake2b(b"7:layer.weight", digest_size=16).digest(), dtype="<u8")
@@ -62,12 +62,12 @@ def test_numbers_are_those_of_philox_by_box_and_muller():
 
 
 @pytest.mark.parametrize("seed", [0, 42, 2**63])
-def test_normal_numbers_are_normal(seed):
+def test_normal_draws_have_the_normal_distribution(seed):
     values = drawn(Normal(0.5), (1000, 1000), seed=seed).double().flatten() / 0.5
     count = len(values)
     for power, moment, error in ((1, 0, 1), (2, 1, math.sqrt(2)), (3, 0, math.sqrt(15)), (4, 3, math.sqrt(96))):
         assert abs((values**power).mean().item() - moment) < 5 * error / math.sqrt(count)
-    # Kolmogorov's distance from the normal distribution; 1.95 / √n is exceeded once in a thousand.
+    # Kolmogorov distance from the normal distribution; 1.95 / √n is exceeded once in a thousand.
     ordered = values.sort().values
     expected = 0.5 * torch.erfc(-ordered / math.sqrt(2))
     distance = (expected - (torch.arange(count) + 0.5) / count).abs().max().item()
@@ -78,7 +78,7 @@ def test_normal_numbers_are_normal(seed):
     assert 4.4 < values.abs().max() < 6.7
 
 
-def test_uniform_numbers_are_uniform():
+def test_uniform_draws_have_the_uniform_distribution():
     bound = Uniform.xavier(30, 50).bound
     assert bound == math.sqrt(6 / 80)
     values = drawn(Uniform(bound), (1000, 1000)).double().flatten() / bound
@@ -88,7 +88,7 @@ def test_uniform_numbers_are_uniform():
     assert abs((values**2).mean().item() - 1 / 3) < 5 * math.sqrt(4 / 45) / 1000
 
 
-def test_seeds_and_names_share_no_numbers():
+def test_draws_of_different_seeds_and_names_are_independent():
     cases = [drawn(Normal(1.0), (500, 500), seed=s, name=n) for s, n in ((1, "a"), (2, "a"), (1, "b"), (12, ":a"))]
     for index, one in enumerate(cases):
         for other in cases[index + 1 :]:
@@ -96,7 +96,7 @@ def test_seeds_and_names_share_no_numbers():
             assert (one == other).sum() < 5
 
 
-def test_scale_type_and_padding_do_not_change_what_is_drawn():
+def test_std_dtype_and_padding_row_do_not_change_the_underlying_draw():
     plain = drawn(Normal(1.0), (30, 40))
     assert torch.equal(drawn(Normal(0.25), (30, 40)), plain * 0.25)
     assert torch.equal(drawn(Normal(1.0), (30, 40), dtype=torch.bfloat16), plain.bfloat16())
@@ -106,7 +106,7 @@ def test_scale_type_and_padding_do_not_change_what_is_drawn():
     assert torch.equal(padded, plain)
 
 
-def test_names_without_a_draw_and_empty_parts_are_left_alone():
+def test_names_without_a_draw_and_empty_parts_are_left_unchanged():
     kept, nothing = torch.ones(3), torch.empty(0, 5)
     draw_parts({"b": Normal(1.0)}, {"a": Part.whole(kept), "b": Part(nothing, (2, 5), (2, 0))}, seed=0)
     assert torch.equal(kept, torch.ones(3))

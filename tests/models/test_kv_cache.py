@@ -1,4 +1,4 @@
-"""Logits with a cache are those without, for both kinds of models, whatever is read at a time and beside it."""
+"""Logits with a KV cache match those without, for both kinds of models, any chunk size and padded batches."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def last_logits(model, tokens, **cache):
 
 @torch.no_grad()
 @pytest.mark.parametrize("pieces", [[1] * 20, [7] + [1] * 13, [20], [3, 5, 1, 11]], ids=str)
-def test_what_is_read_at_a_time_does_not_matter(model, pieces):
+def test_cached_logits_match_for_any_chunk_sizes(model, pieces):
     tokens = torch.randint(0, VOCAB, (3, 20))
     cache, start = model.new_cache(20), 0
     for piece in pieces:
@@ -56,7 +56,7 @@ def test_what_is_read_at_a_time_does_not_matter(model, pieces):
 
 
 @torch.no_grad()
-def test_sequences_of_different_lengths_beside_each_other(model):
+def test_cached_logits_match_for_left_padded_batches(model):
     sequences = [torch.randint(0, VOCAB, (length,)) for length in (9, 1, 4, 9)]
     more = torch.randint(0, VOCAB, (4, 10))
     padding = torch.tensor([9 - len(sequence) for sequence in sequences])
@@ -74,14 +74,13 @@ def test_sequences_of_different_lengths_beside_each_other(model):
             cache.keep(torch.tensor(rows))
 
 
-def test_training_does_not_depend_on_the_cache_s_code():
-    """Without a cache the model calls its blocks as ever; gradients reach every weight."""
+def test_training_without_a_cache_reaches_all_weights():
     model = transformer()
     tokens = torch.randint(0, VOCAB, (2, 12))
     model(tokens, tokens).log_prob.sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_a_recurrent_model_has_no_such_cache():
+def test_recurrent_model_has_no_kv_cache():
     config = {"hidden_size": 32, "num_hidden_layers": 1, "state_size": 4}
     assert of_transformers("mamba", config).new_cache(4) is None

@@ -11,7 +11,7 @@ from foundry.models.token_log_probs import read_log_probs
 
 
 class OfTargets(Toy):
-    """Logits of a model that takes targets without a default, as a second parameter of any name."""
+    """A model with required targets as its second parameter, named differently, that returns logits."""
 
     def forward(self, tokens, following):
         assert following is not None
@@ -25,21 +25,21 @@ class Optional(Toy):
 
 
 class Spoken(Toy):
-    """Log-probabilities without any of foundry's keywords."""
+    """A model that returns log-probabilities and accepts none of foundry's keywords."""
 
     def forward(self, idx, labels=None):
         return read_log_probs(super().forward(idx), labels)
 
 
 class Decorated(Toy):
-    """A forward pass that takes any arguments, as after a decorator, and passes all of them on."""
+    """A model whose forward pass forwards any arguments, as after a decorator."""
 
     def forward(self, *arguments, **options):
         return read_log_probs(Toy.forward(self, arguments[0]), arguments[1], **options)
 
 
 class Unspoken(Toy):
-    """Log-probabilities of targets that foundry cannot know to pass."""
+    """A model that returns log-probabilities and whose targets parameter foundry cannot recognize."""
 
     def forward(self, tokens, y=None):
         return read_log_probs(super().forward(tokens), y)
@@ -67,7 +67,7 @@ def largest(logits, targets, weights):
 
 @pytest.mark.parametrize("kind", [Toy, OfTargets, Optional])
 @pytest.mark.parametrize("tile_tokens", [0, 4])
-def test_logits_give_the_bits_of_a_model_that_answers_with_log_probabilities(kind, tile_tokens):
+def test_logits_models_match_log_prob_models_bit_for_bit(kind, tile_tokens):
     (tokens, targets), weights = inputs(), torch.linspace(0.5, 1.5, 3 * SEQ).view(3, SEQ)
     asked = {"return_logits": True, "read": largest, "per_token": (weights,)}
     answering, plain = kind(), Toy()
@@ -83,7 +83,7 @@ def test_logits_give_the_bits_of_a_model_that_answers_with_log_probabilities(kin
         assert torch.equal(one.grad, other.grad), name
 
 
-def test_without_targets_there_are_logits_alone():
+def test_logits_model_without_targets_returns_logits_only():
     tokens, _ = inputs()
     model = Toy()
     answer_with_log_probs(model)
@@ -92,7 +92,7 @@ def test_without_targets_there_are_logits_alone():
     assert answer.log_prob.shape == (3, 0)
 
 
-def test_signature_has_the_keywords_of_objectives_and_those_of_the_model():
+def test_wrapped_forward_signature_merges_objective_and_model_keywords():
     model = Optional()
     answer_with_log_probs(model)
     names = list(inspect.signature(model.forward).parameters)
@@ -103,7 +103,7 @@ def test_signature_has_the_keywords_of_objectives_and_those_of_the_model():
     assert torch.equal(halved, 0.5 * Toy()(tokens))
 
 
-def test_a_copy_of_the_model_computes_with_its_own_weights():
+def test_copied_logits_model_computes_with_its_own_weights():
     tokens, targets = inputs()
     model = Toy()
     answer_with_log_probs(model)
@@ -115,7 +115,7 @@ def test_a_copy_of_the_model_computes_with_its_own_weights():
 
 
 @pytest.mark.parametrize("kind", [Spoken, Decorated])
-def test_log_probabilities_are_passed_on(kind):
+def test_log_probs_of_a_model_are_passed_through(kind):
     tokens, targets = inputs()
     model = kind()
     answer_with_log_probs(model)
@@ -135,7 +135,7 @@ def test_log_probabilities_are_passed_on(kind):
         (Spoken, {"tile_tokens": 4}, {}, "objective.logprob_chunk_size: is 4 but the model, Spoken, computes"),
     ],
 )
-def test_log_probabilities_that_leave_a_request_unheeded_are_refused(kind, options, asked, message):
+def test_log_prob_model_that_ignores_a_request_is_refused(kind, options, asked, message):
     tokens, targets = inputs()
     model = kind()
     answer_with_log_probs(model, **options)
@@ -156,7 +156,7 @@ def test_log_probabilities_that_leave_a_request_unheeded_are_refused(kind, optio
         (lambda logits: None, "None"),
     ],
 )
-def test_anything_but_logits_of_each_position_is_refused_with_what_to_return(change, said):
+def test_invalid_model_output_is_refused_with_the_expected_shape(change, said):
     tokens, targets = inputs()
     model = Returns(change)
     answer_with_log_probs(model)
@@ -168,7 +168,7 @@ def test_anything_but_logits_of_each_position_is_refused_with_what_to_return(cha
     )
 
 
-def test_a_vocabulary_smaller_than_the_datas_is_refused():
+def test_logits_narrower_than_the_vocabulary_are_refused():
     model = Toy()
     answer_with_log_probs(model, vocab_size=VOCAB + 1)
     with pytest.raises(ConfigError, match=rf"logits of {VOCAB} tokens, fewer than data.vocab_size={VOCAB + 1}"):

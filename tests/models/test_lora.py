@@ -29,14 +29,14 @@ NAMES = [
 MEGATRON = {"linear_qkv": ("q_proj", "k_proj", "v_proj"), "linear_proj": ("o_proj",)}
 
 
-def test_a_last_part_or_wildcards_for_the_whole_name_choose_a_layer():
+def test_lora_target_matches_a_last_part_or_a_wildcard_of_the_whole_name():
     assert match_targets(NAMES, ["o_proj"]) == [f"layers.{n}.attention.o_proj" for n in (0, 1, 10)]
     assert match_targets(NAMES, ["*_proj"]) == NAMES[:-1]
     assert match_targets(NAMES, ["*.1.*.q_proj"]) == ["layers.1.attention.q_proj"]
     assert match_targets(NAMES, ["attention.q_proj", "proj"]) == []
 
 
-def test_other_names_stand_for_layers_alone_and_within_patterns():
+def test_lora_aliases_match_alone_and_within_patterns():
     assert match_targets(NAMES, ["linear_proj"], MEGATRON) == match_targets(NAMES, ["o_proj"])
     first = [f"layers.0.attention.{leaf}" for leaf in MEGATRON["linear_qkv"]]
     assert match_targets(NAMES, ["layers.0.*.linear_qkv"], MEGATRON) == first
@@ -44,14 +44,14 @@ def test_other_names_stand_for_layers_alone_and_within_patterns():
     assert match_targets(fused, ["linear_qkv"], MEGATRON) == fused, "a layer that has the name itself"
 
 
-def test_a_layer_is_named_once_in_the_models_order():
+def test_each_lora_target_is_listed_once_in_model_order():
     assert match_targets(NAMES, ["up_proj", "*.0.*", "q_proj"]) == [
         name for name in NAMES if ".0." in name or name.endswith(("q_proj", "up_proj"))
     ]
 
 
 @pytest.mark.parametrize("rslora", [False, True])
-def test_a_merged_layer_computes_what_both_do(rslora):
+def test_merged_lora_weight_computes_base_plus_adapter(rslora):
     generator = torch.Generator().manual_seed(0)
     weight, a, b, x = (
         torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((6, 5), (4, 5), (6, 4), (3, 5))
@@ -60,7 +60,7 @@ def test_a_merged_layer_computes_what_both_do(rslora):
     torch.testing.assert_close(x @ merged(weight, a, b, alpha=16, rslora=rslora).T, both)
 
 
-def test_a_small_update_of_a_bfloat16_layer_is_rounded_once():
+def test_lora_update_of_a_bf16_weight_is_rounded_once():
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn((64, 64), generator=generator).bfloat16()
     a, b = torch.randn((8, 64), generator=generator), 1e-4 * torch.randn((64, 8), generator=generator)
@@ -71,7 +71,7 @@ def test_a_small_update_of_a_bfloat16_layer_is_rounded_once():
     assert (wide - weight.float()).norm() > 0
 
 
-def test_a_new_adapter_changes_nothing():
+def test_merging_a_new_adapter_changes_nothing():
     weight, a = torch.randn(6, 5), torch.randn(4, 5)
     assert torch.equal(merged(weight, a, torch.zeros(6, 4), alpha=16), weight)
 
@@ -94,7 +94,7 @@ def dit():
 
 
 def trained(model, **settings):
-    """With adapters that change what it computes."""
+    """Add adapters with nonzero weights."""
     add_adapters(model, LoRA(**settings), seed=0)
     for layer in adapted_layers(model).values():
         nn.init.normal_(layer.lora_B.default.weight, std=0.1)
@@ -121,7 +121,7 @@ def log_prob(model):
         (dit, ["linear_qkv", "linear_fc1"], ["blocks.{}.attention.qkv", "blocks.{}.mlp.fc1"]),
     ],
 )
-def test_patterns_and_megatrons_names_choose_layers_of_blocks(build, patterns, found):
+def test_lora_patterns_and_megatron_names_select_layers_of_blocks(build, patterns, found):
     assert resolve_targets(build(), patterns) == [name.format(layer) for layer in (0, 1) for name in found]
 
 
@@ -137,7 +137,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("architecture", REFUSED)
-def test_layers_to_which_peft_adds_no_adapters_are_a_config_error(architecture):
+def test_layers_unsupported_by_peft_are_a_config_error(architecture):
     patterns, sizes = REFUSED[architecture]
     sizes = {**sizes, "num_hidden_layers": 1}
     model = HuggingFaceCausalLM(path=None, architecture=architecture, config=sizes, vocab_size=64, max_seq_len=16)
@@ -155,7 +155,7 @@ def test_layers_to_which_peft_adds_no_adapters_are_a_config_error(architecture):
         (transformer, ["*"], "*, which fits lm_head, whose matrix is read without its layer; name the layers of the b"),
     ],
 )
-def test_a_pattern_that_fits_nothing_or_the_head_is_a_config_error(build, patterns, message):
+def test_lora_pattern_without_match_or_on_the_head_is_a_config_error(build, patterns, message):
     with pytest.raises(ConfigError) as refused:
         resolve_targets(build(), patterns)
     assert str(refused.value).startswith(f"peft.target_modules: has {message}")
@@ -177,7 +177,7 @@ def test_adapters_change_nothing_at_first_and_can_be_merged(build, targets):
     torch.testing.assert_close(log_prob(model), ours, atol=1e-5, rtol=1e-5)
 
 
-def test_adapters_have_the_rank_and_the_scale_of_the_settings():
+def test_adapters_have_the_configured_rank_and_scale():
     model, base = trained(transformer(), adapter_dim=4, alpha=2), transformer()
     for name, layer in adapted_layers(model).items():
         a, b = layer.lora_A.default.weight, layer.lora_B.default.weight
@@ -186,7 +186,7 @@ def test_adapters_have_the_rank_and_the_scale_of_the_settings():
         assert torch.equal(layer.base_layer.weight, base.get_submodule(name).weight)
 
 
-def test_dropout_acts_on_adapters_alone_and_in_training_alone():
+def test_adapter_dropout_applies_to_adapters_and_in_training_only():
     exact, model = trained(transformer()), trained(transformer(), adapter_dropout=0.5)
     torch.manual_seed(0)
     one, other = log_prob(model), log_prob(model)
@@ -197,8 +197,8 @@ def test_dropout_acts_on_adapters_alone_and_in_training_alone():
     assert torch.equal(log_prob(model.eval()), log_prob(exact.eval()))
 
 
-def test_adapters_off_is_the_base_bit_for_bit_and_leaves_what_is_trained():
-    """It sets `_disable_adapters`, which is peft's own affair: here is noticed if that has another name."""
+def test_adapters_off_matches_the_base_and_keeps_requires_grad():
+    """`adapters_off` sets the private attribute `_disable_adapters` of peft: this test fails if peft renames it."""
     model, base = trained(transformer()), transformer()
     trainable = [parameter.requires_grad for parameter in model.parameters()]
     before = log_prob(model)
@@ -213,7 +213,7 @@ def test_adapters_off_is_the_base_bit_for_bit_and_leaves_what_is_trained():
     assert torch.equal(log_prob(model), before)
 
 
-def test_first_weights_depend_on_the_seed_alone_and_disturb_no_other_numbers():
+def test_adapter_init_depends_on_the_seed_and_keeps_the_rng_state():
     def drawn(seed, noise):
         model = transformer()
         torch.manual_seed(noise)
@@ -228,7 +228,7 @@ def test_first_weights_depend_on_the_seed_alone_and_disturb_no_other_numbers():
 
 @pytest.mark.parametrize("build", [transformer, gpt2])
 @pytest.mark.parametrize("mode", [PrecisionMode.amp_bfloat16, PrecisionMode.amp_float16])
-def test_frozen_matrices_in_the_compute_type_change_no_bit_under_amp(build, mode):
+def test_frozen_matrices_in_compute_dtype_change_no_bit_under_amp(build, mode):
     policy, found = PrecisionPolicy(mode), []
     for is_narrow in (False, True):
         model = trained(build(), target_modules=["linear_qkv"])
@@ -243,7 +243,7 @@ def test_frozen_matrices_in_the_compute_type_change_no_bit_under_amp(build, mode
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-def test_a_diffusion_model_learns_by_adapters():
+def test_diffusion_model_trains_and_merges_adapters():
     model = trained(dit(), target_modules=["linear_qkv", "modulation", "timestep_embedder.*"])
     images, steps, labels = torch.randn(2, 1, 8, 8), torch.tensor([3, 5]), torch.tensor([0, 1])
     ours = model(images, steps, labels)
@@ -254,7 +254,7 @@ def test_a_diffusion_model_learns_by_adapters():
 
 
 @pytest.mark.parametrize("build", [transformer, gpt2, dit])
-def test_frozen_matrices_count_four_flops_a_weight_and_adapters_six(build):
+def test_lora_flops_count_four_per_frozen_and_six_per_adapter_weight(build):
     def flops(model):
         return model.flops_per_sample(*(() if build is dit else (16,)))
 

@@ -13,11 +13,11 @@ ARCHITECTURES = {
     "qwen2": (ROTARY, True),
     "gpt2": (GPT2, True),
     "gpt_neox": ({**SMALL, "intermediate_size": 64}, True),
-    "opt": ({**SMALL, "ffn_dim": 64, "word_embed_proj_dim": 32}, False),  # does not call its base model
-    "gemma2": ({**ROTARY, "head_dim": 16}, False),  # caps logits
-    "cohere": (ROTARY, False),  # scales them
+    "opt": ({**SMALL, "ffn_dim": 64, "word_embed_proj_dim": 32}, False),  # Does not call its base model.
+    "gemma2": ({**ROTARY, "head_dim": 16}, False),  # Caps logits.
+    "cohere": (ROTARY, False),  # Scales logits.
     "granite": ({**ROTARY, "logits_scaling": 2.0}, False),
-    "phi": ({**SMALL, "intermediate_size": 64}, False),  # adds a bias
+    "phi": ({**SMALL, "intermediate_size": 64}, False),  # Adds a bias.
 }
 
 
@@ -28,7 +28,7 @@ def build(architecture):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_it_is_known_of_an_architecture_and_the_loss_is_the_same(architecture):
+def test_plain_head_is_detected_and_gives_the_same_loss(architecture):
     model = build(architecture).eval()
     assert model._has_plain_head is ARCHITECTURES[architecture][1]
     tokens = torch.randint(50, (2, 9))

@@ -1,4 +1,4 @@
-"""A base is trained as it is meant, or refused: other types, and scales that nothing reads."""
+"""A pretrained folder is loaded exactly or refused: unsupported dtypes, and scales that the model does not read."""
 
 import json
 from pathlib import Path
@@ -52,9 +52,9 @@ def change(folder, tensors):
     save_file({**load_file(file), **tensors}, file, metadata={"format": "pt"})
 
 
-@pytest.mark.filterwarnings("ignore:Casting complex values")  # torch's, when transformers reads them
+@pytest.mark.filterwarnings("ignore:Casting complex values")  # Issued by torch when transformers reads complex tensors.
 @pytest.mark.parametrize(("dtype", "is_read"), TYPES.items(), ids=map(str, TYPES))
-def test_only_floats_of_16_and_32_bits_are_read_of_a_folder(folder, dtype, is_read):
+def test_model_folder_may_hold_16_and_32_bit_floats_only(folder, dtype, is_read):
     values = (torch.arange(256).view(16, 16) % 2).to(dtype)
     change(folder, {WEIGHT: values})
     if is_read:
@@ -67,7 +67,7 @@ def test_only_floats_of_16_and_32_bits_are_read_of_a_folder(folder, dtype, is_re
 
 
 @pytest.mark.parametrize(("dtype", "is_read"), TYPES.items(), ids=map(str, TYPES))
-def test_only_floats_of_16_and_32_bits_are_read_of_a_file(tmp_path, dtype, is_read):
+def test_weights_file_may_hold_16_and_32_bit_floats_only(tmp_path, dtype, is_read):
     model, values = nn.Linear(2, 2, bias=False), torch.ones(2, 2).to(dtype)
     save_file({"weight": values}, tmp_path / "a.safetensors")
     if is_read:
@@ -90,13 +90,13 @@ def test_only_floats_of_16_and_32_bits_are_read_of_a_file(tmp_path, dtype, is_re
         "model.layers.0.self_attn.k_scale",
     ],
 )
-def test_scales_that_nothing_reads_are_refused(folder, name):
+def test_quantization_scales_without_a_reader_are_refused(folder, name):
     change(folder, {name: torch.ones(1)})
     with pytest.raises(ConfigError, match=rf"holds {name}, which the model does not read: its weights are"):
         read(folder)
 
 
-def test_positions_and_masks_that_are_no_weights_may_have_any_type(folder):
+def test_buffers_of_a_model_folder_may_have_any_dtype(folder):
     rotary = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4, dtype=torch.float64)}
     change(folder, {**rotary, "model.layers.0.mask": torch.ones(2, dtype=torch.bool)})
     read(folder)
@@ -104,7 +104,7 @@ def test_positions_and_masks_that_are_no_weights_may_have_any_type(folder):
     assert find_wrong_types(types, (), (r"attn\.mask$",), {"positions"}) == ""
 
 
-def test_the_types_of_several_files_are_those_of_the_index(folder):
+def test_sharded_weights_are_checked_through_the_index(folder):
     whole = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     files = {
@@ -134,7 +134,7 @@ def test_the_types_of_several_files_are_those_of_the_index(folder):
         ({"load_in_8bit": True}, "quantization_config"),
     ],
 )
-def test_a_quantised_base_is_refused_by_its_method(folder, asked, method):
+def test_quantized_base_is_refused_by_its_method(folder, asked, method):
     config = Path(folder / "config.json")
     content = json.loads(config.read_text())
     config.write_text(json.dumps({**content, "quantization_config": None}))

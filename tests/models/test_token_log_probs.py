@@ -17,13 +17,13 @@ def inputs(batch=3, seq=7, width=8, vocab=19, *, seed=0):
 
 
 def gradients(output, hidden, weight):
-    """Gradients of a function that uses both outputs with different weights at each position."""
+    """Return gradients of a function that uses both outputs with different weights at each position."""
     factors = torch.linspace(0.5, 1.5, output.log_prob.numel()).view(output.log_prob.shape)
     loss = (output.log_prob * factors).sum() + (output.logsumexp * factors.flip(0)).square().sum()
     return torch.autograd.grad(loss, (hidden, weight))
 
 
-def test_values_are_those_of_log_softmax():
+def test_log_probs_match_log_softmax():
     hidden, weight, targets = inputs()
     output = project_log_probs(hidden, weight, targets, return_logits=True)
     logits = hidden @ weight.T
@@ -34,11 +34,11 @@ def test_values_are_those_of_log_softmax():
     assert output.log_prob[0, :3].tolist() == [0.0, 0.0, 0.0]
 
 
-def test_gradients_through_both_outputs_are_exact():
+def test_log_prob_and_logsumexp_gradients_match_autograd():
     hidden, weight, targets = (t.detach().double() if t.is_floating_point() else t for t in inputs(2, 3, 4, 5))
 
     def both(hidden, weight):
-        # The softmax is fp32 by contract, so the reference is autograd through plain operations in fp32.
+        # The softmax is always fp32, so the reference is autograd through plain operations in fp32.
         output = project_log_probs(hidden.float(), weight.float(), targets)
         return output.log_prob, output.logsumexp
 
@@ -58,7 +58,7 @@ def test_gradients_through_both_outputs_are_exact():
 
 @settings(max_examples=25, deadline=None)
 @given(tile=st.integers(1, 30), batch=st.integers(1, 4), seq=st.integers(1, 8), seed=st.integers(0, 99))
-def test_tiles_equal_the_whole(tile, batch, seq, seed):
+def test_tiled_log_probs_match_untiled(tile, batch, seq, seed):
     hidden, weight, targets = inputs(batch, seq, seed=seed)
     whole = project_log_probs(hidden, weight, targets)
     tiled = project_log_probs(hidden, weight, targets, tile_tokens=tile)
@@ -77,7 +77,7 @@ def test_tiles_keep_no_logits_for_the_backward_pass():
     assert max(saved) <= max(hidden.numel(), weight.numel())
 
 
-def test_chunks_of_a_large_vocabulary_equal_one_softmax(monkeypatch):
+def test_vocabulary_chunks_match_one_softmax(monkeypatch):
     hidden, weight, targets = inputs()
     whole = project_log_probs(hidden, weight, targets)
     monkeypatch.setattr("foundry.models.token_log_probs._CPU_CHUNK_ELEMENTS", 40)
@@ -94,14 +94,14 @@ def test_bf16_logits_get_an_fp32_softmax():
     assert output.logsumexp.item() == pytest.approx(16.317766, abs=1e-5)
 
 
-def test_without_targets_there_are_only_logits():
+def test_log_probs_without_targets_return_logits_only():
     hidden, weight, _ = inputs()
     output = project_log_probs(hidden, weight, None, tile_tokens=2)
     assert output.logits.shape == (3, 7, 19)
     assert output.log_prob.shape == output.logsumexp.shape == (3, 0)
 
 
-def test_huge_logits_at_ignored_targets_add_nothing():
+def test_ignored_targets_with_huge_logits_have_zero_loss_and_gradient():
     hidden, weight, targets = inputs()
     output = project_log_probs(hidden * 1e4, weight, torch.full_like(targets, -100))
     (output.log_prob.sum()).backward()
@@ -110,8 +110,8 @@ def test_huge_logits_at_ignored_targets_add_nothing():
 
 
 @pytest.mark.parametrize("tile_tokens", [0, 1, 4, 100])
-def test_what_is_read_beside_the_targets_is_that_of_each_token(tile_tokens):
-    """And its gradient, through tiles that are computed again."""
+def test_read_callback_gets_tiled_values_and_gradients(tile_tokens):
+    """Gradients flow through recomputed tiles."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight, soft = (torch.randn(shape, generator=generator) for shape in ((2, 5, 4), (7, 4), (2, 5, 7)))
     targets = torch.randint(7, (2, 5), generator=generator)

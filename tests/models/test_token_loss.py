@@ -34,7 +34,7 @@ def plain_loss(hidden, weight, targets, weights, z_loss_coefficient):
     z=st.sampled_from([0.0, 1e-4, 0.5]),
     seed=st.integers(0, 99),
 )
-def test_loss_and_gradients_are_exact_for_any_tile(tile, batch, seq, z, seed):
+def test_token_loss_and_gradients_match_plain_loss_for_any_tile(tile, batch, seq, z, seed):
     hidden, weight, targets, weights = inputs(batch, seq, seed=seed)
     found = project_loss(hidden, weight, targets, TokenLoss(z, weights), tile_tokens=tile)
     expected = plain_loss(hidden, weight, targets, weights, z)
@@ -48,7 +48,7 @@ def test_loss_and_gradients_are_exact_for_any_tile(tile, batch, seq, z, seed):
 
 
 @pytest.mark.parametrize("tile", [32, 128, 1024])
-def test_in_bfloat16_the_gradient_of_the_head_is_as_precise_as_of_one_projection(tile):
+def test_tiled_bf16_head_gradient_is_as_precise_as_untiled(tile):
     hidden, weight, targets, _ = inputs(8, 128, 64, 512, dtype=torch.float32)
     wide = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
     exact = torch.autograd.grad(plain_loss(*wide, targets, torch.ones(targets.shape).double(), 0.0), wide[1])[0]
@@ -63,7 +63,7 @@ def test_in_bfloat16_the_gradient_of_the_head_is_as_precise_as_of_one_projection
     assert tiled <= 1.1 * whole
 
 
-def test_logits_are_projected_once_and_never_kept():
+def test_token_loss_projects_once_and_saves_no_logits():
     hidden, weight, targets, weights = inputs(4, 64, 8, 512, dtype=torch.float32)
     saved = []
     with FlopCounterMode(display=False) as counter:
@@ -74,7 +74,7 @@ def test_logits_are_projected_once_and_never_kept():
     assert max(saved) <= max(hidden.numel(), weight.numel())
 
 
-def test_what_needs_no_gradient_gets_none_and_costs_none():
+def test_token_loss_skips_gradients_that_are_not_required():
     hidden, weight, targets, _ = inputs(dtype=torch.float32)
     frozen = weight.detach()
     with FlopCounterMode(display=False) as counter:
@@ -89,7 +89,7 @@ def test_what_needs_no_gradient_gets_none_and_costs_none():
     )
 
 
-def test_the_same_of_a_model_that_makes_no_loss():
+def test_token_loss_falls_back_to_log_probs_of_the_model():
     class Plain(torch.nn.Module):
         def forward(self, tokens, targets, *, read=None):
             return project_log_probs(hidden, weight, targets, read=read)
@@ -109,7 +109,7 @@ def test_the_same_of_a_model_that_makes_no_loss():
         torch.testing.assert_close(ours, theirs)
 
 
-def test_a_second_backward_pass_is_an_error():
+def test_second_backward_through_token_loss_is_an_error():
     hidden, weight, targets, _ = inputs()
     loss = project_loss(hidden, weight, targets, TokenLoss()).loss
     torch.autograd.grad(loss, weight, retain_graph=True)

@@ -49,13 +49,13 @@ def batch(seq=16, vocab=61):
 
 @torch.no_grad()
 def test_norm_eps_is_added_to_the_mean_square():
-    model, (tokens, _) = make(norm_eps=1e8), batch()  # every norm divides by 10,000, so that blocks add next to nothing
+    model, (tokens, _) = make(norm_eps=1e8), batch()  # Every norm divides by 10,000.
     expected = model.lm_head(model.model.embed_tokens(tokens)) / 1e4
     torch.testing.assert_close(model(tokens, return_logits=True).logits, expected, rtol=0, atol=1e-3 * expected.std())
 
 
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
-def test_logits_loss_and_gradients_are_those_of_llama(changes):
+def test_logits_loss_and_gradients_match_transformers_llama(changes):
     model, (tokens, targets) = make(**changes), batch()
     llama = as_llama(model)
     assert llama.config.rope_parameters["rope_theta"] == changes.get("rope_theta", 1e4)
@@ -96,7 +96,7 @@ def test_tiled_head_gives_the_same_loss_and_gradients():
     torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-5)
 
 
-def test_autocast_equals_bf16_weights_with_a_bf16_residual_stream():
+def test_autocast_matches_bf16_weights_with_a_bf16_residual_stream():
     tokens, targets = batch()
     model = make()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -107,7 +107,7 @@ def test_autocast_equals_bf16_weights_with_a_bf16_residual_stream():
     torch.testing.assert_close(amp.log_prob, bf16.log_prob, rtol=0, atol=0)
 
 
-def test_a_token_sees_only_its_past():
+def test_attention_is_causal():
     model, (tokens, _) = make(), batch()
     changed = tokens.clone()
     changed[:, 9] = (changed[:, 9] + 1) % 61
@@ -116,7 +116,7 @@ def test_a_token_sees_only_its_past():
     assert not torch.allclose(before[:, 9:], after[:, 9:])
 
 
-def test_initial_weights():
+def test_initial_weights_have_the_given_std_and_uniform_loss():
     model = Transformer(**{**SIZES, "hidden_size": 256, "intermediate_size": 512, "num_layers": 8})
     block = model.model.layers[3]
     for weight in (model.model.embed_tokens.weight, model.lm_head.weight, block.self_attn.q_proj.weight):
@@ -144,7 +144,7 @@ def test_flops_count_matrix_products_and_attention():
     assert make(num_kv_heads=2, tie_embeddings=True).flops_per_sample(16) == model.flops_per_sample(16)
 
 
-def test_an_object_of_the_schema_and_its_fields_give_the_same_model():
+def test_settings_object_and_keywords_give_the_same_model():
     values = {**SIZES, "init_std": "wang", "tie_embeddings": True}
     one = make(**values)
     torch.manual_seed(0)
@@ -154,7 +154,7 @@ def test_an_object_of_the_schema_and_its_fields_give_the_same_model():
     torch.testing.assert_close(other.state_dict(), one.state_dict(), rtol=0, atol=0)
 
 
-def test_blocks_are_marked():
+def test_find_blocks_returns_transformer_blocks():
     assert [type(block) for block in find_blocks(make())] == [TransformerBlock] * 2
 
 
@@ -166,12 +166,12 @@ def test_blocks_are_marked():
         ({"num_kv_heads": 3}, "model.num_kv_heads"),
     ],
 )
-def test_heads_that_do_not_divide_are_a_config_error(changes, key):
+def test_indivisible_heads_are_a_config_error(changes, key):
     with pytest.raises(ConfigError) as caught:
         make(**changes)
     assert caught.value.violations[0].key == key
 
 
-def test_a_longer_sequence_than_configured_is_refused():
+def test_sequence_longer_than_max_seq_len_is_refused():
     with pytest.raises(ValueError, match="max_seq_len=16"):
         make()(torch.zeros(1, 17, dtype=torch.int64))

@@ -1,4 +1,4 @@
-"""Attention by the bounds of documents equals attention with a dense mask; which queries are attended so."""
+"""Variable-length attention matches attention with a dense mask; conditions for its kernel."""
 
 from contextlib import contextmanager
 from itertools import pairwise
@@ -29,7 +29,7 @@ VOCAB, CONTEXT = 40, 24
 def attend_by_starts(
     query, key, value, starts, starts_of_keys, longest, longest_of_keys, *, window_size, enable_gqa=False
 ):
-    """`varlen_attn` as torch documents it, one document after the other; (tokens, heads, head_dim) each."""
+    """Compute `varlen_attn` as documented by torch, one document at a time; tensors are (tokens, heads, head_dim)."""
     assert starts is starts_of_keys
     assert starts.dtype == torch.int32
     assert window_size == (-1, 0)
@@ -48,7 +48,7 @@ def attend_by_starts(
 
 @contextmanager
 def kernel_on_cpu():
-    """Give the CPU a kernel for documents in the body; the shapes of the queries of its calls."""
+    """Replace the kernel by one for the CPU in the body; yield the query shapes of its calls."""
     calls = []
 
     def count(*args, **options):
@@ -63,7 +63,7 @@ def kernel_on_cpu():
 
 
 def documents_of(rows):
-    """(rows, longest) int64 of lists of lengths, with padding."""
+    """Return document numbers, (rows, longest) int64, for lists of document lengths, padded with -1."""
     widths = [sum(lengths) for lengths in rows]
     found, number = torch.full((len(rows), max(1, *widths)), -1), 0
     for row, lengths in enumerate(rows):
@@ -79,7 +79,7 @@ ROWS = st.lists(st.lists(st.integers(1, 9), max_size=6), min_size=1, max_size=4)
 
 @given(rows=ROWS)
 @settings(max_examples=examples(40), deadline=None)
-def test_bounds_are_those_of_the_documents_and_have_few_shapes(rows):
+def test_document_bounds_match_and_have_few_shapes(rows):
     documents = documents_of(rows)
     found = find_bounds(documents)
     starts, longest = found["document_starts"], int(found["longest_document"])
@@ -101,7 +101,7 @@ def bounds_of(documents):
 
 @given(rows=ROWS, heads=st.sampled_from([(2, 2), (4, 2), (6, 1)]), knows_groups=st.booleans())
 @settings(max_examples=examples(40), deadline=None)
-def test_attention_and_gradients_are_those_of_the_mask(rows, heads, knows_groups):
+def test_varlen_attention_and_gradients_match_the_dense_mask(rows, heads, knows_groups):
     documents = documents_of(rows)
     torch.manual_seed(0)
     shapes = [(len(rows), count, documents.shape[1], 8) for count in (heads[0], heads[1], heads[1])]
@@ -135,7 +135,7 @@ def microbatch_of(rows):
     return {"tokens": tokens, "targets": targets, "documents": documents, "position": positions}
 
 
-def test_a_packed_microbatch_is_one_kernel_a_layer_with_the_same_loss():
+def test_packed_microbatch_uses_one_kernel_per_layer_with_the_same_loss():
     model, objective, plain = make_model(), SFT(), microbatch_of([[7, 1, 9], [20], [3, 3, 3, 3, 3]])
     losses, gradients = [], []
     for added, num_calls in ({}, 0), (find_bounds(plain["documents"]), 2):
@@ -150,8 +150,8 @@ def test_a_packed_microbatch_is_one_kernel_a_layer_with_the_same_loss():
         torch.testing.assert_close(ours, other, rtol=0, atol=1e-5 * float(other.abs().max()))
 
 
-def test_dropped_attention_weights_keep_the_mask():
-    """The kernel knows no dropout that is keyed by sample."""
+def test_attention_dropout_uses_the_mask():
+    """The kernel does not support dropout keyed by sample."""
     microbatch = microbatch_of([[7, 1, 9]])
     microbatch |= find_bounds(microbatch["documents"])
     with kernel_on_cpu() as calls:
@@ -160,8 +160,8 @@ def test_dropped_attention_weights_keep_the_mask():
 
 
 @torch.no_grad()
-def test_padded_prompts_are_read_by_their_bounds():
-    """Logits of prompts of different lengths beside each other, and of the token after them, are those alone."""
+def test_padded_prompts_are_attended_by_their_bounds():
+    """The logits of padded prompts, and of the next token, match those of each prompt alone."""
     model = make_model().eval()
     sequences = [torch.randint(0, VOCAB, (length,)) for length in (9, 1, 4, 9)]
     padding = torch.tensor([9 - len(sequence) for sequence in sequences])
@@ -170,7 +170,7 @@ def test_padded_prompts_are_read_by_their_bounds():
     with kernel_on_cpu() as calls:
         first = model(padded, return_logits=True, cache=cache).logits[:, -1]
         second = model(following, return_logits=True, cache=cache).logits[:, -1]
-    assert calls == [(4 * 9, 4, 4)] * 2  # a single token attends to all columns by a mask of their number
+    assert calls == [(4 * 9, 4, 4)] * 2  # A single token attends through a mask.
     for row, sequence in enumerate(sequences):
         whole = torch.cat((sequence, following[row]))[None]
         expected = model(whole, return_logits=True).logits[0, -2:]
@@ -190,7 +190,9 @@ def test_padded_prompts_are_read_by_their_bounds():
         (torch.device("cpu"), torch.bfloat16, 128, (9, 0), True, False),
     ],
 )
-def test_queries_that_have_a_kernel(monkeypatch, device, dtype, head_dim, capability, is_built, expected):
+def test_has_kernel_depends_on_device_dtype_and_head_dim(
+    monkeypatch, device, dtype, head_dim, capability, is_built, expected
+):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: is_built)
     varlen._is_supported.cache_clear()
@@ -201,7 +203,7 @@ def test_queries_that_have_a_kernel(monkeypatch, device, dtype, head_dim, capabi
 
 
 def bytes_made(seq_len):
-    """Bytes of the tensors that attention makes of a row of documents of 512 tokens, forward, on a CUDA device."""
+    """Return total and largest bytes of tensors made by attention over documents of 512 tokens, on a fake GPU."""
     import torch.nn.attention.varlen
 
     class Sizes(Operations):
@@ -225,11 +227,11 @@ def bytes_made(seq_len):
     return sizes.total, sizes.largest
 
 
-def test_memory_is_linear_in_the_row():
-    """By the operator's own rule for tensors without data, which needs no GPU."""
+def test_varlen_memory_is_linear_in_the_row_length():
+    """Fake tensors compute the sizes without a GPU."""
     (total, largest), (twice, _) = bytes_made(8192), bytes_made(16384)
     assert twice <= 2 * total
-    assert largest == 8192 * 16 * 64 * 2  # the queries
+    assert largest == 8192 * 16 * 64 * 2  # The queries.
 
 
 def gpu_model(seq_len, device):
@@ -239,14 +241,14 @@ def gpu_model(seq_len, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_loss_in_half_precision_is_that_of_a_cpu(device):
-    """On a GPU with one kernel a layer and no wait; there the kernel itself is compared."""
+def test_half_precision_packed_loss_matches_the_cpu(device):
+    """On a GPU, also check for one kernel per layer and no synchronization; only there is the real kernel compared."""
     microbatch = microbatch_of([[70, 1, 90], [200], [30, 3, 3, 3, 3]])
     microbatch |= find_bounds(microbatch["documents"])
     expected = SFT().loss(gpu_model(256, "cpu"), microbatch).loss
     model = gpu_model(256, device)
     pinned = {name: tensor.pin_memory() if device == "cuda" else tensor for name, tensor in microbatch.items()}
-    for is_first in (True, False):  # at the first pass libraries are set up
+    for is_first in (True, False):  # Libraries are initialized in the first pass.
         with waiting_is_an_error("cpu" if is_first else device), Operations() as operations:
             with torch.autocast(device, torch.bfloat16):
                 loss = SFT().loss(model, to_device(pinned, device_of(device))).loss
@@ -259,7 +261,7 @@ def test_the_loss_in_half_precision_is_that_of_a_cpu(device):
 
 
 @pytest.mark.gpu
-def test_memory_of_a_gpu_is_linear_in_the_row():
+def test_varlen_gpu_memory_is_linear_in_the_row_length():
     def peak(seq_len):
         model = gpu_model(seq_len, "cuda")
         microbatch = microbatch_of([[512] * (seq_len // 512)])

@@ -1,4 +1,4 @@
-"""The prefix vision-language model: who sees whom, what its layers give to others, and what it starts as."""
+"""Prefix vision-language model: attention pattern, cached keys and values, and initialization."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from foundry.parallel.checkpointing import checkpointed
 SIZES = {"vocab_size": 61, "max_seq_len": 12, "image_size": 16, "hidden_size": 32, "intermediate_size": 48}
 HEADS = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
 PATCHES = 4
-"""Of a picture of 16 pixels."""
+"""Number of patches of an image of 16 pixels."""
 
 
 def vlm(**changes) -> PrefixVLM:
@@ -35,7 +35,7 @@ def log_probs(model, tokens, images):
 
 @pytest.mark.parametrize("num_images", [1, 2])
 @pytest.mark.parametrize("tie_embeddings", [True, False])
-def test_the_answer_is_of_the_words_alone(num_images, tie_embeddings):
+def test_vlm_outputs_cover_text_positions_only(num_images, tie_embeddings):
     model, (tokens, images) = vlm(num_images=num_images, tie_embeddings=tie_embeddings), inputs(num_images=num_images)
     output = model(tokens, tokens, images=images, return_logits=True)
     assert output.log_prob.shape == (3, 7)
@@ -50,11 +50,11 @@ def test_the_answer_is_of_the_words_alone(num_images, tie_embeddings):
     torch.testing.assert_close(made.loss, -output.log_prob.sum())
 
 
-def test_it_says_the_size_of_its_pictures_and_its_context():
+def test_vlm_reports_image_size_and_max_seq_len():
     assert (vlm(image_size=24).image_size, vlm(max_seq_len=9).max_seq_len) == (24, 9)
 
 
-def test_a_word_sees_all_pictures_and_the_words_before_and_none_after():
+def test_text_token_attends_to_all_images_and_earlier_text_only():
     model, (tokens, images) = vlm(num_images=2), inputs(num_images=2)
     before = log_probs(model, tokens, images)
     later = tokens.clone()
@@ -64,11 +64,11 @@ def test_a_word_sees_all_pictures_and_the_words_before_and_none_after():
     assert (after[:, 5:] != before[:, 5:]).all()
     for number in range(2):
         other = images.clone()
-        other[:, number, :, 8:, 8:] = 255 - other[:, number, :, 8:, 8:]  # its last patch
+        other[:, number, :, 8:, 8:] = 255 - other[:, number, :, 8:, 8:]  # The last patch of the image.
         assert (log_probs(model, tokens, other) != before).all()
 
 
-def test_pictures_see_each_other_both_ways_and_no_words():
+def test_images_attend_to_each_other_and_not_to_text():
     model, (tokens, images) = vlm(num_images=2), inputs(num_images=2)
     before = model.trunk(tokens, images)[0][:, : 2 * PATCHES]
     assert torch.equal(model.trunk((tokens + 1) % 61, images)[0][:, : 2 * PATCHES], before)
@@ -77,7 +77,7 @@ def test_pictures_see_each_other_both_ways_and_no_words():
     assert (model.trunk(tokens, other)[0][:, 0] != before[:, 0]).any(dim=1).all()
 
 
-def test_padding_changes_nothing_and_is_seen_by_nobody():
+def test_padding_does_not_change_vlm_outputs():
     model, (tokens, images) = vlm(), inputs()
     short = log_probs(model, tokens[:, :4], images)
     padded = tokens.clone()
@@ -91,13 +91,13 @@ def test_padding_changes_nothing_and_is_seen_by_nobody():
     assert torch.equal(log_probs(model, in_front, images)[:, 2:], log_probs(model, other, images)[:, 2:])
 
 
-def test_a_row_is_answered_by_itself():
+def test_vlm_output_of_a_row_does_not_depend_on_the_batch():
     model, (tokens, images) = vlm(), inputs()
     alone = log_probs(model, tokens[1:2], images[1:2])
     torch.testing.assert_close(log_probs(model, tokens, images)[1:2], alone, rtol=1e-5, atol=1e-6)
 
 
-def test_keys_and_values_are_those_of_a_plain_loop():
+def test_vlm_keys_and_values_match_a_plain_loop():
     model, (tokens, images) = vlm(), inputs()
     tokens[:, 6] = -1
     x = torch.cat((model.stem(images), model.model.embed_tokens(tokens.clamp(min=0)) * (tokens >= 0)[..., None]), 1)
@@ -122,7 +122,7 @@ def test_keys_and_values_are_those_of_a_plain_loop():
         x = x + block.mlp(block.post_attention_layernorm(x))
 
 
-def test_an_observer_is_given_the_same_without_what_comes_after():
+def test_observe_returns_the_keys_and_values_of_trunk_without_its_tail():
     model, (tokens, images) = vlm(), inputs()
     _, expected, is_visible = model.trunk(tokens, images)
     model.model.layers[-1].mlp.forward = model.model.norm.forward = None
@@ -134,7 +134,7 @@ def test_an_observer_is_given_the_same_without_what_comes_after():
 
 
 def loss_of_all(model, tokens, images):
-    """Of what the head and every other reader is given."""
+    """Return a loss over the outputs and over the keys and values of every layer."""
     _, kept, _ = model.trunk(tokens, images)
     of_layers = sum((key.square().sum() + value.square().sum()) for key, value in kept)
     return of_layers - log_probs(model, tokens, images).sum()
@@ -146,13 +146,13 @@ def gradients(model, *given):
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def test_every_parameter_gets_a_gradient():
+def test_every_vlm_parameter_gets_a_gradient():
     found = gradients(vlm(num_images=2), *inputs(num_images=2))
     assert [name for name, grad in found.items() if grad is None or not grad.abs().sum() > 0] == []
 
 
 @pytest.mark.parametrize("selective", [False, True])
-def test_checkpointed_blocks_give_the_same_gradients_also_of_keys_and_values(selective):
+def test_checkpointed_vlm_blocks_give_the_same_gradients(selective):
     model = vlm()
     expected = gradients(model, *inputs())
     for block in find_blocks(model):
@@ -162,7 +162,7 @@ def test_checkpointed_blocks_give_the_same_gradients_also_of_keys_and_values(sel
         assert torch.equal(found[name], grad), name
 
 
-def test_autocast_over_fp32_weights_is_near_fp32_and_the_residual_stream_is_bf16():
+def test_vlm_under_autocast_is_near_fp32_with_a_bf16_residual_stream():
     model, (tokens, images), seen = vlm(init_std=0.05), inputs(), []
     assert list(find_blocks(model)) == list(model.model.layers)
     model.model.layers[1].register_forward_hook(lambda block, args, output: seen.extend([args[0], *output]))
@@ -175,7 +175,7 @@ def test_autocast_over_fp32_weights_is_near_fp32_and_the_residual_stream_is_bf16
     assert log_probs(model.bfloat16(), tokens, images).isfinite().all()
 
 
-def test_dropout_is_keyed_by_sample_and_only_in_training():
+def test_vlm_dropout_is_keyed_by_sample_and_used_in_training_only():
     model, (tokens, images) = vlm(hidden_dropout=0.3, attention_dropout=0.3), inputs()
     keys = torch.tensor([5, 6, 7])
     dropped = model(tokens, tokens, images=images, dropout_keys=keys).log_prob
@@ -187,7 +187,7 @@ def test_dropout_is_keyed_by_sample_and_only_in_training():
     assert torch.equal(kept, log_probs(model, tokens, images))
 
 
-def test_it_may_begin_on_the_meta_device_and_every_parameter_is_drawn():
+def test_vlm_init_weights_fills_a_model_from_the_meta_device():
     with torch.device("meta"):
         model = vlm(tie_embeddings=False)
     model.to_empty(device="cpu")
@@ -201,7 +201,7 @@ def test_it_may_begin_on_the_meta_device_and_every_parameter_is_drawn():
         assert parameter.isfinite().all(), name
 
 
-def test_embeddings_start_with_a_standard_deviation_of_their_own():
+def test_vlm_embeddings_have_their_own_init_std():
     model = vlm(tie_embeddings=False, embedding_init_std=0.7)
     model.init_weights(seed=3)
     deviations = {name: parameter.std().item() for name, parameter in model.named_parameters()}
@@ -209,14 +209,14 @@ def test_embeddings_start_with_a_standard_deviation_of_their_own():
     assert deviations["lm_head.weight"] == pytest.approx(0.2, rel=0.1)
 
 
-def test_flops_are_those_that_torch_counts():
+def test_vlm_flops_agree_with_the_flop_counter_of_torch():
     from torch.utils.flop_counter import FlopCounterMode
 
     model, (tokens, images) = vlm(num_images=2), inputs(num_images=2)
     with FlopCounterMode(display=False) as counter:
         log_probs(model, tokens, images).sum().backward()
     counted, length = counter.get_total_flops() / 3, 2 * PATCHES + 7
-    # The gradient with respect to pixels is never computed; some kernels of attention are not counted.
+    # The gradient with respect to pixels is never computed; some attention kernels are not counted.
     of_pixels, attention = 2 * 2 * 8 * 8 * model.stem.conv1.weight.numel(), 12 * 2 * 32 * length**2
     assert model.flops_per_sample(7) - of_pixels - attention <= counted <= model.flops_per_sample(7)
 
@@ -229,12 +229,12 @@ def test_flops_are_those_that_torch_counts():
         ({"images": inputs()[1], "documents": torch.zeros(3, 7, dtype=torch.int64)}, "one sample a row"),
     ],
 )
-def test_what_makes_no_sense_is_refused(given, message):
+def test_invalid_vlm_inputs_are_refused(given, message):
     with pytest.raises(ValueError, match=message):
         vlm()(inputs()[0], **given)
 
 
-def test_too_many_words_and_a_size_without_whole_patches_are_refused():
+def test_too_long_text_and_indivisible_image_size_are_refused():
     tokens, images = inputs(seq_len=13)
     with pytest.raises(ValueError, match="a sequence of 13 tokens exceeds"):
         vlm()(tokens, images=images)
@@ -242,7 +242,7 @@ def test_too_many_words_and_a_size_without_whole_patches_are_refused():
         vlm(image_size=20)
 
 
-def test_it_is_no_model_of_transformers_and_has_no_cache():
+def test_vlm_has_no_transformers_export_tensor_parallelism_or_cache():
     from foundry.core.model_hooks import hook
 
     model = vlm()

@@ -16,8 +16,8 @@ def groups_of(rewards, size):
 
 @settings(deadline=None)
 @given(rewards=REWARDS, size=st.integers(2, 6), rloo=st.booleans(), normalize=st.booleans(), shift=st.integers(-8, 8))
-def test_a_shift_of_all_rewards_changes_nothing(rewards, size, rloo, normalize, shift):
-    # Multiples of 1/8, so that the shift itself does not round.
+def test_advantages_are_invariant_to_a_shift_of_all_rewards(rewards, size, rloo, normalize, shift):
+    # Multiples of 1/8 avoid rounding in the shift.
     rewards = (torch.tensor(rewards, dtype=torch.float64) * 8).round() / 8
     options = {"use_rloo": rloo, "normalize_rewards": normalize}
     before = group_advantages(rewards, groups_of(rewards, size), **options)
@@ -28,7 +28,7 @@ def test_a_shift_of_all_rewards_changes_nothing(rewards, size, rloo, normalize, 
 
 @settings(deadline=None)
 @given(rewards=REWARDS, size=st.integers(1, 6))
-def test_without_normalisation_advantages_of_a_group_sum_to_0(rewards, size):
+def test_unnormalized_advantages_of_a_group_sum_to_zero(rewards, size):
     groups = groups_of(rewards, size)
     advantage = group_advantages(torch.tensor(rewards).double(), groups, normalize_rewards=False).advantage
     sums = torch.zeros(int(groups.max()) + 1, dtype=torch.float64).index_add(0, groups, advantage)
@@ -42,7 +42,7 @@ def test_without_normalisation_advantages_of_a_group_sum_to_0(rewards, size):
     size=st.integers(3, 16),
     dtype=st.sampled_from([torch.float32, torch.float64]),
 )
-def test_equal_rewards_have_no_deviation_to_divide_by(common, other, size, dtype):
+def test_equal_rewards_are_not_divided_by_their_zero_std(common, other, size, dtype):
     rewards = torch.full((size,), common, dtype=dtype)
     rewards[0] = other
     ours = group_advantages(rewards, torch.zeros(size, dtype=torch.int64))
@@ -51,13 +51,13 @@ def test_equal_rewards_have_no_deviation_to_divide_by(common, other, size, dtype
     assert ours.advantage.abs().max() <= 2 * max(abs(other - common), 1)
 
 
-def test_rounding_of_equal_sums_is_no_deviation():
+def test_rounding_errors_of_equal_rewards_count_as_zero_std():
     rewards = torch.tensor([1.0, 0.1 + 0.2, 0.3, 0.3], dtype=torch.float64)
     assert group_advantages(rewards, torch.zeros(4, dtype=torch.int64)).advantage[0] == pytest.approx(0.7)
 
 
 @pytest.mark.parametrize("rloo", [True, False])
-def test_what_cannot_be_scored_is_left_out(rloo):
+def test_completions_without_a_reward_are_excluded_from_advantages(rloo):
     rewards = torch.tensor([1.0, math.nan, 0.0, 0.5, math.nan, 3.0])
     groups = torch.tensor([7, 7, 7, 7, 2, 2])
     ours = group_advantages(rewards, groups, use_rloo=rloo).advantage
@@ -66,14 +66,14 @@ def test_what_cannot_be_scored_is_left_out(rloo):
     assert ours[[1, 4, 5]].tolist() == [0, 0, 0], "nothing to be compared with"
 
 
-def test_groups_need_not_be_in_order():
+def test_advantages_do_not_depend_on_the_order_of_completions():
     rewards, groups = torch.rand(12), torch.arange(12) % 3
     order = torch.randperm(12)
     ours, shuffled = group_advantages(rewards, groups), group_advantages(rewards[order], groups[order])
     torch.testing.assert_close(shuffled.advantage, ours.advantage[order])
 
 
-def test_a_divergence_in_the_reward_counts_the_tokens_of_the_completion():
+def test_kl_penalty_in_the_reward_sums_over_completion_tokens():
     kl, mask = (
         torch.tensor([[0.5, 0.25, 9.0], [1.0, 9.0, 9.0]]),
         torch.tensor([[True, True, False], [True, False, False]]),

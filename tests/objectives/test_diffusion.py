@@ -1,4 +1,4 @@
-"""Denoising diffusion: the loss is its formula, however the batch is cut; drawing is deterministic."""
+"""Denoising diffusion: the loss equals its formula for any split of the batch; sampling is deterministic."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def microbatch(count: int = 16, first: int = 0):
 
 
 class Recorder(nn.Module):
-    """Predicts ones, and remembers what it was asked."""
+    """Predict ones, and record the inputs."""
 
     def forward(self, images, timesteps, labels):
         self.images, self.timesteps, self.labels = images, timesteps, labels
@@ -43,13 +43,13 @@ class Recorder(nn.Module):
 
 
 @pytest.mark.parametrize("prediction", list(Prediction))
-def test_the_loss_is_its_formula(prediction):
+def test_diffusion_loss_matches_its_formula(prediction):
     batch, recorder = microbatch(), Recorder()
     found = objective(prediction=prediction).loss(recorder, batch).loss
 
     angle = (torch.arange(1001, dtype=torch.float64) / 1000 + 0.008) / 1.008 * torch.pi / 2
     alpha_bar = torch.cumprod((angle.cos()[1:] ** 2 / angle.cos()[:-1] ** 2).clamp(min=0.001), 0)
-    if prediction is Prediction.v_prediction:  # no signal at the last timestep (Lin et al., 2024, algorithm 1)
+    if prediction is Prediction.v_prediction:  # Zero signal at the last timestep (Lin et al., 2024, algorithm 1).
         root = alpha_bar.sqrt()
         alpha_bar = ((root - root[-1]) * root[0] / (root[0] - root[-1])) ** 2
     noise = keyed_normal(5, batch["position"], (1, 8, 8), stream="noise").double()
@@ -67,7 +67,7 @@ def test_the_loss_is_its_formula(prediction):
 
 
 @pytest.mark.parametrize("size", [1, 4, 5])
-def test_the_batch_may_be_cut_anywhere(size):
+def test_diffusion_loss_and_gradients_add_up_over_microbatches(size):
     diffusion, whole, cut = objective(condition_dropout=0.5), model(), model()
     total = diffusion.loss(whole, microbatch()).loss
     total.backward()
@@ -81,7 +81,7 @@ def test_the_batch_may_be_cut_anywhere(size):
         torch.testing.assert_close(cut.get_parameter(name).grad, parameter.grad, rtol=1e-5, atol=1e-6)
 
 
-def test_padding_counts_for_nothing_whatever_it_holds():
+def test_padding_is_ignored_by_the_diffusion_loss():
     diffusion, padded, plain = objective(), model(), model()
     batch = {key: torch.cat([value, value[:3]]) for key, value in microbatch(4).items()}
     batch["position"][4:], batch["images"][4:], batch["labels"][4:] = -1, torch.nan, -100
@@ -94,7 +94,7 @@ def test_padding_counts_for_nothing_whatever_it_holds():
         torch.testing.assert_close(padded.get_parameter(name).grad, parameter.grad, rtol=1e-5, atol=1e-6)
 
 
-def test_a_microbatch_of_padding_alone_is_exactly_zero():
+def test_microbatch_of_padding_has_zero_diffusion_loss_and_gradients():
     diffusion, dit, batch = objective(), model(), microbatch(3)
     batch["position"].fill_(-1)
     loss = diffusion.loss(dit, batch).loss
@@ -114,7 +114,7 @@ def test_conditions_are_dropped_in_training_only():
     assert torch.equal(recorder.labels, batch["labels"])
 
 
-def test_the_share_of_dropped_conditions_is_the_one_asked_for():
+def test_condition_dropout_has_the_given_rate():
     chance = keyed_uniform(5, torch.arange(20_000), stream="condition")
     assert abs((chance < 0.1).float().mean() - 0.1) < 0.008
 
@@ -124,7 +124,7 @@ def splits() -> DataSplits:
     return DataSplits(train=images, validation=images, fingerprint="")
 
 
-def test_drawing_is_deterministic_and_leaves_the_model_as_it_was():
+def test_diffusion_sampling_is_deterministic_and_keeps_the_model_unchanged():
     diffusion, dit = objective(samples_per_class=2), model().train()
     first = diffusion.generate(dit, splits(), "cpu")
     torch.randn(3)
@@ -138,7 +138,7 @@ def test_drawing_is_deterministic_and_leaves_the_model_as_it_was():
     assert not torch.equal(first.images, diffusion.generate(dit, splits(), "cpu", seed=6).images)
 
 
-def test_classes_and_their_number_can_be_asked_for():
+def test_diffusion_samples_the_given_labels_and_counts():
     diffusion, dit = objective(), model()
     asked = diffusion.generate(dit, splits(), "cpu", labels=[7, 7, 1])
     assert asked.labels.tolist() == [7, 7, 1]
@@ -146,7 +146,7 @@ def test_classes_and_their_number_can_be_asked_for():
 
 
 class Perfect(nn.Module):
-    """Knows that every image of class k has brightness k / 10, and that one without class has brightness 0."""
+    """A model that knows the images: class k has brightness k / 10, no class has brightness 0."""
 
     def __init__(self, diffusion: Diffusion) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class Perfect(nn.Module):
 @pytest.mark.parametrize("prediction", list(Prediction))
 @pytest.mark.parametrize(("scale", "expected", "forward_size"), [(1.0, 0.4, 3), (2.0, 0.8, 6), (4.0, 1.0, 6)])
 @pytest.mark.parametrize("is_own", [False, True])
-def test_a_perfect_model_draws_the_class_as_far_as_guidance_takes_it(prediction, scale, expected, forward_size, is_own):
+def test_guidance_scales_the_sample_of_a_perfect_model(prediction, scale, expected, forward_size, is_own):
     own, asked = ({"guidance_scale": scale}, {}) if is_own else ({}, {"guidance_scale": scale})
     diffusion = objective(prediction=prediction, sampling_steps=20, **own)
     perfect = Perfect(diffusion)
@@ -185,25 +185,25 @@ def test_a_perfect_model_draws_the_class_as_far_as_guidance_takes_it(prediction,
         ({"steps": 0}, "steps: is 0"),
     ],
 )
-def test_a_drawing_that_cannot_be_is_refused(asked, message):
+def test_invalid_sampling_request_is_a_config_error(asked, message):
     with pytest.raises(ConfigError, match=message):
         objective().generate(model(), splits(), "cpu", **asked)
 
 
-def test_more_sampling_steps_than_timesteps_are_named():
+def test_more_sampling_steps_than_timesteps_are_refused():
     found = [str(violation) for violation in schemas.Diffusion(sampling_steps=50, num_train_timesteps=20).check()]
     assert found == ["objective.sampling_steps: is 50 but must be at most objective.num_train_timesteps=20"]
 
 
 @pytest.mark.parametrize("beta_schedule", list(BetaSchedule))
-def test_every_noise_schedule_draws(beta_schedule):
+def test_every_noise_schedule_generates_finite_samples(beta_schedule):
     drawn = objective(beta_schedule=beta_schedule).generate(model(), splits(), "cpu", labels=[1])
     assert drawn.images.isfinite().all()
 
 
 @pytest.mark.parametrize("num_train_timesteps", [50, 1000])
 @pytest.mark.parametrize("beta_schedule", list(BetaSchedule))
-def test_noise_has_the_schedule_and_the_timesteps_of_the_settings(beta_schedule, num_train_timesteps):
+def test_noise_follows_the_beta_schedule_and_number_of_timesteps(beta_schedule, num_train_timesteps):
     settings = {"beta_schedule": beta_schedule, "num_train_timesteps": num_train_timesteps}
     batch, recorder = microbatch(), Recorder()
     objective(prediction=Prediction.epsilon, **settings).loss(recorder, batch)

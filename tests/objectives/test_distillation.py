@@ -49,7 +49,7 @@ def loss_and_gradients(objective, model, parts):
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_the_loss_is_cross_entropy_and_divergence_of_the_valid_tokens(options):
+def test_distillation_loss_weighs_cross_entropy_and_divergence(options):
     model, teacher, part = make_model(), make_model(1), microbatch()
     ours = objective_of(teacher, **options).loss(model, part)
     student, taught = (each(part["tokens"], return_logits=True).logits for each in (model, teacher))
@@ -62,7 +62,7 @@ def test_the_loss_is_cross_entropy_and_divergence_of_the_valid_tokens(options):
 
 
 @pytest.mark.parametrize("options", OPTIONS[:-1], ids=str)
-def test_a_student_that_is_its_teacher_has_nothing_to_learn_from_it(options):
+def test_student_equal_to_its_teacher_has_zero_loss_and_gradients(options):
     model, part = make_model(), microbatch()
     objective = objective_of(make_model(), **{**options, "ce_ratio": 0.0})
     loss, gradients = loss_and_gradients(objective, model, [part])
@@ -74,7 +74,7 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn_from_it(options):
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @settings(max_examples=5, deadline=None)
 @given(cut=st.integers(1, 4), seed=st.integers(0, 20))
-def test_loss_and_gradients_are_those_of_any_cut_and_tile(options, tiles, cut, seed):
+def test_distillation_gradients_do_not_depend_on_microbatches_and_tiles(options, tiles, cut, seed):
     model, whole = make_model(logprob_tile_tokens=tiles), microbatch(seed=seed)
     objective = objective_of(make_model(1), **options)
     parts = [{name: value[rows] for name, value in whole.items()} for rows in (slice(cut), slice(cut, None))]
@@ -88,7 +88,7 @@ def test_loss_and_gradients_are_those_of_any_cut_and_tile(options, tiles, cut, s
     assert sum(map(objective.num_valid, parts)) == objective.num_valid(whole)
 
 
-def test_padding_samples_count_for_nothing():
+def test_padding_is_ignored_by_the_distillation_loss():
     model, part = make_model(), microbatch()
     objective = objective_of(make_model(1), top_k=4)
     padded = {name: torch.cat([value, value[:1]]) for name, value in part.items()}
@@ -100,17 +100,17 @@ def test_padding_samples_count_for_nothing():
     assert not any(gradient.any() for gradient in gradients)
 
 
-def test_a_teacher_of_other_tokens_is_refused():
+def test_teacher_with_another_vocabulary_is_refused():
     with pytest.raises(ConfigError, match=r"objective\.teacher: .* 60 tokens and the student 50"):
         objective_of(make_model(vocab_size=60)).loss(make_model(), microbatch())
 
 
 class Own(nn.Module):
     def forward(self, tokens, targets=None, *, return_logits=False, read=None):
-        """As a user may have written it before there was `per_token`."""
+        """Lacks `per_token`, like a user's model from before that keyword existed."""
 
 
-def test_a_model_that_cannot_be_asked_is_refused():
+def test_model_without_a_required_keyword_is_refused_by_name():
     objective = Distillation(teacher="teacher", vocab_size=50, max_seq_len=12)
     with pytest.raises(ConfigError, match=r"model: is Own, .* objective Distillation calls it with per_token; pass it"):
         check_forward(objective, Own())

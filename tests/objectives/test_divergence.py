@@ -21,7 +21,7 @@ def logits(*shape, seed=0, scale=2.0):
 @pytest.mark.parametrize("outside", SOUND)
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 100), temperature=st.floats(0.5, 4))
-def test_it_is_never_negative_and_0_for_equals(kind, top_k, outside, seed, temperature):
+def test_divergence_is_nonnegative_and_zero_for_equal_logits(kind, top_k, outside, seed, temperature):
     student, teacher = logits(4, 9, seed=seed)
     options = {"divergence": kind, "top_k": top_k, "outside_top_k": outside, "temperature": temperature}
     assert bool((divergence(student, teacher, **options) > -1e-12).all())
@@ -32,7 +32,7 @@ def test_it_is_never_negative_and_0_for_equals(kind, top_k, outside, seed, tempe
 
 
 @pytest.mark.parametrize("kind", list(Divergence))
-def test_the_tail_makes_it_grow_to_the_whole_with_k(kind):
+def test_top_k_divergence_with_tail_grows_to_the_full_divergence(kind):
     student, teacher = logits(20, 9)
     values = [divergence(student, teacher, divergence=kind, top_k=k) for k in range(1, 10)]
     for less, more in pairwise(values):
@@ -41,7 +41,7 @@ def test_the_tail_makes_it_grow_to_the_whole_with_k(kind):
     torch.testing.assert_close(values[-1], divergence(student, teacher, divergence=kind))
 
 
-def test_the_tail_sees_what_renormalising_does_not():
+def test_tail_divergence_includes_tokens_that_renormalizing_ignores():
     teacher = torch.tensor([5.0, 4.0, -9.0, -9.0]).double()
     student = torch.tensor([5.0, 4.0, 9.0, 9.0]).double()
     assert divergence(student, teacher, top_k=2, outside_top_k=OutsideTopK.renormalize) < 1e-6
@@ -51,7 +51,7 @@ def test_the_tail_sees_what_renormalising_does_not():
 @pytest.mark.parametrize("kind", list(Divergence))
 @settings(deadline=None)
 @given(chunk=st.integers(1, 12))
-def test_chunks_of_positions_change_nothing(kind, chunk):
+def test_divergence_does_not_depend_on_chunks(kind, chunk):
     student, teacher = logits(12, 7)
     parts = zip(student.split(chunk), teacher.split(chunk), strict=True)
     torch.testing.assert_close(
@@ -60,7 +60,7 @@ def test_chunks_of_positions_change_nothing(kind, chunk):
     )
 
 
-def test_kinds_by_hand():
+def test_divergences_match_their_formulas():
     student, teacher = logits(3, 5)
     s, t = student.softmax(-1), teacher.softmax(-1)
     forward, reverse = (t * (t / s).log()).sum(-1), (s * (s / t).log()).sum(-1)
@@ -74,6 +74,6 @@ def test_kinds_by_hand():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_the_dtype_stays(dtype):
+def test_divergence_keeps_the_dtype(dtype):
     student, teacher = (value.to(dtype) for value in logits(3, 5))
     assert divergence(student, teacher, divergence=Divergence.jsd, top_k=2).dtype == dtype

@@ -27,7 +27,7 @@ def pairs(count=5, seed=0):
 
 
 @pytest.mark.parametrize("beta", [0.01, 0.05, 2.0])
-def test_at_the_start_the_loss_is_ln_2(beta):
+def test_dpo_pair_loss_starts_at_ln_2(beta):
     log_prob, _, num_tokens, is_valid = pairs()
     loss = pair_losses(log_prob, log_prob.detach(), num_tokens, is_valid, ref_policy_kl_penalty=beta).loss
     torch.testing.assert_close(loss, torch.full_like(loss, math.log(2)))
@@ -36,7 +36,7 @@ def test_at_the_start_the_loss_is_ln_2(beta):
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @settings(deadline=None)
 @given(cut=st.integers(0, 5), seed=st.integers(0, 50))
-def test_pairs_do_not_depend_on_each_other(options, cut, seed):
+def test_dpo_losses_of_pairs_are_independent(options, cut, seed):
     inputs = pairs(seed=seed)
     parts = [pair_losses(*(t[rows] for t in inputs), **options) for rows in (slice(cut), slice(cut, None))]
     whole = pair_losses(*inputs, **options)
@@ -46,7 +46,7 @@ def test_pairs_do_not_depend_on_each_other(options, cut, seed):
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("rubbish", [math.nan, -math.inf])
-def test_pairs_that_do_not_count_cost_exactly_0_and_keep_the_graph(options, rubbish):
+def test_invalid_dpo_pairs_have_zero_loss_and_gradient(options, rubbish):
     log_prob, reference, num_tokens, _ = pairs(3)
     log_prob = torch.cat([log_prob.detach()[:2], torch.full((1, 2), rubbish)]).requires_grad_()
     is_valid = torch.tensor([True, False, False])
@@ -57,7 +57,7 @@ def test_pairs_that_do_not_count_cost_exactly_0_and_keep_the_graph(options, rubb
     assert not gradient[1:].any()
 
 
-def test_margins_by_hand():
+def test_dpo_losses_match_their_formulas():
     log_prob, reference, num_tokens, is_valid = pairs()
     ratio = log_prob - reference
     margin = ratio[:, 0] - ratio[:, 1]
@@ -81,7 +81,7 @@ def make_model(seed=0):
 
 
 def microbatch(count=5, seq=10, seed=0):
-    """Pairs whose responses differ in length; rows are padded."""
+    """Return pairs whose responses differ in length, padded."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(50, (count, 2, seq + 1), generator=generator)
     start = torch.randint(0, 4, (count, 1, 1), generator=generator)
@@ -106,7 +106,7 @@ def loss_and_gradients(objective, model, parts):
 
 
 @pytest.mark.parametrize("averaged", [False, True])
-def test_a_run_starts_at_ln_2_without_a_margin(averaged):
+def test_dpo_starts_at_ln_2_with_zero_margin(averaged):
     model, part = make_model(), microbatch()
     objective = objective_of(model, copy.deepcopy(model), preference_average_log_probs=averaged)
     result = objective.loss(model, part)
@@ -118,7 +118,7 @@ def test_a_run_starts_at_ln_2_without_a_margin(averaged):
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @settings(max_examples=5, deadline=None)
 @given(cut=st.integers(1, 4), seed=st.integers(0, 20))
-def test_loss_and_gradients_are_those_of_any_cut(options, cut, seed):
+def test_dpo_gradients_do_not_depend_on_microbatches(options, cut, seed):
     model, whole = make_model(), microbatch(seed=seed)
     objective = objective_of(model, make_model(1), **options)
     parts = [{name: value[rows] for name, value in whole.items()} for rows in (slice(cut), slice(cut, None))]
@@ -130,7 +130,7 @@ def test_loss_and_gradients_are_those_of_any_cut(options, cut, seed):
     assert sum(map(objective.num_valid, parts)) == objective.num_valid(whole) == 5
 
 
-def test_the_loss_is_the_weighted_sum_of_preference_and_likelihood():
+def test_dpo_loss_is_the_weighted_sum_of_preference_and_sft_loss():
     model, part = make_model(), microbatch()
 
     def loss(**options):
@@ -142,7 +142,7 @@ def test_the_loss_is_the_weighted_sum_of_preference_and_likelihood():
 
 
 @pytest.mark.parametrize("averages", [False, True])
-def test_log_probabilities_are_summed_or_averaged_over_the_tokens_of_a_response(averages):
+def test_dpo_log_probs_are_summed_or_averaged_over_response_tokens(averages):
     part, num_tokens = microbatch(), (microbatch()["targets"] != -100).sum(-1)
     log_prob, reference = (objective_of(None, make_model(seed)).precompute(part)["reference"] for seed in (0, 1))
     lengths = num_tokens if averages else torch.ones_like(num_tokens)
@@ -157,7 +157,7 @@ def test_log_probabilities_are_summed_or_averaged_over_the_tokens_of_a_response(
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_the_loss_of_a_microbatch_is_the_sum_of_its_pairs(options):
+def test_dpo_microbatch_loss_is_the_sum_of_its_pair_losses(options):
     part = microbatch()
     log_prob, reference = (objective_of(None, make_model(seed)).precompute(part)["reference"] for seed in (0, 1))
     is_valid, num_tokens = torch.ones(5, dtype=torch.bool), (part["targets"] != -100).sum(-1)
@@ -166,7 +166,7 @@ def test_the_loss_of_a_microbatch_is_the_sum_of_its_pairs(options):
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
-def test_padding_and_empty_responses_count_for_nothing():
+def test_padding_and_empty_responses_are_ignored_by_dpo():
     model, part = make_model(), microbatch()
     objective = objective_of(model, make_model(1), sft_loss_weight=0.5)
     wider = {name: torch.cat([value, value[:2]]) for name, value in part.items()}
@@ -180,7 +180,7 @@ def test_padding_and_empty_responses_count_for_nothing():
     assert not any(gradient.any() for gradient in gradients)
 
 
-def test_a_few_steps_make_chosen_responses_likelier_than_rejected_ones():
+def test_dpo_training_raises_the_margin_and_accuracy():
     model, part = make_model(), microbatch()
     objective = objective_of(model, copy.deepcopy(model), ref_policy_kl_penalty=0.1, sft_loss_weight=0.1)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)

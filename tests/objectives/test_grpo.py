@@ -1,4 +1,4 @@
-"""The loss of a step of GRPO, against the same written out with nothing but torch."""
+"""The GRPO loss of a step matches an implementation in plain torch."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ CORRECTED = {
 
 
 def log_probs(model, tokens, targets, *, temperature=1.0, top_k=None, top_p=1.0):
-    """(completions, seq), by a softmax over whole logits of which the filters have left some."""
+    """Return log-probabilities, (completions, seq), from a softmax over filtered full logits."""
     logits = model(tokens, return_logits=True).logits / temperature
     probabilities = logits.softmax(-1)
     ordered = probabilities.sort(dim=-1, descending=True).values
@@ -34,7 +34,7 @@ def log_probs(model, tokens, targets, *, temperature=1.0, top_k=None, top_p=1.0)
 
 
 def written_out(model, reference, samples, rewards, old, *, filters, beta, by_token, on_policy):
-    """Leave-one-out advantages over their deviation, the clipped ratio and the k3 estimate, as the papers have them."""
+    """Return the loss from the papers' formulas: leave-one-out advantages, clipped ratio and k3 estimate."""
     tokens, targets = samples["tokens"], samples["targets"]
     mask = targets != -100
     x = log_probs(model, tokens, targets, **filters).where(mask, 0.0)
@@ -50,7 +50,7 @@ def written_out(model, reference, samples, rewards, old, *, filters, beta, by_to
     ratio, a = (x - o).exp(), advantage.float()[:, None]
     policy = torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.2))
     r = f - plain
-    kl = (r.exp() - 1 - r) * (plain - (o if on_policy else plain.detach())).exp()  # old is the sampler's, too
+    kl = (r.exp() - 1 - r) * (plain - (o if on_policy else plain.detach())).exp()  # `old` is also the sampler's.
     loss = ((policy + beta * kl) * mask).double()
     return loss.sum() / mask.sum() if by_token else (loss.sum(-1) / mask.sum(-1)).mean()
 
@@ -59,7 +59,7 @@ def written_out(model, reference, samples, rewards, old, *, filters, beta, by_to
 @pytest.mark.parametrize(
     ("filters", "updates", "on_policy"), [(FILTERS, 1, True), (NO_FILTERS, 2, True), (FILTERS, 2, False)]
 )
-def test_the_loss_of_a_step_and_its_gradient(by_token, filters, updates, on_policy):
+def test_grpo_loss_and_gradient_match_a_plain_implementation(by_token, filters, updates, on_policy):
     model, reference = make_model(), make_model(seed=4)
     clamps = {"kl_input_clamp": None, "kl_output_clamp": None}
     settings = {"updates_per_rollout": updates, "token_level_loss": by_token, "ref_policy_kl_penalty": 0.3}
@@ -69,7 +69,7 @@ def test_the_loss_of_a_step_and_its_gradient(by_token, filters, updates, on_poli
     plain = {name.removeprefix("generation_"): value for name, value in filters.items()}
     for update in range(updates):
         window = source.next_window()
-        if update == 1:  # by then the model is another
+        if update == 1:  # The model has changed by then.
             with torch.no_grad():
                 first = make_model()
                 for parameter in model.parameters():
@@ -120,7 +120,7 @@ SETTINGS = [
 
 
 def gradient(settings):
-    """Of the output matrix, for a policy that is neither the sampler nor the one at the rollout."""
+    """Return the gradient of the output matrix for a policy other than the sampler and the policy at the rollout."""
     objective = make_objective(make_model(seed=4), updates_per_rollout=2, **NO_FILTERS, **settings)
     model = make_model()
     (part,) = make_source(objective, model, per_gpu_batch_size=8).next_window().microbatches
@@ -132,5 +132,5 @@ def gradient(settings):
 
 
 @pytest.mark.parametrize(("base", "changed"), SETTINGS, ids=lambda settings: ",".join(settings))
-def test_each_setting_of_the_objective_changes_the_gradient(base, changed):
+def test_each_grpo_setting_changes_the_gradient(base, changed):
     assert not torch.allclose(gradient({**base, **changed}), gradient(base), rtol=1e-3)

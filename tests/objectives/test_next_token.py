@@ -33,7 +33,7 @@ def microbatch(batch=3, seq=12, *, seed=0, ignored=0.3):
     return {"tokens": tokens[:, :-1], "targets": targets, "position": torch.arange(batch)}
 
 
-def test_loss_is_the_sum_of_cross_entropies():
+def test_next_token_loss_is_the_sum_of_cross_entropies():
     model, part = make_model(), microbatch()
     expected = F.cross_entropy(model(part["tokens"]).logits.flatten(0, 1), part["targets"].flatten(), reduction="sum")
     result = NextToken().loss(model, part)
@@ -53,7 +53,7 @@ def test_z_loss_is_over_valid_tokens_only():
     torch.testing.assert_close(result.metrics["cross_entropy"].sum, cross_entropy)
 
 
-def test_count_leaves_out_ignored_targets_and_padding_samples():
+def test_num_valid_excludes_ignored_targets_and_padding_samples():
     part = microbatch(ignored=0.0)
     part["targets"][0, :5] = -100
     part["position"][2] = -1
@@ -64,7 +64,7 @@ def test_count_leaves_out_ignored_targets_and_padding_samples():
 
 @settings(max_examples=20, deadline=None)
 @given(batch=st.integers(1, 6), cut=st.integers(0, 6), seed=st.integers(0, 50), z=st.sampled_from([0.0, 0.01]))
-def test_sums_and_counts_add_up_over_any_cut(batch, cut, seed, z):
+def test_next_token_losses_and_counts_add_up_over_microbatches(batch, cut, seed, z):
     model, objective, whole = make_model(), NextToken(z_loss_coefficient=z), microbatch(batch, seed=seed)
     parts = [{k: v[:cut] for k, v in whole.items()}, {k: v[cut:] for k, v in whole.items()}]
     parts = [part for part in parts if len(part["tokens"])]
@@ -75,7 +75,7 @@ def test_sums_and_counts_add_up_over_any_cut(batch, cut, seed, z):
 
 
 @pytest.mark.parametrize("z", [0.0, 0.1])
-def test_padding_changes_nothing(z):
+def test_padding_is_ignored_by_the_next_token_loss(z):
     model, objective, part = make_model(), NextToken(z_loss_coefficient=z), microbatch()
     padded = {name: torch.cat([value, value[:1]]) for name, value in part.items()}
     padded["position"][-1] = -1
@@ -85,7 +85,7 @@ def test_padding_changes_nothing(z):
 
 @pytest.mark.parametrize("z", [0.0, 0.1])
 @pytest.mark.parametrize("tile", [0, 5])
-def test_a_fully_masked_microbatch_adds_exactly_zero_to_the_gradient(z, tile):
+def test_fully_masked_microbatch_has_exactly_zero_gradient(z, tile):
     model, part = make_model(logprob_tile_tokens=tile), microbatch()
     part["position"][:] = -1
     result = NextToken(z_loss_coefficient=z).loss(model, part)
@@ -101,7 +101,7 @@ def data():
     return DataSplits(train=[], validation=[], fingerprint="", tokens_per_sample=12, tokenizer=tokenizer)
 
 
-def test_drawing_continues_the_prompt_the_same_way_every_time(data, tmp_path):
+def test_next_token_generation_is_deterministic_and_saved_to_a_file(data, tmp_path):
     model = make_model(vocab_size=300)
     objective = NextToken(sample_tokens=20)
     model.train()
@@ -122,10 +122,10 @@ def test_drawing_continues_the_prompt_the_same_way_every_time(data, tmp_path):
     assert "def " + continuation.partition("\n")[2] == first.text + "\n"
 
 
-def test_a_file_of_samples_separates_them_and_names_prompt_step_and_drawing(tmp_path):
+def test_sample_file_names_step_seed_and_prompt_of_each_sample(tmp_path):
     drawn = {"temperature": 0.5, "seed": 3, "top_k": 7}
     samples = TextSamples(("a b\n\nc", "d e"), prompts=("a ", "d"), drawn=drawn, step=20)
-    assert samples.text == "a b\n\nc\n\nd e"  # on the terminal
+    assert samples.text == "a b\n\nc\n\nd e"  # On the terminal.
     lines = samples.save(tmp_path / "samples").read_text().splitlines()
     assert lines[:2] == ["step 20, temperature 0.5, seed 3, top_k 7", ""]
     assert [line.strip("=- ") if line.startswith(("===", "---")) else line for line in lines[2:]] == [
@@ -134,7 +134,7 @@ def test_a_file_of_samples_separates_them_and_names_prompt_step_and_drawing(tmp_
     ]  # fmt: skip
 
 
-def test_temperature_zero_takes_the_likeliest_token(data):
+def test_temperature_zero_generates_the_argmax_token(data):
     model = make_model(vocab_size=300)
     tokens = data.tokenizer.encode("def add").ids
     for _ in range(6):
@@ -145,7 +145,7 @@ def test_temperature_zero_takes_the_likeliest_token(data):
     assert drawn.text == data.tokenizer.decode(tokens)
 
 
-def test_length_and_temperature_of_a_sample_are_the_objectives_unless_it_is_asked_for_others(data):
+def test_generation_defaults_come_from_the_objective(data):
     model = make_model(vocab_size=300)
     for kind in (NextToken, SFT):
         objective = kind(sample_tokens=5, temperature=0.25)
@@ -155,7 +155,7 @@ def test_length_and_temperature_of_a_sample_are_the_objectives_unless_it_is_aske
         assert own.drawn["temperature"] == 0.25
 
 
-def test_a_text_ends_with_its_document(data):
+def test_generation_stops_at_the_end_of_document(data):
     model = make_model(vocab_size=300)
     end = data.tokenizer.token_to_id(END_OF_DOCUMENT)
     calls = []
@@ -174,5 +174,5 @@ def test_a_text_ends_with_its_document(data):
     assert drawn.text == NextToken().generate(model, data, "cpu", prompt="def", max_new_tokens=2, temperature=0.0).text
 
 
-def test_an_empty_prompt_starts_a_document(data):
+def test_empty_prompt_starts_a_document(data):
     assert NextToken().generate(make_model(vocab_size=300), data, "cpu", prompt="", max_new_tokens=3).text

@@ -1,4 +1,4 @@
-"""Preferences, distillation and the model's own answers in rows that samples share: as in rows of their own."""
+"""Preferences, distillation and on-policy completions give the same results in packed rows as in unpacked rows."""
 
 from functools import partial
 
@@ -28,7 +28,7 @@ LAYOUTS = [(1, 2), (4, 4)]
 
 @given(lengths=st.lists(st.tuples(st.integers(1, CAPACITY), st.integers(1, CAPACITY)), min_size=1, max_size=40))
 @settings(max_examples=30, deadline=None)
-def test_pairs_are_whole_and_lie_where_there_is_room(lengths):
+def test_packed_pairs_are_complete_and_fit_their_rows(lengths):
     packs = first_fit_decreasing(np.array(lengths), CAPACITY)
     assert sorted(pair for pack in packs for pair in pack) == list(range(len(lengths)))
     for pack in packs:
@@ -39,8 +39,8 @@ def test_pairs_are_whole_and_lie_where_there_is_room(lengths):
     assert len(packs) <= len(lengths)
 
 
-def test_values_of_documents_are_taken_apart():
-    documents = torch.tensor([[1, 1, 1, 0, -1], [2, 2, 4, 4, 4]])  # of 3 there is none
+def test_unpack_separates_values_of_documents():
+    documents = torch.tensor([[1, 1, 1, 0, -1], [2, 2, 4, 4, 4]])  # Document 3 is missing.
     values = torch.arange(10.0).view(2, 5).requires_grad_()
     microbatch = {"documents": documents, "position": torch.arange(5)}
     found = unpack(values, microbatch, width=4, fill=-1)
@@ -52,7 +52,7 @@ def test_values_of_documents_are_taken_apart():
 
 
 def examples(count=80, seed=0, longest=20):
-    """Rows of 2 to `longest` tokens; of some nothing is to be learnt."""
+    """Return rows of 2 to `longest` tokens; every ninth row has no trained tokens."""
     random = np.random.default_rng(seed)
     lengths = random.integers(3, longest + 2, count)
     offsets = np.concatenate([[0], lengths.cumsum()])
@@ -63,7 +63,7 @@ def examples(count=80, seed=0, longest=20):
 
 
 def windows(dataset, pack_tokens=None, dp_size=1, per_gpu=4, workers=0):
-    """The microbatches of every rank's second window."""
+    """Return the microbatches of the second window of every rank."""
     order, found = GlobalOrder(num_samples=len(dataset), fingerprint="x", seed=1), []
     for rank in range(dp_size):
         sizes = {"batch_size_at": lambda samples: WINDOW, "per_gpu_batch_size": per_gpu, "num_workers": workers}
@@ -81,7 +81,7 @@ def small_model(seed=0, **changes):
 
 
 def step(model, objective, parts):
-    """Mean loss, metrics and gradients of microbatches."""
+    """Return count, mean loss, metrics and gradients of microbatches."""
     model.zero_grad()
     count = sum(map(objective.num_valid, parts))
     losses = [objective.loss(model, part) for part in parts]
@@ -101,7 +101,7 @@ def check_equal(ours, theirs):
 
 
 @pytest.mark.parametrize(("dp_size", "per_gpu", "workers"), [(1, 1, 0), (2, 2, 0), (1, 2, 2)])
-def test_a_window_has_each_pair_whole(dp_size, per_gpu, workers):
+def test_packed_window_contains_both_rows_of_each_pair(dp_size, per_gpu, workers):
     pairs = Pairs(examples())
     order = GlobalOrder(num_samples=len(pairs), fingerprint="x", seed=1)
     expected = {position: pairs[int(order.indices(range(position, position + 1))[0])] for position in range(16, 32)}
@@ -129,14 +129,14 @@ PREFERENCES = [
 
 @pytest.mark.parametrize("options", PREFERENCES, ids=str)
 @pytest.mark.parametrize(("dp_size", "per_gpu"), LAYOUTS)
-def test_preferences(options, dp_size, per_gpu):
+def test_packed_dpo_matches_unpacked(options, dp_size, per_gpu):
     model, reference, pairs = small_model(), small_model(1).eval().requires_grad_(False), Pairs(examples())
     objective = DPO(**options)
     objective.compare({"reference": reference})
     plain = step(model, objective, windows(pairs))
     packed = windows(pairs, CAPACITY, dp_size, per_gpu)
     check_equal(step(model, objective, packed), plain)
-    # What is computed once, without packing, is what is asked at each step, with it.
+    # Precomputed reference log-probabilities, without packing, equal those of each packed step.
     whole = held_out_batches(pairs, per_gpu_batch_size=4, dp_rank=0, dp_size=1, max_samples=None)
     column = torch.cat([objective.precompute(part)["reference"] for part in whole])
     joined = windows(WithColumns(pairs, {"reference": column}), CAPACITY, dp_size, per_gpu)
@@ -155,7 +155,7 @@ DISTILLATIONS = [
 
 @pytest.mark.parametrize("options", DISTILLATIONS, ids=str)
 @pytest.mark.parametrize(("dp_size", "per_gpu"), LAYOUTS)
-def test_distillation(options, dp_size, per_gpu):
+def test_packed_distillation_matches_unpacked(options, dp_size, per_gpu):
     model, teacher, rows = small_model(), small_model(1, num_heads=2, num_layers=1), examples()
     objective = Distillation(teacher="teacher", vocab_size=VOCAB, max_seq_len=CAPACITY, **options)
     objective.compare({"teacher": teacher.eval().requires_grad_(False)})
@@ -173,14 +173,14 @@ ANSWERS = [
 
 @pytest.mark.parametrize("options", ANSWERS, ids=str)
 @pytest.mark.parametrize("updates", [1, 2])
-def test_answers_of_the_model_itself(options, updates):
+def test_packed_grpo_matches_unpacked(options, updates):
     reference = make_model(4)
     settings = {"ref_policy_kl_penalty": 0.3, "updates_per_rollout": updates, **options}
     check_rollouts(make_objective(reference, **settings), [reference])
 
 
 @pytest.mark.parametrize("filtering", [False, True])
-def test_a_student_on_policy(filtering):
+def test_packed_on_policy_distillation_matches_unpacked(filtering):
     options = {"top_k": 9, "divergence": Divergence.reverse, "overlong_filtering": filtering}
     check_rollouts(make_student(make_model(4), updates_per_rollout=2, **options), [])
 
@@ -190,7 +190,7 @@ def check_rollouts(objective, frozen):
     make = partial(make_source, objective, model, frozen=frozen)
     plain, packed = make(), make(pack_tokens=32, per_gpu_batch_size=2)
     windows = [(plain.next_window(), packed.next_window()) for _ in range(updates)]
-    with torch.no_grad():  # ratios are others than 1
+    with torch.no_grad():  # Move the ratios away from 1.
         torch.manual_seed(1)
         for parameter in model.parameters():
             parameter.add_(0.01 * torch.randn_like(parameter))
@@ -201,7 +201,7 @@ def check_rollouts(objective, frozen):
         check_equal(step(model, objective, other.microbatches), expected)
         first = update * one.num_samples
         lengths, on_ranks = packed._samples["length"][first : first + one.num_samples], []
-        for rank in range(8):  # more than there are rows
+        for rank in range(8):  # More ranks than rows.
             packed._world = World(rank, 0, 8, 1, torch.device("cpu"))
             on_ranks.append(packed._microbatches(first, lengths))
         assert [len(parts) for parts in on_ranks] == [1] * 8
@@ -209,7 +209,7 @@ def check_rollouts(objective, frozen):
         check_equal(step(model, objective, [part for (part,) in on_ranks]), expected)
 
 
-def test_a_microbatch_without_samples_is_exactly_zero():
+def test_microbatch_without_samples_has_zero_loss_and_gradients():
     model, reference = small_model(), small_model(1).eval().requires_grad_(False)
     rows = {"tokens": torch.zeros(2, 1, dtype=torch.int64), "targets": torch.full((2, 1), -100)}
     rows |= {"documents": torch.full((2, 1), -1), "position": torch.empty(0, dtype=torch.int64)}

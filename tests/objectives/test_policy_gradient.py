@@ -37,7 +37,7 @@ VARIANTS = [
 
 
 def completions(rows=5, tokens=6, seed=0, padding=0.0):
-    """Some that differ in length; `padding` is what stands where nothing counts."""
+    """Return completions of different lengths; `padding` fills the masked positions."""
     generator = torch.Generator().manual_seed(seed)
 
     def log_probs(near=None):
@@ -66,7 +66,7 @@ def loss_and_gradient(parts, leaf, config):
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @settings(max_examples=10, deadline=None)
 @given(cut=st.integers(0, 5), seed=st.integers(0, 100))
-def test_microbatches_add_up(variant, cut, seed):
+def test_policy_loss_and_gradients_add_up_over_microbatches(variant, cut, seed):
     whole, config = completions(seed=seed), PolicyGradient(**variant)
     parts = [select(whole, slice(None, cut)), select(whole, slice(cut, None))]
     for ours, theirs in zip(
@@ -79,7 +79,7 @@ def test_microbatches_add_up(variant, cut, seed):
 
 @pytest.mark.parametrize("padding", [-torch.inf, torch.nan, 1e4])
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_what_does_not_count_may_be_anything(variant, padding):
+def test_masked_values_do_not_affect_the_policy_loss(variant, padding):
     whole, clean, config = completions(padding=padding), completions(), PolicyGradient(**variant)
     loss, gradient = loss_and_gradient([whole], whole.log_prob, config)
     expected = loss_and_gradient([clean], clean.log_prob, config)
@@ -89,7 +89,7 @@ def test_what_does_not_count_may_be_anything(variant, padding):
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_completions_that_are_left_out_cost_exactly_0_and_keep_the_graph(variant):
+def test_fully_masked_completions_have_zero_loss_and_gradient(variant):
     whole = completions()
     nothing = Completions(**{**vars(whole), "mask": torch.zeros_like(whole.mask)})
     loss, gradient = loss_and_gradient([nothing], whole.log_prob, PolicyGradient(**variant))
@@ -98,7 +98,7 @@ def test_completions_that_are_left_out_cost_exactly_0_and_keep_the_graph(variant
     assert not gradient.any()
 
 
-def test_a_token_that_the_filters_leave_out_counts_for_the_divergence_only():
+def test_filtered_token_counts_for_the_kl_only():
     whole = completions(rows=1, seed=3)
     cut = whole.log_prob.detach().clone()
     cut[0, 0] = -torch.inf
@@ -110,7 +110,7 @@ def test_a_token_that_the_filters_leave_out_counts_for_the_divergence_only():
     torch.testing.assert_close(theirs.policy - ours.policy, first.squeeze(0))
 
 
-def test_variants_by_hand():
+def test_policy_loss_variants_match_their_formulas():
     part = completions(rows=1, seed=1)
     x, old, sampler, mask = part.log_prob, part.old, part.sampler, part.mask
     advantage, ratio, drift = part.advantage, (x - old).exp(), (old - sampler).exp()
@@ -139,8 +139,8 @@ def test_variants_by_hand():
 
 
 @pytest.mark.parametrize("kl_type", list(KLType))
-def test_the_divergence_has_the_gradient_of_the_expectation(kl_type):
-    """Over all tokens of a distribution, k1 and k3 with the score's gradient have that of KL(policy ‖ reference)."""
+def test_kl_estimate_has_the_gradient_of_the_expectation(kl_type):
+    """Over all tokens, k1 and k3 with the score-function gradient have the gradient of KL(policy ‖ reference)."""
     logits = torch.tensor([0.3, -0.4, 1.1, 0.2], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([0.1, 0.2, 0.3, -0.5], dtype=torch.float64).log_softmax(-1)
     log_prob = logits.log_softmax(-1)
@@ -157,8 +157,8 @@ def test_the_divergence_has_the_gradient_of_the_expectation(kl_type):
 
 
 @pytest.mark.parametrize("by_token", [True, False])
-def test_the_on_policy_divergence_weighs_by_the_policy_over_the_sampler(by_token):
-    """NeMo-RL's ClippedPGLossFn: exp(policy - sampler), through which gradients flow, times the estimate k3."""
+def test_on_policy_kl_is_weighted_by_policy_over_sampler(by_token):
+    """ClippedPGLossFn of NeMo-RL: exp(policy - sampler), through which gradients flow, times the k3 estimate."""
     part = completions(seed=4)
     settings = PolicyGradient(use_on_policy_kl_approximation=True, ref_policy_kl_penalty=0.3, token_level_loss=by_token)
     ours = policy_loss(part, settings)
@@ -178,7 +178,7 @@ def test_the_on_policy_divergence_weighs_by_the_policy_over_the_sampler(by_token
     assert ours.kl.item() != pytest.approx(policy_loss(part, PolicyGradient(token_level_loss=by_token)).kl.item())
 
 
-def test_a_clamped_divergence_has_no_gradient():
+def test_clamped_kl_has_no_gradient():
     log_prob = torch.tensor([-30.0, -1.0], requires_grad=True)
     estimate = kl_estimate(log_prob, torch.tensor([-1.0, -1.5]), weights=(log_prob - log_prob.detach()).exp())
     (gradient,) = torch.autograd.grad(estimate.sum(), log_prob)
@@ -187,7 +187,7 @@ def test_a_clamped_divergence_has_no_gradient():
     assert gradient[1] != 0
 
 
-def test_only_rewarded_completions_have_a_likelihood_term():
+def test_positive_nll_covers_rewarded_completions_only():
     part = completions()
     rewards = torch.tensor([1.0, 0.0, -1.0, 0.5, 0.0])
     total, count = positive_example_nll(part.log_prob, part.mask, rewards)
@@ -196,7 +196,7 @@ def test_only_rewarded_completions_have_a_likelihood_term():
     assert count == part.mask[rows].sum()
 
 
-def test_a_sampler_that_agrees_has_no_mismatch():
+def test_sampling_mismatch_is_zero_for_an_equal_sampler():
     part = completions()
     ours = sampling_mismatch(part.log_prob, part.old, part.old, part.mask)
     assert ours["mult_prob_error"] == part.mask.sum()

@@ -1,4 +1,4 @@
-"""Objectives take their settings as one object or by keyword, also through a subclass."""
+"""Objectives accept their settings as one object or by keyword, also through a subclass."""
 
 from dataclasses import fields
 
@@ -20,11 +20,11 @@ OPEN = {
     "NextToken": {},
     "SFT": {},
 }
-"""By objective: values of the settings that have no default outside a run."""
+"""Required settings of each objective that have no default outside a run."""
 
 
 @pytest.mark.parametrize("name", OPEN)
-def test_keywords_the_object_and_a_subclass_give_the_same_settings(name):
+def test_objective_settings_are_equal_by_keyword_object_and_subclass(name):
     part, schema = getattr(foundry, name), group_schemas("objective")[name]
 
     class Own(part):
@@ -41,12 +41,12 @@ def test_keywords_the_object_and_a_subclass_give_the_same_settings(name):
         part(**OPEN[name], unknown=1)
 
 
-def test_every_objective_is_among_these():
+def test_every_objective_is_covered_by_the_settings_tests():
     named = {n: s for n, s in group_schemas("objective").items() if any(f.name == "_target_" for f in fields(s))}
     assert set(OPEN) == set(named)
 
 
-def test_keywords_of_settings_and_of_the_run_mix():
+def test_settings_and_run_arguments_can_be_passed_together():
     objective = foundry.GRPO(ratio_clip_min=0.3, kl_type=KLType.k1, num_prompts_per_step=2, has_adapters=True)
     assert (objective.settings.ratio_clip_min, objective.settings.kl_type) == (0.3, KLType.k1)
     assert objective.rollouts.num_prompts_per_step == 2
@@ -55,7 +55,7 @@ def test_keywords_of_settings_and_of_the_run_mix():
 
 
 @pytest.mark.parametrize("name", OPEN)
-def test_a_subclass_or_an_instance_may_name_other_metrics(name):
+def test_subclass_or_instance_may_declare_other_metrics(name):
     part = getattr(foundry, name)
 
     class Own(part):

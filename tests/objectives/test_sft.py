@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: what counts, and that cuts of a batch do not."""
+"""Supervised fine-tuning: counted tokens, and independence of microbatches."""
 
 import itertools
 
@@ -23,7 +23,7 @@ def make_model(**changes):
 
 
 def rows(seed=0, number=8):
-    """Rows of 2 to 12 tokens: a prompt, then an answer; one of the last has nothing to learn."""
+    """Return rows of 2 to 12 tokens, each a prompt and an answer; the last row has no trained tokens."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for index in range(number):
@@ -62,7 +62,7 @@ DROPOUT = {"hidden_dropout": 0.3, "attention_dropout": 0.2}
 @pytest.mark.parametrize("options", [{}, {"sft_average_log_probs": True}, {"z_loss_coefficient": 0.1}, DROPOUT])
 @settings(max_examples=10, deadline=None)
 @given(cuts=st.sets(st.integers(1, 7)), seed=st.integers(0, 50))
-def test_cuts_of_a_batch_change_nothing(options, cuts, seed):
+def test_sft_loss_and_gradients_do_not_depend_on_microbatches(options, cuts, seed):
     model = make_model(**(options if options is DROPOUT else {})).double()
     objective, found = SFT(**options), rows(seed)
     bounds = [0, *sorted(cuts), len(found)]
@@ -75,7 +75,7 @@ def test_cuts_of_a_batch_change_nothing(options, cuts, seed):
         torch.testing.assert_close(other, one, rtol=1e-6, atol=1e-8)
 
 
-def test_the_loss_is_the_mean_over_answer_tokens_or_over_samples():
+def test_sft_loss_averages_over_answer_tokens_or_over_samples():
     model, found = make_model(), rows()
     per_row = []
     for tokens, targets in found:
@@ -92,7 +92,7 @@ def test_the_loss_is_the_mean_over_answer_tokens_or_over_samples():
     assert averaging.loss(model, batch).loss.item() == pytest.approx(expected, rel=1e-5)
 
 
-def test_with_every_token_trained_it_is_next_token_prediction():
+def test_sft_with_every_token_trained_matches_next_token():
     model = make_model()
     tokens = torch.randint(VOCAB, (4, 9), generator=torch.Generator().manual_seed(1))
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "position": torch.arange(4)}
@@ -101,7 +101,7 @@ def test_with_every_token_trained_it_is_next_token_prediction():
         assert torch.equal(ours.loss, theirs.loss) or ours.loss.item() == pytest.approx(theirs.loss.item(), rel=1e-6)
 
 
-def test_dropout_is_keyed_by_seed_and_sample_and_is_of_training_only():
+def test_sft_dropout_is_keyed_by_seed_and_sample_in_training_only():
     found, model = rows(), make_model(**DROPOUT)
 
     def loss(seed=0, first=0):
@@ -113,7 +113,7 @@ def test_dropout_is_keyed_by_seed_and_sample_and_is_of_training_only():
     assert loss() == loss(seed=1) == SFT().loss(make_model(), microbatch(found)).loss.item()
 
 
-def test_prompts_and_padding_get_no_gradient():
+def test_prompt_and_padding_tokens_get_no_gradient():
     model, batch = make_model(), microbatch(rows())
     embedded = []
 
@@ -127,7 +127,7 @@ def test_prompts_and_padding_get_no_gradient():
     assert torch.equal(moved, batch["targets"] != -100)
 
 
-def test_padding_samples_and_rows_without_answers_count_for_nothing():
+def test_padding_and_rows_without_answers_are_ignored_by_sft():
     model, found = make_model(), rows()
     batch, padded = microbatch(found[:4]), microbatch(found)
     padded["position"][4:] = -1
@@ -141,7 +141,7 @@ def test_padding_samples_and_rows_without_answers_count_for_nothing():
 
 
 @pytest.mark.parametrize("tile", [0, 3])
-def test_the_accuracy_is_that_of_the_likeliest_token(tile):
+def test_sft_accuracy_is_the_rate_of_argmax_matches(tile):
     model, batch = make_model(logprob_tile_tokens=tile), microbatch(rows())
     logits, targets = model(batch["tokens"], return_logits=True).logits, batch["targets"]
     accuracy = SFT().loss(model, batch).metrics["accuracy"]
@@ -149,7 +149,7 @@ def test_the_accuracy_is_that_of_the_likeliest_token(tile):
     assert float(accuracy.sum) == int((logits.argmax(-1) == targets).sum())
 
 
-def test_models_of_transformers_read_the_same():
+def test_sft_works_with_transformers_models():
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = HuggingFaceCausalLM(path=None, architecture="llama", config=sizes, vocab_size=VOCAB, max_seq_len=16)

@@ -1,4 +1,4 @@
-"""Moments stored in bf16: torch's AdamW whose moments are rounded by hand after each step."""
+"""AdamW with moments stored in bf16 matches torch's AdamW whose moments are rounded by hand after each step."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def gradients(step):
 
 @pytest.mark.parametrize("chunk_bytes", [1, 300, 2**28])
 @pytest.mark.parametrize("fused", [True, False])
-def test_it_is_adamw_between_roundings(chunk_bytes, fused, monkeypatch):
+def test_bf16_adamw_matches_fp32_adamw_with_rounded_moments(chunk_bytes, fused, monkeypatch):
     monkeypatch.setattr(adamw_bf16, "_CHUNK_BYTES", chunk_bytes)
     ours, theirs = parameters(), parameters()
     options = {**OPTIONS, "fused": fused}
@@ -47,7 +47,7 @@ def test_it_is_adamw_between_roundings(chunk_bytes, fused, monkeypatch):
             assert torch.equal(narrow.state[mine]["step"], wide.state[its]["step"])
 
 
-def test_an_update_is_left_out_where_told():
+def test_bf16_adamw_skips_the_update_if_found_inf():
     ours = parameters()
     optimizer = Bf16AdamW(ours, **OPTIONS)
     for found, changes in ((0.0, True), (1.0, False), (0.0, True)):
@@ -62,7 +62,7 @@ def test_an_update_is_left_out_where_told():
         assert all(same != changes for same in kept)
 
 
-def test_it_is_a_choice_of_adamw():
+def test_moments_dtype_bf16_selects_bf16_adamw():
     config = configure("optimizer=adamw", "optimizer.moments_dtype=bf16").optimizer
     (chosen,) = adamw(
         model=nn.Linear(3, 3),
@@ -77,6 +77,6 @@ def test_it_is_a_choice_of_adamw():
 
 
 @pytest.mark.parametrize("overrides", [["optimizer.beta2=0.999"], ["optimizer.beta1=0.998", "optimizer.beta2=0.99"]])
-def test_averages_too_slow_for_bf16_are_refused(overrides):
+def test_betas_too_close_to_one_for_bf16_moments_are_refused(overrides):
     with pytest.raises(ConfigError, match=r"optimizer\.beta[12]: is 0\.99[89], but .* at most 0\.9961"):
         configure("optimizer=adamw", "optimizer.moments_dtype=bf16", *overrides)

@@ -1,4 +1,4 @@
-"""The optimizers that import no compiler are torch's, bit for bit."""
+"""The optimizers that avoid the import of the compiler match torch's, bit for bit."""
 
 import copy
 
@@ -12,7 +12,7 @@ KINDS = {"AdamW": {"lr": 1e-2, "fused": True}, "Adam": {"lr": 1e-2}, "SGD": {"lr
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_steps_state_and_hooks_are_torchs_own(name):
+def test_eager_optimizers_match_torch_in_steps_state_and_hooks(name):
     torch.manual_seed(0)
     own = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
     models = {"own": own, "torch": copy.deepcopy(own)}
@@ -21,7 +21,7 @@ def test_steps_state_and_hooks_are_torchs_own(name):
     calls = []
     optimizers["own"].register_step_post_hook(lambda optimizer, args, kwargs: calls.append(type(optimizer).__name__))
     for step in range(4):
-        if step == 2:  # continued from what was saved
+        if step == 2:  # Resume from the saved state.
             state = copy.deepcopy(optimizers["own"].state_dict())
             optimizers["own"] = kinds["own"](models["own"].parameters(), **KINDS[name])
             optimizers["own"].load_state_dict(state)

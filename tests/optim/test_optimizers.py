@@ -20,7 +20,7 @@ from foundry.parts.optimization import build_optimizers
 from foundry.training.step import set_schedule
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-# None of these is a default.
+# None of these values is a default.
 ADAM = {"lr": 1e-2, "beta1": 0.8, "beta2": 0.97, "eps": 1e-6, "weight_decay": 0.1}
 MUON = {**ADAM, "momentum": 0.8, "nesterov": False, "ns_steps": 4}
 SGD = {"lr": 1e-2, "momentum": 0.7, "nesterov": True, "weight_decay": 0.1}
@@ -36,7 +36,7 @@ class Block(FSDPBlock):
 
 
 class Model(nn.Module):
-    """Every kind of parameter: an embedding, matrices and vectors in blocks, a scalar, a frozen matrix."""
+    """A model with every kind of parameter: embedding, matrices and vectors in blocks, scalar, frozen matrix."""
 
     def __init__(self):
         super().__init__()
@@ -84,7 +84,7 @@ def test_every_trainable_parameter_is_in_one_group(make, options):
     assert set(held) == {p for p in model.parameters() if p.requires_grad}
 
 
-def test_vectors_do_not_decay():
+def test_vectors_have_no_weight_decay():
     model = Model()
     groups = param_groups(model, 0.1)
     assert [(group["weight_decay"], group["wd_mult"], group["lr_mult"]) for group in groups] == [(0.1, 1, 1), (0, 0, 1)]
@@ -100,7 +100,7 @@ def test_vectors_do_not_decay():
         torch.testing.assert_close(p.detach(), before[name] * factor)
 
 
-def test_a_model_without_vectors_has_one_group():
+def test_model_without_vectors_has_one_parameter_group():
     assert len(param_groups(nn.Linear(3, 3, bias=False), 0.1)) == 1
 
 
@@ -113,7 +113,7 @@ def test_a_model_without_vectors_has_one_group():
     ],
     ids=["adamw", "adam", "sgd"],
 )
-def test_the_update_is_pytorchs(make, options, theirs, their_options):
+def test_optimizer_updates_match_torch(make, options, theirs, their_options):
     ours, reference = Model(), Model()
     trainable = [p for p in reference.parameters() if p.requires_grad]
     groups = [
@@ -125,7 +125,7 @@ def test_the_update_is_pytorchs(make, options, theirs, their_options):
         torch.testing.assert_close(weights[name], expected, atol=1e-7, rtol=1e-6)
 
 
-def test_muon_takes_the_matrices_of_blocks_only():
+def test_muon_updates_block_matrices_only():
     model = Model()
     first, second = muon(model=model, **MUON)
     assert type(first) is Muon
@@ -136,7 +136,7 @@ def test_muon_takes_the_matrices_of_blocks_only():
     assert names_in(model, second, 1) == {"scale", "head.bias"} | vectors
 
 
-def test_muon_has_the_settings_of_both_optimizers():
+def test_muon_passes_settings_to_both_optimizers():
     matrices, rest = muon(model=Model(), **MUON)
     (adam_only,) = adamw(model=Model(), **ADAM)
     assert {name: matrices.defaults[name] for name in ("momentum", "nesterov", "ns_steps", "weight_decay")} == {
@@ -153,7 +153,7 @@ def test_muon_without_blocks_is_adamw():
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_muon_on_one_process_is_pytorchs_bit_for_bit(nesterov):
+def test_muon_on_one_process_matches_torch_bit_for_bit(nesterov):
     ours, theirs = Model(), Model()
     options = {"lr": 3e-2, "momentum": 0.9, "nesterov": nesterov, "ns_steps": 5, "weight_decay": 0.1}
     reference = torch.optim.Muon(
@@ -167,7 +167,7 @@ def test_muon_on_one_process_is_pytorchs_bit_for_bit(nesterov):
 
 
 @DTYPES
-def test_muon_leaves_the_update_out_where_told(dtype):
+def test_muon_skips_the_update_if_found_inf(dtype):
     model = Model()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     options = {"lr": 1.0, "momentum": 0.9, "nesterov": True, "ns_steps": 5, "weight_decay": 0.1}
@@ -186,7 +186,7 @@ def test_muon_leaves_the_update_out_where_told(dtype):
 
 @DTYPES
 @pytest.mark.parametrize("shape", [(12, 12), (8, 20), (20, 8)])
-def test_singular_values_come_near_one(shape, dtype):
+def test_newton_schulz_brings_singular_values_near_one(shape, dtype):
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(3)) * 7
     values = torch.linalg.svdvals(orthogonalise(matrix, 6, dtype).float())
     assert values.min() > 0.5
@@ -196,7 +196,7 @@ def test_singular_values_come_near_one(shape, dtype):
 
 @st.composite
 def matrices(draw):
-    """Random, low-rank, ill-conditioned, zero and of one row or column, of any scale that gradients have."""
+    """Draw random, low-rank, ill-conditioned, zero and single-row or single-column matrices of any gradient scale."""
     rows, columns = draw(st.sampled_from([(1, 1), (1, 48), (48, 1), (2, 64), (7, 5), (24, 24), (32, 96), (64, 16)]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     left, right = (torch.randn(n, n, generator=generator, dtype=torch.float64) for n in (rows, columns))
@@ -217,7 +217,7 @@ def matrices(draw):
 
 @settings(derandomize=True, max_examples=examples(150), deadline=None)
 @given(matrices())
-def test_in_fp32_a_last_bit_stays_one(pair):
+def test_fp32_newton_schulz_does_not_amplify_rounding_errors(pair):
     one, other = (orthogonalise(matrix.float(), 5, torch.float32) for matrix in pair)
     assert torch.isfinite(one).all()
     assert torch.isfinite(other).all()
@@ -235,7 +235,7 @@ def test_in_fp32_a_last_bit_stays_one(pair):
         ("amp_float16", torch.float32),
     ],
 )
-def test_the_iteration_follows_precision_unless_told(mode, dtype):
+def test_ns_dtype_follows_precision_unless_set(mode, dtype):
     def dtype_of(*overrides):
         config = configure("optimizer=muon", f"precision={mode}", *overrides)
         return build_optimizers(config, Model())[0].param_groups[0]["ns_dtype"]
@@ -246,19 +246,19 @@ def test_the_iteration_follows_precision_unless_told(mode, dtype):
 
 
 @pytest.mark.parametrize(("word", "refused"), [("null", []), ("bf16", ["optimizer.ns_dtype"])])
-def test_a_resumed_run_keeps_the_arithmetic(word, refused):
+def test_ns_dtype_cannot_change_on_resume(word, refused):
     was, now = (plain(configure("optimizer=muon", *overrides)) for overrides in ([], [f"optimizer.ns_dtype={word}"]))
-    del was["optimizer"]["ns_dtype"]  # as a checkpoint written before there was the field
+    del was["optimizer"]["ns_dtype"]  # As in a checkpoint written before the field existed.
     found = [difference.key for difference in differences(was, now) if not difference.is_allowed]
     assert found == refused
 
 
-def test_what_the_iteration_cannot_be_computed_in_is_refused():
+def test_unsupported_ns_dtype_is_refused():
     with pytest.raises(ConfigError, match=r"optimizer\.ns_dtype.*fp32, bf16"):
         configure("optimizer=muon", "optimizer.ns_dtype=fp16")
 
 
-def test_the_schedule_reaches_every_group():
+def test_schedule_sets_lr_and_weight_decay_of_every_group():
     model = Model()
     optimizers = muon(model=model, **MUON)
     optimizers[1].param_groups[0]["lr_mult"] = 0.5
@@ -276,7 +276,7 @@ class WithHead(Model):
 
 
 @pytest.mark.parametrize(("make", "options"), [(adamw, ADAM), (adam, ADAM), (sgd, SGD), (muon, MUON)])
-def test_embeddings_and_head_have_rates_of_their_own(make, options):
+def test_embeddings_and_head_groups_have_their_own_multipliers(make, options):
     model = WithHead()
     groups = {"embeddings": {"lr_mult": 0.1, "wd_mult": 0.0}, "head": {"lr_mult": 0.5}, "patterns": {}}
     optimizers = make(model=model, groups=groups, **options)
@@ -294,13 +294,13 @@ def test_embeddings_and_head_have_rates_of_their_own(make, options):
     assert (rates["blocks.0.up.weight"], rates["blocks.0.norm.weight"]) == ((1.0, 0.3), (1.0, 0.0))
 
 
-def test_a_pattern_makes_vectors_decay():
+def test_pattern_group_gives_vectors_weight_decay():
     groups = param_groups(Model(), 0.1, {"patterns": {"norms": {"match": r"norm\.weight$", "wd_mult": 2.0}}})
     held = {(g["lr_mult"], g["wd_mult"]): (len(g["params"]), g["weight_decay"]) for g in groups}
     assert held[(1.0, 2.0)] == (2, 0.2)
 
 
-def test_a_pattern_means_the_same_under_ddp():
+def test_pattern_group_matches_names_without_the_ddp_prefix():
     groups = {"patterns": {"first": {"match": "^embedding", "lr_mult": 2.0}}}
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -310,7 +310,7 @@ def test_a_pattern_means_the_same_under_ddp():
     assert [len(g["params"]) for g in held if g["lr_mult"] == 2.0] == [1]
 
 
-def test_embeddings_and_head_left_alone_are_no_groups():
+def test_neutral_embeddings_and_head_groups_are_omitted():
     neutral = {"lr_mult": 1.0, "wd_mult": None}
     assert len(param_groups(Model(), 0.1, {"embeddings": neutral, "head": neutral, "patterns": {}})) == 2
 
@@ -327,6 +327,6 @@ def test_embeddings_and_head_left_alone_are_no_groups():
         ),
     ],
 )
-def test_groups_that_cannot_be(groups, message):
+def test_invalid_parameter_groups_are_refused(groups, message):
     with pytest.raises(ConfigError, match=message):
         param_groups(Model(), 0.1, groups)

@@ -1,4 +1,4 @@
-"""Ten thousand random runs: what holds for every schedule, and every batch size along one."""
+"""Properties of every schedule and of every batch size schedule, over ten thousand random runs."""
 
 import math
 from itertools import pairwise
@@ -41,7 +41,7 @@ def budgets(draw):
 
 @st.composite
 def lengths(draw, budget):
-    """A length within the run, as a user writes it."""
+    """Draw a length within the run, as a user writes it."""
     unit = draw(st.sampled_from(["steps", "fraction", "samples"]))
     if unit == "steps":
         return str(draw(st.integers(1, budget.total_steps - 1)))
@@ -52,7 +52,7 @@ def lengths(draw, budget):
 
 @st.composite
 def schedules(draw, curves):
-    """A budget and a schedule that fits into it, whose horizon is the run."""
+    """Draw a budget and a schedule that fits into it, with the run as its horizon."""
     budget, curve = draw(budgets()), draw(st.sampled_from(curves))
     peak = draw(st.floats(1e-6, 1.0))
     horizon = draw(st.sampled_from(["1.0", f"{budget.total_steps}", f"{budget.total_samples} samples"]))
@@ -81,7 +81,7 @@ def updates(budget):
 
 @runs(2000)
 @given(schedules([Constant, Linear, Cosine, InverseSquareRoot, WSD]))
-def test_rates_keep_their_bounds_and_rise_through_the_warmup(drawn):
+def test_rates_stay_in_bounds_and_rise_only_during_warmup(drawn):
     budget, one = drawn
     reads = [n if one.evaluate_at is EvaluateAt.start else m for n, m in updates(budget)]
     rates = [one.lr(*update) for update in updates(budget)]
@@ -96,7 +96,7 @@ def test_rates_keep_their_bounds_and_rise_through_the_warmup(drawn):
 
 @runs(1500)
 @given(schedules([Linear, Cosine, WSD]))
-def test_the_last_update_is_at_exactly_the_floor(drawn):
+def test_last_update_uses_exactly_the_floor(drawn):
     budget, one = drawn
     assert one.horizon == budget.total_samples
     assert one.lr_at(budget.total_samples) == max(one.min_lr, one.force_min_lr)
@@ -106,13 +106,13 @@ def test_the_last_update_is_at_exactly_the_floor(drawn):
 
 @runs(1200)
 @given(schedules([Constant, Linear, Cosine, InverseSquareRoot, WSD]))
-def test_phases_meet(drawn):
+def test_schedule_phases_are_continuous(drawn):
     _, one = drawn
     ends = [one.warmup] if one.warmup >= 1 else []
     ends += [one.horizon - one.decay] if isinstance(one, WSD) else []
     ends += [one.horizon] if not isinstance(one, InverseSquareRoot) else []
     assume(getattr(one, "decay", 1.0) >= 1)
-    # No phase is shorter than a sample, so 1e-9 samples change no straight line by more than 1e-9 of the peak.
+    # No phase is shorter than a sample, so 1e-9 samples change a linear segment by at most 1e-9 of the peak.
     near = math.sqrt(1e-9) if isinstance(one, WSD) else 1e-8
     for end in ends:
         around = [one.lr_at(end + step) for step in (-1e-9, 0, 1e-9)]
@@ -126,7 +126,7 @@ def test_phases_meet(drawn):
     st.floats(1e-3, 1e6),
     st.sampled_from([IncrementStyle.linear, IncrementStyle.cosine]),
 )
-def test_weight_decay_goes_one_way_and_ends_at_exactly_its_end(start, end, horizon, style):
+def test_weight_decay_is_monotonic_and_ends_at_exactly_its_end(start, end, horizon, style):
     curve = WeightDecay(start=start, end=end, horizon=horizon, style=style)
     values = [curve.at(horizon * share / 20) for share in range(21)]
     assert (values[0], curve.at(horizon), curve.at(2 * horizon)) == (start, end, end)
@@ -137,7 +137,7 @@ def test_weight_decay_goes_one_way_and_ends_at_exactly_its_end(start, end, horiz
 
 @runs(1500)
 @given(batch_sizes(), st.integers(1, 60), st.data())
-def test_batch_sizes_agree_with_a_walk(sizes, steps, data):
+def test_batch_size_formulas_agree_with_step_by_step_enumeration(sizes, steps, data):
     edges = [0]
     for _ in range(steps):
         edges.append(edges[-1] + sizes.at(edges[-1]))
@@ -159,7 +159,7 @@ def test_batch_sizes_agree_with_a_walk(sizes, steps, data):
 
 @runs(750)
 @given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 64), st.integers(1, 10**7), st.data())
-def test_a_ramp_is_megatrons_formula_everywhere(start, increment, count, over, data):
+def test_batch_size_ramp_matches_the_megatron_formula(start, increment, count, over, data):
     final = start + increment * count
     sizes = BatchSizes.ramp(start=start, increment=increment, over_samples=over, final=final)
     corners = [int(over / count * k) + beside for k in range(count + 1) for beside in (-1, 0, 1)]
@@ -170,7 +170,7 @@ def test_a_ramp_is_megatrons_formula_everywhere(start, increment, count, over, d
 
 @runs(750)
 @given(batch_sizes(), st.integers(1, 16))
-def test_rounded_sizes_are_the_largest_multiples(sizes, multiple):
+def test_rounded_batch_sizes_are_the_largest_multiples(sizes, multiple):
     if min(sizes.sizes) < multiple:
         with pytest.raises(ValueError, match="batch size of 0"):
             sizes.rounded(multiple)

@@ -1,4 +1,4 @@
-"""Curves of learning rate and weight decay; their numbers against Megatron's are in tests/parity."""
+"""Curves of learning rate and weight decay; tests/parity compares their values with Megatron's."""
 
 import json
 import math
@@ -29,7 +29,7 @@ def build(curve, *, budget=None, **changes):
 
 
 @pytest.mark.parametrize("curve", [Linear, Cosine, WSD])
-def test_first_update_moves_and_last_one_reaches_the_floor(curve):
+def test_first_update_has_a_nonzero_rate_and_the_last_reaches_the_floor(curve):
     one = build(curve)
     assert one.lr(0, 10) == pytest.approx(1e-4)
     assert one.lr(990, 1000) == 1e-5
@@ -39,26 +39,26 @@ def test_first_update_moves_and_last_one_reaches_the_floor(curve):
 
 
 @pytest.mark.parametrize("curve", [Constant, Linear, Cosine, WSD, InverseSquareRoot])
-def test_warmup_starts_at_its_own_rate(curve):
+def test_warmup_starts_at_warmup_init(curve):
     one = build(curve, warmup_init=4e-4)
     assert [one.lr_at(n) for n in (0, 50, 100)] == pytest.approx([4e-4, 7e-4, 1e-3])
 
 
-def test_a_warmup_longer_than_the_horizon_is_clamped_to_all_but_its_last_step():
+def test_clamped_warmup_leaves_the_last_step_of_the_horizon():
     assert build(Linear, warmup="200", clamp_warmup=True).lr_at(990) == pytest.approx(1e-3)
     assert build(Linear, warmup="200", clamp_warmup=True).lr_at(495) == pytest.approx(5e-4)
     assert build(Linear, warmup="50", clamp_warmup=True).lr_at(500) == pytest.approx(1e-3)
 
 
-def test_forced_floor_and_shorter_horizon():
+def test_force_min_lr_and_shorter_horizon_set_the_floor():
     one = build(Cosine, force_min_lr=5e-4, horizon="0.5")
     assert one.lr_at(900) == 5e-4
-    assert one.lr_at(10) == pytest.approx(2e-4)  # the warm-up, of 50 samples, is not lifted
+    assert one.lr_at(10) == pytest.approx(2e-4)  # The warmup of 50 samples is not raised to the floor.
     assert build(Cosine, horizon="0.5").lr_at(500) == 1e-5
     assert build(Cosine, horizon="0.5").lr_at(501) == 1e-5
 
 
-def test_inverse_square_root_falls_by_the_root_and_drops_past_the_horizon():
+def test_inverse_square_root_decays_and_drops_past_the_horizon():
     one = build(InverseSquareRoot)
     assert [one.lr_at(n) for n in (50, 100, 400, 900)] == pytest.approx([5e-4, 1e-3, 5e-4, 1e-3 / 3])
     assert (one.lr_at(1000), one.lr_at(1001)) == (pytest.approx(1e-3 / math.sqrt(10)), 1e-5)
@@ -75,25 +75,25 @@ def test_inverse_square_root_falls_by_the_root_and_drops_past_the_horizon():
         (DecayStyle.minus_sqrt, 1 - math.sqrt(0.5)),
     ],
 )
-def test_wsd_is_stable_until_its_decay_which_ends_at_the_horizon(style, half):
+def test_wsd_is_constant_until_its_decay_which_ends_at_the_horizon(style, half):
     one = build(WSD, min_lr=0.0, decay_style=style)
     assert [one.lr_at(n) for n in (100, 101, 700)] == [1e-3] * 3
     assert one.lr_at(850) == pytest.approx(half * 1e-3)
     assert (one.lr_at(1000), one.lr_at(5000)) == (0.0, 0.0)
 
 
-def test_a_fractional_decay_still_ends_at_exactly_the_floor():
+def test_fractional_wsd_decay_ends_at_exactly_the_floor():
     one = build(WSD, budget=resolve_budget(BatchSizes.constant(1), 7), min_lr=0.0, warmup="0")
     assert one.horizon - (one.horizon - one.decay) != one.decay
     assert one.lr(6, 7) == 0.0
 
 
-def test_constant_stays_at_the_peak():
+def test_constant_schedule_stays_at_the_peak():
     one = build(Constant, min_lr=0.0)
     assert (one.lr_at(50), one.lr_at(100), one.lr_at(10**9)) == (pytest.approx(5e-4), 1e-3, 1e-3)
 
 
-def test_weight_decay_rises_falls_or_is_the_optimizers():
+def test_weight_decay_schedule_rises_falls_or_is_unset():
     assert build(Linear).weight_decay(0, 10) is None
     curve = {"start_weight_decay": 0.1, "end_weight_decay": 0.01, "weight_decay_incr_style": IncrementStyle.linear}
     one = build(Linear, **curve)
@@ -107,7 +107,7 @@ def test_weight_decay_rises_falls_or_is_the_optimizers():
     assert build(Linear, **curve, weight_decay_horizon="50 samples").weight_decay(40, 50) == 0.01
 
 
-def test_weight_decay_that_contradicts_itself():
+def test_contradictory_weight_decay_is_refused():
     with pytest.raises(ValueError, match=r"cannot go from 0\.1 to 0\.2"):
         WeightDecay(start=0.1, end=0.2, horizon=10, style=IncrementStyle.constant)
     with pytest.raises(ValueError, match="within 0 samples"):
@@ -116,7 +116,7 @@ def test_weight_decay_that_contradicts_itself():
 
 @pytest.mark.parametrize("curve", [Constant, Linear, Cosine, InverseSquareRoot, WSD])
 @pytest.mark.parametrize("style", [None, IncrementStyle.cosine])
-def test_state_survives_json(curve, style):
+def test_schedule_state_survives_json(curve, style):
     decays = {} if style is None else {"start_weight_decay": 0.1, "end_weight_decay": 0.2}
     one = build(curve, **decays, weight_decay_incr_style=style, warmup="0.013", evaluate_at=EvaluateAt.start)
     state = json.loads(json.dumps(one.state_dict()))
@@ -126,7 +126,7 @@ def test_state_survives_json(curve, style):
 
 
 @pytest.mark.parametrize("curve", [Cosine, WSD])
-def test_an_object_of_the_schema_and_its_fields_give_the_same_schedule(curve):
+def test_settings_object_and_keywords_give_the_same_schedule(curve):
     values = {"warmup": "5", "min_lr": 1e-5, "start_weight_decay": 0.1, "end_weight_decay": 0.1}
     values |= {"decay": "0.2"} if curve is WSD else {}
     given = {"max_lr": 1e-3, "budget": resolve_budget(BatchSizes.constant(10), 100)}
@@ -136,7 +136,7 @@ def test_an_object_of_the_schema_and_its_fields_give_the_same_schedule(curve):
     assert (one.warmup, one.min_lr, one.weight_decay(0, 10)) == (50.0, 1e-5, 0.1)
 
 
-def test_a_subclass_takes_fields_of_its_own():
+def test_schedule_subclass_accepts_its_own_fields():
     @dataclass(frozen=True, kw_only=True)
     class Halved(Cosine):
         share: float
@@ -148,7 +148,7 @@ def test_a_subclass_takes_fields_of_its_own():
         Halved.from_durations(share=0.5, shape=1, **given)
 
 
-def test_state_of_an_unknown_style():
+def test_schedule_state_with_an_unknown_style_is_refused():
     with pytest.raises(ValueError, match="'Polynomial' is no schedule; there are: Constant, Linear"):
         from_state({"style": "Polynomial"})
 
@@ -159,7 +159,7 @@ def resolve(budget, **texts):
     )
 
 
-def test_fractions_are_of_the_horizon_and_weight_decay_continues_to_the_longer_end():
+def test_fractions_refer_to_the_horizon_and_weight_decay_to_the_longer_end():
     budget = resolve_budget(BatchSizes.constant(10), 100)
     shorter = resolve(budget, horizon="0.5", decay="0.2")
     assert (shorter.warmup, shorter.horizon, shorter.decay, shorter.weight_decay_horizon) == (50, 500, 100, 1000)
@@ -171,9 +171,9 @@ def test_fractions_are_of_the_horizon_and_weight_decay_continues_to_the_longer_e
     assert resolve(budget, weight_decay_horizon="30 samples").weight_decay_horizon == 30
 
 
-def test_lengths_in_steps_count_what_these_steps_consume():
+def test_lengths_in_steps_are_converted_to_samples_of_the_ramp():
     budget = resolve_budget(RAMP, 10)
     assert [RAMP.samples_after(n) for n in range(9)] == [0, 2, 4, 8, 14, 22, 30, 38, 46]
     phases = resolve(budget, warmup="3", decay="6")
     assert (budget.total_samples, phases.warmup, phases.horizon) == (62, 8, 62)
-    assert phases.decay == 62 - 14  # the last six of ten steps
+    assert phases.decay == 62 - 14  # The last six of ten steps.

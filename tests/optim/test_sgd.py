@@ -1,4 +1,4 @@
-"""SGD of whole and of sharded parameters: torch's own, bit for bit, and left out where told."""
+"""SGD of whole and sharded parameters matches torch's, bit for bit, and skips updates on the device."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch import nn
 
 from foundry.optim.sgd import ShardedSGD
 
-SHAPES = [(7, 5), (1, 3), (33, 2)]  # of the second, one rank has nothing
+SHAPES = [(7, 5), (1, 3), (33, 2)]  # The second has one row, so one of two ranks holds nothing.
 OPTIONS = {"lr": 0.1, "weight_decay": 0.1, "fused": True}
 MOMENTUM = [(0.0, False), (0.9, False), (0.9, True)]
 
@@ -18,7 +18,7 @@ def drawn(seed):
 
 
 def steps(optimizer, parameters, place, *, skipped=()):
-    """Take six steps: gradients are NaN in skipped ones, and the first parameter has no gradient in the second."""
+    """Take six steps: gradients are NaN in skipped steps; the first parameter has no gradient in the second step."""
     for step in range(6):
         for number, (parameter, grad) in enumerate(zip(parameters, drawn(step), strict=True)):
             parameter.grad = place(grad * (float("nan") if step in skipped else 1.0))
@@ -30,7 +30,7 @@ def steps(optimizer, parameters, place, *, skipped=()):
 
 
 @pytest.mark.parametrize(("momentum", "nesterov"), MOMENTUM)
-def test_it_is_torchs_bit_for_bit(momentum, nesterov):
+def test_sharded_sgd_matches_torch_sgd_bit_for_bit(momentum, nesterov):
     ours, theirs = ([nn.Parameter(tensor) for tensor in drawn(9)] for _ in range(2))
     options = {**OPTIONS, "momentum": momentum, "nesterov": nesterov}
     one, other = ShardedSGD(ours, **options), torch.optim.SGD(theirs, **options)
@@ -43,7 +43,7 @@ def test_it_is_torchs_bit_for_bit(momentum, nesterov):
 
 
 def sharded_beside_whole(world):
-    """Weights and momentum of whole and of sharded parameters, after steps with the first and the fourth left out."""
+    """Return weights and momentum of whole and sharded parameters after steps with the first and fourth skipped."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -64,9 +64,9 @@ def sharded_beside_whole(world):
 
 
 @pytest.mark.distributed
-def test_shards_are_updated_as_whole_parameters_and_left_out_on_the_device():
+def test_sharded_sgd_matches_whole_parameters_with_skipped_updates():
     for cases in run_ranks(sharded_beside_whole, 2):
         assert [len(pairs) for pairs in cases] == [3, 6, 6]
         for whole, sharded in (pair for pairs in cases for pair in pairs):
             assert torch.isfinite(whole).all()
-            torch.testing.assert_close(sharded, whole, rtol=1e-6, atol=1e-6)  # a kernel ends elsewhere in a shard
+            torch.testing.assert_close(sharded, whole, rtol=1e-6, atol=1e-6)  # Vector tails differ in shards.

@@ -1,4 +1,4 @@
-"""Devices of the machine; GPUs are made up."""
+"""Device selection and memory, with fake GPUs."""
 
 import os
 import subprocess
@@ -33,12 +33,12 @@ from foundry.parallel.process_group import _device, process_group
     ("count", "variables", "index"),
     [
         (8, {}, 1),
-        (1, {"CUDA_VISIBLE_DEVICES": "1"}, 0),  # as a script does that starts a process for each GPU
+        (1, {"CUDA_VISIBLE_DEVICES": "1"}, 0),  # As set by a script that starts one process per GPU.
         (1, {}, None),
         (1, {"CUDA_VISIBLE_DEVICES": "1", STORE: "somewhere"}, None),  # foundry's own processes would share it
     ],
 )
-def test_the_only_visible_gpu_is_its_own_where_somebody_chose_it(monkeypatch, count, variables, index):
+def test_only_visible_gpu_is_used_if_the_user_restricted_visibility(monkeypatch, count, variables, index):
     place = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for name, value in {**place, "MASTER_PORT": "29500", **variables}.items():
@@ -53,15 +53,15 @@ def test_the_only_visible_gpu_is_its_own_where_somebody_chose_it(monkeypatch, co
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone says it elsewhere too")
-def test_the_memory_of_a_process_is_in_bytes():
+def test_peak_memory_of_a_process_is_in_bytes():
     (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:")]
     _, kibibytes, unit = line.split()
     assert unit == "kB"
     assert peak_memory_bytes(torch.device("cpu")) == pytest.approx(int(kibibytes) * 1024, rel=0.01)
 
 
-def test_resident_memory_falls_when_memory_is_freed_and_its_peak_does_not():
-    before, block = resident_bytes(), mmap(-1, 2**28)  # which goes back to the system when it is closed
+def test_resident_memory_falls_after_a_free_and_peak_memory_does_not():
+    before, block = resident_bytes(), mmap(-1, 2**28)  # Closing the mapping returns its memory to the system.
     block.write(bytes(2**28))
     held, peak = resident_bytes(), peak_memory_bytes(torch.device("cpu"))
     block.close()
@@ -70,7 +70,7 @@ def test_resident_memory_falls_when_memory_is_freed_and_its_peak_does_not():
     assert peak_memory_bytes(torch.device("cpu")) >= peak >= before + 2**27
 
 
-def test_peak_memory_of_a_run_leaves_out_the_run_before_it(monkeypatch):
+def test_peak_memory_of_a_run_excludes_the_previous_run(monkeypatch):
     gpus = FakeGpus(peak=60, allocated=0, num_retries=2).replace_torchs(monkeypatch)
     with process_group(Single()) as world:
         assert (peak_memory_bytes(world.device), allocator_retries(world.device)) == (0, 0)
@@ -78,7 +78,7 @@ def test_peak_memory_of_a_run_leaves_out_the_run_before_it(monkeypatch):
         assert peak_memory_bytes(world.device) == 40
 
 
-def test_cached_memory_of_this_process_is_free_and_that_of_others_is_not(monkeypatch):
+def test_free_memory_includes_the_cache_of_this_process_only(monkeypatch):
     FakeGpus(total=100, free=30, allocated=20, reserved=45).replace_torchs(monkeypatch)
     assert free_memory(torch.device("cuda", 0), 8) == 30 + 25
     assert free_memory(torch.device("cpu"), 4) == host_capacity() // 4
@@ -94,7 +94,7 @@ TOO_OLD = (
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Make this machine one with these files of the driver, GPUs that torch can use, torch's CUDA and its error."""
+    """Return a function that fakes driver files, usable GPUs, torch's CUDA version and its initialization error."""
 
     def make(*, files=(), count=0, cuda="13.0", error=None, visible=None):
         def init():
@@ -117,7 +117,7 @@ def machine(monkeypatch):
     [
         ({"files": FILES, "count": 2}, {AUTO: "cuda", CUDA: "cuda", CPU: "cpu"}),
         ({}, {AUTO: "cpu", CPU: "cpu"}),
-        ({"visible": "0"}, {AUTO: "cpu", CPU: "cpu"}),  # as a script sets it for each process, on any machine
+        ({"visible": "0"}, {AUTO: "cpu", CPU: "cpu"}),  # As set by a script for each process.
         ({"files": FILES, "visible": ""}, {AUTO: "cpu", CPU: "cpu"}),
         ({"files": FILES, "visible": "-1"}, {AUTO: "cpu", CPU: "cpu"}),
         ({"files": FILES, "cuda": None}, {CPU: "cpu"}),
@@ -172,7 +172,7 @@ def test_cpus_of_a_run_are_described_by_their_threads(monkeypatch):
 
 
 @pytest.mark.parametrize("config", [FSDP(), HSDP(num_replicas=1), DDP(shard_optimizer=True)], ids=lambda c: c.strategy)
-def test_gloo_on_gpus_is_refused_where_gradients_are_scattered(machine, monkeypatch, config):
+def test_gloo_on_gpus_is_refused_if_gradients_are_scattered(machine, monkeypatch, config):
     machine(files=FILES, count=2)
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, "0")
@@ -198,10 +198,10 @@ VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC
         (AUTO, {"PYTORCH_HIP_ALLOC_CONF": ""}, {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}),
     ],
 )
-def test_variables_of_a_process_on_a_gpu_are_set_unless_the_user_has(machine, monkeypatch, kind, set_before, expected):
+def test_gpu_process_variables_are_set_unless_the_user_set_them(machine, monkeypatch, kind, set_before, expected):
     machine(files=FILES, count=1)
     for name in VARIABLES:
-        monkeypatch.setenv(name, "")  # so that it is put back after the test
+        monkeypatch.setenv(name, "")  # Lets monkeypatch restore it after the test.
         monkeypatch.delenv(name)
     for name, value in set_before.items():
         monkeypatch.setenv(name, value)
@@ -210,7 +210,7 @@ def test_variables_of_a_process_on_a_gpu_are_set_unless_the_user_has(machine, mo
 
 
 @pytest.mark.gpu
-def test_torch_reads_the_variables_and_multiplies_deterministically_after_a_plain_product():
+def test_cuda_variables_take_effect_and_matmul_is_deterministic_later():
     code = """
 import torch
 from foundry.parallel.determinism import deterministic

@@ -23,14 +23,14 @@ def test_norm_and_clipping_agree_with_torch():
         torch.testing.assert_close(one.grad, other.grad)
 
 
-def test_a_small_gradient_is_not_scaled_up():
+def test_small_gradient_is_not_scaled_up():
     parameters = parameters_with(torch.tensor([0.3, 0.4]))
     norm = clip_grad_norm_(parameters, 1.0)
     assert norm.item() == 0.5
     assert parameters[0].grad.tolist() == torch.tensor([0.3, 0.4]).tolist()
 
 
-def test_mixed_types_are_summed_in_fp32():
+def test_grad_norm_of_mixed_dtypes_is_summed_in_fp32():
     parameters = parameters_with(
         torch.full((4,), 300.0, dtype=torch.float16), torch.full((9,), 2.0, dtype=torch.bfloat16)
     )
@@ -40,7 +40,7 @@ def test_mixed_types_are_summed_in_fp32():
     assert parameters[0].grad.dtype is torch.float16
 
 
-def test_nothing_to_norm_is_zero_and_nan_shows():
+def test_grad_norm_is_zero_without_gradients_and_nan_for_nan():
     assert clip_grad_norm_([torch.nn.Parameter(torch.ones(2))], math.inf).item() == 0.0
     parameters = parameters_with(torch.tensor([1.0, float("nan")]))
     assert clip_grad_norm_(parameters, math.inf).isnan()

@@ -22,11 +22,11 @@ def model():
         ("pure_bf16", torch.bfloat16, torch.bfloat16),
     ],
 )
-def test_types_of_weights_and_compute(mode, held, computed):
+def test_precision_mode_sets_weight_and_compute_dtypes(mode, held, computed):
     policy = PrecisionPolicy.from_config(Precision(mode=PrecisionMode(mode)), torch.device("cpu"))
     prepared = policy.prepare(model())
     with policy.autocast(CPU):
-        # pure_bf16 takes fp32 inputs too: they are cast at the door.
+        # pure_bf16 accepts fp32 inputs and casts them.
         result = prepared(torch.ones(2, 4))
         product = prepared[0](torch.ones(2, 4, dtype=held))
     assert prepared[0].weight.dtype is held
@@ -37,7 +37,7 @@ def test_types_of_weights_and_compute(mode, held, computed):
 
 @pytest.mark.parametrize("mode", PrecisionMode)
 def test_backward_pass_of_an_amp_window_runs_in_the_calling_thread(mode):
-    """In a thread of its own, the first context of autocast there would end the cache of rounded weights."""
+    """In another thread, the first autocast context there would clear the cache of rounded weights."""
     policy, is_amp = PrecisionPolicy(mode), mode.value.startswith("amp")
     is_threaded = torch._C._is_multithreading_enabled
     with policy.window(torch.device("cuda")):
@@ -76,7 +76,7 @@ def test_scaled_steps_equal_unscaled_steps():
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
-def test_scale_halves_on_nan_and_its_state_continues():
+def test_loss_scale_halves_on_nan_and_resumes_from_its_state():
     network = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     scaler = LossScaler(CPU, init_scale=8.0, growth_interval=2)
@@ -98,7 +98,7 @@ def test_scale_halves_on_nan_and_its_state_continues():
     assert step(continued, 1.0) == step(scaler, 1.0) == 8.0
 
 
-def test_unscaling_does_not_read_the_device_and_says_what_it_found():
+def test_unscale_sets_found_inf_and_divides_gradients():
     network = nn.Linear(2, 1)
     scaler = LossScaler(CPU, init_scale=4.0)
     network.weight.grad = torch.tensor([[4.0, float("inf")]])
@@ -108,7 +108,7 @@ def test_unscaling_does_not_read_the_device_and_says_what_it_found():
 
 
 @pytest.mark.parametrize("bad", [0, 1])
-def test_of_two_optimizers_none_steps_where_one_must_not(bad):
+def test_overflow_in_one_optimizer_skips_both(bad):
     networks = [nn.Linear(2, 1), nn.Linear(2, 1)]
     optimizers = [torch.optim.SGD(network.parameters(), lr=0.1) for network in networks]
     scaler = LossScaler(CPU, init_scale=4.0)
@@ -127,7 +127,7 @@ def switches():
 
 
 @pytest.mark.parametrize("tf32", [False, True])
-def test_tf32_holds_for_products_and_convolutions_and_in_the_body_only(tf32):
+def test_tf32_setting_covers_products_and_convolutions_in_the_body_only(tf32):
     before = switches()
     with fp32_arithmetic(tf32=tf32):
         assert switches() == (tf32, tf32)

@@ -19,7 +19,7 @@ with Watchdog(0.6, rank=3) as watchdog:
 """
 
 
-def test_a_stalled_process_says_where_it_was_and_ends():
+def test_watchdog_ends_a_stalled_process_and_names_its_activity():
     done = subprocess.run([sys.executable, "-c", STALL], capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == EXIT_STALLED
     (line,) = done.stderr.strip().splitlines()
@@ -42,7 +42,7 @@ with Watchdog(1.2, rank=0) as watchdog:
 
 
 @pytest.mark.long
-def test_slow_work_that_shows_progress_is_let_be():
+def test_watchdog_spares_slow_work_that_reports_progress():
     done = subprocess.run([sys.executable, "-c", ALIVE], capture_output=True, text=True, timeout=50, check=False)
     assert (done.stdout, done.returncode) == ("saved\n", EXIT_STALLED)
     assert "at step 3, saving a checkpoint" in done.stderr
@@ -67,7 +67,7 @@ with Watchdog(0.6, rank=0, start_timeout_seconds={start}, when_started=lambda: d
     ("start", "said", "setting"),
     [pytest.param(30, "started\n", "timeout", marks=pytest.mark.long), (0.3, "", "start_timeout")],
 )
-def test_the_first_step_has_a_limit_of_its_own(start, said, setting):
+def test_watchdog_limit_of_the_first_step_is_start_timeout(start, said, setting):
     code = COMPILING.format(start=start)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False)
     assert (done.stdout, done.returncode) == (said, EXIT_STALLED)
@@ -96,10 +96,10 @@ with watchdog.Watchdog(3.0, rank=0) as dog:
 
 
 @pytest.mark.long
-def test_time_in_which_the_process_was_stopped_does_not_count():
+def test_watchdog_ignores_a_jump_of_the_clock():
     code = SLEEPER.format(then="pass")
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
-    code = SLEEPER.format(then="time.sleep(60)")  # it still watches
+    code = SLEEPER.format(then="time.sleep(60)")  # It still watches.
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == EXIT_STALLED
 
 
@@ -116,7 +116,7 @@ with Watchdog(6.0, rank=0) as dog:
 
 
 @pytest.mark.long
-def test_a_process_that_was_stopped_and_continued_moves_again():
+def test_watchdog_spares_a_process_that_was_stopped_and_continued():
     with subprocess.Popen([sys.executable, "-c", STOPPED], stdout=subprocess.PIPE) as process:
         process.stdout.readline()
         process.send_signal(signal.SIGSTOP)
@@ -126,7 +126,7 @@ def test_a_process_that_was_stopped_and_continued_moves_again():
 
 
 @pytest.mark.long
-def test_what_is_written_down_names_the_place_and_nothing_waits_for_the_disk(tmp_path):
+def test_watchdog_records_the_stack_and_does_not_wait_for_the_disk(tmp_path):
     code = """
 import sys, time
 from foundry.parallel.watchdog import Watchdog
@@ -161,7 +161,7 @@ with Watchdog(0.3, rank=2, record=record) as dog:
         (2, None, 0, "rank 0 has not moved for 9 s"),
     ],
 )
-def test_the_rank_that_is_missing_is_blamed_not_the_one_that_waits(world_size, dumps, blamed, message):
+def test_watchdog_blames_the_missing_rank_and_not_a_waiting_one(world_size, dumps, blamed, message):
     dumps = None if dumps is None else {0: (5, "training"), **dumps}
     rank, line = Watchdog(9.0, rank=0, world_size=world_size)._verdict(9.0, 5, "training", dumps)
     assert rank == blamed
@@ -190,7 +190,7 @@ with dog:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("other", "says"), [(0.0, "rank 0 has not moved for"), (60.0, "rank 1 gave no sign of life")])
-def test_a_rank_that_does_not_wait_with_the_others_is_named(tmp_path, other, says):
+def test_watchdog_names_the_rank_that_does_not_reach_the_collective(tmp_path, other, says):
     commands = [[sys.executable, "-c", TWO, tmp_path, str(rank), str(busy)] for rank, busy in enumerate((0.0, other))]
     with subprocess.Popen(commands[1]) as second:
         first = subprocess.run(commands[0], capture_output=True, text=True, timeout=50, check=False)
@@ -198,10 +198,10 @@ def test_a_rank_that_does_not_wait_with_the_others_is_named(tmp_path, other, say
     assert first.stderr.startswith(says)
 
 
-def test_leaving_ends_the_watch():
+def test_leaving_the_context_stops_the_watchdog():
     with Watchdog(0.2, rank=0) as watchdog:
         watchdog.beat(1, "evaluating")
-    time.sleep(0.4)  # had it gone on watching, it would have ended this process
+    time.sleep(0.4)  # A running watchdog would end this process.
     assert not watchdog._thread.is_alive()
 
 
@@ -214,7 +214,7 @@ def test_leaving_ends_the_watch():
         (dist.DistStoreError("wait timeout after 300000ms, keys: /0"), "did not come in time"),
     ],
 )
-def test_collective_errors_are_one_line(error, cause):
+def test_collective_errors_are_translated_to_one_line(error, cause):
     translated = translate(error, rank=1, step=7, doing="reducing gradients")
     assert isinstance(translated, CollectiveError)
     assert str(translated).startswith("rank 1, step 7, reducing gradients: ")
@@ -222,12 +222,12 @@ def test_collective_errors_are_one_line(error, cause):
     assert "\n" not in str(translated)
 
 
-def test_other_errors_speak_for_themselves():
+def test_other_errors_are_not_translated():
     assert translate(RuntimeError("shapes do not match"), rank=0, step=0, doing="forward") is None
     assert translate(ValueError("Timed out waiting"), rank=0, step=0, doing="forward") is None
 
 
-def test_a_further_activity_is_in_the_same_optimizer_step():
+def test_watchdog_now_reports_an_activity_of_the_same_step():
     beats = []
     watchdog = Watchdog(60.0, 0, on_beat=lambda *at: beats.append(at))
     watchdog.beat(7, "reading samples")

@@ -1,4 +1,4 @@
-"""Wrapping on one process; tests/distributed has several."""
+"""Wrapping on one process; tests/distributed covers several processes."""
 
 import copy
 
@@ -81,7 +81,7 @@ def test_offloading_one_process_shards_over_a_group_of_one():
         for ours, theirs in zip(parallel.model.parameters(), reference.parameters(), strict=True):
             assert isinstance(ours, DTensor)
             torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
-        # FSDP2's own note of it: where device and host are the same, nothing else tells.
+        # Private state of FSDP2: if device and host are the same, nothing else shows the offloading.
         states = [unit._get_fsdp_state() for unit in sharded_modules(parallel.model)]
         assert all(param.offload_to_cpu for state in states for param in state._fsdp_param_group.fsdp_params)
     assert world.distributed is config
@@ -89,7 +89,7 @@ def test_offloading_one_process_shards_over_a_group_of_one():
 
 
 @pytest.mark.parametrize("has_blocks", [True, False])
-def test_sharding_a_model_as_one_unit_is_warned_of(has_blocks, caplog):
+def test_sharding_a_model_as_one_unit_logs_a_warning(has_blocks, caplog):
     network = model() if has_blocks else nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 1))
     reference = copy.deepcopy(network)
     reference(torch.ones(2, 6)).sum().backward()
@@ -105,7 +105,7 @@ def test_sharding_a_model_as_one_unit_is_warned_of(has_blocks, caplog):
     assert (message in caplog.messages) == (not has_blocks)
 
 
-def test_checkpointing_recomputes_blocks_and_nothing_else_changes():
+def test_checkpointing_recomputes_blocks_and_keeps_gradients():
     plain, network = model(), model()
     parallel = wrap(Distributed(), network, grad_checkpointing=True)
     for each in (plain, parallel.model):
@@ -119,7 +119,7 @@ def test_checkpointing_recomputes_blocks_and_nothing_else_changes():
     assert list(network.state_dict()) == list(plain.state_dict())
 
 
-def test_selective_checkpointing_multiplies_no_matrices_again():
+def test_selective_checkpointing_does_not_recompute_matrix_products():
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Counted(TorchDispatchMode):
@@ -140,12 +140,12 @@ def test_selective_checkpointing_multiplies_no_matrices_again():
         grads.append([parameter.grad for parameter in network.parameters()])
     (plain, _), (selective, _), (full, _) = counted
     assert plain == selective < full
-    assert counted[1][1] > counted[0][1]  # the rest of a block is computed again
+    assert counted[1][1] > counted[0][1]  # The rest of a block is recomputed.
     for other in grads[1:]:
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(other, grads[0], strict=True))
 
 
-def test_a_copy_of_a_checkpointed_model_computes_with_its_own_weights():
+def test_copied_checkpointed_model_computes_with_its_own_weights():
     network = wrap(Distributed(), grad_checkpointing=True).model
     twin = copy.deepcopy(network)
     for parameter in twin.parameters():
@@ -171,13 +171,13 @@ def test_a_copy_of_a_checkpointed_model_computes_with_its_own_weights():
         ),
     ],
 )
-def test_refusals(config, options, message):
+def test_invalid_parallel_settings_are_refused(config, options, message):
     with pytest.raises(ConfigError) as caught:
         wrap(config, **options)
     assert str(caught.value).startswith(message)
 
 
-def test_the_group_is_left_when_training_fails():
+def test_process_group_is_destroyed_if_training_fails():
     def train():
         with process_group(FSDP(cpu_offload=True), DeviceKind.cpu) as world:
             assert dist.is_initialized()

@@ -1,4 +1,4 @@
-"""What is asserted of a case of each kind: foundry's numbers and gradients are the recorded ones."""
+"""Checks of the fine-tuning cases by kind: numbers and gradients of foundry equal the recorded ones."""
 
 import math
 import re
@@ -40,11 +40,11 @@ from foundry.training.early_stopping import EarlyStopping
 
 TOLERANCE = 2e-6
 deviations: dict[str, tuple[int, float]] = {}
-"""By kind: how many numbers were compared, and the largest deviation relative to 1 or the number."""
+"""By kind: how many numbers were compared, and the largest deviation relative to max(1, |number|)."""
 
 
 def assert_close(case: Case, ours: object, theirs: object, what: str) -> None:
-    """Within 2e-6, absolutely or relatively; the deviation is noted first."""
+    """Compare within 2e-6, absolute or relative, after recording the deviation."""
     a = torch.as_tensor(ours).detach().double().flatten()
     b = torch.as_tensor([_number(value) for value in _flat(theirs)], dtype=torch.float64)
     assert a.shape == b.shape, what
@@ -82,7 +82,7 @@ def check_dpo(case: Case) -> None:
         compare_gradient(case, policy[side], f"grad_policy_{side}")
     rewards = everything.rewards
     means = {"sft_loss": everything.sft, "preference_loss": everything.preference}
-    if "loss_type" in config:  # there rewards are always sums, multiplied by beta
+    if "loss_type" in config:  # TRL logs rewards as sums times beta.
         rewards = torch.stack([((policy[s] - reference[s]) * mask[s]).sum(-1) for s in sides], -1) * config["beta"]
         margins = rewards[:, 0] - rewards[:, 1]
         means = {"rewards/margins": margins}
@@ -92,7 +92,7 @@ def check_dpo(case: Case) -> None:
         means |= {f"rewards_{side}_mean": rewards[:, index], f"rewards/{side}": rewards[:, index]}
     for name in means.keys() & out.keys():
         if name == "sft_loss" and not config.get("sft_loss_weight"):
-            continue  # not computed there
+            continue  # NeMo-RL does not compute it then.
         assert_close(case, means[name].sum() / count, out[name], name)
 
 
@@ -105,7 +105,7 @@ def check_advantages(case: Case) -> None:
         assert ours.advantage.dtype == dtype
         for name in {"baseline", "std", "advantage"} & wanted.keys():
             if name == "std" and "normalize_advantages" in case["config"]:
-                continue  # that of all completions of a prompt, for the log
+                continue  # For the log only: the deviation of all completions of a prompt.
             assert_close(case, getattr(ours, name), wanted[name], name)
 
 
@@ -159,7 +159,7 @@ def check_policy(case: Case) -> None:
 def check_monitors(
     case: Case, log_prob: Tensor, old: Tensor, sampler: Tensor, mask: Tensor, settings: PolicyGradient
 ) -> None:
-    """What is logged beside the loss, where it was recorded."""
+    """Compare the logged metrics that were recorded."""
     recorded = case["outputs"].get("metrics", {})
     if settings.force_on_policy_ratio:
         old = log_prob
@@ -177,7 +177,7 @@ def check_monitors(
 
 
 def check_sft(case: Case) -> None:
-    """Through the objective of pre-training, whose loss this is, with a model that answers what was recorded."""
+    """Use the pre-training objective, which has the same loss, with a model that returns the recorded values."""
     x = _leaf(case["inputs"]["curr"])
     mask = torch.tensor(case["inputs"]["mask"]).bool()
 
@@ -206,7 +206,7 @@ def check_divergence(case: Case) -> None:
     config = case["config"]
     student = _leaf(case["inputs"]["student_logits"])
     teacher = torch.tensor(case["inputs"]["teacher_logits"], dtype=torch.float64)
-    # Logits at a position are of the next token.
+    # Logits at a position predict the next token.
     mask = torch.tensor(case["inputs"]["mask"]).bool()[:, 1:]
     labels = torch.tensor(case["inputs"]["labels"])[:, 1:].clamp(min=0)
     settings, factor = divergence_settings(config)
@@ -227,7 +227,7 @@ def check_divergence(case: Case) -> None:
 
 
 def compare_cuts(case: Case, loss: Tensor, of: Callable[[Tensor], Tensor]) -> None:
-    """The loss of all rows, and of any that were recorded alone, by the count of all: `mb01_global` is rows 0 and 1."""
+    """Compare the loss of all rows and of recorded subsets, divided by the total count; `mb01_global` is rows 0, 1."""
     for name, value in case["outputs"].items():
         if name in ("loss", "full") or name.startswith("sum"):
             assert_close(case, loss, value, name)
@@ -238,13 +238,13 @@ def compare_cuts(case: Case, loss: Tensor, of: Callable[[Tensor], Tensor]) -> No
 
 
 def compare_gradient(case: Case, leaf: Tensor, name: str) -> None:
-    """The gradient, where it was recorded."""
+    """Compare the gradient if it was recorded."""
     if name in case["outputs"]:
         assert_close(case, leaf.grad, case["outputs"][name], name)
 
 
 def case_rows(case: Case) -> int:
-    """Rows of a case's inputs."""
+    """Return the number of rows of a case's inputs."""
     return len(next(value for name, value in case["inputs"].items() if isinstance(value, list)))
 
 
@@ -292,7 +292,7 @@ def check_validation(case: Case) -> None:
     interval = Evaluation(interval=every).interval_in(budget)
     assert interval is not None
     ours = [step for step in range(1, per_epoch * epochs + 1) if interval.due(step, step - 1, step)]
-    is_longer = isinstance(every, int) and every > per_epoch  # an error there; here validation ends the epoch
+    is_longer = isinstance(every, int) and every > per_epoch  # an error in Lightning
     assert ours == (
         [per_epoch * (n + 1) for n in range(epochs)] if is_longer else case["outputs"]["validated_after_batch"]
     )
@@ -349,7 +349,7 @@ def _leaf(values: list[object]) -> Tensor:
 
 
 def _number(value: object) -> float:
-    return float(value) if isinstance(value, (int, float, str)) else math.nan  # "-inf" and "nan" are texts
+    return float(value) if isinstance(value, (int, float, str)) else math.nan  # "-inf" and "nan" are strings.
 
 
 def _flat(values: object) -> list[object]:

@@ -1,7 +1,7 @@
-"""Megatron's recorded cases: reading them, and saying them in foundry's words.
+"""Recorded Megatron cases: reading them and translating them into foundry's settings.
 
-`case_overrides` and `batch_words` turn a case into overrides of foundry's command line; `by_hand` computes what foundry
-should make of it with nothing of foundry's in it.
+`case_overrides` and `batch_words` turn a case into overrides of foundry's command line; `by_hand` computes the
+expected result without using foundry.
 """
 
 import json
@@ -33,20 +33,20 @@ CURVES = {
     "WSD": (schedules.WSD, "wsd"),
 }
 EPOCH = 10_000
-"""Samples in an epoch where a case does not say."""
+"""Default samples per epoch of a case."""
 deviations: dict[str, tuple[int, float]] = {}
 """By kind: how many numbers were compared, and the largest relative deviation."""
 
 
 def read_cases(folder: Path) -> list[Case]:
-    """The cases of every file of the folder that is a list of them; another format is another test's."""
+    """Return the cases of every file in the folder that is a list of cases; other formats belong to other tests."""
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     listed = [case for cases in found if isinstance(cases, list) for case in cases if isinstance(case, dict)]
     return [case for case in listed if {"id", "kind"} <= case.keys()]
 
 
 def assert_equal(case: Case, ours: Iterator[float] | list[float], theirs: list[float], what: str = "") -> None:
-    """Bit for bit; the deviation is noted first."""
+    """Compare bit for bit, after recording the deviation."""
     ours = list(ours)
     assert len(ours) == len(theirs), what
     number, largest = deviations.get(case["kind"], (0, 0.0))
@@ -56,12 +56,12 @@ def assert_equal(case: Case, ours: Iterator[float] | list[float], theirs: list[f
 
 
 def compose(*overrides: str) -> Any:
-    """foundry's configuration of these overrides, evaluated at the end only."""
+    """Compose a configuration with these overrides that evaluates at the end only."""
     return configure("evaluation.interval=null", *overrides)
 
 
 def refused(*overrides: str) -> str:
-    """What foundry says of overrides that it must not accept, a line for each mistake."""
+    """Return the error messages of invalid overrides, one line per mistake."""
     try:
         compose(*overrides)
     except ConfigError as error:
@@ -70,14 +70,14 @@ def refused(*overrides: str) -> str:
 
 
 def resolve(*overrides: str, samples_per_epoch: int = EPOCH) -> tuple[Any, schedules.Schedule]:
-    """Budget and schedule of a composition."""
+    """Return budget and schedule of a composed configuration."""
     config = compose(*overrides)
     budget = resolve_budget(config.hparams, samples_per_epoch=samples_per_epoch, dp_size=1)
     return budget, build(config.scheduler, max_lr=config.hparams.lr, budget=budget)
 
 
 def schedule_of(config: Case, evaluate_at: EvaluateAt = EvaluateAt.start) -> schedules.Schedule:
-    """The schedule of Megatron's resolved numbers; what a parameter group says replaces them."""
+    """Return the schedule of Megatron's resolved numbers, with the values of a parameter group merged in."""
     style, curve = CURVES[config["lr_decay_style"]][0], None
     if config["start_wd"] is not None:
         curve = schedules.WeightDecay(
@@ -105,12 +105,12 @@ def schedule_of(config: Case, evaluate_at: EvaluateAt = EvaluateAt.start) -> sch
 
 
 def group_of(case: Case) -> Case:
-    """A parameter group's own values, beside the configuration or in it."""
+    """Return the values of a parameter group, stored beside the configuration or inside it."""
     return {**(case["config"].get("param_group") or {}), **(case.get("param_group") or {})}
 
 
 def resolved_words(config: Case) -> list[str]:
-    """Overrides that say Megatron's resolved numbers: a batch of one sample, so that a step is a sample."""
+    """Return overrides for Megatron's resolved numbers, with a batch of one sample, so that a step is a sample."""
     style = config["lr_decay_style"]
     settings = {
         "scheduler": CURVES.get(style, (None, style))[1],
@@ -124,7 +124,7 @@ def resolved_words(config: Case) -> list[str]:
         "scheduler.end_weight_decay": config["end_wd"],
         "scheduler.weight_decay_incr_style": config["wd_incr_style"],
     }
-    if style != "constant":  # foundry would not have a floor ignored
+    if style != "constant":  # foundry refuses a floor that has no effect.
         settings["scheduler.min_lr"] = config["min_lr"]
     if style == "WSD":
         decay = config["wsd_decay_steps"]
@@ -136,7 +136,7 @@ def resolved_words(config: Case) -> list[str]:
 
 
 def batch_words(config: Case) -> list[str]:
-    """Overrides of a case about batch sizes, in a run that is long enough for any of them."""
+    """Return overrides for a case about batch sizes, in a run long enough for each of them."""
     ramp, text, ranks = (config.get(n) for n in ("rampup_batch_size", "step_batch_size_schedule", "data_parallel_size"))
     total, tokens = config.get("global_batch_size"), config.get("seq_length")
     settings: dict[str, Any] = {
@@ -157,7 +157,7 @@ def batch_words(config: Case) -> list[str]:
 
 
 def fields_of(case: Case) -> Case:
-    """Every field of a case that a user sets, whichever of Megatron's configurations it belongs to."""
+    """Return every user-set field of a case, from any of Megatron's configurations."""
     config = case.get("config") or {}
     parts = [
         {"global_batch_size": None if case["kind"] == "derive" else 1},
@@ -169,9 +169,9 @@ def fields_of(case: Case) -> Case:
 
 
 def case_overrides(f: Case) -> list[str]:
-    """Overrides that say what a user set of Megatron-Bridge's and Megatron-LM's fields.
+    """Translate the fields that a user set in Megatron-Bridge or Megatron-LM into overrides.
 
-    A purpose has one field in foundry, so two of Megatron's for the same purpose make a text that is no length.
+    foundry has one field per purpose, so two of Megatron's fields for one purpose give an invalid length.
     """
     style = f.get("lr_decay_style") or "linear"
     horizon = _length(f, "max_steps") or _length(f, "lr_decay_iters", "lr_decay_samples")
@@ -204,7 +204,7 @@ def case_overrides(f: Case) -> list[str]:
     if style == "WSD" and f.get("lr_wsd_decay_style"):
         settings["scheduler.decay_style"] = f["lr_wsd_decay_style"]
     if _outlives_run(f):
-        # Megatron's weight decay ends with the run, foundry's with the longer of run and horizon.
+        # Megatron's weight decay ends with the run; foundry's ends with the longer of run and horizon.
         settings["scheduler.weight_decay_horizon"] = _length(f, "train_iters") or _length(f, "train_samples")
     if f.get("override_opt_param_scheduler") and f.get("use_checkpoint_opt_param_scheduler"):
         settings["checkpoint.scheduler_on_resume"] = "both"
@@ -212,7 +212,7 @@ def case_overrides(f: Case) -> list[str]:
 
 
 def by_hand(f: Case) -> dict[str, Any]:
-    """What foundry should make of fields in any unit: Megatron's names, lengths in samples."""
+    """Compute the expected result for fields in any unit: Megatron's names, lengths in samples."""
     iters, samples, horizon_iters = f.get("train_iters"), f.get("train_samples"), f.get("max_steps")
     if f.get("num_epochs"):
         in_epochs = int(f["num_epochs"] * f.get("dataset_size", EPOCH))
@@ -242,7 +242,7 @@ def by_hand(f: Case) -> dict[str, Any]:
 
 @cache
 def cases() -> list[Case]:
-    """The cases of the folder in use."""
+    """Return the cases of the folder in use."""
     return read_cases(FOLDER)
 
 
@@ -255,7 +255,7 @@ def _size(f: Case, consumed: int) -> int:
 
 
 def _outlives_run(f: Case) -> bool:
-    """Whether the learning rate's horizon alone is longer than the run, in the same unit."""
+    """Return True if the learning rate's horizon is longer than the run, in the same unit."""
     pairs = ("lr_decay_iters", "train_iters"), ("lr_decay_samples", "train_samples")
     return f.get("max_steps") is None and any((f.get(a) or 0) > (f.get(b) or 0) > 0 for a, b in pairs)
 
@@ -269,7 +269,7 @@ def _ramp(values: list[int] | None) -> dict[str, Any]:
 
 
 def _length(f: Case, *names: str) -> str | None:
-    """Given lengths as foundry writes one; a warm-up or decay of 0 steps counts as not given."""
+    """Format lengths for foundry; a warmup or decay of 0 steps counts as unset."""
     settings = []
     for name in names:
         value = f.get(name)

@@ -1,4 +1,4 @@
-"""What is asserted of a case of each kind: that foundry gives Megatron's numbers, and refuses what Megatron refuses."""
+"""Checks of the Megatron cases by kind: foundry gives the same numbers and the same refusals."""
 
 import math
 import re
@@ -39,7 +39,7 @@ def check_schedule(case: Case) -> None:
     group, config = group_of(case), {**case["config"], **group_of(case)}
     schedule, steps = schedule_of(config), case["steps"]
     rates = [schedule.lr_at(step) for step in steps]
-    if "lr_dtype" in case:  # upstream writes it into a float32 tensor
+    if "lr_dtype" in case:  # Megatron stores it in a float32 tensor.
         rates = torch.tensor(rates, dtype=torch.float32).tolist()
     assert_equal(case, rates, case["lr"], "learning rate")
     curve = schedule.weight_decay_curve
@@ -48,7 +48,7 @@ def check_schedule(case: Case) -> None:
     multiplier = group.get("wd_mult", 1.0)
     ours = [curve.at(step) * multiplier for step in steps]
     for place, step in enumerate(steps):
-        # Upstream's start + (end - start) may miss the end by a rounding; foundry's does not.
+        # Megatron's start + (end - start) may miss the end by a rounding error; foundry's does not.
         if step == curve.horizon and math.isclose(ours[place], expected[place], rel_tol=2**-51):
             assert ours[place] == curve.end * multiplier
             expected[place] = ours[place]
@@ -65,7 +65,7 @@ def check_error(case: Case) -> None:
 
 
 def offences(c: Case) -> list[str]:
-    """The keys that foundry may complain of, by Megatron's own rules of a single value or a pair."""
+    """Return the keys that foundry may reject, by Megatron's own rules for single values and pairs."""
 
     def number(name: str) -> float:
         return math.nan if c[name] is None else c[name]
@@ -140,7 +140,7 @@ def check_ramp(case: Case) -> None:
 
 
 def check_equal_ramp(case: Case, running: BatchSizes) -> None:
-    """A ramp whose sizes last a whole number of samples each is the same by that number."""
+    """Check that a ramp with whole-number stages equals the ramp given by `every_samples`."""
     c = case["config"]
     start, increment, over = c.get("rampup_batch_size") or (None, None, None)
     if start is None or over * increment % (c["global_batch_size"] - start):
@@ -209,7 +209,7 @@ def check_run(case: Case) -> None:
 
 
 def upstream_run(case: Case) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Samples before and after each update on the clock of samples and on Megatron's, whose numbers are foundry's."""
+    """Return samples before and after each update, on the clock of samples and on Megatron's (checked first)."""
     sizes, failed = case["batch_size"], set(case["failed_iterations_0based"])
     clock = list(pairwise(accumulate(sizes, initial=0)))
     counted = [0 if iteration in failed else size for iteration, size in enumerate(sizes)]
@@ -222,7 +222,7 @@ def upstream_run(case: Case) -> tuple[list[tuple[int, int]], list[tuple[int, int
 
 
 def own_run(case: Case) -> Schedule:
-    """foundry's schedule of the run that the user described; its batch sizes are Megatron's."""
+    """Return foundry's schedule for the user's settings; its batch sizes must equal Megatron's."""
     c = case["config"]
     shape = {"lr": c["max_lr"], "min_lr": c["min_lr"], "lr_warmup_init": c["init_lr"]}
     budget, schedule = resolve(*case_overrides({**fields_of(case), **shape}))
@@ -246,13 +246,13 @@ def check_std(case: Case) -> None:
         for name, value in row.items():
             if isinstance(value, str) or name in ("init_method_std", "hidden_size", "h", "num_layers"):
                 continue
-            if re.search("hybrid|mup", name):  # foundry has neither
+            if re.search("hybrid|mup", name):  # foundry has neither.
                 continue
             rules = [rule for rule, message in (("small", SMALL), ("wang", WANG)) if re.search(message, name.lower())]
             rules = rules or [rule for rule, message in (("small", SMALL), ("wang", WANG)) if re.search(message, texts)]
             assert len(rules) == 1 or name in ("hidden_std", "output_layer_std"), f"unknown number {name!r} in {row}"
             ours = resolve_std(rules[0] if rules else std, width)
-            # The rules were computed by hand, perhaps in another order.
+            # The rules were computed by hand, possibly in another order.
             near = bool(rules) and math.isclose(ours, value, rel_tol=2**-51)
             ours = output_std(ours, row["num_layers"]) if name == "output_layer_std" else ours
             assert_equal(case, [value if near else ours], [value], name)
@@ -292,7 +292,7 @@ def check_checkpoint(case: Case) -> None:
 
 
 def saved_state(case: Case) -> Case:
-    """The checkpoint's state by its new names; what it does not hold is the configuration's."""
+    """Return the checkpoint's state by its new names, with missing values from the configuration."""
     state = {LEGACY.get(name, name): value for name, value in case["checkpoint_state"].items()}
     return {**{name: value for name, value in case["config"].items() if name not in state}, **state}
 
@@ -345,7 +345,7 @@ def check_state(case: Case) -> None:
     state = _flat(schedule_of(case["config"]))
     ours = {name: state[own] for name, own in OURS.items()}
     style = CURVES[case["state"]["lr_decay_style"]][0].__name__
-    # The count of samples is the clock's to save.
+    # The clock, not the schedule, saves the number of samples.
     assert {**ours, "num_steps": 0} == {**case["state"], "lr_decay_style": style}
 
 

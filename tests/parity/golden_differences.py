@@ -1,4 +1,4 @@
-"""Where foundry deliberately does not do what Megatron does: why, in which cases, and which of our own these are."""
+"""Deliberate differences from Megatron: reasons, the cases that they cover, and the recorded ones among them."""
 
 import math
 from collections.abc import Callable
@@ -12,12 +12,12 @@ from foundry.core.batch_sizes import BatchSizes
 
 @dataclass(frozen=True)
 class Difference:
-    """Cases of one nature that foundry answers in its own way.
+    """A kind of case in which foundry deliberately differs from Megatron.
 
     Attributes:
-        reason: why.
-        applies: whether a case is of that nature.
-        ids: those among the cases that come with foundry.
+        reason: reason of the difference.
+        applies: tests if a case is of this kind.
+        ids: ids of the recorded cases of this kind.
     """
 
     reason: str
@@ -26,7 +26,7 @@ class Difference:
 
 
 def differences_of(case: Case) -> list[str]:
-    """The names of the differences that a case falls under; what is asserted of it is what the first one says."""
+    """Return the names of the differences that apply to a case; the first decides what is checked."""
     return [name for name, difference in DIFFERENCES.items() if difference.applies(case)]
 
 
@@ -50,7 +50,7 @@ def _beside(case: Case) -> bool:
 
 
 def _is_schedule(text: str | None, tokens_per_sample: int | None) -> bool:
-    """Whether a schedule of batch sizes is one by itself."""
+    """Return True if a batch size schedule is valid by itself."""
     try:
         return text is not None and bool(BatchSizes.parse(text, tokens_per_sample=tokens_per_sample).sizes)
     except ValueError:
@@ -77,7 +77,7 @@ def _curve_overlaps(case: Case) -> bool:
 
 
 def _derived(case: Case) -> Case | None:
-    """What Megatron made of a case's fields, if it accepted them."""
+    """Return the values that Megatron derived from a case's fields, or None if it refused them."""
     return case.get("computed") if case["kind"] in ("derive", "derive_lm") else None
 
 
@@ -99,7 +99,7 @@ def _any_unit(case: Case) -> bool:
     iters, samples, steps = f.get("train_iters"), f.get("train_samples"), f.get("max_steps")
     if case["kind"] not in ("derive", "derive_lm") or _contradicts(f):
         return False
-    if "exception" not in case:  # Megatron ignores a decay in the other unit
+    if "exception" not in case:  # Megatron ignores a decay in the other unit.
         ignored = (iters and f.get("lr_wsd_decay_samples")) or (samples and f.get("lr_wsd_decay_iters"))
         return bool(ignored) and f.get("lr_decay_style") == "WSD"
     if not budgets or min(budgets) <= 0 or (steps is not None and steps <= 0):
@@ -111,7 +111,7 @@ def _any_unit(case: Case) -> bool:
 
 
 def _contradicts(f: Case) -> bool:
-    """Two values for one purpose, which foundry's one field cannot hold, or one that is wrong by itself."""
+    """Return True for two values of one purpose, which foundry's single field cannot hold, or an invalid value."""
     warmups = [f.get(n) for n in ("lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples")]
     doubled = sum(bool(w) for w in warmups) > 1 or (f.get("lr_decay_iters") and f.get("lr_decay_samples"))
     doubled = doubled or (f.get("lr_wsd_decay_iters") and f.get("lr_wsd_decay_samples"))
@@ -148,7 +148,7 @@ def _default_decay(case: Case) -> bool:
 
 
 def _stale(case: Case) -> bool:
-    """The weight decay at loading is that of the configuration, and of the checkpoint from the next update on."""
+    """Return True if the weight decay is first the configuration's, and the checkpoint's from the next update on."""
     after = case.get("after_load")
     if case["kind"] != "checkpoint" or not after or not case.get("use_checkpoint_opt_param_scheduler"):
         return False

@@ -1,4 +1,4 @@
-"""Parts that the parity tests bring along, as a user would."""
+"""User-defined parts for the parity tests."""
 
 import torch
 from support.warm import warm_ranks
@@ -13,7 +13,7 @@ from foundry.run_dir.checkpoints import find
 
 
 class RaggedTokens(Dataset):
-    """Sequence i has i % (seq_len + 1) valid targets; every thirteenth has none."""
+    """A dataset whose sequence i has i % (seq_len + 1) valid targets; every thirteenth has no valid target."""
 
     def __init__(self, num_samples, seq_len, vocab_size, seed):
         generator = torch.Generator().manual_seed(seed)
@@ -39,23 +39,23 @@ def ragged_tokens(*, seed, seq_len, vocab_size):
 
 
 def weights(config, run_dir, ema=False):
-    """The weights of a run's last checkpoint, or their averages."""
+    """Return the weights of a run's last checkpoint, or their averages."""
     model = build_model(config)
     load_weights(find(run_dir), model, ema=ema)
     return model.state_dict()
 
 
 def differences(one, other):
-    """|a - b| / |a| of the worst tensor: in the L2 norm, and of the largest element."""
+    """Return |a - b| / |a| of the worst tensor, in the L2 norm and by its largest element."""
     assert one.keys() == other.keys()
     pairs = [(one[name].float(), other[name].float()) for name in one]
-    floor = 1e-8  # of a tensor that is zero
+    floor = 1e-8  # For tensors that are zero.
     l2 = max(float((a - b).norm() / a.norm().clamp(min=floor)) for a, b in pairs)
     return l2, max(float((a - b).abs().max() / a.abs().max().clamp(min=floor)) for a, b in pairs)
 
 
 def run_all(jobs):
-    """Train (number of processes, (configuration, run directory)); all of the same number share one launch."""
+    """Train jobs (number of processes, (configuration, run directory)); jobs with the same number share one launch."""
     for processes in (1, 2, 4):
         own = [job for number, job in jobs if number == processes]
         if processes == 1:
@@ -66,5 +66,5 @@ def run_all(jobs):
 
 
 def run_each(jobs):
-    """Train each (configuration, run directory) in turn, in the processes that call this together."""
+    """Train each (configuration, run directory) in turn, on the processes that make this call together."""
     return [train(config, run_dir).metric for config, run_dir in jobs]

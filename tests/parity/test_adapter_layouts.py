@@ -1,4 +1,4 @@
-"""Adapters: the same weights however the ranks train them, saved by several ranks and loaded by peft."""
+"""Adapters: training in any layout gives the same weights, and peft loads those saved by several ranks."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def trained(configure, tmp_path_factory):
-    """Configuration and run directory by layout, after twelve steps on one base; "base" is that."""
+    """Train twelve steps in each layout on one base; return configuration and run directory by layout."""
     root = tmp_path_factory.mktemp("adapters")
 
     def run(name, processes, *overrides):
@@ -71,8 +71,8 @@ def adapters(config, run_dir, ema=False):
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if " x " not in name])
 @pytest.mark.parametrize("ema", [False, True])
-def test_adapters_agree(trained, layout, ema):
-    # In bfloat16 a microbatch's own gradient is rounded, so that its size matters, on one process, too.
+def test_adapter_weights_agree_between_layouts(trained, layout, ema):
+    # In bfloat16 the gradient of each microbatch is rounded, so compare equal microbatch sizes.
     microbatch = LAYOUTS[layout][1] if layout.startswith("amp") else 8
     alone = f"{'amp ' * layout.startswith('amp')}1 x {microbatch}"
     found, _ = differences(adapters(*trained[alone], ema), adapters(*trained[layout], ema))
@@ -83,7 +83,7 @@ def test_adapters_agree(trained, layout, ema):
 
 
 @pytest.mark.parametrize("layout", ["FSDP2 2", "DDP 2"])
-def test_plain_peft_loads_what_two_ranks_have_saved(trained, layout, tmp_path):
+def test_plain_peft_loads_adapters_saved_by_two_ranks(trained, layout, tmp_path):
     for name, run in (("base", "base"), ("adapter", layout)):
         export(ExportOptions(run=str(trained[run][1]), out=str(tmp_path / name), trust=True))
     tokens = torch.arange(8).view(1, 8)

@@ -1,4 +1,4 @@
-"""Direct preference optimisation on pairs of different lengths: as a plain loop does it, on any layout, and resumed."""
+"""Direct preference optimization: runs match a plain loop, any layout and resumed runs."""
 
 import copy
 import json
@@ -47,7 +47,7 @@ WORDS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with pairs, of which the longer answer is not always the better one."""
+    """Return a folder of pairs; the longer answer is not always the chosen one."""
     root = tmp_path_factory.mktemp("dpo")
     rows = [
         {"prompt": "?" * (1 + n % 3), "chosen": "yes " * (1 + n % 4), "rejected": "no " * (1 + n % 5)}
@@ -67,7 +67,7 @@ def logged(run_dir):
 
 
 def log_prob(model, sample, row):
-    """Of one answer, by full logits of one row without its padding."""
+    """Return the log-probability of one answer, from full logits of one row without padding."""
     targets = sample["targets"][row]
     length = int((targets != -100).nonzero().max()) + 1
     logits = model(sample["tokens"][row, :length][None], return_logits=True).logits[0].double()
@@ -75,7 +75,7 @@ def log_prob(model, sample, row):
 
 
 def raw_loop(config, *, sft_weight):
-    """Loss, accuracy and margin of each step, and the model; rows one by one, a second model as the reference."""
+    """Return loss, accuracy and margin of each step, and the model; one row at a time, with a copy as the reference."""
     data, model = build_data(config), build_model(config)
     reference = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0)
@@ -97,13 +97,13 @@ def raw_loop(config, *, sft_weight):
 
 
 @pytest.mark.parametrize("sft_weight", some_of([0.0, 0.1], 0.1))
-def test_twenty_steps_are_those_of_a_plain_loop(folder, tmp_path, sft_weight):
+def test_dpo_run_matches_a_plain_loop_for_twenty_steps(folder, tmp_path, sft_weight):
     config = make(folder, "hparams.per_gpu_batch_size=4", f"objective.sft_loss_weight={sft_weight}")
     expected, model = raw_loop(config, sft_weight=sft_weight)
     train(config, tmp_path)
     lines = logged(tmp_path)
     for name, values in zip(("loss", "accuracy", "margin"), zip(*expected, strict=True), strict=True):
-        # A margin of 1e-9 may have either sign at the first step.
+        # At the first step a margin of 1e-9 may have either sign.
         first = 1 if name == "accuracy" else 0
         assert [line[name] for line in lines[first:]] == pytest.approx(values[first:], abs=1e-5), name
     if sft_weight == 0:
@@ -112,7 +112,7 @@ def test_twenty_steps_are_those_of_a_plain_loop(folder, tmp_path, sft_weight):
     assert differences(model.state_dict(), weights(config, tmp_path))[0] < 1e-4
 
 
-def test_a_policy_with_adapters_is_compared_with_itself_without_them(folder, tmp_path):
+def test_dpo_reference_of_an_adapter_run_is_the_base_model(folder, tmp_path):
     lines = {}
     for reference in ("auto", "cached", "copy"):
         words = ["peft=lora", "peft.adapter_dropout=0.2", f"objective.reference={reference}", "hparams.max_steps=8"]
@@ -129,7 +129,7 @@ def test_a_policy_with_adapters_is_compared_with_itself_without_them(folder, tmp
     assert all(line["rejected_reward"] != 0 for line in lines["auto"][1:])
 
 
-def test_a_model_without_adapters_has_none_to_leave_out(folder):
+def test_reference_adapters_off_without_adapters_is_refused(folder):
     with pytest.raises(
         ConfigError, match=r"objective\.reference: is adapters_off but peft=none .* choose cached or copy"
     ):
@@ -153,7 +153,7 @@ LAYOUTS = {
 
 @pytest.mark.long
 @pytest.mark.distributed
-def test_any_layout_ends_with_the_same_weights_and_a_resumed_run_with_the_same_bits(folder):
+def test_dpo_weights_agree_between_layouts_and_resumes_are_exact(folder):
     runs, jobs = {}, []
 
     def job(layout, name, steps):
@@ -175,7 +175,7 @@ def test_any_layout_ends_with_the_same_weights_and_a_resumed_run_with_the_same_b
         undivided = "1 x 8, adapters" if has_adapters else "1 x 8"
         for name in ("loss", "accuracy", "margin", "chosen_reward"):
             ours, theirs = ([line[name] for line in logged(runs[key][1])][1:] for key in (layout, undivided))
-            # A margin is a sum over tokens, which ends at 5.
+            # A margin is a sum over tokens, with values up to 5.
             assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5), (layout, name)
     for layout in whole:
         undisturbed, resumed = weights(*runs[layout]), weights(*runs[f"{layout}, resumed"])

@@ -1,4 +1,4 @@
-"""Layouts part in fp32 as rounding errors grow; with fifty-three bits in place of twenty-four they do not."""
+"""Layouts drift apart in fp32 only as rounding errors grow; in float64 they stay together."""
 
 import json
 
@@ -20,7 +20,7 @@ LAYOUTS = {"one": (1, []), "FSDP2": (2, ["distributed=fsdp"])}
 
 
 class Double:
-    """torch, whose float32 is float64."""
+    """A stand-in for torch whose float32 is float64."""
 
     float32 = torch.float64
 
@@ -29,7 +29,7 @@ class Double:
 
 
 def train_in_double(config, run_dir):
-    """Train where weights, products, sums and log-probabilities are float64; it changes this process for good."""
+    """Train with float64 weights, products, sums and log-probabilities; this process stays modified."""
     build = trained._build_initial
     trained._build_initial = lambda *args: InitialModel(build(*args).whole().double())
     torch.Tensor.float = torch.Tensor.double
@@ -41,7 +41,7 @@ def train_in_double(config, run_dir):
 
 @pytest.fixture(scope="module")
 def losses(configure, tmp_path_factory):
-    """Of each step, by the type of numbers and the layout."""
+    """Return the losses of each step, by dtype and layout."""
     root, found = tmp_path_factory.mktemp("drift"), {}
     for kind, run in (("fp32", train), ("float64", train_in_double)):
         for layout, (processes, words) in LAYOUTS.items():
@@ -61,6 +61,6 @@ def apart(losses, kind):
     return ((one - other).abs() / one).max().item()
 
 
-def test_what_layouts_differ_by_is_rounding(losses):
+def test_difference_between_layouts_is_rounding_error(losses):
     assert 0 < apart(losses, "fp32") < 1e-2
     assert apart(losses, "float64") < 1e-6 * apart(losses, "fp32")

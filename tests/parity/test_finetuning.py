@@ -1,7 +1,7 @@
-"""The numbers of fine-tuning as other systems compute them: every case of foundry's own files and of FOUNDRY_GOLDENS.
+"""Fine-tuning numbers of other systems: every case of foundry's own files and of FOUNDRY_GOLDENS.
 
-What a case is checked against and what foundry leaves out on purpose follows from its configuration, so that cases
-that are not in the files can be run too.
+The configuration of a case determines its check and whether foundry offers it, so that cases outside the files can be
+run too.
 """
 
 import pytest
@@ -10,7 +10,7 @@ from finetuning_checks import CHECKS
 
 
 @pytest.mark.parametrize("case", finetuning_cases(), ids=[case["id"] for case in finetuning_cases()])
-def test_golden(case):
+def test_finetuning_case_matches_the_recorded_numbers(case):
     kind = case["id"].split("/")[0]
     if kind not in CHECKS:
         pytest.skip(f"{kind!r} is none of the kinds known here: {', '.join(CHECKS)}")
@@ -24,7 +24,7 @@ OWN_CASES = list(read_cases(OWN_FOLDER / "finetuning.json"))
 
 @pytest.mark.parametrize("value", [False, None, "none", 0, 0.0, "", True, 1])
 @pytest.mark.parametrize("kind", CHECKS)
-def test_a_case_with_an_unknown_setting_is_not_compared_whatever_its_value(kind, value):
+def test_case_with_an_unknown_setting_is_not_compared(kind, value):
     case = next(case for case in OWN_CASES if case["id"].startswith(f"{kind}/") and not not_offered(case))
     config = case["config"] | {"unknown": value}
     assert not_offered(case | {"config": config}) == "settings that are not known here: unknown"
@@ -35,5 +35,5 @@ def test_every_setting_of_the_recorded_cases_is_known():
         assert case["config"].keys() <= known_settings(case["id"].split("/")[0], case["config"]) | COUNTS, case["id"]
 
 
-def test_there_are_cases_of_every_kind():
+def test_finetuning_cases_cover_every_kind():
     assert {case["id"].split("/")[0] for case in finetuning_cases()} >= CHECKS.keys()

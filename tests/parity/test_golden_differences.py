@@ -1,4 +1,4 @@
-"""What excuses a case from Megatron's numbers excuses nothing else, and each difference is one that shows."""
+"""Each deliberate difference from Megatron covers exactly its cases and is visible in them."""
 
 import copy
 from itertools import accumulate
@@ -14,11 +14,11 @@ from foundry.core.errors import ConfigError
 
 CASES = {case["id"]: case for case in read_cases(OWN_FOLDER)}
 SAME_CURVE = {"nothing_learned", "curve_overlaps"}
-"""Only what is said to the user differs."""
+"""Only the refusal differs."""
 
 
 def changed(name, **changes):
-    """A recorded case with other values; those of a mapping are taken one by one, and None goes."""
+    """Return a recorded case with changed values; mappings are merged, and None removes a key."""
     case = copy.deepcopy(CASES[name])
 
     def merge(old, new):
@@ -64,7 +64,7 @@ NEARLY = {
 
 
 def ramped_run():
-    """100 updates whose batch grows from 8 to 16: Megatron takes the horizon, 1600 samples, for one without a ramp."""
+    """Return 100 updates with batch sizes growing from 8 to 16; Megatron's horizon of 1600 samples ignores the ramp."""
     sizes = [8] * 20 + [16] * 80
     *before, total = accumulate(sizes, initial=0)
 
@@ -93,7 +93,7 @@ def ramped(**lengths):
     return changed("derive/iters_wsd", config={"train": train, "scheduler": {"lr_wsd_decay_iters": 5, **lengths}})
 
 
-# Of these no case is recorded.
+# No recorded case covers these.
 OTHERS = {
     "any_unit": [changed("derive/both_modes", config={"train": {"train_samples": n}}) for n in (16, 160, 319, 640)],
     "beside_a_batch_schedule": [
@@ -109,11 +109,11 @@ OTHERS = {
 
 @pytest.fixture(autouse=True)
 def not_counted(monkeypatch):
-    """The summary is of the recorded cases, each compared once."""
+    """Keep these comparisons out of the summary, which counts each recorded case once."""
     monkeypatch.setattr(golden_cases, "deviations", {})
 
 
-def test_differences_are_in_exactly_these_cases():
+def test_differences_apply_to_exactly_the_listed_cases():
     found = {case_id: differences_of(case) for case_id, case in CASES.items()}
     assert {case_id: names for case_id, names in found.items() if names} == {
         case_id: [name] for name, difference in DIFFERENCES.items() for case_id in difference.ids
@@ -123,26 +123,26 @@ def test_differences_are_in_exactly_these_cases():
 
 
 @pytest.mark.parametrize("case_id", [i for name, it in DIFFERENCES.items() if name not in SAME_CURVE for i in it.ids])
-def test_an_excused_case_would_fail_as_it_is(case_id):
+def test_case_with_a_difference_fails_megatrons_check(case_id):
     with pytest.raises((AssertionError, ConfigError, ValueError)):
         CHECKS[CASES[case_id]["kind"]](CASES[case_id])
 
 
 @pytest.mark.parametrize("case", NEARLY.values(), ids=NEARLY)
-def test_what_looks_alike_is_not_excused(case):
+def test_similar_case_without_a_difference_is_not_excused(case):
     assert differences_of(case) == []
 
 
 @pytest.mark.parametrize(
     "case", [case for case in CASES.values() if case["id"].startswith("wsd_") and not differences_of(case)]
 )
-def test_phases_that_fit_are_accepted(case):
+def test_wsd_phases_that_fit_the_horizon_are_accepted(case):
     _, schedule = resolve(*resolved_words(case["config"]))
     assert_equal(case, [schedule.lr_at(step) for step in case["steps"]], case["lr"])
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_differences_without_a_recorded_case(name):
+def test_differences_without_a_recorded_case_hold(name):
     for case in OTHERS[name]:
         assert differences_of(case)[0] == name
         INSTEAD[name](case)

@@ -1,5 +1,6 @@
-"""Megatron's schedules, batch sizes and checkpoints, number for number: every case of `goldens/`, or of the folder that
-the environment variable FOUNDRY_GOLDENS names."""
+"""Schedules, batch sizes and checkpoints of Megatron, number for number: every case of `goldens/`, or of the folder in
+the environment variable FOUNDRY_GOLDENS.
+"""
 
 import pytest
 from golden_cases import FOLDER, cases
@@ -9,12 +10,12 @@ from golden_instead import INSTEAD
 
 
 @pytest.mark.parametrize("case", cases(), ids=[case["id"] for case in cases()])
-def test_golden(case):
+def test_megatron_case_matches_the_recorded_numbers(case):
     if case["kind"] not in CHECKS:
         pytest.skip(f"{case['kind']!r} is none of the kinds known here: {', '.join(CHECKS)}")
     names = differences_of(case)
     (INSTEAD[names[0]] if names else CHECKS[case["kind"]])(case)
 
 
-def test_there_are_cases():
+def test_golden_folder_has_cases():
     assert cases(), f"no list of cases in {FOLDER}"

@@ -1,7 +1,7 @@
-"""The same global batches give the same weights, however they are cut into ranks and microbatches.
+"""The same global batches give the same weights for any number of ranks and microbatches.
 
-The language model with each optimizer, those of diffusion, of a policy, of one that looks at pictures and of both in
-one with their default. All pairs, as a table:
+The language model is trained with each optimizer; diffusion, policy, vision-language and vision-language-action models
+with their default. All pairs, as a table:
 
     FOUNDRY_ALL_LAYOUTS=1 pytest -n 0 -s -m "long or not long" tests/parity/test_layouts.py
 """
@@ -28,7 +28,7 @@ LAYOUTS = {
     "FSDP2 4 x 1": (4, 4, ["distributed=fsdp"]),
     "HSDP 2x2 x 2": (4, 2, ["distributed=hsdp"]),
 }
-# A peak rate at which twenty steps move each of them.
+# Peak learning rates at which twenty steps change the weights visibly.
 OPTIMIZERS = {
     "muon": ["optimizer=muon"],
     "adamw": ["optimizer=adamw"],
@@ -48,7 +48,7 @@ CASES = [*CASES, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG_
 
 @pytest.fixture(scope="module")
 def trained(configure, tmp_path_factory):
-    """Configuration and run directory of a (task, optimizer, layout), after 20 steps in fp32."""
+    """Return a function from (task, optimizer, layout) to configuration and run directory after 20 steps in fp32."""
     root = tmp_path_factory.mktemp("layouts")
 
     @cache
@@ -77,7 +77,7 @@ def trained(configure, tmp_path_factory):
 
 @pytest.mark.parametrize(("task", "optimizer"), CASES)
 @pytest.mark.parametrize("layout", OTHERS)
-def test_final_weights_agree(trained, task, optimizer, layout, record_property):
+def test_final_weights_agree_between_layouts(trained, task, optimizer, layout, record_property):
     first, other = weights(*trained(task, optimizer, "1 x 4")), weights(*trained(task, optimizer, layout))
     found, largest = differences(first, other)
     record_property("largest relative difference", found)
@@ -86,13 +86,13 @@ def test_final_weights_agree(trained, task, optimizer, layout, record_property):
 
 
 def norms(run_dir):
-    """Of gradient, weights and update by step and block."""
+    """Return the norms of gradient, weights and update by step and block."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return {(line["step"], key): value for line in lines for key, value in line.items() if "_norm/" in key}
 
 
 @pytest.mark.parametrize("layout", OTHERS)
-def test_norms_by_block_agree(trained, layout):
+def test_block_norms_agree_between_layouts(trained, layout):
     expected = norms(trained("lm", "muon", "1 x 4")[1])
     assert {step for step, _ in expected} == {1, 10, 20}
     assert {"grad_norm/lm_head", "update_norm/model.layers.0", "weight_norm/model.layers.1"} <= {
@@ -104,7 +104,7 @@ def test_norms_by_block_agree(trained, layout):
 
 @pytest.mark.long
 @pytest.mark.parametrize("layout", OTHERS)
-def test_averaged_weights_and_held_out_loss_agree(trained, layout):
+def test_averaged_weights_and_validation_loss_agree_between_layouts(trained, layout):
     first, other = trained("diffusion", "adamw", "1 x 4"), trained("diffusion", "adamw", layout)
     assert differences(weights(*first, ema=True), weights(*other, ema=True))[0] < 1e-5
     results = [json.loads((run_dir / "result.json").read_text()) for _, run_dir in (first, other)]
@@ -112,7 +112,7 @@ def test_averaged_weights_and_held_out_loss_agree(trained, layout):
 
 
 @pytest.mark.parametrize(("task", "optimizer"), CASES)
-def test_training_moved_the_weights(trained, task, optimizer):
+def test_training_changes_the_weights(trained, task, optimizer):
     config, run_dir = trained(task, optimizer, "1 x 4")
     initial, moved = build_model(config).state_dict(), weights(config, run_dir)
     assert differences(initial, moved)[0] > 1e-2

@@ -1,4 +1,4 @@
-"""A run of foundry, step by step, against the loop that a person would write with PyTorch alone."""
+"""A run of foundry, step by step, against a loop in plain PyTorch."""
 
 import math
 
@@ -14,12 +14,12 @@ from foundry.parts.model import build_model
 from foundry.tracking.metrics_file import read_metrics
 
 STEPS, WARMUP, LR, FLOOR, BATCH = 50, 5, 3e-3, 1e-4, 16
-MAX_NORM = 0.25  # below the first norms of each task
-SEED = 7  # not the default
+MAX_NORM = 0.25  # Below the first norms of each task.
+SEED = 7  # Not the default.
 
 
 def raw_loop(config, loss_of):
-    """Losses of a plain loop: AdamW, linear warm-up, cosine decay, clipping; no accumulation, no wrapper."""
+    """Train with AdamW, linear warmup, cosine decay and clipping, without accumulation; return losses and norms."""
     data, model = build_data(config), build_model(config)
     decay = [p for p in model.parameters() if p.ndim >= 2]
     rest = [p for p in model.parameters() if p.ndim < 2]
@@ -87,7 +87,7 @@ def policy_loss(model, batch, positions):
     ("task", "loss_of"), [("lm", language_model_loss), ("diffusion", diffusion_loss), ("policy", policy_loss)]
 )
 @pytest.mark.parametrize("per_gpu_batch_size", some_of([16, 4], 4))
-def test_fifty_steps_agree(configure, tmp_path, task, loss_of, per_gpu_batch_size):
+def test_fifty_steps_match_a_plain_pytorch_loop(configure, tmp_path, task, loss_of, per_gpu_batch_size):
     config = configure(
         task,
         f"hparams.max_steps={STEPS}",

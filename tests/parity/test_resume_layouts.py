@@ -1,7 +1,7 @@
-"""A run that is resumed in another layout, or in other microbatches, ends as one that stayed in one process.
+"""A run resumed in another layout or microbatch size ends with the weights of an uninterrupted run on one process.
 
-Twenty steps in one layout and twenty in another against forty of one process, in fp32, with AdamW and with Muon. The
-suite takes every layout once on each side; all pairs, as a table:
+Twenty steps in each of two layouts are compared with forty on one process, in fp32, with AdamW and with Muon. The suite
+uses every layout once on each side; all pairs, as a table:
 
     FOUNDRY_ALL_LAYOUTS=1 pytest -n 0 -s -m "long or not long" tests/parity/test_resume_layouts.py
 """
@@ -37,7 +37,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def trained(configure, tmp_path_factory):
-    """Weights of an optimizer: after forty steps of one process, twenty in a layout, or forty in one after another."""
+    """Return weights after 40 steps on one process, 20 steps in one layout, or 20 steps in each of two layouts."""
     root = tmp_path_factory.mktemp("resumed")
 
     @cache
@@ -68,7 +68,7 @@ def trained(configure, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("optimizer", "saved", "loaded"), CASES)
-def test_it_ends_as_if_it_had_stayed(trained, optimizer, saved, loaded, record_property):
+def test_run_resumed_in_another_layout_matches_an_uninterrupted_run(trained, optimizer, saved, loaded, record_property):
     found, largest = differences(trained(optimizer), trained(optimizer, saved, loaded))
     record_property("largest relative difference", found)
     print(f"\n| {optimizer:5} | {saved:8} | {loaded:15} | {found:.1e} | {largest:.1e} |", end="")  # noqa: T201
@@ -76,7 +76,7 @@ def test_it_ends_as_if_it_had_stayed(trained, optimizer, saved, loaded, record_p
 
 
 @pytest.mark.parametrize("optimizer", [pytest.param("adamw", marks=pytest.mark.long), "muon"])
-def test_the_second_half_moved_the_weights(trained, optimizer):
+def test_second_half_of_the_run_changes_the_weights(trained, optimizer):
     whole, half = trained(optimizer), trained(optimizer, PAIRS[0][0])
     assert differences(half, whole)[0] > 1e-2
     assert all(torch.isfinite(tensor).all() for tensor in whole.values())

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on conversations of different lengths: the same weights whatever the layout, and resumed."""
+"""Supervised fine-tuning on conversations of different lengths gives the same weights in any layout and on resume."""
 
 import json
 
@@ -40,7 +40,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Configuration and run directory by layout, after twelve steps; "resumed" stopped after five."""
+    """Return configuration and run directory by layout after twelve steps; "resumed" stopped after five."""
     root = tmp_path_factory.mktemp("sft")
     rows = [
         {"prompt": f"What is {n} times {n}?" * (1 + n % 2), "completion": f"It is {n * n}." if n % 3 else "No idea."}
@@ -77,7 +77,7 @@ def lines(run_dir):
 
 
 @pytest.mark.parametrize("layout", list(LAYOUTS)[1:])
-def test_weights_and_metrics_agree(trained, layout):
+def test_sft_weights_and_metrics_agree_between_layouts(trained, layout):
     assert differences(weights(*trained["1 x 8"]), weights(*trained[layout]))[0] < 1e-5
     for one, other in zip(lines(trained["1 x 8"][1]), lines(trained[layout][1]), strict=True):
         for name in ("loss", "accuracy", "val_loss", "val_accuracy", "tokens"):
@@ -85,13 +85,13 @@ def test_weights_and_metrics_agree(trained, layout):
             assert name not in one or one[name] == pytest.approx(other[name], rel=1e-5), name
 
 
-def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(trained):
+def test_resumed_sft_run_matches_an_uninterrupted_run_bit_for_bit(trained):
     undisturbed, resumed = weights(*trained["1 x 8"]), weights(*trained["resumed"])
     assert all(torch.equal(undisturbed[name], resumed[name]) for name in undisturbed)
     assert lines(trained["1 x 8"][1])[-1]["val_loss"] == lines(trained["resumed"][1])[-1]["val_loss"]
 
 
-def test_it_has_learnt(trained):
+def test_sft_run_reduces_the_loss(trained):
     logged = [line for line in lines(trained["1 x 8"][1]) if "loss" in line]
     assert logged[-1]["loss"] < 0.9 * logged[0]["loss"]
     assert logged[-1]["tokens"] < 12 * 8 * 96

@@ -1,4 +1,4 @@
-"""Ranks that divide each matrix and the vocabulary between them train as one process does."""
+"""Tensor-parallel runs train as one process, under any layout and optimizer."""
 
 import json
 from functools import cache
@@ -31,7 +31,7 @@ VARIANTS = {
 
 @pytest.fixture(scope="module")
 def trained(configure, tmp_path_factory):
-    """Configuration and run directory of a variant under a layout; one process where there is none."""
+    """Return configuration and run directory of a variant under a layout; None is one process."""
     root = tmp_path_factory.mktemp("tensor_parallel")
 
     @cache
@@ -39,7 +39,7 @@ def trained(configure, tmp_path_factory):
         processes, microbatch, overrides = ONE if layout is None else LAYOUTS[layout]
         config = configure(
             "lm",
-            "data.vocab_size=62",  # 31 for each of two ranks, of which FSDP2 gives one 16 and the other 15
+            "data.vocab_size=62",  # 31 per rank; FSDP2 shards them into 16 and 15.
             *VARIANTS[variant],
             "optimizer.weight_decay=0.1",
             f"hparams.max_steps={STEPS}",
@@ -59,7 +59,7 @@ def trained(configure, tmp_path_factory):
 
 
 def logged(run_dir):
-    """Loss and gradient norm of each step, norms by block of some, and held-out losses."""
+    """Return loss and gradient norm of each step, block norms of some steps, and validation losses."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return {
         (line["step"], key): value
@@ -83,13 +83,13 @@ DEFAULT = "fsdp 2 x 2"
 @pytest.mark.parametrize(
     "layout", [DEFAULT, *(pytest.param(name, marks=pytest.mark.long) for name in LAYOUTS if name != DEFAULT)]
 )
-def test_every_layout_trains_as_one_process(trained, layout):
+def test_tensor_parallel_layouts_train_as_one_process(trained, layout):
     check(trained("adamw", None), trained("adamw", layout), 1e-5)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "adamw"])
-def test_every_optimizer_and_option_trains_as_on_one_process(trained, variant):
+def test_tensor_parallel_optimizers_and_options_train_as_one_process(trained, variant):
     one, other = trained(variant, None), trained(variant, "fsdp 2 x 2")
     check(one, other, 2e-5 if variant == "muon" else 1e-5)
     if "ema" in str(VARIANTS[variant]):
@@ -97,7 +97,7 @@ def test_every_optimizer_and_option_trains_as_on_one_process(trained, variant):
 
 
 @pytest.mark.long
-def test_rounded_arithmetic_stays_close(trained):
+def test_tensor_parallel_amp_error_is_within_rounding(trained):
     exact, rounded = trained("adamw", None), trained("adamw", "fsdp 2 x 2", "precision=amp_bfloat16")
     alone = trained("adamw", None, "precision=amp_bfloat16")
     expected, one, found = logged(exact[1]), logged(alone[1]), logged(rounded[1])
@@ -108,7 +108,7 @@ def test_rounded_arithmetic_stays_close(trained):
     assert by_rounding < 0.1
 
 
-def test_a_sample_counts_once(trained):
+def test_tensor_parallel_ranks_count_each_sample_once(trained):
     (_, one), (_, other) = trained("adamw", None), trained("adamw", "fsdp 2 x 2")
     plans = [json.loads((run_dir / "plan.json").read_text()) for run_dir in (one, other)]
     for key in ("global_batch_size", "tokens_per_step", "total_samples", "parameters"):

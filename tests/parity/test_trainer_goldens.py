@@ -1,4 +1,4 @@
-"""When to evaluate and when to stop, as PyTorch Lightning does: every case of goldens/trainer.json, bit for bit."""
+"""Evaluation times and early stopping as in PyTorch Lightning: every case of goldens/trainer.json, bit for bit."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ def cases(kind):
 
 @cases("val_check")
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_evaluations(case, batch_size):
+def test_evaluation_steps_match_lightning(case, batch_size):
     batches, epochs = case["inputs"]["batches_per_epoch"], case["inputs"]["epochs"]
     each = batches * batch_size
     budget = Budget(total_samples=each * epochs, batch_sizes=BatchSizes.constant(batch_size), samples_per_epoch=each)
@@ -31,7 +31,7 @@ def test_evaluations(case, batch_size):
 
 
 @cases("early_stop")
-def test_stopping(case):
+def test_early_stopping_matches_lightning(case):
     stopping = early_stopping.EarlyStopping(
         EarlyStopping(metric="val_loss", unit=PatienceUnit.evaluations, **case["config"])
     )
@@ -42,5 +42,5 @@ def test_stopping(case):
     assert seen == case["outputs"]["stop_wait_best_per_check"]
 
 
-def test_there_are_cases():
+def test_trainer_goldens_are_complete():
     assert len(CASES) == 6

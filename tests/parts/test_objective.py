@@ -66,7 +66,7 @@ class Slotted:
 
 
 @pytest.mark.parametrize("make", [Squared, Plain, PlainModule, Frozen])
-def test_every_member_has_a_default(make):
+def test_every_optional_objective_member_has_a_default(make):
     objective = with_defaults(make())
     assert type(objective) is make
     assert [getattr(objective, name) for name in OPTIONAL] == [None] * 4
@@ -82,7 +82,7 @@ def test_every_member_has_a_default(make):
         objective.precompute(part)
 
 
-def test_a_plain_object_keeps_its_own_members():
+def test_plain_objective_keeps_its_own_members():
     objective = with_defaults(Drawing())
     assert objective.generate(None, None, None) == "drawn"
     assert objective.columns == ("reference",)
@@ -91,7 +91,7 @@ def test_a_plain_object_keeps_its_own_members():
         objective.frozen_models  # noqa: B018
 
 
-def test_a_wrapper_hands_over_the_members_of_the_objective_inside():
+def test_wrapped_objective_delegates_members_to_the_inner_one():
     objective = with_defaults(Wrapper(foundry.NextToken()))
     assert (objective.reads_log_probs, objective.columns) == (True, ())
     assert objective.generate == objective.inner.generate
@@ -106,14 +106,14 @@ def test_a_wrapper_hands_over_the_members_of_the_objective_inside():
         (Slotted(), "gives an object of type Slotted, which takes no attributes; derive it from foundry.Objective"),
     ],
 )
-def test_other_objects_are_refused_in_a_line(part, message):
+def test_objects_without_num_valid_or_loss_are_refused(part, message):
     with pytest.raises(ConfigError) as error:
         with_defaults(part)
     assert f"objective._target_: {message}" in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_a_subclass_needs_a_loss():
+def test_objective_subclass_without_a_loss_is_abstract():
     class Half(Objective):
         num_valid = Squared.num_valid
 
@@ -121,7 +121,7 @@ def test_a_subclass_needs_a_loss():
         Half()
 
 
-def test_the_objective_of_a_configuration_has_the_defaults(monkeypatch):
+def test_configured_objective_gets_the_defaults(monkeypatch):
     monkeypatch.setattr("foundry.parts.objective.build", lambda node, offered: build({"_target_": node}))
     for name, kind in (("Squared", Squared), ("Plain", Plain)):
         config = SimpleNamespace(objective=f"{__name__}.{name}", peft=None)
@@ -129,19 +129,19 @@ def test_the_objective_of_a_configuration_has_the_defaults(monkeypatch):
         assert objective.build_source is None
 
 
-def test_foundrys_own_derive_from_the_base_class():
+def test_builtin_objectives_derive_from_the_base_class():
     assert foundry.Objective is Objective is protocols.Objective
     names = ("NextToken", "SFT", "DPO", "GRPO", "Distillation", "Diffusion", "DiffusionPolicy", "FlowPolicy")
     assert all(issubclass(getattr(foundry, name), Objective) for name in (*names, "ActionRegression"))
 
 
 @pytest.mark.parametrize("kind", ["Comparing", "Generative", "Precomputing", "Predicting", "Sourcing"])
-def test_names_of_earlier_protocols_are_the_base_class(kind):
+def test_earlier_protocol_names_are_the_objective_base_class(kind):
     exec(f"from foundry.core.protocols import {kind}Objective as found", scope := {})
     assert scope["found"] is Objective
 
 
-def test_the_room_of_rollouts_is_found_by_its_earlier_name():
+def test_earlier_rollout_module_name_still_imports():
     exec("from foundry.objectives.rollout import Prepared, Rollout, RolloutObjective", scope := {})
     assert scope["Rollout"] is protocols.Rollout
     assert scope["RolloutObjective"] is Objective

@@ -1,4 +1,4 @@
-"""Settings of one group that reach the parts of another."""
+"""Settings of one config group that reach the parts of another."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_data_is_built_from_the_seed_of_the_run():
 
 
 class Logits(TorchDispatchMode):
-    """Keeps the sizes of products whose last dimension is the vocabulary."""
+    """Records the number of rows of products whose last dimension is the vocabulary."""
 
     def __init__(self, vocab_size):
         super().__init__()

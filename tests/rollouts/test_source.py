@@ -1,4 +1,4 @@
-"""Rollouts cut into windows: what they hold, where they resume, and what is said of prompts and rewards."""
+"""Rollouts split into windows: contents, resume, and errors of prompts and rewards."""
 
 import math
 from dataclasses import replace
@@ -20,7 +20,7 @@ def same(one, other):
         assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_what_windows_hold():
+def test_rollout_windows_hold_completions_log_probs_and_metrics():
     model, objective = make_model(), make_objective(**PLAIN, updates_per_rollout=2)
     source, data = make_source(objective, model), make_data()
     first, second = source.next_window(), source.next_window()
@@ -49,7 +49,7 @@ def test_what_windows_hold():
     assert source.next_window().metrics != metrics
 
 
-def test_answers_do_not_depend_on_how_many_are_asked_at_a_time_or_scored_before():
+def test_completions_do_not_depend_on_generation_batch_size():
     windows = []
     for size, updates in ((6, 1), (16, 1), (3, 4)):
         objective = make_objective(**PLAIN, generation_batch_size=size, updates_per_rollout=updates)
@@ -63,7 +63,7 @@ def test_answers_do_not_depend_on_how_many_are_asked_at_a_time_or_scored_before(
     assert trimmed[0] == trimmed[1] == trimmed[2]
 
 
-def test_it_resumes_between_two_updates_of_a_rollout_bit_for_bit():
+def test_rollout_source_resumes_between_updates_bit_for_bit():
     objective = make_objective(**PLAIN, updates_per_rollout=2)
     source = make_source(objective, make_model())
     windows = [source.next_window() for _ in range(3)]
@@ -88,7 +88,7 @@ class Some(Vowels):
         return [{"vowels": None} if a.prompt == "dog" else one for a, one in zip(answers, found, strict=True)]
 
 
-def test_answers_without_a_reward_count_for_nothing_in_the_baseline():
+def test_completions_without_a_reward_are_excluded_from_the_baseline():
     objective = make_objective(**PLAIN, num_prompts_per_step=8)
     judge = Judge(Some(), weights={}, name="Some")
     window = make_source(objective, make_model(), judge=judge, per_gpu_batch_size=32).next_window()
@@ -101,7 +101,7 @@ def test_answers_without_a_reward_count_for_nothing_in_the_baseline():
 
 
 class Fickle(Judge):
-    """Gives a reward in the rollouts that it is told."""
+    """Returns rewards only in the rollouts where `given` is true."""
 
     def __init__(self, kind, *given):
         super().__init__(None, weights={}, name="Fickle")
@@ -122,7 +122,7 @@ class Fickle(Judge):
         ("raised", [1, 0, 0, 1, 0, 0, 0], "3 rollouts in a row a reward (16 each), first: ValueError: out of office"),
     ],
 )
-def test_an_environment_without_rewards_ends_the_run_in_a_line(kind, given, why):
+def test_environment_without_rewards_ends_the_run_with_the_reason(kind, given, why):
     objective = make_objective(**PLAIN, generation_batch_size=16)
     source = make_source(objective, make_model(), judge=Fickle(kind, *given))
     for _ in given[:-1]:
@@ -132,7 +132,7 @@ def test_an_environment_without_rewards_ends_the_run_in_a_line(kind, given, why)
     assert str(caught.value) == f"environment: Fickle gives no answer of {why}"
 
 
-def test_truncated_answers_can_be_left_out_and_stay_in_the_baseline():
+def test_truncated_completions_can_be_excluded_but_stay_in_the_baseline():
     objectives = [make_objective(**PLAIN, max_new_tokens=8, overlong_filtering=is_on) for is_on in (False, True)]
     sources = [make_source(objective, make_model(), per_gpu_batch_size=16) for objective in objectives]
     kept, left_out = (source.next_window() for source in sources)
@@ -146,7 +146,7 @@ def test_truncated_answers_can_be_left_out_and_stay_in_the_baseline():
     assert objective.num_valid(other) == lengths[other["is_counted"]].sum() < objective.num_valid(one)
 
 
-def test_prompts_without_room_or_without_what_is_read_are_refused():
+def test_prompts_without_space_or_required_columns_are_refused():
     model, data = make_model(), make_data()
     with pytest.raises(ConfigError, match=r"^objective\.max_new_tokens: leaves 2 of the model's positions"):
         make_source(make_objective(**PLAIN, max_new_tokens=30), model)

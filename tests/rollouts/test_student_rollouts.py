@@ -1,4 +1,4 @@
-"""Distillation on policy: the rollouts are GRPO's, the loss is the divergence at the student's own tokens."""
+"""On-policy distillation: rollouts as in GRPO, loss on the student's own tokens."""
 
 import math
 
@@ -21,7 +21,7 @@ KINDS = [
 
 
 @pytest.mark.parametrize("settings", KINDS, ids=str)
-def test_the_loss_is_the_divergence_at_the_tokens_that_the_student_has_drawn(settings):
+def test_student_loss_is_the_divergence_at_its_sampled_tokens(settings):
     model, teacher = make_model(), make_model(4)
     objective = make_student(teacher, **PLAIN, **settings)
     (part,) = make_source(objective, model, per_gpu_batch_size=16).next_window().microbatches
@@ -38,7 +38,7 @@ def test_the_loss_is_the_divergence_at_the_tokens_that_the_student_has_drawn(set
     assert list(found.metrics) == ["entropy", "divergence"] == list(objective.metrics)
 
 
-def test_answers_are_those_that_are_drawn_for_grpo_and_rewards_only_a_metric():
+def test_student_completions_match_grpo_and_rewards_are_metrics_only():
     policy = make_source(make_objective(**PLAIN, ref_policy_kl_penalty=0.0), make_model()).next_window()
     with_judge, without = (
         make_source(make_student(make_model(4), **PLAIN), make_model(), judge=judge).next_window()
@@ -54,7 +54,7 @@ def test_answers_are_those_that_are_drawn_for_grpo_and_rewards_only_a_metric():
     assert without.metrics == {name: policy.metrics[name] for name in ("truncated", "completion_tokens")}
 
 
-def test_at_temperature_0_a_student_gives_the_answer_that_it_finds_likeliest():
+def test_student_at_temperature_zero_generates_argmax_tokens():
     model = make_model()
     objective = make_student(make_model(4), **{**PLAIN, "generation_temperature": 0.0})
     (part,) = make_source(objective, model, per_gpu_batch_size=16).next_window().microbatches
@@ -65,13 +65,13 @@ def test_at_temperature_0_a_student_gives_the_answer_that_it_finds_likeliest():
 
 
 class Infinite:
-    """Has no number for any answer."""
+    """Scores every answer as infinite."""
 
     def score(self, answers):
         return [{"size": math.inf} for _ in answers]
 
 
-def test_an_environment_that_fails_at_every_answer_ends_no_run_that_does_not_learn_from_it():
+def test_failing_environment_ends_only_runs_that_train_on_rewards():
     judge = Judge(Infinite(), weights={}, name="Infinite")
     window = make_source(make_student(make_model(4), **PLAIN), make_model(), judge=judge).next_window()
     assert (window.metrics["reward_missing"], window.metrics["reward_no_number"]) == (1.0, 16.0)
@@ -81,7 +81,7 @@ def test_an_environment_that_fails_at_every_answer_ends_no_run_that_does_not_lea
         make_source(make_objective(**PLAIN, ref_policy_kl_penalty=0.0), make_model(), judge=None)
 
 
-def test_nothing_is_learnt_from_truncated_answers_where_they_are_left_out():
+def test_overlong_filtering_excludes_truncated_completions_from_the_loss():
     model, teacher = make_model(), make_model(4)
     (kept,), (left_out,) = (
         make_source(make_student(teacher, **PLAIN, overlong_filtering=leaves_out), model, per_gpu_batch_size=16)
@@ -99,7 +99,7 @@ def test_nothing_is_learnt_from_truncated_answers_where_they_are_left_out():
     assert objective.loss(model, {**left_out, "targets": torch.full_like(kept["targets"], -100)}).loss == 0
 
 
-def test_it_resumes_between_two_updates_of_a_rollout():
+def test_student_rollouts_resume_between_updates():
     objective = make_student(make_model(4), **PLAIN, updates_per_rollout=2)
     source = make_source(objective, make_model(), judge=None)
     for _ in range(3):
@@ -114,7 +114,7 @@ def test_it_resumes_between_two_updates_of_a_rollout():
             assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_answers_that_share_rows_are_learnt_alike():
+def test_packed_student_completions_match_unpacked():
     model, objective = make_model(), make_student(make_model(4), **PLAIN, overlong_filtering=True)
     losses, valid, rows = [], [], []
     for pack_tokens in (None, 32):

@@ -1,4 +1,4 @@
-"""A task of another package, which is found by its entry point: `outside/waves`."""
+"""A task of another package, found by its entry point: `outside/waves`."""
 
 import json
 import os
@@ -15,7 +15,7 @@ OUTSIDE = Path(__file__).with_name("outside")
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """What pip would write about the package beside it."""
+    """Write the metadata that pip would install for the package."""
     folder = tmp_path_factory.mktemp("site")
     (folder / "waves-1.0.dist-info").mkdir()
     about = folder / "waves-1.0.dist-info"
@@ -31,7 +31,7 @@ def installed(tmp_path, cache, site):
     return shell
 
 
-def test_it_trains_draws_and_is_evaluated_without_trust_until_it_is_uninstalled(installed):
+def test_external_task_trains_plots_and_evaluates_while_installed(installed):
     out, _ = installed.run("experiment=waves", "hydra.run.dir=run", "tracking.mlflow=false")
     assert str(installed.cwd / "run/plots/error.png") in out
     last = json.loads((installed.cwd / "run/metrics.jsonl").read_text().splitlines()[-1])
@@ -41,12 +41,12 @@ def test_it_trains_draws_and_is_evaluated_without_trust_until_it_is_uninstalled(
     assert (found["num_values"], found["largest"]) == (5, 1.0)
     _, error = installed.run("run=run", "episodes=3", module="foundry.eval", code=2)
     assert error.startswith("episodes: is 3 but is of policies in a simulator, and ")
-    for trust in (True, False):  # in this process it is not installed
+    for trust in (True, False):  # The package is not installed in this process.
         with pytest.raises(ConfigError, match="has parts of waves, which is not installed here: model"):
             load_config(installed.cwd / "run", trust=trust)
 
 
-def test_its_check_sizes_and_resolver_are_those_of_every_composition(installed):
+def test_external_task_adds_its_checks_sizes_and_resolver(installed):
     _, error = installed.run("experiment=waves", "data.hertz=0.2", "data.window=6", "model.window=5", code=2)
     assert error.splitlines() == [
         "model.window: is 5 but must be data.window=6; leave it out to follow the data",
@@ -56,7 +56,7 @@ def test_its_check_sizes_and_resolver_are_those_of_every_composition(installed):
     assert "  period: 20\n" in out
 
 
-def test_a_declaration_that_is_none_is_a_line(installed, tmp_path):
+def test_invalid_task_entry_point_is_a_one_line_error(installed, tmp_path):
     about = tmp_path / "broken-1.0.dist-info"
     about.mkdir()
     about.joinpath("METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")

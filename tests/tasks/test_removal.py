@@ -1,4 +1,4 @@
-"""Without a task, the rest works: a copy of the package lacks its folder and the options that it declares."""
+"""Without a task the rest works: in a copy of the package, its folder and options are removed."""
 
 import os
 import shutil
@@ -70,8 +70,8 @@ def without(tmp_path_factory):
     return root
 
 
-def test_all_else_works_without_robots(without, cache):
-    """Every module is imported, every option composed, two steps trained, and a recorded policy refused."""
+def test_foundry_works_without_the_robots_task(without, cache):
+    """Import every module, compose every option, train two steps, and expect a recorded policy to be refused."""
     path = os.pathsep.join([str(without), str(REPOSITORY / "tests")])
     environment = passed_on() | {"PYTHONPATH": path, "FOUNDRY_CACHE": str(cache), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""A task so small that a whole run takes milliseconds, and places where it can be killed."""
+"""A tiny task whose runs take milliseconds, with places where they can be killed."""
 
 import os
 import signal
@@ -12,15 +12,15 @@ from foundry.data.splits import DataSplits
 
 WIDTH = 3
 SPIKE = 27
-"""The sample whose loss is out of all proportion, where there is one."""
+"""Index of the sample with an extreme loss, if `has_spike`."""
 
 
 class Killed(BaseException):
-    """The process would be gone now."""
+    """Simulates the death of the process."""
 
 
 class Trap:
-    """Kills the run, or sends it SIGTERM, when it comes to one of its places for the given time."""
+    """Kills the run, or sends it SIGTERM, when it reaches a place for the n-th time."""
 
     def __init__(self):
         self.place, self.left = "", 0
@@ -43,7 +43,7 @@ TRAP = Trap()
 
 
 class Whole(Dataset):
-    """Whole numbers below 8, so that sums of gradients are exact in any order."""
+    """Integers below 8, so that sums of gradients are exact in any order."""
 
     def __init__(self, num_samples, seed, has_spike):
         self.x = torch.randint(8, (num_samples, WIDTH), generator=torch.Generator().manual_seed(seed)).float()
@@ -65,7 +65,7 @@ def whole_numbers(*, seed, has_spike):
 
 
 class Linear(nn.Module):
-    """With a parameter that has no gradient at first and a buffer that counts forward passes."""
+    """A linear model with a buffer that counts the samples seen in training."""
 
     def __init__(self):
         super().__init__()
@@ -79,7 +79,7 @@ class Linear(nn.Module):
 
 
 class Sum:
-    """The sum of the outputs; its gradient is the sum of the samples, each weighed by chance if `is_noisy`."""
+    """The sum of the outputs. Its gradient is the sum of the samples, with random weights if `is_noisy`."""
 
     def __init__(self, *, is_noisy, loss_function="mse", z_loss_coefficient=0.0):
         self.is_noisy = is_noisy
@@ -96,7 +96,7 @@ class Sum:
 
 
 class Watcher:
-    """An observer at whose calls the run can be killed."""
+    """An observer whose calls are places where the run can be killed."""
 
     def on_start(self, event):
         TRAP.spring("start")

@@ -1,4 +1,4 @@
-"""A diffusion objective whose loss is enormous, or not a number, where it meets certain samples."""
+"""A diffusion objective with an extreme or NaN loss on selected samples."""
 
 import math
 
@@ -7,7 +7,7 @@ from foundry.objectives.diffusion import Diffusion
 
 
 class SpikyDiffusion(Diffusion):
-    """The loss of microbatches that hold one of `bad_positions` is multiplied by 1e4, or NaN."""
+    """Multiplies the loss of microbatches with one of `bad_positions` by 1e4, or by NaN if `not_a_number`."""
 
     def __init__(self, *, bad_positions, not_a_number, **options):
         super().__init__(**options)

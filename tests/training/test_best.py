@@ -1,4 +1,4 @@
-"""The step with the best value of a metric on held-out data."""
+"""The step with the best value of a validation metric."""
 
 import math
 
@@ -18,7 +18,7 @@ from foundry.training.best import Best
         ({"mode": Mode.max, "min_delta": 0.25}, [3.0, 3.125, 3.25, 3.5], [1, 4]),
     ],
 )
-def test_a_checkpoint_is_the_best_if_it_improves_by_more_than_min_delta(settings, values, best_steps):
+def test_checkpoint_is_best_if_it_improves_by_more_than_min_delta(settings, values, best_steps):
     best = Best(KeepBest(metric="val_loss", **settings), None)
     assert [step for step, value in enumerate(values, 1) if best.update({"val_loss": value}, step)] == best_steps
     assert best.result() == {"step": best_steps[-1], "val_loss": values[best_steps[-1] - 1]}

@@ -1,4 +1,4 @@
-"""Norms by block: what they are of, against the same computed by hand."""
+"""Norms by block, compared with norms computed by hand."""
 
 import pytest
 import torch
@@ -59,7 +59,7 @@ def norm(tensors):
     return sum(tensor.double().square().sum().item() for tensor in tensors) ** 0.5
 
 
-def test_blocks_and_what_is_beside_them_have_the_names_of_the_model():
+def test_parameters_are_grouped_by_block_under_their_module_names():
     model = Model()
     grouped = group_by_block(model, find_blocks(model))
     assert list(grouped) == ["trunk.scale", "trunk.embed", "trunk.layers.0", "trunk.layers.1", "head"]
@@ -86,7 +86,7 @@ def window(seed=1, scale=1.0):
     return Window([{"x": scale * torch.randn(4, 3, generator=generator)} for _ in range(2)], 8)
 
 
-def test_norms_are_those_before_clipping_of_the_whole_window_and_of_what_the_update_changed():
+def test_block_norms_are_pre_clipping_and_measure_the_actual_update():
     model, twin = Model(), Model()
     step = step_for(model, 2)
     result = step(window(), 0.1, 1)
@@ -106,7 +106,7 @@ def test_norms_are_those_before_clipping_of_the_whole_window_and_of_what_the_upd
     assert norm([torch.tensor([found[f"update_norm/{name}"] for name in expected])]) == pytest.approx(1e-4, rel=1e-2)
 
 
-def test_steps_between_are_not_measured_and_one_left_out_changes_nothing():
+def test_block_norms_are_measured_every_n_steps_and_zero_if_skipped():
     model = Model()
     step = step_for(model, 3, non_finite=NonFinite.skip, max_skips=2)
     assert [step(window(), 0.1, number).norms is None for number in (1, 2, 3, 4)] == [False, True, False, True]
@@ -116,7 +116,7 @@ def test_steps_between_are_not_measured_and_one_left_out_changes_nothing():
     assert {value for name, value in found.items() if name.startswith("update_norm/")} == {0.0}
 
 
-def test_a_parameter_without_a_gradient_has_none():
+def test_parameter_without_a_gradient_has_zero_grad_norm():
     one, other = nn.Parameter(torch.ones(4)), nn.Parameter(torch.full((9,), 2.0))
     one.grad = torch.full((4,), 3.0)
     norms = BlockNorms({"a": [one], "b": [other]}, every_n_steps=1, device=CPU)
@@ -125,7 +125,7 @@ def test_a_parameter_without_a_gradient_has_none():
     assert (found["grad_norm/b"], found["weight_norm/b"], found["update_norm/b"]) == (0, 6, 0)
 
 
-def test_norms_that_no_logged_step_reads_are_refused():
+def test_norms_interval_between_logged_steps_is_refused():
     assert not list(Tracking(norms_every_n_steps=30, log_every_n_steps=10).check())
     (wrong,) = Tracking(norms_every_n_steps=15, log_every_n_steps=10).check()
     assert wrong.key == "tracking.norms_every_n_steps"

@@ -7,13 +7,13 @@ from foundry.training.collection import CollectedBetweenSteps
 
 
 class Node:
-    """In a cycle with itself."""
+    """An object in a reference cycle with itself."""
 
     def __init__(self):
         self.own = self
 
 
-def test_cycles_are_collected_at_every_fiftieth_step_and_at_no_other():
+def test_garbage_is_collected_at_every_fiftieth_step_only():
     with CollectedBetweenSteps() as garbage:
         assert not gc.isenabled()
         alive = weakref.ref(Node())
@@ -26,7 +26,7 @@ def test_cycles_are_collected_at_every_fiftieth_step_and_at_no_other():
     assert gc.get_freeze_count() == 0
 
 
-def test_a_failure_switches_it_on_again():
+def test_garbage_collection_is_reenabled_after_an_exception():
     with pytest.raises(ValueError, match="wrong"), CollectedBetweenSteps():
         raise ValueError("wrong")
     assert gc.isenabled()

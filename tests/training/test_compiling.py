@@ -1,4 +1,4 @@
-"""Compilers that torch.compile needs, and warnings of graphs that are compiled during a run."""
+"""Compilers that torch.compile needs, and warnings about graphs compiled during a run."""
 
 import re
 import shutil
@@ -19,9 +19,9 @@ from foundry.training.compiling import Recompilations
 
 @pytest.fixture(autouse=True)
 def _traced_only(monkeypatch):
-    """Generating C++ would only take time; which graphs there are is decided before."""
+    """Skip code generation, which takes long; the graphs are determined before it."""
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="eager"))
-    monkeypatch.setenv("CXX", "true")  # any program: no compiler is started, and this machine may have none
+    monkeypatch.setenv("CXX", "true")  # Any program: no compiler is started.
     torch.compiler.reset()
 
 
@@ -48,7 +48,7 @@ class Block(nn.Module):
         ("cuda", {"CC": "icx"}, {"gcc"}, "C compiler icx"),
     ],
 )
-def test_compiler_that_a_device_needs_is_looked_for(monkeypatch, device, variables, programs, missing):
+def test_missing_compiler_of_the_device_is_a_config_error(monkeypatch, device, variables, programs, missing):
     for name in ("CC", "CXX"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
@@ -63,7 +63,7 @@ def test_compiler_that_a_device_needs_is_looked_for(monkeypatch, device, variabl
 
 @pytest.mark.long
 @pytest.mark.parametrize("parts", [TINY_LM, TINY_DIT])
-def test_a_normal_run_compiles_nothing_after_its_first_steps(parts, tmp_path, caplog):
+def test_compiled_run_compiles_no_graph_after_its_first_steps(parts, tmp_path, caplog):
     before = 0 if "torch._dynamo" not in sys.modules else count_graphs()
     overrides = ["hparams.torchcompile=true", "hparams.max_steps=8", "evaluation.interval=4", "tracking=none"]
     run(compose([*parts, *overrides]), tmp_path / "run")
@@ -75,7 +75,7 @@ def logged(caplog):
     return [record.getMessage()[:42] for record in caplog.records if record.name == compiling.__name__]
 
 
-def test_graphs_of_later_shapes_are_counted(caplog):
+def test_graphs_compiled_for_later_shapes_are_reported(caplog):
     block = Block()
     compile_blocks([block])
     recompilations = Recompilations(is_compiled=True)
@@ -88,7 +88,7 @@ def test_graphs_of_later_shapes_are_counted(caplog):
         recompilations.warn()
         return logged(caplog)
 
-    for size in (2, 2, 3, 3):  # the second shape is one with a dynamic size
+    for size in (2, 2, 3, 3):  # The second shape makes the size dynamic.
         step(size)
     assert warnings() == []
     step(3, 5)
@@ -99,9 +99,9 @@ def test_graphs_of_later_shapes_are_counted(caplog):
     assert warnings() == ["torch.compile has compiled 1 more graphs a", "torch.compile has compiled 2 more graphs a"]
 
 
-def test_a_run_without_compiled_blocks_counts_nothing(caplog):
+def test_run_without_compiled_blocks_counts_no_graphs(caplog):
     block = Block()
-    compile_blocks([block])  # of somebody else
+    compile_blocks([block])  # Compiled by other code.
     recompilations = Recompilations(is_compiled=False)
     for size in range(2, 8):
         with recompilations.around_step():

@@ -1,4 +1,4 @@
-"""Spikes and numbers that are not finite, in whole runs."""
+"""Loss spikes and non-finite numbers in complete runs."""
 
 import itertools
 import json
@@ -39,7 +39,7 @@ SMALL = [
 
 @pytest.fixture
 def configure(monkeypatch, request):
-    """A run that meets bad samples at given positions of the global order."""
+    """Return a function that composes a run with bad samples at given positions of the global order."""
     monkeypatch.syspath_prepend(request.path.parent)
 
     def words(*overrides, bad=(), not_a_number=False):
@@ -57,8 +57,8 @@ def steps_of(run_dir):
 GUARDED = ["guard.spike_zscore=20", "guard.spike_window=16"]
 
 
-def test_a_spike_takes_the_run_back_and_past_its_data(configure, tmp_path, caplog):
-    config = configure(*GUARDED, "guard.spike_action=rollback", bad=[8 * 24 + 3])  # met in step 25
+def test_rollback_after_a_spike_skips_its_data(configure, tmp_path, caplog):
+    config = configure(*GUARDED, "guard.spike_action=rollback", bad=[8 * 24 + 3])  # Read in step 25.
     with caplog.at_level(logging.WARNING):
         result = train(config, tmp_path / "run").result
     assert (result["status"], result["step"], result["samples"]) == ("finished", 40, 320)
@@ -68,13 +68,13 @@ def test_a_spike_takes_the_run_back_and_past_its_data(configure, tmp_path, caplo
     assert [record["step"] for record in records] == [*range(1, 41)]
     assert max(record["loss"] for record in records) < 20
     manifest = json.loads((tmp_path / "run" / "checkpoints" / "latest" / "manifest.json").read_text())
-    # Steps 21 to 25 had been read when the run went back to step 20.
+    # Steps 21 to 25 had been read before the rollback to step 20.
     assert manifest["state"]["source"] == {"samples": 320, "skipped": 40}
 
 
 @pytest.fixture
 def ticks(monkeypatch):
-    """A clock of a run's throughput that is a second later whenever it is looked at."""
+    """Replace the clock of the throughput by one that advances a second per call."""
     monkeypatch.setitem(Throughput.__init__.__kwdefaults__, "clock", map(float, itertools.count()).__next__)
 
 
@@ -82,15 +82,15 @@ def rates(run_dir):
     return {record["step"]: record["samples_per_second"] for record in steps_of(run_dir)}
 
 
-def test_after_a_rollback_samples_are_counted_from_the_checkpoint_on(configure, tmp_path, ticks):
+def test_throughput_after_a_rollback_counts_from_the_checkpoint(configure, tmp_path, ticks):
     config = configure(*GUARDED, "guard.spike_action=rollback", bad=[8 * 24 + 3])
     train(config, tmp_path / "run")
-    # A log comes a second or more after the one before, or after going back, and 8 samples.
+    # Each log covers at least one second and at most 8 samples.
     assert all(0 < rate <= 8 for rate in rates(tmp_path / "run").values())
 
 
 @pytest.mark.parametrize("every", some_of([1, 5], 5))
-def test_after_a_resume_samples_are_counted_from_the_checkpoint_on(configure, tmp_path, ticks, every):
+def test_throughput_after_a_resume_counts_from_the_checkpoint(configure, tmp_path, ticks, every):
     logged = f"tracking.log_every_n_steps={every}"
     train(configure("hparams.max_steps=20", "scheduler.horizon='40'", logged), tmp_path / "run")
     before = rates(tmp_path / "run")
@@ -100,7 +100,7 @@ def test_after_a_resume_samples_are_counted_from_the_checkpoint_on(configure, tm
     assert all(0 < rate <= 8 * every for rate in [*before.values(), *after.values()])
 
 
-def test_without_a_checkpoint_a_spike_ends_the_run(configure, tmp_path, caplog):
+def test_spike_without_a_checkpoint_ends_the_run(configure, tmp_path, caplog):
     config = configure(*GUARDED, "guard.spike_action=rollback", "checkpoint.interval=30", bad=[8 * 24])
     with pytest.raises(LossSpike):
         train(config, tmp_path / "run")
@@ -108,21 +108,21 @@ def test_without_a_checkpoint_a_spike_ends_the_run(configure, tmp_path, caplog):
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "failed"
 
 
-def test_spikes_without_end_end_the_run(configure, tmp_path, caplog):
+def test_repeated_rollbacks_to_one_step_end_the_run(configure, tmp_path, caplog):
     config = configure(*GUARDED, "guard.spike_action=rollback", "guard.max_skips=2", bad=range(8 * 24, 8 * 60))
     with pytest.raises(LossSpike):
         train(config, tmp_path / "run")
     assert "going back to step 20 2 times has not helped" in caplog.text
 
 
-def test_a_spike_is_skipped(configure, tmp_path, caplog):
+def test_update_of_a_spike_is_skipped(configure, tmp_path, caplog):
     result = train(configure(*GUARDED, bad=[8 * 24 + 3]), tmp_path / "run").result
     assert (result["status"], result["step"]) == ("finished", 40)
     assert "step 25: the loss" in caplog.text
     assert "its update is left out, 1 in a row of at most 3 (samples 192 to 199 of the global order)" in caplog.text
 
 
-def test_a_number_that_is_none_stops_the_run_or_is_skipped(configure, tmp_path, caplog):
+def test_nan_loss_stops_the_run_or_is_skipped(configure, tmp_path, caplog):
     with pytest.raises(NonFiniteError, match="step 5: the loss on rank 0 is not finite"):
         train(configure(bad=[35], not_a_number=True), tmp_path / "stopped")
     result = train(configure("guard.non_finite=skip", bad=[35], not_a_number=True), tmp_path / "skipped").result
@@ -130,7 +130,7 @@ def test_a_number_that_is_none_stops_the_run_or_is_skipped(configure, tmp_path, 
     assert "samples 32 to 39 of the global order" in caplog.text
 
 
-def test_a_run_stops_early_and_stays_finished(configure, tmp_path):
+def test_early_stopped_run_stays_finished_on_restart(configure, tmp_path):
     stopping = ["evaluation.interval=2", "evaluation.early_stopping.patience=1", "hparams.lr=1e-9"]
     units = ["evaluation.early_stopping.unit=evaluations", "scheduler.min_lr=0"]
     config = configure(*stopping, *units)
@@ -142,7 +142,7 @@ def test_a_run_stops_early_and_stays_finished(configure, tmp_path):
     assert train(config, tmp_path / "run").result == result
 
 
-def test_a_run_that_fails_leaves_no_save_unfinished(configure, tmp_path, monkeypatch):
+def test_failed_run_finishes_its_pending_save(configure, tmp_path, monkeypatch):
     def slowly(*args):
         time.sleep(1)
         return write_shard(*args)

@@ -1,4 +1,4 @@
-"""Faults inside training: what is left out, what continues, and what ends the run."""
+"""Guards of a training step: skipped updates, continuation and termination."""
 
 import json
 import logging
@@ -32,13 +32,13 @@ class Block(FSDPBlock):
 
 
 def model_of(seed=0):
-    """A matrix in a block, for Muon, and others."""
+    """Return a model with a matrix in a block, for Muon, and other parameters."""
     torch.manual_seed(seed)
     return nn.Sequential(Block(), nn.Linear(3, 1))
 
 
 def states(step):
-    """Everything the optimizers keep."""
+    """Return copies of the optimizer states."""
     return [
         {name: value.clone() for name, value in state.items() if value is not None}
         for optimizer in step._optimizers
@@ -53,7 +53,7 @@ def on_host(model, config, make, **options):
 @pytest.mark.parametrize(("make", "options"), [(adamw, ADAMW), (sgd, SGD), (muon, MUON)], ids=["adamw", "sgd", "muon"])
 @pytest.mark.parametrize("place", [on_host, on_device])
 @pytest.mark.parametrize("bad", [1, 3], ids=["first", "later"])
-def test_a_run_with_a_skipped_step_is_the_run_without_it(make, options, place, bad):
+def test_run_with_a_skipped_step_matches_a_run_without_it(make, options, place, bad):
     skipping, plain = model_of(), model_of()
     ours, theirs = place(skipping, SKIP, make, **options), on_host(plain, None, make, **options)
     averages = WeightAverage(skipping, 0.5), WeightAverage(plain, 0.5)
@@ -74,7 +74,7 @@ def test_a_run_with_a_skipped_step_is_the_run_without_it(make, options, place, b
 
 
 @pytest.mark.parametrize("place", [on_host, on_device])
-def test_a_warning_names_step_ranks_and_samples(place, caplog):
+def test_skip_warning_names_step_rank_and_samples(place, caplog):
     step = place(model_of(), SKIP, adamw, **ADAMW)
     with caplog.at_level(logging.WARNING):
         step(window((4, 4), seed=1), 1e-2, 1)
@@ -91,7 +91,7 @@ def test_a_warning_names_step_ranks_and_samples(place, caplog):
 
 
 @pytest.mark.parametrize("place", [on_host, on_device])
-def test_more_in_a_row_than_allowed_end_the_run(place):
+def test_more_than_max_skips_in_a_row_end_the_run(place):
     step = place(model_of(), Guard(non_finite=NonFinite.skip, max_skips=2), adamw, **ADAMW)
 
     def take(number, bad):
@@ -109,7 +109,7 @@ def test_more_in_a_row_than_allowed_end_the_run(place):
     assert same(before, weights(step._model))
 
 
-def test_on_the_device_nothing_is_updated_past_the_last_skip_allowed():
+def test_device_guard_stops_updates_after_max_skips():
     model = model_of()
     step = on_device(model, Guard(non_finite=NonFinite.skip, max_skips=1))
     step(poisoned(1), 1e-2, 1)
@@ -120,7 +120,7 @@ def test_on_the_device_nothing_is_updated_past_the_last_skip_allowed():
     assert same(before, weights(model))
 
 
-def test_fp16_continues_past_a_bad_loss_and_does_not_count_an_overflow(caplog):
+def test_fp16_skips_a_bad_loss_without_counting_overflows(caplog):
     model = model_of()
     step = step_for(model, mode=PrecisionMode.amp_float16, guard=Guard(non_finite=NonFinite.skip, max_skips=1))
     overflowing = window()
@@ -138,14 +138,14 @@ def test_fp16_continues_past_a_bad_loss_and_does_not_count_an_overflow(caplog):
     assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
-def test_the_score_is_iglewicz_and_hoaglins():
+def test_spike_zscore_is_the_modified_zscore_of_iglewicz_and_hoaglin():
     known = LossWindow(8)
-    known.losses.extend([2.1, 2.6, 2.4, 2.5, 2.3, 2.1, 2.3, 2.6])  # median 2.35, absolute deviations' median 0.2
+    known.losses.extend([2.1, 2.6, 2.4, 2.5, 2.3, 2.1, 2.3, 2.6])  # Median 2.35; median absolute deviation 0.2.
     assert known.zscore(8.2) == pytest.approx(0.6745 * 5.85 / 0.2)
     assert known.zscore(0.1) < 0
 
 
-def test_there_is_no_score_of_few_losses_or_of_equal_ones():
+def test_spike_zscore_is_zero_for_few_or_equal_losses():
     known = LossWindow(16)
     for loss in (1.0, 1.1, 1.2):
         known.losses.append(loss)
@@ -158,7 +158,7 @@ def test_there_is_no_score_of_few_losses_or_of_equal_ones():
 
 
 def spiked(seed):
-    """The targets are far off, the numbers finite."""
+    """Return a window with finite but far-off targets."""
     bad = window(seed=seed)
     bad.microbatches[0]["y"] += 100.0
     return bad
@@ -168,7 +168,7 @@ def spike_step(model, action=SpikeAction.skip, **options):
     return step_for(model, guard=Guard(spike_zscore=6.0, spike_window=16, spike_action=action, **options))
 
 
-def test_a_spike_is_left_out_and_its_loss_is_not_learnt(caplog):
+def test_spike_is_skipped_and_kept_out_of_the_loss_window(caplog):
     model = model_of()
     step = spike_step(model)
     for number in range(1, 11):
@@ -184,14 +184,14 @@ def test_a_spike_is_left_out_and_its_loss_is_not_learnt(caplog):
     assert step(window(seed=12), 1e-3, 12).skipped is False
 
 
-def test_a_fallen_loss_is_no_spike():
+def test_drop_of_the_loss_is_not_a_spike():
     step = spike_step(model_of())
     for number in range(1, 11):
         step(spiked(number), 1e-3, number)
     assert step(window(seed=11), 1e-3, 11).skipped is False
 
 
-def test_a_loss_that_stays_up_ends_the_run():
+def test_loss_that_stays_high_ends_the_run_after_max_skips():
     step = spike_step(model_of(), max_skips=2)
     for number in range(1, 11):
         step(window(seed=number), 1e-3, number)
@@ -201,7 +201,7 @@ def test_a_loss_that_stays_up_ends_the_run():
         step(spiked(13), 1e-3, 13)
 
 
-def test_rollback_is_asked_for_before_the_update():
+def test_rollback_is_raised_before_the_update():
     model = model_of()
     step = spike_step(model, SpikeAction.rollback)
     for number in range(1, 11):
@@ -218,12 +218,12 @@ def test_rollback_is_asked_for_before_the_update():
     assert step(window(seed=12), 1e-3, 12).skipped is False
 
 
-def test_a_nan_among_spikes_is_still_an_error():
+def test_nan_is_an_error_with_spike_detection():
     with pytest.raises(NonFiniteError):
         spike_step(model_of())(poisoned(1), 1e-3, 1)
 
 
-def test_the_state_is_json_and_continues():
+def test_guard_state_survives_json():
     config = Guard(non_finite=NonFinite.skip, max_skips=2, spike_zscore=6.0, spike_window=8)
     first = step_for(model_of(), guard=config)
     for number in range(1, 12):
@@ -239,7 +239,7 @@ def test_the_state_is_json_and_continues():
         second(poisoned(14), 1e-3, 14)
 
 
-def test_a_run_resumed_on_a_device_still_counts():
+def test_skips_in_a_row_are_restored_on_a_device():
     step = on_device(model_of(), Guard(non_finite=NonFinite.skip, max_skips=2))
     step.guard.load_state_dict({"losses": [], "in_a_row": 2})
     before = weights(step._model)
@@ -260,7 +260,7 @@ def test_a_run_resumed_on_a_device_still_counts():
         ({"max_skips": 5, "spike_window": 64, "spike_zscore": 6.0, "spike_action": SpikeAction.rollback}, []),
     ],
 )
-def test_settings_that_would_be_ignored_are_refused(options, message):
+def test_guard_settings_without_effect_are_refused(options, message):
     found = [str(violation) for violation in Guard(**options).check()]
     assert len(found) == len(message)
     assert all(line.startswith(start) for line, start in zip(found, message, strict=True))
@@ -268,7 +268,7 @@ def test_settings_that_would_be_ignored_are_refused(options, message):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("make", "options"), [(adamw, ADAMW), (sgd, SGD), (muon, MUON)], ids=["adamw", "sgd", "muon"])
-def test_a_gpu_leaves_steps_out_without_a_word_to_the_host(make, options, caplog):
+def test_gpu_skips_steps_without_synchronization(make, options, caplog):
     world = World.single(torch.device("cuda", 0))
     skipping, plain = model_of().cuda(), model_of().cuda()
     ours = step_for(skipping, optimizers=make(model=skipping, **options), guard=SKIP, world=world)
@@ -276,7 +276,7 @@ def test_a_gpu_leaves_steps_out_without_a_word_to_the_host(make, options, caplog
     averages = WeightAverage(skipping, 0.5), WeightAverage(plain, 0.5)
     for number in range(1, 7):
         bad = number in (1, 4)
-        torch.cuda.set_sync_debug_mode("error" if number > 1 else "default")  # the first step sets up libraries
+        torch.cuda.set_sync_debug_mode("error" if number > 1 else "default")  # the first step initializes
         result = ours(poisoned(number) if bad else window(seed=number), 1e-2, number)
         averages[0].update(result.skipped)
         if not bad:

@@ -72,7 +72,7 @@ def settings(lines):
     return [line.split(": ")[0].strip() for line in lines[2:]]
 
 
-def test_the_first_lines_say_what_took_the_memory():
+def test_out_of_memory_message_lists_memory_by_part():
     lines = explained(of=config(Single()))
     assert lines[0] == (
         "out of GPU memory in step 12 on rank 0: 2.50 GiB more were wanted, 76.00 GiB of 79.00 GiB are in use"
@@ -83,16 +83,16 @@ def test_the_first_lines_say_what_took_the_memory():
     )
 
 
-def test_what_is_largest_is_mended_first():
+def test_out_of_memory_remedies_start_with_the_largest_part():
     assert settings(explained(of=config(Single()))) == [BATCH, CHECKPOINTING, TILES, *ALONE]
     assert settings(explained(STATES, of=config(Single()))) == [*ALONE, BATCH, CHECKPOINTING, TILES]
 
 
-def test_smaller_tiles_are_suggested_where_all_logits_exist_only():
+def test_tile_remedy_is_suggested_only_if_all_logits_exist():
     assert settings(explained(of=config(Single(), objective=NextToken)))[:3] == [BATCH, CHECKPOINTING, ALONE[0]]
 
 
-def test_nothing_is_suggested_that_is_set_already():
+def test_settings_already_active_are_not_suggested():
     small = {"per_gpu_batch_size": 1, "global_batch_size": 2, "grad_checkpointing": True}
     tiled = {"logprob_tile_tokens": 512}
     done = config(FSDP(cpu_offload=True), hparams=small, model=tiled)
@@ -115,28 +115,28 @@ def test_nothing_is_suggested_that_is_set_already():
         ),
     ],
 )
-def test_states_are_divided_or_moved(distributed, suggested):
+def test_remedies_shard_or_offload_states_by_strategy(distributed, suggested):
     of = config(distributed, hparams={"per_gpu_batch_size": 1, "grad_checkpointing": True})
     assert settings(explained(of=of, world_size=4)) == suggested
 
 
-def test_only_what_the_rules_accept():
+def test_remedies_refused_by_config_rules_are_not_suggested():
     fp16 = config(FSDP(), mode=PrecisionMode.amp_float16)
     assert not any("cpu_offload" in setting for setting in settings(explained(of=fp16, world_size=2)))
     without = config(
         FSDP(gradient_sync=LAST), hparams={"global_batch_size": 16}
-    )  # one microbatch: there is no window to accumulate over
+    )  # A single microbatch: nothing is accumulated.
     assert not any("gradient_sync" in setting for setting in settings(explained(of=without, world_size=2)))
 
 
 @pytest.mark.parametrize(("size", "smaller", "times"), [(8, 4, 2), (9, 3, 3), (6, 3, 2), (7, 1, 7)])
-def test_a_smaller_microbatch_still_divides_the_batch(size, smaller, times):
+def test_suggested_microbatch_divides_the_batch(size, smaller, times):
     of = config(Single(), hparams={"per_gpu_batch_size": size, "global_batch_size": 8 * size})
     line = explained(of=of)[2].strip()
     assert line.startswith(f"hparams.per_gpu_batch_size={smaller}: {times} times less activations")
 
 
-def test_parts_are_counted_on_their_device_only(monkeypatch):
+def test_memory_parts_are_counted_on_their_device_only(monkeypatch):
     model = nn.Linear(3, 5)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(2, 3)).sum().backward()
@@ -145,14 +145,14 @@ def test_parts_are_counted_on_their_device_only(monkeypatch):
     monkeypatch.setattr(memory_error, "_in_use", lambda device: in_use)
     weights = 4 * (3 * 5 + 5)
     here = measure_device_memory(model, [optimizer], torch.device("cpu"), averages=[model.weight])
-    # AdamW has two moments, and a step count of four bytes for each of the two parameters.
+    # AdamW has two moments, and a four-byte step count for each of the two parameters.
     assert list(here.parts.values()) == [weights, weights, 2 * weights + 8, 60, 0]
     assert here.rest == 1000 - 4 * weights - 68
     other = measure_device_memory(model, [optimizer], torch.device("meta"))
     assert (list(other.parts.values()), other.rest) == ([0] * 5, 1000)
 
 
-def test_memory_in_use_on_a_gpu_is_what_tensors_hold_now(monkeypatch):
+def test_gpu_memory_in_use_is_the_current_allocation(monkeypatch):
     FakeGpus(allocated=30 * GIB, peak=70 * GIB, reserved=40 * GIB, total=79 * GIB).replace_torchs(monkeypatch)
     gpu = torch.device("cuda", 0)
     memory = measure_device_memory(nn.Linear(2, 2), [], gpu)
@@ -185,7 +185,7 @@ HOST = [(ask_torch, "4.00 PiB"), (ask_numpy, "128. PiB"), (ask_python, ""), (for
 
 
 @pytest.mark.parametrize(("ask", "wanted"), HOST, ids=lambda value: getattr(value, "__name__", ""))
-def test_a_host_without_memory_is_known_by_any_of_its_errors(ask, wanted):
+def test_host_out_of_memory_is_recognized_from_any_of_its_errors(ask, wanted):
     cpu = torch.device("cpu")
     with pytest.raises(OutOfMemoryError) as caught, memory_explained(cpu, 3):
         ask()
@@ -200,13 +200,13 @@ def test_a_host_without_memory_is_known_by_any_of_its_errors(ask, wanted):
 @pytest.mark.parametrize(
     "error", [RuntimeError("shapes do not match"), OSError(errno.ENOSPC, "No space left"), KeyError()]
 )
-def test_other_errors_are_not_about_memory(error):
+def test_other_errors_are_not_reported_as_out_of_memory(error):
     assert not is_out_of_memory(error)
     with pytest.raises(type(error)), memory_explained(torch.device("cpu"), 0):
         raise error
 
 
-def test_of_a_cpu_the_message_says_what_the_process_holds_and_what_takes_less():
+def test_cpu_out_of_memory_message_lists_process_memory_and_remedies():
     model = nn.Linear(512, 512)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(2, 512)).sum().backward()
@@ -225,7 +225,7 @@ def test_of_a_cpu_the_message_says_what_the_process_holds_and_what_takes_less():
     assert settings(lines) == [BATCH, CHECKPOINTING, TILES, "otherwise"]
 
 
-def test_frozen_models_are_a_part():
+def test_frozen_models_are_listed_as_a_memory_part():
     model, reference = nn.Linear(4, 8), nn.Linear(4, 8)
     memory = measure_device_memory(model, [], torch.device("cpu"), frozen=[reference])
     assert memory.parts["frozen models"] == memory.parts["weights"] == 4 * (4 * 8 + 8)

@@ -1,4 +1,4 @@
-"""Means of sums and counts are read from a device together."""
+"""Means of sums and counts, read from a device at once."""
 
 from unittest.mock import patch
 
@@ -13,7 +13,7 @@ from foundry.training.metric_sums import read_means
 from foundry.training.trainer import Trainer
 
 
-def test_means_are_quotients_of_what_was_counted():
+def test_means_are_quotients_of_sums_and_counts():
     third = torch.tensor(1.0) / 3
     metrics = {
         "counted on the host": Mean(torch.tensor(7.0), 2),
@@ -34,8 +34,8 @@ def test_means_are_quotients_of_what_was_counted():
     assert read_means({}) == ({}, [])
 
 
-def test_a_logged_step_is_read_once(tmp_path):
-    """Loss, norm and metrics of a step in one read, however many metrics there are."""
+def test_logged_step_reads_the_device_once(tmp_path):
+    """Loss, norm and all metrics of a step share one read."""
     reads, original, log = [], torch.Tensor.tolist, Trainer._log
 
     def tolist(tensor):

@@ -1,4 +1,4 @@
-"""Between logged steps nothing waits for the device: models, accumulation, clipping and averages."""
+"""No synchronization with the device between logged steps: models, accumulation, clipping and weight averages."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ MODELS = {
 WARM_STEPS, STEPS, MICROBATCHES = 2, 10, 3
 LOOKS_OF_THE_GUARD = 2
 LOOKS_AT_THE_BATCH = {"cross_entropy": 3, "mse": 1}
-"""Of each microbatch, which is in host memory: which samples are padding, and how many targets are valid."""
+"""Reads per microbatch, from host memory: padding samples and the number of valid targets."""
 
 
 def microbatch(config, device):
@@ -42,7 +42,7 @@ def microbatch(config, device):
 
 
 def build_step(overrides, device):
-    """An optimizer step as a run has it, and the averages of its weights."""
+    """Build an optimizer step as in a run, and the weight averages."""
     config, world = configure(*overrides, *SETTINGS), alone_on(device)
     policy = PrecisionPolicy(config.precision.mode)
     options = {"grad_checkpointing": config.hparams.grad_checkpointing, "torchcompile": False}
@@ -66,14 +66,14 @@ def build_step(overrides, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("model", MODELS)
 def test_ten_accumulated_steps_wait_for_nothing(model, device):
-    """On a CPU, where the guard looks at loss and gradient itself, looks are counted; on a GPU a wait is an error."""
+    """On a CPU, where the guard reads loss and gradient, reads are counted; on a GPU a synchronization is an error."""
     config, step, averages = build_step(MODELS[model], device)
 
     def take(number):
         window = Window([microbatch(config, device) for _ in range(MICROBATCHES)], 2 * MICROBATCHES)
         averages.update(step(window, 1e-3, number).skipped)
 
-    for number in range(1, WARM_STEPS + 1):  # libraries are set up, and the optimizer's state
+    for number in range(1, WARM_STEPS + 1):  # Initialize libraries and optimizer state.
         take(number)
     with Operations() as operations, waiting_is_an_error(device):
         for number in range(WARM_STEPS + 1, WARM_STEPS + STEPS + 1):

@@ -6,7 +6,7 @@ import torch
 from foundry.training.profiling import StepProfiler
 
 
-def test_the_chosen_steps_are_a_trace_in_the_folder(tmp_path):
+def test_profiler_writes_a_trace_of_the_chosen_steps(tmp_path):
     profiler = StepProfiler(tmp_path / "profile", rank=1, steps=range(2, 4), device=torch.device("cpu"))
     for step in range(1, 6):
         with profiler.around(step):
@@ -19,7 +19,7 @@ def test_the_chosen_steps_are_a_trace_in_the_folder(tmp_path):
     assert names.count("aten::dot") == 2
 
 
-def test_a_run_that_ends_early_keeps_what_was_recorded(tmp_path):
+def test_profiler_keeps_the_trace_of_a_run_that_ends_early(tmp_path):
     profiler = StepProfiler(tmp_path / "profile", rank=0, steps=range(2, 9), device=torch.device("cpu"))
     with profiler.around(2):
         torch.ones(8).sum()
@@ -27,7 +27,7 @@ def test_a_run_that_ends_early_keeps_what_was_recorded(tmp_path):
     assert len(list((tmp_path / "profile").iterdir())) == 1
 
 
-def test_nothing_is_written_where_nothing_is_chosen(tmp_path):
+def test_profiler_without_chosen_steps_writes_nothing(tmp_path):
     profiler = StepProfiler(tmp_path / "profile", rank=0, steps=range(0), device=torch.device("cpu"))
     with profiler.around(1):
         pass

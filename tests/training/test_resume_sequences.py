@@ -1,4 +1,4 @@
-"""Whatever kills, stops and restarts a run goes through, it ends as one that nobody disturbed, bit for bit."""
+"""A run ends with the result of an undisturbed run, bit for bit, after any sequence of kills, stops and restarts."""
 
 import logging
 import math
@@ -61,7 +61,7 @@ VARIANTS = {
         guard=Guard(spike_zscore=20.0, spike_window=8, spike_action=SpikeAction.rollback),
     ),
 }
-# How often a run comes to each place, at most: inside a save, inside a step, and where observers are told.
+# Maximum visits of each place in a run: inside a save, inside a step, and in observer calls.
 PLACES = {"write": 12, "publish": 12, "link": 14, "delete": 6}
 PLACES |= {"read": 60, "forward": 24, "start": 1, "step": 12, "evaluation": 4, "end": 1}
 STOPS = {f"stop at {place}": PLACES[place] for place in ("read", "step", "evaluation", "start", "write", "end")}
@@ -86,7 +86,7 @@ lives = st.lists(
 
 @pytest.fixture(scope="module", autouse=True)
 def trapped():
-    """Put the places into the run where it can be killed."""
+    """Install the places where a run can be killed."""
     patch = pytest.MonkeyPatch()
     patch.setattr("foundry.engine.train.build_observers", lambda *args: [Watcher(), *build_observers(*args)])
     for module, name, place in (
@@ -117,7 +117,7 @@ def references(tmp_path_factory):
 
 
 def outcome(config, run_dir):
-    """What the run comes to: numbers that may depend on the microbatch by rounding, and the rest."""
+    """Return the outcome of a run: numbers that the microbatch size may change by rounding, and exact ones."""
     result = train(config, run_dir).result
     records = [{k: v for k, v in record.items() if k not in TIMINGS} for record in read_metrics(run_dir)]
     final = read_manifest(find(run_dir))
@@ -127,7 +127,7 @@ def outcome(config, run_dir):
 
 
 def config_of(variant, life):
-    """The configuration of one life: what may change from start to start, as far as the outcome is defined."""
+    """Return the configuration of one life, with changes between restarts that do not affect the outcome."""
     config = VARIANTS[variant]
     microbatch = life["microbatch"] if variant in ("plain", "ramped") else 4
     hparams = replace(config.hparams, per_gpu_batch_size=microbatch, accum_freq=8 // microbatch)
@@ -135,7 +135,7 @@ def config_of(variant, life):
     checkpoint = replace(
         config.checkpoint,
         interval=str(interval),
-        # In this process, a background thread would survive the kill.
+        # A background thread in this process would survive the simulated kill.
         asynchronous=life["asynchronous"] and life["place"].startswith("stop"),
         keep_last=life["keep_last"],
     )
@@ -143,7 +143,7 @@ def config_of(variant, life):
 
 
 def live(config, run_dir, life):
-    """Run until the end, or until the drawn moment."""
+    """Run until the end or the drawn moment."""
     TRAP.set(life["place"], math.ceil(life["when"] * (PLACES | STOPS)[life["place"]]))
     try:
         train(config, run_dir)
@@ -154,7 +154,7 @@ def live(config, run_dir, life):
 
 
 @pytest.mark.parametrize("variant", some_of(VARIANTS, "noisy", "rolls back"))
-def test_it_ends_as_if_undisturbed(variant, references, tmp_path_factory):
+def test_killed_and_restarted_run_matches_an_undisturbed_run(variant, references, tmp_path_factory):
     seen = []
 
     @settings(
@@ -170,7 +170,7 @@ def test_it_ends_as_if_undisturbed(variant, references, tmp_path_factory):
         run_dir = tmp_path_factory.mktemp("run")
         for life in drawn:
             if variant == "rolls back" and life["place"].startswith("stop"):
-                continue  # its checkpoint is one more to go back to
+                continue  # It would add a checkpoint to roll back to.
             live(config_of(variant, life), run_dir, life)
             assert all(problems(folder) == [] for folder in list_checkpoints(run_dir))
         rounded, exact = outcome(VARIANTS[variant], run_dir)
@@ -184,7 +184,7 @@ def test_it_ends_as_if_undisturbed(variant, references, tmp_path_factory):
 
 
 def close_to(value):
-    """The same numbers up to their rounding."""
+    """Return the same numbers with a tolerance for rounding."""
     if isinstance(value, list):
         return [close_to(item) for item in value]
     if isinstance(value, dict):
@@ -192,7 +192,7 @@ def close_to(value):
     return pytest.approx(value, rel=1e-6) if isinstance(value, float) else value
 
 
-def test_the_variants_are_what_they_are_called(references):
+def test_resume_variants_differ_as_named(references):
     steps = {name: exact[2] for name, (_, exact) in references.items()}
     assert steps == {**dict.fromkeys(VARIANTS, STEPS), "stops early": 9}
     assert references["rolls back"][1][1]["source"]["skipped"] > 0

@@ -17,14 +17,14 @@ SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.
 
 
 class Submitit:
-    """Has the names of submitit's SignalHandler, and remembers who called."""
+    """Imitates submitit's SignalHandler and records its calls."""
 
     def __init__(self):
         self.calls = []
 
     def checkpoint_and_try_requeue(self, signum, frame):
         self.calls.append(signum)
-        subprocess.check_call(["sh", "-c", "kill -TERM $$; kill -USR2 $$"])  # `scontrol requeue`, signalled as well
+        subprocess.check_call(["sh", "-c", "kill -TERM $$; kill -USR2 $$"])  # like a signaled `scontrol requeue`
         sys.exit(-1)
 
     def bypass(self, signum, frame):
@@ -33,7 +33,7 @@ class Submitit:
 
 @pytest.fixture
 def install():
-    """Put handlers in place as a launcher does, and take them away again."""
+    """Return a function that installs signal handlers like a launcher; restore the previous ones afterwards."""
     before = {signum: signal.getsignal(signum) for signum in SIGNALS}
     yield lambda handlers: [signal.signal(*item) for item in handlers.items()]
     for signum, handler in before.items():
@@ -47,7 +47,7 @@ def _not_a_slurm_job(monkeypatch):
 
 
 @pytest.mark.parametrize("signum", SIGNALS)
-def test_a_signal_is_noted_and_the_handlers_from_before_come_back(signum):
+def test_signal_is_recorded_and_previous_handlers_are_restored(signum):
     before = [signal.getsignal(number) for number in SIGNALS]
     with SignalHandler() as signals:
         assert signals.requested is None
@@ -60,7 +60,7 @@ def test_a_signal_is_noted_and_the_handlers_from_before_come_back(signum):
     assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
-def test_nohup_is_respected(install):
+def test_ignored_sighup_of_nohup_stays_ignored(install):
     install({signal.SIGHUP: signal.SIG_IGN})
     with SignalHandler() as signals:
         os.kill(os.getpid(), signal.SIGHUP)
@@ -68,15 +68,15 @@ def test_nohup_is_respected(install):
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
-def test_the_first_signal_counts():
+def test_first_of_several_signals_is_kept():
     with SignalHandler() as signals:
         for signum in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
             os.kill(os.getpid(), signum)
         assert signals.requested is signal.SIGUSR2
 
 
-def test_a_second_copy_does_not_kill_a_run_that_has_stopped(install):
-    """A scheduler signals every process, and a launcher passes its own on: the run may be through by then."""
+def test_repeated_sigterm_does_not_kill_a_stopped_run(install):
+    """Schedulers signal every process and launchers forward signals, possibly after the run has stopped."""
     install({signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler})
 
     def stop():
@@ -91,14 +91,14 @@ def test_a_second_copy_does_not_kill_a_run_that_has_stopped(install):
         os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_handlers_come_back_after_an_error():
+def test_signal_handlers_are_restored_after_an_error():
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(ValueError, match="broken"), SignalHandler():
         raise ValueError("broken")
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_of_several_ranks_signals_the_one_that_may_requeue_counts():
+def test_signal_that_may_requeue_takes_precedence_among_ranks():
     assert Boundary.SAVE.signum is None
     assert (Boundary.STOP_INT | Boundary.STOP_TERM).signum is signal.SIGTERM
     assert Boundary(int(Boundary.STOP_TERM | Boundary.STOP_USR2 | Boundary.SAVE)).signum is signal.SIGUSR2
@@ -115,7 +115,7 @@ with SignalHandler():
 """
 
 
-def test_a_second_ctrl_c_ends_the_process_at_once():
+def test_second_ctrl_c_ends_the_process_at_once():
     process = subprocess.Popen([sys.executable, "-c", TRAIN], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGINT)
@@ -126,7 +126,7 @@ def test_a_second_ctrl_c_ends_the_process_at_once():
     assert (process.returncode, out, err) == (130, "", "")
 
 
-def test_outside_the_main_thread_it_says_that_it_can_do_nothing(caplog):
+def test_signal_handler_outside_the_main_thread_warns(caplog):
     before = [signal.getsignal(number) for number in SIGNALS]
     states = []
 
@@ -144,7 +144,7 @@ def test_outside_the_main_thread_it_says_that_it_can_do_nothing(caplog):
     ]
 
 
-def test_submitits_handler_is_called_once_and_by_rank_zero(install):
+def test_submitit_handler_is_called_once_by_rank_0(install):
     launcher = Submitit()
     install({signal.SIGUSR2: launcher.checkpoint_and_try_requeue, signal.SIGTERM: launcher.bypass})
     with SignalHandler() as signals:
@@ -155,12 +155,12 @@ def test_submitits_handler_is_called_once_and_by_rank_zero(install):
             signals.hand_over(signal.SIGUSR2, is_main=True)
     assert left.value.code == -1
     assert launcher.calls == [signal.SIGUSR2]
-    for signum in (signal.SIGUSR2, signal.SIGTERM):  # a second copy, and the one that a requeue brings
+    for signum in (signal.SIGUSR2, signal.SIGTERM):  # A repeated signal, and the one sent by a requeue.
         os.kill(os.getpid(), signum)
     assert launcher.calls == [signal.SIGUSR2]
 
 
-def test_what_submitit_ignores_is_not_handed_over(install):
+def test_signal_ignored_by_submitit_is_not_handed_over(install):
     launcher = Submitit()
     install({signal.SIGTERM: launcher.bypass})
     with SignalHandler() as signals:
@@ -169,7 +169,7 @@ def test_what_submitit_ignores_is_not_handed_over(install):
     assert launcher.calls == []
 
 
-def test_submitit_still_has_these_names():
+def test_submitit_handler_names_still_exist():
     assert callable(SubmititsHandler.checkpoint_and_try_requeue)
     assert callable(SubmititsHandler.bypass)
 
@@ -188,7 +188,7 @@ with SignalHandler() as signals:
 """
 
 
-def test_other_ranks_leave_where_submitit_waits_for_them(install, monkeypatch):
+def test_other_ranks_exit_under_the_local_submitit_executor(install, monkeypatch):
     monkeypatch.setenv("SUBMITIT_EXECUTOR", "local")
     monkeypatch.setenv("SUBMITIT_LOCAL_GLOBALID", "1")
     launcher = Submitit()
@@ -208,7 +208,7 @@ def test_other_ranks_wait_until_slurm_ends_them():
     assert (process.returncode, out) == (-signal.SIGTERM, "")
 
 
-# What Slurm 22.05 says of a job that has just got SIGTERM.
+# Output of Slurm 22.05 for a job right after SIGTERM.
 CANCELLED = "JobId=1 JobState=COMPLETING Requeue=1 Restarts=0 PreemptTime=None Command=a b=c"
 REQUEUED = "JobId=2 JobState=COMPLETING Requeue=1 Restarts=1"
 REQUEUED_AGAIN = "JobId=2 JobState=COMPLETING Requeue=1 Restarts=2"
@@ -228,7 +228,7 @@ NOT_TO_BE_REQUEUED = "JobId=3 JobState=RUNNING Requeue=0 Restarts=0 PreemptTime=
         (None, None, "stopped"),
     ],
 )
-def test_whether_slurm_requeues_after_sigterm(tmp_path, monkeypatch, message, restarts, state):
+def test_state_after_sigterm_follows_the_requeue_of_slurm(tmp_path, monkeypatch, message, restarts, state):
     scontrol = tmp_path / "scontrol"
     scontrol.write_text(f"#!/bin/sh\necho '{message}'\n" if message else "#!/bin/sh\necho unreachable >&2\nexit 1\n")
     scontrol.chmod(0o755)
@@ -241,7 +241,7 @@ def test_whether_slurm_requeues_after_sigterm(tmp_path, monkeypatch, message, re
 
 
 class Training:
-    """A job of submitit that counts to five over two attempts; what it has saved is in a file."""
+    """A submitit job that counts to five over two attempts, with its progress in a file."""
 
     def __call__(self, path):
         with SignalHandler() as signals:
@@ -258,7 +258,7 @@ class Training:
         return submitit.helpers.DelayedSubmission(self, path)
 
 
-def test_submitit_starts_the_job_again(tmp_path, monkeypatch):
+def test_submitit_restarts_the_job_after_hand_over(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     path = tmp_path / "step"
     path.write_text("0")

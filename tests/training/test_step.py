@@ -43,7 +43,7 @@ def linear():
 
 
 def window(sizes=(8,), valid=None, seed=1):
-    """Microbatches of `sizes` samples, cut from one batch."""
+    """Split one batch into microbatches of `sizes` samples."""
     generator = torch.Generator().manual_seed(seed)
     total = sum(sizes)
     batch = {
@@ -88,7 +88,7 @@ def same(one, other):
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_step_is_the_one_written_by_hand():
+def test_step_matches_a_hand_written_step():
     model, reference = linear(), linear()
     step = step_for(model)
     optimizer = torch.optim.AdamW(
@@ -114,7 +114,7 @@ def test_a_step_is_the_one_written_by_hand():
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_unequal_microbatches_weigh_by_their_valid_items():
+def test_unequal_microbatches_are_weighted_by_their_valid_items():
     valid = [1, 0, 0, 0, 1, 1, 1, 1]
     whole, cut = linear(), linear()
     one = step_for(whole)(window((8,), valid), 1e-2, 1)
@@ -125,7 +125,7 @@ def test_unequal_microbatches_weigh_by_their_valid_items():
         torch.testing.assert_close(dict(cut.named_parameters())[name], expected)
 
 
-def test_a_window_without_valid_items_only_decays():
+def test_window_without_valid_items_applies_weight_decay_only():
     model = linear()
     before = weights(model)
     result = step_for(model, max_grad_norm=1.0)(window((4, 4), [0] * 8), 1e-2, 1)
@@ -135,7 +135,7 @@ def test_a_window_without_valid_items_only_decays():
 
 
 @pytest.mark.parametrize("max_norm", [0.01, 1e6])
-def test_clipping_bounds_the_norm_and_reports_it_as_it_was(max_norm):
+def test_clipping_bounds_the_norm_and_reports_the_unclipped_norm(max_norm):
     model, plain = linear(), linear()
     step, seen = step_for(model, max_grad_norm=max_norm), []
     for optimizer in step._optimizers:
@@ -150,7 +150,7 @@ def test_clipping_bounds_the_norm_and_reports_it_as_it_was(max_norm):
     assert seen == pytest.approx([min(unclipped, max_norm)], rel=1e-4)
 
 
-def test_the_rate_is_the_one_given():
+def test_step_uses_the_given_learning_rate():
     model = linear()
     before = weights(model)
     step = step_for(model)
@@ -160,7 +160,7 @@ def test_the_rate_is_the_one_given():
     assert not same(before, weights(model))
 
 
-def test_the_weight_decay_is_the_optimizers_until_one_is_given():
+def test_weight_decay_of_the_optimizer_applies_unless_given():
     model = linear()
     step = step_for(model)
     (optimizer,) = step._optimizers
@@ -171,7 +171,7 @@ def test_the_weight_decay_is_the_optimizers_until_one_is_given():
 
 
 class Broken(Squares):
-    """Fine until step `at`; then its loss, or only its gradient, is not finite."""
+    """Finite until step `at`, then the loss or only its gradient is not finite."""
 
     def __init__(self, at, kind):
         self.at, self.kind, self.calls = at, kind, 0
@@ -182,7 +182,7 @@ class Broken(Squares):
         if self.calls < self.at:
             return part
         if self.kind == "gradient":
-            # sqrt has an infinite slope at 0, where its value is fine.
+            # sqrt has a finite value and an infinite slope at 0.
             return LossSum(part.loss + (model.weight - model.weight.detach()).abs().sum().sqrt(), part.metrics)
         return LossSum(part.loss * float(self.kind), part.metrics)
 
@@ -192,7 +192,7 @@ class Broken(Squares):
     [("nan", "the loss on rank 0"), ("inf", "the loss on rank 0"), ("gradient", "the gradient norm")],
 )
 @pytest.mark.parametrize("clip", [None, 1.0])
-def test_what_is_not_finite_stops_before_the_update(kind, cause, clip):
+def test_nonfinite_loss_or_gradient_stops_before_the_update(kind, cause, clip):
     model = linear()
     step = step_for(model, Broken(3, kind), max_grad_norm=clip)
     step(window(seed=1), 1e-2, 1)
@@ -206,18 +206,18 @@ def test_what_is_not_finite_stops_before_the_update(kind, cause, clip):
     assert all(same(one, other) for one, other in zip(moments, after, strict=True))
 
 
-def test_one_bad_microbatch_of_many_is_found():
+def test_one_nonfinite_microbatch_of_many_is_detected():
     step = step_for(linear(), Broken(3, "nan"))
     with pytest.raises(NonFiniteError, match="step 1: the loss on rank 0"):
         step(window((2, 2, 2, 2)), 1e-2, 1)
 
 
-def test_fp16_leaves_an_overflow_out_and_continues():
+def test_fp16_skips_an_overflow_and_continues():
     model = linear()
     before = weights(model)
     step = step_for(model, mode=PrecisionMode.amp_float16)
     overflowing = window()
-    overflowing.microbatches[0]["x"] *= 1e4  # finite in fp32; its products with the loss scale are not in fp16
+    overflowing.microbatches[0]["x"] *= 1e4  # Finite in fp32; its products with the loss scale overflow fp16.
     step(overflowing, 1e-2, 1)
     assert same(before, weights(model))
     moved = 0
@@ -235,14 +235,14 @@ def poisoned(seed):
 
 
 def on_device(model, config=None, make=adamw, **options):
-    """A step that decides as on a GPU, where nothing waits for the device until a step is logged."""
+    """Return a step with the guard of a GPU, which synchronizes only at logged steps."""
     step = step_for(model, optimizers=make(model=model, **(options or ADAMW)), guard=config)
     step.guard = UpdateGuard(config or Guard(), step._optimizers, ALONE, on_device=True)
     return step
 
 
 @pytest.mark.parametrize("asked", [True, False])
-def test_decided_on_the_device_a_bad_step_and_all_later_ones_are_left_out(asked):
+def test_device_guard_skips_a_bad_step_and_all_later_ones(asked):
     model = linear()
     step = on_device(model)
     step(window(seed=1), 1e-2, 1)
@@ -253,7 +253,7 @@ def test_decided_on_the_device_a_bad_step_and_all_later_ones_are_left_out(asked)
     assert same(before, weights(model))
 
 
-def test_fp16_stops_at_a_gradient_that_no_scale_mends():
+def test_fp16_stops_at_a_gradient_that_no_scale_makes_finite():
     model = linear()
     before = weights(model)
     step = step_for(model, Broken(1, "gradient"), mode=PrecisionMode.amp_float16)
@@ -265,7 +265,7 @@ def test_fp16_stops_at_a_gradient_that_no_scale_mends():
 
 
 @pytest.mark.parametrize("mode", [PrecisionMode.fp32, PrecisionMode.amp_float16])
-def test_the_state_is_json_and_continues(mode):
+def test_step_state_survives_json(mode):
     first = step_for(linear(), mode=mode, guard=Guard(spike_zscore=6.0))
     overflowing = window()
     overflowing.microbatches[0]["x"] *= 1e4
@@ -279,7 +279,7 @@ def test_the_state_is_json_and_continues(mode):
     assert second.state_dict() == state
 
 
-def test_fp16_stops_at_a_loss_that_no_scale_mends():
+def test_fp16_stops_at_a_loss_that_no_scale_makes_finite():
     model = linear()
     before = weights(model)
     infinite = window()
@@ -289,7 +289,7 @@ def test_fp16_stops_at_a_loss_that_no_scale_mends():
     assert same(before, weights(model))
 
 
-def test_an_unnamed_metric_is_refused_where_the_objective_names_its_metrics():
+def test_undeclared_metric_of_an_objective_is_refused():
     class Named(Squares):
         metrics = ("other",)
 
@@ -300,7 +300,7 @@ def test_an_unnamed_metric_is_refused_where_the_objective_names_its_metrics():
         step_for(linear(), Named())(window(), 1e-2, 1)
 
 
-def test_another_way_through_a_window_makes_the_same_step():
+def test_custom_forward_backward_makes_the_same_step():
     one, other = linear(), linear()
 
     def at_once(microbatches, num_valid, scale):
@@ -317,7 +317,7 @@ def test_another_way_through_a_window_makes_the_same_step():
 
 
 class Rounded(TorchDispatchMode):
-    """Counts how often a tensor of a shape is brought to bfloat16."""
+    """Counts casts of tensors with a given shape to bfloat16."""
 
     def __init__(self, shape):
         super().__init__()
@@ -331,8 +331,8 @@ class Rounded(TorchDispatchMode):
 
 
 @pytest.mark.gpu
-def test_autocast_rounds_a_weight_once_a_window_on_a_gpu():
-    """With checkpointing too: a thread of its own for the backward pass would round the weight in each microbatch."""
+def test_autocast_rounds_a_weight_once_per_window_on_a_gpu():
+    """Also with checkpointing: a backward pass in its own thread would round the weight in each microbatch."""
     model = linear().to("cuda")
     forward = model.forward
     model.forward = lambda x: checkpoint(forward, x, use_reentrant=False)
@@ -344,7 +344,7 @@ def test_autocast_rounds_a_weight_once_a_window_on_a_gpu():
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_autocast_rounds_a_weight_once_a_window(recomputes):
+def test_autocast_rounds_a_weight_once_per_window(recomputes):
     model, reference = linear(), linear()
     forward = model.forward
     if recomputes:
@@ -363,7 +363,7 @@ def test_autocast_rounds_a_weight_once_a_window(recomputes):
             assert result.grad_norm == norm
 
 
-def test_numbers_that_the_host_reads_stay_in_its_memory():
+def test_batch_entries_read_by_the_host_stay_on_the_cpu():
     number = torch.tensor(3)
     moved = to_device({"tokens": number, "position": number, "longest_document": number}, torch.device("meta"))
     assert {name: tensor.device.type for name, tensor in moved.items()} == {

@@ -48,7 +48,7 @@ BF16, FP16, FP32 = PrecisionMode.amp_bfloat16, PrecisionMode.amp_float16, Precis
         ("AMD Instinct MI250X", 191.5),
     ],
 )
-def test_a_device_has_its_own_peak(name, tflops):
+def test_peak_flops_of_known_devices(name, tflops):
     assert peak_flops(name, BF16) == pytest.approx(tflops * 1e12)
     assert peak_flops(name, PrecisionMode.pure_bf16) == pytest.approx(tflops * 1e12)
 
@@ -72,11 +72,11 @@ def test_a_device_has_its_own_peak(name, tflops):
         "AMD Instinct MI300A",
     ],
 )
-def test_an_unknown_device_has_no_peak(name):
+def test_unknown_device_has_no_peak_flops(name):
     assert peak_flops(name, BF16) is None
 
 
-def test_the_peak_depends_on_the_arithmetic():
+def test_peak_flops_depend_on_precision_and_tf32():
     assert peak_flops("Tesla V100-SXM2-16GB", BF16) is None
     assert peak_flops("Tesla V100-SXM2-16GB", FP16) == pytest.approx(125e12)
     assert peak_flops("Tesla T4", BF16) is None
@@ -101,7 +101,7 @@ def make(clock, **changes):
     return Throughput(**arguments)
 
 
-def test_rates_are_those_since_the_last_log():
+def test_throughput_is_measured_since_the_last_log():
     clock = Clock()
     throughput = make(clock, flops_per_sample=4e12, tokens_per_sample=128)
     throughput.start(step=10, samples=80, tokens=10_240)
@@ -116,7 +116,7 @@ def test_rates_are_those_since_the_last_log():
     assert throughput.log(step=13, samples=104).samples_per_second == pytest.approx(8.0)
 
 
-def test_a_pause_is_no_training_time():
+def test_paused_time_is_not_training_time():
     clock = Clock()
     throughput = make(clock)
     throughput.start(0, 0)
@@ -143,19 +143,19 @@ def test_pause_does_not_wait_for_the_gpu_after_an_error(monkeypatch):
     assert gpus.num_waits == 2
     with pytest.raises(OSError, match="disk"), throughput.pause():
         raise OSError("disk")
-    assert gpus.num_waits == 3  # before the body only
+    assert gpus.num_waits == 3  # Before the body only.
 
 
-def test_what_is_not_known_is_none():
+def test_unknown_rates_are_none():
     clock = Clock()
     throughput = make(clock)
     clock.now += 1.0
     rates = throughput.log(step=1, samples=8)
     assert (rates.tokens_per_second, rates.tflops, rates.mfu) == (None, None, None)
-    assert (rates.reserved_memory_bytes, rates.allocator_retries) == (None, None)  # on a CPU
+    assert (rates.reserved_memory_bytes, rates.allocator_retries) == (None, None)  # On a CPU.
 
 
-def test_mfu_is_the_share_of_the_devices_peak(monkeypatch):
+def test_mfu_is_the_fraction_of_the_device_peak(monkeypatch):
     FakeGpus(name="NVIDIA H200", peak=123, reserved=150, num_retries=2).replace_torchs(monkeypatch)
     clock = Clock()
     throughput = make(clock, device=torch.device("cuda", 0), world_size=1, flops_per_sample=98.94e12)
@@ -167,7 +167,7 @@ def test_mfu_is_the_share_of_the_devices_peak(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_on_a_gpu():
+def test_peak_memory_is_measured_on_a_gpu():
     device = torch.device("cuda")
     throughput = make(Clock(), device=device, world_size=1, flops_per_sample=1e9)
     torch.zeros(1024, 1024, device=device)

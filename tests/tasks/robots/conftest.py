@@ -4,6 +4,6 @@ from support import composition
 
 @pytest.fixture(autouse=True)
 def kept_choices():
-    """Have the compositions of all tests read foundry's own options once."""
+    """Cache the config options of foundry for the compositions of all tests."""
     with composition.CHOICES.used():
         yield

@@ -1,4 +1,4 @@
-"""Environments as a user of Gymnasium would register them."""
+"""Environments that a user of Gymnasium might register."""
 
 from typing import ClassVar
 
@@ -8,7 +8,7 @@ from gymnasium.spaces import Box, Dict, Discrete
 
 
 class Line(gymnasium.Env):
-    """A point is to reach 0; `told` says by info, else the reward is 1 there."""
+    """Move a point to 0; success is in `info` if `told`, otherwise the reward is 1 there."""
 
     metadata: ClassVar = {"render_modes": ["rgb_array"], "render_fps": 5}
     observation_space, action_space = Box(-1, 1, (1,)), Box(-0.2, 0.2, (1,))

@@ -1,4 +1,4 @@
-"""Policies by diffusion, flow matching and regression: losses and answers are their formulas, also in parts."""
+"""Policies by diffusion, flow matching and regression: losses and actions match their formulas for any microbatches."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def model(image_size=None) -> PolicyDiT:
 
 
 def microbatch(count: int = 16, first: int = 0, image_size=None):
-    """Sample i has no padding up to the ninth; the others have 1, 2, ... padded actions."""
+    """Return samples without padding up to the ninth; the others have 1, 2, ... padded actions."""
     generator = torch.Generator().manual_seed(1)
     batch = {
         "actions": torch.rand(16, HORIZON, ACTION_DIM, generator=generator) * 2 - 1,
@@ -50,7 +50,7 @@ def microbatch(count: int = 16, first: int = 0, image_size=None):
 
 
 class Recorder(nn.Module):
-    """Predicts halves, and remembers what it was asked."""
+    """Predicts 0.5 everywhere and records its inputs."""
 
     def forward(self, actions, times, state, images=None):
         self.actions, self.times, self.state, self.images = actions, times, state, images
@@ -58,17 +58,17 @@ class Recorder(nn.Module):
 
 
 def cosine_alpha_bar(*, zero_snr: bool):
-    """The cosine schedule of Nichol and Dhariwal (2021) over 100 timesteps, (100,) float64."""
+    """Return the cosine schedule of Nichol and Dhariwal (2021) over 100 timesteps, (100,) float64."""
     angle = (torch.arange(101, dtype=torch.float64) / 100 + 0.008) / 1.008 * torch.pi / 2
     alpha_bar = torch.cumprod((angle.cos()[1:] ** 2 / angle.cos()[:-1] ** 2).clamp(min=0.001), 0)
-    if zero_snr:  # no signal at the last timestep (Lin et al., 2024, algorithm 1)
+    if zero_snr:  # Zero signal at the last timestep (Lin et al., 2024, algorithm 1).
         root = alpha_bar.sqrt()
         alpha_bar = ((root - root[-1]) * root[0] / (root[0] - root[-1])) ** 2
     return alpha_bar
 
 
 @pytest.mark.parametrize("prediction", list(Prediction))
-def test_the_loss_of_diffusion_is_its_formula(prediction):
+def test_diffusion_policy_loss_matches_its_formula(prediction):
     batch, recorder = microbatch(), Recorder()
     found = OBJECTIVES[prediction.value]().loss(recorder, batch).loss
 
@@ -86,7 +86,7 @@ def test_the_loss_of_diffusion_is_its_formula(prediction):
     assert found.dtype == torch.float32
 
 
-def test_the_loss_of_flow_matching_is_its_formula():
+def test_flow_matching_loss_matches_its_formula():
     batch, recorder = microbatch(), Recorder()
     found = OBJECTIVES["flow"]().loss(recorder, batch).loss
     noise = keyed_normal(5, batch["position"], (HORIZON, ACTION_DIM), stream="noise").double()
@@ -99,7 +99,7 @@ def test_the_loss_of_flow_matching_is_its_formula():
 
 
 @pytest.mark.parametrize(("name", "power"), [("l1", 1), ("mse", 2)])
-def test_the_loss_of_regression_is_its_formula(name, power):
+def test_action_regression_loss_matches_its_formula(name, power):
     batch, recorder = microbatch(), Recorder()
     found = OBJECTIVES[name]().loss(recorder, batch).loss
     assert not recorder.actions.any()
@@ -109,7 +109,7 @@ def test_the_loss_of_regression_is_its_formula(name, power):
 
 
 @each_objective
-def test_valid_items_are_actions_that_are_no_padding(objective):
+def test_num_valid_counts_actions_without_padding(objective):
     batch = microbatch()
     assert objective.num_valid(batch) == 16 * HORIZON - sum(range(8))
     batch["position"][[0, 15]] = -1
@@ -118,7 +118,7 @@ def test_valid_items_are_actions_that_are_no_padding(objective):
 
 @each_objective
 @pytest.mark.parametrize("size", [1, 4, 5])
-def test_the_batch_may_be_cut_anywhere(objective, size):
+def test_policy_loss_and_gradients_add_up_over_microbatches(objective, size):
     whole, cut = model(), model()
     total = objective.loss(whole, microbatch()).loss
     total.backward()
@@ -133,7 +133,7 @@ def test_the_batch_may_be_cut_anywhere(objective, size):
 
 
 @each_objective
-def test_samples_that_are_padding_count_for_nothing_whatever_they_hold(objective):
+def test_padding_samples_are_ignored_by_policy_losses(objective):
     padded, plain = model(), model()
     batch = {name: torch.cat([value, value[:3]]) for name, value in microbatch(4).items()}
     batch["position"][4:], batch["actions"][4:], batch["state"][4:] = -1, torch.nan, torch.nan
@@ -147,7 +147,7 @@ def test_samples_that_are_padding_count_for_nothing_whatever_they_hold(objective
 
 
 @each_objective
-def test_padded_actions_reach_no_gradient_even_as_nan(objective):
+def test_padded_nan_actions_do_not_affect_gradients(objective):
     batch, policy = microbatch(), model()
     batch["actions"][batch["is_padded"]] = torch.nan
     loss = objective.loss(policy, batch).loss
@@ -157,14 +157,14 @@ def test_padded_actions_reach_no_gradient_even_as_nan(objective):
 
 
 @each_objective
-def test_a_nan_that_is_no_padding_is_not_hidden(objective):
+def test_nan_in_a_valid_action_gives_a_nan_loss(objective):
     batch = microbatch()
     batch["actions"][0, 0, 0] = torch.nan
     assert objective.loss(model(), batch).loss.isnan()
 
 
 @each_objective
-def test_a_microbatch_of_padding_alone_is_exactly_zero(objective):
+def test_microbatch_of_padding_has_zero_policy_loss_and_gradients(objective):
     policy, batch = model(), microbatch(3)
     batch["position"].fill_(-1)
     loss = objective.loss(policy, batch).loss
@@ -174,7 +174,7 @@ def test_a_microbatch_of_padding_alone_is_exactly_zero(objective):
 
 
 @each_objective
-def test_pictures_are_shown_where_there_are_any(objective):
+def test_images_are_passed_to_the_policy_if_present(objective):
     recorder, batch = Recorder(), microbatch(image_size=16)
     objective.loss(recorder, batch)
     assert torch.equal(recorder.images, batch["images"])
@@ -187,7 +187,7 @@ def observation(count: int):
 
 
 @each_objective
-def test_what_a_row_is_answered_depends_on_itself_and_its_key_alone(objective):
+def test_actions_of_a_row_depend_on_its_observation_and_key_only(objective):
     assert isinstance(objective, ActingObjective)
     assert objective.action_steps == CHUNK["action_steps"]
     policy, keys = model().eval(), torch.tensor([7, 3, 2**40, 3])
@@ -206,7 +206,7 @@ def test_what_a_row_is_answered_depends_on_itself_and_its_key_alone(objective):
 
 
 @each_objective
-def test_an_answer_observes_once_and_is_the_same(objective):
+def test_act_encodes_the_observation_once(objective):
     policy, batch, keys = model(image_size=16).eval(), microbatch(4, image_size=16), torch.arange(4)
     seen, looked = {name: batch[name] for name in ("state", "images")}, []
     policy.picture_encoder.register_forward_hook(lambda *_: looked.append(1))
@@ -218,7 +218,7 @@ def test_an_answer_observes_once_and_is_the_same(objective):
 
 
 class ObservesAnew(nn.Module):
-    """A policy that looks in every forward pass."""
+    """A policy that encodes the observation in every forward pass."""
 
     def __init__(self, policy):
         super().__init__()
@@ -228,14 +228,14 @@ class ObservesAnew(nn.Module):
         return self.policy(*given)
 
 
-def test_regression_answers_what_it_was_trained_to():
+def test_action_regression_acts_with_its_clamped_prediction():
     policy, seen = model().eval(), observation(4)
     expected = policy(torch.zeros(4, HORIZON, ACTION_DIM), torch.zeros(4), seen["state"]).clamp(-1, 1)
     assert torch.equal(OBJECTIVES["l1"]().act(policy, seen, torch.arange(4)), expected)
 
 
 @torch.no_grad()
-def test_flow_matching_answers_by_eulers_method():
+def test_flow_policy_acts_by_euler_integration():
     policy, seen, keys = model().double().eval(), {"state": observation(4)["state"].double()}, torch.arange(4)
     x = keyed_normal(5, keys, (HORIZON, ACTION_DIM), stream="act").double()
     for step in range(10):
@@ -247,8 +247,8 @@ def test_flow_matching_answers_by_eulers_method():
 
 @torch.no_grad()
 @pytest.mark.parametrize("prediction", list(Prediction))
-def test_diffusion_answers_by_ddim(prediction):
-    """Song et al. (2021), equation 12 without noise, clean actions clipped; velocity from the noisiest timestep on."""
+def test_diffusion_policy_acts_by_ddim(prediction):
+    """Song et al. (2021), equation 12 without noise, clean actions clipped; velocity starts at the last timestep."""
     alpha_bar = cosine_alpha_bar(zero_snr=prediction is Prediction.v_prediction)
     policy, state, keys = model().double().eval(), observation(4)["state"].double(), torch.arange(4)
     x = keyed_normal(5, keys, (HORIZON, ACTION_DIM), stream="act").double()
@@ -264,12 +264,12 @@ def test_diffusion_answers_by_ddim(prediction):
         after = alpha_bar[timestep - 10] if timestep >= 10 else torch.ones(())
         x = after.sqrt() * clean + (1 - after).sqrt() * noise
     found = OBJECTIVES[prediction.value]().act(model().eval(), observation(4), keys)
-    # Noise prediction divides by a signal of 5e-4 at first, unless what follows is clipped.
+    # Noise prediction first divides by a signal of 5e-4, unless the next values are clipped.
     torch.testing.assert_close(found.double(), x, rtol=0, atol=2e-3 if prediction is Prediction.epsilon else 1e-4)
 
 
 @pytest.mark.parametrize("steps", [2, 5])
-def test_an_answer_takes_the_steps_of_the_settings(steps):
+def test_act_takes_the_configured_number_of_sampling_steps(steps):
     asked, policy = [], model().eval()
     policy.register_forward_pre_hook(lambda _, given: asked.append(given[1][0].item()))
     FlowPolicy(seed=5, sampling_steps=steps, **CHUNK).act(policy, observation(4), torch.arange(4))
@@ -281,7 +281,7 @@ def test_an_answer_takes_the_steps_of_the_settings(steps):
 
 
 @pytest.mark.parametrize("beta_schedule", list(BetaSchedule))
-def test_noise_has_the_schedule_and_the_timesteps_of_the_settings(beta_schedule):
+def test_policy_noise_follows_the_beta_schedule_and_timesteps(beta_schedule):
     batch, recorder = microbatch(), Recorder()
     objective = DiffusionPolicy(seed=5, num_train_timesteps=40, beta_schedule=beta_schedule, **CHUNK)
     objective.loss(recorder, batch)
@@ -309,6 +309,6 @@ def test_noise_has_the_schedule_and_the_timesteps_of_the_settings(beta_schedule)
         ("FlowPolicy", {"sampling_steps": 101, "action_steps": 16}, None),
     ],
 )
-def test_more_than_there_is_is_refused(schema, changes, expected):
+def test_too_many_action_or_sampling_steps_are_refused(schema, changes, expected):
     found = [str(violation) for violation in getattr(schemas, schema)(horizon=16, action_dim=2, **changes).check()]
     assert found == ([] if expected is None else [expected])

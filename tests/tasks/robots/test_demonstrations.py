@@ -1,4 +1,4 @@
-"""Demonstrations: the expert's own actions, from episodes that end well; made once, for every seed."""
+"""Demonstrations: clean expert actions from successful episodes, made once for all seeds."""
 
 import itertools
 import json
@@ -31,7 +31,7 @@ CODE_OF_SIMULATORS = "36acc554df1baae46504e3d29cb06766dfba303b13eb235156a8b99564
 
 
 class Watched(Reach):
-    """Remembers what it was asked."""
+    """Records the calls of the simulator."""
 
     seeds, executed, clean, closed = [], [], [], []
 
@@ -75,12 +75,12 @@ def make(cache, simulator=Reach, *, seed=0, **changed):
 
 
 def raw(data):
-    """The folder's rows in their order."""
+    """Return the rows of the folder in order."""
     files = sorted(Path(data.notes["demonstrations"]).glob("data/*/*.parquet"))
     return [row for file in files for row in pq.read_table(file).to_pylist()]
 
 
-def test_the_actions_are_the_experts_while_others_are_executed(tmp_path, watched):
+def test_recorded_actions_are_clean_while_noisy_ones_are_executed(tmp_path, watched):
     rows = raw(make(tmp_path, watched, noisy_share=1.0))
     executed, clean = np.array(watched.executed), np.array(watched.clean)
     assert watched.closed
@@ -92,7 +92,7 @@ def test_the_actions_are_the_experts_while_others_are_executed(tmp_path, watched
 
 
 @pytest.mark.parametrize(("share", "low", "high"), [(0.0, 0.0, 0.0), (0.7, 0.5, 0.9), (1.0, 1.0, 1.0)])
-def test_so_large_a_share_of_the_episodes_has_noise(share, low, high, tmp_path, watched):
+def test_noisy_share_is_the_fraction_of_episodes_with_noise(share, low, high, tmp_path, watched):
     make(tmp_path, watched, noisy_share=share, episodes=60, noise=0.01)
     noise = np.abs(np.array(watched.executed) - np.array(watched.clean)).max(axis=1)
     starts = np.cumsum([0, *(len(one) for one in _episodes(watched))])
@@ -101,7 +101,7 @@ def test_so_large_a_share_of_the_episodes_has_noise(share, low, high, tmp_path, 
 
 
 def _episodes(watched):
-    """The steps of each episode, by replaying them: each begins where the simulator was reset."""
+    """Return the steps of each episode, by replaying them from each reset."""
     simulator, executed, found = Reach(), list(watched.executed), []
     for seed in watched.seeds:
         simulator.reset(seed)
@@ -115,7 +115,7 @@ def _episodes(watched):
     return found
 
 
-def test_episodes_end_at_the_goal_and_seeds_are_those_kept_for_demonstrations(tmp_path, watched):
+def test_demonstrations_end_at_the_goal_and_use_reserved_seeds(tmp_path, watched):
     data = make(tmp_path, watched)
     assert watched.seeds == list(range(FIRST_SEED, FIRST_SEED + len(watched.seeds)))
     lengths = np.bincount([row["episode_index"] for row in raw(data)])
@@ -126,7 +126,7 @@ def test_episodes_end_at_the_goal_and_seeds_are_those_kept_for_demonstrations(tm
         assert np.abs(point - goal).max() < 0.2
 
 
-def test_they_are_the_same_for_every_seed_and_made_once(tmp_path, watched, caplog):
+def test_demonstrations_are_cached_and_equal_for_every_seed(tmp_path, watched, caplog):
     caplog.set_level(logging.INFO)
     first = make(tmp_path, watched)
     (made,) = [record.getMessage() for record in caplog.records if "demonstrations" in record.getMessage()]
@@ -142,13 +142,13 @@ def test_they_are_the_same_for_every_seed_and_made_once(tmp_path, watched, caplo
 
 
 @pytest.mark.parametrize("changed", [{"noise": 0.04}, {"episodes": 13}, {"noisy_share": 0.1}])
-def test_other_settings_are_other_demonstrations(changed, tmp_path):
+def test_changed_settings_make_other_demonstrations(changed, tmp_path):
     first, other = make(tmp_path), make(tmp_path, **changed)
     assert first.notes["demonstrations"] != other.notes["demonstrations"]
     assert first.fingerprint != other.fingerprint
 
 
-def test_another_version_of_a_package_or_of_the_simulator_is_another_folder(tmp_path, monkeypatch):
+def test_changed_package_or_simulator_code_makes_a_new_folder(tmp_path, monkeypatch):
     first = make(tmp_path).notes["demonstrations"]
     with monkeypatch.context() as patch:
         patch.setattr("foundry.tasks.robots.data.simulated._version", lambda name: "0")
@@ -164,7 +164,7 @@ def test_another_version_of_a_package_or_of_the_simulator_is_another_folder(tmp_
     assert _sources("own_reach.Mine") != before
 
 
-def test_pictures_are_those_that_the_simulator_showed(tmp_path):
+def test_images_of_demonstrations_are_those_of_the_simulator(tmp_path):
     data = make(tmp_path, partial(Reach, image_size=16), image_size=16, noise=0.0, episodes=5)
     simulator = Reach(image_size=16)
     shown = simulator.reset(FIRST_SEED)
@@ -175,7 +175,7 @@ def test_pictures_are_those_that_the_simulator_showed(tmp_path):
     assert any(np.array_equal(shown, picture) for picture in held_and_train)
 
 
-def test_the_folder_says_what_acted_and_how_fast(tmp_path):
+def test_demonstration_folder_records_robot_type_fps_and_task(tmp_path):
     folder = make(tmp_path).notes["demonstrations"]
     info = json.loads((Path(folder) / "meta/info.json").read_text())
     assert (info["robot_type"], info["fps"], info["total_episodes"]) == ("Reach", 10, 12)
@@ -194,15 +194,15 @@ def test_the_folder_says_what_acted_and_how_fast(tmp_path):
         (Reach, {"image_size": 16}, r"data\.image_size: is 16 but Reach shows no such picture"),
     ],
 )
-def test_what_cannot_be_made_is_a_line_and_leaves_nothing(simulator, changed, message, tmp_path):
+def test_impossible_demonstrations_are_refused_and_leave_no_folder(simulator, changed, message, tmp_path):
     settings = SETTINGS | changed
     with pytest.raises(ConfigError, match=message):
         demonstrations(seed=0, cache_dir=str(tmp_path), simulator=simulator, simulator_settings={}, **settings)
     assert not [entry for entry in tmp_path.iterdir() if entry.is_dir()]
 
 
-def test_the_code_of_own_simulators_is_that_of_their_version():
-    """If a simulator acts or draws differently, change `_OWN_SOURCES`; after any change write the new digest here."""
+def test_digest_of_builtin_simulator_code_is_current():
+    """If a simulator acts or renders differently, change `_OWN_SOURCES`; after any change update the digest here."""
     from foundry.tasks.robots import simulators
     from foundry.tasks.robots.data.simulated import _OWN_SOURCES, _sources
 

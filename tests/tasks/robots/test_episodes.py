@@ -1,4 +1,4 @@
-"""Episodes as windows: against a naive reference, by episode never by frame, in the global order on any ranks."""
+"""Episodes as windows: compared with a naive reference, split by episode, in the global order on any ranks."""
 
 import pickle
 
@@ -32,7 +32,7 @@ def record(lengths, *, seed=0, with_images=False, state_dim=3, action_dim=2):
 
 
 def naive(recording, episodes, statistics, num_observations, horizon, instructions):
-    """Each sample by loops over the frames of its episode."""
+    """Build each sample with loops over the frames of its episode."""
     samples = []
     for episode in episodes:
         start = int(sum(recording.lengths[:episode]))
@@ -54,7 +54,7 @@ def naive(recording, episodes, statistics, num_observations, horizon, instructio
 
 @settings(max_examples=examples(100), deadline=None)
 @given(LENGTHS, st.integers(1, 4), st.integers(1, 12), st.data())
-def test_every_window_is_that_of_a_naive_reference(lengths, num_observations, horizon, data):
+def test_every_window_matches_a_naive_reference(lengths, num_observations, horizon, data):
     recording = record(lengths, with_images=True)
     statistics = Statistics.of(recording.state, recording.actions)
     episodes = data.draw(st.lists(st.sampled_from(range(len(lengths))), min_size=1, unique=True).map(sorted))
@@ -72,7 +72,7 @@ def test_every_window_is_that_of_a_naive_reference(lengths, num_observations, ho
         assert torch.equal(windows[order[0]][name], stacked[0])
 
 
-def test_shapes_and_types_are_those_that_a_policy_is_given():
+def test_windows_have_the_shapes_and_dtypes_of_policy_inputs():
     windows = episode_splits(record([5, 7, 4], with_images=True), num_observations=2, horizon=6, held_out=0.1).train
     batch = windows.batch([0, 3])
     assert {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in batch.items()} == {
@@ -85,7 +85,7 @@ def test_shapes_and_types_are_those_that_a_policy_is_given():
     assert "images" not in plain[0]
 
 
-def test_statistics_see_no_frame_of_a_held_out_episode():
+def test_statistics_exclude_validation_episodes():
     recording = record([6] * 20)
     held_out = np.repeat(held_out_episodes(20, 0.2), recording.lengths)
     splits = episode_splits(recording, num_observations=2, horizon=4, held_out=0.2)
@@ -99,14 +99,14 @@ def test_statistics_see_no_frame_of_a_held_out_episode():
 
 @settings(max_examples=examples(50), deadline=None)
 @given(LENGTHS)
-def test_the_splits_share_no_episode_and_lose_none(lengths):
+def test_splits_partition_the_episodes(lengths):
     splits = episode_splits(record(lengths), num_observations=1, horizon=1, held_out=0.3)
     assert len(splits.train) + len(splits.validation) == sum(lengths)
     assert splits.notes["train_episodes"] + splits.notes["validation_episodes"] == len(lengths)
     assert min(len(splits.train), len(splits.validation)) > 0
 
 
-def test_an_episode_stays_held_out_when_more_are_kept():
+def test_larger_held_out_share_contains_the_smaller_one():
     small, large = held_out_episodes(100, 0.1), held_out_episodes(100, 0.3)
     assert (small.sum(), large.sum()) == (10, 30)
     assert large[small].all()
@@ -120,14 +120,14 @@ def test_too_few_episodes_are_refused(lengths, held_out):
 
 
 @pytest.mark.parametrize("name", ["state", "actions"])
-def test_what_is_no_number_is_named_by_its_place(name):
+def test_nonfinite_values_are_reported_with_episode_and_frame(name):
     recording = record([4, 5, 6])
     getattr(recording, name)[4 + 2, 1] = np.nan
     with pytest.raises(ConfigError, match=f"has {name} that are NaN or infinite, first in frame 2 of episode 1"):
         episode_splits(recording, num_observations=2, horizon=4, held_out=0.1)
 
 
-def test_the_order_on_two_ranks_is_that_on_one():
+def test_episode_order_on_two_ranks_equals_one_process():
     splits = episode_splits(record([7, 9, 11, 4]), num_observations=2, horizon=4, held_out=0.1)
 
     def windows(dp_rank, dp_size, num_workers=0):
@@ -157,14 +157,14 @@ def test_the_order_on_two_ranks_is_that_on_one():
         assert all(torch.equal(one[p][name], other[p][name]) for p in one for name in one[p])
 
 
-def test_held_out_frames_are_read_once():
+def test_validation_frames_are_read_once():
     splits = episode_splits(record([7, 9, 11, 4]), num_observations=2, horizon=4, held_out=0.5)
     batches = held_out_batches(splits.validation, per_gpu_batch_size=4, dp_rank=0, dp_size=1, max_samples=None)
     positions = torch.cat([batch["position"] for batch in batches])
     assert positions[positions >= 0].tolist() == list(range(len(splits.validation)))
 
 
-def test_images_in_a_file_are_mapped_by_processes_that_read_ahead(tmp_path):
+def test_pickled_windows_memory_map_their_image_file(tmp_path):
     recording = record([40, 40], with_images=True)
     np.save(tmp_path / "images.npy", recording.images)
     mapped = Recording(
@@ -179,7 +179,7 @@ def test_images_in_a_file_are_mapped_by_processes_that_read_ahead(tmp_path):
     assert torch.equal(pickle.loads(pickled)[3]["images"], windows[3]["images"])
 
 
-def test_other_episodes_are_measured_in_the_units_of_the_run():
+def test_other_episodes_are_normalized_with_the_statistics_of_the_run():
     own = episode_splits(record([6] * 4, seed=1), num_observations=2, horizon=4, held_out=0.3)
     other = episode_splits(record([5] * 4, seed=2), num_observations=2, horizon=4, held_out=0.3)
     changed = normalised_by(other, statistics_of(own))

@@ -41,12 +41,12 @@ def fetch(request):
 
 
 @pytest.mark.long
-def test_the_experts_of_fetch_succeed(fetch):
+def test_fetch_experts_succeed(fetch):
     assert isinstance(fetch, Demonstrating)
     assert np.mean([episode(fetch, seed)[1] for seed in range(100)]) >= 0.99
 
 
-def test_an_episode_of_fetch_depends_on_its_seed_alone(fetch):
+def test_fetch_episode_depends_on_its_seed_only(fetch):
     first, _ = episode(fetch, 2**33)
     other, _ = episode(fetch, 1)
     again, _ = episode(fetch, 2**33)
@@ -55,7 +55,7 @@ def test_an_episode_of_fetch_depends_on_its_seed_alone(fetch):
 
 
 @pytest.mark.egl
-def test_fetch_shows_its_goal_and_a_picture():
+def test_fetch_observation_includes_goal_and_image():
     simulator = build_simulator(configure("simulator=fetch_push", "simulator.image_size=40").simulator)
     observation = simulator.reset(3)
     goal = simulator._env.unwrapped.goal
@@ -67,7 +67,7 @@ def test_fetch_shows_its_goal_and_a_picture():
     simulator.close()
 
 
-def test_an_environment_of_ones_own():
+def test_custom_gymnasium_environment_is_built_with_expert_and_image():
     simulator = build_simulator(
         configure(*LINE, "simulator.expert=own_environments.expert", "simulator.image_size=8").simulator
     )
@@ -79,14 +79,14 @@ def test_an_environment_of_ones_own():
     assert image[:, 4:].min() == 255
 
 
-def test_without_an_expert_nothing_is_demonstrated():
+def test_simulator_without_an_expert_is_not_demonstrating():
     simulator = build_simulator(configure(*LINE).simulator)
     assert not isinstance(simulator, Demonstrating)
     simulator.reset(0)
     assert [simulator.step(np.ones(1)).ended for _ in range(20)] == [False] * 19 + [True]
 
 
-def test_a_reward_may_tell_success():
+def test_success_reward_replaces_missing_success_info():
     untold = (*LINE, "+simulator.kwargs.told=false", "simulator.expert=own_environments.expert")
     with pytest.raises(ConfigError) as refused:
         build_simulator(configure(*untold).simulator)
@@ -107,7 +107,7 @@ def test_a_reward_may_tell_success():
         (("simulator.expert=own_environments.missing",), "simulator.expert: is own_environments.missing"),
     ],
 )
-def test_wrong_settings_are_config_errors(overrides, said):
+def test_invalid_gymnasium_settings_are_config_errors(overrides, said):
     with pytest.raises(ConfigError) as refused:
         build_simulator(configure(*LINE, *overrides).simulator)
     assert str(refused.value).startswith(said)
@@ -120,7 +120,7 @@ def refusal(*overrides):
     return str(refused.value)
 
 
-def test_missing_packages_name_the_extra(monkeypatch):
+def test_missing_simulator_packages_name_the_extra(monkeypatch):
     composed = configure("simulator=fetch_push")
     monkeypatch.setitem(sys.modules, "gymnasium_robotics", None)
     said = f"simulator: needs gymnasium_robotics, which is not installed; {pip_command('gymnasium_robotics', 'fetch')}"
@@ -136,7 +136,7 @@ def test_missing_packages_name_the_extra(monkeypatch):
     assert refusal("simulator=metaworld").startswith(said)
 
 
-def test_a_module_of_ones_own_must_be_there():
+def test_missing_import_module_is_refused():
     said = refusal(*OWN, "simulator.id=X-v0", "simulator.import_module=no_such_module")
     assert said.startswith("simulator.import_module: is no_such_module, but there is no such module")
 
@@ -153,11 +153,11 @@ def test_fetch_with_a_newer_mujoco_names_the_pin(monkeypatch, mujoco, is_wrong):
         compose("simulator=fetch_push")
 
 
-def test_the_fault_of_fetch_may_be_mended(monkeypatch):
+def test_newer_gymnasium_robotics_allows_a_newer_mujoco(monkeypatch):
     installed = {"mujoco": "4.0.0", "gymnasium-robotics": "1.5.0"}
     monkeypatch.setattr("importlib.metadata.version", installed.__getitem__)
     compose("simulator=fetch_push")
 
 
-def test_the_versions_tested_with_are_those_that_work():
+def test_installed_mujoco_is_supported_by_fetch():
     assert tuple(map(int, importlib.metadata.version("mujoco").split(".")))[:2] < (3, 12)

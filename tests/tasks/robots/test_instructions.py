@@ -1,4 +1,4 @@
-"""Instructions: the words of each frame's episode as tokens, by a tokenizer that knows the training episodes alone."""
+"""Instructions: the task of each episode as tokens, with a tokenizer trained on the training episodes only."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ def words(data, sample):
     return data.tokenizer.decode([token for token in sample["instruction"].tolist() if token >= 0])
 
 
-def test_every_sample_has_the_words_of_its_episode():
+def test_every_sample_has_the_instruction_of_its_episode():
     data = splits()
     is_held_out = held_out_episodes(6, 0.2)
     for dataset, episodes in (
@@ -40,7 +40,7 @@ def test_every_sample_has_the_words_of_its_episode():
     assert data.train[0]["instruction"].shape == (24,)
 
 
-def test_without_a_number_of_tokens_there_are_no_words():
+def test_instructions_are_omitted_unless_instruction_tokens_is_set():
     data = splits(instruction_tokens=None)
     assert "instruction" not in data.train[0]
     assert data.tokenizer is None
@@ -48,7 +48,7 @@ def test_without_a_number_of_tokens_there_are_no_words():
     assert data.fingerprint != splits().fingerprint != splits(vocab_size=257).fingerprint
 
 
-def test_the_tokenizer_is_trained_on_the_training_episodes_alone_and_is_the_same_each_time():
+def test_instruction_tokenizer_is_trained_on_training_episodes_only():
     lengths = [5, 7, 4, 6, 3, 8]
     recording = record(lengths)
     vars(recording)["tasks"] = ("push push push", "aaaaaaaaaaaa")
@@ -59,7 +59,7 @@ def test_the_tokenizer_is_trained_on_the_training_episodes_alone_and_is_the_same
     assert len(data.tokenizer.encode("aaaaaaaaaaaa").ids) == 12
 
 
-def test_a_tokenizer_may_be_given(tmp_path):
+def test_given_instruction_tokenizer_is_used(tmp_path):
     train_tokenizer(["push the red block"] * 5, 300).save(str(tmp_path / "tokenizer.json"))
     data = splits(tokenizer=str(tmp_path))
     assert words(data, data.train[0]) == TASKS[0]
@@ -67,7 +67,7 @@ def test_a_tokenizer_may_be_given(tmp_path):
         splits(tokenizer=str(tmp_path), vocab_size=258)
 
 
-def test_an_instruction_that_is_too_long_is_named():
+def test_too_long_instruction_is_refused_by_name():
     data = DataSplits(train=[], validation=[], fingerprint="", tokenizer=train_tokenizer(["x"], 257))
     assert encode_instructions(["abc", ""], data, 4).tolist()[1] == [-1] * 4
     message = r"data\.instruction_tokens: is 4 but push the red block has 18 tokens; set it to at least 18"
@@ -75,7 +75,7 @@ def test_an_instruction_that_is_too_long_is_named():
         encode_instructions(["abc", TASKS[0]], data, 4)
 
 
-def test_where_weights_have_a_chat_template_an_instruction_is_what_the_user_says(tmp_path):
+def test_instruction_is_rendered_with_the_chat_template_of_the_tokenizer(tmp_path):
     train_tokenizer(["user: push the red block assistant:"] * 5, 400).save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "chat_template.jinja").write_text(BUILT_IN["plain"])
     data = splits(tokenizer=str(tmp_path), vocab_size=400)
@@ -101,7 +101,7 @@ def recorded(folder, tmp_path, **changed):
 
 
 @pytest.mark.parametrize("index_name", ["task", "__index_level_0__"])
-def test_tasks_of_a_folder_are_read(index_name, tmp_path):
+def test_tasks_of_a_lerobot_folder_become_instructions(index_name, tmp_path):
     import pyarrow.parquet as pq
 
     write_by_hand(tmp_path)
@@ -122,7 +122,7 @@ def test_tasks_of_a_folder_are_read(index_name, tmp_path):
         ({"task_index": [0, 1], "task": [3, 4]}, r"which has tasks in meta/tasks\.parquet that are no texts"),
     ],
 )
-def test_a_folder_that_does_not_say_its_tasks_is_refused_in_a_line(columns, message, tmp_path):
+def test_lerobot_folder_with_missing_or_invalid_tasks_is_refused(columns, message, tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -135,7 +135,7 @@ def test_a_folder_that_does_not_say_its_tasks_is_refused_in_a_line(columns, mess
     assert recorded(tmp_path, tmp_path, instruction_tokens=None).tokenizer is None
 
 
-def test_demonstrations_have_the_words_of_the_simulator(tmp_path):
+def test_demonstrations_have_the_instructions_of_the_simulator(tmp_path):
     from support.reach import Reach
 
     class Named(Reach):

@@ -1,4 +1,4 @@
-"""LeRobot's format, version 3: read as it was written, whoever wrote it, and refused where it is not whole."""
+"""LeRobot format version 3: read exactly, from any writer, and refused if incomplete."""
 
 import importlib.util
 import json
@@ -35,7 +35,7 @@ def read(folder, tmp_path, **changed):
     return read_recording(read_info(str(folder)), cache_dir=str(tmp_path / "cache"), **settings | changed)
 
 
-def test_what_was_written_by_hand_is_read_exactly(folder, tmp_path):
+def test_hand_written_lerobot_folder_is_read_exactly(folder, tmp_path):
     state, actions, _ = write_by_hand(folder)
     recording = read(folder, tmp_path)
     assert recording.state.dtype == recording.actions.dtype == np.float32
@@ -47,8 +47,8 @@ def test_what_was_written_by_hand_is_read_exactly(folder, tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "times"), [("image", 1), pytest.param("video", 4, marks=needs_av)])
-def test_what_lerobot_has_written_is_read(kind, times, tmp_path):
-    stored = Path(__file__).parents[2] / "stored" / "lerobot-0.4.4" / kind  # by tests/stored/write_lerobot.py
+def test_folder_written_by_lerobot_is_read(kind, times, tmp_path):
+    stored = Path(__file__).parents[2] / "stored" / "lerobot-0.4.4" / kind  # Made by tests/stored/write_lerobot.py.
     state, actions, pictures = recorded()
     recording = read(stored, tmp_path, pictures=(CAMERA, times * SIZE))
     assert np.array_equal(recording.state, state)
@@ -59,7 +59,7 @@ def test_what_lerobot_has_written_is_read(kind, times, tmp_path):
     assert error.max() == 0 if kind == "image" else error.mean(axis=(1, 2, 3)).max() < 3
 
 
-def test_pictures_in_rows_are_decoded_once_and_exactly(folder, tmp_path):
+def test_images_in_rows_are_decoded_exactly_and_cached(folder, tmp_path):
     _, _, pictures = write_by_hand(folder, kind="image")
     recording = read(folder, tmp_path, pictures=(CAMERA, SIZE))
     assert isinstance(recording.images, np.memmap)
@@ -76,14 +76,14 @@ def test_pictures_in_rows_are_decoded_once_and_exactly(folder, tmp_path):
 
 
 @needs_av
-def test_frames_of_a_video_that_episodes_share_are_those_of_their_times(folder, tmp_path):
+def test_video_frames_are_matched_to_rows_by_timestamp(folder, tmp_path):
     _, _, pictures = write_by_hand(folder, kind="video")
     images = read(folder, tmp_path, pictures=(CAMERA, SIZE)).images
     assert np.abs(images.transpose(0, 2, 3, 1).astype(int) - pictures).mean(axis=(1, 2, 3)).max() < 3
 
 
 @needs_av
-def test_a_row_whose_picture_is_not_in_the_video_is_named(folder, tmp_path):
+def test_row_without_a_matching_video_frame_is_refused(folder, tmp_path):
     write_by_hand(folder, kind="video")
     late = folder / "meta/episodes/chunk-000/file-000.parquet"
     table = pq.read_table(late)
@@ -94,7 +94,7 @@ def test_a_row_whose_picture_is_not_in_the_video_is_named(folder, tmp_path):
         read(folder, tmp_path, pictures=(CAMERA, SIZE))
 
 
-def test_videos_without_the_package_for_them_name_the_extra(folder, tmp_path, monkeypatch):
+def test_videos_without_av_installed_name_the_extra(folder, tmp_path, monkeypatch):
     write_by_hand(folder, kind="image")
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "av", None)
@@ -123,7 +123,7 @@ def record(lengths, *, with_images=True):
 
 
 @pytest.mark.parametrize("with_images", [False, True])
-def test_what_foundry_writes_it_reads_back_exactly_over_files_and_chunks(with_images, folder, tmp_path):
+def test_written_lerobot_folder_is_read_back_exactly_over_several_files(with_images, folder, tmp_path):
     episodes = record([4, 1, 6, 2, 3], with_images=with_images)
     names = write_lerobot(folder, episodes, fps=FPS, robot_type="arm", file_bytes=1, files_per_chunk=2)
     assert sorted(names) == sorted(str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
@@ -138,7 +138,7 @@ def test_what_foundry_writes_it_reads_back_exactly_over_files_and_chunks(with_im
 
 
 @needs_av
-def test_a_video_that_foundry_writes_it_reads_back_within_two_grey_levels(folder, tmp_path):
+def test_written_video_is_read_back_within_two_gray_levels(folder, tmp_path):
     draw, episodes = np.random.default_rng(1), []
     down, right = np.mgrid[0:64, 0:64]
     for length in (4, 7):
@@ -152,7 +152,7 @@ def test_a_video_that_foundry_writes_it_reads_back_within_two_grey_levels(folder
     assert np.abs(images.transpose(0, 2, 3, 1).astype(int) - written).mean() < 2
 
 
-def test_what_foundry_writes_describes_itself_as_lerobot_does(folder):
+def test_written_lerobot_metadata_follows_the_format(folder):
     episodes = record([4, 6, 2])
     write_lerobot(folder, episodes, fps=12.5, robot_type="arm")
     info = json.loads((folder / "meta/info.json").read_text())
@@ -189,7 +189,7 @@ def splits(folder, tmp_path, **changed):
     return lerobot(seed=0, path=str(folder), cache_dir=cache, **settings | SIZES | changed)
 
 
-def test_statistics_are_of_training_episodes_and_not_those_of_the_folder(folder, tmp_path):
+def test_lerobot_statistics_are_computed_from_training_episodes(folder, tmp_path):
     state, actions, _ = write_by_hand(folder)
     data = splits(folder, tmp_path)
     of_train = np.repeat(~held_out_episodes(len(LENGTHS), 0.3), LENGTHS)
@@ -198,7 +198,7 @@ def test_statistics_are_of_training_episodes_and_not_those_of_the_folder(folder,
     assert (len(data.train), len(data.validation)) == (of_train.sum(), (~of_train).sum())
 
 
-def test_other_pictures_are_other_data(folder, tmp_path):
+def test_image_settings_change_the_lerobot_fingerprint(folder, tmp_path):
     write_by_hand(folder, kind="image")
     plain = splits(folder, tmp_path).fingerprint
     seen = {size: splits(folder, tmp_path, image_key=CAMERA, image_size=size) for size in (8, SIZE)}
@@ -215,7 +215,7 @@ def test_other_pictures_are_other_data(folder, tmp_path):
         ({"action_key": "nothing"}, r"data\.action_key: is nothing but that is no column .* it has .*action"),
     ],
 )
-def test_wrong_columns_are_named(settings, message, folder, tmp_path):
+def test_wrong_lerobot_columns_or_sizes_are_named(settings, message, folder, tmp_path):
     write_by_hand(folder)
     with pytest.raises(ConfigError, match=message):
         splits(folder, tmp_path, **settings)
@@ -248,13 +248,13 @@ def path(text, name="data_path"):
         (path(""), "none inside of it"),
     ],
 )
-def test_a_folder_of_another_version_or_whose_paths_lead_elsewhere_is_refused(change, message, folder, tmp_path):
+def test_other_lerobot_version_or_path_outside_the_folder_is_refused(change, message, folder, tmp_path):
     write_by_hand(folder, change_info=change)
     with pytest.raises(ConfigError, match=message):
         read(folder, tmp_path)
 
 
-def test_a_path_of_videos_that_leads_elsewhere_is_refused(folder, tmp_path):
+def test_video_path_outside_the_folder_is_refused(folder, tmp_path):
     write_by_hand(folder, kind="image", change_info=path("../{video_key}.mp4", "video_path"))
     info = read_info(str(folder))
     with pytest.raises(ConfigError, match="none inside of it"):
@@ -360,7 +360,7 @@ PLACES += [f"videos/{CAMERA}/{name}" for name in ("chunk_index", "file_index", "
 
 @pytest.mark.parametrize("name", PLACES)
 @pytest.mark.parametrize("values", WRONG_COLUMNS)
-def test_a_table_of_episodes_with_other_values_is_refused_in_a_line(name, values, folder):
+def test_invalid_values_in_the_episodes_table_are_refused(name, values, folder):
     (folder / "meta/episodes/chunk-000").mkdir(parents=True)
     columns = {place: pa.array([0, 1]) for place in PLACES} | {name: WRONG_COLUMNS[values](2)}
     pq.write_table(pa.table(columns), folder / "meta/episodes/chunk-000/file-000.parquet")
@@ -375,7 +375,7 @@ def test_a_table_of_episodes_with_other_values_is_refused_in_a_line(name, values
 
 
 @pytest.mark.parametrize("name", ["length", "data/chunk_index"])
-def test_a_column_that_a_table_has_twice_is_refused_by_name(name, folder, tmp_path):
+def test_duplicate_column_of_the_episodes_table_is_refused(name, folder, tmp_path):
     write_by_hand(folder)
     file = folder / "meta/episodes/chunk-000/file-000.parquet"
     table = pq.read_table(file)
@@ -385,7 +385,7 @@ def test_a_column_that_a_table_has_twice_is_refused_by_name(name, folder, tmp_pa
 
 
 @pytest.mark.parametrize("template", ["x" * 100_000, "x/" * 50_000 + "y", "x" * 300 + "/{chunk_index:03d}"])
-def test_a_path_that_no_file_can_have_is_refused_in_a_line(template, folder, tmp_path):
+def test_invalid_path_template_is_a_short_config_error(template, folder, tmp_path):
     write_by_hand(folder, change_info=path(template))
     with pytest.raises(ConfigError, match=r"^data\.path: is ") as refused:
         read(folder, tmp_path)
@@ -393,7 +393,7 @@ def test_a_path_that_no_file_can_have_is_refused_in_a_line(template, folder, tmp
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_folder_that_is_not_whole_is_refused_in_a_line(damage, folder, tmp_path):
+def test_damaged_lerobot_folder_is_a_one_line_config_error(damage, folder, tmp_path):
     write_by_hand(folder)
     harm, message = DAMAGES[damage]
     harm(folder)
@@ -411,7 +411,7 @@ def test_a_folder_that_is_not_whole_is_refused_in_a_line(damage, folder, tmp_pat
         (None, "without a picture"),
     ],
 )
-def test_a_row_whose_picture_is_none_is_refused(content, message, folder, tmp_path):
+def test_row_without_a_valid_image_is_refused(content, message, folder, tmp_path):
     write_by_hand(folder, kind="image")
     cell = {"bytes": content, "path": "/etc/passwd"}
     rewrite(first_data_file(folder), lambda rows: [*rows[:-1], rows[-1] | {CAMERA: cell}])
@@ -419,7 +419,7 @@ def test_a_row_whose_picture_is_none_is_refused(content, message, folder, tmp_pa
         read(folder, tmp_path, pictures=(CAMERA, SIZE))
 
 
-def test_a_picture_of_another_size_is_refused_before_it_is_decoded(folder, tmp_path):
+def test_image_of_another_size_is_refused_before_decoding(folder, tmp_path):
     def smaller(info):
         info["features"][CAMERA]["shape"] = [8, 8, 3]
 

@@ -27,13 +27,13 @@ def episode(simulator, seed):
 
 
 @pytest.mark.parametrize("task", ["reach-v3", "push-v3", "pick-place-v3"])
-def test_the_expert_succeeds(task):
+def test_metaworld_experts_succeed(task):
     simulator = MetaWorld(task=task)
     assert isinstance(simulator, Demonstrating)
     assert np.mean([episode(simulator, seed)[1] for seed in range(20)]) >= 0.95
 
 
-def test_an_episode_depends_on_its_seed_alone(reach):
+def test_metaworld_episode_depends_on_its_seed_only(reach):
     first, _ = episode(reach, 2**33)
     other, _ = episode(reach, 1)
     again, _ = episode(reach, 2**33)
@@ -44,7 +44,7 @@ def test_an_episode_depends_on_its_seed_alone(reach):
 
 
 @pytest.mark.egl
-def test_what_a_policy_sees():
+def test_metaworld_observation_and_episode_end():
     simulator = MetaWorld(task="drawer-open-v3", image_size=32, max_steps=3)
     observation = simulator.reset(0)
     assert observation["state"].shape == (simulator.state_dim,)
@@ -58,6 +58,6 @@ def test_what_a_policy_sees():
     simulator.close()
 
 
-def test_a_misspelt_task_is_a_config_error():
+def test_misspelled_metaworld_task_is_a_config_error():
     with pytest.raises(ConfigError, match=r"simulator\.task: is pick-plce-v3, but .* did you mean pick-place-v3"):
         MetaWorld(task="pick-plce-v3")

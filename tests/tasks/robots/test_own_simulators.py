@@ -10,24 +10,24 @@ def build(**settings):
     return build_simulator({"_target_": "support.reach.Reach", **settings})
 
 
-def test_nothing_is_simulated_by_default():
+def test_default_simulator_is_none():
     assert build_simulator(configure().simulator) is None
 
 
-def test_a_simulator_of_ones_own_is_built_from_its_settings():
+def test_custom_simulator_is_built_from_its_settings():
     simulator = build(state_dim=4, action_dim=2, max_steps=5)
     assert isinstance(simulator, Reach)
     assert simulator.max_steps == 5
 
 
 class Small(Reach):
-    """It need not take the sizes that the configuration states."""
+    """A simulator that does not accept the configured sizes."""
 
     def __init__(self):
         super().__init__()
 
 
-def test_sizes_are_compared_with_what_was_built():
+def test_sizes_of_a_built_simulator_are_checked():
     target = f"{Small.__module__}.Small"
     assert isinstance(build(_target_=target, state_dim=4, action_dim=2), Reach)
     with pytest.raises(ConfigError) as refused:

@@ -1,4 +1,4 @@
-"""The diffusion transformer over actions: shapes, what it starts as, what it looks at, in which arithmetic."""
+"""Diffusion transformer over actions: shapes, initialization, inputs and precision."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def policy(**changes) -> PolicyDiT:
 
 
 def trained_looking(model: PolicyDiT) -> PolicyDiT:
-    """Weights without zeros, as after some training."""
+    """Replace zero-initialized weights by random ones, as after some training."""
     torch.manual_seed(2)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.1)
@@ -37,32 +37,32 @@ def inputs(batch: int = 4, image_size: int | None = None):
 
 @pytest.mark.parametrize("patch_size", [1, 2, 4, 8])
 @pytest.mark.parametrize("image_size", [None, 17, 32])
-def test_the_answer_has_the_shape_of_the_actions_and_is_float32(patch_size, image_size):
+def test_policy_dit_output_has_the_shape_of_the_actions_in_float32(patch_size, image_size):
     model, given = policy(patch_size=patch_size, image_size=image_size), inputs(image_size=image_size)
-    assert torch.equal(model(*given), torch.zeros(4, 8, 3))  # gates and output start at zero
+    assert torch.equal(model(*given), torch.zeros(4, 8, 3))  # Gates and output are initialized to zero.
     answer = trained_looking(model)(*given)
     assert (answer.shape, answer.dtype) == ((4, 8, 3), torch.float32)
     assert answer.std() > 0
 
 
 @pytest.mark.parametrize("image_size", [None, 16])
-def test_every_parameter_gets_a_gradient(image_size):
+def test_every_policy_dit_parameter_gets_a_nonzero_gradient(image_size):
     model = trained_looking(policy(image_size=image_size))
     model(*inputs(image_size=image_size)).square().sum().backward()
     assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0] == []
 
 
-def test_mlp_ratio_is_the_width_of_the_feed_forward_over_the_hidden_size():
+def test_mlp_ratio_is_the_feed_forward_width_over_the_hidden_size():
     assert [tuple(block.mlp.fc1.weight.shape) for block in policy(mlp_ratio=1.5).blocks] == [(48, 32)] * 2
 
 
-def test_every_parameter_is_used_even_before_the_first_update():
+def test_every_policy_dit_parameter_is_used_at_initialization():
     model = policy(image_size=16)
     model(*inputs(image_size=16)).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_time_every_observation_and_every_picture_matter():
+def test_policy_dit_depends_on_time_and_every_observation_and_image():
     model, (actions, timesteps, state, images) = trained_looking(policy(image_size=16)), inputs(image_size=16)
     before = model(actions, timesteps, state, images)
     assert not torch.allclose(before, model(actions, timesteps + 0.5, state, images))
@@ -74,14 +74,14 @@ def test_time_every_observation_and_every_picture_matter():
         assert not torch.allclose(before, model(actions, timesteps, state, others))
 
 
-def test_a_row_is_answered_by_itself_and_the_place_of_an_action_matters():
+def test_policy_dit_rows_are_independent_and_action_order_matters():
     model, given = trained_looking(policy(image_size=16)), inputs(image_size=16)
     torch.testing.assert_close(model(*(part[1:2] for part in given)), model(*given)[1:2], rtol=1e-5, atol=1e-6)
     moved = model(given[0].roll(2, dims=1), *given[1:]).roll(-2, dims=1)
     assert not torch.allclose(moved, model(*given), atol=1e-4)
 
 
-def test_a_token_is_neighbouring_actions():
+def test_policy_dit_token_covers_adjacent_actions():
     model = trained_looking(policy(patch_size=4, num_layers=0))
     actions, timesteps, state = inputs()
     changed = actions.clone()
@@ -90,12 +90,12 @@ def test_a_token_is_neighbouring_actions():
     assert differs.any(dim=0).tolist() == [False] * 4 + [True] * 4
 
 
-def test_a_keypoint_is_where_its_feature_is():
+def test_keypoint_encoder_locates_a_bright_patch():
     encoder = PictureEncoder()
     for parameter in encoder.parameters():
         nn.init.constant_(parameter, 0.05)
     image = torch.full((1, 3, 32, 32), 127, dtype=torch.uint8)
-    image[..., 24:28, 4:8] = 255  # low, to the left
+    image[..., 24:28, 4:8] = 255  # Bottom left.
     rows, columns = encoder(image).unflatten(1, (2, -1))[0]
     assert (rows > 0.1).all()
     assert (columns < -0.1).all()
@@ -113,7 +113,7 @@ def test_autocast_over_fp32_weights_agrees_with_bf16_weights():
     torch.testing.assert_close(autocast, bf16, rtol=0, atol=1e-6)
 
 
-def test_the_blocks_are_found_and_the_residual_stream_is_bf16_under_autocast():
+def test_policy_dit_blocks_have_a_bf16_residual_stream_under_autocast():
     model, seen = policy(image_size=16), []
     assert list(find_blocks(model)) == list(model.blocks)
     model.blocks[1].register_forward_hook(lambda block, args, output: seen.extend([args[0].dtype, output.dtype]))
@@ -122,7 +122,7 @@ def test_the_blocks_are_found_and_the_residual_stream_is_bf16_under_autocast():
     assert seen == [torch.bfloat16, torch.bfloat16]
 
 
-def test_it_may_begin_on_the_meta_device():
+def test_policy_dit_init_weights_fills_a_model_from_the_meta_device():
     with torch.device("meta"):
         model = policy(image_size=16)
     model.to_empty(device="cpu")
@@ -134,14 +134,14 @@ def test_it_may_begin_on_the_meta_device():
 
 
 @pytest.mark.parametrize("image_size", [None, 16])
-def test_flops_are_six_per_product_counted_by_torch(image_size):
+def test_policy_dit_flops_agree_with_the_flop_counter_of_torch(image_size):
     from torch.utils.flop_counter import FlopCounterMode
 
     model, given = trained_looking(policy(image_size=image_size)), inputs(image_size=image_size)
     with FlopCounterMode(display=False) as counter:
         model(*given).sum().backward()
     counted = counter.get_total_flops() / 4
-    # The gradient with respect to what the model is given is never computed; of attention no more than half is counted.
+    # The gradient with respect to the inputs is never computed; at most half of attention is counted.
     of_inputs = 2 * (4 * 2 * 3 * 32 + 256 * 32 + (2 * 5 * 64 if image_size is None else 2 * 64 * 3 * 32 * 25))
     attention = 6 * 2 * 2 * 4**2 * 32
     assert model.flops_per_sample() - of_inputs - attention <= counted <= model.flops_per_sample() * 1.05
@@ -158,6 +158,6 @@ def test_flops_are_six_per_product_counted_by_torch(image_size):
         ({"num_heads": 5}, r"model\.num_heads: is 5 but must divide"),
     ],
 )
-def test_sizes_that_do_not_divide_are_named(changes, message):
+def test_indivisible_policy_dit_sizes_are_a_config_error(changes, message):
     with pytest.raises(ConfigError, match=message):
         policy(**changes)

@@ -1,4 +1,4 @@
-"""What a policy asks of the rest of a run is said when the run is composed, a line each."""
+"""Rules between a policy and the rest of a run, checked by compose, one line each."""
 
 import pytest
 from support.composition import configure
@@ -56,13 +56,13 @@ POLICY = "hparams=policy"
         ),
     ],
 )
-def test_a_contradiction_is_one_line(overrides, expected):
+def test_contradictory_policy_settings_are_one_line_errors(overrides, expected):
     with pytest.raises(ConfigError) as refused:
         configure(*overrides)
     assert [str(violation) for violation in refused.value.violations] == [expected]
 
 
-def test_without_a_simulator_there_is_nothing_to_demonstrate_and_nothing_to_measure():
+def test_policy_run_without_a_simulator_is_refused():
     with pytest.raises(ConfigError, match=r"simulator") as refused:
         configure(POLICY, "simulator=none")
     assert all(str(violation).count("\n") == 0 for violation in refused.value.violations)
@@ -77,11 +77,11 @@ def test_without_a_simulator_there_is_nothing_to_demonstrate_and_nothing_to_meas
         (["objective=action_regression", "objective.loss_function=mse"], "mse"),
     ],
 )
-def test_the_loss_follows_the_objective(overrides, loss_function):
+def test_loss_function_follows_the_policy_objective(overrides, loss_function):
     assert configure(POLICY, *overrides).hparams.loss_function == loss_function
 
 
-def test_the_model_follows_data_and_simulator():
+def test_policy_model_sizes_follow_data_and_simulator():
     config = configure(POLICY, "simulator.image_size=64", "data.horizon=24", "data.num_observations=1")
     model = config.model
     assert (model.state_dim, model.action_dim, model.image_size) == (4, 2, 64)

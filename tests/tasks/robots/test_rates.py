@@ -18,12 +18,12 @@ from foundry.tasks.robots.evaluators.rates import sign_test, wilson_interval
         (1, 29, 0.0061, 0.1718),
     ],
 )
-def test_the_interval_is_the_published_one(successes, trials, low, high):
+def test_wilson_interval_matches_published_values(successes, trials, low, high):
     assert wilson_interval(successes, trials) == pytest.approx((low, high), abs=5e-5)
 
 
 @given(st.integers(1, 10**6).flatmap(lambda trials: st.tuples(st.integers(0, trials), st.just(trials))))
-def test_the_interval_holds_the_rate_and_is_symmetric(given_rate):
+def test_wilson_interval_contains_the_rate_and_is_symmetric(given_rate):
     successes, trials = given_rate
     low, high = wilson_interval(successes, trials)
     assert 0 <= low <= successes / trials <= high <= 1
@@ -33,6 +33,6 @@ def test_the_interval_holds_the_rate_and_is_symmetric(given_rate):
 
 
 @given(st.integers(0, 300), st.integers(0, 300))
-def test_the_sign_test_is_the_exact_binomial_one(first, second):
+def test_sign_test_equals_the_exact_binomial_test(first, second):
     expected = binomtest(first, first + second).pvalue if first + second else 1.0
     assert math.isclose(sign_test(first, second), expected, rel_tol=1e-9)

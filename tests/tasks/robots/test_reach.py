@@ -3,7 +3,7 @@ from support.reach import Reach
 from foundry.core.simulator import Demonstrating
 
 
-def test_the_expert_reaches_the_goal():
+def test_reach_expert_reaches_the_goal():
     simulator = Reach()
     assert isinstance(simulator, Demonstrating)
     for seed in range(20):

@@ -1,4 +1,4 @@
-"""Scenes: what a simulator shows and says at the start of episodes, kept, split, and apart from all other seeds."""
+"""Scenes: images and descriptions at the start of episodes, cached, split, with reserved seeds."""
 
 import json
 from functools import partial
@@ -16,7 +16,7 @@ SETTINGS = {"num_scenes": 12, "image_size": 16, "seq_len": 96, "vocab_size": 257
 
 
 class Told(Reach):
-    """Says where the goal is."""
+    """Describes the location of the goal."""
 
     seeds, closed = [], []
 
@@ -44,7 +44,7 @@ def texts(data, split):
     return [data.tokenizer.decode(split[index]["tokens"].tolist()) for index in range(len(split))]
 
 
-def test_a_sample_is_a_picture_with_its_conversation(made):
+def test_scene_sample_is_an_image_with_its_conversation(made):
     data = made()
     assert (len(data.train), len(data.validation), data.notes["train_rows"]) == (9, 3, 9)
     assert Told.seeds == [FIRST_SEED + number for number in range(12)]
@@ -64,7 +64,7 @@ def test_a_sample_is_a_picture_with_its_conversation(made):
     assert found == 12
 
 
-def test_only_answers_are_learnt(made):
+def test_only_answers_about_scenes_are_trained(made):
     data = made()
     sample = data.train[0]
     learnt = data.tokenizer.decode(sample["targets"][sample["targets"] >= 0].tolist(), skip_special_tokens=True)
@@ -76,7 +76,7 @@ def test_only_answers_are_learnt(made):
     assert [prompt.images.shape for prompt in data.prompts[:2]] == [(1, 3, 16, 16)] * 2
 
 
-def test_a_batch_has_the_samples_and_a_worker_gets_the_files_alone(made):
+def test_scene_batch_equals_its_samples_and_pickles_without_pixels(made):
     import pickle
 
     data = made()
@@ -93,7 +93,7 @@ def test_a_batch_has_the_samples_and_a_worker_gets_the_files_alone(made):
     assert torch.equal(pickle.loads(sent)[2]["images"], data.train[2]["images"])
 
 
-def test_scenes_are_made_once_whatever_the_seed_and_the_tokenizer(made):
+def test_scenes_are_cached_for_every_seed_and_tokenizer(made):
     first = made()
     again = made(seed=5)
     other = made(vocab_size=300)
@@ -104,7 +104,7 @@ def test_scenes_are_made_once_whatever_the_seed_and_the_tokenizer(made):
     assert made(num_scenes=13).fingerprint != first.fingerprint
 
 
-def test_their_seeds_are_no_demonstrations_and_no_evaluations():
+def test_scene_seeds_differ_from_demonstrations_and_evaluations():
     assert FIRST_SEED >= demonstrations.FIRST_SEED + 2**31
     assert demonstrations.FIRST_SEED >= 2**32
 
@@ -120,12 +120,12 @@ def test_their_seeds_are_no_demonstrations_and_no_evaluations():
         ({"seq_len": 20}, "more than data.seq_len=20"),
     ],
 )
-def test_what_cannot_be_made_is_refused(made, changes, message):
+def test_impossible_scenes_are_refused(made, changes, message):
     with pytest.raises(ConfigError, match=message):
         made(**changes)
 
 
-def test_the_tabletop_says_where_its_blocks_are():
+def test_tabletop_describes_the_locations_of_its_blocks():
     pytest.importorskip("mujoco")
     from foundry.core.simulator import Describing
     from foundry.tasks.robots.simulators.tabletop import Tabletop
@@ -146,5 +146,5 @@ def test_the_tabletop_says_where_its_blocks_are():
             row = "near" if y < -0.08 else "far" if y >= 0.08 else "centre"
             assert dict(described)[f"where is {colour} ?"] == f"{column} {row}"
         said.add(json.dumps([question for question, _ in described if question in asked]))
-    assert len(said) == 6  # in every order
+    assert len(said) == 6  # In every order.
     simulator.close()

@@ -1,4 +1,4 @@
-"""Statistics of states and actions, and what they make of both."""
+"""Statistics of states and actions, and the normalization by them."""
 
 import json
 
@@ -16,7 +16,7 @@ NUMBERS = st.floats(-(2.0**100), 2.0**100, width=32) | st.sampled_from([0.0, 1.0
 FRAMES = SHAPES.flatmap(lambda shape: npst.arrays(np.float32, shape, elements=NUMBERS, fill=NUMBERS))
 
 
-def test_moments_are_those_of_numpy_in_float64_over_more_than_one_slice():
+def test_moments_match_numpy_float64_over_several_slices():
     values = np.random.default_rng(0).normal(3, 2, (70_000, 3)).astype(np.float32)
     found, exact = Moments.of(values), values.astype(np.float64)
     assert np.allclose(found.mean, exact.mean(0), rtol=1e-12)
@@ -25,7 +25,7 @@ def test_moments_are_those_of_numpy_in_float64_over_more_than_one_slice():
     assert np.array_equal(found.max, exact.max(0))
 
 
-def test_states_are_deviations_up_to_eight_and_actions_reach_from_minus_one_to_one():
+def test_states_are_standardized_and_clipped_and_actions_scaled_to_one():
     state, actions = np.array([[0.0], [2.0]], np.float32), np.array([[-3.0], [1.0]], np.float32)
     statistics = Statistics.of(state, actions)
     assert statistics.normalise_state(np.array([[0.0], [2.0], [99.0], [-99.0]])).tolist() == [[-1], [1], [8], [-8]]
@@ -33,7 +33,7 @@ def test_states_are_deviations_up_to_eight_and_actions_reach_from_minus_one_to_o
     assert statistics.restore_actions(np.array([[-1.0], [0.0], [1.0]])).tolist() == [[-3], [-1], [1]]
 
 
-def test_a_constant_dimension_is_centred_and_not_scaled():
+def test_constant_dimension_is_centered_and_not_scaled():
     still = np.full((5, 1), 0.3, np.float32)
     statistics = Statistics.of(still, still)
     assert statistics.normalise_state(still).tolist() == statistics.normalise_actions(still).tolist() == [[0]] * 5
@@ -43,7 +43,7 @@ def test_a_constant_dimension_is_centred_and_not_scaled():
 
 @settings(max_examples=examples(200), deadline=None)
 @given(FRAMES)
-def test_whatever_the_frames_nothing_is_nan_and_actions_come_back(frames):
+def test_normalization_is_finite_and_actions_are_restored(frames):
     statistics = Statistics.of(frames, frames)
     state, actions = statistics.normalise_state(frames), statistics.normalise_actions(frames)
     assert state.dtype == actions.dtype == np.float32
@@ -55,7 +55,7 @@ def test_whatever_the_frames_nothing_is_nan_and_actions_come_back(frames):
 
 @settings(max_examples=examples(100), deadline=None)
 @given(FRAMES)
-def test_a_file_holds_them_bit_for_bit(frames):
+def test_statistics_file_is_bit_exact(frames):
     statistics = Statistics.of(frames, frames[:, :1])
     again = Statistics.from_json(statistics.to_json())
     for name in ("state", "actions"):
@@ -82,6 +82,6 @@ GOOD = json.loads(Statistics.of(np.eye(2), np.eye(2)).to_json())
         (json.dumps(GOOD | {"state": GOOD["state"] | {"max": ["1", "2"]}}), "no number"),
     ],
 )
-def test_a_file_of_somebody_else_is_refused_with_the_reason(text, why):
+def test_invalid_statistics_file_is_refused_with_the_reason(text, why):
     with pytest.raises(ValueError, match=why):
         Statistics.from_json(text)

@@ -1,4 +1,4 @@
-"""Success of a policy in episodes, and what a person is shown of them."""
+"""Success rate of a policy in episodes, and its records and animations."""
 
 import contextlib
 import json
@@ -35,7 +35,7 @@ def lines(folder):
     return [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
 
 
-def test_a_rate_with_its_interval_and_a_line_for_each_episode(tmp_path):
+def test_success_rate_has_an_interval_and_a_record_per_episode(tmp_path):
     found = measure(tmp_path, step=7, episodes=10, at_a_time=4)
     episodes = lines(tmp_path)
     solved = sum(episode["success"] for episode in episodes)
@@ -48,7 +48,7 @@ def test_a_rate_with_its_interval_and_a_line_for_each_episode(tmp_path):
     assert all(one["length"] == 30 for one in episodes if not one["success"])
 
 
-def test_batches_have_one_shape_and_draws_are_keyed_by_episode_and_replan(tmp_path):
+def test_success_batches_have_one_shape_and_keys_by_episode_and_replan(tmp_path):
     objective = Wandering()
     measure(tmp_path, objective=objective, episodes=5, at_a_time=4, first_episode=3)
     assert {shape for shape, _ in objective.asked} == {((4, 2, 4))}
@@ -57,10 +57,10 @@ def test_batches_have_one_shape_and_draws_are_keyed_by_episode_and_replan(tmp_pa
     first, second = objective.asked[: starts[1]], objective.asked[starts[1] :]
     assert [keys for _, keys in first] == [[k * 2**31 + n for k in (3, 4, 5, 6)] for n in range(len(first))]
     assert [keys for _, keys in second] == [[7 * 2**31 + n, -1, -1, -1] for n in range(len(second))]
-    assert len(first) <= 15  # of 30 steps, two at a time
+    assert len(first) <= 15  # Of 30 steps, two at a time.
 
 
-def test_an_episode_does_not_depend_on_how_many_there_are(tmp_path):
+def test_episode_does_not_depend_on_the_number_of_episodes(tmp_path):
     measure(tmp_path / "few", episodes=6, at_a_time=4)
     measure(tmp_path / "more", episodes=11, at_a_time=4)
     assert lines(tmp_path / "more")[:6] == lines(tmp_path / "few")
@@ -68,19 +68,19 @@ def test_an_episode_does_not_depend_on_how_many_there_are(tmp_path):
     assert lines(tmp_path / "more")[8:] == lines(tmp_path / "later")
 
 
-def test_a_good_policy_succeeds_and_noise_of_another_seed_is_another(tmp_path):
+def test_noise_free_policy_succeeds_and_seeds_change_the_episodes(tmp_path):
     assert measure(tmp_path, objective=Wandering(noise=0.0), episodes=8)["success"] == 1.0
     one, other = (measure(tmp_path, objective=Wandering(seed), episodes=20)["episode_length"] for seed in (1, 2))
     assert one != other
 
 
-def test_an_action_that_is_no_number_ends_the_episode(tmp_path, caplog):
+def test_nonfinite_action_ends_the_episode(tmp_path, caplog):
     found = measure(tmp_path, objective=Wandering(noise=float("nan")), episodes=2)
     assert (found["success"], found["episode_length"]) == (0.0, 0.0)
     assert caplog.messages[0] == "episode 0 ends: an action is not finite"
 
 
-def test_the_policy_is_shown_the_last_observations_and_pictures(tmp_path):
+def test_policy_gets_the_last_observations_and_images(tmp_path):
     class Looking(Wandering):
         def act(self, model, observation, keys):
             assert {name: tuple(value.shape) for name, value in observation.items()} == {
@@ -93,25 +93,25 @@ def test_the_policy_is_shown_the_last_observations_and_pictures(tmp_path):
 
     states = []
     measure(tmp_path, objective=Looking(noise=0.0), simulator=lambda: Reach(image_size=16), episodes=1, at_a_time=2)
-    assert torch.equal(states[0][0], states[0][1])  # the first is repeated
+    assert torch.equal(states[0][0], states[0][1])  # The first observation is repeated.
     moved = states[1][1, :2] - states[1][0, :2]
     assert 0 < moved.abs().max() <= 0.1 + 1e-6
 
 
-def test_lines_of_a_step_that_is_done_again_are_replaced(tmp_path):
+def test_records_of_a_repeated_evaluation_step_are_replaced(tmp_path):
     for step in (4, 8, 12, 8):
         measure(tmp_path, step=step, episodes=2, at_a_time=2)
     assert [one["step"] for one in lines(tmp_path)] == [4, 4, 8, 8]
 
 
 @pytest.mark.parametrize("strange", [b"\xff\n", b'{"step": Infinity}\n[]\nnull\n{"step": null}\n{"other": 1}\n{"st'])
-def test_lines_that_are_no_records_are_not_kept(tmp_path, strange):
+def test_invalid_lines_of_the_rollouts_file_are_dropped(tmp_path, strange):
     (tmp_path / "rollouts.jsonl").write_bytes(strange)
     measure(tmp_path, step=4, episodes=2, at_a_time=2)
     assert [one["step"] for one in lines(tmp_path)] == [4, 4]
 
 
-def test_eight_episodes_are_a_moving_picture(tmp_path):
+def test_eight_episodes_are_saved_as_a_gif(tmp_path):
     measure(tmp_path, step=3, episodes=10, at_a_time=9)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "rollouts.gif",
@@ -130,7 +130,7 @@ def test_eight_episodes_are_a_moving_picture(tmp_path):
     assert {frames[0].getpixel((102 * (k % 4), 102 * (k // 4))) for k in range(8)} == {(200, 200, 200)}
 
 
-def test_a_long_episode_has_no_more_frames_than_fit():
+def test_film_of_a_long_episode_is_thinned_to_a_maximum_length():
     film = Film(10.0)
     for length in range(1001):
         if length % film.every == 0:
@@ -144,7 +144,7 @@ def test_a_long_episode_has_no_more_frames_than_fit():
     assert (short.every, len(short.frames)) == (1, 20)
 
 
-def test_films_of_different_lengths_keep_step(tmp_path):
+def test_films_of_different_lengths_stay_synchronized(tmp_path):
     def film(lengths, every, success):
         frames = {n: np.full((10, 10, 3), 20 * n, dtype=np.uint8) for n in lengths}
         return Film(20.0, success=success, every=every, frames=frames)
@@ -153,7 +153,7 @@ def test_films_of_different_lengths_keep_step(tmp_path):
     with Image.open(tmp_path / "films.gif") as picture:
         frames = [frame.convert("RGB") for frame in ImageSequence.Iterator(picture)]
         durations = [frame.info["duration"] for frame in ImageSequence.Iterator(picture)]
-    assert durations == [120, 120, 120, 1500]  # 4 actions of 0.05 s are a frame, but it would be slow
+    assert durations == [120, 120, 120, 1500]  # A frame covers 4 actions of 0.05 s, shortened for viewing.
     assert [(one.getpixel((0, 0)), one.getpixel((16, 0))) for one in frames] == [
         ((200, 200, 200), (200, 200, 200)),
         ((5, 150, 105), (200, 200, 200)),
@@ -165,7 +165,7 @@ def test_films_of_different_lengths_keep_step(tmp_path):
 
 
 @pytest.mark.parametrize("options", [{"draw": False}, {"simulator": Blind}])
-def test_success_is_measured_where_nothing_is_drawn(tmp_path, caplog, options):
+def test_success_is_measured_without_rendering(tmp_path, caplog, options):
     evaluator = Success(**({"objective": Wandering(), "data": DATA, "simulator": Reach, "episodes": 3} | options))
     context = evaluation_context(tmp_path, step=1)
     with torch.no_grad():
@@ -178,7 +178,7 @@ def test_success_is_measured_where_nothing_is_drawn(tmp_path, caplog, options):
     assert context.files == []
 
 
-def test_simulators_are_as_many_as_the_chunk_and_are_closed(tmp_path):
+def test_simulators_match_at_a_time_and_are_closed(tmp_path):
     made = []
 
     class Counted(Reach):
@@ -209,14 +209,14 @@ def test_simulators_are_as_many_as_the_chunk_and_are_closed(tmp_path):
         ({"data": DataSplits(train=[], validation=[], fingerprint="")}, "needs statistics of states and actions"),
     ],
 )
-def test_what_it_needs_is_a_line(wrong, message):
+def test_success_evaluator_requirements_are_config_errors(wrong, message):
     with pytest.raises(ConfigError) as refused:
         Success(**({"objective": Wandering(), "data": DATA, "simulator": Reach} | wrong))
     assert str(refused.value).startswith(f"evaluation.evaluators.success: {message}")
 
 
 class Commanded(Reach):
-    """The point or its mirror image is to be reached, as the words say."""
+    """The instruction selects the goal or its mirror image."""
 
     instructions = ("reach the goal", "reach its mirror image", "stay")
 
@@ -226,7 +226,7 @@ class Commanded(Reach):
 
 
 class Obeying(Wandering):
-    """Notes which words it was told."""
+    """Records the instructions that it gets."""
 
     def __init__(self, tokenizer):
         super().__init__(noise=0.0)
@@ -250,13 +250,13 @@ def told(folder, instruction):
     return [text for texts in starts for text in texts], lines(folder)
 
 
-def test_a_policy_is_told_what_is_to_be_done_in_the_tokens_of_its_data(tmp_path):
+def test_policy_gets_the_instruction_in_the_tokens_of_its_data(tmp_path):
     heard, episodes = told(tmp_path, "own")
     assert heard == [Commanded.instructions[k % 2] for k in range(6)] == [one["instruction"] for one in episodes]
     assert not any("told" in one for one in episodes)
 
 
-def test_a_policy_may_be_told_another_instruction_while_success_stays_that_of_the_episode(tmp_path):
+def test_other_instruction_keeps_the_success_criterion_of_the_episode(tmp_path):
     heard, episodes = told(tmp_path / "other", "other")
     _, own = told(tmp_path / "own", "own")
     assert heard == [one["told"] for one in episodes]
@@ -265,6 +265,6 @@ def test_a_policy_may_be_told_another_instruction_while_success_stays_that_of_th
     assert [{**one, "told": None} for one in episodes] == [{**one, "told": None} for one in own]
 
 
-def test_a_simulator_that_knows_one_instruction_has_no_other(tmp_path):
+def test_other_instruction_needs_a_simulator_with_several(tmp_path):
     with pytest.raises(ConfigError, match="instruction: is other but Reach has no instructions besides reach the goal"):
         measure(tmp_path, episodes=2, instruction="other")

@@ -13,7 +13,7 @@ def lines(*overrides):
     return str(refused.value).splitlines()
 
 
-def test_success_is_the_metric_that_all_follow():
+def test_success_is_the_metric_of_policy_runs():
     settings = ["evaluation.early_stopping.patience=2", "checkpoint.keep_best.metric=val_success_low"]
     config = configure(*POLICY, *settings)
     assert (config.evaluation.metric, config.evaluation.direction.name) == ("val_success", "maximize")
@@ -22,12 +22,12 @@ def test_success_is_the_metric_that_all_follow():
     assert config.evaluation.evaluators["success"]["draw"] is True
 
 
-def test_without_a_simulator_it_is_a_line():
+def test_success_without_a_simulator_is_a_config_error():
     message = f"{EVALUATOR}: acts in a simulator but simulator is none; choose one, or evaluation=default"
     assert message in lines("simulator=none")
 
 
-def test_without_episodes_nobody_measures_success():
+def test_val_success_without_its_evaluator_is_refused():
     assert lines(f"{EVALUATOR}=null")[0].startswith(
         "evaluation.metric: is val_success but evaluations measure val_loss"
     )
@@ -47,6 +47,6 @@ def test_without_episodes_nobody_measures_success():
         ("epsiodes=3", "epsiodes: is no argument of foundry.evals.Success; did you mean episodes?"),
     ],
 )
-def test_settings_are_checked_when_composed(override, message):
+def test_success_settings_are_checked_by_compose(override, message):
     added = "+" if "epsiodes" in override else ""
     assert lines(f"{added}{EVALUATOR}.{override}")[0].startswith(f"{EVALUATOR}.{message}")

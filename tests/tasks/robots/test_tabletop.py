@@ -25,7 +25,7 @@ SEEDS = st.integers(0, 2**33)
 
 
 def episode(simulator, seed, act):
-    """Every state of an episode, and whether it succeeded."""
+    """Return every state of an episode, and whether it succeeded."""
     states = [simulator.reset(seed)["state"]]
     while True:
         observation, success, ended = simulator.step(act(simulator))
@@ -39,13 +39,13 @@ def expert(simulator):
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_the_expert_succeeds(task):
+def test_tabletop_expert_succeeds(task):
     assert isinstance(SIMULATORS[task], Demonstrating)
     assert np.mean([episode(SIMULATORS[task], seed, expert)[1] for seed in range(100)]) == 1.0
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_to_do_nothing_does_not_succeed(task):
+def test_idle_policy_does_not_succeed(task):
     simulator = SIMULATORS[task]
     states, success = episode(simulator, 0, lambda _: np.zeros(2))
     assert (len(states), success) == (simulator.max_steps + 1, False)
@@ -54,7 +54,7 @@ def test_to_do_nothing_does_not_succeed(task):
 @pytest.mark.parametrize("task", TASKS)
 @settings(max_examples=10, deadline=None)
 @given(seed=SEEDS, before=SEEDS)
-def test_an_episode_depends_on_its_seed_alone(task, seed, before):
+def test_tabletop_episode_depends_on_its_seed_only(task, seed, before):
     simulator = SIMULATORS[task]
     first, _ = episode(simulator, seed, expert)
     instruction = simulator.instruction
@@ -66,23 +66,23 @@ def test_an_episode_depends_on_its_seed_alone(task, seed, before):
     assert simulator.instruction == instruction
 
 
-def test_around_the_way_is_open_and_the_side_is_not_to_be_seen():
+def test_around_expert_picks_a_side_that_the_state_does_not_reveal():
     simulator, sides, offsets = SIMULATORS["around"], [], []
     for seed in range(200):
         start = simulator.reset(seed)["state"]
-        offsets.append(start[6] - start[0])  # of the green block, from the pusher
+        offsets.append(start[6] - start[0])  # Offset of the green block from the pusher.
         sides.append(np.sign(simulator.expert_action()[0]))
     assert np.abs(offsets).max() < 0.02
     assert 0.4 < np.mean(np.array(sides) > 0) < 0.6
     assert abs(np.corrcoef(sides, offsets)[0, 1]) < 0.15
 
 
-def test_around_the_mean_of_both_ways_leads_into_the_obstacle():
+def test_around_fails_with_the_mean_of_both_ways():
     assert not any(episode(SIMULATORS["around"], seed, lambda _: np.array([0.0, 0.6]))[1] for seed in range(20))
 
 
 @pytest.mark.parametrize("task", ["around", "touch"])
-def test_to_touch_another_block_ends_the_episode(task):
+def test_touching_another_block_ends_the_episode(task):
     simulator = SIMULATORS[task]
 
     def towards_another(simulator):
@@ -97,7 +97,7 @@ def test_to_touch_another_block_ends_the_episode(task):
         assert len(states) < simulator.max_steps
 
 
-def test_actions_are_clipped():
+def test_tabletop_actions_are_clipped():
     simulator = SIMULATORS["push"]
     ends = []
     for action in ((1, -1), (50, -7)):
@@ -107,7 +107,7 @@ def test_actions_are_clipped():
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_what_the_configuration_says_is_what_is_built(task):
+def test_tabletop_is_built_as_configured(task):
     simulator = build_simulator(configure(f"simulator={task}", "simulator.max_steps=7").simulator)
     assert (simulator.task, simulator.max_steps, simulator.fps) == (task, 7, 10)
     observation = simulator.reset(0)
@@ -117,7 +117,7 @@ def test_what_the_configuration_says_is_what_is_built(task):
 
 
 @pytest.mark.egl
-def test_with_a_picture_the_state_is_that_of_the_pusher():
+def test_tabletop_with_images_has_the_pusher_state_only():
     simulator = build_simulator(configure("simulator=push", "simulator.image_size=48").simulator)
     observation = simulator.reset(0)
     assert observation["state"].shape == (simulator.state_dim,) == (4,)
@@ -133,8 +133,8 @@ def test_with_a_picture_the_state_is_that_of_the_pusher():
 
 
 @pytest.mark.egl
-def test_tables_that_take_turns_and_are_closed_draw_what_each_would_alone():
-    """They share what they draw with."""
+def test_interleaved_tables_render_like_separate_ones():
+    """The tables share a renderer."""
     tables = {seed: Tabletop(task="push", image_size=32) for seed in (1, 2)}
     alone = {}
     for seed, table in tables.items():
@@ -168,13 +168,13 @@ def test_tables_that_take_turns_and_are_closed_draw_what_each_would_alone():
         ),
     ],
 )
-def test_wrong_settings_are_config_errors(overrides, said):
+def test_wrong_tabletop_settings_are_config_errors(overrides, said):
     with pytest.raises(ConfigError) as refused:
         compose("simulator=push", *overrides)
     assert str(refused.value) == said
 
 
-def test_without_mujoco_the_extra_is_named(monkeypatch):
+def test_missing_mujoco_names_the_extra(monkeypatch):
     composed = configure("simulator=around")
     monkeypatch.setitem(sys.modules, "mujoco", None)
     said = f"simulator: needs mujoco, which is not installed; {pip_command('mujoco', 'robot')}"
@@ -200,7 +200,7 @@ except RuntimeError as error:
 
 
 @pytest.mark.parametrize("missing", ["library", "driver"])
-def test_without_egl_it_simulates_and_says_that_it_cannot_draw(tmp_path, missing):
+def test_tabletop_without_egl_simulates_and_reports_that_it_cannot_render(tmp_path, missing):
     environment = {name: value for name, value in os.environ.items() if name != "MUJOCO_GL"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     if missing == "library":
@@ -219,7 +219,7 @@ def test_without_egl_it_simulates_and_says_that_it_cannot_draw(tmp_path, missing
 
 
 @pytest.mark.parametrize(("task", "count"), [("around", 1), ("touch", 3), ("push", 12)])
-def test_it_says_all_that_it_may_ask_for(task, count):
+def test_tabletop_instructions_list_every_possible_one(task, count):
     with contextlib.closing(Tabletop(task=task)) as tabletop:
         assert len(set(tabletop.instructions)) == count
         for seed in range(20):

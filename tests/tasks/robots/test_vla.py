@@ -1,4 +1,4 @@
-"""A policy that is told in words: what it sees of pictures and words, what of it is trained, in which arithmetic."""
+"""Vision-language-action policy: image and instruction inputs, trained parameters and precision."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def fresh(*, state_scale: float = 0.3, **changes) -> VLA:
 
 
 def policy(**changes) -> VLA:
-    """Weights without zeros, as after some training."""
+    """Replace zero-initialized weights by random ones, as after some training."""
     torch.manual_seed(0)
     model = fresh(**changes)
     for parameter in model.parameters():
@@ -45,7 +45,7 @@ def policy(**changes) -> VLA:
 
 
 def microbatch(count: int = BATCH):
-    """Row i is told i + 1 words."""
+    """Return a batch whose row i has an instruction of i + 1 tokens."""
     draw = torch.Generator().manual_seed(1)
     words = torch.randint(50, (BATCH, WORDS), generator=draw)
     batch = {
@@ -65,20 +65,20 @@ def ask(model, batch, **changed):
 
 
 @torch.no_grad()
-def test_every_row_is_answered_by_itself():
+def test_vla_actions_of_a_row_do_not_depend_on_the_batch():
     model, batch = policy().eval(), microbatch()
     answers = ask(model, batch)
     assert (answers.shape, answers.dtype) == ((BATCH, HORIZON, ACTION_DIM), torch.float32)
     for row in range(BATCH):
         alone = {name: value[row : row + 1] for name, value in batch.items()}
-        told = alone["instruction"][:, : row + 1]  # as many words as there are
+        told = alone["instruction"][:, : row + 1]  # Without padding.
         given = {"state": alone["state"], "images": alone["images"], "instruction": told}
         found = model(alone["actions"], torch.tensor([row * 10.5]), **given)
         torch.testing.assert_close(found[0], answers[row], rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
-def test_what_lies_after_the_words_is_not_seen():
+def test_padding_of_the_instruction_is_ignored():
     model, batch = policy().eval(), microbatch()
     longer = torch.cat((batch["instruction"], torch.full((BATCH, 5), -1)), dim=1)
     torch.testing.assert_close(ask(model, batch, instruction=longer), ask(model, batch), rtol=1e-4, atol=1e-5)
@@ -88,7 +88,7 @@ def test_what_lies_after_the_words_is_not_seen():
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["actions", "state", "images", "instruction"])
-def test_all_that_it_is_given_matters(name):
+def test_vla_depends_on_each_of_its_inputs(name):
     model, batch = policy().eval(), microbatch()
     changed = batch[name].clone()
     changed[:, -1:] = changed[:, -1:] // 2 if name == "images" else changed[:, -1:] + 0.5
@@ -99,13 +99,13 @@ def test_all_that_it_is_given_matters(name):
 
 
 @torch.no_grad()
-def test_the_state_is_multiplied_by_its_scale():
+def test_vla_state_is_multiplied_by_its_scale():
     batch = microbatch()
     expected = ask(policy(state_scale=0.3).eval(), batch, state=2 * batch["state"])
     torch.testing.assert_close(ask(policy(state_scale=0.6).eval(), batch), expected)
 
 
-def test_what_no_action_depends_on_is_frozen_and_all_else_is_trained():
+def test_vla_freezes_exactly_the_parameters_without_influence():
     model, batch = policy(), microbatch()
     ask(model, batch).square().sum().backward()
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
@@ -121,12 +121,12 @@ def test_what_no_action_depends_on_is_frozen_and_all_else_is_trained():
 GATES = ("gate", "up", "down")
 
 
-def test_a_fresh_one_answers_zero():
+def test_new_vla_outputs_zero():
     assert not ask(fresh(), microbatch()).any()
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=lambda one: type(one).__name__)
-def test_all_objectives_train_it_and_have_it_act(objective):
+def test_vla_trains_and_acts_with_every_policy_objective(objective):
     model, batch = policy(), microbatch()
     whole = objective.loss(model, batch).loss
     whole.backward()
@@ -148,7 +148,7 @@ def test_all_objectives_train_it_and_have_it_act(objective):
 
 
 class Unobserving(nn.Module):
-    """Looks in every forward pass."""
+    """Encodes the observation in every forward pass."""
 
     def __init__(self, model):
         super().__init__()
@@ -159,7 +159,7 @@ class Unobserving(nn.Module):
 
 
 @pytest.mark.parametrize("selective", [False, True])
-def test_checkpointed_blocks_have_the_same_gradients(selective):
+def test_checkpointed_vla_blocks_give_the_same_gradients(selective):
     plain, batch = policy(), microbatch()
     objective, fp32 = OBJECTIVES[0], PrecisionPolicy(PrecisionMode.fp32)
     parallel = parallelize(
@@ -172,13 +172,13 @@ def test_checkpointed_blocks_have_the_same_gradients(selective):
         assert (grad is None) if parameter.grad is None else torch.equal(grad, parameter.grad), name
 
 
-def test_its_blocks_are_those_of_backbone_and_expert():
+def test_vla_blocks_are_those_of_backbone_and_expert():
     model = policy()
     assert list(find_blocks(model)) == [*model.backbone.model.layers, *model.blocks]
     assert model.output_head() is model.action_head
 
 
-def test_it_may_begin_on_the_meta_device():
+def test_vla_init_weights_fills_a_model_from_the_meta_device():
     with torch.device("meta"):
         model = fresh()
     model.to_empty(device="cpu")
@@ -190,7 +190,7 @@ def test_it_may_begin_on_the_meta_device():
 
 
 @pytest.mark.parametrize("mode", [PrecisionMode.amp_bfloat16, PrecisionMode.pure_bf16])
-def test_it_computes_in_bf16(mode):
+def test_vla_computes_in_bf16(mode):
     precision = PrecisionPolicy(mode)
     model, batch = precision.prepare(policy()), microbatch()
     with precision.autocast(torch.device("cpu")):
@@ -199,11 +199,11 @@ def test_it_computes_in_bf16(mode):
     torch.testing.assert_close(found, ask(policy(), batch), rtol=0.3, atol=0.3)
 
 
-def test_flops_are_about_those_that_torch_counts():
+def test_vla_flops_roughly_agree_with_the_flop_counter_of_torch():
     from torch.utils.flop_counter import FlopCounterMode
 
     model, batch = policy(), microbatch()
     with FlopCounterMode(display=False) as counter:
         ask(model, batch, instruction=torch.zeros((BATCH, 12), dtype=torch.int64)).sum().backward()
-    # Pixels have no gradient, and the counter sees little of attention on a CPU.
+    # Pixels have no gradient, and the counter misses most of attention on a CPU.
     assert counter.get_total_flops() / BATCH == pytest.approx(model.flops_per_sample(), rel=0.15)
