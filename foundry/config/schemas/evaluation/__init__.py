@@ -89,7 +89,7 @@ class Evaluation:
     evaluators: dict[str, Any] = setting(
         _default_evaluators,
         "evaluators by name: `_target_`, its arguments and, optionally, `metrics`, the names of its metrics; null "
-        "removes an evaluator, for example evaluation.evaluators.held_out=null the validation loss",
+        "removes an evaluator: evaluation.evaluators.held_out=null removes the validation loss",
     )
     metric: str | None = setting(
         "val_loss",

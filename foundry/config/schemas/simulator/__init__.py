@@ -1,4 +1,4 @@
-"""`simulator=`: the simulated environment in which policies act."""
+"""`simulator=`: the simulated environment for policies."""
 
 from dataclasses import dataclass
 
