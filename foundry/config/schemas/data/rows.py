@@ -86,7 +86,7 @@ class Packable(Templated):
     packing: bool = setting(
         False,
         "pack several samples of a batch into one row of seq_len tokens, without attention between them; preference "
-        "pairs take two such rows; hparams.per_gpu_batch_size then counts rows, or pairs of rows",
+        "pairs take two rows; hparams.per_gpu_batch_size then counts rows, or pairs of rows",
         on_resume=OnResume.same,
         runtime=True,
     )

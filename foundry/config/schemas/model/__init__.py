@@ -41,7 +41,7 @@ class Model:
     _target_: str
     init_from: str | None = setting(
         None,
-        "initial weights, everything else is new: a run, a checkpoint, a .safetensors file or a transformers folder",
+        "initial weights: a run, a checkpoint, a .safetensors file or a transformers folder; all other state is new",
         path=True,
         on_resume=OnResume.allowed,
         runtime=True,

@@ -57,8 +57,8 @@ class Scheduler:
     warmup_init: float = setting(0.0, "learning rate at the start of the warm-up", ge=0)
     horizon: str = setting(
         "1.0",
-        "duration of the schedule, including the warm-up; its learning rate ends at the floor; can be longer than "
-        "the run",
+        "duration of the schedule, including the warm-up; the learning rate reaches its floor at the end; can be "
+        "longer than the run",
         parse=Duration.parse_positive,
     )
     min_lr: float = setting(
