@@ -1,7 +1,7 @@
-"""`foundry diff RUN AGAINST`: two runs side by side: settings, plan, how far they are the same, and results.
+"""`foundry diff RUN AGAINST`: compare the settings, plans, metrics and results of two runs.
 
-Exit code 0: they are the same in all of that; 1: they are not. Only what their directories say is read, so either run
-may still be training, or be somebody else's.
+Exit code 0: all of these are the same; 1: they differ. Only the files in the run directories are read, so either run
+may still be training, or belong to another user.
 """
 
 import sys
@@ -49,8 +49,8 @@ class DiffOptions:
     """Options of the command."""
 
     run: str = setting("???", "run directory")
-    against: str = setting("???", "another one")
-    picture: str | None = setting(None, "PNG file to draw the learning curves of both into; null: none")
+    against: str = setting("???", "run directory to compare it with")
+    picture: str | None = setting(None, "PNG file for the learning curves of both runs; null: none")
 
 
 @dataclass(frozen=True)
