@@ -2,7 +2,7 @@
 
     python benchmarks/large_files.py [--rows 5000000] [--metrics 1000000]
 
-`data=chats` is read by a run of one step, into an empty cache. `foundry.diff`, `foundry.report` and `foundry.export`
+`data=chats` is read by a run of one step, into an empty cache. `foundry diff`, `foundry report` and `foundry export`
 read two runs with these metrics. Memory is the peak of the command's process.
 """
 
@@ -27,7 +27,7 @@ def measure(folder: Path, module: str, *words: str) -> dict[str, list[float]]:
     """Run a command in a folder; return its seconds and its peak memory in MiB.
 
     Raises:
-        CalledProcessError: the command failed. Exit code 1 of foundry.diff is not a failure: it means that the runs
+        CalledProcessError: the command failed. Exit code 1 of `foundry diff` is not a failure: it means that the runs
             differ.
     """
     start = time.perf_counter()

@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/policies.py [TABLE] [--only TRAINING ...]
 
-Every policy is trained by `python -m foundry` in its own process, one after the other. `foundry.eval` evaluates its
+Every policy is trained by `python -m foundry` in its own process, one after the other. `foundry eval` evaluates its
 final weights in episodes from 5,000 on (from 6,000 on for `vla`); no setting or checkpoint was selected with these
 episodes. Processor time is that of the training process with its evaluations, without the generation of
 demonstrations, which an earlier run of one step has done. Policies whose simulator is not installed are skipped.
@@ -74,7 +74,7 @@ class Measured:
         case: start of its arguments, as shown on the page.
         side: difference from other rows of the case.
         episodes: number of episodes.
-        words: further arguments of `foundry.eval`.
+        words: further arguments of `foundry eval`.
     """
 
     of: str
@@ -172,7 +172,7 @@ def train(training: Training, runs: Path, name: str, *, is_small: bool) -> float
 
 
 def measure(row: Measured, runs: Path, episodes: int, first: int) -> dict[str, Any]:
-    """Return the result of `foundry.eval`."""
+    """Return the result of `foundry eval`."""
     out = runs / "eval.json"
     words = [f"run={runs / row.of}", f"episodes={episodes}", f"first_episode={first}", f"out={out}", *row.words]
     call("foundry.eval", words, runs / "cache")
