@@ -91,7 +91,8 @@ def run(config: Config, run_dir: str | Path | None = None, *, observers: Sequenc
             With several processes they are pickled and called in the process of rank 0.
 
     Raises:
-        ConfigError: a setting was found to be invalid before training.
+        ConfigError: a setting is invalid. Most errors are found before training, some only during it, such as an
+            environment that returns no rewards.
         NonFiniteError: the loss or gradient became NaN or infinite.
         Stopped: a signal was received and the run is saved; a SystemExit with the shell's exit code for that signal.
         WorkerFailed: one of several processes failed.

@@ -52,7 +52,8 @@ class TaskEvaluation:
         options: frozen dataclass of `setting`s; the command adds those of every evaluation, such as `run` and `which`.
         file: in run directories that are evaluated like this; empty for an evaluation that is chosen otherwise.
         groups: config groups that the command line may override in this evaluation.
-        described: completes "is VALUE but is ... " in messages, such as "of policies in a simulator".
+        described: subject of the evaluation, such as "of policies in a simulator", for errors about options of another
+            evaluation.
     """
 
     measure: str

@@ -209,7 +209,8 @@ class Loader:
     def rewind(self, samples: int) -> None:
         """Reset the count of consumed samples to `samples`, but continue reading after the last window.
 
-        The samples in between are counted as skipped.
+        The samples between the new and the old count are counted as skipped: their updates are undone, and they are not
+        read again.
         """
         self._skipped += self.samples - samples
         self.samples = samples

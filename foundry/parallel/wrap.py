@@ -281,7 +281,8 @@ def _set_prefetch(units: "list[FSDPModule]", overlap: bool) -> None:
 def _check_equal(model: nn.Module, world: World) -> None:
     """Check that the model is equal on all ranks by comparing one checksum per tensor.
 
-    Takes three small collectives for any model size. For tensors on the meta device, dtype and shape are compared.
+    Takes four collectives for any model size, of at most one int64 per parameter and buffer. For tensors on the meta
+    device, dtype and shape are compared.
     """
     shapes, sums = list[tuple[str, tuple[int, ...]]](), list[Tensor]()
     # Do not collect the tensors in a list: the first collective of a process imports torch modules that keep the frames

@@ -45,7 +45,7 @@ class Collective:
     Attributes:
         phase: phase of the run.
         kind: all_gather, all_reduce, reduce_scatter, all_to_all, broadcast or another.
-        device: "cuda", or "cpu" for collectives between hosts.
+        device: "cuda", or "cpu" for collectives of tensors in host memory.
         group_size: number of ranks.
         num_nodes: number of nodes that these ranks are on.
         count: number of calls.
@@ -158,7 +158,7 @@ class Rehearsed:
         return [wait for wait in self.host_waits if wait.phase == phase]
 
     def collectives_of(self, phase: str, device: str = "cuda") -> dict[str, int]:
-        """Return the number of calls in one phase by kind, between devices or between hosts."""
+        """Return the number of calls in one phase by kind, of tensors on devices or in host memory."""
         counts: dict[str, int] = {}
         for each in self.collectives:
             if each.phase == phase and each.device == device:

@@ -22,8 +22,8 @@ def mark(folder: Path) -> None:
 def is_ours(folder: Path) -> bool:
     """Return whether a directory is a run, plan or sweep directory: it has the marker, or a status or sweep file.
 
-    The content of these files is checked too, because file names prove nothing: a user's folder may also contain a
-    config.yaml and a tokenizer.json.
+    The content of these files is checked, because a user's folder may contain its own status.json. Other files of a
+    run, such as config.yaml and tokenizer.json, do not count.
     """
     return _is_marked(folder) or any(_holds(folder / name, keys) for name, keys in _RECORDS.items())
 

@@ -166,7 +166,9 @@ class CheckedSweeper(Sweeper):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Lock the directory while jobs run; on exit, end the sweep's run in MLflow, if it has one.
+        """Lock the directory while jobs run.
+
+        On exit, end the sweep's run in MLflow, if it has one, unless detached jobs are still queued or running.
 
         Raises:
             ConfigError: if another process runs a sweep in the directory.

@@ -30,7 +30,9 @@ class Evaluation:
 
     @torch.no_grad()
     def measure(self, step: int, beat: Callable[[str], None]) -> tuple[dict[str, float], list[Path]]:
-        """Return metrics by their names in metrics.jsonl (`val_…`) and the files written; sets the model to eval mode.
+        """Evaluate in eval mode; return metrics by their names in metrics.jsonl (`val_…`) and the files written.
+
+        Afterwards the model has its previous mode.
 
         Args:
             step: optimizer steps taken.

@@ -111,7 +111,8 @@ class Rates:
 class Throughput:
     """Measures throughput between logged steps; time spent under `pause()` does not count.
 
-    It only reads the clock. The caller logs when the device has caught up anyway, because the loss was read.
+    `log` does not synchronize with the device: the trainer calls it after it has read the loss, which waits for the
+    device. `pause` synchronizes.
 
     Args:
         world_size: number of ranks.

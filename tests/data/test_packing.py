@@ -58,7 +58,7 @@ def examples(seed=0, count=40):
 
 
 def windows(pack_tokens, dp_size=1, per_gpu=4, workers=0):
-    """Return the second window of every rank."""
+    """Return the second window of every rank: its microbatches of the second global batch."""
     dataset, found = examples(), []
     order = GlobalOrder(num_samples=len(dataset), fingerprint="x", seed=1)
     for rank in range(dp_size):

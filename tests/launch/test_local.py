@@ -148,7 +148,7 @@ def test_ctrl_c_during_worker_imports_ends_them_without_output(start, tmp_path):
     began = time.monotonic()
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=60)
-    assert time.monotonic() - began < 20  # elastic alone would wait 30 s
+    assert time.monotonic() - began < 20  # killed at once, with a margin for slow machines
     assert (process.returncode, out, err) == (130, "", "")
     assert not list(tmp_path.glob("*.saved"))
 
@@ -161,7 +161,7 @@ def test_second_ctrl_c_kills_workers_at_once(start):
     began = time.monotonic()
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=60)
-    assert time.monotonic() - began < 20  # elastic alone would wait 30 s
+    assert time.monotonic() - began < 20  # killed at once, with a margin for slow machines
     assert (process.returncode, out, err) == (130, "", "")
 
 

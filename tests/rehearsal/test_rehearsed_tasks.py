@@ -1,4 +1,4 @@
-"""Runs of each task on fake GPUs: no avoidable host waits in a step."""
+"""Runs of each task on fake GPUs: no host waits in a step."""
 
 import json
 

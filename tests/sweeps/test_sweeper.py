@@ -1,4 +1,4 @@
-"""Limit of the number of jobs of a sweep, cost of refusing a sweep, and merged messages of invalid jobs."""
+"""Sweeps with too many or invalid jobs: jobs are counted without enumerating them, and equal errors are merged."""
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
