@@ -13,12 +13,12 @@ from support.composition import configure
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from foundry.commands.export import ExportOptions, export
-from foundry.commands.sample import SampleOptions, sample
+from foundry.commands.sample import SampleOptions, draw
 from foundry.config.command import command
 from foundry.config.record.frozen import load_config
 from foundry.engine.train import train
 
-COMMANDS = {"sample": (SampleOptions, sample), "export": (ExportOptions, export)}
+COMMANDS = {"sample": (SampleOptions, draw), "export": (ExportOptions, export)}
 
 
 @pytest.fixture(autouse=True)
