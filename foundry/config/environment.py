@@ -85,7 +85,7 @@ class Launch:
 
     @property
     def dp_size(self) -> int:
-        """Those that train on samples of their own."""
+        """Number of data-parallel ranks."""
         return self.distributed.dp_size(self.world_size)
 
 

@@ -86,7 +86,7 @@ def measure_device_memory(
 def is_out_of_memory(error: BaseException) -> bool:
     """Return True if the error means that memory ran out, on a device or on the host."""
     if isinstance(error, OutOfMemoryError):
-        return False  # # already explained
+        return False  # already explained
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or is_out_of_host_memory(error)
 
 
@@ -142,7 +142,7 @@ def explain_out_of_memory(
         remedies = [*activations, *states] if are_most else [*states, *activations]
         nothing = "every setting that saves memory is on: take a smaller model, shorter samples or more GPUs"
         remedies = remedies or [nothing]
-    else:  # # more ranks or offloading would use the same host memory
+    else:  # more ranks or offloading would use the same host memory
         remedies = [*activations, "otherwise: a smaller model, shorter samples, or a machine with more memory"]
     return "\n  ".join(
         [
