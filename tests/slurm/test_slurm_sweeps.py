@@ -44,7 +44,7 @@ def test_job_that_slurm_refuses_is_reported_and_leaves_no_files(cluster):
 
 @pytest.mark.long
 def test_slurm_jobs_run_as_submitted_and_each_end_is_recorded(cluster):
-    """Of four jobs, one finishes, one is killed at its start, one fails, and one is canceled in the queue."""
+    """Of four jobs, one finishes, one is killed while it runs, one fails, and one is canceled in the queue."""
     options = cluster.cwd / "own" / "experiment"
     options.mkdir(parents=True)
     yaml = "# @package _global_\nhparams:\n  lr: 0.003\n"
@@ -53,15 +53,15 @@ def test_slurm_jobs_run_as_submitted_and_each_end_is_recorded(cluster):
         (cluster.cwd / f"{name}.jsonl").write_text('{"text": "a few words to learn from"}\n' * 500)
     cluster.ask("scontrol", "update", "nodename=n1,n2", "state=drain", "reason=upkeep")
     driver = cluster.sweep(
-        *[*SLURM, "--config-dir=own", "experiment=mine", "data=text", "data.seq_len=16", "hparams.max_steps=3"],
+        *[*SLURM, "--config-dir=own", "experiment=mine", "data=text", "data.seq_len=16"],
         "data.path=here.jsonl,gone.jsonl",
-        "hparams.seed=1,2",
+        "hparams.max_steps=3,1000000",
     )
     cluster.wait(lambda: "4 jobs in the queue" in cluster.output and cluster.output.count(": queued (") >= 4)
     (options / "mine.yaml").write_text(yaml.replace("0.003", "9.9"))
     (cluster.cwd / "gone.jsonl").unlink()
     cluster.ask("scancel", cluster.slurm_id(3))
-    cluster.wait(lambda: "job 3 (data.path=gone.jsonl hparams.seed=2): lost" in cluster.output)
+    cluster.wait(lambda: "job 3 (data.path=gone.jsonl hparams.max_steps=1000000): lost" in cluster.output)
     cluster.ask("scontrol", "update", "nodename=n1,n2", "state=resume")
     cluster.wait(lambda: cluster.state_in_slurm(1)["JobState"] == "RUNNING")
     cluster.kill(1)
