@@ -64,6 +64,6 @@ def test_invalid_task_entry_point_is_a_one_line_error(installed, tmp_path):
     installed.environment["PYTHONPATH"] = str(tmp_path)
     _, error = installed.run("--cfg", "job", code=2)
     assert error == (
-        "task: broken of the entry points foundry.tasks: json:dumps is no foundry.core.tasks.Task; "
-        "correct its package or uninstall it\n"
+        "task: entry point broken of foundry.tasks: json:dumps is not a foundry.core.tasks.Task; "
+        "fix its package or uninstall it\n"
     )
