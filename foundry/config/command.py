@@ -179,13 +179,17 @@ def parse_options(
     names = [item.name for item in fields(schema)]  # type: ignore[arg-type] # a dataclass, by contract
     flags, overrides = split_flags(overrides)
     for flag in flags:
-        message = f"is no argument; {_write(flag, [*names, *(elsewhere or ())])}"
+        message = f"is not a valid argument; {_write(flag, [*names, *(elsewhere or ())])}"
         violations.append(Violation(flag.text, message))
     for text in overrides:
         try:
             override = OverridesParser.create().parse_overrides([text])[0]
         except HydraException:
-            violations.append(Violation(text, "is not of the form key=value; quote values that hold spaces or commas"))
+            violations.append(
+                Violation(
+                    text, "is not of the form key=value; quote values with spaces, commas, = or special characters"
+                )
+            )
             continue
         if (wrong := _check_override(override, names, elsewhere or {})) is not None:
             violations.append(wrong)
@@ -211,7 +215,7 @@ def parse_options(
 def _write(flag: Flag, names: Sequence[str]) -> str:
     if flag.key in names:
         return f"write {flag.key}={flag.value}"
-    return f"options are given as key=value{nearest(flag.key, names)} (options: {', '.join(names)})"
+    return f"give options as key=value{nearest(flag.key, names)} (options: {', '.join(names)})"
 
 
 def _check_override(override: Override, names: Sequence[str], elsewhere: Mapping[str, str]) -> Violation | None:
@@ -224,7 +228,7 @@ def _check_override(override: Override, names: Sequence[str], elsewhere: Mapping
         value = override.value()
         return Violation(key, f"is {value if isinstance(value, str) else override.get_value_string()} but {reason}")
     if key not in names:
-        return Violation(key, f"is no option{nearest(key, names)} (options: {', '.join(names)})")
+        return Violation(key, f"is not an option{nearest(key, names)} (options: {', '.join(names)})")
     if override.type is not OverrideType.CHANGE or override.package is not None:
         return Violation(key, f"is given as {override.input_line}; a command takes {key}=value only")
     text = override.get_value_string()

@@ -188,7 +188,7 @@ def check_value(item: "Field[Any]", value: object, key: str) -> Iterator[Violati
     """Yield a violation if a value of the field's type is out of the field's bounds."""
     wrong = _wrong_text(value) if isinstance(value, str) else None
     if isinstance(value, list) and "list[str]" in str(item.type) and not all(isinstance(part, str) for part in value):
-        wrong = f"is {shown(value)} but must be a list of texts"
+        wrong = f"is {shown(value)} but must be a list of strings"
     parse = item.metadata.get("parse")
     if wrong is None and parse is not None and value is not None:
         try:

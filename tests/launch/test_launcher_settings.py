@@ -50,7 +50,7 @@ def test_slurm_launcher_refuses_nproc_per_node():
         (["submitit_slurm", "gpus_per_node=8"], "gpus_per_node: is 8 but tasks_per_node is 1, and each task trains on"),
         (
             ["submitit_slurm", "+use_srun=false"],
-            "use_srun: is no key of hydra.launcher",
+            "use_srun: is not a key of hydra.launcher",
         ),
         (["submitit_slurm", "nodes=3"], "must be a multiple of per_gpu_batch_size 2 x 3 ranks = 6; nearest: 12 or 18"),
         (

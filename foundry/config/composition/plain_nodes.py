@@ -27,7 +27,7 @@ from foundry.config.setting import check_value
 from foundry.core.errors import Violation, shown
 
 _GIVEN = {*Evaluation.offered, *Tracking.offered}
-_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 
 
 def check_plain_nodes(config: Config) -> Iterator[Violation]:

@@ -102,7 +102,7 @@ class Tracking:
                 yield Violation(f"tracking.{name}", "is true but MLflow is off; set tracking.mlflow=true")
         for name, value in self.tags.items():
             if isinstance(value, (dict, list)) or value is None:
-                message = f"is {shown(value)} but must be a text or a number"
+                message = f"is {shown(value)} but must be a string or a number"
                 yield Violation(f"tracking.tags.{name}", message)
         for name, node in self.trackers.items():
             key = f"tracking.trackers.{name}"
