@@ -42,13 +42,13 @@ VLM = "experiment=vlm_scenes"
         ),
         (
             [VLM, "objective=next_token"],
-            "objective: is NextToken, made for sequences and tokens, but data is Scenes, which has completions and "
-            "images and tokens",
+            "objective: is NextToken, which needs sequences and tokens, but data is Scenes, which has completions and "
+            "images and tokens; change one of them",
         ),
         (
             ["data=arithmetic", "model=vlm", "model.image_size=48", "objective=sft"],
-            "model: is PrefixVLM, made for images and tokens, but data is Arithmetic, which has completions and "
-            "sequences and tokens",
+            "model: is PrefixVLM, which needs images and tokens, but data is Arithmetic, which has completions and "
+            "sequences and tokens; change one of them",
         ),
         (
             [VLM, "distributed.tensor_parallel=2", "distributed.nproc_per_node=2"],

@@ -34,7 +34,7 @@ SOUND = [
         (["objective.updates_per_rollout=3"], "objective.updates_per_rollout: is 3 but must divide objective.num_pro"),
         (["environment=none"], "environment: is none but objective GRPO needs one that scores answers"),
         (["evaluation=default"], "evaluation.evaluators.held_out: measures a held-out loss, which objective GRPO has"),
-        (["data.form=chats"], "objective: is GRPO, made for prompts, but data is Arithmetic, which has completions"),
+        (["data.form=chats"], "objective: is GRPO, which needs prompts, but data is Arithmetic, which has completions"),
         (
             ["data.seq_len=48"],
             "data.seq_len: is 48, of which an answer of objective.max_new_tokens=48 leaves no prompt",

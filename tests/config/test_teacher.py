@@ -112,7 +112,7 @@ ON_POLICY = [
         (["objective.updates_per_rollout=3"], "objective.updates_per_rollout: is 3 but must divide objective.num_pro"),
         (
             ["data.form=chats"],
-            "objective: is Distillation with mode=on_policy, made for prompts, but data is Arithmetic, which has compl",
+            "objective: is Distillation with mode=on_policy, which needs prompts, but data is Arithmetic, which has co",
         ),
         (["data.seq_len=8"], "data.seq_len: is 8, of which an answer of objective.max_new_tokens=8 leaves no prompt"),
         (

@@ -227,7 +227,7 @@ def test_builtin_environments_are_selected_and_weighted():
             ["environment=arithmetic", "environment.weights.format=nan"],
             "environment.weights.format: is nan but must be",
         ),
-        (["environment=arithmetic"], "environment: is given but nothing in this run answers prompts; choose"),
+        (["environment=arithmetic"], "environment: is set but nothing in this run generates completions; choose"),
     ],
 )
 def test_invalid_environment_settings_are_config_errors(overrides, message):

@@ -48,7 +48,7 @@ def refuses_ramp_that_outlasts(case: Case) -> None:
 def refuses_nothing(case: Case) -> None:
     sizes, at = sizes_of(case["config"]), case["consumed_samples"]
     assert_equal(case, [sizes.at(n) for n in at], case["global_batch_size"])
-    assert "rounds down to nothing" in refused(*batch_words(case["config"]))
+    assert "would be rounded down to 0" in refused(*batch_words(case["config"]))
     with pytest.raises(ValueError, match="batch size of 0"):
         sizes.rounded(case["config"]["micro_batch_size"] * case["config"]["data_parallel_size"])
 

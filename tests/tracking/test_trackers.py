@@ -195,7 +195,7 @@ def test_exception_of_a_tracker_is_a_warning(tmp_path, caplog):
         ),
         (
             ["+tracking.trackers.mine._target_=owntrackers.Csv", "+tracking.trackers.mine.seperator=x"],
-            "tracking.trackers.mine.seperator: is no argument of owntrackers.Csv; did you mean separator?",
+            "tracking.trackers.mine.seperator: is not an argument of owntrackers.Csv; did you mean separator?",
         ),
         (
             ["+tracking.trackers.mine._target_=owntrackers.Csv", "+tracking.trackers.mine.api_key=c4n4ry"],
