@@ -109,7 +109,7 @@ def check_sources(path: object, validation_path: object, weights: Sequence[float
     if wrong := [weight for weight in weights if not _is_share(weight)]:
         yield Violation("data.weights", f"has {shown(wrong[0])} but must have numbers above 0; leave such a path out")
     elif count < 2:
-        yield Violation("data.weights", "means nothing without several paths; set data.path=[a.jsonl,b.txt]")
+        yield Violation("data.weights", "has no effect without several paths; set data.path=[a.jsonl,b.txt]")
     elif len(weights) != count:
         yield Violation("data.weights", f"has {len(weights)} numbers but data.path {count} paths; give one for each")
 

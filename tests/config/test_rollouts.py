@@ -48,9 +48,9 @@ SOUND = [
         (["objective.ratio_clip_c=1"], "objective.ratio_clip_c: is 1"),
         (
             ["objective.importance_weights=tis"],
-            "objective.importance_weights: is tis but means nothing without",
+            "objective.importance_weights: is tis but has no effect without",
         ),
-        (["objective.ref_policy_kl_penalty=0", "objective.kl_type=k1"], "objective.kl_type: is k1 but means nothing"),
+        (["objective.ref_policy_kl_penalty=0", "objective.kl_type=k1"], "objective.kl_type: is k1 but has no effect"),
         (
             ["objective.use_cispo=true", "objective.disable_ppo_ratio=true"],
             "objective.disable_ppo_ratio: is given together with objective.use_cispo; choose one",

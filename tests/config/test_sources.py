@@ -50,7 +50,7 @@ def test_invalid_paths_and_weights_are_rejected(compose, word):
 
 
 def test_weights_require_several_paths(compose):
-    with pytest.raises(ConfigError, match=r"data\.weights: means nothing without several paths"):
+    with pytest.raises(ConfigError, match=r"data\.weights: has no effect without several paths"):
         compose("data=text", "data.path=a.txt", "data.weights=[1]")
 
 

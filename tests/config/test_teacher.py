@@ -67,11 +67,11 @@ def test_transformers_teacher_takes_the_sizes_of_the_student(tmp_path):
         (["objective.teacher=RUN", "data.seq_len=33"], "objective.teacher: is RUN, whose model has 32 positions; set"),
         (
             ["objective.teacher=RUN", "objective.jsd_beta=0.3"],
-            "objective.jsd_beta: is 0.3 but means nothing without obj",
+            "objective.jsd_beta: is 0.3 but has no effect without obj",
         ),
         (
             ["objective.teacher=RUN", "objective.outside_top_k=zero"],
-            "objective.outside_top_k: is zero but means nothing",
+            "objective.outside_top_k: is zero but has no effect",
         ),
         (["objective.teacher=RUN", "hparams.z_loss_coefficient=1"], "hparams.z_loss_coefficient: is set but objective"),
     ],
@@ -120,7 +120,7 @@ ON_POLICY = [
             "objective.generation_temperature: is 0, with which all 2 answers to a prompt are the same; set "
             "objective.num_generations_per_prompt=1, or a value above 0",
         ),
-        (["objective.jsd_beta=0.3"], "objective.jsd_beta: is 0.3 but means nothing without objective.divergence=jsd"),
+        (["objective.jsd_beta=0.3"], "objective.jsd_beta: is 0.3 but has no effect without objective.divergence=jsd"),
         (
             ["evaluation=default"],
             "evaluation.evaluators.held_out: measures a held-out loss, which objective Distillation with "
@@ -155,7 +155,7 @@ def test_rollout_settings_are_rejected_in_offline_distillation(run_dir, override
     name, value = override.split("=")
     value = {"true": "True"}.get(value, value)
     message = refused(f"objective.teacher={run_dir}", f"objective.{override}")
-    assert message == f"objective.{name}: is {value} but means nothing without objective.mode=on_policy"
+    assert message == f"objective.{name}: is {value} but has no effect without objective.mode=on_policy"
 
 
 def test_teacher_with_a_foreign_target_requires_trust(run_dir):

@@ -91,7 +91,7 @@ def test_objective_that_does_not_match_the_form_is_refused():
         ConfigError, match=r"objective: is NextToken, which needs sequences and tokens, but data is Arithm"
     ):
         configure("data=arithmetic", "data.form=preferences")
-    with pytest.raises(ConfigError, match=r"data\.train_on: is last but means nothing without data\.form=chats"):
+    with pytest.raises(ConfigError, match=r"data\.train_on: is last but has no effect without data\.form=chats"):
         configure("data=arithmetic", "data.form=preferences", "objective=dpo", "data.train_on=last")
     assert configure("data=arithmetic", "data.form=text").data.form is ArithmeticForm.text
     assert configure("data=arithmetic", "objective=sft").data.vocab_size == 257
