@@ -42,7 +42,7 @@ def test_init_std_defaults_of_native_and_hf_models(compose):
         ([*HF, "model.init_std=wnag"], "model.init_std", "did you mean wang?"),
         ([*HF, "model.init_std=true"], "model.init_std", "is true but must be a number or a string"),
         ([*HF, "model.embedding_init_std=0.1"], "model.embedding_init_std", "model.init_std is null"),
-        ([*HF, "model.path=conf", "model.init_std=0.1"], "model.init_std", "is 0.1 but the weights are those of"),
+        ([*HF, "model.path=conf", "model.init_std=0.1"], "model.init_std", "is 0.1 but the weights come from"),
         ([*HF, "model.path=conf", "model.embedding_init_std=1"], "model.embedding_init_std", "model.path=conf"),
         (
             [*HF, "model.init_std=small", "+model.config.initializer_range=0.1"],

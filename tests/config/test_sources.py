@@ -57,10 +57,12 @@ def test_weights_require_several_paths(compose):
 def test_data_columns_must_be_known(compose):
     words = ["data=chats", "objective=sft", "data.path=b.jsonl"]
     assert compose(*words, "+data.columns={prompt: asked, completion: data.answer}").data.columns.prompt == "asked"
-    with pytest.raises(ConfigError, match=r"data\.columns: has chosen, which is no column here; there are messages"):
+    with pytest.raises(
+        ConfigError, match=r"data\.columns: has chosen, which is not a column of this data; choose from messages"
+    ):
         compose(*words, "+data.columns={chosen: asked}")
     for called, shown in (("a..b", r"a\.\.b"), ("[1]", r"\[1\]")):
-        with pytest.raises(ConfigError, match=rf"data\.columns: has {shown} for prompt; give a name"):
+        with pytest.raises(ConfigError, match=rf"data\.columns: has {shown} for prompt but must have column names"):
             compose(*words, f"+data.columns={{prompt: {called}}}")
 
 

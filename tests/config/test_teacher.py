@@ -102,11 +102,11 @@ ON_POLICY = [
     [
         (
             ["objective.ce_ratio=0.5"],
-            "objective.ce_ratio: is 0.5 but with objective.mode=on_policy there are no right answers to learn; leave ",
+            "objective.ce_ratio: is 0.5 but with objective.mode=on_policy there are no reference answers to train on",
         ),
         (
             ["hparams.global_batch_size=16"],
-            "hparams.global_batch_size: is 16 but must be the answers of a step: num_prompts_per_step 4 x "
+            "hparams.global_batch_size: is 16 but must be the number of completions per step: num_prompts_per_step 4 x "
             "num_generations_per_prompt 2 / updates_per_rollout 1 = 8",
         ),
         (["objective.updates_per_rollout=3"], "objective.updates_per_rollout: is 3 but must divide objective.num_pro"),
@@ -114,17 +114,20 @@ ON_POLICY = [
             ["data.form=chats"],
             "objective: is Distillation with mode=on_policy, which needs prompts, but data is Arithmetic, which has co",
         ),
-        (["data.seq_len=8"], "data.seq_len: is 8, of which an answer of objective.max_new_tokens=8 leaves no prompt"),
+        (
+            ["data.seq_len=8"],
+            "data.seq_len: is 8 but completions of objective.max_new_tokens=8 leave no room for prompts",
+        ),
         (
             ["objective.generation_temperature=0"],
-            "objective.generation_temperature: is 0, with which all 2 answers to a prompt are the same; set "
+            "objective.generation_temperature: is 0, so all 2 completions of a prompt are the same; set "
             "objective.num_generations_per_prompt=1, or a value above 0",
         ),
         (["objective.jsd_beta=0.3"], "objective.jsd_beta: is 0.3 but has no effect without objective.divergence=jsd"),
         (
             ["evaluation=default"],
             "evaluation.evaluators.held_out: measures a held-out loss, which objective Distillation with "
-            "mode=on_policy has not; choose evaluation=answers",
+            "mode=on_policy does not have; choose evaluation=answers",
         ),
         (["evaluation.metric=val_reward"], "evaluation.metric: is val_reward but evaluations measure val_exact_match"),
     ],

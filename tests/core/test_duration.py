@@ -172,7 +172,7 @@ def test_epoch_interval_matches_a_count_by_hand(size, epoch, steps, every):
         ("5 epochs", "is 5 epochs, 125 steps, but the run has only 100"),
         (
             "0.25",
-            "is the text '0.25': of what. 0.25 without quotes is a fraction of an epoch, '0.25 run' one of the run",
+            "is the string '0.25', without a unit; write 0.25 without quotes for a fraction of an epoch, or '0.25 run'",
         ),
         (1.5, "is 1.5, a fraction of an epoch, which is at most 1.0; write '1.5 epochs'"),
         ("0 run", "is 0 run but must be above 0"),

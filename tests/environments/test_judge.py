@@ -219,8 +219,11 @@ def test_builtin_environments_are_selected_and_weighted():
     ("overrides", "message"),
     [
         (["environment=format"], "environment.pattern: has no value"),
-        (["environment=format", "environment.pattern='('"], "environment.pattern: is '(', which is no regular"),
-        (["environment=arithmetic", "+environment.weights.corect=2"], "environment.weights.corect: is no score of"),
+        (
+            ["environment=format", "environment.pattern='('"],
+            "environment.pattern: is '(', which is not a valid regular",
+        ),
+        (["environment=arithmetic", "+environment.weights.corect=2"], "environment.weights.corect: is not a score of"),
         (["environment=python", "environment.timeout_seconds=0"], "environment.timeout_seconds: is 0"),
         (["environment=python", "environment.timeout_seconds=600"], "is 600 but distributed.timeout_seconds=600 would"),
         (

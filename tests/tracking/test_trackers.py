@@ -184,7 +184,7 @@ def test_exception_of_a_tracker_is_a_warning(tmp_path, caplog):
             ["tracking=wandb", "tracking.trackers.wandb.mode=often"],
             "tracking.trackers.wandb.mode: is often but must be",
         ),
-        (["+tracking.trackers.mine=3"], "tracking.trackers.mine: is 3 but must have a _target_"),
+        (["+tracking.trackers.mine=3"], "tracking.trackers.mine: is 3 but must be null or have a _target_"),
         *(
             ([f"+tracking.trackers.mine._target_={value}"], "mine._target_: is ")
             for value in ("3", "null", "[1]", "[[[[1]]]]", "{a: 1}", "{a: [1]}", "''")
