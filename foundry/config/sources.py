@@ -38,7 +38,7 @@ def local_path(key: str, text: str) -> Path:
         ConfigError: if the value is a URL, or `~` names an unknown user.
     """
     if "://" in text:
-        raise ConfigError(Violation(key, f"is {shown(text)}, an address; give a path on this machine"))
+        raise ConfigError(Violation(key, f"is {shown(text)}, a URL; give a path on this machine"))
     try:
         return Path(text).expanduser()
     except RuntimeError as error:

@@ -49,7 +49,7 @@ def test_transformers_teacher_takes_the_sizes_of_the_student(tmp_path):
     assert isinstance(teacher, HuggingFace)
     assert (teacher.path, teacher.vocab_size, teacher.max_seq_len) == (str(tmp_path), 300, 32)
     assert refused(f"objective.teacher={tmp_path}", "objective.teacher_which=best").startswith(
-        "objective.teacher_which: is best but objective.teacher is a folder of transformers, which has no checkpoints"
+        "objective.teacher_which: is best but objective.teacher is a transformers folder, which has no checkpoints"
     )
 
 
@@ -58,7 +58,7 @@ def test_transformers_teacher_takes_the_sizes_of_the_student(tmp_path):
     [
         ([], "objective.teacher: has no value"),
         (["objective.teacher=nowhere"], "objective.teacher: is nowhere but there is no such folder"),
-        (["objective.teacher=.."], "objective.teacher: is .., which is no run directory"),
+        (["objective.teacher=.."], "objective.teacher: is .., which is neither a run directory"),
         (
             ["objective.teacher=RUN", "objective.teacher_which=30"],
             "objective.teacher_which: is 30 but RUN has no check",

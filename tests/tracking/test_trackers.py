@@ -232,5 +232,5 @@ def test_recorded_tracker_outside_foundry_needs_trust(tmp_path, trackers):
     recorded = yaml.safe_load((tmp_path / "config.yaml").read_text())
     recorded["tracking"]["trackers"] = trackers
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(recorded))
-    with pytest.raises(ConfigError, match=r"would run what is not foundry's own: tracking\.trackers\."):
+    with pytest.raises(ConfigError, match=r"uses custom code: tracking\.trackers\."):
         load_config(tmp_path)

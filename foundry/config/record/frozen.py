@@ -223,9 +223,7 @@ def _distrust(path: Path, foreign: list[str]) -> Iterator[Violation]:
         else:
             lines[-1] += f", {part}"
     for line in lines:
-        yield Violation(
-            "run", f"{path} would run what is not foundry's own: {line}; trust=true, if you trust its author"
-        )
+        yield Violation("run", f"{path} uses custom code: {line}; add trust=true if you trust its author")
 
 
 def _not_installed(path: Path, content: dict[str, Any]) -> Iterator[Violation]:
