@@ -64,7 +64,10 @@ def test_transformers_teacher_takes_the_sizes_of_the_student(tmp_path):
             "objective.teacher_which: is 30 but RUN has no check",
         ),
         (["objective.teacher=RUN", "data.vocab_size=299"], "objective.teacher: is RUN, whose model has 300 tokens and"),
-        (["objective.teacher=RUN", "data.seq_len=33"], "objective.teacher: is RUN, whose model has 32 positions; set"),
+        (
+            ["objective.teacher=RUN", "data.seq_len=33"],
+            "objective.teacher: is RUN, whose model has 32 positions; lower",
+        ),
         (
             ["objective.teacher=RUN", "objective.jsd_beta=0.3"],
             "objective.jsd_beta: is 0.3 but has no effect without obj",

@@ -98,7 +98,7 @@ def counts_by_hand(case: Case) -> None:
     f = fields_of(case)
     expected = by_hand(f)
     if expected["train_iters"] == 0:
-        assert "not one optimizer step" in refused(*case_overrides(f))
+        assert "less than one optimizer step" in refused(*case_overrides(f))
     else:
         assert_lengths(case, f, expected)
 
