@@ -128,7 +128,7 @@ def test_base_rejects_an_image_model_for_text_data(run_dir):
 
 def test_base_rejects_a_run_without_checkpoint_or_tokenizer(run_dir):
     (run_dir / "tokenizer.json").unlink()
-    assert "has no tokenizer.json" in refused(f"model.path={run_dir}", *FEW)
+    assert "has no regular file tokenizer.json" in refused(f"model.path={run_dir}", *FEW)
     (run_dir / "tokenizer.json").symlink_to("/etc/passwd")
     assert "has no regular file tokenizer.json" in refused(f"model.path={run_dir}", *FEW)
     for step in (10, 20):

@@ -79,7 +79,7 @@ def test_choice_replaced_on_the_command_line_is_not_reported(refusal):
     words = ["--config-dir", "own", "--config-name", "own", "scheduler=wsd"]
     assert refusal(*words, "scheduler.min_lr=3", own=text) == [
         "own/own.yaml: hparams.seed: is x but must be a whole number",
-        "scheduler.min_lr: is 3 but hparams.lr is only 0.004",
+        "scheduler.min_lr: is 3 but hparams.lr is only 0.004; lower it",
     ]
 
 

@@ -78,7 +78,7 @@ CASES = [
     (["scheduler.start_weight_decay=0.1", "scheduler.end_weight_decay=0.2"], 1, "choose linear or cosine"),
     (["scheduler.weight_decay_incr_style=linear"], 1, "are null; set both"),
     (["scheduler.weight_decay_horizon=10"], 1, "has no horizon; set it to null"),
-    (["hparams.batch_ramp.start=4"], 1, "has no increment and no over_samples (or every_samples); give"),
+    (["hparams.batch_ramp.start=4"], 1, "has no increment and no over_samples (or every_samples); set"),
     (["hparams.batch_ramp.every_samples=4"], 1, "has no start and no increment"),
     (
         [ramp(4, 4, 900), "hparams.batch_ramp.every_samples=900"],

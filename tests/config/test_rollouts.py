@@ -33,7 +33,7 @@ SOUND = [
         ),
         (["objective.updates_per_rollout=3"], "objective.updates_per_rollout: is 3 but must divide objective.num_pro"),
         (["environment=none"], "environment: is none but objective GRPO needs an environment that scores completions"),
-        (["evaluation=default"], "evaluation.evaluators.held_out: measures a held-out loss, which objective GRPO has"),
+        (["evaluation=default"], "evaluation.evaluators.held_out: measures a held-out loss, which objective GRPO does"),
         (["data.form=chats"], "objective: is GRPO, which needs prompts, but data is Arithmetic, which has completions"),
         (
             ["data.seq_len=48"],

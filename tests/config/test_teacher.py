@@ -63,7 +63,7 @@ def test_transformers_teacher_takes_the_sizes_of_the_student(tmp_path):
             ["objective.teacher=RUN", "objective.teacher_which=30"],
             "objective.teacher_which: is 30 but RUN has no check",
         ),
-        (["objective.teacher=RUN", "data.vocab_size=299"], "objective.teacher: is RUN, whose model has 300 tokens and"),
+        (["objective.teacher=RUN", "data.vocab_size=299"], "objective.teacher: is RUN, whose model has 300 tokens but"),
         (
             ["objective.teacher=RUN", "data.seq_len=33"],
             "objective.teacher: is RUN, whose model has 32 positions; lower",

@@ -23,7 +23,7 @@ def composed(*overrides):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["signal_delay_s=60", "timeout_min=1"], "signal_delay_s: is 60 but the time limit of 1 min is no longer"),
+        (["signal_delay_s=60", "timeout_min=1"], "signal_delay_s: is 60 but the time limit of 1 min is not longer"),
         (["gpus_per_node=8"], "gpus_per_node: is 8 but tasks_per_node is 1, and each task trains on one GPU"),
         (["gpus_per_task=2"], "gpus_per_task: is 2 but must be at most 1"),
         (["cpus_per_gpu=4"], "cpus_per_gpu: is set but requires gpus_per_task=1"),
