@@ -179,13 +179,17 @@ def parse_options(
     names = [item.name for item in fields(schema)]  # type: ignore[arg-type] # a dataclass, by contract
     flags, overrides = split_flags(overrides)
     for flag in flags:
-        message = f"is no argument; {_write(flag, [*names, *(elsewhere or ())])}"
+        message = f"is not a valid argument; {_write(flag, [*names, *(elsewhere or ())])}"
         violations.append(Violation(flag.text, message))
     for text in overrides:
         try:
             override = OverridesParser.create().parse_overrides([text])[0]
         except HydraException:
-            violations.append(Violation(text, "is not of the form key=value; quote values that hold spaces or commas"))
+            violations.append(
+                Violation(
+                    text, "is not of the form key=value; quote values with spaces, commas, = or special characters"
+                )
+            )
             continue
         if (wrong := _check_override(override, names, elsewhere or {})) is not None:
             violations.append(wrong)
@@ -211,7 +215,7 @@ def parse_options(
 def _write(flag: Flag, names: Sequence[str]) -> str:
     if flag.key in names:
         return f"write {flag.key}={flag.value}"
-    return f"options are given as key=value{nearest(flag.key, names)} (options: {', '.join(names)})"
+    return f"give options as key=value{nearest(flag.key, names)} (options: {', '.join(names)})"
 
 
 def _check_override(override: Override, names: Sequence[str], elsewhere: Mapping[str, str]) -> Violation | None:
@@ -224,14 +228,14 @@ def _check_override(override: Override, names: Sequence[str], elsewhere: Mapping
         value = override.value()
         return Violation(key, f"is {value if isinstance(value, str) else override.get_value_string()} but {reason}")
     if key not in names:
-        return Violation(key, f"is no option{nearest(key, names)} (options: {', '.join(names)})")
+        return Violation(key, f"is not an option{nearest(key, names)} (options: {', '.join(names)})")
     if override.type is not OverrideType.CHANGE or override.package is not None:
-        return Violation(key, f"is given as {override.input_line}; a command takes {key}=value only")
+        return Violation(key, f"is given as {override.input_line}; commands accept only {key}=value")
     text = override.get_value_string()
     if override.is_sweep_override():
-        return Violation(key, f"is {text} but takes one value; quote a text that holds commas, as {key}='\"a, b\"'")
+        return Violation(key, f"is {text} but takes one value; quote text with commas, as in {key}='\"a, b\"'")
     if _INTERPOLATION.search(text):
-        return Violation(key, f"is {text}: there is nothing here to interpolate; write the value itself")
+        return Violation(key, f"is {text} but commands do not resolve interpolations; write the value itself")
     return None
 
 
@@ -248,7 +252,7 @@ def folder_option(key: str, text: str) -> Path:
         ConfigError: the path is empty or a URL, or the user after `~` does not exist.
     """
     if not text:
-        raise ConfigError(Violation(key, "is empty; give a folder, or . for this one"))
+        raise ConfigError(Violation(key, "is empty; give a folder, or . for the current folder"))
     return local_path(key, text)
 
 
@@ -269,10 +273,10 @@ def check_writable(key: str, folder: Path) -> None:
     """
     there = next(path for path in (folder, *folder.parents) if os.path.lexists(path) or path == path.parent)
     if not there.is_dir():
-        what = "a broken symbolic link" if there.is_symlink() else "no folder"
+        what = "a broken symbolic link" if there.is_symlink() else "not a folder"
         raise ConfigError(Violation(key, f"is {folder} but {there} is {what}; choose another"))
     if not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(Violation(key, f"is {folder} but {there} cannot be written into; choose another"))
+        raise ConfigError(Violation(key, f"is {folder} but {there} is not writable; choose another"))
 
 
 def check_output(key: str, path: Path, *, own: str | None = None, is_earlier: Recognizer | None = None) -> None:
@@ -331,7 +335,7 @@ def versions() -> str:
         try:
             found.append(f"{name} {version(name)}")
         except PackageNotFoundError:
-            found.append(f"no {name}")
+            found.append(f"{name} not installed")
     line = f"foundry {__version__} (Python {platform.python_version()}, {', '.join(found)})"
     return "\n".join(filter(None, (line, conflict_message())))
 

@@ -41,7 +41,7 @@ def configured_by(schema: type) -> Callable[[Callable[..., R]], Callable[..., R]
                 keywords[SETTINGS] = _from_keywords(schema, own, keywords, function.__qualname__)
             given = args[place] if len(args) > place else keywords[SETTINGS]
             if not isinstance(given, schema):
-                message = f"takes an object of {schema.__name__}, or its fields by keyword"
+                message = f"takes an object of {schema.__name__}, or its fields as keyword arguments"
                 raise TypeError(f"{function.__qualname__}() {message}, not {given!r:.100}")
             return function(*args, **keywords)
 

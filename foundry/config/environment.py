@@ -157,7 +157,9 @@ def _expand_host(part: str, nodelist: str) -> Iterator[str]:
     for item in bracket[1].split(","):
         span = re.fullmatch(r"(\d+)(?:-(\d+))?", item)
         if span is None:
-            raise _error("SLURM_JOB_NODELIST", nodelist, f"has a range {item!r} that is not like 001-004")
+            raise _error(
+                "SLURM_JOB_NODELIST", nodelist, f"has an invalid range {item!r}; a range is a number or like 001-004"
+            )
         first, last = span[1], span[2] or span[1]
         for number in range(int(first), int(last) + 1):
             yield from _expand_host(
@@ -172,7 +174,7 @@ def _torchrun(variables: Mapping[str, str]) -> LaunchEnvironment:
             raise _error(other, variables[other], f"is set but {key} is not: start with torchrun, or unset it")
     world_size = _integer(variables, "WORLD_SIZE")
     if world_size > 1 and not variables.get("LOCAL_RANK"):
-        remedy = "is set but LOCAL_RANK is not: set it (0 where each node runs one process), or start with torchrun"
+        remedy = "is set but LOCAL_RANK is not: set it (0 if each node runs one process), or start with torchrun"
         raise _error("RANK", variables["RANK"], remedy)
     local_rank = _integer(variables, "LOCAL_RANK", 0)
     # Without LOCAL_WORLD_SIZE, assume one process per node if the local rank is 0, since batch systems that export only
@@ -209,7 +211,9 @@ def _slurm(variables: Mapping[str, str]) -> LaunchEnvironment:
     world_size = _integer(variables, "SLURM_STEP_NUM_TASKS", _integer(variables, "SLURM_NTASKS", 1))
     num_nodes = _integer(variables, "SLURM_STEP_NUM_NODES", _integer(variables, "SLURM_NNODES", 1))
     if not 0 < num_nodes <= world_size:
-        raise _error("SLURM_NNODES", str(num_nodes), f"must be between 1 and the {world_size} tasks of the step")
+        raise _error(
+            "SLURM_NNODES", str(num_nodes), f"must be between 1 and {world_size}, the number of tasks of the step"
+        )
     nodelist = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST") or "127.0.0.1"
     job = _integer(variables, "SLURM_JOB_ID", 0)
     step = _integer(variables, "SLURM_STEP_ID", 0)
@@ -257,7 +261,7 @@ def _integer(variables: Mapping[str, str], key: str, default: int | None = None)
 
 def _check_range(key: str, value: int, noun: str, size: int) -> None:
     if not 0 <= value < size:
-        raise _error(key, str(value), f"must be at least 0 and below the {size} {noun}")
+        raise _error(key, str(value), f"must be at least 0 and below {size}, the number of {noun}")
 
 
 def _error(key: str, value: str, message: str) -> ConfigError:

@@ -60,14 +60,14 @@ def resolve_budget(
     total = min(samples for samples in given if samples is not None)
     if total > LARGEST_COUNT:
         raise ConfigError(
-            Violation("hparams.max_steps", f"makes a run of {total:,} samples; at most {LARGEST_COUNT:,} are counted")
+            Violation("hparams.max_steps", f"makes a run of {total:,} samples; the maximum is {LARGEST_COUNT:,}")
         )
     steps = sizes.whole_steps(total)
     if steps < 1:
         raise ConfigError(
             Violation(
                 "hparams.global_batch_size",
-                f"is {sizes.at(0)} but the whole run is {total} samples: not one optimizer step",
+                f"is {sizes.at(0)} but the whole run has {total} samples, less than one optimizer step; lower it",
             )
         )
     return Budget(
@@ -95,16 +95,16 @@ def check_lengths(config: Config, budget: Budget) -> Iterator[Violation]:
         yield Violation(
             "hparams.batch_ramp" if config.hparams.batch_schedule is None else "hparams.batch_schedule",
             f"reaches its last size, {budget.batch_sizes.final}, after {ramped} samples, but the run has only "
-            f"{budget.total_samples}; shorten it, or give the whole length of a run cut short as scheduler.horizon",
+            f"{budget.total_samples}; shorten it, or set scheduler.horizon to the length of the full schedule",
         )
     try:
         yield from config.evaluation.check_patience(budget)
     except ValueError as error:
-        yield Violation("evaluation.interval", f"{error}; shorten it, or set it to null: only at the end")
+        yield Violation("evaluation.interval", f"{error}; shorten it, or set it to null to evaluate only at the end")
     try:
         config.checkpoint.interval_in(budget)
     except ValueError as error:
-        yield Violation("checkpoint.interval", f"{error}; shorten it, or set it to null: by time only")
+        yield Violation("checkpoint.interval", f"{error}; shorten it, or set it to null to save by time only")
 
 
 def _check_phases(scheduler: Scheduler, phases: Phases, budget: Budget) -> Iterator[Violation]:

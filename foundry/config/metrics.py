@@ -59,7 +59,7 @@ def check_metric(key: str, metric: str, measured: Iterable[str]) -> Iterator[Vio
     """Yield an error if the metric that the setting `key` chooses is not computed."""
     known = list(measured)
     if metric not in known:
-        listed = ", ".join(known) or "nothing: there is no evaluator, so set it to null"
+        listed = ", ".join(known) or "nothing, because there is no evaluator; set it to null"
         yield Violation(key, f"is {metric.strip() or 'empty'} but evaluations measure {listed}{nearest(metric, known)}")
 
 

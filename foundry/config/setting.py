@@ -155,7 +155,7 @@ def check_unused(node: Any, path: str, names: Iterable[str], needed: str) -> Ite
         value = getattr(node, name)
         if value != defaults[name]:
             text = value.value if isinstance(value, Enum) else value
-            yield Violation(f"{path}.{name}", f"is {text} but means nothing without {needed}")
+            yield Violation(f"{path}.{name}", f"is {text} but has no effect without {needed}")
 
 
 class OutOfBounds(Exception):
@@ -188,7 +188,7 @@ def check_value(item: "Field[Any]", value: object, key: str) -> Iterator[Violati
     """Yield a violation if a value of the field's type is out of the field's bounds."""
     wrong = _wrong_text(value) if isinstance(value, str) else None
     if isinstance(value, list) and "list[str]" in str(item.type) and not all(isinstance(part, str) for part in value):
-        wrong = f"is {shown(value)} but must be a list of texts"
+        wrong = f"is {shown(value)} but must be a list of strings"
     parse = item.metadata.get("parse")
     if wrong is None and parse is not None and value is not None:
         try:
@@ -206,11 +206,11 @@ def check_value(item: "Field[Any]", value: object, key: str) -> Iterator[Violati
 def _wrong_text(text: str) -> str | None:
     """Return the reason why a string is invalid as a setting; None if it is valid."""
     if not text.strip():
-        return "is empty; give it a value, or leave it out"
+        return "is empty; set a value, or leave it out"
     if len(text) > _LONGEST_TEXT:
-        return f"is {shown(text)}, a text of {len(text):,} characters; it may have {_LONGEST_TEXT:,}"
+        return f"is {shown(text)}, which has {len(text):,} characters; the maximum is {_LONGEST_TEXT:,}"
     if odd := next((character for character in text if not character.isprintable()), None):
-        return f"is {shown(text)}, with the character {odd.encode('unicode_escape').decode()}; leave that out"
+        return f"is {shown(text)}, which contains the character {odd.encode('unicode_escape').decode()}; remove it"
     return None
 
 
@@ -226,4 +226,4 @@ def _wrong_number(value: float, bounds: Mapping[str, float], *, finite: bool) ->
         return f"is {shown(value)} but must be finite" if finite else None
     if value == 0 or _SMALLEST_FLOAT <= abs(value) <= _LARGEST_FLOAT:
         return None
-    return f"is {shown(value)}, which float32 holds as {'0' if abs(value) < 1 else 'infinity'}; give another number"
+    return f"is {shown(value)}, which float32 rounds to {'0' if abs(value) < 1 else 'infinity'}; give another number"

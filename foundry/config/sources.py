@@ -38,7 +38,7 @@ def local_path(key: str, text: str) -> Path:
         ConfigError: if the value is a URL, or `~` names an unknown user.
     """
     if "://" in text:
-        raise ConfigError(Violation(key, f"is {shown(text)}, an address; give a path on this machine"))
+        raise ConfigError(Violation(key, f"is {shown(text)}, a URL; give a path on this machine"))
     try:
         return Path(text).expanduser()
     except RuntimeError as error:
@@ -68,13 +68,15 @@ def refuse_urls(data: object, run: object) -> None:
     """
     for name in getattr(data, "urls", ()):
         for path in filter(is_url, listed_paths(getattr(data, name))):
-            message = f"of {run} is {shown(path)}, which would be fetched; say trust=true if the run is yours, or give"
+            message = (
+                f"of {run} is {shown(path)}, which would be downloaded; set trust=true if the run is yours, or give"
+            )
             raise ConfigError(Violation(f"data.{name}", f"{message} data=... and its path"))
 
 
 def hub_hint(path: str) -> str:
     """Return a hint for a path that does not exist but may be the name of a dataset on the Hugging Face hub."""
-    return f"; of the hub it is hf://datasets/{path}" if _is_hub_name(path) else ""
+    return f"; for a dataset of the Hugging Face hub, write hf://datasets/{path}" if _is_hub_name(path) else ""
 
 
 def download_hint(path: str, *, of_data: bool = False) -> str:
@@ -88,7 +90,9 @@ def download_hint(path: str, *, of_data: bool = False) -> str:
         return ""
     kind = " --repo-type dataset" if of_data else ""
     folder = path.rpartition("/")[2]
-    return f"; from the hub, download it with hf download {path}{kind} --local-dir {folder} and give {folder}"
+    return (
+        f"; from the Hugging Face hub, download it with hf download {path}{kind} --local-dir {folder} and give {folder}"
+    )
 
 
 def _is_hub_name(path: str) -> bool:
@@ -102,16 +106,21 @@ def check_sources(path: object, validation_path: object, weights: Sequence[float
         yield Violation("data.path", "is null; give a file, folder or glob, or a list of them")
     for key, value in (("data.path", path), ("data.validation_path", validation_path)):
         if isinstance(value, dict) or (isinstance(value, list) and not _are_paths(value)):
-            yield Violation(key, f"is {shown(value)} but must be a path or a list of paths, as [a.jsonl,b.txt]")
+            yield Violation(key, f"is {shown(value)} but must be a path or a list of paths, such as [a.jsonl,b.txt]")
     if weights is None:
         return
     count = len(listed_paths(path))
     if wrong := [weight for weight in weights if not _is_share(weight)]:
-        yield Violation("data.weights", f"has {shown(wrong[0])} but must have numbers above 0; leave such a path out")
+        yield Violation(
+            "data.weights",
+            f"has {shown(wrong[0])} but must have numbers above 0; to exclude a path, leave it out of data.path",
+        )
     elif count < 2:
-        yield Violation("data.weights", "means nothing without several paths; set data.path=[a.jsonl,b.txt]")
+        yield Violation("data.weights", "has no effect without several paths; set data.path=[a.jsonl,b.txt]")
     elif len(weights) != count:
-        yield Violation("data.weights", f"has {len(weights)} numbers but data.path {count} paths; give one for each")
+        yield Violation(
+            "data.weights", f"has {len(weights)} numbers but data.path has {count} paths; give one number per path"
+        )
 
 
 def proportions(weights: Sequence[float]) -> list[Fraction]:

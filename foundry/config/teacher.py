@@ -38,10 +38,10 @@ def resolve_teacher(folder: Path, which: str, trust: bool, sizes: Mapping[str, i
     own = node.get("vocab_size"), node.get("max_seq_len")
     message = f"is {folder}, whose model has"
     if isinstance(own[0], int) and own[0] != sizes["vocab_size"]:
-        text = f"{message} {own[0]} tokens and the student {sizes['vocab_size']}; both need the same tokenizer"
+        text = f"{message} {own[0]} tokens but the student has {sizes['vocab_size']}; both need the same tokenizer"
         raise ConfigError(Violation(KEYS.path, text))
     if isinstance(own[1], int) and own[1] < sizes["max_seq_len"]:
-        text = f"{message} {own[1]} positions; set model.max_seq_len, {sizes['max_seq_len']}, to at most as many"
+        text = f"{message} {own[1]} positions; lower model.max_seq_len={sizes['max_seq_len']} to that"
         raise ConfigError(Violation(KEYS.path, text))
     return OmegaConf.to_object(node)
 

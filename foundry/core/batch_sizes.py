@@ -50,7 +50,7 @@ class BatchSizes:
         """
         self.thresholds = _merged(thresholds)
         if (least := min(self.sizes)) < 1:
-            raise ValueError(f"a batch size of {least} is none; it must be at least 1")
+            raise ValueError(f"has a batch size of {least}; it must be at least 1")
         self._starts = [samples for samples, _ in self.thresholds]
         self.stages = tuple(_walk(self.thresholds))
         self._stage_steps = [stage.first_step for stage in self.stages]
@@ -72,9 +72,9 @@ class BatchSizes:
             ValueError: the size does not grow from start to final in whole increments.
         """
         if not 0 < start < final or increment <= 0 or (final - start) % increment:
-            raise ValueError(f"{start} does not grow to {final} in increments of {increment}")
+            raise ValueError(f"does not grow from {start} to {final} in increments of {increment}")
         if over_samples <= 0:
-            raise ValueError(f"a ramp over {over_samples} samples is none")
+            raise ValueError(f"has a length of {over_samples} samples; it must be at least 1")
         count = (final - start) // increment
         if count > MOST_STAGES:
             raise ValueError(
@@ -108,7 +108,9 @@ class BatchSizes:
         for (earlier, _), (later, _) in pairwise(pairs):
             if earlier == later:
                 unit = f" (of {tokens_per_sample} tokens each)" if tokens_per_sample else ""
-                raise ValueError(f"'{shown(text)}' has two sizes from {later} samples{unit} on")
+                raise ValueError(
+                    f"'{shown(text)}' has two sizes for the threshold of {later} samples{unit}; remove one"
+                )
         return cls(pairs)
 
     def rounded(self, multiple: int) -> Self:
@@ -179,7 +181,7 @@ def parse_count(text: str) -> int:
             raise ValueError(f"'{shown(text)}' is more than {LARGEST_COUNT:,}; give a smaller number")
         if value == int(value):
             return int(value)
-    raise ValueError(f"'{shown(text)}' is no whole number; write 300000, 300k, 1.5M or 250B")
+    raise ValueError(f"'{shown(text)}' is not a whole number; write 300000, 300k, 1.5M or 250B")
 
 
 def _entry(word: str) -> tuple[int, int]:

@@ -78,7 +78,7 @@ class Duration:
         if exact > LARGEST_COUNT:
             raise ValueError(f"{message} is more than {LARGEST_COUNT:,}; give a smaller number")
         if 0 < exact * LARGEST_COUNT < 1:
-            raise ValueError(f"{message} is too short to be told from 0; give a larger number")
+            raise ValueError(f"{message} is too close to 0; give a larger number")
         value = float(exact)
         if unit is None:
             if number.isdigit() or suffix:
@@ -108,7 +108,7 @@ class Duration:
         """
         duration = cls.parse(text)
         if duration.value == 0:
-            raise ValueError(f"is {shown(text)}: no length at all")
+            raise ValueError(f"is {shown(text)} but must be above 0")
         return duration
 
     def samples(self, budget: Budget, *, whole: float | None = None, end: float | None = None) -> float:
@@ -136,7 +136,7 @@ class Duration:
                 return self.value
             case Unit.tokens:
                 if budget.tokens_per_sample is None:
-                    raise ValueError(f"{self} counts tokens, but a sample of this data has none")
+                    raise ValueError(f"{self} is a length in tokens, but samples of this data have no tokens")
                 return self.value / budget.tokens_per_sample
 
     def __str__(self) -> str:

@@ -69,7 +69,7 @@ def shown(value: object) -> str:
     try:
         return shortened(visible(str(value)), _LONGEST_VALUE)
     except ValueError:  # Python does not print integers of more than 4300 digits
-        return "a number of thousands of digits"
+        return "a number with thousands of digits"
 
 
 def contrast(was: object, now: object, show: Callable[[object], str] = shown) -> tuple[str, str]:

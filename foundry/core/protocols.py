@@ -178,7 +178,7 @@ class Objective(ABC):
         Raises:
             NotImplementedError: the objective declares `columns` but does not override this method.
         """
-        raise NotImplementedError(f"{type(self).__name__} has columns, and no precompute()")
+        raise NotImplementedError(f"{type(self).__name__} declares columns but does not implement precompute()")
 
     def record(self, model: nn.Module, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Return values of the models before a rollout's first update, (rows, seq) by name.

@@ -17,7 +17,7 @@ def read_count(state: Mapping[str, Any], name: str) -> int:
     """
     value = state[name]
     if type(value) is not int or not 0 <= value < _MOST:
-        raise ValueError(f"{name}={shown(value)} is not a whole number from 0 on")
+        raise ValueError(f"{name}={shown(value)} is not a non-negative whole number")
     return value
 
 

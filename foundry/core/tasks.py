@@ -115,9 +115,9 @@ def installed_tasks() -> tuple[Task, ...]:
         except Exception as error:
             raise _wrong(point.name, f"{point.value} cannot be imported: {format_reason(error)}") from error
         if not isinstance(task, Task):
-            raise _wrong(point.name, f"{point.value} is no foundry.core.tasks.Task")
+            raise _wrong(point.name, f"{point.value} is not a foundry.core.tasks.Task")
         if task.name in tasks:
-            raise _wrong(point.name, f"{point.value} has the name {task.name}, as another task has")
+            raise _wrong(point.name, f"{point.value} has the name {task.name}, which another task already has")
         tasks[task.name] = task
     return tuple(tasks.values())
 
@@ -147,8 +147,8 @@ def _declares_tasks(folder: str) -> bool:
 
 
 def _wrong(name: str, message: str) -> ConfigError:
-    remedy = "correct its package or uninstall it"
-    return ConfigError(Violation("task", f"{name} of the entry points {ENTRY_POINTS}: {message}; {remedy}"))
+    remedy = "fix its package or uninstall it"
+    return ConfigError(Violation("task", f"entry point {name} of {ENTRY_POINTS}: {message}; {remedy}"))
 
 
 def modules_of(group: str) -> list[ModuleType]:

@@ -31,7 +31,7 @@ def build_budget(config: Config, data: DataSplits, dp_size: int) -> Budget:
     """
     hparams, tokens = config.hparams, data.tokens_per_sample
     if hparams.batch_schedule is not None and hparams.batch_schedule_unit is ScheduleUnit.tokens and tokens is None:
-        message = "is tokens but a sample of this data has none; set samples"
+        message = "is tokens but samples of this data have no tokens; set it to samples"
         raise ConfigError(Violation("hparams.batch_schedule_unit", message))
     try:
         epoch = samples_per_epoch(config.objective, data)

@@ -66,7 +66,9 @@ class RolloutSource:
         settings, data = objective.rollouts, run.data
         assert settings is not None
         if run.judge is None and settings.needs_rewards:
-            raise ConfigError(Violation("environment", "is none but the objective needs one that scores answers"))
+            raise ConfigError(
+                Violation("environment", "is none but the objective needs an environment that scores completions")
+            )
         count, size = len(data.train_prompts), settings.num_prompts_per_step
         if not count or count != len(data.train):
             raise ConfigError(Violation("data", "has no train_prompts for its training samples; choose data=prompts"))

@@ -95,7 +95,7 @@ def test_every_command_module_is_listed_in_the_help(run_command):
         (["optimizer"], "optimizer: is not of the form key=value; write optimizer=..."),
         (["b]"], "b]: is not of the form key=value; put a value with spaces, "),
         (["plan", "diffusion"], "diffusion: is not of the form key=value; did you mean hparams=diffusion?"),
-        (["eval", "rum=x", "run=y"], "rum: is no option; did you mean run?"),
+        (["eval", "rum=x", "run=y"], "rum: is not an option; did you mean run?"),
     ],
 )
 def test_unknown_word_gives_a_one_line_error(words, line, run_command):

@@ -75,7 +75,7 @@ def test_new_project_options_compose(project, cache):
     assert "_target_: small_runs.model.MyModel\n" in stdout
     assert "  width: 128\n" in stdout
     _, stderr = run_command("model.widht=3", module="small_runs", code=2)
-    assert stderr == "model.widht: is no key of model; did you mean model.width?\n"
+    assert stderr == "model.widht: is not a key of model; did you mean model.width?\n"
 
 
 @pytest.mark.long

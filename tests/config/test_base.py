@@ -66,7 +66,7 @@ def test_base_on_a_transformers_folder_becomes_model_hf(tmp_path):
     assert isinstance(config.model, HuggingFace)
     assert (config.model.path, config.model.vocab_size, config.model.init_from) == (str(tmp_path), 320, None)
     assert refused(f"model.path={tmp_path}", "model.which=best", *FEW).startswith(
-        "model.which: is best but model.path is a folder of transformers, which has no checkpoints"
+        "model.which: is best but model.path is a transformers folder, which has no checkpoints"
     )
     assert refused(f"model.path={tmp_path}", "model.trust=true", *FEW).startswith("model.trust: ")
 
@@ -89,15 +89,18 @@ def test_base_on_a_huggingface_run_uses_the_copy_in_the_run_directory(run_dir, t
     [
         ([], "model.path: has no value"),
         (["model.path=nowhere"], "model.path: is nowhere but there is no such folder"),
-        (["model.path=.."], "model.path: is .., which is no run directory"),
+        (["model.path=.."], "model.path: is .., which is neither a run directory"),
         (
             ["model.path=RUN", "model.which=best"],
             "model.which: is best but RUN has no checkpoint 'best'; there are: st",
         ),
         (["model.path=RUN", "model.which=30"], "model.which: is 30 but RUN has no checkpoint '30'; there are: step_0"),
-        (["model.path=RUN", "model.init_from=x"], "model.init_from: is x together with model=base"),
-        (["model.path=RUN", "model.hidden_size=64"], "model.hidden_size: is the base's own and cannot be given"),
-        (["model.path=RUN", "+model.hidden_size=64"], "model.hidden_size: is the base's own and cannot be given"),
+        (["model.path=RUN", "model.init_from=x"], "model.init_from: is x but model=base loads its weights"),
+        (["model.path=RUN", "model.hidden_size=64"], "model.hidden_size: is fixed by the base model and cannot be set"),
+        (
+            ["model.path=RUN", "+model.hidden_size=64"],
+            "model.hidden_size: is fixed by the base model and cannot be set",
+        ),
         (["model.path=RUN", "data.seq_len=64"], "data.seq_len: is 64 but the model of model.path=RUN has 32 positions"),
         (["model.path=RUN", "data.vocab_size=301"], "data.vocab_size: is 301 but the model of model.path=RUN has 300"),
         (["model.path=RUN", "model.which=null"], "model.which: cannot be null"),
@@ -113,7 +116,7 @@ def test_base_rejects_exported_adapters_without_base_weights(run_dir):
     (run_dir / "adapter_config.json").touch()
     message = refused(*FEW, f"model.path={run_dir}")
     assert message.startswith("model.path: is ")
-    assert "which holds adapters without their base; give the run" in message
+    assert "which has adapters without their base model; give the run" in message
 
 
 def test_base_rejects_an_image_model_for_text_data(run_dir):
@@ -125,9 +128,9 @@ def test_base_rejects_an_image_model_for_text_data(run_dir):
 
 def test_base_rejects_a_run_without_checkpoint_or_tokenizer(run_dir):
     (run_dir / "tokenizer.json").unlink()
-    assert "has no tokenizer.json" in refused(f"model.path={run_dir}", *FEW)
+    assert "has no regular file tokenizer.json" in refused(f"model.path={run_dir}", *FEW)
     (run_dir / "tokenizer.json").symlink_to("/etc/passwd")
-    assert "has no tokenizer.json that is a regular file" in refused(f"model.path={run_dir}", *FEW)
+    assert "has no regular file tokenizer.json" in refused(f"model.path={run_dir}", *FEW)
     for step in (10, 20):
         (run_dir / "checkpoints" / f"step_{step:08d}" / "manifest.json").unlink()
     assert refused(f"model.path={run_dir}", *FEW).endswith("there are: none")

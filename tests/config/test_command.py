@@ -36,8 +36,8 @@ def test_overrides_become_typed_options():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["num_tokns=5"], "num_tokns: is no option; did you mean num_tokens? (options: run, out, num_tokens,"),
-        (["zzz=5"], "zzz: is no option (options: run, out,"),
+        (["num_tokns=5"], "num_tokns: is not an option; did you mean num_tokens? (options: run, out, num_tokens,"),
+        (["zzz=5"], "zzz: is not an option (options: run, out,"),
         (["num_tokens=five"], "num_tokens: is five but must be a whole number"),
         (["num_tokens=0"], "num_tokens: is 0 but must be at least 1"),
         (["temperature=-1"], "temperature: is -1 but must be at least 0"),
@@ -97,7 +97,7 @@ def test_command_help_does_not_import_torch(module, options):
     [
         ("foundry.sample", [], "run: has no value; give it as run=..."),
         ("foundry.export", ["run=nowhere", "out=new"], "run: nowhere is not a run directory: it has no config.yaml"),
-        ("foundry.sample", ["rum=x", "run=y"], "rum: is no option; did you mean run?"),
+        ("foundry.sample", ["rum=x", "run=y"], "rum: is not an option; did you mean run?"),
     ],
 )
 def test_config_error_of_a_command_exits_with_2_and_one_line(run_command, module, overrides, message):

@@ -139,7 +139,7 @@ def test_custom_model_composes_without_a_schema(compose, tmp_path, monkeypatch):
     (tmp_path / "model" / "mine.yaml").write_text("_target_: mypkg.MyModel\nwidth: 3\nnested: {a: [1, 2]}\n")
     overrides = [f"hydra.searchpath=[{tmp_path}]", "model=mine", "model.width=9"]
     assert to_config(compose(*overrides)).model == {"_target_": "mypkg.MyModel", "width": 9, "nested": {"a": [1, 2]}}
-    with pytest.raises(ConfigError, match=r"model\.widht: is no key of model; did you mean model\.width"):
+    with pytest.raises(ConfigError, match=r"model\.widht: is not a key of model; did you mean model\.width"):
         compose(*overrides, "model.widht=9")
 
 
@@ -195,7 +195,7 @@ def test_help_lists_built_in_and_user_options_of_every_group(run_command):
         )
     assert "the learning rate as a function of the" in " ".join(listed["scheduler"].split())
     assert len(re.findall(r"^ +foundry\b", stdout, re.MULTILINE)) >= 17
-    assert "\n  Yours, in own: scheduler=mine\n" in stdout
+    assert "\n  Your options, in own: scheduler=mine\n" in stdout
     by_search_path = run_command("hydra.searchpath=[file://own]", "--help")[0]
     assert by_search_path == stdout
 

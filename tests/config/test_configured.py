@@ -90,7 +90,10 @@ def test_subclass_forwards_setting_keywords():
     [
         ({}, "bake() missing required keyword argument: dough"),
         ({"dough": "a", "heta": 1}, "unexpected keyword argument 'heta'"),
-        ({"settings": {"dough": "a"}}, "takes an object of Oven, or its fields by keyword, not {'dough': 'a'}"),
+        (
+            {"settings": {"dough": "a"}},
+            "takes an object of Oven, or its fields as keyword arguments, not {'dough': 'a'}",
+        ),
         ({"settings": Oven(), "heat": 3.0}, "unexpected keyword argument 'heat'"),
     ],
 )

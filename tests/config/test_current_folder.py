@@ -14,7 +14,7 @@ from foundry.commands.sample import SampleOptions
 from foundry.config.command import command
 from foundry.core.errors import ConfigError
 
-LINE = "current folder: cannot be read (No such file or directory): deleted, moved or unmounted. Enter a folder with cd"
+LINE = "current folder: cannot be read (No such file or directory): it was deleted, moved or unmounted. Change to"
 ARGUMENTS = {
     DiffOptions: ["run=a", "against=b"],
     EvalOptions: ["run=a"],

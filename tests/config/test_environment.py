@@ -131,17 +131,23 @@ def test_detect_reads_ranks_and_rendezvous_from_launcher_variables(environ, expe
         ({"RANK": "1"}, "RANK: '1' is set but WORLD_SIZE is not"),
         ({"WORLD_SIZE": "4"}, "WORLD_SIZE: '4' is set but RANK is not"),
         ({"RANK": "0", "WORLD_SIZE": "4"}, "RANK: '0' is set but LOCAL_RANK is not"),
-        (TORCHRUN | {"RANK": "8"}, "RANK: '8' must be at least 0 and below the 8 processes"),
-        (TORCHRUN | {"LOCAL_RANK": "4"}, "LOCAL_RANK: '4' must be at least 0 and below the 4 processes on this node"),
+        (TORCHRUN | {"RANK": "8"}, "RANK: '8' must be at least 0 and below 8, the number of processes"),
+        (
+            TORCHRUN | {"LOCAL_RANK": "4"},
+            "LOCAL_RANK: '4' must be at least 0 and below 4, the number of processes on this node",
+        ),
         (TORCHRUN | {"WORLD_SIZE": "two"}, "WORLD_SIZE: 'two' is not an integer"),
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "16"}, "LOCAL_WORLD_SIZE: '16' must be between 1 and WORLD_SIZE=8"),
         (TORCHRUN | {"MASTER_PORT": "http"}, "MASTER_PORT: 'http' is not an integer"),
         (
             SUBMITIT_TASK | {"SUBMITIT_LOCAL_GLOBALID": "2"},
-            "SUBMITIT_LOCAL_GLOBALID: '2' must be at least 0 and below the 2 processes",
+            "SUBMITIT_LOCAL_GLOBALID: '2' must be at least 0 and below 2, the number of processes",
         ),
-        (STEP_TASK | {"SLURM_PROCID": "4"}, "SLURM_PROCID: '4' must be at least 0 and below the 4 processes"),
-        (STEP_TASK | {"SLURM_STEP_NUM_NODES": "5"}, "SLURM_NNODES: '5' must be between 1 and the 4 tasks"),
+        (
+            STEP_TASK | {"SLURM_PROCID": "4"},
+            "SLURM_PROCID: '4' must be at least 0 and below 4, the number of processes",
+        ),
+        (STEP_TASK | {"SLURM_STEP_NUM_NODES": "5"}, "SLURM_NNODES: '5' must be between 1 and 4, the number of tasks"),
         (STEP_TASK | {"SLURM_STEP_NODELIST": "n[1-"}, "SLURM_JOB_NODELIST: 'n[1-' is not a node list"),
     ],
 )

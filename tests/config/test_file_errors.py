@@ -18,13 +18,13 @@ data: 3
 """
 LINES = [
     "own/wrong.yaml: scheduler: has no option 'WSD'; write scheduler=wsd (options: ",
-    "own/wrong.yaml: hparams.precision: is no key of hparams; write precision=amp_bfloat16",
-    "own/wrong.yaml: hparams.lr_scheduler: is no key of hparams; write scheduler=cosine",
-    "own/wrong.yaml: hparams.wd: is no key of hparams; write optimizer.weight_decay=0.01",
+    "own/wrong.yaml: hparams.precision: is not a key of hparams; write precision=amp_bfloat16",
+    "own/wrong.yaml: hparams.lr_scheduler: is not a key of hparams; write scheduler=cosine",
+    "own/wrong.yaml: hparams.wd: is not a key of hparams; write optimizer.weight_decay=0.01",
     "own/wrong.yaml: hparams.seed: is x but must be a whole number",
-    "own/wrong.yaml: tracking.run_name: is ['a'] but must be a text",
-    "own/wrong.yaml: tracking.sections: is no key of tracking",
-    "own/wrong.yaml: policy.type: is no key of policy; write hparams=policy objective=diffusion_policy",
+    "own/wrong.yaml: tracking.run_name: is ['a'] but must be a string",
+    "own/wrong.yaml: tracking.sections: is not a key of tracking",
+    "own/wrong.yaml: policy.type: is not a key of policy; write hparams=policy objective=diffusion_policy",
     "own/wrong.yaml: policy: is neither a group nor a key",
     "own/wrong.yaml: data: is 3 but must be a mapping",
 ]
@@ -51,7 +51,7 @@ def test_file_and_command_line_errors_are_reported_together(refusal):
     lines = refusal(*words, wrong=WRONG)
     assert lines[0].startswith("optimizer: has no option 'adamx'")
     assert lines[-2:] == [
-        "hparams.leer: is no key of hparams; did you mean hparams.lr?",
+        "hparams.leer: is not a key of hparams; did you mean hparams.lr?",
         "GBS: is neither a group nor a key; write hparams.global_batch_size=64",
     ]
     assert len(lines) == len(LINES) + 3
@@ -66,8 +66,9 @@ def test_errors_in_user_options_name_their_files(refusal):
     assert refusal(*words, experiment_in_mine=own, data_in_mine=data) == [
         "own/experiment/mine.yaml: optimizer: has no option 'adamw_torch'; write optimizer=adamw "
         "(options: adam, adamw, muon, nemo_adam, nemo_adamw, sgd)",
-        "own/data/mine.yaml: data.textfield: is no key of data; did you mean data.text_field?",
-        "own/experiment/mine.yaml: hparams.bf16: is no key of hparams; write precision=amp_bf16 (weights stay in fp32)",
+        "own/data/mine.yaml: data.textfield: is not a key of data; did you mean data.text_field?",
+        "own/experiment/mine.yaml: hparams.bf16: is not a key of hparams; write precision=amp_bf16 (weights stay in "
+        "fp32)",
         "data.path: has no value (file, folder or glob of text, JSONL, Parquet, Arrow or CSV files, or a list of "
         "these); give it as data.path=...",
     ]
@@ -78,7 +79,7 @@ def test_choice_replaced_on_the_command_line_is_not_reported(refusal):
     words = ["--config-dir", "own", "--config-name", "own", "scheduler=wsd"]
     assert refusal(*words, "scheduler.min_lr=3", own=text) == [
         "own/own.yaml: hparams.seed: is x but must be a whole number",
-        "scheduler.min_lr: is 3 but hparams.lr is only 0.004",
+        "scheduler.min_lr: is 3 but hparams.lr is only 0.004; lower it",
     ]
 
 
@@ -114,8 +115,8 @@ def test_all_invalid_yaml_files_are_reported_together(refusal):
     lines = refusal(*words, **files)
     for line in (
         "optimizer: has no option 'adamx'; did you mean adam?",
-        "own/experiment/mine.yaml: is no YAML: line 2: expected ',' or ']'",
-        "own/data/mine.yaml: is no YAML: line 2: expected ',' or '}'",
+        "own/experiment/mine.yaml: is not valid YAML: line 2: expected ',' or ']'",
+        "own/data/mine.yaml: is not valid YAML: line 2: expected ',' or '}'",
         "own/hparams/mine.yaml: schema/hparams: has no option 'Hparam'; did you mean HParams?",
     ):
         assert sum(found.startswith(line) for found in lines) == 1, "\n".join(lines)
@@ -124,7 +125,7 @@ def test_all_invalid_yaml_files_are_reported_together(refusal):
 
 def test_invalid_primary_yaml_is_reported_with_its_line(refusal):
     (line,) = refusal("--config-dir", "own", "--config-name", "broken", broken="defaults: [config]\nhparams: [1\n")
-    assert line.startswith("own/broken.yaml: is no YAML: line 3: expected ',' or ']'")
+    assert line.startswith("own/broken.yaml: is not valid YAML: line 3: expected ',' or ']'")
 
 
 def test_relative_config_path_is_resolved_from_the_current_folder(run_command):
@@ -138,7 +139,7 @@ def test_relative_config_path_is_resolved_from_the_current_folder(run_command):
 @pytest.mark.parametrize("flag", ["--config-path", "--config-dir"])
 def test_missing_config_folder_is_reported(flag, refusal):
     assert refusal("hparams.seed=1", f"{flag}=missing") == [
-        f"{flag}: is missing, which is no folder here; give the folder of your options"
+        f"{flag}: is missing, which is not an existing folder; give the folder with your options"
     ]
 
 

@@ -9,34 +9,37 @@ from foundry.core.errors import ConfigError
 
 # (arguments, expected error lines)
 CASES = [
-    (["--lr", "3e-4"], ["--lr 3e-4: is no argument; write hparams.lr=3e-4"]),
-    (["-lr", "3e-4"], ["-lr 3e-4: is no argument; write hparams.lr=3e-4"]),
-    (["--lr=3e-4"], ["--lr=3e-4: is no argument; write hparams.lr=3e-4"]),
-    (["--hparams.lr", "3e-4"], ["--hparams.lr 3e-4: is no argument; write hparams.lr=3e-4"]),
-    (["--optimizer", "sgd"], ["--optimizer sgd: is no argument; write optimizer=sgd"]),
-    (["--hydra.run.dir=x"], ["--hydra.run.dir=x: is no argument; write hydra.run.dir=x"]),
-    (["--max-grad-norm", "-1"], ["--max-grad-norm -1: is no argument; write hparams.grad_clip_norm=-1"]),
-    (["--bf16", "hparams.seed=1"], ["--bf16: is no argument; write precision=amp_bf16 (weights stay in fp32)"]),
+    (["--lr", "3e-4"], ["--lr 3e-4: is not a valid argument; write hparams.lr=3e-4"]),
+    (["-lr", "3e-4"], ["-lr 3e-4: is not a valid argument; write hparams.lr=3e-4"]),
+    (["--lr=3e-4"], ["--lr=3e-4: is not a valid argument; write hparams.lr=3e-4"]),
+    (["--hparams.lr", "3e-4"], ["--hparams.lr 3e-4: is not a valid argument; write hparams.lr=3e-4"]),
+    (["--optimizer", "sgd"], ["--optimizer sgd: is not a valid argument; write optimizer=sgd"]),
+    (["--hydra.run.dir=x"], ["--hydra.run.dir=x: is not a valid argument; write hydra.run.dir=x"]),
+    (["--max-grad-norm", "-1"], ["--max-grad-norm -1: is not a valid argument; write hparams.grad_clip_norm=-1"]),
+    (
+        ["--bf16", "hparams.seed=1"],
+        ["--bf16: is not a valid argument; write precision=amp_bf16 (weights stay in fp32)"],
+    ),
     (
         ["--no-gradient-checkpointing"],
-        ["--no-gradient-checkpointing: is no argument; write hparams.grad_checkpointing=false"],
+        ["--no-gradient-checkpointing: is not a valid argument; write hparams.grad_checkpointing=false"],
     ),
-    (["--no_cuda"], ["--no_cuda: is no argument; write device=cpu"]),
+    (["--no_cuda"], ["--no_cuda: is not a valid argument; write device=cpu"]),
     (
         ["--betas", "0.9", "0.95", "-m"],
-        ["--betas 0.9 0.95: is no argument; write optimizer.beta1=0.9 optimizer.beta2=0.95"],
+        ["--betas 0.9 0.95: is not a valid argument; write optimizer.beta1=0.9 optimizer.beta2=0.95"],
     ),
-    (["--config", "a/my.yaml"], ["--config a/my.yaml: is no argument; write --config-dir a --config-name my"]),
-    (["--config=my.yaml"], ["--config=my.yaml: is no argument; write --config-dir . --config-name my"]),
+    (["--config", "a/my.yaml"], ["--config a/my.yaml: is not a valid argument; write --config-dir a --config-name my"]),
+    (["--config=my.yaml"], ["--config=my.yaml: is not a valid argument; write --config-dir . --config-name my"]),
     (
         ["--config_path", "x.yaml", "--distributed.fsdp", "true"],
         [
-            "--config_path x.yaml: is no argument; write --config-dir . --config-name x",
-            "--distributed.fsdp true: is no argument; write distributed=fsdp",
+            "--config_path x.yaml: is not a valid argument; write --config-dir . --config-name x",
+            "--distributed.fsdp true: is not a valid argument; write distributed=fsdp",
         ],
     ),
-    (["--frobnicate"], ["--frobnicate: is no argument; settings are given as key=value"]),
-    (["--hparams.leer", "1"], ["--hparams.leer 1: is no argument; did you mean hparams.lr?"]),
+    (["--frobnicate"], ["--frobnicate: is not a valid argument; give settings as key=value"]),
+    (["--hparams.leer", "1"], ["--hparams.leer 1: is not a valid argument; did you mean hparams.lr?"]),
 ]
 
 
@@ -108,23 +111,23 @@ def test_suggested_overrides_of_flags_compose(line):
 @pytest.mark.parametrize(
     ("module", "arguments", "lines"),
     [
-        ("foundry", ["--lr", "3e-4"], ["--lr 3e-4: is no argument; write hparams.lr=3e-4"]),
+        ("foundry", ["--lr", "3e-4"], ["--lr 3e-4: is not a valid argument; write hparams.lr=3e-4"]),
         (
             "foundry.plan",
             ["--every", "2", "--plan.device", "h100", "--lr", "1"],
             [
-                "--every 2: is no argument; write every=2",
-                "--plan.device h100: is no argument; write plan.device=h100",
-                "--lr 1: is no argument; write hparams.lr=1",
+                "--every 2: is not a valid argument; write every=2",
+                "--plan.device h100: is not a valid argument; write plan.device=h100",
+                "--lr 1: is not a valid argument; write hparams.lr=1",
             ],
         ),
         (
             "foundry.sample",
             ["--run", "runs/x", "--prompt=a", "--tempratur", "1"],
             [
-                "--run runs/x: is no argument; write run=runs/x",
-                "--prompt=a: is no argument; write prompt=a",
-                "--tempratur 1: is no argument; options are given as key=value; did you mean temperature? (options: ",
+                "--run runs/x: is not a valid argument; write run=runs/x",
+                "--prompt=a: is not a valid argument; write prompt=a",
+                "--tempratur 1: is not a valid argument; give options as key=value; did you mean temperature? (options",
             ],
         ),
     ],

@@ -34,7 +34,9 @@ def test_budget_counts_samples_of_the_batch_ramp():
 
 
 def test_budget_below_one_step_is_rejected():
-    with pytest.raises(ConfigError, match="is 32 but the whole run is 31 samples: not one optimizer step"):
+    with pytest.raises(
+        ConfigError, match="is 32 but the whole run has 31 samples, less than one optimizer step; lower it"
+    ):
         budget(global_batch_size=32, train_samples=31)
 
 

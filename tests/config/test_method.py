@@ -24,8 +24,8 @@ def shell(tmp_path):
 
 def test_first_log_line_lists_the_method_hyperparameters(shell, tmp_path):
     _, said = shell(*TINY, "hydra.run.dir=run")
-    (line,) = [line for line in said.splitlines() if "goes with" in line]
-    brought = "objective=sft goes with hparams=sft: optimizer=adamw, hparams.lr=2e-05, 16 samples a step, 5 steps"
+    (line,) = [line for line in said.splitlines() if "selects hparams" in line]
+    brought = "objective=sft selects hparams=sft: optimizer=adamw, hparams.lr=2e-05, 16 samples a step, 5 steps"
     assert line.endswith(brought)
     assert brought in (tmp_path / "run" / "foundry.log").read_text().splitlines()[0]
     assert json.loads((tmp_path / "run" / "plan.json").read_text())["global_batch_size"] == 16
@@ -44,7 +44,7 @@ def test_single_step_run_logs_step_in_singular(shell):
 )
 def test_no_method_line_for_default_or_explicit_hparams(shell, words):
     _, said = shell(*TINY, *words, module=PLAN)
-    assert "goes with" not in said
+    assert "selects hparams" not in said
 
 
 @pytest.mark.parametrize(

@@ -219,7 +219,9 @@ def test_evaluator_metrics_are_valid_run_metrics(tmp_path, monkeypatch):
     compose("~evaluation.evaluators.held_out", "evaluation.metric=null")
     silent = "+evaluation.evaluators.robot={_target_: own_evaluator.Robot, episods: 3}"
     (line,) = refusal(silent, "evaluation.metric=val_whatever")
-    assert line.startswith("evaluation.evaluators.robot.episods: is no argument of own_evaluator.Robot; did you mean")
+    assert line.startswith(
+        "evaluation.evaluators.robot.episods: is not an argument of own_evaluator.Robot; did you mean"
+    )
 
 
 def test_patience_requires_a_metric():

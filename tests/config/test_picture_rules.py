@@ -22,11 +22,11 @@ VLM = "experiment=vlm_scenes"
         ),
         (
             [VLM, "model.image_size=null"],
-            "model.image_size: is null but the model looks at pictures; leave it out to follow the data",
+            "model.image_size: is null but the model reads images; leave it out to follow the data",
         ),
         (
             [VLM, "simulator.image_size=50"],
-            "model.image_size: is 50 but must be a multiple of 8, the pixels of a patch; set data.image_size=48",
+            "model.image_size: is 50 but must be a multiple of 8, the patch size in pixels; set data.image_size=48",
         ),
         (
             [VLM, "model.image_size=64"],
@@ -38,22 +38,22 @@ VLM = "experiment=vlm_scenes"
         ),
         (
             [VLM, "model=transformer"],
-            "model: is Transformer, which does not look at the pictures of data Scenes; choose model=vlm",
+            "model: is Transformer, which does not read the images of data Scenes; choose model=vlm",
         ),
         (
             [VLM, "objective=next_token"],
-            "objective: is NextToken, made for sequences and tokens, but data is Scenes, which has completions and "
-            "images and tokens",
+            "objective: is NextToken, which needs sequences and tokens, but data is Scenes, which has completions and "
+            "images and tokens; change one of them",
         ),
         (
             ["data=arithmetic", "model=vlm", "model.image_size=48", "objective=sft"],
-            "model: is PrefixVLM, made for images and tokens, but data is Arithmetic, which has completions and "
-            "sequences and tokens",
+            "model: is PrefixVLM, which needs images and tokens, but data is Arithmetic, which has completions and "
+            "sequences and tokens; change one of them",
         ),
         (
             [VLM, "distributed.tensor_parallel=2", "distributed.nproc_per_node=2"],
-            "distributed.tensor_parallel: is 2 but model PrefixVLM is not divided; set it to 1, or choose "
-            "model=transformer",
+            "distributed.tensor_parallel: is 2 but model PrefixVLM does not support tensor parallelism; set it to 1, "
+            "or choose model=transformer",
         ),
         (
             [VLM, "model.num_heads=3"],

@@ -156,8 +156,8 @@ def test_interval_counted_per_epoch_by_an_earlier_version_is_rejected():
     assert not difference.is_allowed
     assert str(difference) == "evaluation.interval: 10 epoch_steps -> 10"
     assert str(difference.violation()) == (
-        "evaluation.interval: is 10, which counts steps of the run, but an earlier version of foundry began this run "
-        "and counted 10 steps anew in each epoch; give '10 epoch_steps' to continue so, or '10 steps'"
+        "evaluation.interval: is 10, which counts steps of the run, but an earlier version of foundry started this run "
+        "and counted 10 steps from the start of each epoch; set '10 epoch_steps' to keep that, or '10 steps'"
     )
 
 

@@ -23,37 +23,37 @@ SOUND = [
     [
         (
             ["objective.num_generations_per_prompt=1", "hparams.global_batch_size=4"],
-            "objective.num_generations_per_prompt: is 1, so no answer is compared with another, and nothing is learnt; "
-            "give at least 2, better 8",
+            "objective.num_generations_per_prompt: is 1, so completions are not compared and nothing is learned; "
+            "set at least 2, better 8",
         ),
         (
             ["hparams.global_batch_size=8"],
-            "hparams.global_batch_size: is 8 but must be the answers of a step: num_prompts_per_step 4 x "
+            "hparams.global_batch_size: is 8 but must be the number of completions per step: num_prompts_per_step 4 x "
             "num_generations_per_prompt 4 / updates_per_rollout 1 = 16",
         ),
         (["objective.updates_per_rollout=3"], "objective.updates_per_rollout: is 3 but must divide objective.num_pro"),
-        (["environment=none"], "environment: is none but objective GRPO needs one that scores answers"),
-        (["evaluation=default"], "evaluation.evaluators.held_out: measures a held-out loss, which objective GRPO has"),
-        (["data.form=chats"], "objective: is GRPO, made for prompts, but data is Arithmetic, which has completions"),
+        (["environment=none"], "environment: is none but objective GRPO needs an environment that scores completions"),
+        (["evaluation=default"], "evaluation.evaluators.held_out: measures a held-out loss, which objective GRPO does"),
+        (["data.form=chats"], "objective: is GRPO, which needs prompts, but data is Arithmetic, which has completions"),
         (
             ["data.seq_len=48"],
-            "data.seq_len: is 48, of which an answer of objective.max_new_tokens=48 leaves no prompt",
+            "data.seq_len: is 48 but completions of objective.max_new_tokens=48 leave no room for prompts",
         ),
         (
             ["objective.generation_temperature=0"],
-            "objective.generation_temperature: is 0, with which all answers to a prompt are the same and no reward is",
+            "objective.generation_temperature: is 0, so all completions of a prompt are the same and have the same",
         ),
         (["objective.generation_temperature=-1"], "objective.generation_temperature: is -1 but must be at least 0"),
         (["objective.generation_pipeline_parallel_size=2"], "objective.generation_pipeline_parallel_size: is 2"),
         (["objective.ratio_clip_c=1"], "objective.ratio_clip_c: is 1"),
         (
             ["objective.importance_weights=tis"],
-            "objective.importance_weights: is tis but means nothing without",
+            "objective.importance_weights: is tis but has no effect without",
         ),
-        (["objective.ref_policy_kl_penalty=0", "objective.kl_type=k1"], "objective.kl_type: is k1 but means nothing"),
+        (["objective.ref_policy_kl_penalty=0", "objective.kl_type=k1"], "objective.kl_type: is k1 but has no effect"),
         (
             ["objective.use_cispo=true", "objective.disable_ppo_ratio=true"],
-            "objective.disable_ppo_ratio: is given together with objective.use_cispo; choose one",
+            "objective.disable_ppo_ratio: is set together with objective.use_cispo; choose one of them",
         ),
         (["hparams.z_loss_coefficient=1e-4"], "hparams.z_loss_coefficient: is set but objective GRPO has no z-loss"),
     ],
@@ -68,8 +68,8 @@ def test_missing_environment_error_lists_options_without_a_metric_error():
     with pytest.raises(ConfigError) as caught:
         configure(*SOUND, "environment=none")
     assert str(caught.value) == (
-        "environment: is none but objective GRPO needs one that scores answers; choose an option "
-        "(arithmetic, exact_match, format, multiple_choice, python), or give _target_"
+        "environment: is none but objective GRPO needs an environment that scores completions; choose an option "
+        "(arithmetic, exact_match, format, multiple_choice, python), or set _target_"
     )
 
 

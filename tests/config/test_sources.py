@@ -26,12 +26,12 @@ def test_several_paths_with_weights_compose(compose, data):
 
 
 WRONG = {
-    "data.weights=[0.7]": r"data\.weights: has 1 numbers but data\.path 2 paths; give one for each",
-    "data.weights=[0.7,0]": r"data\.weights: has 0 but must have numbers above 0; leave such a path out",
+    "data.weights=[0.7]": r"data\.weights: has 1 numbers but data\.path has 2 paths; give one number per path",
+    "data.weights=[0.7,0]": r"data\.weights: has 0 but must have numbers above 0; to exclude a path, leave it out",
     "data.weights=[0.7,nan]": r"data\.weights: has nan but must have numbers above 0",
     "data.weights=[0.7,inf]": r"data\.weights: has inf but must have numbers above 0",
     "data.weights=[[[1]]]": r"data\.weights: has \[\[1\]\] but must have numbers above 0",
-    "data.weights=[]": r"data\.weights: has 0 numbers but data\.path 2 paths",
+    "data.weights=[]": r"data\.weights: has 0 numbers but data\.path has 2 paths",
     "data.weights=x": r"data\.weights: is x but must be a list",
     "data.path=[a.txt,none.txt]": r"data\.path: has none\.txt but there is no such file or folder",
     "data.path=[a.txt,'']": r"data\.path: is \['a\.txt', ''\] but must be a path or a list of paths",
@@ -50,17 +50,19 @@ def test_invalid_paths_and_weights_are_rejected(compose, word):
 
 
 def test_weights_require_several_paths(compose):
-    with pytest.raises(ConfigError, match=r"data\.weights: means nothing without several paths"):
+    with pytest.raises(ConfigError, match=r"data\.weights: has no effect without several paths"):
         compose("data=text", "data.path=a.txt", "data.weights=[1]")
 
 
 def test_data_columns_must_be_known(compose):
     words = ["data=chats", "objective=sft", "data.path=b.jsonl"]
     assert compose(*words, "+data.columns={prompt: asked, completion: data.answer}").data.columns.prompt == "asked"
-    with pytest.raises(ConfigError, match=r"data\.columns: has chosen, which is no column here; there are messages"):
+    with pytest.raises(
+        ConfigError, match=r"data\.columns: has chosen, which is not a column of this data; choose from messages"
+    ):
         compose(*words, "+data.columns={chosen: asked}")
     for called, shown in (("a..b", r"a\.\.b"), ("[1]", r"\[1\]")):
-        with pytest.raises(ConfigError, match=rf"data\.columns: has {shown} for prompt; give a name"):
+        with pytest.raises(ConfigError, match=rf"data\.columns: has {shown} for prompt but must have column names"):
             compose(*words, f"+data.columns={{prompt: {called}}}")
 
 
@@ -74,7 +76,9 @@ def test_urls_are_checked_by_protocol_without_network_access(compose):
     assert compose(*words, "data.path=hf://datasets/nobody/nothing").data.path == "hf://datasets/nobody/nothing"
     with pytest.raises(ConfigError, match=r"data\.path: is nowhere://x but Protocol not known: nowhere"):
         compose(*words, "data.path=nowhere://x")
-    with pytest.raises(ConfigError, match=r"data\.path: has nobody/nothing but .*; of the hub it is hf://datasets/nob"):
+    with pytest.raises(
+        ConfigError, match=r"data\.path: has nobody/nothing but .*; for a dataset of the Hugging Face hub, write"
+    ):
         compose(*words, "data.path=[nobody/nothing]")
     for other in (["data=images", "hparams=diffusion"], ["data=image_chats", "objective=sft", "model=vlm"]):
         with pytest.raises(ConfigError, match=r"data\.path: .*memory://x"):
@@ -92,13 +96,15 @@ def test_missing_file_system_package_is_reported(compose):
 
 def test_urls_from_a_run_config_require_trust():
     data = TextFiles(path=["a.txt", "memory://x/a.txt"], tokenizer=None)
-    with pytest.raises(ConfigError, match=r"data\.path: of runs/x is memory://x/a\.txt, which would be fetched; say t"):
+    with pytest.raises(
+        ConfigError, match=r"data\.path: of runs/x is memory://x/a\.txt, which would be downloaded; set t"
+    ):
         refuse_urls(data, "runs/x")
     refuse_urls(TextFiles(path="a.txt", tokenizer=None), "runs/x")
 
 
 HUB = "Qwen/Qwen2.5-0.5B"
-MODEL = f"from the hub, download it with hf download {HUB} --local-dir Qwen2.5-0.5B and give Qwen2.5-0.5B"
+MODEL = f"from the Hugging Face hub, download it with hf download {HUB} --local-dir Qwen2.5-0.5B and give Qwen2.5-0.5B"
 DATASET = f"download it with hf download {HUB} --repo-type dataset --local-dir Qwen2.5-0.5B and give Qwen2.5-0.5B"
 NAMED = {
     "model.path": ["model=base"],

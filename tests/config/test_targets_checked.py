@@ -159,7 +159,7 @@ WRONG = [
     ("data", {"_target_": "own_parts.dta", "path": 1}, "is own_parts.dta but own_parts has no dta; did you mean data?"),
     ("data", {"_target_": "own_package.iner.data"}, "but own_package has no iner; did you mean inner?"),
     ("data", {"_target_": "own_space.prat.data"}, "but own_space has no module prat; did you mean part?"),
-    ("data", {"_target_": "own_wrong.broken"}, "own_wrong.py line 1 is no Python: "),
+    ("data", {"_target_": "own_wrong.broken"}, "own_wrong.py line 1 is not valid Python: "),
     ("data", {"_target_": "own_parts"}, "but that is a module; name a class or function in it"),
     ("data", {"_target_": 3}, "data._target_: is 3 but must be the dotted path of a class or function"),
     ("data", {"_target_": "own parts.x"}, "must be the dotted path of a class or function"),
@@ -167,17 +167,25 @@ WRONG = [
     (
         "data",
         {"_target_": "own_parts.data", "path": 1, "sise": 2},
-        "data.sise: is no argument of own_parts.data; did you",
+        "data.sise: is not an argument of own_parts.data; did you",
     ),
     ("data", {"_target_": "own_parts.data"}, "data.path: has no value but own_parts.data needs one; give it as +data."),
-    ("data", {"_target_": "own_parts.seedless", "path": 1}, "which takes no seed, but the run passes seed by name; it"),
+    (
+        "data",
+        {"_target_": "own_parts.seedless", "path": 1},
+        "which has no argument seed, but the run passes seed by name; it",
+    ),
     (
         "model",
         {"_target_": "own_parts.Model", "widht": 1, "width": 2},
-        "model.widht: is no argument of own_parts.Model",
+        "model.widht: is not an argument of own_parts.Model",
     ),
     ("model", {"_target_": "own_parts.Model"}, "model.width: has no value but own_parts.Model needs one"),
-    ("model", {"_target_": "own_parts.Bare", "width": 1}, "model.width: is no argument of own_parts.Bare; it takes no"),
+    (
+        "model",
+        {"_target_": "own_parts.Bare", "width": 1},
+        "model.width: is not an argument of own_parts.Bare; it takes no",
+    ),
     ("model", {"_target_": "own_parts.Open"}, "model.width: has no value"),
     (
         "model",
@@ -192,7 +200,7 @@ WRONG = [
     ("model", {"_target_": "own_parts.Plain"}, "model.width: has no value"),
     ("model", {"_target_": "own_parts.Maker.make", "wdith": 1, "width": 1}, "did you mean width?"),
     ("model", {"_target_": "own_parts.Maker.mkae", "width": 1}, "but Maker has no mkae; did you mean make?"),
-    ("model", {"_target_": "own_parts.Maker.build", "width": 1, "cls": 1}, "model.cls: is no argument"),
+    ("model", {"_target_": "own_parts.Maker.build", "width": 1, "cls": 1}, "model.cls: is not an argument"),
     ("model", {"_target_": "own_package.inner.Model", "widht": 1, "width": 1}, "did you mean width?"),
     ("model", {"_target_": "own_package.Renamed", "widht": 1, "width": 1}, "did you mean width?"),
     (
@@ -207,7 +215,11 @@ WRONG = [
     ),
     ("model", {"_target_": "own_parts.Model", "_args_": [1]}, "model._args_: has 1 values but own_parts.Model takes 0"),
     ("optimizer", {"_target_": "own_parts.optimizer", "bta": 1}, "did you mean beta?; it takes model, lr, beta"),
-    ("optimizer", {"_target_": "torch.optim.AdamW"}, "which takes no model, but the run passes model, lr by name"),
+    (
+        "optimizer",
+        {"_target_": "torch.optim.AdamW"},
+        "which has no argument model, but the run passes model, lr by name",
+    ),
     ("optimizer", {"_target_": "torch.optim.AdamWW"}, "but torch.optim has no AdamWW; did you mean AdamW?"),
     ("scheduler", {"_target_": "own_parts.schedule", "flor": 1}, "did you mean floor?"),
     ("objective", {"_target_": "foundry.objectives.next_token.NextTokens"}, "did you mean NextToken?"),
@@ -344,5 +356,5 @@ def test_composition_reports_a_wrong_argument_without_importing_the_part(own):
     )
     assert (done.returncode, done.stderr) == (
         2,
-        "model.depht: is no argument of own_package.inner.Model; did you mean depth?; it takes width, depth\n",
+        "model.depht: is not an argument of own_package.inner.Model; did you mean depth?; it takes width, depth\n",
     )

@@ -49,7 +49,7 @@ def test_transformers_teacher_takes_the_sizes_of_the_student(tmp_path):
     assert isinstance(teacher, HuggingFace)
     assert (teacher.path, teacher.vocab_size, teacher.max_seq_len) == (str(tmp_path), 300, 32)
     assert refused(f"objective.teacher={tmp_path}", "objective.teacher_which=best").startswith(
-        "objective.teacher_which: is best but objective.teacher is a folder of transformers, which has no checkpoints"
+        "objective.teacher_which: is best but objective.teacher is a transformers folder, which has no checkpoints"
     )
 
 
@@ -58,20 +58,23 @@ def test_transformers_teacher_takes_the_sizes_of_the_student(tmp_path):
     [
         ([], "objective.teacher: has no value"),
         (["objective.teacher=nowhere"], "objective.teacher: is nowhere but there is no such folder"),
-        (["objective.teacher=.."], "objective.teacher: is .., which is no run directory"),
+        (["objective.teacher=.."], "objective.teacher: is .., which is neither a run directory"),
         (
             ["objective.teacher=RUN", "objective.teacher_which=30"],
             "objective.teacher_which: is 30 but RUN has no check",
         ),
-        (["objective.teacher=RUN", "data.vocab_size=299"], "objective.teacher: is RUN, whose model has 300 tokens and"),
-        (["objective.teacher=RUN", "data.seq_len=33"], "objective.teacher: is RUN, whose model has 32 positions; set"),
+        (["objective.teacher=RUN", "data.vocab_size=299"], "objective.teacher: is RUN, whose model has 300 tokens but"),
+        (
+            ["objective.teacher=RUN", "data.seq_len=33"],
+            "objective.teacher: is RUN, whose model has 32 positions; lower",
+        ),
         (
             ["objective.teacher=RUN", "objective.jsd_beta=0.3"],
-            "objective.jsd_beta: is 0.3 but means nothing without obj",
+            "objective.jsd_beta: is 0.3 but has no effect without obj",
         ),
         (
             ["objective.teacher=RUN", "objective.outside_top_k=zero"],
-            "objective.outside_top_k: is zero but means nothing",
+            "objective.outside_top_k: is zero but has no effect",
         ),
         (["objective.teacher=RUN", "hparams.z_loss_coefficient=1"], "hparams.z_loss_coefficient: is set but objective"),
     ],
@@ -102,29 +105,32 @@ ON_POLICY = [
     [
         (
             ["objective.ce_ratio=0.5"],
-            "objective.ce_ratio: is 0.5 but with objective.mode=on_policy there are no right answers to learn; leave ",
+            "objective.ce_ratio: is 0.5 but with objective.mode=on_policy there are no reference answers to train on",
         ),
         (
             ["hparams.global_batch_size=16"],
-            "hparams.global_batch_size: is 16 but must be the answers of a step: num_prompts_per_step 4 x "
+            "hparams.global_batch_size: is 16 but must be the number of completions per step: num_prompts_per_step 4 x "
             "num_generations_per_prompt 2 / updates_per_rollout 1 = 8",
         ),
         (["objective.updates_per_rollout=3"], "objective.updates_per_rollout: is 3 but must divide objective.num_pro"),
         (
             ["data.form=chats"],
-            "objective: is Distillation with mode=on_policy, made for prompts, but data is Arithmetic, which has compl",
+            "objective: is Distillation with mode=on_policy, which needs prompts, but data is Arithmetic, which has co",
         ),
-        (["data.seq_len=8"], "data.seq_len: is 8, of which an answer of objective.max_new_tokens=8 leaves no prompt"),
+        (
+            ["data.seq_len=8"],
+            "data.seq_len: is 8 but completions of objective.max_new_tokens=8 leave no room for prompts",
+        ),
         (
             ["objective.generation_temperature=0"],
-            "objective.generation_temperature: is 0, with which all 2 answers to a prompt are the same; set "
+            "objective.generation_temperature: is 0, so all 2 completions of a prompt are the same; set "
             "objective.num_generations_per_prompt=1, or a value above 0",
         ),
-        (["objective.jsd_beta=0.3"], "objective.jsd_beta: is 0.3 but means nothing without objective.divergence=jsd"),
+        (["objective.jsd_beta=0.3"], "objective.jsd_beta: is 0.3 but has no effect without objective.divergence=jsd"),
         (
             ["evaluation=default"],
             "evaluation.evaluators.held_out: measures a held-out loss, which objective Distillation with "
-            "mode=on_policy has not; choose evaluation=answers",
+            "mode=on_policy does not have; choose evaluation=answers",
         ),
         (["evaluation.metric=val_reward"], "evaluation.metric: is val_reward but evaluations measure val_exact_match"),
     ],
@@ -155,7 +161,7 @@ def test_rollout_settings_are_rejected_in_offline_distillation(run_dir, override
     name, value = override.split("=")
     value = {"true": "True"}.get(value, value)
     message = refused(f"objective.teacher={run_dir}", f"objective.{override}")
-    assert message == f"objective.{name}: is {value} but means nothing without objective.mode=on_policy"
+    assert message == f"objective.{name}: is {value} but has no effect without objective.mode=on_policy"
 
 
 def test_teacher_with_a_foreign_target_requires_trust(run_dir):

@@ -30,10 +30,10 @@ def test_tensor_parallel_sets_mesh_shape_and_dp_size():
         (["distributed.nproc_per_node=1"], KEY, "is 2 but must divide the 1 rank"),
         (["distributed=hsdp", "distributed.nproc_per_node=6"], "distributed.num_replicas", "the 3 groups of ranks"),
         (["distributed=ddp"], KEY, "set shard_optimizer=true, or choose distributed=fsdp"),
-        (["distributed=none"], "distributed", "but 4 processes are to train together"),
+        (["distributed=none"], "distributed", "but 4 processes train together"),
         (["model=hf_llama"], KEY, "choose model=transformer"),
-        (["hparams=diffusion"], KEY, "but model DiT is not divided; set it to 1"),
-        (["peft=lora"], KEY, "adapters of peft=lora are not divided; set it to 1"),
+        (["hparams=diffusion"], KEY, "but model DiT does not support tensor parallelism; set it to 1"),
+        (["peft=lora"], KEY, "adapters of peft=lora do not support tensor parallelism; set it to 1"),
         (
             ["objective=sft", "data=chats", f"data.path={__file__}", "objective.attention_dropout=0.1"],
             "objective.attention_dropout",

@@ -24,7 +24,7 @@ def test_parse_count_reads_suffixes_and_exponents(text, count):
 
 @pytest.mark.parametrize("text", ["", "k", "1.5", "-3", "1e-3", "3 k", "1e999", "1_000.0005k"])
 def test_parse_count_rejects_fractions_and_malformed_text(text):
-    with pytest.raises(ValueError, match="is no whole number"):
+    with pytest.raises(ValueError, match="is not a whole number"):
         parse_count(text)
 
 
@@ -35,7 +35,7 @@ def test_parse_count_rejects_fractions_and_malformed_text(text):
         ("0:16 100", "'100' is not THRESHOLD:SIZE"),
         ("0:0 100:32", "'0:0' has a batch size of 0"),
         ("10:16 100:32", "starts at 10 samples"),
-        ("0:16 100:32 0.1k:64", "has two sizes from 100 samples on"),
+        ("0:16 100:32 0.1k:64", "has two sizes for the threshold of 100 samples; remove one"),
     ],
 )
 def test_malformed_batch_schedules_are_rejected(text, message):
@@ -50,14 +50,14 @@ def test_batch_schedule_accepts_token_thresholds_in_any_order():
 @pytest.mark.parametrize("ramp", [(0, 8, 96), (16, 5, 96), (16, 0, 96), (32, 8, 96), (64, 8, 96), (16, 8, 0)])
 def test_batch_ramps_that_do_not_grow_are_rejected(ramp):
     start, increment, over = ramp
-    with pytest.raises(ValueError, match=r"does not grow|is none"):
+    with pytest.raises(ValueError, match=r"does not grow|has a length of 0 samples"):
         BatchSizes.ramp(start=start, increment=increment, over_samples=over, final=32)
 
 
 def test_batch_size_zero_is_rejected():
-    with pytest.raises(ValueError, match="a batch size of 0 is none"):
+    with pytest.raises(ValueError, match="has a batch size of 0; it must be at least 1"):
         BatchSizes.constant(0)
-    with pytest.raises(ValueError, match="a batch size of 0 is none"):
+    with pytest.raises(ValueError, match="has a batch size of 0; it must be at least 1"):
         BatchSizes.parse("0:4 100:8").rounded(8)
 
 

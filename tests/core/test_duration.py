@@ -59,7 +59,7 @@ def test_fraction_without_unit_is_relative_to_the_given_whole():
 
 def test_duration_in_tokens_requires_tokens():
     budget = Budget(total_samples=10, batch_sizes=BatchSizes.constant(1), samples_per_epoch=10)
-    with pytest.raises(ValueError, match="has none"):
+    with pytest.raises(ValueError, match="samples of this data have no tokens"):
         Duration.parse("5 tokens").samples(budget)
 
 
@@ -90,7 +90,7 @@ def test_fractional_interval_is_due_at_the_exact_step(percent):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("0", "no length"), ("0.0", "no length"), ("101", "101 steps, but .* 100")]
+    ("text", "message"), [("0", "is 0 but must"), ("0.0", "is 0.0 but must"), ("101", "101 steps, but .* 100")]
 )
 def test_intervals_of_zero_or_beyond_the_run_are_rejected(text, message):
     with pytest.raises(ValueError, match=message):
@@ -172,10 +172,10 @@ def test_epoch_interval_matches_a_count_by_hand(size, epoch, steps, every):
         ("5 epochs", "is 5 epochs, 125 steps, but the run has only 100"),
         (
             "0.25",
-            "is the text '0.25': of what. 0.25 without quotes is a fraction of an epoch, '0.25 run' one of the run",
+            "is the string '0.25', without a unit; write 0.25 without quotes for a fraction of an epoch, or '0.25 run'",
         ),
         (1.5, "is 1.5, a fraction of an epoch, which is at most 1.0; write '1.5 epochs'"),
-        ("0 run", "no length"),
+        ("0 run", "is 0 run but must be above 0"),
     ],
 )
 def test_invalid_evaluation_intervals_are_rejected(value, message):

@@ -36,7 +36,7 @@ def test_read_count_accepts_only_non_negative_integers(value):
         if is_valid:
             assert read({"steps": value}, "steps") == value
         else:
-            with pytest.raises(ValueError, match=r"^steps=.* is not a whole number from 0 on"):
+            with pytest.raises(ValueError, match=r"^steps=.* is not a non-negative whole number"):
                 read({"steps": value}, "steps")
 
 

@@ -85,13 +85,13 @@ def test_digits_are_not_merged_and_forms_share_a_tokenizer(tmp_path):
 
 
 def test_objective_that_does_not_match_the_form_is_refused():
-    with pytest.raises(ConfigError, match=r"objective: is SFT, made for completions, but data is Arithmetic"):
+    with pytest.raises(ConfigError, match=r"objective: is SFT, which needs completions, but data is Arithmetic"):
         configure("data=arithmetic", "data.form=text", "objective=sft")
     with pytest.raises(
-        ConfigError, match=r"objective: is NextToken, made for sequences and tokens, but data is Arithm"
+        ConfigError, match=r"objective: is NextToken, which needs sequences and tokens, but data is Arithm"
     ):
         configure("data=arithmetic", "data.form=preferences")
-    with pytest.raises(ConfigError, match=r"data\.train_on: is last but means nothing without data\.form=chats"):
+    with pytest.raises(ConfigError, match=r"data\.train_on: is last but has no effect without data\.form=chats"):
         configure("data=arithmetic", "data.form=preferences", "objective=dpo", "data.train_on=last")
     assert configure("data=arithmetic", "data.form=text").data.form is ArithmeticForm.text
     assert configure("data=arithmetic", "objective=sft").data.vocab_size == 257

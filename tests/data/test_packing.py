@@ -272,11 +272,11 @@ def test_recurrent_model_is_found_not_to_isolate_documents():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["objective=next_token"], "is true but objective NextToken takes one sample a row"),
+        (["objective=next_token"], "is true but objective NextToken takes one sample per row"),
         (["objective=sft", "hparams.torchcompile=true"], "is true together with hparams.torchcompile"),
         (
             ["data.form=text", "objective=distillation", "objective.teacher={folder}"],
-            "is true but samples of Arithmetic are all of data.seq_len tokens and fill a row each; set it to false",
+            "is true but each sample of Arithmetic has data.seq_len tokens, which fill a row; set it to false",
         ),
     ],
 )

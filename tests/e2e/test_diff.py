@@ -53,7 +53,7 @@ def test_diff_compares_settings_plan_curves_and_results_of_runs(run_command):
     for words, line in (
         (["a=one"], "against: has no value; give it as against=..."),
         (["a=one", "nowhere"], "against: is nowhere, which has no readable config.yaml: it is no run"),
-        (["a=one", "a=other", "a=again"], "a: is no option (options: run, against, picture)"),
+        (["a=one", "a=other", "a=again"], "a: is not an option (options: run, against, picture)"),
         (
             ["a=one", "a=other", "picture=curves.png"],
             "picture: is curves.png, which exists; choose another path, or move it away",

@@ -104,7 +104,7 @@ def test_eval_of_an_exported_folder_matches_eval_of_its_run(runs, tmp_path):
         ({}, ["data=chats", "data.seq_len=32"], "data.path: has no value"),
         ({"record": "films"}, [], "record: is films but is of policies in a simulator, and BASE is measured on data"),
         ({"against": "BASE"}, ["data=digits"], "against: is BASE but is of policies in a simulator"),
-        ({}, ["data=digits"], "model: is Transformer, made for tokens, but data is Digits"),
+        ({}, ["data=digits"], "model: is Transformer, which needs tokens, but data is Digits"),
         ({}, ["data=text", "data.path=TEXT", "data.seq_len=64"], "data.seq_len: is 64 but the model of model.path="),
     ],
 )

@@ -83,7 +83,7 @@ def test_plan_every_thins_rows_and_plan_measured_estimates_the_run_length(run_co
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["plan.evry=2"], "plan.evry: is no option; did you mean every?"),
+        (["plan.evry=2"], "plan.evry: is not an option; did you mean every?"),
         (["plan.every=0"], "plan.every: is 0 but must be at least 1"),
         (["every=0"], "plan.every: is 0 but must be at least 1"),
         (["hparams.lr=-1"], "hparams.lr: is -1 but must be above 0"),

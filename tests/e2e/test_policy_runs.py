@@ -211,7 +211,7 @@ def test_eval_of_a_built_in_policy_needs_no_trust(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"trust": False}, "run: RUNS/good/config.yaml would run what is not foundry's own: "),
+        ({"trust": False}, "run: RUNS/good/config.yaml uses custom code: "),
         ({"which": "7"}, "which: RUNS/good has no checkpoint '7'; there are: "),
         ({"against": "RUNS/nowhere"}, "against: RUNS/nowhere is not a run directory: it has no config.yaml"),
         ({"against": "RUNS/poor", "against_which": "7"}, "against_which: RUNS/poor has no checkpoint '7'"),

@@ -100,7 +100,7 @@ def test_finished_run_refuses_other_settings(run_dir, go, kept):
     before = sorted((path, path.stat().st_mtime_ns) for path in run_dir.rglob("*.json*"))
     stderr = go(MAX, "hparams.lr=2e-3", "evaluation.max_samples=4", "tracking.log_every_n_steps=3", code=2)[1]
     assert [line.partition(":")[0] for line in stderr.splitlines()] == ["hparams.lr", "evaluation.max_samples"]
-    assert "is 0.002 but run holds a finished run with 0.004; give that, or choose another" in stderr.replace(
+    assert "is 0.002 but run holds a finished run with 0.004; change it back, or choose another" in stderr.replace(
         str(run_dir), "run"
     )
     assert "holds a finished run; choose another" in go(MAX, "tracking.log_every_n_steps=3")[1]

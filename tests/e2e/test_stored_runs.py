@@ -98,7 +98,7 @@ def test_stored_run_with_a_numeric_evaluation_interval_needs_epoch_steps(run_com
     number = [*WORDS, "hparams.max_steps=6", "evaluation.interval=5"]
     _, stderr = run_command(*number, code=2)
     assert "evaluation.interval: is 5, which counts steps of the run, but an earlier version" in stderr
-    assert "give '5 epoch_steps' to continue so, or '5 steps'" in stderr
+    assert "set '5 epoch_steps' to keep that, or '5 steps'" in stderr
     before = evaluated(stored)
     run_command(*WORDS, "hparams.max_steps=6", "evaluation.interval=5 epoch_steps")
     assert evaluated(stored) == [*before, 5, 6]

@@ -135,7 +135,7 @@ def test_vla_backbone_refuses_another_tokenizer(settings, vlm, tmp_path):
         (["model.backbone.init_from=/nowhere"], "model.backbone.init_from: is /nowhere but there is no such file"),
         (
             ["model.backbone.init_from=VLM", "peft=lora"],
-            "model.backbone.init_from: is VLM, and peft=lora keeps",
+            "model.backbone.init_from: is VLM but peft=lora saves only adapters",
         ),
         (["data.instruction_tokens=null"], "data.instruction_tokens: is null but model VLA is told in words"),
         (["simulator.image_size=null"], "data.image_size: is null but model VLA looks at pictures; set simulator"),

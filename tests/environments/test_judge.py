@@ -219,15 +219,18 @@ def test_builtin_environments_are_selected_and_weighted():
     ("overrides", "message"),
     [
         (["environment=format"], "environment.pattern: has no value"),
-        (["environment=format", "environment.pattern='('"], "environment.pattern: is '(', which is no regular"),
-        (["environment=arithmetic", "+environment.weights.corect=2"], "environment.weights.corect: is no score of"),
+        (
+            ["environment=format", "environment.pattern='('"],
+            "environment.pattern: is '(', which is not a valid regular",
+        ),
+        (["environment=arithmetic", "+environment.weights.corect=2"], "environment.weights.corect: is not a score of"),
         (["environment=python", "environment.timeout_seconds=0"], "environment.timeout_seconds: is 0"),
         (["environment=python", "environment.timeout_seconds=600"], "is 600 but distributed.timeout_seconds=600 would"),
         (
             ["environment=arithmetic", "environment.weights.format=nan"],
             "environment.weights.format: is nan but must be",
         ),
-        (["environment=arithmetic"], "environment: is given but nothing in this run answers prompts; choose"),
+        (["environment=arithmetic"], "environment: is set but nothing in this run generates completions; choose"),
     ],
 )
 def test_invalid_environment_settings_are_config_errors(overrides, message):

@@ -23,10 +23,10 @@ def composed(*overrides):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["signal_delay_s=60", "timeout_min=1"], "signal_delay_s: is 60 but the time limit of 1 min is no longer"),
+        (["signal_delay_s=60", "timeout_min=1"], "signal_delay_s: is 60 but the time limit of 1 min is not longer"),
         (["gpus_per_node=8"], "gpus_per_node: is 8 but tasks_per_node is 1, and each task trains on one GPU"),
         (["gpus_per_task=2"], "gpus_per_task: is 2 but must be at most 1"),
-        (["cpus_per_gpu=4"], "cpus_per_gpu: is set but needs gpus_per_task=1"),
+        (["cpus_per_gpu=4"], "cpus_per_gpu: is set but requires gpus_per_task=1"),
         (["mem_gb=4", "mem_per_cpu=2G"], "mem_per_cpu: is set together with mem_gb; choose one of them"),
         (["nodes=3"], "must be a multiple of per_gpu_batch_size 2 x 3 ranks = 6; nearest: 12 or 18"),
         (["partitoin=main"], "did you mean hydra.launcher.partition?"),
@@ -39,27 +39,27 @@ def test_invalid_slurm_launcher_settings_are_refused(overrides, message):
 
 
 def test_slurm_launcher_refuses_nproc_per_node():
-    with pytest.raises(ConfigError, match=r"Slurm starts the processes; give hydra.launcher.tasks_per_node that"):
+    with pytest.raises(ConfigError, match=r"Slurm starts the processes; set hydra.launcher.tasks_per_node instead"):
         composed("hydra/launcher=slurm", "distributed.nproc_per_node=2")
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["submitit_slurm", "timeout_min=2"], "signal_delay_s: is 120 but the time limit of 2 min is no longer than"),
+        (["submitit_slurm", "timeout_min=2"], "signal_delay_s: is 120 but the time limit of 2 min is not longer than"),
         (["submitit_slurm", "gpus_per_node=8"], "gpus_per_node: is 8 but tasks_per_node is 1, and each task trains on"),
         (
             ["submitit_slurm", "+use_srun=false"],
-            "use_srun: is no key of hydra.launcher",
+            "use_srun: is not a key of hydra.launcher",
         ),
         (["submitit_slurm", "nodes=3"], "must be a multiple of per_gpu_batch_size 2 x 3 ranks = 6; nearest: 12 or 18"),
         (
             ["submitit_local", "nodes=2"],
-            "nodes: is 2 but submitit_local has this machine only; choose hydra/launcher=sl",
+            "nodes: is 2 but submitit_local uses only this machine; choose hydra/launcher=sl",
         ),
         (
             ["submitit_local", "mem_gb=4"],
-            "mem_gb: is 4 but submitit_local does not bound memory; leave it out, or choose",
+            "mem_gb: is 4 but submitit_local does not limit memory; leave it out, or choose",
         ),
         (
             ["submitit_local", "gpus_per_node=2"],

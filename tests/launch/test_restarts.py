@@ -53,9 +53,12 @@ def test_stopped_and_finished_runs_are_not_restarted(tmp_path):
         ([], "is 3 but foundry starts no processes; set distributed.nproc_per_node"),
         (
             ["distributed.nproc_per_node=2", "checkpoint.interval=null", "checkpoint.every_minutes=null"],
-            "is 3 but nothing is saved to start again from; set checkpoint.interval",
+            "is 3 but the run saves no checkpoints to restart from; set checkpoint.interval",
         ),
-        (["distributed.nproc_per_node=2", "checkpoint.resume=never"], "is 3 but checkpoint.resume=never would refuse"),
+        (
+            ["distributed.nproc_per_node=2", "checkpoint.resume=never"],
+            "is 3 but checkpoint.resume=never prevents restarts",
+        ),
     ],
 )
 def test_max_restarts_is_refused_without_processes_or_checkpoints(overrides, message):
@@ -66,5 +69,5 @@ def test_max_restarts_is_refused_without_processes_or_checkpoints(overrides, mes
 def test_max_restarts_is_refused_under_torchrun(monkeypatch):
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match="torchrun starts the processes; give it --max-restarts=4"):
+    with pytest.raises(ConfigError, match="torchrun starts the processes; start it with --max-restarts=4"):
         configure("debug=fast", "hparams.per_gpu_batch_size=1", "distributed.max_restarts=4")

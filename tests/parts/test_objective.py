@@ -78,7 +78,9 @@ def test_every_optional_objective_member_has_a_default(make):
     assert objective.example(2, 3)["tokens"].shape == (2, 3)
     part = {"x": torch.ones(2), "position": torch.arange(2)}
     assert (objective.num_valid(part), objective.loss(lambda x: 3 * x, part).loss) == (2, 18)
-    with pytest.raises(NotImplementedError, match=f"{make.__name__} has columns, and no precompute"):
+    with pytest.raises(
+        NotImplementedError, match=f"{make.__name__} declares columns but does not implement precompute"
+    ):
         objective.precompute(part)
 
 

@@ -71,7 +71,7 @@ def test_setting_errors_mask_the_password_of_an_address(name):
 @pytest.mark.parametrize("name", ["model.path of a base", "objective.teacher"])
 def test_setting_that_names_a_folder_refuses_an_address(name):
     key = name.split()[0]
-    with pytest.raises(ConfigError, match=rf"{key}: is http://\*\*\*@h/x, an address; give a path on this machine"):
+    with pytest.raises(ConfigError, match=rf"{key}: is http://\*\*\*@h/x, a URL; give a path on this machine"):
         compose(*(word.format(f"'{ADDRESS}'") for word in SETTINGS[name]))
 
 
@@ -99,14 +99,14 @@ def test_command_refuses_an_address_for_a_path_and_makes_no_folder(name, tmp_pat
     (tmp_path / "run" / STATISTICS).touch()  # makes it a policy run, which has the options record and against
     with pytest.raises(ConfigError) as refused:
         OPTIONS[name]()
-    assert str(refused.value) == f"{name.split()[1]}: is http://***@h/x, an address; give a path on this machine"
+    assert str(refused.value) == f"{name.split()[1]}: is http://***@h/x, a URL; give a path on this machine"
     assert PASSWORD not in "".join(capsys.readouterr())
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 @pytest.mark.parametrize("scheme", ["http", "HTTPS", "s3", "git+ssh", "a", "sqlite"])
 def test_folder_option_rejects_addresses_of_any_scheme(scheme):
-    with pytest.raises(ConfigError, match=r"out: is .*://\*\*\*@h/x, an address; give a path on this machine"):
+    with pytest.raises(ConfigError, match=r"out: is .*://\*\*\*@h/x, a URL; give a path on this machine"):
         folder_option("out", f"{scheme}://bob:{PASSWORD}@h/x")
     assert folder_option("out", f"a:b/{scheme}/x") == Path(f"a:b/{scheme}/x")
 

@@ -42,7 +42,7 @@ def test_external_task_trains_plots_and_evaluates_while_installed(installed):
     _, error = installed.run("run=run", "episodes=3", module="foundry.eval", code=2)
     assert error.startswith("episodes: is 3 but is of policies in a simulator, and ")
     for trust in (True, False):  # The package is not installed in this process.
-        with pytest.raises(ConfigError, match="has parts of waves, which is not installed here: model"):
+        with pytest.raises(ConfigError, match="uses parts of waves, which is not installed here: model"):
             load_config(installed.cwd / "run", trust=trust)
 
 
@@ -64,6 +64,6 @@ def test_invalid_task_entry_point_is_a_one_line_error(installed, tmp_path):
     installed.environment["PYTHONPATH"] = str(tmp_path)
     _, error = installed.run("--cfg", "job", code=2)
     assert error == (
-        "task: broken of the entry points foundry.tasks: json:dumps is no foundry.core.tasks.Task; "
-        "correct its package or uninstall it\n"
+        "task: entry point broken of foundry.tasks: json:dumps is not a foundry.core.tasks.Task; "
+        "fix its package or uninstall it\n"
     )

@@ -78,5 +78,5 @@ def test_foundry_works_without_the_robots_task(without, cache):
         [sys.executable, "-c", WITHOUT], cwd=without, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    message = "is of the task robots, which is not installed here: model._target_="
+    message = "belongs to the task robots, which is not installed here: model._target_="
     assert done.stdout.splitlines()[-1].startswith(f"run: policy/config.yaml {message}")

@@ -184,7 +184,7 @@ def test_exception_of_a_tracker_is_a_warning(tmp_path, caplog):
             ["tracking=wandb", "tracking.trackers.wandb.mode=often"],
             "tracking.trackers.wandb.mode: is often but must be",
         ),
-        (["+tracking.trackers.mine=3"], "tracking.trackers.mine: is 3 but must have a _target_"),
+        (["+tracking.trackers.mine=3"], "tracking.trackers.mine: is 3 but must be null or have a _target_"),
         *(
             ([f"+tracking.trackers.mine._target_={value}"], "mine._target_: is ")
             for value in ("3", "null", "[1]", "[[[[1]]]]", "{a: 1}", "{a: [1]}", "''")
@@ -195,7 +195,7 @@ def test_exception_of_a_tracker_is_a_warning(tmp_path, caplog):
         ),
         (
             ["+tracking.trackers.mine._target_=owntrackers.Csv", "+tracking.trackers.mine.seperator=x"],
-            "tracking.trackers.mine.seperator: is no argument of owntrackers.Csv; did you mean separator?",
+            "tracking.trackers.mine.seperator: is not an argument of owntrackers.Csv; did you mean separator?",
         ),
         (
             ["+tracking.trackers.mine._target_=owntrackers.Csv", "+tracking.trackers.mine.api_key=c4n4ry"],
@@ -232,5 +232,5 @@ def test_recorded_tracker_outside_foundry_needs_trust(tmp_path, trackers):
     recorded = yaml.safe_load((tmp_path / "config.yaml").read_text())
     recorded["tracking"]["trackers"] = trackers
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(recorded))
-    with pytest.raises(ConfigError, match=r"would run what is not foundry's own: tracking\.trackers\."):
+    with pytest.raises(ConfigError, match=r"uses custom code: tracking\.trackers\."):
         load_config(tmp_path)

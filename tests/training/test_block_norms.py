@@ -129,4 +129,4 @@ def test_norms_interval_between_logged_steps_is_refused():
     assert not list(Tracking(norms_every_n_steps=30, log_every_n_steps=10).check())
     (wrong,) = Tracking(norms_every_n_steps=15, log_every_n_steps=10).check()
     assert wrong.key == "tracking.norms_every_n_steps"
-    assert "give a multiple of 10" in wrong.message
+    assert "set a multiple of 10" in wrong.message

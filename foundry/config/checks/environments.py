@@ -23,12 +23,17 @@ def check_environment(config: Config) -> Iterator[Violation]:
     Settings of user-defined environments have no schema, so composition has not checked their types.
     """
     if _is_idle(config):
-        message = "is given but nothing in this run answers prompts; choose environment=none, objective=grpo, or add"
+        message = (
+            "is set but nothing in this run generates completions; choose environment=none, objective=grpo, or add"
+        )
         remedy = f"'+evaluation.evaluators.exact_match._target_={EXACT_MATCH}'"
         yield Violation("environment", f"{message} {remedy}")
     limit, watchdog = field_of(config.environment, "timeout_seconds"), config.distributed.timeout_seconds
     if isinstance(limit, (int, float)) and limit >= watchdog:
-        message = f"is {limit:g} but distributed.timeout_seconds={watchdog:g} would end the run first; raise that"
+        message = (
+            f"is {limit:g} but distributed.timeout_seconds={watchdog:g} would end the run first; "
+            "raise distributed.timeout_seconds"
+        )
         yield Violation("environment.timeout_seconds", message)
     if not isinstance(config.environment, dict):
         return

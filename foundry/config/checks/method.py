@@ -61,7 +61,7 @@ def describe_brought(composed: DictConfig, repo: IConfigRepository, options: Map
     lengths = [(hparams[key], unit) for key, unit in units.items() if hparams[key] is not None]
     budget = " or ".join(f"{length:g} {unit}{'' if length == 1 else 's'}" for length, unit in lengths)
     rate = f"optimizer={options['optimizer']}, hparams.lr={hparams.lr:g}, {hparams.global_batch_size} samples a step"
-    return f"{group}={options[group]} goes with hparams={own}: {rate}, {budget}"
+    return f"{group}={options[group]} selects hparams={own}: {rate}, {budget}"
 
 
 def describe_high_rate(composed: DictConfig, repo: IConfigRepository, option: str) -> str | None:
@@ -74,7 +74,7 @@ def describe_high_rate(composed: DictConfig, repo: IConfigRepository, option: st
         return None
     ratio = lr / default
     times = f"{ratio:{',.0f' if ratio < _LARGE else '.2g'}} times the default of hparams={option}, {default:g}"
-    return f"hparams.lr={lr:g} is {times}: a rate as high as this may undo a base or diverge"
+    return f"hparams.lr={lr:g} is {times}: a learning rate this high may diverge or damage a pretrained base"
 
 
 def default_lr(composed: DictConfig, repo: IConfigRepository, option: str) -> float:

@@ -36,7 +36,7 @@ Rule = Callable[[Config, Launch], Iterator[Violation]]
 def _budget(config: Config, launch: Launch) -> Iterator[Violation]:
     hparams = config.hparams
     if hparams.epochs is None and hparams.max_steps is None and hparams.train_samples is None:
-        yield Violation("hparams.max_steps", "no budget: give at least one of max_steps, train_samples and epochs")
+        yield Violation("hparams.max_steps", "no budget; set at least one of max_steps, train_samples and epochs")
 
 
 def _batch(config: Config, launch: Launch) -> Iterator[Violation]:
@@ -52,7 +52,7 @@ def _batch(config: Config, launch: Launch) -> Iterator[Violation]:
         yield Violation(staged, f"{error}; it must end at hparams.global_batch_size={total}")
         return
     if sizes.final != total:
-        message = f"is {total} but the last size of hparams.batch_schedule is {sizes.final}; give both the same"
+        message = f"is {total} but the last size of hparams.batch_schedule is {sizes.final}; set both to the same value"
         yield Violation("hparams.global_batch_size", message)
     else:
         yield from _division(hparams, sizes, launch.dp_size)
@@ -63,9 +63,11 @@ def _batch_schedule(config: Config) -> Iterator[Violation]:
     if hparams.batch_schedule is None:
         return
     if hparams.batch_ramp.start is not None:
-        yield Violation("hparams.batch_schedule", "is given together with hparams.batch_ramp; choose one of them")
+        yield Violation("hparams.batch_schedule", "is set together with hparams.batch_ramp; choose one of them")
     if hparams.batch_schedule_unit is ScheduleUnit.tokens and _has_no_tokens(config.data):
-        yield Violation("hparams.batch_schedule_unit", "is tokens but a sample of this data has none; set samples")
+        yield Violation(
+            "hparams.batch_schedule_unit", "is tokens but samples of this data have no tokens; set it to samples"
+        )
 
 
 def _division(hparams: HParams, sizes: BatchSizes, ranks: int) -> Iterator[Violation]:
@@ -79,7 +81,7 @@ def _division(hparams: HParams, sizes: BatchSizes, ranks: int) -> Iterator[Viola
     if not wrong:
         return
     if hparams.allow_rounding:
-        yield Violation(key, f"has {listed(wrong, _MOST_SIZES)}, below {product}, which rounds down to nothing")
+        yield Violation(key, f"has {listed(wrong, _MOST_SIZES)}, below {product}, and would be rounded down to 0")
     elif len(sizes.sizes) > 1:
         remedy = "change them, or set hparams.allow_rounding=true to round each down"
         yield Violation(key, f"has stages that are not multiples of {product}: {listed(wrong, _MOST_SIZES)}; {remedy}")
@@ -166,7 +168,7 @@ def _other_loss(loss: str, objective: str, fitting: Sequence[str]) -> str:
     names = [name for name, schema in schemas.items() if loss in getattr(schema, "loss_functions", ())]
     options = "|".join(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower() for name in names)
     remedy = f"choose objective={options}, or " if options else ""
-    message = f"is {loss}, which chooses no loss: objective {objective} minimises {' or '.join(fitting)}"
+    message = f"is {loss}, which does not choose the loss: objective {objective} minimizes {' or '.join(fitting)}"
     return f"{message}; {remedy}set hparams.loss_function={fitting[0]}"
 
 
@@ -185,7 +187,9 @@ def _samples(config: Config, launch: Launch) -> Iterator[Violation]:
         if offers is not None and not wants <= offers:
             made_for, has = " and ".join(sorted(wants)), " and ".join(sorted(offers))
             name, data = getattr(part, "described", type(part).__name__), type(config.data).__name__
-            yield Violation(group, f"is {name}, made for {made_for}, but data is {data}, which has {has}")
+            yield Violation(
+                group, f"is {name}, which needs {made_for}, but data is {data}, which has {has}; change one of them"
+            )
 
 
 def _sizes(config: Config, launch: Launch) -> Iterator[Violation]:
@@ -227,17 +231,21 @@ def _restarts(config: Config, launch: Launch) -> Iterator[Violation]:
     if not wanted:
         return
     if launcher == "torchrun":
-        yield Violation(key, f"is {wanted} but torchrun starts the processes; give it --max-restarts={wanted}")
+        yield Violation(key, f"is {wanted} but torchrun starts the processes; start it with --max-restarts={wanted}")
     elif launcher in ("slurm", "submitit") or launch.tasks > 1:
-        message = "but Slurm or submitit starts the processes; have Slurm queue the job again (docs/slurm.md)"
+        message = "but Slurm or submitit starts the processes; let Slurm requeue the job (docs/slurm.md)"
         yield Violation(key, f"is {wanted} {message}")
     elif config.distributed.nproc_per_node == 1:
-        yield Violation(key, f"is {wanted} but foundry starts no processes; set distributed.nproc_per_node, or 0")
+        yield Violation(
+            key, f"is {wanted} but foundry starts no processes; set distributed.nproc_per_node, or set this key to 0"
+        )
     if config.checkpoint.interval is None and config.checkpoint.every_minutes is None:
-        message = f"is {wanted} but nothing is saved to start again from; set checkpoint.interval, or every_minutes"
+        message = (
+            f"is {wanted} but the run saves no checkpoints to restart from; set checkpoint.interval or .every_minutes"
+        )
         yield Violation(key, message)
     if config.checkpoint.resume == "never":
-        yield Violation(key, f"is {wanted} but checkpoint.resume=never would refuse; set that to auto")
+        yield Violation(key, f"is {wanted} but checkpoint.resume=never prevents restarts; set checkpoint.resume=auto")
 
 
 def _strategy(config: Config, launch: Launch) -> Iterator[Violation]:

@@ -167,7 +167,7 @@ def _source(spec: ModuleSpec) -> Source | None:
     try:
         tree, text = _parsed(spec.origin, found.st_mtime_ns, found.st_size)
     except SyntaxError as error:
-        raise NotThere(f"{spec.origin} line {error.lineno} is no Python: {error.msg}") from None
+        raise NotThere(f"{spec.origin} line {error.lineno} is not valid Python: {error.msg}") from None
     except (ValueError, OSError, RecursionError):
         return None
     return Source(spec.name, None if folders is None else tuple(folders), tree, text)

@@ -48,7 +48,7 @@ def check_targets(config: Config) -> Iterator[Violation]:
         node = getattr(config, group)
         target = field_of(node, "_target_")
         if (method := next((own for own in own_targets(group) if own.rpartition(".")[0] == target), None)) is not None:
-            yield Violation(f"{group}._target_", f"is {target}, whose arguments are not these settings; write {method}")
+            yield Violation(f"{group}._target_", f"is {target}, which does not take these settings; write {method}")
             continue
         if is_dataclass(node) and not isinstance(node, type):
             if getattr(node, "_target_", None) != getattr(type(node), "_target_", None):
@@ -104,18 +104,20 @@ def _check_arguments(
 ) -> Iterator[Violation]:
     target, places = node["_target_"], len(node.get("_args_") or ())
     own = [str(name) for name in node if name not in _FOR_HYDRA]
-    listed = f"it takes {', '.join(takes.names)}" if takes.names else "it takes no argument"
+    listed = f"it takes {', '.join(takes.names)}" if takes.names else "it takes no arguments"
     if not takes.takes_any:
         for name in own:
             if name not in takes.names and name not in optional:
-                message = f"is no argument of {target}{nearest(name, takes.names)}; {listed}"
+                message = f"is not an argument of {target}{nearest(name, takes.names)}; {listed}"
                 yield Violation(f"{key}.{name}", message)
         if missing := [name for name in given if name not in takes.names]:
-            message = f"is {target}, which takes no {' and no '.join(missing)}, but the run passes {', '.join(given)}"
+            message = (
+                f"is {target}, which has no argument {' or '.join(missing)}, but the run passes {', '.join(given)}"
+            )
             yield Violation(f"{key}._target_", f"{message} by name; {listed}")
             return
     if places > takes.by_place:
-        yield Violation(f"{key}._args_", f"has {places} values but {target} takes {takes.by_place} by place")
+        yield Violation(f"{key}._args_", f"has {places} values but {target} takes {takes.by_place} by position")
     is_whole = not node.get("_partial_") or key in GIVEN_BY_THE_RUN  # the run calls these parts
     for name in takes.names[places:] if is_whole else ():
         if name in takes.required and name not in (*own, *given, *_offered(key)):

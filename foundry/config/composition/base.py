@@ -43,7 +43,7 @@ class BaseKeys:
 
 _MODEL = BaseKeys("model.path", "model.which", "model.trust")
 _PATH = _MODEL.path
-OF_THE_BASE = "is the base's own and cannot be given; leave it out, or choose model=transformer for a new model"
+OF_THE_BASE = "is fixed by the base model and cannot be set; leave it out, or choose model=transformer for a new model"
 
 
 def expand_base(composed: DictConfig) -> list[Violation]:
@@ -61,13 +61,13 @@ def expand_base(composed: DictConfig) -> list[Violation]:
     if typed := [name for name in map(str, node) if name not in own]:
         return [Violation(f"model.{name}", OF_THE_BASE) for name in typed]
     if OmegaConf.is_missing(node, "path"):
-        message = "has no value (the run directory or folder of transformers to start from)"
+        message = "has no value (the run directory or transformers folder to start from)"
         return [Violation(_PATH, f"{message}; give it as {_PATH}=...")]
     try:
         base: Any = OmegaConf.to_object(OmegaConf.masked_copy(node, ["path", "which", "trust", "init_from"]))
         folder = local_path(_PATH, str(base["path"]))
         if base["init_from"] is not None:
-            message = f"is {shown(base['init_from'])} together with model=base, whose weights are those of model.path"
+            message = f"is {shown(base['init_from'])} but model=base loads its weights from model.path"
             return [Violation("model.init_from", f"{message}; leave it out")]
         is_transformers = (folder / "config.json").is_file()
         model = resolve_base(folder, str(base["which"]), base["trust"], _MODEL)
@@ -113,17 +113,17 @@ def _check_base(folder: Path, which: str, trust: bool, keys: BaseKeys) -> Iterat
         return
     if not (folder / "config.json").is_file():
         if (folder / "adapter_config.json").is_file():
-            message = f"is {shown(folder)}, which holds adapters without their base; give the run that they were"
-            yield Violation(keys.path, f"{message} exported from, or a folder that was exported with merge=true")
+            message = f"is {shown(folder)}, which has adapters without their base model; give the run that they were"
+            yield Violation(keys.path, f"{message} exported from, or a folder exported with merge=true")
         elif not os.path.lexists(folder / CONFIG):
-            message = f"is {shown(folder)}, which is no run directory (it has no {CONFIG})"
-            yield Violation(keys.path, f"{message} and no folder of transformers (it has no config.json)")
+            message = f"is {shown(folder)}, which is neither a run directory (it has no {CONFIG})"
+            yield Violation(keys.path, f"{message} nor a transformers folder (it has no config.json)")
         return
-    what = f"but {keys.path} is a folder of transformers, which has no"
+    what = f"but {keys.path} is a transformers folder, which has no"
     if which != "last":
         yield Violation(keys.which, f"is {shown(which)} {what} checkpoints; leave it out")
     if trust:
-        message = f"is True {what} part of the user's own: code in it is never run; leave it out"
+        message = f"is true {what} custom parts: code in it is never run; leave it out"
         yield Violation(keys.trust, message)
 
 
@@ -139,8 +139,8 @@ def _run_model(run_dir: Path, which: str, trust: bool, keys: BaseKeys) -> DictCo
     if missing := list(missing_tasks({"model": recorded})):
         raise ConfigError(Violation(keys.path, f"is {run_dir}, whose {CONFIG} {line}") for line in missing)
     if not trust and (foreign := list(foreign_parts({"model": recorded}))):
-        message = f"is {run_dir}, whose {CONFIG} would run what is not foundry's own: {', '.join(foreign)}"
-        raise ConfigError(Violation(keys.path, f"{message}; add {keys.trust}=true, if you trust its author"))
+        message = f"is {run_dir}, whose {CONFIG} uses custom code: {', '.join(foreign)}"
+        raise ConfigError(Violation(keys.path, f"{message}; add {keys.trust}=true if you trust its author"))
     try:
         typed = typed_group(file, "model", recorded)
     except ConfigError as error:
@@ -159,9 +159,11 @@ def _run_model(run_dir: Path, which: str, trust: bool, keys: BaseKeys) -> DictCo
         if own.is_dir():
             model.path = str(own)
         elif not trust:
-            message = f"is {run_dir}, which has no {TRANSFORMERS}/, and whose model is that of {shown(model.path)}"
+            message = (
+                f"is {run_dir}, which has no folder {TRANSFORMERS}/, and whose model comes from {shown(model.path)}"
+            )
             remedy = f"add {keys.trust}=true to read that folder"
-            raise ConfigError(Violation(keys.path, f"{message}, outside of it; {remedy}"))
+            raise ConfigError(Violation(keys.path, f"{message}, outside of the run; {remedy}"))
     return model
 
 
@@ -180,7 +182,7 @@ def _check_data(data: Any, model: DictConfig, folder: Path, files: Mapping[str, 
     for name, file in files.items() if _reads_words(data) else ():
         is_needed = name == "tokenizer" or os.path.lexists(file)
         if _is_left_open(data, name) and is_needed and (file.is_symlink() or not file.is_file()):
-            message = f"is {folder}, which has no {file.name} that is a regular file; give data.{name}=..."
+            message = f"is {folder}, which has no regular file {file.name}; set data.{name}=..."
             yield Violation(_PATH, message)
 
 

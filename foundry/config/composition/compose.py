@@ -36,7 +36,7 @@ from foundry.core.tasks import installed_tasks
 
 CONFIG_NAME = "config"
 _NO_SCHEMAS = (
-    "which has none of foundry's schemas; write `defaults: [config, _self_]` at its top, and below that what differs"
+    "which does not include foundry's schemas; write `defaults: [config, _self_]` at its top and your changes below"
 )
 
 

@@ -27,7 +27,7 @@ from foundry.config.setting import check_value
 from foundry.core.errors import Violation, shown
 
 _GIVEN = {*Evaluation.offered, *Tracking.offered}
-_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+_KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 
 
 def check_plain_nodes(config: Config) -> Iterator[Violation]:
@@ -51,7 +51,7 @@ def check_node(node: Mapping[str, Any], key: str) -> Iterator[Violation]:
         if wrong and all(wrong):
             yield from wrong[0]
         elif not settings and name in _GIVEN and key.count(".") == 2:
-            yield Violation(f"{key}.{name}", f"is {shown(value)} but the run gives it; leave it out")
+            yield Violation(f"{key}.{name}", f"is {shown(value)} but the run sets it; leave it out")
 
 
 def _check_inside(value: Any, key: str) -> Iterator[Violation]:
@@ -105,7 +105,7 @@ def _check_value(schema: type[Any], item: "Field[Any]", value: Any, key: str) ->
         node[item.name] = value
         own = node[item.name]
     except (OmegaConfBaseException, ValueError, TypeError, OverflowError) as error:
-        needed = wanted(error) or ("a value" if value is None else "of another type")
+        needed = wanted(error) or ("a value other than null" if value is None else "of another type")
         yield Violation(key, f"is {shown(value)} but must be {needed}")
         return
     if own is None:

@@ -37,7 +37,8 @@ def check_start_dir() -> None:
         Path.cwd()
     except OSError as error:
         message = (
-            f"cannot be read ({error.strerror}): deleted, moved or unmounted. Enter a folder with cd and start again"
+            f"cannot be read ({error.strerror}): it was deleted, moved or unmounted. Change to an existing folder with "
+            "cd and start again"
         )
         raise ConfigError(Violation("current folder", message)) from None
 
@@ -47,7 +48,7 @@ def check_folders(composed: DictConfig) -> Iterator[Violation]:
     for key in _WRITTEN:
         value = _value(composed, key)
         if isinstance(value, str) and "://" in value:
-            yield Violation(key, f"is {shown(value)}, an address; give a folder on this machine")
+            yield Violation(key, f"is {shown(value)}, a URL; give a folder on this machine")
 
 
 def anchor_paths(composed: DictConfig) -> None:

@@ -47,7 +47,7 @@ def group_schemas(group: str) -> dict[str, type[Any]]:
     found: dict[str, type[Any]] = {}
     for schema in (schema for module in group_modules(group) for schema in schemas_in(module)):
         if found.setdefault(schema.__name__, schema) is not schema:
-            message = f"has the name of {found[schema.__name__].__module__}.{schema.__name__}; rename it"
+            message = f"has the same name as {found[schema.__name__].__module__}.{schema.__name__}; rename it"
             raise ConfigError(Violation(f"{schema.__module__}.{schema.__name__}", message))
     return found
 

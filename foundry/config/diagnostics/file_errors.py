@@ -133,7 +133,7 @@ def describe_yaml_error(error: Exception) -> Violation | None:
     if cause is None or cause.problem_mark is None:
         return None
     mark, problem = cause.problem_mark, " ".join(str(cause.problem).split())
-    return Violation(_shortest(Path(mark.name)), f"is no YAML: line {mark.line + 1}: {problem}")
+    return Violation(_shortest(Path(mark.name)), f"is not valid YAML: line {mark.line + 1}: {problem}")
 
 
 def _wrong_entries(

@@ -155,13 +155,13 @@ def refuse(flag: Flag, find: Callable[[str], str | None]) -> Violation:
     from foundry.config.diagnostics.names import did_you_mean, meanings
 
     if (key := find(flag.key)) is not None:
-        return Violation(flag.text, f"is no argument; write {_assignment(key, flag.value)}")
+        return Violation(flag.text, f"is not a valid argument; write {_assignment(key, flag.value)}")
     if flag.key in _FILES:
         path = Path(flag.value)
         folder = f"--config-dir {path.parent} --config-name {path.stem}"
-        return Violation(flag.text, f"is no argument; write {folder}")
+        return Violation(flag.text, f"is not a valid argument; write {folder}")
     told = did_you_mean(flag.key, meanings(), GROUPS, value=flag.value, options=own_options)
-    return Violation(flag.text, f"is no argument{told or '; settings are given as key=value'}")
+    return Violation(flag.text, f"is not a valid argument{told or '; give settings as key=value'}")
 
 
 def arrange_flags(arguments: Sequence[str]) -> list[str]:
@@ -201,7 +201,7 @@ def _existing_folder(flag: str, path: str) -> str:
     check_start_dir()
     if not Path(path).is_dir():
         raise ConfigError(
-            [Violation(flag, f"is {shown(path)}, which is no folder here; give the folder of your options")]
+            [Violation(flag, f"is {shown(path)}, which is not an existing folder; give the folder with your options")]
         )
     return str(Path(path).absolute()) if flag in ("--config-path", "-cp") else path
 

@@ -29,7 +29,7 @@ def holes(parent: DictConfig | ListConfig, key: Any, path: str) -> Iterator[Viol
         if not any(hints.values()):
             hints = {path: did_you_mean(path, settings, value=as_override(unknown))}
         for leaf, remedy in hints.items():
-            yield Violation(leaf, f"is no key of {whole or 'the configuration'}{remedy}")
+            yield Violation(leaf, f"is not a key of {whole or 'the configuration'}{remedy}")
     elif OmegaConf.is_missing(parent, key):
         doc = schema.__dataclass_fields__[key].metadata.get("doc", "") if is_dataclass(schema) else ""
         yield Violation(path, f"has no value{f' ({doc})' if doc else ''}; give it as {path}=...")
@@ -42,7 +42,7 @@ def holes(parent: DictConfig | ListConfig, key: Any, path: str) -> Iterator[Viol
             yield Violation(path, _leads_nowhere(str(raw), path, error))
         else:
             if known is not None and schema is not Config and not _is_alike(node, value):
-                yield Violation(path, f"is {shown(raw)}, which leads to another kind of value; set {path}=...")
+                yield Violation(path, f"is {shown(raw)}, which resolves to another kind of value; set {path}=...")
     elif isinstance(child := parent._get_node(key), DictConfig) and not child._is_none():
         for name in list(child):
             yield from holes(child, name, f"{path}.{name}")
@@ -74,12 +74,12 @@ def _leads_nowhere(interpolation: str, path: str, error: Exception) -> str:
         if isinstance(error, InterpolationKeyError | InterpolationToMissingValueError):
             group = path.partition(".")[0]
             another = "" if group == "hydra" else f" or choose another {group}"
-            return f"is taken from {plain[1]}, which has no value here; {remedy}{another}"
+            return f"refers to {plain[1]}, which has no value here; {remedy}{another}"
         if plain[1] == path:
-            return f"is taken from itself; {remedy}"
+            return f"refers to itself; {remedy}"
     if (kind := wanted(error)) is not None:
-        return f"is {shown(interpolation)}, which leads to something else than {kind}; {remedy}"
-    return f"is {shown(interpolation)}, which cannot be used: {first_line(str(error))}; {remedy}"
+        return f"is {shown(interpolation)}, which does not resolve to {kind}; {remedy}"
+    return f"is {shown(interpolation)}, which cannot be resolved: {first_line(str(error))}; {remedy}"
 
 
 def _is_alike(node: Any, value: object) -> bool:
@@ -104,8 +104,8 @@ def check_hydra(composed: DictConfig) -> Iterator[Violation]:
             continue
         is_open = OmegaConf.is_missing(hydra, name) or OmegaConf.is_interpolation(hydra, name)
         if not is_open and not isinstance(hydra._get_node(name), DictConfig):
-            remedy = f"to choose one give hydra/{name}=..."
-            yield Violation(f"hydra.{name}", f"is {shown(hydra[name])} but holds settings; {remedy}")
+            remedy = f"to choose an option write hydra/{name}=..."
+            yield Violation(f"hydra.{name}", f"is {shown(hydra[name])} but must be a mapping; {remedy}")
             continue
         if is_open or (is_known(hydra[name]) if name == "launcher" else OmegaConf.get_type(hydra, name) in SWEEPERS):
             yield from holes(hydra, name, f"hydra.{name}")

@@ -41,7 +41,7 @@ from foundry.core.errors import Violation, first_line, nearest, shown
 
 _SEARCHPATH = "hydra.searchpath"
 _NO_OVERRIDE = "is not of the form key=value"
-_QUOTES = "; put a value with spaces, commas, = or special characters into quotes"
+_QUOTES = "; quote values with spaces, commas, = or special characters"
 
 
 def includes_schemas(loader: ConfigLoaderImpl, config_name: str, overrides: list[str]) -> bool:
@@ -135,7 +135,7 @@ def find_errors(
     repo = known.repo
     if config_name is not None and not repo.config_exists(config_name):
         hint = nearest(config_name, repo.get_group_options("", ObjectType.CONFIG))
-        return [Violation("--config-name", f"is {shown(config_name)}, which is in no folder of options{hint}")]
+        return [Violation("--config-name", f"is {shown(config_name)}, which is not in any folder of options{hint}")]
     good = [o for o in parsed if o.key_or_group == _SEARCHPATH and not violations]
     choices = [o for o in parsed if _is_choice(repo, o)]
     values = [o for o in parsed if o not in choices and o.key_or_group != _SEARCHPATH]
@@ -278,7 +278,7 @@ def _parse(overrides: list[str]) -> tuple[list[Override], list[Violation]]:
         except HydraException:
             violations.append(Violation(shown(line) or "''", f"{_NO_OVERRIDE}{override_for(line) or _QUOTES}"))
         except Exception as error:  # numbers of too many digits, brackets within brackets without end
-            violations.append(Violation(shown(line), f"cannot be read: {first_line(str(error))}"))
+            violations.append(Violation(shown(line), f"cannot be parsed: {first_line(str(error))}"))
     return parsed, violations
 
 
@@ -316,7 +316,7 @@ def _check_choice(repo: IConfigRepository, choice: Override, *, sweeping: bool) 
         elif name is None and group in GROUPS:
             yield Violation(group, f"cannot be null; options: {', '.join(options)}")
         elif name is not None and str(name) not in options:
-            listed = f"options: {', '.join(options)}" if options else "it has none; see --config-dir for your own"
+            listed = f"options: {', '.join(options)}" if options else "no options; add your own with --config-dir"
             hint = _own_option(group, str(name)) or option_hint(group, str(name), partial(_options, repo))
             hint = hint or nearest(str(name), options)
             yield Violation(group, f"has no option '{shown(name)}'{hint} ({listed})")
@@ -355,14 +355,14 @@ def _apply(repo: IConfigRepository, config: DictConfig, override: Override, *, s
 def _explain(repo: IConfigRepository, config: DictConfig, override: Override, error: Exception) -> Violation:
     key, message = override.key_or_group, str(error)
     if override.is_delete():
-        return Violation(key, "cannot be removed; give it another value, or null where it may have none")
+        return Violation(key, "cannot be removed; set another value, or null if the setting allows it")
     node = OmegaConf.select(config, key, throw_on_resolution_failure=False)
     if override.is_add() and "An item is already at" in message:
-        return Violation(key, "is a key already; leave out the +")
+        return Violation(key, "already exists; leave out the +")
     if isinstance(node, DictConfig) and OmegaConf.get_type(node) is not dict:
         return _explain_mapping(repo, override, node, error)
     if isinstance(node, DictConfig) and isinstance(override.value(), dict):
-        return Violation(key, f"has no such keys yet; to add them write +{shown(override.input_line)}")
+        return Violation(key, f"does not have all of these keys; to add them write +{shown(override.input_line)}")
     if re.match("Key '.*' (is )?not in|Key '.*' not found|.*does not exist", first_line(message)) or (
         "Could not override" in message or "Could not append" in message
     ):
@@ -374,14 +374,14 @@ def _explain_mapping(repo: IConfigRepository, override: Override, node: DictConf
     """Return the error of a value that was assigned to a node with a schema."""
     key, given, names = override.key_or_group, override.value(), [str(name) for name in node]
     if not isinstance(given, dict):
-        wanted = f"a mapping with keys of {', '.join(names)}"
+        wanted = f"a mapping with keys among {', '.join(names)}"
         return Violation(key, f"is {shown(override.get_value_string())} but must be {wanted}")
     unknown = [str(name) for name in given if str(name) not in names]
     if unknown:
         path = f"{key}.{unknown[0]}"
         known, value = [f"{key}.{name}" for name in names], shown(given[unknown[0]])
         meant = did_you_mean(path, known, value=value, options=partial(_options, repo))
-        return Violation(path, f"is no key of {key}{meant}")
+        return Violation(path, f"is not a key of {key}{meant}")
     return explain_value(override, error)
 
 
@@ -408,7 +408,7 @@ def _unknown_key(repo: IConfigRepository, config: DictConfig, override: Override
     group, _, leaf = key.rpartition(".")
     part = OmegaConf.select(config, group) if leaf in runtime_settings(group) else None
     if isinstance(part, DictConfig) and OmegaConf.get_type(part) is dict:
-        return f"is not in the {group} of your own; to add it write +{key}=..."
+        return f"is not a key of your own {group}; to add it write +{key}=..."
     if group == "model" and OmegaConf.get_type(config, "model") is Base:
         return OF_THE_BASE
     elsewhere = list(_options_with(repo, group, leaf))
@@ -416,11 +416,11 @@ def _unknown_key(repo: IConfigRepository, config: DictConfig, override: Override
         return f"is not a setting of the chosen {group}; it belongs to {' and '.join(elsewhere)}"
     node = OmegaConf.select(config, group) if group.startswith("hydra") else None
     if isinstance(node, DictConfig):
-        return f"is no key of {group}{nearest(key, [f'{group}.{name}' for name in map(str, node)])}"
+        return f"is not a key of {group}{nearest(key, [f'{group}.{name}' for name in map(str, node)])}"
     value = override.get_value_string()
     groups = () if group else _groups(repo)
     meant = did_you_mean(key, leaves(config), groups, value=value, options=partial(_options, repo))
-    return f"is no key of {group}{meant}" if group else f"is neither a group nor a key{meant}"
+    return f"is not a key of {group}{meant}" if group else f"is neither a group nor a key{meant}"
 
 
 def _options_with(repo: IConfigRepository, group: str, leaf: str) -> Iterator[str]:

@@ -11,8 +11,8 @@ _KINDS = {
     "float": "a number",
     "bool": "true or false",
     "boolean": "true or false",
-    "string": "a text",
-    "str": "a text",
+    "string": "a string",
+    "str": "a string",
 }
 _CONTAINERS = {
     r"Cannot assign \w+ to Dict|is not a subclass of Dict": "a mapping",
@@ -32,7 +32,7 @@ def wanted(error: Exception) -> str | None:
     if names := accepted_options(error):
         return f"one of {', '.join(names)}"
     if isinstance(error, OverflowError):
-        return "a number that a float holds"
+        return "a number within the range of a float"
     for pattern, kind in _CONTAINERS.items():
         if re.search(pattern, str(error)):
             return kind

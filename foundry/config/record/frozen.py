@@ -136,7 +136,7 @@ def load_config(run_dir: Path, *, trust: bool = False) -> Config:
     if unknown := [shown(name) for name in content if name not in groups]:
         raise _refused(path, f"has {', '.join(unknown)}, which this version of foundry does not know")
     if missing := [name for name, item in groups.items() if name not in content and item.default == MISSING]:
-        raise _refused(path, f"has no {' and no '.join(missing)}")
+        raise _refused(path, f"lacks {' and '.join(missing)}")
     if missing := list(missing_tasks(content)):
         raise ConfigError(Violation("run", f"{path} {line}") for line in missing)
     if not trust and (foreign := list(foreign_parts(content))):
@@ -160,7 +160,9 @@ def load_config(run_dir: Path, *, trust: bool = False) -> Config:
                 OmegaConf.update(whole, where, text.replace("${", r"\${"))  # escape, to keep the name of the variable
         return to_config(whole)
     except (OmegaConfBaseException, ValueError, TypeError) as error:
-        raise _refused(path, f"has a wrong {getattr(error, 'full_key', None) or 'value'}: {_one_line(error)}") from None
+        raise _refused(
+            path, f"has an invalid {getattr(error, 'full_key', None) or 'value'}: {_one_line(error)}"
+        ) from None
 
 
 def typed_group(path: Path, group: str, node: Any) -> Any:
@@ -183,13 +185,13 @@ def typed_group(path: Path, group: str, node: Any) -> Any:
     if own_targets(group) and node.get("_target_") not in (None, *own_targets(group)):
         return node  # a custom part, which the caller has trusted
     if not schemas:
-        raise _refused(path, f"has no {group} that this version of foundry knows: {_unknown(group, node)}")
+        raise _refused(path, f"has a {group} that this version of foundry does not know: {_unknown(group, node)}")
     schema = min(schemas, key=lambda s: _distance(s, node))
     try:
         return OmegaConf.merge(writable(schema), node)
     except (OmegaConfBaseException, ValueError, TypeError) as error:
         key = ".".join(filter(None, (group, getattr(error, "full_key", None))))
-        raise _refused(path, f"has a wrong {key}: {_one_line(error)}") from None
+        raise _refused(path, f"has an invalid {key}: {_one_line(error)}") from None
 
 
 def _matches_schema(group: str, schema: type[Any], node: dict[str, Any]) -> bool:
@@ -223,15 +225,13 @@ def _distrust(path: Path, foreign: list[str]) -> Iterator[Violation]:
         else:
             lines[-1] += f", {part}"
     for line in lines:
-        yield Violation(
-            "run", f"{path} would run what is not foundry's own: {line}; trust=true, if you trust its author"
-        )
+        yield Violation("run", f"{path} uses custom code: {line}; add trust=true if you trust its author")
 
 
 def _not_installed(path: Path, content: dict[str, Any]) -> Iterator[Violation]:
     """Yield an error for each package of parts that is not installed, such as a package of an external task."""
     for package, where in missing_packages(content).items():
-        message = f"{path} has parts of {package}, which is not installed here: {where}"
+        message = f"{path} uses parts of {package}, which is not installed here: {where}"
         yield Violation("run", f"{message}; install it or add it to PYTHONPATH")
 
 

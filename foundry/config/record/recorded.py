@@ -46,7 +46,7 @@ def read_settings(path: Path, key: str) -> dict[str, Any]:
         raise ConfigError(Violation(key, f"{path.parent} cannot be read: {error}")) from None
     if not isinstance(content, dict):
         raise ConfigError(
-            Violation(key, f"{path} holds no settings: it is {'empty' if content is None else 'no mapping'}")
+            Violation(key, f"{path} has no settings: it is {'empty' if content is None else 'not a mapping'}")
         )
     for where, value in _leaves(content, ""):
         if reason := _is_strange(value):
@@ -93,7 +93,7 @@ def missing_tasks(content: dict[str, Any]) -> Iterator[str]:
     found = dict[str, str]()
     for where, name, value in _keys(content, ""):
         if name == "_target_" and isinstance(value, str) and (task := missing_task(place_of(value))) is not None:
-            found.setdefault(task, f"is of the task {task}, which is not installed here: {where}={shown(value)}")
+            found.setdefault(task, f"belongs to the task {task}, which is not installed here: {where}={shown(value)}")
     yield from found.values()
 
 
@@ -140,11 +140,11 @@ def _own_targets_inside(group: str) -> dict[str, tuple[str, ...]]:
 def _is_strange(value: object) -> str:
     """Return the reason why foundry cannot have written a value; empty if it can."""
     if isinstance(value, str) and "${" in VARIABLE.sub("", value):
-        return "recorded settings are resolved, and hold no interpolations"
+        return "recorded settings have no interpolations"
     if value == "???":
-        return "recorded settings have values"
+        return "recorded settings are never missing"
     if isinstance(value, int) and value.bit_length() > _MAX_BITS:
-        return "no setting is as large"
+        return "no setting can be this large"
     return ""
 
 

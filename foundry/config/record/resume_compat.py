@@ -18,7 +18,7 @@ _INTERVAL = "evaluation.interval"
 """Setting whose numbers have another meaning in records of an earlier version."""
 _KIND = ("_target_", "strategy")
 """Settings that identify the schema of a group."""
-REMEDY = "give that, start from scratch in another hydra.run.dir, or set checkpoint.on_changed_config=warn"
+REMEDY = "change it back, start from scratch in another hydra.run.dir, or set checkpoint.on_changed_config=warn"
 """End of an error about a resumed run that differs from its checkpoint."""
 
 
@@ -89,15 +89,19 @@ class Difference:
         """Return the error for a user who resumes with this difference."""
         was, now = self._texts
         if self.has_new_meaning:
-            message = f"is {now}, which counts steps of the run, but an earlier version of foundry began this run and "
-            remedy = f"counted {now} steps anew in each epoch; give '{was}' to continue so, or '{now} steps'"
+            message = (
+                f"is {now}, which counts steps of the run, but an earlier version of foundry started this run and "
+            )
+            remedy = f"counted {now} steps from the start of each epoch; set '{was}' to keep that, or '{now} steps'"
             return Violation(self.key, f"{message}{remedy}")
         return Violation(self.key, f"is {now} but the checkpoint was trained with {was}; {REMEDY}")
 
     def of_finished(self, run_dir: object) -> Violation:
         """Return the error for a user who asks a finished run for the result with this difference."""
         was, now = self._texts
-        message = f"is {now} but {run_dir} holds a finished run with {was}; give that, or choose another hydra.run.dir"
+        message = (
+            f"is {now} but {run_dir} holds a finished run with {was}; change it back, or choose another hydra.run.dir"
+        )
         return Violation(self.key, message)
 
 

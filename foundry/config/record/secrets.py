@@ -89,7 +89,8 @@ def _check(leaf: _Leaf) -> Iterator[Violation]:
         yield Violation(leaf.path, _remedy(leaf.path))
     elif leaf.path.startswith("hydra.launcher."):
         yield Violation(
-            leaf.path, "takes a secret, which the batch script would hold; jobs get this environment anyway"
+            leaf.path,
+            "is a secret, which the batch script would store; leave it out, since jobs inherit this environment",
         )
     elif leaf.variables:
         remember(value, leaf.raw)
@@ -126,11 +127,11 @@ def _names_secret(variable: str) -> bool:
 def _remedy(path: str) -> str:
     if path == "tracking.uri":
         return (
-            "has a user, password or token in it; leave it out and set MLFLOW_TRACKING_USERNAME and "
+            "contains a user, password or token; leave it out and set MLFLOW_TRACKING_USERNAME and "
             "MLFLOW_TRACKING_PASSWORD, MLFLOW_TRACKING_TOKEN or, for a database, MLFLOW_TRACKING_URI in the environment"
         )
     given = f"{path}='${{oc.env:NAME}}'"
-    return f"is a secret, which the run directory would keep; put it into an environment variable and give {given}"
+    return f"is a secret, which the run directory would store; put it into an environment variable and write {given}"
 
 
 def _leaves(parent: DictConfig | ListConfig, key: Any, path: str, name: str) -> Iterator[_Leaf]:

@@ -37,9 +37,9 @@ def read_yaml(path: Path, *, max_bytes: int = MAX_BYTES) -> Any:
         _check_plain(text)
         return yaml.load(text, Loader=_Loader)  # built on the safe loader
     except yaml.YAMLError as error:
-        raise ValueError(f"{path} is no YAML: {_where(error)}") from None
+        raise ValueError(f"{path} is not valid YAML: {_where(error)}") from None
     except (ValueError, TypeError, RecursionError) as error:  # invalid UTF-8, invalid date, or a list as a key
-        raise ValueError(f"{path} is no settings file: {' '.join(str(error).split())}") from None
+        raise ValueError(f"{path} is not a settings file: {' '.join(str(error).split())}") from None
 
 
 def _check_plain(text: str) -> None:
@@ -52,9 +52,9 @@ def _check_plain(text: str) -> None:
     for event in yaml.parse(text, Loader=_Base):
         line = 1 if event.start_mark is None else event.start_mark.line + 1
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
-            raise ValueError(f"line {line} has an alias or anchor, which settings do not need")
+            raise ValueError(f"line {line} has an alias or anchor, which settings must not have")
         if (tag := getattr(event, "tag", None)) is not None:
-            raise ValueError(f"line {line} has the tag {tag!r}, which settings do not need")
+            raise ValueError(f"line {line} has the tag {tag!r}, which settings must not have")
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > _MAX_DEPTH:
             raise ValueError(f"line {line} is nested deeper than {_MAX_DEPTH} levels")

@@ -104,7 +104,9 @@ class Teaching:
         """Check that no setting of the loss would be ignored."""
         is_on_policy = self.mode is DistillationMode.on_policy
         if is_on_policy and self.ce_ratio:
-            message = f"is {self.ce_ratio:g} but with objective.mode=on_policy there are no right answers to learn"
+            message = (
+                f"is {self.ce_ratio:g} but with objective.mode=on_policy there are no reference answers to train on"
+            )
             yield Violation("objective.ce_ratio", f"{message}; leave it out, or set objective.mode=offline")
         for name, needed, is_used in (
             ("mixed_kl_weight", "objective.divergence=mixed", self.divergence is Divergence.mixed),

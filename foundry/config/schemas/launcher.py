@@ -103,13 +103,13 @@ class Slurm(Launcher):
         if self.timeout_min * 60 <= self.signal_delay_s:
             yield Violation(
                 "hydra.launcher.signal_delay_s",
-                f"is {self.signal_delay_s} but the time limit of {self.timeout_min} min is no longer than that, so "
-                "that jobs would be stopped as they start; give them more time, or less notice",
+                f"is {self.signal_delay_s} but the time limit of {self.timeout_min} min is not longer than that, so "
+                "jobs would be stopped when they start; increase hydra.launcher.timeout_min, or lower it",
             )
         if nproc_per_node != 1:
             yield Violation(
                 "distributed.nproc_per_node",
-                f"is {nproc_per_node} but Slurm starts the processes; give hydra.launcher.tasks_per_node that number",
+                f"is {nproc_per_node} but Slurm starts the processes; set hydra.launcher.tasks_per_node instead",
             )
         yield from self._check_gpus()
         yield from self._check_alternatives()
@@ -120,10 +120,12 @@ class Slurm(Launcher):
             yield Violation(
                 "hydra.launcher.gpus_per_node",
                 f"is {self.gpus_per_node} but tasks_per_node is {self.tasks_per_node}, and each task trains on one "
-                "GPU; give both the same",
+                "GPU; set both to the same value",
             )
         if self.cpus_per_gpu is not None and not self.gpus_per_task:
-            yield Violation("hydra.launcher.cpus_per_gpu", "is set but needs gpus_per_task=1; or set cpus_per_task")
+            yield Violation(
+                "hydra.launcher.cpus_per_gpu", "is set but requires gpus_per_task=1; set that, or use cpus_per_task"
+            )
 
     def _check_alternatives(self) -> Iterator[Violation]:
         """Check for mutually exclusive options of sbatch."""
@@ -143,11 +145,11 @@ class Slurm(Launcher):
         texts += [(f"additional_parameters.{name}", value) for name, value in more.items() if isinstance(value, str)]
         for name, text in texts:
             if not text.replace("\t", " ").isprintable():
-                message = f"is {text!r}, with a line break or another control character; leave it out"
+                message = f"is {text!r}, which contains a line break or another control character; remove it"
                 yield Violation(f"hydra.launcher.{name}", message)
         for name in more:
             if not re.fullmatch(r"[A-Za-z][\w-]*", str(name)):
-                message = f"has {str(name)!r}, which is no name of an option of sbatch"
+                message = f"has {str(name)!r}, which is not the name of an sbatch option"
                 yield Violation("hydra.launcher.additional_parameters", message)
 
 
@@ -180,17 +182,17 @@ class SubmititLocal(Launcher):
     def check(self, nproc_per_node: int) -> Iterator[Violation]:
         """Check for settings that submitit ignores on one machine, or that contradict the number of processes."""
         if self.nodes != 1:
-            message = "but submitit_local has this machine only; choose hydra/launcher=slurm, or leave it out"
+            message = "but submitit_local uses only this machine; choose hydra/launcher=slurm, or leave it out"
             yield Violation("hydra.launcher.nodes", f"is {self.nodes} {message}")
         if self.mem_gb is not None:
-            message = "but submitit_local does not bound memory; leave it out, or choose hydra/launcher=slurm"
+            message = "but submitit_local does not limit memory; leave it out, or choose hydra/launcher=slurm"
             yield Violation("hydra.launcher.mem_gb", f"is {self.mem_gb} {message}")
         if nproc_per_node != 1 and self.tasks_per_node != 1:
             message = f"but hydra.launcher.tasks_per_node={self.tasks_per_node} starts the processes; leave one out"
             yield Violation("distributed.nproc_per_node", f"is {nproc_per_node} {message}")
         elif self.gpus_per_node and self.gpus_per_node != self.tasks_per_node * nproc_per_node:
             processes = self.tasks_per_node * nproc_per_node
-            message = f"but a job has {processes} processes, each of which trains on one GPU; give {processes}"
+            message = f"but a job has {processes} processes, each of which trains on one GPU; set it to {processes}"
             yield Violation("hydra.launcher.gpus_per_node", f"is {self.gpus_per_node} {message}")
 
 
@@ -237,6 +239,6 @@ def check_launcher(composed: DictConfig) -> Iterator[Violation]:
         return
     mode = OmegaConf.select(composed, "hydra.mode")
     if mode is not None and mode.name == "RUN":
-        yield Violation(GROUP, f"is {launcher.option}, which starts the jobs of a sweep; add -m, for a single job too")
+        yield Violation(GROUP, f"is {launcher.option}, which starts the jobs of a sweep; add -m, even for a single job")
         return
     yield from list(check_fields(launcher, "hydra.launcher")) or launcher.check(composed.distributed.nproc_per_node)

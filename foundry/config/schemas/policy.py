@@ -127,14 +127,14 @@ class PolicyGradient(Rollouts):
     def check(self) -> Iterator[Violation]:
         """Check that prompts have several completions, updates divide the rollout, and no setting would be ignored."""
         if self.num_generations_per_prompt == 1:
-            message = "is 1, so no answer is compared with another, and nothing is learnt; give at least 2, better 8"
+            message = "is 1, so completions are not compared and nothing is learned; set at least 2, better 8"
             yield Violation("objective.num_generations_per_prompt", message)
         yield from self.check_rollout()
         ratios = ("use_cispo", "force_on_policy_ratio", "disable_ppo_ratio")
         if len(chosen := [name for name in ratios if getattr(self, name)]) > 1:
-            yield Violation(f"objective.{chosen[1]}", f"is given together with objective.{chosen[0]}; choose one")
+            yield Violation(f"objective.{chosen[1]}", f"is set together with objective.{chosen[0]}; choose one of them")
         if self.force_on_policy_ratio and self.updates_per_rollout > 1:
-            message = "is given together with several updates_per_rollout, after the first of which the ratio is not 1"
+            message = "is true but only the first of several updates_per_rollout has ratio 1; set it to false"
             yield Violation("objective.force_on_policy_ratio", message)
         yield from self._check_unused()
 
@@ -145,9 +145,13 @@ class PolicyGradient(Rollouts):
         has_ratio = not (self.use_cispo or self.force_on_policy_ratio or self.disable_ppo_ratio)
         weighs_kl = is_loss and not self.use_on_policy_kl_approximation
         for names, needed, is_used in (
-            (("kl_type", "kl_input_clamp", "kl_output_clamp", "use_kl_in_reward"), "a ref_policy_kl_penalty", has_kl),
-            (("use_on_policy_kl_approximation",), "a divergence in the loss", is_loss),
-            (("kl_gradient",), "a divergence in the loss that it alone weighs", weighs_kl),
+            (
+                ("kl_type", "kl_input_clamp", "kl_output_clamp", "use_kl_in_reward"),
+                "objective.ref_policy_kl_penalty above 0",
+                has_kl,
+            ),
+            (("use_on_policy_kl_approximation",), "a KL penalty in the loss", is_loss),
+            (("kl_gradient",), "a KL penalty in the loss, without use_on_policy_kl_approximation", weighs_kl),
             (("importance_weights",), "use_importance_sampling_correction", corrects),
             (("importance_weight_min", "importance_weight_max"), "importance_weights other than plain", is_bounded),
             (("ratio_clip_min", "ratio_clip_max"), "a clipped ratio", has_ratio or self.use_cispo),

@@ -66,33 +66,40 @@ class Rollouts:
         is_scored = getattr(run.environment, "_target_", "") is not None
         if self.needs_rewards and not is_scored:
             options = ", ".join(option for option in own_options("environment") if option != "none")
-            remedy = f"choose an option ({options}), or give _target_"
-            yield Violation("environment", f"is none but objective {name} needs one that scores answers; {remedy}")
+            remedy = f"choose an option ({options}), or set _target_"
+            yield Violation(
+                "environment", f"is none but objective {name} needs an environment that scores completions; {remedy}"
+            )
         rollout, updates = self.samples_per_rollout, self.updates_per_rollout
         if hparams.batch_schedule is not None or hparams.batch_ramp.start is not None:
             key = "batch_ramp" if hparams.batch_schedule is None else "batch_schedule"
-            yield Violation(f"hparams.{key}", f"is given but a step of objective {name} has always the same size")
+            yield Violation(
+                f"hparams.{key}", f"is set but all steps of objective {name} have the same size; leave it out"
+            )
         elif hparams.global_batch_size * updates != rollout and rollout % updates == 0:
             answers = f"num_prompts_per_step {self.num_prompts_per_step} x num_generations_per_prompt "
             answers += f"{self.num_generations_per_prompt} / updates_per_rollout {updates} = {rollout // updates}"
-            message = f"is {hparams.global_batch_size} but must be the answers of a step: {answers}"
+            message = f"is {hparams.global_batch_size} but must be the number of completions per step: {answers}"
             yield Violation("hparams.global_batch_size", message)
         if hparams.allow_rounding:
-            yield Violation("hparams.allow_rounding", f"is True but objective {name} learns from all answers of a step")
+            yield Violation(
+                "hparams.allow_rounding",
+                f"is true but objective {name} trains on all completions of a step; set it to false",
+            )
         for key, node in run.evaluation.evaluators.items():
             if isinstance(node, dict) and node.get("_target_") == HeldOut._target_:
                 remedy = "reward" if self.needs_rewards or is_scored else "answers"
-                message = f"measures a held-out loss, which objective {name} has not; choose evaluation={remedy}"
+                message = f"measures a held-out loss, which objective {name} does not have; choose evaluation={remedy}"
                 yield Violation(f"evaluation.evaluators.{key}", message)
 
     def check_rollout(self) -> Iterator[Violation]:
         """Check that updates divide the rollout, and that sampling can give different completions of a prompt."""
         key, repeated = "objective.generation_temperature", self.num_generations_per_prompt
         if self.generation_temperature == 0 and self.needs_rewards:
-            message = "is 0, with which all answers to a prompt are the same and no reward is above another"
-            yield Violation(key, f"{message}; give a value above 0, at most 1")
+            message = "is 0, so all completions of a prompt are the same and have the same reward"
+            yield Violation(key, f"{message}; set a value above 0, at most 1")
         elif self.generation_temperature == 0 and repeated > 1:
-            message = f"is 0, with which all {repeated} answers to a prompt are the same"
+            message = f"is 0, so all {repeated} completions of a prompt are the same"
             yield Violation(key, f"{message}; set objective.num_generations_per_prompt=1, or a value above 0")
         if self.num_prompts_per_step % self.updates_per_rollout:
             message = f"is {self.updates_per_rollout} but must divide objective.num_prompts_per_step"

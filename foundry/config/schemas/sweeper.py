@@ -53,7 +53,9 @@ class Sweep(Sweeper):
             is_list = isinstance(group, list) and all(isinstance(key, str) for key in group)
             if not is_list or len(group) < 2:
                 text = str(group).replace("'", "")
-                yield Violation("hydra.sweeper.zip", f"has {text}, not a list of two keys or more; write [[key1,key2]]")
+                yield Violation(
+                    "hydra.sweeper.zip", f"has {text}, which is not a list of at least two keys; write [[key1,key2]]"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +83,7 @@ class Search(Sweeper):
     def check(self) -> Iterator[Violation]:
         """Yield a violation for an invalid sampler or pruner, and if there is no metric."""
         if self.metric is None:
-            yield Violation("hydra.sweeper.metric", "is null but a search compares jobs by it; name a metric")
+            yield Violation("hydra.sweeper.metric", "is null but a search compares jobs by this metric; name a metric")
         for name, node in (("sampler", self.sampler), ("pruner", self.pruner)):
             if node is not None:
                 yield from check_part(name, node, f"hydra.sweeper.{name}")

@@ -51,8 +51,8 @@ POLICY = "hparams=policy"
         ),
         (
             [POLICY, "distributed=fsdp", "distributed.tensor_parallel=2", "distributed.nproc_per_node=2"],
-            "distributed.tensor_parallel: is 2 but model PolicyDiT is not divided; set it to 1, or choose "
-            "model=transformer",
+            "distributed.tensor_parallel: is 2 but model PolicyDiT does not support tensor parallelism; set it to 1, "
+            "or choose model=transformer",
         ),
     ],
 )

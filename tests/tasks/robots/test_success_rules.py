@@ -44,7 +44,7 @@ def test_val_success_without_its_evaluator_is_refused():
         ("instruction=another", "instruction: is another but must be one of own, other"),
         ("instruction=other", "instruction: is other but the policy is told nothing; set data.instruction_tokens, or"),
         ("instruction_tokens=4", "instruction_tokens: is 4 but must be data.instruction_tokens=null; set it to"),
-        ("epsiodes=3", "epsiodes: is no argument of foundry.evals.Success; did you mean episodes?"),
+        ("epsiodes=3", "epsiodes: is not an argument of foundry.evals.Success; did you mean episodes?"),
     ],
 )
 def test_success_settings_are_checked_by_compose(override, message):

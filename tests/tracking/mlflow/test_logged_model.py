@@ -96,7 +96,7 @@ def test_log_model_is_refused_without_mlflow_checkpoints_or_export():
     nothing = refused("tracking.log_model=true", *off, "checkpoint.keep_best.metric=null")
     assert nothing == "tracking.log_model: is true but no checkpoint is kept; set checkpoint.save_final=true"
     with pytest.raises(
-        ConfigError, match=r"^tracking.log_model: is true but model is DiT, which transformers does not"
+        ConfigError, match=r"^tracking.log_model: is true but model is DiT, which transformers cannot load"
     ):
         configure("hparams=diffusion", "tracking.log_model=true")
 

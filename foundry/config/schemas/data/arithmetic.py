@@ -76,6 +76,6 @@ class Arithmetic(Conversations):
         """Check that no setting would be ignored, and that prompts leave room for a completion."""
         yield from super().check()
         if self.train_on is not TrainOn.all and self.form is not ArithmeticForm.chats:
-            yield Violation("data.train_on", f"is {self.train_on.value} but means nothing without data.form=chats")
+            yield Violation("data.train_on", f"is {self.train_on.value} but has no effect without data.form=chats")
         if self.form is ArithmeticForm.prompts:
             yield from check_room(self.seq_len, self.max_new_tokens)

@@ -129,5 +129,5 @@ class Tokenised(Data):
 def check_entries(vocab_size: int) -> Iterator[Violation]:
     """Check that a byte-level tokenizer has room for 256 bytes and the end of a document."""
     if vocab_size < _BYTES_AND_END:
-        message = f"is {vocab_size} but must be at least {_BYTES_AND_END}: a byte each and the end of a document"
+        message = f"is {vocab_size} but must be at least {_BYTES_AND_END}, for all bytes and the end of a document"
         yield Violation("data.vocab_size", message)

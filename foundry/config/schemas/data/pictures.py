@@ -30,7 +30,7 @@ class AboutPictures(Templated):
         wants: frozenset[str] = getattr(run.model, "wants", frozenset({"images"}))
         if is_dataclass(run.model) and "images" not in wants:
             model, data = type(run.model).__name__, type(self).__name__
-            message = f"is {model}, which does not look at the pictures of data {data}; choose model=vlm"
+            message = f"is {model}, which does not read the images of data {data}; choose model=vlm"
             yield Violation("model", message)
 
 
@@ -100,10 +100,10 @@ class ImageFolder(Data):
     def check(self) -> Iterator[Violation]:
         """Check that the folder exists, images have 1 or 3 channels, and shifts are smaller than the image."""
         if self.random_crop >= self.image_size:
-            message = f"is {self.random_crop}, of which nothing is left of data.image_size={self.image_size}; lower it"
+            message = f"is {self.random_crop} but must be below data.image_size={self.image_size}; lower it"
             yield Violation("data.random_crop", message)
         if self.num_channels == 2:
-            yield Violation("data.num_channels", "is 2 but pictures have 3 colours, or are grey with 1")
+            yield Violation("data.num_channels", "is 2 but must be 3 for color images or 1 for grayscale images")
         try:
             folders = class_folders(self.path)
         except ConfigError as error:

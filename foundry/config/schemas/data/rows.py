@@ -53,8 +53,8 @@ def _is_file(text: str) -> bool:
 def check_room(seq_len: int, max_new_tokens: int) -> Iterator[Violation]:
     """Check that the longest completion leaves tokens for its prompt."""
     if max_new_tokens >= seq_len:
-        message = f"is {seq_len}, of which an answer of objective.max_new_tokens={max_new_tokens} leaves no prompt"
-        yield Violation("data.seq_len", f"{message}; shorten the one or lengthen the other")
+        message = f"is {seq_len} but completions of objective.max_new_tokens={max_new_tokens} leave no room for prompts"
+        yield Violation("data.seq_len", f"{message}; increase data.seq_len or lower objective.max_new_tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,13 +98,13 @@ class Packable(Templated):
         if not getattr(run.objective, "takes_packed", False):
             name = type(run.objective).__name__
             others = "objective=sft, dpo, distillation or grpo"
-            message = f"is true but objective {name} takes one sample a row; set it to false, or choose {others}"
+            message = f"is true but objective {name} takes one sample per row; set it to false, or choose {others}"
             yield Violation("data.packing", message)
         elif not self.is_ragged:
-            message = f"is true but samples of {type(self).__name__} are all of data.seq_len tokens and fill a row each"
+            message = f"is true but each sample of {type(self).__name__} has data.seq_len tokens, which fill a row"
             yield Violation("data.packing", f"{message}; set it to false")
         if run.hparams.torchcompile:
-            message = "is true together with hparams.torchcompile, which would compile each packed row for itself"
+            message = "is true together with hparams.torchcompile, which would recompile the model for each packed row"
             yield Violation("data.packing", f"{message}; set one of them to false")
 
 
@@ -149,9 +149,14 @@ class RowFiles(Packable):
         for name, called in self.columns.items():
             if name not in self.known_columns:
                 known = ", ".join(self.known_columns)
-                yield Violation("data.columns", f"has {shown(name)}, which is no column here; there are {known}")
+                yield Violation(
+                    "data.columns", f"has {shown(name)}, which is not a column of this data; choose from {known}"
+                )
             elif not isinstance(called, str) or not all(called.split(".")):
-                yield Violation("data.columns", f"has {shown(called)} for {name}; give a name, with dots between names")
+                yield Violation(
+                    "data.columns",
+                    f"has {shown(called)} for {name} but must have column names, with dots for nested fields",
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -147,7 +147,7 @@ class DDP(Distributed):
         """Check that no field would be ignored in this combination."""
         yield from super().check()
         if self.overlap_param_gather and not self.shard_optimizer:
-            message = "is true but there is nothing to gather without shard_optimizer=true; set that, or drop this"
+            message = "is true but there is nothing to gather without shard_optimizer=true; set that, or leave this out"
             yield Violation("distributed.overlap_param_gather", message)
         elif self.overlap_param_gather and not self.overlap_grad_reduce:
             message = "is true but needs overlap_grad_reduce=true: both work block by block"
@@ -157,7 +157,8 @@ class DDP(Distributed):
                 "shard_optimizer reduces block by block" if self.shard_optimizer else "overlap_grad_reduce is false"
             )
             yield Violation(
-                "distributed.bucket_cap_mb", f"is {self.bucket_cap_mb:g} but {reason}, without buckets; drop it"
+                "distributed.bucket_cap_mb",
+                f"is {self.bucket_cap_mb:g} but {reason}, so there are no buckets; leave it out",
             )
         if self.gradient_sync is GradientSync.last_keep_params and not self.shard_optimizer:
             message = "is last_keep_params but ddp never frees its parameters; choose last, or distributed=fsdp"
@@ -225,7 +226,7 @@ def resolve_distributed(config: Distributed, world_size: int) -> Resolved:
         ConfigError: the strategy does not fit the number of ranks.
     """
     if isinstance(config, Single) and world_size > 1:
-        message = f"is none but {world_size} processes are to train together; choose ddp, fsdp or hsdp"
+        message = f"is none but {world_size} processes train together; choose ddp, fsdp or hsdp"
         raise ConfigError(Violation("distributed", message))
     if world_size % config.tensor_parallel:
         message = f"is {config.tensor_parallel} but must divide the {world_size} rank{'s' * (world_size > 1)}"

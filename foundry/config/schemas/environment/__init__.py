@@ -19,7 +19,7 @@ def _parse_pattern(text: str) -> re.Pattern[str]:
     try:
         return re.compile(text)
     except re.error as error:
-        raise ValueError(f"is {text!r}, which is no regular expression: {error}") from None
+        raise ValueError(f"is {text!r}, which is not a valid regular expression: {error}") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class Environment:
         yield from check_weights(self.weights)
         for name in self.weights:
             if name not in self.scores:
-                message = f"is no score of this environment, which has {', '.join(self.scores)}"
+                message = f"is not a score of this environment, which has {', '.join(self.scores)}"
                 yield Violation(f"environment.weights.{name}", f"{message}{nearest(name, self.scores)}")
 
 

@@ -117,7 +117,7 @@ class Evaluation:
         for key in ("evaluators", "stop_rules"):
             for name, node in getattr(self, key).items():
                 if node is not None and (not isinstance(node, dict) or "_target_" not in node):
-                    message = "must be a mapping with a _target_; null leaves it out"
+                    message = "must be a mapping with a _target_, or null"
                     yield Violation(f"evaluation.{key}.{name}", message)
                 elif node is not None and not _are_names(node.get("metrics", [])):
                     message = f"is {shown(node['metrics'])} but must be a list of names"
@@ -131,7 +131,7 @@ class Evaluation:
             yield Violation("evaluation.early_stopping.metric", message)
         if stopping.patience is not None and self.interval is None:
             message = (
-                f"is {stopping.patience} but evaluation.interval=null evaluates only at the end, where nothing is left "
+                f"is {stopping.patience} but evaluation.interval=null evaluates only at the end, when it is too late "
             )
             yield Violation(
                 _PATIENCE, f"{message}to stop; set evaluation.interval, or evaluation.early_stopping.patience=null"
@@ -193,8 +193,8 @@ class Evaluation:
             duration = Duration.parse_positive(given)
             if duration.unit is Unit.fraction:
                 raise ValueError(
-                    f"is the text '{shown(given)}': of what? {float(given):g} without quotes is a fraction of an "
-                    f"epoch, '{shown(given)} run' one of the run"
+                    f"is the string '{shown(given)}', without a unit; write {float(given):g} without quotes for a "
+                    f"fraction of an epoch, or '{shown(given)} run' for a fraction of the run"
                 )
             return duration
         if given is not None and given <= 0:

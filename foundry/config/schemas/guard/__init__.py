@@ -80,9 +80,12 @@ class Guard:
         """Check that a rollback has checkpoints to return to."""
         goes_back = self.spike_zscore is not None and self.spike_action is SpikeAction.rollback
         if goes_back and run.checkpoint.interval is None and run.checkpoint.every_minutes is None:
-            message = "is rollback but the run saves no checkpoint on its way; set checkpoint.interval or"
+            message = "is rollback but the run saves no checkpoints to return to; set checkpoint.interval or"
             yield Violation("guard.spike_action", f"{message} .every_minutes")
 
 
 def _idle(name: str, value: str) -> Violation:
-    return Violation(f"guard.{name}", f"is {value} but guard.spike_zscore is null, so nothing is a spike; set it to 6")
+    return Violation(
+        f"guard.{name}",
+        f"is {value} but guard.spike_zscore is null, so no spikes are detected; set guard.spike_zscore=6",
+    )

@@ -64,9 +64,9 @@ class BatchRamp:
         if not given & {"over_samples", "every_samples"}:
             missing.append("over_samples (or every_samples)")
         if given and missing:
-            yield Violation("hparams.batch_ramp", f"has no {' and no '.join(missing)}; give all three, or none")
+            yield Violation("hparams.batch_ramp", f"has no {' and no '.join(missing)}; set all three, or none of them")
         elif given >= {"over_samples", "every_samples"}:
-            message = "is given together with over_samples, the length of the whole ramp; give one of them"
+            message = "is set together with over_samples, the length of the whole ramp; choose one of them"
             yield Violation("hparams.batch_ramp.every_samples", message)
 
 
@@ -191,7 +191,7 @@ class HParams:
         """Check the batch size ramp, and that no setting would be ignored."""
         yield from self.batch_ramp.check()
         if self.grad_checkpointing_policy is CheckpointingPolicy.selective and not self.grad_checkpointing:
-            message = "is selective but nothing is recomputed; set hparams.grad_checkpointing=true, or drop this"
+            message = "is selective but nothing is recomputed; set hparams.grad_checkpointing=true, or leave this out"
             yield Violation("hparams.grad_checkpointing_policy", message)
 
     def check_with(self, run: "Config", launch: "Launch") -> Iterator[Violation]:
@@ -199,5 +199,7 @@ class HParams:
         size = run.distributed.tensor_parallel
         recomputes_all = self.grad_checkpointing and self.grad_checkpointing_policy is CheckpointingPolicy.full
         if size > 1 and self.torchcompile and recomputes_all:
-            message = f"is full, which torch.compile cannot do with distributed.tensor_parallel={size}; set it to"
+            message = (
+                f"is full, which torch.compile does not support with distributed.tensor_parallel={size}; set it to"
+            )
             yield Violation("hparams.grad_checkpointing_policy", f"{message} selective, or hparams.torchcompile=false")

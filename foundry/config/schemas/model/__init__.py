@@ -51,7 +51,9 @@ class Model:
         """Check that the model supports tensor parallelism; user-defined models are checked when they are built."""
         size = run.distributed.tensor_parallel
         if size > 1 and not self.is_divided:
-            message = f"is {size} but model {type(self).__name__} is not divided; set it to 1, or choose"
+            message = (
+                f"is {size} but model {type(self).__name__} does not support tensor parallelism; set it to 1, or choose"
+            )
             yield Violation("distributed.tensor_parallel", f"{message} model=transformer")
 
 
@@ -168,14 +170,14 @@ class PrefixVLM(Transformer):
         yield from super().check()
         if self.image_size is not None and self.image_size % 8:
             near = max(8, round(self.image_size / 8) * 8)
-            message = f"is {self.image_size} but must be a multiple of 8, the pixels of a patch; set data.image_size"
+            message = f"is {self.image_size} but must be a multiple of 8, the patch size in pixels; set data.image_size"
             yield Violation("model.image_size", f"{message}={near}")
 
     def check_with(self, run: "Config", launch: "Launch") -> Iterator[Violation]:
         """Check that the image size is known."""
         yield from super().check_with(run, launch)
         if self.image_size is None and getattr(run.data, "image_size", 0) is not None:
-            message = "is null but the model looks at pictures; leave it out to follow the data"
+            message = "is null but the model reads images; leave it out to follow the data"
             yield Violation("model.image_size", message)
 
 
@@ -240,9 +242,8 @@ class HuggingFace(Model):
         positions = known.get("max_position_embeddings", known.get("n_positions"))
         if isinstance(entries, int) and entries < self.vocab_size:
             message = (
-                f"is {self.vocab_size} but the model in {self.path} knows {entries} tokens; set it to {entries}, for "
-                "which the tokenizer must have no more entries, or give the model more with transformers' "
-                "resize_token_embeddings"
+                f"is {self.vocab_size} but the model in {self.path} has {entries} tokens; set it to {entries}, if the "
+                "tokenizer has no more entries, or enlarge the model with resize_token_embeddings of transformers"
             )
             yield Violation("data.vocab_size", message)
         if isinstance(positions, int) and positions < self.max_seq_len:
@@ -257,7 +258,7 @@ class HuggingFace(Model):
         }
         if self.path is not None:
             for key, value in given.items():
-                yield Violation(key, f"is {value} but the weights are those of model.path={self.path}; set it to null")
+                yield Violation(key, f"is {value} but the weights come from model.path={self.path}; set it to null")
         elif self.init_std is None and given:
             message = f"is {self.embedding_init_std} but model.init_std is null; set both or neither"
             yield Violation("model.embedding_init_std", message)
@@ -309,5 +310,6 @@ class DiT(Model):
             )
         if self.hidden_size % 4:
             yield Violation(
-                "model.hidden_size", f"is {self.hidden_size} but must be a multiple of 4: sines and cosines of two axes"
+                "model.hidden_size",
+                f"is {self.hidden_size} but must be a multiple of 4, for the sines and cosines of two axes",
             )

@@ -117,8 +117,8 @@ class SFT:
         """Check that attention dropout is not combined with tensor parallelism: its masks are for whole layers."""
         size = run.distributed.tensor_parallel
         if size > 1 and self.attention_dropout:
-            message = f"is {self.attention_dropout:g} but is drawn for whole layers, which distributed.tensor_parallel"
-            yield Violation("objective.attention_dropout", f"{message}={size} divides; set it to 0")
+            message = f"is {self.attention_dropout:g}, which is not supported with distributed.tensor_parallel"
+            yield Violation("objective.attention_dropout", f"{message}={size}; set it to 0")
 
 
 class Prediction(Enum):
@@ -212,7 +212,7 @@ class DPO:
     def check(self) -> Iterator[Violation]:
         """Check that the loss has a term with a nonzero weight."""
         if self.preference_loss_weight == self.sft_loss_weight == 0:
-            message = "is 0 and so is objective.sft_loss_weight; give one of them a weight"
+            message = "is 0 and so is objective.sft_loss_weight; set one of them above 0"
             yield Violation("objective.preference_loss_weight", message)
 
     def check_with(self, run: "Config", launch: "Launch") -> Iterator[Violation]:

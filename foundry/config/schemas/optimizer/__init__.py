@@ -18,7 +18,7 @@ def _pattern(text: str) -> re.Pattern[str]:
     try:
         return re.compile(text)
     except re.error as error:
-        raise ValueError(f"{text!r} is no regular expression: {error}") from None
+        raise ValueError(f"{text!r} is not a valid regular expression: {error}") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +62,11 @@ class ParamGroups:
             if not isinstance(mapping, dict) or "match" not in mapping:
                 yield Violation(key, f"is {mapping} but must be a mapping such as {{match: norm, lr_mult: 0.5}}")
             elif unknown := [name for name in mapping if name not in names]:
-                yield Violation(f"{key}.{unknown[0]}", f"is no key of a group{nearest(str(unknown[0]), names)}")
+                yield Violation(f"{key}.{unknown[0]}", f"is not a key of a group{nearest(str(unknown[0]), names)}")
             elif not isinstance(mapping["match"], str) or not mapping["match"]:
-                yield Violation(f"{key}.match", f"is {mapping['match']!r} but must be a text found in parameter names")
+                yield Violation(
+                    f"{key}.match", f"is {mapping['match']!r} but must be a string found in parameter names"
+                )
             elif wrong := [name for name in ("lr_mult", "wd_mult") if not _is_factor(name, mapping)]:
                 yield Violation(f"{key}.{wrong[0]}", f"is {mapping[wrong[0]]} but must be a number")
             else:

@@ -90,21 +90,21 @@ class LoRA(Peft):
         if not self.target_modules:
             yield Violation("peft.target_modules", "is empty; name layers, such as ['*_proj']")
         if heads := [name for name in self.target_modules if name.rpartition(".")[2] == HEAD]:
-            message = f"has {heads[0]}, whose matrix is read without its layer; leave it out"
+            message = f"has {heads[0]}, whose matrix is used without calling the layer; leave it out"
             yield Violation("peft.target_modules", f"{message}, or train all weights with peft=none")
 
     def check_with(self, run: "Config", launch: "Launch") -> Iterator[Violation]:
         """Check that the base is one unsharded model, and that optimizer and precision suit adapters."""
         for name, path in weights_of_parts(run.model).items():
-            message = f"is {path}, and peft=lora keeps adapters alone, whose base is one run or file; train a run"
-            remedy = "without peft first, and start from that with model=base"
+            message = f"is {path} but peft=lora saves only adapters, whose base must be one run or folder; train a run"
+            remedy = "without peft first, then start from it with model=base"
             yield Violation(f"model.{name}.init_from", f"{message} {remedy}")
         if isinstance(run.optimizer, Muon):
             message = "is muon, which would make every direction of peft=lora's thin matrices equally large"
             yield Violation("optimizer", f"{message}; choose optimizer=adamw")
         if run.precision.mode is PrecisionMode.pure_bf16:
-            message = "is pure_bf16, which rounds most updates of adapters away; choose precision=amp_bfloat16"
+            message = "is pure_bf16, which loses most updates of adapters to rounding; choose precision=amp_bfloat16"
             yield Violation("precision", message)
         if (size := run.distributed.tensor_parallel) > 1:
-            message = f"is {size} but adapters of peft=lora are not divided; set it to 1"
+            message = f"is {size} but adapters of peft=lora do not support tensor parallelism; set it to 1"
             yield Violation("distributed.tensor_parallel", message)

@@ -109,7 +109,7 @@ class Scheduler:
         if (start is None) != (end is None):
             given, missing = ("end", "start") if start is None else ("start", "end")
             yield Violation(
-                f"scheduler.{missing}_weight_decay", f"is null but {given}_weight_decay is given; give both or neither"
+                f"scheduler.{missing}_weight_decay", f"is null but {given}_weight_decay is set; set both or neither"
             )
         elif style is IncrementStyle.constant:
             if start != end:
@@ -121,12 +121,12 @@ class Scheduler:
             if self.weight_decay_horizon is not None:
                 yield Violation(
                     "scheduler.weight_decay_horizon",
-                    f"is {self.weight_decay_horizon} but a constant weight decay has none; set it to null",
+                    f"is {self.weight_decay_horizon} but a constant weight decay has no horizon; set it to null",
                 )
         elif start is None:
             yield Violation(
                 "scheduler.weight_decay_incr_style",
-                f"is {style.value} but start_weight_decay and end_weight_decay are null; give both",
+                f"is {style.value} but start_weight_decay and end_weight_decay are null; set both",
             )
 
     def check_with(self, run: "Config", launch: "Launch") -> Iterator[Violation]:
@@ -134,7 +134,9 @@ class Scheduler:
         lr = run.hparams.lr
         for name in ("min_lr", "force_min_lr", "warmup_init"):
             if getattr(self, name) > lr:
-                yield Violation(f"scheduler.{name}", f"is {getattr(self, name):g} but hparams.lr is only {lr:g}")
+                yield Violation(
+                    f"scheduler.{name}", f"is {getattr(self, name):g} but hparams.lr is only {lr:g}; lower it"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +152,7 @@ class Constant(Scheduler):
             if getattr(self, name) != 0:
                 yield Violation(
                     f"scheduler.{name}",
-                    f"is {getattr(self, name):g} but scheduler=constant never falls; set it to 0, or choose another",
+                    f"is {getattr(self, name):g} but scheduler=constant has no decay; set it to 0, or choose another",
                 )
 
 

@@ -95,14 +95,14 @@ class Tracking:
         """Check trackers and their packages, the values of tags, and the interval of logged norms."""
         every, logged = self.norms_every_n_steps, self.log_every_n_steps
         if every is not None and every % logged:
-            message = f"is {every} but norms are read when a step is logged; give a multiple of {logged}"
+            message = f"is {every} but norms are recorded only at logged steps; set a multiple of {logged}"
             yield Violation("tracking.norms_every_n_steps", f"{message}, which is tracking.log_every_n_steps")
         for name in ("system_metrics", "log_model"):
             if getattr(self, name) and not self.mlflow:
                 yield Violation(f"tracking.{name}", "is true but MLflow is off; set tracking.mlflow=true")
         for name, value in self.tags.items():
             if isinstance(value, (dict, list)) or value is None:
-                message = f"is {shown(value)} but must be a text or a number"
+                message = f"is {shown(value)} but must be a string or a number"
                 yield Violation(f"tracking.tags.{name}", message)
         for name, node in self.trackers.items():
             key = f"tracking.trackers.{name}"
@@ -110,7 +110,7 @@ class Tracking:
                 continue
             if not isinstance(node, dict) or "_target_" not in node:
                 yield Violation(
-                    key, f"is {shown(node)} but must have a _target_, the dotted path of a class; or be null"
+                    key, f"is {shown(node)} but must be null or have a _target_, the dotted path of a class"
                 )
                 continue
             if (extra := EXTRAS.get(str(node["_target_"]))) is not None and find_spec(extra) is None:
@@ -124,5 +124,5 @@ class Tracking:
             yield Violation("tracking.log_model", "is true but no checkpoint is kept; set checkpoint.save_final=true")
         if is_dataclass(run.model) and not getattr(run.model, "in_transformers", False):
             name = type(run.model).__name__
-            message = f"is true but model is {name}, which transformers does not load; leave it out"
+            message = f"is true but model is {name}, which transformers cannot load; leave it out"
             yield Violation("tracking.log_model", message)
