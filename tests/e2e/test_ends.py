@@ -25,7 +25,7 @@ WORDS = [
 ]
 TWO = ["distributed=ddp", "distributed.nproc_per_node=2"]
 WORKER = r"DataWorkerError: a data loader worker \(process \d+\) was killed by SIGKILL: out of memory\?.*num_workers"
-MEMORY = r"OutOfMemoryError: out of CPU memory in step 2 on rank 0: 4\.00 PiB more were wanted"
+MEMORY = r"OutOfMemoryError: out of CPU memory in step 2 on rank 0: 4\.00 PiB more were requested"
 STALLED = r"rank 0 has made no progress for \d+ s \(distributed.timeout_seconds=10\), at step \d, training"
 SILENT = (
     r"rank {} gave no sign of life \(stopped, busy, or unreachable\); rank {} waited for \d+ s .* at step \d, training"
