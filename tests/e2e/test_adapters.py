@@ -112,7 +112,7 @@ def test_missing_or_changed_base_of_adapters_is_a_config_error(base, tmp_path):
         train(configure("model=base", f"model.path={tmp_path / 'run'}", *FEW), tmp_path / "next")
     other = tmp_path / "other"
     train(configure(*SMALL_LM, *QUIET, "hparams.seed=7", "hparams.max_steps=1"), other)
-    with pytest.raises(ConfigError, match=r"^model\.init_from: leads to another base than the adapters of the checkpo"):
+    with pytest.raises(ConfigError, match=r"^model\.init_from: differs from the base that the adapters of the checkpo"):
         train(on(other, *LONGER), tmp_path / "run")
     train(on(moved, *LONGER), tmp_path / "run")  # the same weights at another path
     shutil.rmtree(moved)

@@ -99,7 +99,7 @@ def test_init_from_a_checkpoint_deleted_after_composition_is_refused(pretrained,
     Path(config.model.init_from).rename(base / "checkpoints" / "step_00000002")
     with pytest.raises(ConfigError) as refused:
         train(config, tmp_path / "run")
-    assert str(refused.value).startswith(f"model.init_from: is {config.model.init_from}, which is no longer there: its")
+    assert str(refused.value).startswith(f"model.init_from: is {config.model.init_from}, which no longer exists: its")
     assert "start again" in str(refused.value)
 
 
