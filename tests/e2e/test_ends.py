@@ -114,7 +114,7 @@ def test_surviving_rank_records_the_failure_if_rank_zero_is_killed(faulty, shell
     assert [rank.returncode for rank in ranks] == [-9, 1], message
     end = status(shell)
     assert end["state"] == "failed"
-    assert end["reason"].startswith("rank 0 is gone, killed perhaps; rank 1, step ")
+    assert end["reason"].startswith("rank 0 has ended, perhaps killed; rank 1, step ")
 
 
 def losses(shell):
