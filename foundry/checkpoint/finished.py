@@ -46,7 +46,7 @@ def check_finished(
         is_resume_points = resume_point is not None and resume_point.manifest.config_hash == result.get("config_hash")
         was = resume_point.manifest.config if resume_point is not None and is_resume_points else read_recorded(run_dir)
         if was is None:
-            message = f"is {run_dir}, which holds a finished run of other settings; choose another hydra.run.dir"
+            message = f"is {run_dir}, which holds a finished run with other settings; choose another hydra.run.dir"
             raise ConfigError(Violation("hydra.run.dir", message))
         found = differences(json.loads(encode(was)), recorded, config)
         changed = [difference for difference in found if difference.changes_result]

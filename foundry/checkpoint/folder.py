@@ -204,24 +204,24 @@ def read_manifest(folder: Path) -> Manifest:
     except FileNotFoundError:
         raise DamagedError(f"{MANIFEST} is missing") from None
     except UnicodeDecodeError:
-        raise DamagedError(f"{MANIFEST} is no text") from None
+        raise DamagedError(f"{MANIFEST} is not text") from None
     try:
         content = json.loads(text)
         _check_format(content)  # first, since a later format may use another checksum
         checksum = content.pop("checksum")
         found = _checksum_of_json(content)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise DamagedError(f"{MANIFEST} is half-written, or no manifest ({len(text)} characters)") from None
+        raise DamagedError(f"{MANIFEST} is incomplete or not a manifest ({len(text)} characters)") from None
     if checksum != found:
-        raise DamagedError(f"{MANIFEST} does not have the checksum {checksum} that it names")
+        raise DamagedError(f"{MANIFEST} does not match its checksum {checksum}")
     known = {item.name: content[item.name] for item in fields(Manifest) if item.name in content}
     if wrong := [name for name, value in known.items() if not _fits(name, value)]:
-        raise CheckpointError(f"{MANIFEST} has no {wrong[0]} that foundry has written")
+        raise CheckpointError(f"{MANIFEST} has an invalid {wrong[0]}")
     try:
         known["files"] = {name: _parse_facts(name, facts) for name, facts in known.get("files", {}).items()}
         return Manifest(**known)
     except TypeError:
-        raise CheckpointError(f"{MANIFEST} names no step") from None
+        raise CheckpointError(f"{MANIFEST} has no step") from None
 
 
 def _fits(name: str, value: Any) -> bool:
@@ -239,17 +239,19 @@ def _check_format(content: Mapping[str, Any]) -> None:
     if isinstance(written, (int, float)) and written > FORMAT:
         versions = content.get("versions")
         by = versions.get("foundry") if isinstance(versions, dict) else None
-        version = f"foundry {by} or later" if by else "a later foundry"
-        raise CheckpointError(f"{MANIFEST} is of format {written}, this foundry reads up to {FORMAT}: use {version}")
+        version = f"foundry {by} or later" if by else "a later version of foundry"
+        raise CheckpointError(
+            f"{MANIFEST} has format {written}, but this foundry supports formats up to {FORMAT}: use {version}"
+        )
 
 
 def _parse_facts(name: str, facts: Any) -> FileFacts:
     """Return size and checksum of a file; the name must not lead out of the folder."""
     if not name or name.startswith(".") or {"/", "\\", "\0"} & set(name) or name == MANIFEST:
-        raise CheckpointError(f"{MANIFEST} names {name!r}, which is no file of a checkpoint")
+        raise CheckpointError(f"{MANIFEST} lists {name!r}, which is not a file of a checkpoint")
     size, checksum = (facts.get(key) if isinstance(facts, dict) else None for key in ("bytes", "checksum"))
     if type(size) is not int or size < 0 or not isinstance(checksum, str):
-        raise CheckpointError(f"{MANIFEST} does not say size and checksum of {name}")
+        raise CheckpointError(f"{MANIFEST} has no size or checksum for {name}")
     return FileFacts(size, checksum)
 
 
@@ -281,7 +283,7 @@ def examine(folder: Path, *, part: int = 0, num_parts: int = 1) -> list[Problem]
         manifest = read_manifest(folder)
         # The reader opens all shards, including files that are not in the manifest.
         if strangers := sorted({name for name in names_in(folder) if name.endswith(_TENSORS)} - set(manifest.files)):
-            return [Problem(f"{strangers[0]} is not named in {MANIFEST}; remove it", is_damage=False)]
+            return [Problem(f"{strangers[0]} is not listed in {MANIFEST}; remove it", is_damage=False)]
     except CheckpointError as error:
         return [Problem(str(error), isinstance(error, DamagedError))]
     except OSError as error:

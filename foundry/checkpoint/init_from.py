@@ -42,15 +42,15 @@ def init_from(path: Path, world: World, model: nn.Module, *, key: str = "model.i
     try:
         if (checkpoint := find_checkpoint(path)) is not None:
             if wrong := damage_together(checkpoint, world):
-                raise CheckpointError(f"{checkpoint.name} is not whole: {'; '.join(wrong)}")
+                raise CheckpointError(f"{checkpoint.name} is damaged: {'; '.join(wrong)}")
             load_weights(checkpoint, model, ema=True, world=world)
             return
         files = weight_files(path)
         if not files:
-            message = f"is {path}, which is no run, no checkpoint, and holds no .safetensors file"
+            message = f"is {path}, which is not a run or a checkpoint, and has no .safetensors file"
             if not path.exists() and path.parent.name == CHECKPOINTS and path.parent.is_dir():
-                message = f"is {path}, which is no longer there: its run, which still trains, has deleted it"
-                message += " (checkpoint.keep_last); start again, or wait for its end"
+                message = f"is {path}, which no longer exists: its run is still training and has deleted it"
+                message += " (checkpoint.keep_last); start again, or wait until that run ends"
             raise ConfigError(Violation(key, message))
         if misfit := compare_files(files, model):
             raise ConfigError(Violation(key, f"does not fit the model: {misfit}"))
@@ -94,7 +94,7 @@ def compare_files(files: Iterable[Path], model: nn.Module) -> str:
             misshapen.append(f"{stored} as {dtype} instead of {', '.join(_READ_TYPES)}")
         found.add(name)
     missing = [name for name in wanted if name not in found | tied | buffers]
-    wrong = [("lacks", missing), ("has besides", unknown), ("has", misshapen)]
+    wrong = [("lacks", missing), ("has unknown", unknown), ("has", misshapen)]
     text = [f"{verb} {listed(names, 3)}" for verb, names in wrong if names]
     return f"it {'; it '.join(text)}" if text else ""
 
@@ -127,8 +127,8 @@ def _opened(file: Path) -> Iterator[Any]:
     """
     try:
         if not file.is_file():
-            raise CheckpointError(f"{file.name} is no regular file")
+            raise CheckpointError(f"{file.name} is not a regular file")
         with safe_open(file, framework="pt") as opened:
             yield opened
     except SafetensorError as error:
-        raise CheckpointError(f"{file.name} is no .safetensors file, or is damaged: {error}") from None
+        raise CheckpointError(f"{file.name} is not a .safetensors file or is damaged: {error}") from None

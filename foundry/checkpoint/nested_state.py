@@ -133,6 +133,6 @@ def tensor_names(node: Any) -> Iterator[str]:
 
 def _unsupported(owner: str, name: str, kind: str) -> CheckpointError:
     return CheckpointError(
-        f"{owner} keeps {name} as {kind}, which a checkpoint cannot hold (it can hold tensors, numbers, text, dicts "
+        f"{owner} keeps {name} as {kind}, which a checkpoint cannot store (it stores tensors, numbers, text, dicts "
         "and lists of these); choose another optimizer, or checkpoint=none"
     )

@@ -183,7 +183,7 @@ def _held_besides(optimizers: Sequence[Optimizer]) -> Iterator[tuple[int, Parame
             continue
         if not optimizer._optimizer_load_state_dict_pre_hooks:
             raise CheckpointError(
-                f"{type(optimizer).__name__} adds {_listed(besides)} to its state dict, and no hook that reads it back "
+                f"{type(optimizer).__name__} adds {_listed(besides)} to its state dict, but has no hook that loads it "
                 "(register_load_state_dict_pre_hook); choose another optimizer, or checkpoint=none"
             )
         node, tensors = flatten(saveable(besides), f"{BESIDES}{number}.", type(optimizer).__name__)
@@ -194,7 +194,7 @@ def _allocate_besides(
     optimizers: Sequence[Optimizer], saved: Mapping[str, torch.Size], text: Mapping[str, Any]
 ) -> ParameterState:
     if text["optimizer"] >= len(optimizers):
-        raise CheckpointError(f"the checkpoint has the state of more than {len(optimizers)} optimizers")
+        raise CheckpointError(f"the checkpoint has the state of more optimizers than the {len(optimizers)} of this run")
     optimizer = optimizers[text["optimizer"]]
     device = optimizer.param_groups[0]["params"][0].device
     state, tensors = unflatten(
@@ -217,7 +217,7 @@ def _allocate_nested(
     text: Mapping[str, Any],
 ) -> ParameterState:
     if text.get("optimizer") != type(optimizer).__name__:
-        raise _another(name, f"the state of {text.get('optimizer')}", "is chosen", optimizer)
+        raise _another(name, f"the state of {text.get('optimizer')}", "is configured", optimizer)
 
     def allocate(tensor: str, dtype: torch.dtype, on_cpu: bool) -> Tensor:
         if saved[tensor] == parameter.shape:
@@ -260,8 +260,8 @@ def _accepting(optimizer: Optimizer, parameter: nn.Parameter, state: Any) -> Cal
 
 def _another(name: str, has: str, keeps: str, optimizer: Optimizer) -> CheckpointError:
     return CheckpointError(
-        f"of {name} the checkpoint has {has}, but {type(optimizer).__name__} {keeps}: continue with the optimizer it "
-        "was trained with"
+        f"for {name} the checkpoint has {has}, but {type(optimizer).__name__} {keeps}: resume with the optimizer "
+        "of the checkpoint"
     )
 
 
@@ -284,8 +284,8 @@ def _check(held: ParameterState, parameter: nn.Parameter) -> None:
         fits = is_sharded(value) and value.shape == parameter.shape
         if value.numel() > 1 and not fits:
             raise CheckpointError(
-                f"{name} has the shape {tuple(value.shape)} beside a sharded parameter of {tuple(parameter.shape)}: no "
-                "other layout could read it; use ddp or another optimizer"
+                f"{name} has the shape {tuple(value.shape)} for a sharded parameter of {tuple(parameter.shape)}: no "
+                "other layout could read it; use distributed=ddp or another optimizer"
             )
 
 

@@ -54,9 +54,7 @@ class ResumePoint:
 
     def _state_error(self, reason: str) -> ConfigError:
         return ConfigError(
-            Violation(
-                _KEY, f"leads to {self.folder}, which holds no state of a run: {reason}; choose another checkpoint"
-            )
+            Violation(_KEY, f"leads to {self.folder}, whose state is invalid: {reason}; choose another checkpoint")
         )
 
 
@@ -82,7 +80,9 @@ def find_resume_point(resume: str, run_dir: Path, world: World) -> ResumePoint |
     try:
         return _find_origin(resume, run_dir, world)
     except (CheckpointError, OSError) as error:
-        message = f"is {resume}, but a checkpoint cannot be used: {error}; mend that, or choose another hydra.run.dir"
+        message = (
+            f"is {resume}, but a checkpoint cannot be read: {error}; correct that, or choose another hydra.run.dir"
+        )
         raise ConfigError(Violation(_KEY, f"{message} (nothing was changed)")) from error
 
 
@@ -98,8 +98,8 @@ def _find_origin(resume: str, run_dir: Path, world: World) -> ResumePoint | None
         return ResumePoint(own, read_manifest(own))
     if were_there:
         message = (
-            f"is {resume}, but of {', '.join(were_there)} in {run_dir / 'checkpoints'} none is whole; to start from "
-            "scratch, move that folder away or choose another hydra.run.dir"
+            f"is {resume}, but all checkpoints ({', '.join(were_there)}) in {run_dir / 'checkpoints'} are damaged; to "
+            "start from scratch, move that folder away or choose another hydra.run.dir"
         )
         raise ConfigError(Violation(_KEY, message))
     return None if resume == "auto" else _elsewhere(Path(resume), world)
@@ -147,7 +147,7 @@ def check_config(
     if refused and on_changed is OnChangedConfig.error:
         raise ConfigError(difference.violation() for difference in refused)
     for difference in refused:
-        log.warning("resumed with another %s: the run is no longer the one that was saved", difference)
+        log.warning("resumed with another %s: the result differs from that of the saved run", difference)
 
 
 def check_data(
@@ -179,7 +179,7 @@ def check_data(
         key = next((f"data.{key}" for key in keys if key in settings and key != "_target_"), "data")
         texts = contrast(was[name], now[name], _digest)
         wrong.append(
-            Violation(key, f"gives other data than the checkpoint was trained on ({name} {' -> '.join(texts)})")
+            Violation(key, f"differs from the data that the checkpoint was trained on ({name} {' -> '.join(texts)})")
         )
     _refuse(wrong, on_changed)
     return str(now["order"] if "content" in changed else was.get("order", now["order"]))
@@ -222,7 +222,7 @@ def check_base(resume_point: ResumePoint, now: Mapping[str, Any], on_changed: On
     if was.get("digest") == now["digest"]:
         return
     message = (
-        f"leads to another base than the adapters of the checkpoint were trained with, at {was.get('path')} (digest "
+        f"differs from the base that the adapters of the checkpoint were trained with, at {was.get('path')} (digest "
         f"{was.get('digest')} -> {now['digest']})"
     )
     _refuse([Violation("model.init_from", message)], on_changed)
@@ -240,7 +240,7 @@ class _Told(dict[str, Any]):
     """A dict that raises `ConfigError` for a missing key."""
 
     def __missing__(self, key: str) -> Any:
-        message = f"leads to a checkpoint whose manifest has no {key} in its state; choose another checkpoint"
+        message = f"leads to a checkpoint without {key} in its state; choose another checkpoint"
         raise ConfigError(Violation(_KEY, message))
 
 
@@ -280,9 +280,9 @@ def _elsewhere(path: Path, world: World) -> ResumePoint:
     if not os.path.lexists(folder / MANIFEST):
         folder = verify_newest(folder, world)
     elif damage := damage_together(folder, world):
-        raise ConfigError(Violation(_KEY, f"is {path}, which is not whole: {'; '.join(damage)}"))
+        raise ConfigError(Violation(_KEY, f"is {path}, which is damaged: {'; '.join(damage)}"))
     if folder is None:
-        raise ConfigError(Violation(_KEY, f"is {path}, where there is no whole checkpoint"))
+        raise ConfigError(Violation(_KEY, f"is {path}, which has no intact checkpoint"))
     manifest = read_manifest(folder)
     state = {**manifest.state, "stop_reason": None, "best": {"step": None, "value": None}}
     return ResumePoint(folder, replace(manifest, state=state))

@@ -254,7 +254,7 @@ class Checkpointer:
         begin = time.perf_counter()
         if self.pending:
             self.join()
-            log.info("step %d waited %.1f s for the checkpoint before it", step, time.perf_counter() - begin)
+            log.info("step %d waited %.1f s for the previous checkpoint", step, time.perf_counter() - begin)
         error, self._error = self._error, None
         if error is not None and self._strict:
             raise error
@@ -312,7 +312,7 @@ class Checkpointer:
             self._error = SaveError(f"no checkpoint of step {step} at {folder}: {error}")
             if self._world.is_main:
                 shutil.rmtree(partial_path(self.run_dir, step), ignore_errors=True)
-                log.error("%s; earlier checkpoints stay", self._error)
+                log.error("%s; earlier checkpoints are kept", self._error)
         self.seconds = time.perf_counter() - job.begin
 
     def _write(self, job: _Save) -> None:
@@ -375,7 +375,7 @@ class Checkpointer:
                 remove(earlier[step])
             remove_leftovers(self.run_dir)
         except OSError as error:
-            log.warning("%s could not be deleted and will be tried again: %s", error.filename, error.strerror)
+            log.warning("%s could not be deleted; the next save tries again: %s", error.filename, error.strerror)
 
     def _on_main(self, work: Callable[..., _T], *args: Any) -> _T | None:
         return work(*args) if self._world.is_main else None

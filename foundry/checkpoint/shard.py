@@ -199,7 +199,7 @@ def _header(chunks: Mapping[str, Chunk], names: list[str]) -> bytes:
     for name in names:
         local = chunks[name].local
         if local.dtype not in DTYPES:
-            raise TypeError(f"{name} is {local.dtype}, which a safetensors file cannot hold")
+            raise TypeError(f"{name} is {local.dtype}, which a .safetensors file cannot store")
         end = begin + _num_bytes(local)
         entries[name] = {"dtype": DTYPES[local.dtype], "shape": list(local.shape), "data_offsets": [begin, end]}
         begin = end
@@ -213,7 +213,7 @@ def _is_writer(tensor: "DTensor", index: int) -> bool:
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return False
-    assert not any(placement.is_partial() for placement in tensor.placements), "state is never partial"
+    assert not any(placement.is_partial() for placement in tensor.placements), "state must not be partial"
     return all(
         coordinate[dim] == index % tensor.device_mesh.size(dim)
         for dim, placement in enumerate(tensor.placements)

@@ -101,7 +101,7 @@ class TensorIndex:
                     by_file[part.file].append((part, name))
                     missing[name] -= shared
         if short := [name for name, count in missing.items() if count]:
-            raise CheckpointError(f"{self.folder} does not hold all of {short[0]}, or parts of it twice")
+            raise CheckpointError(f"{self.folder} has missing or duplicate parts of {short[0]}")
         for file, wanted in sorted(by_file.items()):
             with open_regular(self.folder / file, "rb", buffering=0) as stream:
                 self._check_header(stream, file, wanted)
@@ -130,7 +130,7 @@ class TensorIndex:
             if (found := self._headers[file].get(name)) != listed:
                 has = "lacks it" if found is None else f"has {_described(found)}"
                 message = f"{INDEX} lists {name} as {_described(listed)} but {file} {has}"
-                raise CheckpointError(f"{self.folder}: {message}; another program has rewritten the file, restore it")
+                raise CheckpointError(f"{self.folder}: {message}; another program changed the file; restore it")
 
 
 def read_index(folder: Path, world: World | None = None) -> TensorIndex:
@@ -158,7 +158,7 @@ def read_index(folder: Path, world: World | None = None) -> TensorIndex:
         raise CheckpointError(found)
     entries = json.loads(found[0])
     if not isinstance(entries, dict):
-        raise CheckpointError(f"{folder / INDEX} names no tensors")
+        raise CheckpointError(f"{folder / INDEX} lists no tensors")
     return TensorIndex(folder, entries, found[1])
 
 
@@ -181,7 +181,7 @@ def _read_header(stream: IO[bytes], path: Path) -> _Header:
     """
     size = int.from_bytes(stream.read(8), "little")
     if size > os.fstat(stream.fileno()).st_size:
-        raise CheckpointError(f"{path} is no .safetensors file")
+        raise CheckpointError(f"{path} is not a .safetensors file")
     try:
         header = json.loads(stream.read(size))
         saved = json.loads(header.pop("__metadata__", {}).get("DCP_SHARDING_INFO", "{}"))
@@ -189,7 +189,7 @@ def _read_header(stream: IO[bytes], path: Path) -> _Header:
         for name, entry in header.items():
             sizes, (begin, end) = list(entry["shape"]), entry["data_offsets"]
             if end - begin != math.prod(sizes) * _NAMES[entry["dtype"]].itemsize:
-                raise ValueError(f"the bytes of {name} are not those of its type and shape")
+                raise ValueError(f"the size of {name} does not match its dtype and shape")
             offsets = saved[name]["saved_offsets"] if name in saved else [0] * len(sizes)
             parts[name] = entry["dtype"], 8 + size + begin, list(offsets), sizes
         return parts

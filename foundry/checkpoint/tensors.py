@@ -235,14 +235,12 @@ def readable(folder: Path) -> Iterator[None]:
         yield
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         lines = [line for line in str(error).splitlines() if line.strip()]
-        raise CheckpointError(
-            f"{folder} holds no tensors that can be read: {lines[-1] if lines else error!r}"
-        ) from error
+        raise CheckpointError(f"{folder} has no readable tensors: {lines[-1] if lines else error!r}") from error
 
 
 def _check_names(folder: Path, wanted: Iterable[str], saved: Iterable[str]) -> None:
     wanted, saved = set(wanted), set(saved)
-    for names, text in ((wanted - saved, "lacks"), (saved - wanted, "holds, and this run does not,")):
+    for names, text in ((wanted - saved, "lacks"), (saved - wanted, "has, but this run does not,")):
         if names:
             shown = ", ".join(sorted(names)[:_NUM_SHOWN])
             more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
@@ -258,7 +256,9 @@ def _read(index: TensorIndex, targets: Mapping[str, Tensor]) -> None:
 def _require_shapes(index: TensorIndex, targets: Mapping[str, Tensor]) -> None:
     for name, target in targets.items():
         if target.shape != (shape := index.shape(name)):
-            raise CheckpointError(f"{index.folder} has {name} as {tuple(shape)}, this run as {tuple(target.shape)}")
+            raise CheckpointError(
+                f"{index.folder} has {name} with shape {tuple(shape)}, this run with {tuple(target.shape)}"
+            )
 
 
 def _accept(inner: nn.Module, weights: Mapping[str, Tensor]) -> None:

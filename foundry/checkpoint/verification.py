@@ -35,7 +35,7 @@ def verify_newest(run_dir: Path, world: World) -> Path | None:
         if not damage:
             return folder
         if world.is_main:
-            log.error("%s is not whole and is not used: %s", folder, "; ".join(damage))
+            log.error("%s is damaged and not used: %s", folder, "; ".join(damage))
     return None
 
 

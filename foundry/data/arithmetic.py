@@ -87,7 +87,7 @@ def arithmetic(settings: ArithmeticSettings, *, seed: int = 0) -> DataSplits:
         fingerprint=fingerprint,
         content=fingerprint,
         key="data.seq_len",
-        remedy="give more",
+        remedy="increase it",
     )
     if form is ArithmeticForm.prompts:
         return prompt_splits(source, settings)

@@ -91,7 +91,7 @@ def _parse_exit_code(text: "re.Match[str]") -> int | None:
 def _how_it_died(pid: int, code: int | None) -> str:
     name = signal.Signals(-code).name if code is not None and code < 0 else None
     how = f"was killed by {name}" if name else "has died" if code is None else f"ended with exit code {code}"
-    remedy = _REMEDIES.get(name or "", "data.num_workers=0 reads in the training process, which shows the error itself")
+    remedy = _REMEDIES.get(name or "", "set data.num_workers=0 to read in the training process, which shows the error")
     return f"a data loader worker (process {pid}) {how}: {remedy}"
 
 
@@ -160,7 +160,7 @@ class Loader:
             ConfigError: packing is requested, but the dataset does not provide the lengths of its samples.
         """
         if pack_tokens is not None and dataset.lengths_of([0]) is None:
-            message = f"is true but {class_name(dataset)} has no lengths_of(), by which samples are put into rows"
+            message = f"is true but {class_name(dataset)} has no lengths_of(), which packing requires"
             raise ConfigError(Violation("data.packing", f"{message}; set it to false"))
         self.samples = 0
         self._skipped = 0

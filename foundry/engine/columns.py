@@ -89,7 +89,7 @@ def join_columns(
         if columns is not None and origin == run.run_dir:
             return _joined(run.data, columns)
         if columns is None and world.is_main:
-            log.warning("%s is missing or not as it was written; its numbers are computed again", COLUMNS)
+            log.warning("%s is missing or has changed since it was written; computing it again", COLUMNS)
     metadata = {"data": identity}
     if columns is None:
         frozen, metadata["weights"] = build_frozen()
@@ -109,7 +109,9 @@ def _compute(objective: Objective, dataset: Dataset, run: RunContext) -> dict[st
     """Compute the columns of a dataset; each rank computes its part and gets all of them."""
     world, columns = run.world, dict[str, Tensor]()
     if world.is_main:
-        log.info("%s of %d samples, once before the first step", " and ".join(objective.columns), len(dataset))
+        log.info(
+            "computing %s of %d samples, once before the first step", " and ".join(objective.columns), len(dataset)
+        )
     batches = held_out_batches(
         dataset,
         per_gpu_batch_size=run.config.hparams.per_gpu_batch_size,

@@ -116,7 +116,7 @@ class FirstStepCheck:
         try:
             per_element = optimizer_bytes(config, build_fake(lambda: build_adapted(config)))
         except Exception as error:  # a custom model or optimizer may not support fake tensors
-            log.info("the check of the first step leaves out the optimizer's state: %s", format_reason(error))
+            log.info("the check of the first step excludes the optimizer state: %s", format_reason(error))
             return []
         parts = {name: local_part(p.detach()) for name, p in self._trained.parallel.inner.named_parameters()}
         return [

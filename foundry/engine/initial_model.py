@@ -65,7 +65,7 @@ class Base:
             return None
         digest, path = manifest.base.get("digest"), manifest.base.get("path")
         if not isinstance(digest, str) or not isinstance(path, (str, type(None))):
-            raise CheckpointError(f"{MANIFEST} does not say digest and path of the base")
+            raise CheckpointError(f"{MANIFEST} has no digest and path for the base")
         return cls(digest, path)
 
     def facts(self) -> dict[str, str | None]:
@@ -96,10 +96,10 @@ def read_initial(node: Any, path: Path | None, start: StartModel, world: World, 
     while source is not None and (found := _find_adapters(source, key)) is not None:
         adapters.append(found)
         if len(adapters) > _MOST_BASES:
-            raise ConfigError(Violation(key, f"is {path}, whose base has a base, and so on without end"))
+            raise ConfigError(Violation(key, f"is {path}, whose chain of base models is too long or a cycle"))
         if found[2].path is None:
-            message = f"is {path}, adapters beside weights that were drawn, which no file has"
-            raise ConfigError(Violation(key, f"{message}; export it with merge=true, and start from that"))
+            message = f"is {path}, which has adapters on randomly initialized weights that are in no file"
+            raise ConfigError(Violation(key, f"{message}; export it with merge=true, and use the export"))
         source = _path_of_base(found[0], found[2], key)
     if source is None:
         return start(node)
@@ -161,7 +161,7 @@ def adapt(model: nn.Module, run: RunContext, path: Path | None) -> Base | None:
     base = Base(compute_digest(model), None if path is None else str(path.expanduser().absolute()))
     names = add_adapters(model, peft, run.seed)
     if path is None and not isinstance(run.config.model, dict):
-        log.warning("peft=lora without a base: what is frozen was drawn; choose model=base model.path=...")
+        log.warning("peft=lora without a base: the frozen weights are random; set model=base model.path=...")
     log.info("adapters of rank %d: %s (%s)", peft.adapter_dim, count_by_kind(names), listed(names, 16))
     return base
 
@@ -181,7 +181,7 @@ def read_base(node: Any, checkpoint: Path, start: StartModel, world: World, key:
     """
     found = _find_adapters(checkpoint, key)
     if found is None:
-        message = f"leads to {checkpoint}, which does not say beside which weights its adapters were trained"
+        message = f"leads to {checkpoint}, which does not record the base weights of its adapters"
         raise ConfigError(Violation(key, message))
     folder, _, base = found
     path = None if base.path is None else _path_of_base(folder, base, key)
@@ -215,7 +215,7 @@ def _path_of_base(folder: Path, base: Base, key: str) -> Path:
     path = Path(base.path)
     if not path.exists():
         message = (
-            f"leads to {folder}, adapters of the base {path}, which is no longer there; put it back there, or a link"
+            f"leads to {folder}, adapters of the base {path}, which no longer exists; restore it or a symlink to it"
         )
         raise ConfigError(Violation(key, message))
     return path
@@ -226,7 +226,7 @@ def _check_digest(model: nn.Module, folder: Path, base: Base, key: str) -> None:
         message = (
             f"leads to {folder}, adapters of a base with the digest {base.digest}, but {base.path} now has {digest}"
         )
-        raise ConfigError(Violation(key, f"{message}; put back the weights that they were trained with"))
+        raise ConfigError(Violation(key, f"{message}; restore the weights that they were trained with"))
 
 
 def _merge(model: nn.Module, folder: Path, manifest: Manifest, base: Base, world: World, key: str) -> None:
@@ -234,12 +234,12 @@ def _merge(model: nn.Module, folder: Path, manifest: Manifest, base: Base, world
     _check_digest(model, folder, base, key)
     settings: Any = OmegaConf.to_object(typed_group(folder / MANIFEST, "peft", manifest.config.get("peft")))
     if not isinstance(settings, LoRA) or [*check_fields(settings, "peft"), *settings.check()]:
-        raise ConfigError(Violation(key, f"leads to {folder}, whose adapters are none that foundry has trained"))
+        raise ConfigError(Violation(key, f"leads to {folder}, whose adapters were not trained with foundry"))
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     add_adapters(model, settings, seed=0)
     try:
         if wrong := damage_together(folder, world):
-            raise CheckpointError(f"{folder.name} is not whole: {'; '.join(wrong)}")
+            raise CheckpointError(f"{folder.name} is damaged: {'; '.join(wrong)}")
         load_weights(folder, model, ema=True, trained_only=True)
     except (OSError, CheckpointError) as error:
         raise ConfigError(Violation(key, f"leads to {folder}: {error}")) from None

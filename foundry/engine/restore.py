@@ -241,20 +241,20 @@ def _own_architecture(config: Config, run_dir: Path, *, trust: bool) -> dict[str
         return {"path": str(own), "read_weights": False}
     if trust:
         return {"read_weights": False}
-    message = f"has no {TRANSFORMERS}/, and its model.path={shown(config.model.path)} is a folder outside of it"
+    message = f"has no {TRANSFORMERS}/, and its model.path={shown(config.model.path)} is outside of it"
     raise ConfigError(Violation("run", f"{run_dir} {message}; add trust=true to read that folder"))
 
 
 def _whole_checkpoint(run_dir: Path, which: str) -> Path:
     if any((run_dir / name).is_file() for name in ("config.json", "adapter_config.json")):
-        message = f"is {run_dir}, an export, which has no checkpoints; give the run that it came from"
+        message = f"is {run_dir}, which is an export and has no checkpoints; give the run that was exported"
         raise ConfigError(Violation("run", message))
     try:
         folder = find(run_dir, which)
     except FileNotFoundError as error:
         raise ConfigError(Violation("which", str(error))) from None
     if wrong := problems(folder):
-        message = f"is {which}, but {folder} is not whole: {'; '.join(wrong)}; choose another step"
+        message = f"is {which}, but {folder} is damaged: {'; '.join(wrong)}; choose another step"
         raise ConfigError(Violation("which", message))
     return folder
 
@@ -289,7 +289,7 @@ def _data(config: Config, run_dir: Path) -> DataSplits:
         data: DataSplits = build_part(config, "data", seed=config.hparams.seed)
         return data
     tokens = None if kept else _tokens_per_sample(run_dir / PLAN)
-    with ForeignData(lambda reason: ConfigError(Violation("run", f"{file} is no tokenizer: {reason}"))):
+    with ForeignData(lambda reason: ConfigError(Violation("run", f"{file} is not a valid tokenizer: {reason}"))):
         tokenizer = parse_tokenizer(read_text(file))
     return DataSplits(
         train=[],
@@ -341,7 +341,7 @@ def _special_tokens(file: Path, tokenizer: Any) -> dict[str, Any]:
     known = count_ids(tokenizer)
     for item in stop if first is None else [*stop, first]:
         if type(item) is not int or not 0 <= item < known:
-            raise ConfigError(Violation("run", f"{file} has {shown(item)}, which is no token of {TOKENIZER}"))
+            raise ConfigError(Violation("run", f"{file} has {shown(item)}, which is not a token of {TOKENIZER}"))
     return {"stop_ids": tuple(stop), "bos_id": first}
 
 

@@ -187,7 +187,7 @@ def _rank_zero_missed(run_dir: Path, world: World) -> Iterator[None]:
         yield
     except CollectiveError as error:
         if not world.is_main:
-            record_if_dead(run_dir, f"rank 0 is gone, killed perhaps; {error}")
+            record_if_dead(run_dir, f"rank 0 has ended, perhaps killed; {error}")
         raise
 
 

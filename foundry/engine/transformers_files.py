@@ -120,7 +120,7 @@ def _check_tokens(tokenizer: Any, out: Path) -> None:
         log.warning("transformers cannot load the tokenizer of %s: %s", out, " ".join(str(error).split()))
         return
     if loaded.convert_tokens_to_ids(loaded.tokenize(_PROBE)) != encode_texts(tokenizer, [_PROBE])[0]:
-        message = "AutoTokenizer makes a %s of %s, which cuts words otherwise than the run did; load it by %s instead"
+        message = "AutoTokenizer loads a %s from %s, which tokenizes differently from the run; load it with %s instead"
         log.warning(message, type(loaded).__name__, out, "PreTrainedTokenizerFast.from_pretrained")
 
 

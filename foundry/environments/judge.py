@@ -85,7 +85,9 @@ class Judge:
             if judgement.fault and not self._has_warned:
                 self._has_warned = True
                 where = f"the answer {shown(answer.text)} to {shown(answer.prompt)}"
-                log.warning("environment %s: %s, at %s; it does not count", self.name, judgement.message, where)
+                log.warning(
+                    "environment %s: %s, for %s; this answer is not counted", self.name, judgement.message, where
+                )
         return found
 
     def close(self) -> None:
@@ -123,7 +125,9 @@ class Judge:
             return Judgement(None, numbers)
         reward = sum(self._weights.get(name, 1.0) * value for name, value in numbers.items())
         if not _is_number(reward):
-            return Judgement(None, numbers, "no_number", f"scores and weights come to {reward}{_why_none(reward)}")
+            return Judgement(
+                None, numbers, "no_number", f"the weighted sum of the scores is {reward}{_why_none(reward)}"
+            )
         return Judgement(reward, numbers)
 
 

@@ -178,7 +178,7 @@ def _parse_reply(line: bytes, number: int) -> dict[str, Any]:
     """
     reply = json.loads(line)
     if not isinstance(reply, dict) or reply.get("number") != number:
-        raise ValueError(f"{shown(reply)} is no reply to request {number}")
+        raise ValueError(f"{shown(reply)} is not a reply to request {number}")
     return {**reply, "raised": visible(str(reply["raised"]))} if "raised" in reply else reply
 
 

@@ -43,7 +43,7 @@ def build_evaluators(run: RunContext, objective: Objective) -> dict[str, Evaluat
         raise ConfigError(wrong)
     if evaluation.write_samples and objective.generate is not None:
         if data.tokens_per_sample is not None and data.tokenizer is None:
-            log.warning("no samples are drawn: the data has tokens and no tokenizer (data.tokenizer)")
+            log.warning("no samples are generated: the data has tokens but no tokenizer; set data.tokenizer")
             return evaluators
         evaluators["drawn_samples"] = DrawnSamples(objective=objective, data=data)
     return evaluators

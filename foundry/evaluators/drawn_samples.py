@@ -48,5 +48,5 @@ class DrawnSamples:
             samples.save(folder / f"samples_{context.step:08d}")
             context.files.append(samples.save(folder / "samples"))
         except OSError as error:
-            _log.warning("no samples are written: %s (the run continues)", error)
+            _log.warning("could not write samples: %s (the run continues)", error)
         return {}

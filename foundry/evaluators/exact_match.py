@@ -69,7 +69,7 @@ class ExactMatch:
             self.metrics = None if names is None else (*own, *reward_metric_names(names))
         self._known, where = self.metrics, "evaluation.evaluators.exact_match"
         if not len(self._prompts) or (torchmetrics and not has_answers):
-            message = "needs data that has prompts with answers, such as data=chats"
+            message = "requires data with prompts and answers, such as data=chats"
             raise ConfigError(Violation(where, message))
         self._torchmetrics = TorchMetrics(torchmetrics, f"{where}.torchmetrics") if torchmetrics else None
         if torchmetrics:
@@ -113,7 +113,7 @@ class ExactMatch:
         totals = world.all_reduce_sum(sums).tolist()
         means = {name: total / count for name, (total, count) in zip(names, totals, strict=True) if count}
         if self._judge is not None and "reward" not in means:
-            log.warning("environment %s has given none of the held-out answers a reward", self._judge.name)
+            log.warning("environment %s gave no reward for any held-out answer", self._judge.name)
             means["reward"] = math.nan
         if self._torchmetrics is None:
             return means

@@ -52,7 +52,7 @@ class HeldOut:
         self.metrics = None if torchmetrics else self._own
         where = "evaluation.evaluators.held_out.torchmetrics"
         if torchmetrics and objective.predict is None:
-            message = f"is given but objective {type(objective).__name__} has no predict() that would feed it"
+            message = f"is given but objective {type(objective).__name__} has no predict() to compute its inputs"
             raise ConfigError(Violation(where, message))
         self._torchmetrics = TorchMetrics(torchmetrics, where) if torchmetrics else None
 

@@ -83,7 +83,7 @@ class _Trial:
         try:
             import optuna
         except ImportError:
-            message = f"proposed this run but is not installed here; {pip_command('optuna', 'search')}"
+            message = f"created this run but is not installed here; {pip_command('optuna', 'search')}"
             raise ConfigError(Violation("hydra/sweeper=optuna", message)) from None
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._metric, self._number = link.metric, link.number
@@ -111,12 +111,12 @@ class _Trial:
                 warnings.filterwarnings("ignore", "All-NaN slice encountered")
                 is_over = self._pruner.prune(self._study, self._study.get_trials(deepcopy=False)[self._number])
         except OSError as error:
-            log.warning("the search cannot be asked whether to continue (%s); the run does", error)
+            log.warning("cannot read whether the search prunes this run (%s); the run continues", error)
             return None
-        text = f"pruned: {self._metric} {value:.4g} at {share:.0%} of the run promises less than other trials"
+        text = f"pruned: {self._metric} {value:.4g} at {share:.0%} of the run is worse than other trials"
         return text if is_over else None
 
 
 def _refused(run_dir: Path, error: Exception) -> ConfigError:
-    message = f"is {run_dir}, whose {TRIAL} asks for what no search of foundry's does: {error}; remove that file"
+    message = f"is {run_dir}, whose {TRIAL} is not valid for a search of foundry: {error}; remove that file"
     return ConfigError(Violation("hydra.run.dir", message))

@@ -33,7 +33,7 @@ class TorchMetrics:
 
         for name, metric in metrics.items():
             if not isinstance(metric, Metric):
-                message = f"is {type(metric).__name__}, which is no torchmetrics.Metric"
+                message = f"is {type(metric).__name__}, which is not a torchmetrics.Metric"
                 raise ConfigError(Violation(f"{where}.{name}", message))
         self._metrics, self._where = dict(metrics), where
 
@@ -90,7 +90,9 @@ class TorchMetrics:
         if world.dp_size == 1 or not lists:
             return
         if any(metric._reductions[key] is not dim_zero_cat for key in lists):  # there is no public API for this
-            message = "keeps lists that torchmetrics cannot join over ranks; measure it in one process: foundry.eval"
+            message = (
+                "keeps lists that torchmetrics cannot combine across ranks; measure it in one process with foundry.eval"
+            )
             raise ConfigError(Violation(f"{self._where}.{name}", message))
         whole = {key: dim_zero_cat(value) for key, value in lists.items() if value}
         kinds = [(str(value.dtype).removeprefix("torch."), tuple(value.shape[1:])) for value in whole.values()]
@@ -115,7 +117,7 @@ class TorchMetrics:
                 values = {str(k) if str(k).startswith(name) else f"{name}_{k}": one for k, one in value.items()}
             for key, one in values.items():
                 if not isinstance(one, Tensor) or one.numel() != 1:
-                    message = f"measures {type(one).__name__} of several values; choose another metric or average"
+                    message = f"returns {type(one).__name__} with several values; choose another metric or average"
                     raise ConfigError(Violation(f"{self._where}.{name}", message))
                 measured[key] = float(one)
         return measured

@@ -68,7 +68,7 @@ class PictureAnswers:
         """Return the lines of text under each image."""
         found = list[list[str]]()
         for question, answer, truth in zip(self.questions, self.answers, self.truths, strict=True):
-            found.append([question, f"answer: {answer}", *([] if truth is None else [f"right: {truth}"])])
+            found.append([question, f"answer: {answer}", *([] if truth is None else [f"reference: {truth}"])])
         return found
 
 

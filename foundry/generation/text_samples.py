@@ -126,14 +126,14 @@ def continue_text(
         asked = [_Asked(list(each.tokens), each.turn, each.answer, each.images) for each in shown]
     else:
         if image is None and size is not None:
-            raise ConfigError(Violation("image", "has no value, and the model answers about pictures; give image=FILE"))
+            raise ConfigError(Violation("image", "has no value, but the model requires an image; give image=FILE"))
         seen = None if image is None else image.unsqueeze(0)
         # An empty prompt becomes the stop token: in training, each document follows the stop token of another.
         texts = _given(prompt, prompts, data, chat=chat)
         asked = [_Asked(_encode(data, text, chat=chat) or stop_ids[:1], images=seen) for text in texts]
     encoded = [each.tokens for each in asked]
     if not all(encoded):
-        message = "has a text of which the tokenizer makes no token; give one that it knows"
+        message = "has a text that the tokenizer encodes to no tokens; give another text"
         raise ConfigError(Violation("prompt" if prompts is None else "prompts", message))
     decoding = Decoding(
         max_new_tokens=max_new_tokens,
@@ -145,7 +145,7 @@ def continue_text(
     )
     context = context_of(model, data)
     if (longest := max(map(len, encoded))) > context:
-        log.warning("a prompt has %d tokens, of which the model reads the last %d", longest, context)
+        log.warning("a prompt has %d tokens; the model reads only the last %d", longest, context)
     found = generate(
         model,
         encoded,
@@ -211,5 +211,5 @@ def _encode(data: Any, text: str, *, chat: bool) -> list[int]:
 def _ids(tokenizer: Any, stop: Sequence[str]) -> list[int]:
     ids = {token: tokenizer.token_to_id(token) for token in stop}
     if unknown := [token for token, id in ids.items() if id is None]:
-        raise ConfigError(Violation("stop", f"has {unknown[0]!r}, which is no token of the tokenizer"))
+        raise ConfigError(Violation("stop", f"has {unknown[0]!r}, which is not a token of the tokenizer"))
     return list(ids.values())

@@ -186,8 +186,8 @@ def _output_projections(blocks: Sequence[nn.Module]) -> set[Tensor]:
         found = {p for name, p in matrices.items() if _OUTPUT.match(name.removesuffix(".weight"))}
         if len(found) < 2:
             message = (
-                f"needs to know which matrices of a {type(block).__name__} add to the residual stream, and does not "
-                f"among {', '.join(matrices)}; set it to null for the architecture's own initialisation"
+                f"requires known names for the matrices of a {type(block).__name__} that add to the residual stream; "
+                f"found {', '.join(matrices)}; set it to null for the architecture's own initialization"
             )
             raise ConfigError(Violation("model.init_std", message))
         outputs |= found
@@ -207,6 +207,6 @@ def _check_known(model: nn.Module, embeddings: dict[Tensor, int | None]) -> None
     if unknown:
         message = (
             f"has no rule for {unknown[0]} and {len(unknown) - 1} more; "
-            "set it to null for the architecture's own initialisation"
+            "set it to null for the architecture's own initialization"
         )
         raise ConfigError(Violation("model.init_std", message))

@@ -98,7 +98,7 @@ class LogitsForward:
         if not_given:
             message = f"forward() returns log-probabilities and does not take {' and '.join(sorted(not_given))}"
             raise ConfigError(
-                Violation("model", f"is {self._name}, whose {message}; add it, and pass it on to read_log_probs")
+                Violation("model", f"is {self._name}, whose {message}; add it and pass it to read_log_probs")
             )
 
     def _refuse_tiles(self) -> None:
@@ -117,10 +117,10 @@ class LogitsForward:
             if self._vocab_size is None or answer.shape[-1] >= self._vocab_size:
                 return
             message = f"logits of {answer.shape[-1]} tokens, fewer than data.vocab_size={self._vocab_size}"
-            remedy = "give the model that many, such as vocab_size: ${data.vocab_size}"
+            remedy = "give the model as many, for example with vocab_size: ${data.vocab_size}"
         else:
             message = f"{_described(answer)} for tokens of shape ({batch}, {seq})"
-            remedy = f"return logits alone, ({batch}, {seq}, vocab), before softmax and loss"
+            remedy = f"return only logits, ({batch}, {seq}, vocab), before softmax and loss"
         raise ConfigError(Violation("model", f"is {self._name}, whose forward() returns {message}; {remedy}"))
 
 

@@ -90,13 +90,13 @@ def resolve_targets(model: nn.Module, patterns: Iterable[str]) -> list[str]:
         found = {*match_targets(layers, [pattern]), *match_targets(inner, [pattern], MEGATRON)}
         if not found:
             known = dict.fromkeys(name.rpartition(".")[2] for name, module in layers.items() if module is not head)
-            message = f"has {pattern}, which fits no linear layer of {type(model).__name__}"
+            message = f"has {pattern}, which matches no linear layer of {type(model).__name__}"
             if set(pattern) & set("|+\\^$()") or ".*" in pattern.lstrip("*"):
-                message += " (* and ? are wildcards; regular expressions are not known)"
-            there = f"there are {', '.join(known)}, in full such as {next(iter(inner), 'none')}"
+                message += " (* and ? are wildcards; regular expressions are not supported)"
+            there = f"available: {', '.join(known)}; an example of a full name: {next(iter(inner), 'none')}"
             raise ConfigError(Violation(_KEY, f"{message}; {there}"))
         if heads := [name for name in found if layers[name] is head]:
-            message = f"has {pattern}, which fits {heads[0]}, whose matrix is read without its layer"
+            message = f"has {pattern}, which matches {heads[0]}, whose matrix is used without calling the layer"
             raise ConfigError(Violation(_KEY, f"{message}; name the layers of the blocks, such as *.layers.*_proj"))
         chosen |= found
     return [name for name in layers if name in chosen]

@@ -134,7 +134,7 @@ class PrefixVLM(Transformer):
         self, settings: PrefixVLMSettings, *, hidden_dropout: float = 0.0, attention_dropout: float = 0.0
     ) -> None:
         super().__init__(settings, hidden_dropout=hidden_dropout, attention_dropout=attention_dropout)
-        assert settings.image_size is not None, "a run without pictures is refused before"
+        assert settings.image_size is not None, "a run without images is rejected earlier"
         self.image_size = settings.image_size  # by which samples and `foundry.sample` know that it looks at pictures
         self.stem = PictureStem(settings.image_size, settings.num_images, settings.hidden_size)
         self.init_weights()
@@ -164,9 +164,9 @@ class PrefixVLM(Transformer):
             ValueError: the sequence is longer than max_seq_len, images are missing, or a cache or documents are passed.
         """
         if images is None:
-            raise ValueError("PrefixVLM answers about pictures and is given none; give images")
+            raise ValueError("PrefixVLM requires images")
         if cache is not None or documents is not None:
-            raise ValueError("PrefixVLM has no cache and reads one sample a row")
+            raise ValueError("PrefixVLM supports no cache and only one sample per row")
         hidden, _, _ = self.trunk(tokens, images, dropout_keys=dropout_keys)
         return self._answer(
             hidden[:, -tokens.shape[1] :],

@@ -112,7 +112,7 @@ class Diffusion(Objective):
         if not 1 <= steps <= num_timesteps:
             raise ConfigError(Violation("steps", f"is {steps} but must be from 1 to the {num_timesteps} timesteps"))
         if not classes:
-            raise ConfigError(Violation("labels", "asks for no image; name at least one class"))
+            raise ConfigError(Violation("labels", "is empty; name at least one class"))
         num_classes = self.settings.num_classes
         if unknown := sorted({label for label in classes if not 0 <= label < num_classes}):
             raise ConfigError(Violation("labels", f"has {unknown} but classes are 0 to {num_classes - 1}"))

@@ -155,7 +155,7 @@ def not_covered(optimizers: object, model: nn.Module) -> str | None:
         remedy = "return [optimizer]" if isinstance(optimizers, Optimizer) else "return [torch.optim.AdamW(...)]"
         return f"returns {_kind(optimizers)}, not a list of optimizers; {remedy}"
     if wrong := [each for each in optimizers if not isinstance(each, Optimizer)]:
-        return f"returns a list with {_kind(wrong[0])}, which is no torch.optim.Optimizer"
+        return f"returns a list with {_kind(wrong[0])}, which is not a torch.optim.Optimizer"
     taken = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     names = {p: name for name, p in model.named_parameters()}
     counts = Counter(map(id, taken))
@@ -164,9 +164,9 @@ def not_covered(optimizers: object, model: nn.Module) -> str | None:
     trainable = [name for p, name in names.items() if p.requires_grad]
     if left := [name for p, name in names.items() if p.requires_grad and not counts[id(p)]]:
         text = f"leaves out {len(left)} of {len(trainable)} trainable parameters: {listed(left, 3)}"
-        return f"{text}; take them too, or freeze them in the model with requires_grad_(False)"
+        return f"{text}; add them to a group, or freeze them in the model with requires_grad_(False)"
     if strangers := sum(p not in names for p in taken):
-        return f"takes {strangers} tensors that are no parameters of the model it is given; take model.parameters()"
+        return f"takes {strangers} tensors that are not parameters of the given model; use model.parameters()"
     return None
 
 
@@ -184,7 +184,7 @@ def _assign(model: nn.Module, groups: Groups) -> dict[nn.Parameter, Mapping[str,
     for name, group in named.items():
         found, match = _members(model, name, group.get("match")), group.get("match")
         if not found:
-            whom = f"no trainable parameter matches {match!r}" if match else f"the model has no {name} apart"
+            whom = f"no trainable parameter matches {match!r}" if match else f"the model has no separate {name}"
             raise ConfigError(Violation(f"optimizer.groups.{name}", f"is given but {whom}"))
         for parameter_name, parameter in found:
             if parameter in chosen:

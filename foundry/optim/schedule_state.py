@@ -10,7 +10,7 @@ from foundry.optim.schedules import from_state
 
 _IN_SAMPLES = ("warmup", "horizon", "decay", "weight_decay_curve.horizon")
 _REMEDIES = {
-    "horizon": "scheduler.horizon (which a run made longer keeps), ",
+    "horizon": "scheduler.horizon (keep it to extend the run), ",
     "max_lr": "hparams.lr, ",
 }
 

@@ -38,7 +38,7 @@ class WeightDecay:
 
     def __post_init__(self) -> None:
         if self.style is IncrementStyle.constant and self.start != self.end:
-            raise ValueError(f"a constant weight decay cannot go from {self.start:g} to {self.end:g}")
+            raise ValueError(f"a constant weight decay cannot change from {self.start:g} to {self.end:g}")
         if self.style is not IncrementStyle.constant and self.horizon <= 0:
             raise ValueError(f"weight decay cannot change within {self.horizon:g} samples")
 
@@ -238,7 +238,7 @@ def from_state(state: dict[str, Any]) -> Schedule:
         ValueError: the style is unknown.
     """
     if state.get("style") not in STYLES:
-        raise ValueError(f"{state.get('style')!r} is no schedule; there are: {', '.join(STYLES)}")
+        raise ValueError(f"{state.get('style')!r} is not a known schedule; available: {', '.join(STYLES)}")
     own = {name: value for name, value in state.items() if name != "style"}
     own["evaluate_at"] = EvaluateAt(own["evaluate_at"])
     if "decay_style" in own:

@@ -49,7 +49,7 @@ def choose_device(kind: DeviceKind = DeviceKind.auto) -> torch.device:
         message = f"is {kind.value} and this machine has a GPU ({files[0]}), but {_explain_unusable_gpu()}"
         raise ConfigError(Violation("device", f"{message}; or set device=cpu"))
     if kind is DeviceKind.cuda:
-        raise ConfigError(Violation("device", "is cuda but there is no GPU; set device=cpu, or device=auto"))
+        raise ConfigError(Violation("device", "is cuda but there is no GPU; set device=cpu or device=auto"))
     return torch.device("cpu")
 
 
@@ -69,14 +69,14 @@ def _set_default_variables() -> None:
 def _explain_unusable_gpu() -> str:
     """Explain why torch cannot use an existing GPU, and how to fix it."""
     if torch.version.cuda is None:
-        other = "install another wheel: https://pytorch.org/get-started/locally"
+        other = "install a wheel with CUDA: https://pytorch.org/get-started/locally"
         return f"torch {torch.__version__} is built without CUDA; {other}"
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         reason = "torch.cuda.is_available() is false"
     except (RuntimeError, AssertionError) as error:  # torch gives the reason in the first sentence, then general advice
         reason = re.split(r"\. |\n", str(error), maxsplit=1)[0].rstrip(".")
-    remedy = f"update the NVIDIA driver, or install a torch for an older CUDA than {torch.version.cuda}"
+    remedy = f"update the NVIDIA driver, or install a torch wheel for a CUDA version before {torch.version.cuda}"
     return f"torch {torch.__version__} cannot use it: {reason}; {remedy}"
 
 

@@ -82,5 +82,5 @@ class _Unpickler(pickle.Unpickler):
             named = vars(sys.modules.get(module, object)).get(name)
             found = named if isinstance(named, type) and is_dataclass(named) else None
         if found is None:
-            raise pickle.UnpicklingError(f"a rank has sent {module}.{name}, which is no data")
+            raise pickle.UnpicklingError(f"a rank has sent {module}.{name}, which is not a data type")
         return found

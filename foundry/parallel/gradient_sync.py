@@ -52,7 +52,9 @@ class DDPSync:
         _refuse_keep_params(policy)
         found = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
         if len(found) != 1:
-            raise _cannot_act(policy, f"DDP expects one DistributedDataParallel, the model has {len(found)}")
+            raise _cannot_act(
+                policy, f"DDP requires one DistributedDataParallel module, but the model has {len(found)}"
+            )
         self._ddp, self._policy = found[0], policy
 
     def microbatch(self, *, first: bool, last: bool) -> AbstractContextManager[None]:
@@ -200,4 +202,4 @@ def _refuse_keep_params(policy: GradientSync) -> None:
 
 
 def _cannot_act(policy: GradientSync, why: str) -> ConfigError:
-    return ConfigError(Violation("distributed.gradient_sync", f"is {policy.value} but cannot act: {why}"))
+    return ConfigError(Violation("distributed.gradient_sync", f"is {policy.value} but has no effect: {why}"))

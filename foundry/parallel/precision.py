@@ -73,7 +73,7 @@ class PrecisionPolicy:
         policy = cls(config.mode)
         if policy.compute_dtype is torch.bfloat16 and not computes_bf16(device):
             message = (
-                f"is {config.mode.value} but {device_name(device)} does not compute in bf16; choose amp_float16 or fp32"
+                f"is {config.mode.value} but {device_name(device)} does not support bf16; choose amp_float16 or fp32"
             )
             raise ConfigError(Violation("precision", message))
         return policy

@@ -159,7 +159,7 @@ def process_group(
         yield arrange(world, config)
         return
     if backend == "gloo" and device.type == "cuda" and "shard" in resolved.mesh_shape(world.world_size):
-        message = "is gloo, which cannot reduce and scatter the gradients of FSDP2 on GPUs: use nccl, or auto"
+        message = "is gloo, which cannot reduce-scatter the gradients of FSDP2 on GPUs: use nccl or auto"
         raise ConfigError(Violation("distributed.backend", f"{message}; or set distributed=ddp, or device=cpu"))
     _prefer_loopback(environment.num_nodes)
     _allow_many_connections()
@@ -261,7 +261,7 @@ def _backend(config: Distributed, device: torch.device) -> str:
     if config.backend is Backend.gloo or (config.backend is Backend.auto and device.type != "cuda"):
         return "gloo"
     if device.type != "cuda":
-        raise ConfigError(Violation("distributed.backend", "is nccl but the run is on the CPU: use gloo, or auto"))
+        raise ConfigError(Violation("distributed.backend", "is nccl but the run is on the CPU: use gloo or auto"))
     return "cpu:gloo,cuda:nccl"
 
 

@@ -115,13 +115,13 @@ def _violations(model: nn.Module, num_ranks: int) -> Iterator[Violation]:
     first: dict[Tensor, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if (other := first.setdefault(parameter, name)) != name:
-            yield Violation(_KEY, f"is {num_ranks} but {name} and {other} are one parameter; set it to 1")
+            yield Violation(_KEY, f"is {num_ranks} but {name} and {other} share one parameter; set it to 1")
     dims = divided_dims(model)
     for name, module, split in _planned(model):
         if split is Split.input:
             continue
         if not isinstance(module, (nn.Linear, nn.Embedding)) or getattr(module, "bias", None) is not None:
-            message = f"is {num_ranks} but {name} is no embedding and no linear layer without a bias; set it to 1"
+            message = f"is {num_ranks} but {name} is neither an embedding nor a linear layer without bias; set it to 1"
             yield Violation(_KEY, message)
         elif (size := module.weight.shape[dims[module.weight]]) % num_ranks:
             yield Violation(_KEY, f"is {num_ranks} but must divide the {size} {split.value} of {name}")

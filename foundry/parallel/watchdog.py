@@ -194,13 +194,13 @@ class Watchdog:
         others = {rank: at for rank, at in (dumps or {}).items() if at != (step, doing)}
         behind = min(others, key=lambda rank: others[rank][0], default=self._rank)
         where = "".join(f"; rank {rank} is at step {at[0]}, {at[1]}" for rank, at in sorted(others.items())[:8])
-        line = f"rank {self._rank} has not moved for {seconds:.0f} s {setting}{where}: {ending}"
+        line = f"rank {self._rank} has made no progress for {seconds:.0f} s {setting}{where}: {ending}"
         return (behind if behind in others and others[behind][0] < step else self._rank), line
 
 
 def _blame(silent: Sequence[int]) -> str:
     who = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))}"
-    return f"{who} gave no sign of life (stopped, busy, or out of reach)" if silent else ""
+    return f"{who} gave no sign of life (stopped, busy, or unreachable)" if silent else ""
 
 
 def translate(error: BaseException, *, rank: int, step: int, doing: str, blame: str = "") -> CollectiveError | None:
@@ -220,5 +220,7 @@ def translate(error: BaseException, *, rank: int, step: int, doing: str, blame: 
     if not is_collective:
         return None
     late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
-    cause = blame or ("another rank did not come in time" if late else "another rank is gone; its own error says why")
+    cause = blame or (
+        "another rank did not join in time" if late else "another rank has ended; see its error for the cause"
+    )
     return CollectiveError(f"rank {rank}, step {step}, {doing}: {cause} ({text[:200]})")

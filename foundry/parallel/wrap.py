@@ -93,7 +93,7 @@ def parallelize(
     blocks = list(find_blocks(model))
     if (grad_checkpointing or torchcompile) and not blocks:
         key = "hparams.grad_checkpointing" if grad_checkpointing else "hparams.torchcompile"
-        message = f"is true but {type(model).__name__} has no blocks: derive them from FSDPBlock, or set it to false"
+        message = f"is true but {type(model).__name__} has no blocks; derive them from FSDPBlock, or set it to false"
         raise ConfigError(Violation(key, message))
     if world.world_size > 1:
         _check_equal(model, world)
@@ -292,7 +292,9 @@ def _check_equal(model: nn.Module, world: World) -> None:
         sums.append(_checksum(name, tensor).to(world.device))
     count = torch.tensor([len(sums)], device=world.device)
     if _differing(count):
-        raise RanksDifferError(f"the model has {len(sums)} parameters and buffers on rank {world.rank}, not on all")
+        raise RanksDifferError(
+            f"the model has {len(sums)} parameters and buffers on rank {world.rank}, but not on all ranks"
+        )
     differing = _differing(torch.stack(sums)) if sums else []
     if differing:
         name, shape = shapes[differing[0]]

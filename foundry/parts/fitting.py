@@ -25,5 +25,5 @@ def fitting(node: Any, group: str) -> Any:
     untaken = [name for name in optional if name not in parameters]
     for name in untaken:
         if group == "scheduler":
-            log.info("scheduler.%s=%s is not used: %s takes none", name, node[name], node["_target_"])
+            log.info("scheduler.%s=%s is not used: %s does not accept it", name, node[name], node["_target_"])
     return {name: value for name, value in node.items() if name not in untaken}

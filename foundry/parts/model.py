@@ -175,7 +175,9 @@ def _dropouts(objective: Any, target: str) -> dict[str, Any]:
     given = {name: value for name, value in given.items() if value is not None}
     takes = inspect.signature(get_object(target)).parameters if given else {}
     if wrong := [name for name in given if name not in takes]:
-        message = f"but the model, {target}, has no such argument; set it to null, which leaves dropout to the model"
+        message = (
+            f"but the model, {target}, does not take this argument; set it to null to use the dropout of the model"
+        )
         raise ConfigError(Violation(f"objective.{name}", f"is {given[name]} {message}") for name in wrong)
     return given
 
@@ -209,7 +211,7 @@ def resolve_packing(data: Any, model: nn.Module, name: str = "model") -> int | N
         message = f"is true but the {name} is {type(model).__name__}, whose forward() does not take documents"
         raise ConfigError(Violation("data.packing", f"{message}; set it to false, or choose model=transformer"))
     if not isolates_documents(model):
-        message = "data.packing is off: in one row with another document, the %s computes other log-probabilities"
+        message = "data.packing is off: the log-probabilities of the %s depend on the other documents in a row"
         log.warning(message, name)
         return None
     return int(field_of(data, "seq_len"))

@@ -34,13 +34,15 @@ def with_defaults(part: Any) -> Objective:
     public = {key: value for key, value in vars(Objective).items() if not key.startswith("_")}
     defaults = {key: value for key, value in public.items() if key not in names and not hasattr(part, key)}
     if lacking := [f"{key}()" for key in defaults if key in Objective.__abstractmethods__]:
-        message = f"gives an object of type {name} without {' and '.join(lacking)}; derive it from foundry.Objective"
+        message = f"returns an object of type {name} without {' and '.join(lacking)}; derive it from foundry.Objective"
         raise ConfigError(Violation("objective._target_", message))
     try:
         for key, value in defaults.items():
             object.__setattr__(part, key, MethodType(value, part) if isinstance(value, FunctionType) else value)
     except (AttributeError, TypeError) as error:
-        message = f"gives an object of type {name}, which takes no attributes; derive it from foundry.Objective"
+        message = (
+            f"returns an object of type {name}, which does not allow new attributes; derive it from foundry.Objective"
+        )
         raise ConfigError(Violation("objective._target_", message)) from error
     return cast(Objective, part)
 
@@ -61,5 +63,7 @@ def check_forward(objective: Objective, model: nn.Module, key: str = "model") ->
         return
     if missing := [name for name in objective.forward_keywords if name not in parameters]:
         needs = f"objective {type(objective).__name__} calls it with {' and '.join(missing)}"
-        message = f"is {type(model).__name__}, whose forward() does not take what {needs}; pass it on to read_log_probs"
+        message = (
+            f"is {type(model).__name__}, whose forward() lacks arguments: {needs}; add and pass them to read_log_probs"
+        )
         raise ConfigError(Violation(key, message))

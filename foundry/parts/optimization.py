@@ -57,7 +57,7 @@ def build_schedule(config: Config, budget: Budget) -> Schedule:
         log.warning("optimizer.weight_decay=%g is not used: scheduler sets it from %g to %g", own, start, end)
     if isinstance(config.scheduler, Scheduler) and (phases := config.scheduler.phases(budget)).is_clamped:
         steps = budget.batch_sizes.steps_at(phases.warmup)
-        log.warning("scheduler.warmup=%s is longer than the run; it is %g steps", config.scheduler.warmup, steps)
+        log.warning("scheduler.warmup=%s is longer than the run; using %g steps", config.scheduler.warmup, steps)
     schedule: Schedule = build(fitting(config.scheduler, "scheduler"), max_lr=config.hparams.lr, budget=budget)
     return schedule
 

@@ -67,7 +67,11 @@ class RolloutSource:
         assert settings is not None
         if run.judge is None and settings.needs_rewards:
             raise ConfigError(
-                Violation("environment", "is none but the objective needs an environment that scores completions")
+                Violation(
+                    "environment",
+                    "is none but the objective needs an environment that scores completions; "
+                    "choose one, such as exact_match",
+                )
             )
         count, size = len(data.train_prompts), settings.num_prompts_per_step
         if not count or count != len(data.train):
@@ -93,7 +97,9 @@ class RolloutSource:
         )
         num_chunks = math.ceil(settings.samples_per_rollout / settings.generation_batch_size)
         if num_chunks < self._world.dp_size:
-            message = "objective.generation_batch_size=%d makes %d chunks of a rollout: %d of %d ranks generate nothing"
+            message = (
+                "objective.generation_batch_size=%d makes %d chunks per rollout, so %d of %d ranks generate nothing"
+            )
             idle = self._world.dp_size - num_chunks
             log.warning(message, settings.generation_batch_size, num_chunks, idle, self._world.dp_size)
         self._context = context_of(model, data)
@@ -207,9 +213,9 @@ class RolloutSource:
         faults = [judgement.message for judgement in judgements if judgement.fault]
         is_broken = len(faults) == len(judgements) and not self._has_rewarded
         if is_broken or self._unrewarded == _MOST_UNREWARDED:
-            why = f"first: {faults[0]}" if faults else "its scores are None"
+            why = f"first: {faults[0]}" if faults else "all scores are None"
             rollouts = "a rollout" if is_broken else f"{_MOST_UNREWARDED} rollouts in a row"
-            message = f"{environment} gives no answer of {rollouts} a reward ({len(judgements)} each), {why}"
+            message = f"{environment} gave no reward for any answer of {rollouts} ({len(judgements)} each); {why}"
             raise ConfigError(Violation("environment", message))
 
     def _prepare(self, completions: Completions, found: Sequence[tuple[int, bool, Judgement]], keys: Tensor) -> None:
@@ -282,13 +288,13 @@ def _check_prompts(data: DataSplits, judge: Judge | None, most: int) -> None:
     prompts = data.train_prompts
     if long := [prompt for prompt in prompts if len(prompt.tokens) > most]:
         message = f"leaves {most} of the model's positions for prompts, and {len(long)} of {len(prompts)} are longer"
-        raise ConfigError(Violation("objective.max_new_tokens", f"{message}; shorten it, or set data.on_bad_row=skip"))
+        raise ConfigError(Violation("objective.max_new_tokens", f"{message}; lower it, or set data.on_bad_row=skip"))
     if judge is None:
         return
     for name in judge.needs:
         if lacking := sum(prompt.own_columns.get(name) is None for prompt in prompts):
             message = f"is {judge.name}, which reads the column {name} of prompts, but {lacking} of {len(prompts)}"
-            raise ConfigError(Violation("environment", f"{message} have none; add it, or choose another environment"))
+            raise ConfigError(Violation("environment", f"{message} lack it; add it, or choose another environment"))
 
 
 def _rewards(judgements: Sequence[Judgement]) -> dict[str, float]:

@@ -36,7 +36,7 @@ class Recompilations:
         """Log a warning if the count has grown since the last call."""
         if self._count > self._warned:
             log.warning(
-                "torch.compile has compiled %d more graphs after its first %d steps, since shapes of batches change:"
+                "torch.compile has compiled %d more graphs after its first %d steps, because batch shapes change;"
                 " give all samples one length, or set hparams.torchcompile=false",
                 self._count,
                 _SETTLING_STEPS,

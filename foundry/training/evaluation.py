@@ -49,7 +49,7 @@ class Evaluation:
                 beat("evaluating")
                 for metric, value in evaluator.evaluate(self.model, context).items():
                     if (measured := val_metric_name(metric)) in metrics:
-                        message = f"measures {measured}, which an evaluator before it does; give it another name"
+                        message = f"measures {measured}, which an earlier evaluator also measures; rename it"
                         raise ConfigError(Violation(f"evaluation.evaluators.{name}", message))
                     metrics[measured] = float(value)
         finally:

@@ -175,7 +175,7 @@ class UpdateGuard:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the window of losses and the number of consecutive skipped updates as plain JSON."""
-        assert not self._pending, "check() comes before a checkpoint"
+        assert not self._pending, "call check() before saving a checkpoint"
         return {"losses": [] if self._window is None else list(self._window.losses), "in_a_row": self._in_a_row}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -227,13 +227,13 @@ class UpdateGuard:
 
     def _final_message(self, text: str, samples: str) -> str:
         before, most = self._in_a_row - 1, self._config.max_skips
-        row = f", after {before} updates in a row that were left out (guard.max_skips={most})" if before else ""
-        return f"{text}{row}; the weights are as they were before this step{samples}"
+        row = f", after {before} updates in a row that were skipped (guard.max_skips={most})" if before else ""
+        return f"{text}{row}; this step did not change the weights{samples}"
 
     def _warn(self, text: str, samples: str) -> None:
         if self._world.is_main:
             row = f"{self._in_a_row} in a row of at most {self._config.max_skips}"
-            log.warning("%s; its update is left out, %s%s", text, row, samples)
+            log.warning("%s; its update is skipped, %s%s", text, row, samples)
 
     def _locate(self, attempt: Attempt) -> tuple[list[int], str]:
         """Return the ranks whose local loss is not finite, and the sample range of the global batch as text."""

@@ -107,7 +107,7 @@ def memory_explained(device: torch.device, rank: int) -> Iterator[None]:
         raise OutOfMemoryError(
             f"out of {used['where']} memory on rank {rank} while the run was built: {_wanted(error)}"
             f"{_size(used['allocated'])} of {_size(used['capacity'])} are in use\n"
-            "  python -m foundry.plan, with the same overrides, says how much memory each part needs"
+            "  python -m foundry.plan, with the same overrides, prints the memory of each part"
         ) from error
 
 
@@ -134,16 +134,16 @@ def explain_out_of_memory(
     """
     taken = f"{_size(memory.allocated)} of {_size(memory.capacity)} are in use"
     cached = max(0, memory.reserved - memory.allocated)
-    parts = {**memory.parts, "activations and the like": memory.rest, "cached, in pieces": cached}
+    parts = {**memory.parts, "activations and temporary buffers": memory.rest, "cached (fragmented)": cached}
     activations = list(_less_activations(config))
     if memory.where == "GPU":
         states = list(_less_states(config, distributed, world_size))
         are_most = memory.rest > memory.allocated / 2
         remedies = [*activations, *states] if are_most else [*states, *activations]
-        nothing = "every setting that saves memory is on: take a smaller model, shorter samples or more GPUs"
+        nothing = "every setting that saves memory is on: use a smaller model, shorter samples or more GPUs"
         remedies = remedies or [nothing]
     else:  # more ranks or offloading would use the same host memory
-        remedies = [*activations, "otherwise: a smaller model, shorter samples, or a machine with more memory"]
+        remedies = [*activations, "otherwise use a smaller model, shorter samples, or a machine with more memory"]
     return "\n  ".join(
         [
             f"out of {memory.where} memory {moment} on rank {rank}: {_wanted(error)}{taken}",
@@ -162,11 +162,11 @@ def _less_activations(config: Config) -> Iterator[str]:
         smaller = max(divisor for divisor in range(1, size // 2 + 1) if size % divisor == 0)
         times = size // smaller
         yield (
-            f"hparams.per_gpu_batch_size={smaller}: {times} times less activations, and the same updates: "
-            f"{times} times as many microbatches are accumulated"
+            f"hparams.per_gpu_batch_size={smaller}: activations / {times}, and the same updates: "
+            f"accumulates {times} times as many microbatches"
         )
     if not hparams.grad_checkpointing:
-        effect = "keeps each block's input only and computes the rest twice: about a third more time"
+        effect = "keeps only the input of each block and computes the rest twice; about a third slower"
         yield f"hparams.grad_checkpointing=true: {effect}"
     elif hparams.grad_checkpointing_policy is CheckpointingPolicy.selective:
         effect = "keeps no outputs of matrix products and attention, and computes them twice"
@@ -174,7 +174,7 @@ def _less_activations(config: Config) -> Iterator[str]:
     positions = size * int(field_of(config.data, "seq_len") or 0)
     in_tiles = getattr(get_object(field_of(config.objective, "_target_")), "asks_for_loss", False)
     if field_of(config.model, "logprob_tile_tokens") == 0 and positions > _TILE_TOKENS and not in_tiles:
-        effect = f"the head's logits for {_TILE_TOKENS} tokens at a time instead of {positions}"
+        effect = f"computes the head's logits for {_TILE_TOKENS} tokens at a time instead of {positions}"
         yield f"model.logprob_tile_tokens={_TILE_TOKENS}: {effect}"
 
 
@@ -185,10 +185,10 @@ def _less_states(config: Config, distributed: Resolved, world_size: int) -> Iter
     if not isinstance(distributed, FSDP) and world_size == 1:
         yield f"distributed=fsdp distributed.nproc_per_node=2: half of {states} per GPU"
     elif not isinstance(distributed, FSDP) or isinstance(distributed, HSDP):
-        yield f"distributed=fsdp: {states} are divided over all {world_size} ranks"
+        yield f"distributed=fsdp: {states} are sharded over all {world_size} ranks"
     if isinstance(distributed, FSDP):
         if world_size > 1 and accumulates and distributed.gradient_sync is not GradientSync.every:
-            effect = "gradients are divided after each microbatch instead of kept whole for the window"
+            effect = "gradients are sharded after each microbatch instead of kept whole for the window"
             yield f"distributed.gradient_sync=every: {effect}"
         if not distributed.reshard_after_forward:
             yield "distributed.reshard_after_forward=true: gathered weights are freed between forward and backward"
@@ -214,7 +214,7 @@ def _wanted(error: BaseException) -> str:
     found = _WANTED.search(str(error))
     if found is None:
         return ""
-    return f"{found[1] or _size(int(found[2]))} more were wanted, "
+    return f"{found[1] or _size(int(found[2]))} more were requested, "
 
 
 def _in_use(device: torch.device) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def reduce_sums(sums: LossSum, names: Iterable[str] | None, world: World) -> Los
     """
     known = list(sums.metrics) if names is None else list(names)
     if unnamed := [name for name in sums.metrics if name not in known]:
-        message = f"returns the metric {unnamed[0]}, which its `metrics` does not name"
+        message = f"returns the metric {unnamed[0]}, which its `metrics` does not list"
         raise ConfigError(Violation("objective", message))
     if world.dp_size == 1:
         return sums

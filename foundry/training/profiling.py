@@ -44,7 +44,7 @@ class StepProfiler:
         if self._profile is not None:
             self._stop()
         elif self._steps:
-            log.warning("no step is recorded: the run had none from tracking.profile.first_step=%d on", self._steps[0])
+            log.warning("no step is recorded: the run ended before tracking.profile.first_step=%d", self._steps[0])
 
     @contextmanager
     def _recorded(self, step: int) -> Iterator[None]:
@@ -76,4 +76,4 @@ class StepProfiler:
         if self._device.type == "cuda":
             dump_memory_history(self._folder / f"memory-{self._name}.pickle")
         self._profile, self._steps = None, range(0)
-        log.info("a profile of the steps is in %s", trace)
+        log.info("wrote a profile of the steps to %s", trace)

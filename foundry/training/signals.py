@@ -83,7 +83,7 @@ class SignalHandler:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is not threading.main_thread():
-            log.warning("not in the main thread: signals will not be noticed, and end the run without a checkpoint")
+            log.warning("not in the main thread: signals end the run without a checkpoint")
             return self
         for signum in _FLAGS:
             if signum is not signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 CHECKING = "checking the first step"
 """Name of the activity of the check before the first step."""
 
-_TIME_IS_UP = "hparams.max_minutes are over"
+_TIME_IS_UP = "hparams.max_minutes is reached"
 
 
 @dataclass(frozen=True)
@@ -304,10 +304,10 @@ class Trainer:
         Raises:
             LossSpike: there is no checkpoint, or going back to this one has not helped.
         """
-        self._doing("going back to the last checkpoint")
+        self._doing("rolling back to the last checkpoint")
         state = self.checkpoints.roll_back()
         if state is None:
-            log.error("%s; there is no checkpoint to go back to", spike)
+            log.error("%s; there is no checkpoint to roll back to", spike)
             raise spike
         position, tensors, seconds = self.source.state_dict(), self.source.tensors(), self._seconds()
         self.load_state_dict(state)
@@ -319,11 +319,11 @@ class Trainer:
         self._rollbacks = self._rollbacks + 1 if step == self._rolled_back_to else 1
         self._rolled_back_to = step
         if self._rollbacks > self.max_rollbacks:
-            log.error("%s; going back to step %d %d times has not helped", spike, step, self.max_rollbacks)
+            log.error("%s; rolling back to step %d %d times did not help", spike, step, self.max_rollbacks)
             raise spike
         self.throughput.start(step, self.progress.samples, self.progress.tokens)
         if self.world.is_main:
-            log.warning("%s; back to step %d, and past its data", spike, step)
+            log.warning("%s; rolled back to step %d, skipping its data", spike, step)
 
     def _log(self, result: StepResult, lr: float, weight_decay: float, window: Window) -> None:
         # The only place where the host synchronizes with the device.

@@ -84,12 +84,12 @@ DAMAGE = {
     "changed byte of a tensor": (lambda f: change_byte(f / SHARD), f"{SHARD} has the checksum"),
     "changed byte of a header": (lambda f: change_byte(f / SHARD, 40), f"{SHARD} has the checksum"),
     "changed byte of a rank": (lambda f: change_byte(f / RANK, 4), f"{RANK} has the checksum"),
-    "half a manifest": (lambda f: (f / MANIFEST).write_text((f / MANIFEST).read_text()[:300]), "half-written"),
+    "half a manifest": (lambda f: (f / MANIFEST).write_text((f / MANIFEST).read_text()[:300]), "incomplete"),
     "no manifest": (lambda f: (f / MANIFEST).unlink(), f"{MANIFEST} is missing"),
-    "empty manifest": (lambda f: (f / MANIFEST).write_text(""), "half-written, or no manifest (0 characters)"),
-    "other JSON": (lambda f: (f / MANIFEST).write_text("[]"), "no manifest"),
-    "bytes for a manifest": (lambda f: (f / MANIFEST).write_bytes(b"\xff" * 9), "no text"),
-    "changed manifest": (lambda f: edit(f, "samples", 9), f"{MANIFEST} does not have the checksum"),
+    "empty manifest": (lambda f: (f / MANIFEST).write_text(""), "incomplete or not a manifest (0 characters)"),
+    "other JSON": (lambda f: (f / MANIFEST).write_text("[]"), "not a manifest"),
+    "bytes for a manifest": (lambda f: (f / MANIFEST).write_bytes(b"\xff" * 9), "not text"),
+    "changed manifest": (lambda f: edit(f, "samples", 9), f"{MANIFEST} does not match its checksum"),
 }
 
 

@@ -95,7 +95,7 @@ def test_unsupported_optimizer_state_is_named(kind, depth):
     optimizer = Nested(model.parameters())
     optimizer.state[model.weight]["key"] = value
     for ask in (lambda: collect(model, None, [optimizer]), lambda: describe(model, [optimizer])):
-        with pytest.raises(CheckpointError, match=r"Nested keeps optimizer\.weight\.key.* as a .* cannot hold"):
+        with pytest.raises(CheckpointError, match=r"Nested keeps optimizer\.weight\.key.* as a .* cannot store"):
             ask()
 
 
@@ -149,10 +149,10 @@ def test_torch_optimizers_need_no_state_description(tmp_path):
 def test_state_of_a_nested_or_flat_optimizer_is_refused_by_the_other(tmp_path):
     model = Net(1)
     nested = write(tmp_path / "nested", 3, model, optimizers=[stepped(model, Nested(model.parameters()))])
-    with pytest.raises(CheckpointError, match="has the state of Nested, but AdamW is chosen: continue with"):
+    with pytest.raises(CheckpointError, match="has the state of Nested, but AdamW is configured: resume with"):
         restore_into(nested, model, None, [AdamW(model.parameters())])
     flat = write(tmp_path / "flat", 3, model, optimizers=[stepped(model, AdamW(model.parameters()))])
-    with pytest.raises(CheckpointError, match="Nested keeps none: continue with"):
+    with pytest.raises(CheckpointError, match="Nested keeps none: resume with"):
         restore_into(flat, model, None, [Nested(model.parameters())])
 
 
@@ -205,5 +205,5 @@ def test_state_dict_hooks_are_saved_and_restored(tmp_path):
     restore_into(folder, model, None, [fresh])
     assert same(fresh.own, optimizer.own)
     assert fresh.own["calls"] == 3
-    with pytest.raises(CheckpointError, match="Hooked adds own to its state dict, and no hook that reads it back"):
+    with pytest.raises(CheckpointError, match="Hooked adds own to its state dict, but has no hook that loads it"):
         collect(model, None, [stepped(model, Hooked(model.parameters(), read=False))])

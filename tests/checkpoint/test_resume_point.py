@@ -200,7 +200,7 @@ def test_missing_manifest_state_is_a_config_error(tmp_path):
     state = find_resume_point("auto", tmp_path, ALONE).state
     assert state["best"]["step"] == 3
     for ask in (lambda: state["schedule"], lambda: state["best"]["value"]):
-        with pytest.raises(ConfigError, match=r"manifest has no (schedule|value) in its state"):
+        with pytest.raises(ConfigError, match=r"leads to a checkpoint without (schedule|value) in its state"):
             ask()
 
 

@@ -60,7 +60,7 @@ def test_replicated_tensors_are_written_once_and_divided_evenly():
 
 
 def test_unsupported_dtype_of_a_shard_is_named(tmp_path):
-    with pytest.raises(TypeError, match=r"a is torch\.complex64, which a safetensors file cannot hold"):
+    with pytest.raises(TypeError, match=r"a is torch\.complex64, which a \.safetensors file cannot store"):
         write_shard(tmp_path / "a", {"a": Chunk(torch.zeros(2, dtype=torch.complex64), (0,))})
 
 

@@ -150,9 +150,9 @@ def test_missing_unexpected_and_mismatched_tensors_are_named(tmp_path, read):
     small, large = nn.Linear(4, 3, bias=False), nn.Linear(4, 3)
     with pytest.raises(CheckpointError, match=r"step_00000001 lacks model\.bias$"):
         read(write(tmp_path, 1, small), large)
-    with pytest.raises(CheckpointError, match=r"holds, and this run does not, model\.bias$"):
+    with pytest.raises(CheckpointError, match=r"has, but this run does not, model\.bias$"):
         read(write(tmp_path, 2, large), small)
-    with pytest.raises(CheckpointError, match=r"has model\.weight as \(3, 4\), this run as \(5, 4\)"):
+    with pytest.raises(CheckpointError, match=r"has model\.weight with shape \(3, 4\), this run with \(5, 4\)"):
         read(write(tmp_path, 3, nn.Linear(4, 3)), nn.Linear(4, 5))
 
 

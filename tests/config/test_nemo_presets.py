@@ -134,4 +134,4 @@ def test_nemo_sft_preset_trains(rows, tmp_path, caplog):
     result = train(config, tmp_path / "run").result
     assert (result["step"], result["samples"]) == (5, 40)
     assert result["val_loss"] > 0
-    assert "scheduler.warmup=200 is longer than the run; it is 4 steps" in caplog.text
+    assert "scheduler.warmup=200 is longer than the run; using 4 steps" in caplog.text

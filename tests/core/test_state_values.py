@@ -78,7 +78,7 @@ def test_malformed_checkpoint_state_is_a_config_error(load, state):
         load(state)
     (violation,) = refused.value.violations
     assert violation.key == "checkpoint.resume"
-    assert str(violation).startswith("checkpoint.resume: leads to run, which holds no state of a run: ")
+    assert str(violation).startswith("checkpoint.resume: leads to run, whose state is invalid: ")
     assert str(violation).isprintable()
     random.setstate(before)
     torch.set_rng_state(generators)

@@ -132,7 +132,7 @@ def test_any_template_error_is_a_printable_line(source):
 def test_template_that_jinja_cannot_compile_is_a_config_error(tmp_path, source):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": source}))
     tokenizer = byte_tokenizer()
-    with pytest.raises(ConfigError, match=r"^data\.chat_template: is no Jinja template: .*"):
+    with pytest.raises(ConfigError, match=r"^data\.chat_template: is not a valid Jinja template: .*"):
         resolve_chat_template(None, str(tmp_path), tokenizer, tokenizer.token_to_id(END))
 
 
@@ -181,7 +181,7 @@ def test_template_with_missing_tokens_or_bad_syntax_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"data\.chat_template: is chatml but the tokenizer has no <\|im_start\|>"):
         resolve_chat_template("chatml", None, tokenizer, 0)
     (tmp_path / "broken.jinja").write_text("{% for m in messages %}")
-    with pytest.raises(ConfigError, match=r"data\.chat_template: is no Jinja template: .* in line 1"):
+    with pytest.raises(ConfigError, match=r"data\.chat_template: is not a valid Jinja template: .* in line 1"):
         resolve_chat_template(str(tmp_path / "broken.jinja"), None, tokenizer, 0)
 
 

@@ -177,7 +177,7 @@ BAD = {
     "no role": ({"messages": [{"content": "a"}]}, "has no role in message 1", "wrong type"),
     "content": ({"messages": [{"role": "user", "content": ["a"]}]}, "has list as content in message 1", "wrong type"),
     "completion": ({"prompt": "a", "completion": 3}, "has int as completion", "wrong type"),
-    "half a pair": (turns("a", "\ud800"), "half of a surrogate pair in message 2", "wrong type"),
+    "half a pair": (turns("a", "\ud800"), "an unpaired surrogate in message 2", "wrong type"),
     "no answer": (
         {"messages": ROWS[0]["messages"][:1]},
         "has no assistant turn (its roles: user)",
@@ -187,7 +187,7 @@ BAD = {
     "empty answer": (turns("a", " \n"), "has an empty answer", "empty answer"),
     "an empty answer first": (turns("a", "", "b", "c"), "has an empty answer", "empty answer"),
     "tools": ({**turns("a", "b"), "tools": [{"name": "f"}]}, "has tools, but the chat template", "with tools"),
-    "weight": (weighted(weight=0), "has weight=0 in an answer, but all are learnt alike", "with weight in an"),
+    "weight": (weighted(weight=0), "has weight=0 in an answer, but all answers have equal weight", "with weight in an"),
     "train": (weighted(train=False), "has train=False in an answer", "with train in an answer"),
     "too long": (turns("a", "b" * 64), "more than data.seq_len=64", "longer than seq_len"),
 }
@@ -215,7 +215,7 @@ def test_bad_chat_rows_are_reported_by_file_and_line_or_skipped(bad):
             assert BAD[kind][1] in said
             assert "\n" not in said
         assert last.startswith(f"data.path: {len(kinds)} of {len(lines) + 2} rows cannot be used (")
-        assert last.endswith("repair them, or set data.on_bad_row=skip")
+        assert last.endswith("correct them, or set data.on_bad_row=skip")
         skipped = load(path, validation_path=str(valid), on_bad_row=OnBadRow.skip)
         assert texts(skipped, "train") == texts(load(write(path, ROWS), validation_path=str(valid)), "train")
         counts = skipped.notes["skipped_rows"]
@@ -250,7 +250,7 @@ def test_row_with_template_variables_is_refused(tmp_path, form, columns, kind):
         assert load(path).notes["rows"] == 7
         return
     with pytest.raises(
-        ConfigError, match=rf"{path}:7 has {kind.removeprefix('with ')}, but the chat template is given"
+        ConfigError, match=rf"{path}:7 has {kind.removeprefix('with ')}, but the chat template receives only"
     ):
         load(path)
     assert load(path, on_bad_row=OnBadRow.skip).notes["skipped_rows"] == {kind: 1}
@@ -285,7 +285,7 @@ def test_trained_answer_with_a_weight_other_than_one_is_refused(tmp_path, name, 
 )
 def test_preference_and_prompt_rows_with_tools_are_refused(tmp_path, read, row):
     path = write(tmp_path / "rows.jsonl", [*[row] * 6, {**row, "tools": TOOLS}])
-    with pytest.raises(ConfigError, match=rf"{path}:7 has tools, but the chat template is given messages only"):
+    with pytest.raises(ConfigError, match=rf"{path}:7 has tools, but the chat template receives only messages"):
         load(path, read=read)
 
 
@@ -294,7 +294,7 @@ def test_preference_and_prompt_rows_with_tools_are_refused(tmp_path, read, row):
     [
         ([], "no rows"),
         (ROWS[:1], "one row"),
-        ([{"messages": []}] * 4, "leaves no row for training"),
+        ([{"messages": []}] * 4, "has no usable row for training"),
     ],
 )
 def test_too_few_chat_rows_are_a_config_error(tmp_path, rows, named):
@@ -304,5 +304,5 @@ def test_too_few_chat_rows_are_a_config_error(tmp_path, rows, named):
 
 def test_parquet_without_conversation_columns_is_refused(tmp_path):
     pq.write_table(pa.table({"text": ["a", "b"]}), tmp_path / "rows.parquet")
-    with pytest.raises(ConfigError, match=r"has the columns text; none of messages, prompt, completion"):
+    with pytest.raises(ConfigError, match=r"needs one of the columns messages, prompt, completion; it has text"):
         load(tmp_path / "rows.parquet")

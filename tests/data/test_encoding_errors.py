@@ -50,13 +50,13 @@ def load(path, **changes):
 PLACES = {
     "txt": r"\(line 31, byte \d+ is b'\\xfc'\)",
     "txt.gz": r"\(line 31, byte \d+ is b'\\xfc'\)",
-    "jsonl": "line 31 is not UTF-8",
-    "json": "is not text in UTF-8",
+    "jsonl": "line 31 is not valid UTF-8",
+    "json": "is not valid UTF-8",
     "csv": "Row #32",
     "tsv": "Row #32",
-    "parquet": "rows 0 to 30 hold text that is not UTF-8",
+    "parquet": "rows 0 to 30 hold text that is not valid UTF-8",
     "arrow": "Invalid UTF8 sequence at string index 30",
-    "dictionary.parquet": "rows 0 to 30 hold text that is not UTF-8",
+    "dictionary.parquet": "rows 0 to 30 hold text that is not valid UTF-8",
 }
 
 
@@ -118,7 +118,7 @@ def test_invalid_utf8_in_nested_lists_is_refused_even_with_replace(tmp_path):
     said = pa.ListArray.from_arrays(said.offsets, said.values.view(pa.string()))
     pq.write_table(pa.table({"text": ["a"] * 9, "messages": said}), tmp_path / "rows.parquet")
     options = {"seed": 0, "seq_len": 64, "vocab_size": 300, "tokenizer": None, "held_out": 0.2}
-    with pytest.raises(ConfigError, match="hold text that is not UTF-8"):
+    with pytest.raises(ConfigError, match="hold text that is not valid UTF-8"):
         chat_files(
             path=str(tmp_path / "rows.parquet"),
             cache_dir=str(tmp_path),

@@ -103,9 +103,9 @@ def test_validation_image_path_is_relative_to_the_validation_file(read, folder):
 WRONG = [
     ({"image": None}, "has no image"),
     ({"image": 3}, "has int as image, not a path"),
-    ({"image": "seen/9.png"}, "has image seen/9.png, which is no file"),
-    ({"image": "seen"}, "has image seen, which is no file"),
-    ({"image": "broken.png"}, "has image broken.png, which is no picture"),
+    ({"image": "seen/9.png"}, "has image seen/9.png, which is not a file"),
+    ({"image": "seen"}, "has image seen, which is not a file"),
+    ({"image": "broken.png"}, "has image broken.png, which is not an image"),
     ({"image": "seen/\0.png"}, "which"),
     ({"completion": " "}, "has an empty answer"),
     ({"completion": "x" * 99}, "more than data.seq_len=64"),

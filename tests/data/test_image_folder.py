@@ -187,14 +187,20 @@ def test_non_image_files_are_skipped_with_a_warning(folder, read, caplog):
 @pytest.mark.parametrize(
     ("harm", "message"),
     [
-        (lambda folder: (folder / "zebra" / "0.png").write_bytes(b"no"), r"data.path: has .*zebra/0.png, which is no "),
+        (
+            lambda folder: (folder / "zebra" / "0.png").write_bytes(b"no"),
+            r"data.path: has .*zebra/0.png, which is not ",
+        ),
         (
             lambda folder: (folder / "zebra" / "0.png").write_bytes(b""),
-            r"data.path: has .*zebra/0.png, which is no pic",
+            r"data.path: has .*zebra/0.png, which is not an im",
         ),
-        (lambda folder: cut(folder / "zebra" / "0.png"), r"data.path: has .*zebra/0.png, which is no picture: image f"),
+        (
+            lambda folder: cut(folder / "zebra" / "0.png"),
+            r"data.path: has .*zebra/0.png, which is not an image: image f",
+        ),
         (lambda folder: (folder / "new").mkdir(), r"data.num_classes: is 3 but .* has 4 folders; leave it out"),
-        (lambda folder: empty(folder / "zebra"), r"data.path: has no picture in .*zebra \(.png, .jpg, .jpeg, .webp\)"),
+        (lambda folder: empty(folder / "zebra"), r"data.path: has no image in .*zebra \(.png, .jpg, .jpeg, .webp\)"),
         (lambda folder: empty(folder / "zebra", but="1.png"), r"data.held_out: is 0.34, which keeps 0 of the 1 images"),
         (lambda folder: shutil.rmtree(folder), r"data.path: is .*pictures but there is no such folder"),
         (lambda folder: broken_link(folder / "zebra" / "0.png"), r"data.path: has .*zebra/0.png, which cannot be read"),

@@ -65,7 +65,7 @@ def test_call_over_the_cpu_limit_is_reported_and_the_next_call_succeeds(limited,
     [
         (lambda: bytes(2**30), "needs more than 256 MiB"),
         (lambda: [bytes(2**26) for _ in range(2**10)], "needs more than 256 MiB"),
-        (lambda: os.kill(os.getpid(), signal.SIGSEGV), "ends its process by SIGSEGV"),
+        (lambda: os.kill(os.getpid(), signal.SIGSEGV), "ends its process with SIGSEGV"),
         (lambda: os._exit(3), "ends its process"),
     ],
 )

@@ -278,8 +278,8 @@ def test_validation_path_accepts_several_files(files):
 
 def test_source_without_a_full_sample_is_refused_by_name(files):
     (files / "short.txt").write_text("brief")
-    with pytest.raises(ConfigError, match=r"the training text of .*short\.txt has \d tokens, less than the 9"):
+    with pytest.raises(ConfigError, match=r"the training text of .*short\.txt has \d tokens, fewer than the 9"):
         load(files, "text", path=[str(files / "a.jsonl"), str(files / "short.txt")])
     np.arange(4, dtype=np.uint16).tofile(files / "short.bin")
-    with pytest.raises(ConfigError, match=r"no file of .*short\.bin has so many and one more training tokens"):
+    with pytest.raises(ConfigError, match=r"no file of .*short\.bin has more training tokens than that"):
         load(files, "tokens", path=[str(files / "a.bin"), str(files / "short.bin")])

@@ -181,7 +181,7 @@ def test_packing_is_resolved_by_probing_the_model_for_isolation(caplog):
     assert resolve_packing(config.data, make_model()) == config.data.seq_len == 160
     assert resolve_packing(configure("data=arithmetic", "objective=sft").data, Unaware()) is None
     assert resolve_packing(config.data, Leaky()) is None
-    assert "data.packing is off: in one row with another document" in caplog.text
+    assert "data.packing is off: the log-probabilities of the model depend on" in caplog.text
     with pytest.raises(ConfigError) as refused:
         resolve_packing(config.data, Unaware())
     expected = "data.packing: is true but the model is Unaware, whose forward() does not take documents; set it to"
@@ -228,7 +228,7 @@ def test_plan_reports_rows_per_step_and_packing_efficiency(form, objective, rows
 def test_teacher_that_mixes_documents_turns_packing_off(caplog):
     config = configure(*PACKED, "objective=sft")
     assert resolve_packing(config.data, Leaky(), "teacher") is None
-    assert "data.packing is off: in one row with another document, the teacher computes other" in caplog.text
+    assert "data.packing is off: the log-probabilities of the teacher depend on" in caplog.text
 
 
 def make_hf(architecture, attention="sdpa"):

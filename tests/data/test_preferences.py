@@ -124,7 +124,7 @@ BAD = {
     "without a prompt": ({"chosen": "a", "rejected": "b"}, "has no prompt, and chosen and rejected do not begin"),
     "chosen equals rejected": (
         {"prompt": "a", "chosen": "b", "rejected": "b"},
-        "has the same answer as chosen and as rej",
+        "has the same answer in chosen and rej",
     ),
     "empty answer": ({"prompt": "a", "chosen": "b", "rejected": " "}, "has an empty answer as rejected"),
     "no assistant turn": (
@@ -145,7 +145,7 @@ def test_bad_preference_rows_are_reported_by_file_and_line_or_skipped(tmp_path):
         first, last = map(str, refused.value.violations)
         assert first.startswith(f"data.path: {path}:{number + 1} has " if number else "data.path: ")
         assert said in first
-        assert last == f"data.path: 1 of 23 rows cannot be used (1 {kind}); repair them, or set data.on_bad_row=skip"
+        assert last == f"data.path: 1 of 23 rows cannot be used (1 {kind}); correct them, or set data.on_bad_row=skip"
         skipped = load(path, validation_path=valid, on_bad_row=OnBadRow.skip)
         assert skipped.notes["skipped_rows"] == {kind: 1}
         assert len(skipped.train) == 20

@@ -22,11 +22,11 @@ def everything_is_logged(caplog):
 
 def test_progress_reports_megabytes_rate_and_remaining_time(caplog):
     clock = iter([0.0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0])  # At the start, and after each item.
-    progress = ReadingProgress("tokenising", 90_000_000, clock=lambda: next(clock))
+    progress = ReadingProgress("tokenizing", 90_000_000, clock=lambda: next(clock))
     assert list(progress.over(["a" * 15_000_000] * 6, utf8_bytes)) == ["a" * 15_000_000] * 6
     assert lines(caplog) == [
-        "tokenising: 45 of 90 MB, 7.5 MB/s, 0:00:06 left",
-        "tokenising: 90 of 90 MB, 7.5 MB/s, 0:00:00 left",
+        "tokenizing: 45 of 90 MB, 7.5 MB/s, 0:00:06 left",
+        "tokenizing: 90 of 90 MB, 7.5 MB/s, 0:00:00 left",
     ]
 
 
@@ -50,7 +50,7 @@ def test_progress_is_logged_for_slow_reads_only(tmp_path, caplog, monkeypatch):
     assert lines(caplog) == []
     monkeypatch.setattr(reading_progress, "SECONDS_BETWEEN_LINES", 0.0)
     text_files(**options | {"seq_len": 8}, cache_dir=str(tmp_path / "slow"))
-    assert {line.partition(":")[0] for line in lines(caplog)} == {"reading", "learning a tokenizer", "tokenising"}
-    assert lines(caplog)[-1].startswith("tokenising: 0 of 0 MB")
+    assert {line.partition(":")[0] for line in lines(caplog)} == {"reading", "training a tokenizer", "tokenizing"}
+    assert lines(caplog)[-1].startswith("tokenizing: 0 of 0 MB")
     chat_files(**options, cache_dir=str(tmp_path / "slow"))
-    assert lines(caplog)[-1].startswith("tokenising: 40 of 40 rows, ")
+    assert lines(caplog)[-1].startswith("tokenizing: 40 of 40 rows, ")

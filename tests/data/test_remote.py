@@ -51,7 +51,7 @@ def test_cached_remote_file_is_not_fetched_again(tmp_path, memory):
     first = load("memory://one/a.jsonl", tmp_path)
     memory.rm("/one/a.jsonl")
     assert load("memory://one/a.jsonl", tmp_path).identity() == first.identity()
-    with pytest.raises(ConfigError, match=r"memory://one/a\.jsonl cannot be read: .*is there a network"):
+    with pytest.raises(ConfigError, match=r"memory://one/a\.jsonl cannot be read: .*check network"):
         load("memory://one/a.jsonl", tmp_path / "another")
 
 

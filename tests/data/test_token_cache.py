@@ -83,7 +83,7 @@ def test_damaged_cache_file_is_rebuilt_with_a_warning(made, caplog, name, kind, 
     still_right = name == "manifest.json" and cached_folder.find_damage(cached(made)) is None and not caplog.records
     if not still_right:  # Flipping a space of the manifest is not damage.
         (record,) = caplog.records
-        assert "the tokens are made again" in record.getMessage()
+        assert "creating the tokens again" in record.getMessage()
     assert cached_folder.find_damage(cached(made)) is None
     caplog.clear()
     load(made)
@@ -102,7 +102,7 @@ def test_large_cache_is_checksummed_again_only_if_it_changed(made, monkeypatch):
     content, status = (folder / "train.npy").read_bytes(), (folder / "train.npy").stat()
     (folder / "train.npy").write_bytes(zeroed(content, len(content) // 2))
     os.utime(folder / "train.npy", ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert cached_folder.find_damage(folder) == "train.npy is not as it was written"
+    assert cached_folder.find_damage(folder) == "train.npy has changed since it was written"
     (folder / "train.npy").write_bytes(content)
     assert cached_folder.find_damage(folder) is None
 

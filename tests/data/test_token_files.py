@@ -92,26 +92,31 @@ def test_token_files_are_scanned_once(tmp_path, load):
             "a.bin",
             TOKENS.astype(np.uint16).tobytes(),
             {"dtype": TokenDtype.uint32},
-            "other numbers than data.dtype says",
+            "check that data.dtype matches the file",
         ),
         (
             "a.bin",
             (TOKENS - 1).astype(np.int32).tobytes(),
             {"dtype": TokenDtype.int32},
-            "has the token -1; other numbers",
+            "has the token -1; check that",
         ),
-        ("a.bin", b"", {}, "data.path: .*a.bin has 0 bytes, which are no tokens of uint16"),
-        ("a.bin", b"abc", {}, "data.path: .*a.bin has 3 bytes, which are no tokens of uint16"),
+        ("a.bin", b"", {}, "data.path: .*a.bin has 0 bytes, which is not a positive multiple of the size of uint16"),
+        ("a.bin", b"abc", {}, "data.path: .*a.bin has 3 bytes, which is not a positive multiple of the size of uint16"),
         (
             "a.bin",
             with_header(TOKENS)[:-4],
             {},
-            "data.path: .*a.bin has a header that says 2000 tokens, but not as many",
+            "data.path: .*a.bin has a header with 2000 tokens, but a size that does not match",
         ),
-        ("a.npy", b"no", {}, "data.path: .*a.npy is no array of NumPy"),
-        ("a.npy", b"", {}, "data.path: .*a.npy is no array of NumPy"),
-        ("a.bin", TOKENS[:16].astype(np.uint16).tobytes(), {}, "data.seq_len: is 16 but no file has so many and one"),
-        ("a.bin", TOKENS[:100].astype(np.uint16).tobytes(), {}, "one more validation tokens, the longest 10; lower it"),
+        ("a.npy", b"no", {}, "data.path: .*a.npy is not a NumPy array"),
+        ("a.npy", b"", {}, "data.path: .*a.npy is not a NumPy array"),
+        ("a.bin", TOKENS[:16].astype(np.uint16).tobytes(), {}, "data.seq_len: is 16 but no file has more"),
+        (
+            "a.bin",
+            TOKENS[:100].astype(np.uint16).tobytes(),
+            {},
+            "more validation tokens than that; the longest has 10; lower it",
+        ),
         ("a.txt", b"x", {}, "data.path: .*has files of .txt; choose one kind of .bin, .npy"),
     ],
 )
@@ -124,7 +129,7 @@ def test_bad_token_file_error_names_the_problem(name, content, changes, message,
 @pytest.mark.parametrize("array", [np.zeros((4, 4), np.uint16), np.zeros(99), np.array([{}], dtype=object)])
 def test_npy_file_with_another_shape_or_dtype_is_refused(array, tmp_path, load):
     np.save(tmp_path / "a.npy", array, allow_pickle=True)
-    with pytest.raises(ConfigError, match=r"data.path: .*a.npy is (no array of NumPy|an array of)"):
+    with pytest.raises(ConfigError, match=r"data.path: .*a.npy is (not a NumPy array|an array of)"):
         load("a.npy")
 
 
@@ -174,11 +179,14 @@ def test_megatron_index_provides_the_token_dtype(tmp_path, load, dtype):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (lambda bin, idx: bin.write_bytes(bin.read_bytes()[:-2]), "bytes, but corpus.idx says 900 tokens of uint16"),
-        (lambda bin, idx: idx.write_bytes(b"TNTIDX\0\0" + idx.read_bytes()[8:]), "which is no index of whole numbers"),
-        (lambda bin, idx: idx.write_bytes(idx.read_bytes()[:40]), "which ends before its 2 sequences do"),
-        (lambda bin, idx: idx.write_bytes(b""), "which is no index of whole numbers"),
-        (lambda bin, idx: write_megatron(bin.with_suffix(""), [range(9)], np.uint16, code=7), "no index of whole"),
+        (lambda bin, idx: bin.write_bytes(bin.read_bytes()[:-2]), "bytes, but corpus.idx lists 900 tokens of uint16"),
+        (lambda bin, idx: idx.write_bytes(b"TNTIDX\0\0" + idx.read_bytes()[8:]), "which is not a Megatron-LM index"),
+        (lambda bin, idx: idx.write_bytes(idx.read_bytes()[:40]), "which is too short for its 2 sequences"),
+        (lambda bin, idx: idx.write_bytes(b""), "which is not a Megatron-LM index"),
+        (
+            lambda bin, idx: write_megatron(bin.with_suffix(""), [range(9)], np.uint16, code=7),
+            "not a Megatron-LM index",
+        ),
     ],
 )
 def test_megatron_index_that_does_not_match_its_data_is_refused(tmp_path, load, change, named):

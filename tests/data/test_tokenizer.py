@@ -71,7 +71,9 @@ UNREADABLE = {
 @pytest.mark.parametrize("name", UNREADABLE)
 def test_invalid_tokenizer_file_is_a_config_error(tmp_path, name):
     (tmp_path / "tokenizer.json").write_bytes(UNREADABLE[name])
-    with pytest.raises(ConfigError, match=r"^data\.tokenizer: is .*tokenizer\.json, which is no tokenizer"):
+    with pytest.raises(
+        ConfigError, match=r"^data\.tokenizer: is .*tokenizer\.json, which the tokenizers library cannot load"
+    ):
         load_tokenizer(str(tmp_path), 400)
 
 

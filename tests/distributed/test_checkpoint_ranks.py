@@ -168,7 +168,7 @@ def test_ranks_agree_on_the_newest_undamaged_checkpoint(tmp_path):
     assert [found for found, _ in results] == [folders[0]] * 2
     assert results[1][1] == []
     newest, second = results[0][1]
-    assert f"{folders[2]} is not whole and is not used: rank-00002.json is missing" in newest
+    assert f"{folders[2]} is damaged and not used: rank-00002.json is missing" in newest
     assert "shard-00001.safetensors has the checksum" in second
 
 
@@ -191,4 +191,4 @@ def collect_odd_state(world):
 
 def test_optimizer_state_of_an_unexpected_shape_is_refused():
     for message in run_ranks(collect_odd_state, 2):
-        assert "optimizer.embedding.weight.rows has the shape (29,) beside a sharded parameter of (29, 12)" in message
+        assert "optimizer.embedding.weight.rows has the shape (29,) for a sharded parameter of (29, 12)" in message

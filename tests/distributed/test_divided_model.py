@@ -105,7 +105,7 @@ def refuse(world):
 def test_model_unfit_for_tensor_parallelism_is_refused():
     tied, odd, biased, silent = run_ranks(refuse, 2)[0]
     key = "distributed.tensor_parallel: is 2 but "
-    assert tied == f"{key}lm_head.weight and model.embed_tokens.weight are one parameter; set it to 1"
+    assert tied == f"{key}lm_head.weight and model.embed_tokens.weight share one parameter; set it to 1"
     assert odd == f"{key}must divide the 5 columns of 0"
-    assert biased == f"{key}0 is no embedding and no linear layer without a bias; set it to 1"
+    assert biased == f"{key}0 is neither an embedding nor a linear layer without bias; set it to 1"
     assert silent == f"{key}Linear has no tensor_parallel_plan(); set it to 1"

@@ -74,7 +74,7 @@ def test_exact_match_without_prompts_is_a_config_error():
     from foundry.data.splits import DataSplits
     from foundry.evaluators.exact_match import ExactMatch
 
-    with pytest.raises(ConfigError, match=r"^evaluation\.evaluators\.exact_match: needs data that has prompts"):
+    with pytest.raises(ConfigError, match=r"^evaluation\.evaluators\.exact_match: requires data with prompts"):
         ExactMatch(data=DataSplits(train=[], validation=[], fingerprint=""))
 
 

@@ -84,7 +84,7 @@ def test_nonfinite_loss_on_one_rank_stops_all_and_names_the_rank():
         assert first[name] == second[name]
         loss, message, unchanged = first[name]
         assert 1.0 < loss < 50.0
-        assert message == "step 2: the loss on rank 1 is not finite; the weights are as they were before this step"
+        assert message == "step 2: the loss on rank 1 is not finite; this step did not change the weights"
         assert unchanged
 
 
@@ -130,6 +130,6 @@ def skip(world, on_device):
 def test_nonfinite_loss_on_one_rank_is_skipped_by_all(on_device):
     (first, message), (second, unsaid) = run_ranks(skip, 2, on_device)
     assert first == second == dict.fromkeys(WRAPPERS, ([False, True, False], True))
-    line = "step 2: the loss on rank 1 is not finite; its update is left out, 1 in a row of at most 3"
+    line = "step 2: the loss on rank 1 is not finite; its update is skipped, 1 in a row of at most 3"
     assert message == [f"{line} (samples 32 to 47 of the global order)"] * len(WRAPPERS)
     assert unsaid == []

@@ -201,7 +201,7 @@ def test_invalid_torchmetrics_settings_are_config_errors():
     common = {"data": DataSplits(train=[], validation=[], fingerprint=""), "per_gpu_batch_size": 2}
     with pytest.raises(ConfigError, match=rf"^{HELD_OUT}.torchmetrics: is given but objective Mute has no predict\(\)"):
         HeldOut(objective=Mute(), **common, torchmetrics={"accuracy": MulticlassAccuracy(3)})
-    with pytest.raises(ConfigError, match=rf"^{HELD_OUT}.torchmetrics.accuracy: is int, which is no torchmetrics"):
+    with pytest.raises(ConfigError, match=rf"^{HELD_OUT}.torchmetrics.accuracy: is int, which is not a torchmetrics"):
         HeldOut(objective=Classes(), **common, torchmetrics={"accuracy": 3})
 
 

@@ -123,7 +123,7 @@ def check_sync_is_found_behind_wrappers(world):
         assert count_collectives(step).get("reduce_scatter_base", 0) == reductions
     DDPSync(Hidden(wrap(DDP(), world).model), GradientSync.last)
     for kind, more in ((FSDPSync, (world,)), (DDPSync, ())):
-        with pytest.raises(ConfigError, match="gradient_sync: is last but cannot act"):
+        with pytest.raises(ConfigError, match="gradient_sync: is last but has no effect"):
             kind(Toy(), GradientSync.last, *more)
 
 

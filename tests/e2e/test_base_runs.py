@@ -88,7 +88,7 @@ def test_init_from_a_run_refuses_another_tokenizer(pretrained, one_step, tmp_pat
     with pytest.raises(ConfigError) as refused:
         train(configure(*overrides, "data.vocab_size=299"), tmp_path / "run")
     message = str(refused.value)
-    assert message.startswith("data.tokenizer: is not the one that the weights in ")
+    assert message.startswith("data.tokenizer: differs from the tokenizer that the weights in ")
     assert message.endswith(f"set data.tokenizer={pretrained / 'tokenizer.json'}")
     train(configure(*overrides, f"data.tokenizer={pretrained / 'tokenizer.json'}"), tmp_path / "run")
 
@@ -99,7 +99,7 @@ def test_init_from_a_checkpoint_deleted_after_composition_is_refused(pretrained,
     Path(config.model.init_from).rename(base / "checkpoints" / "step_00000002")
     with pytest.raises(ConfigError) as refused:
         train(config, tmp_path / "run")
-    assert str(refused.value).startswith(f"model.init_from: is {config.model.init_from}, which is no longer there: its")
+    assert str(refused.value).startswith(f"model.init_from: is {config.model.init_from}, which no longer exists: its")
     assert "start again" in str(refused.value)
 
 
@@ -110,5 +110,5 @@ def test_init_from_a_transformers_folder_refuses_another_tokenizer(pretrained, o
     other.add_tokens(["<|own|>"])
     other.save_pretrained(tmp_path / "hf")
     given = f"data.tokenizer={pretrained / 'tokenizer.json'}"
-    with pytest.raises(ConfigError, match=r"^data\.tokenizer: is not the one that the weights in "):
+    with pytest.raises(ConfigError, match=r"^data\.tokenizer: differs from the tokenizer that the weights in "):
         train(configure("model=base", f"model.path={tmp_path / 'hf'}", given, *one_step), tmp_path / "run")

@@ -25,10 +25,10 @@ WORDS = [
 ]
 TWO = ["distributed=ddp", "distributed.nproc_per_node=2"]
 WORKER = r"DataWorkerError: a data loader worker \(process \d+\) was killed by SIGKILL: out of memory\?.*num_workers"
-MEMORY = r"OutOfMemoryError: out of CPU memory in step 2 on rank 0: 4\.00 PiB more were wanted"
-STALLED = r"rank 0 has not moved for \d+ s \(distributed.timeout_seconds=10\), at step \d, training"
+MEMORY = r"OutOfMemoryError: out of CPU memory in step 2 on rank 0: 4\.00 PiB more were requested"
+STALLED = r"rank 0 has made no progress for \d+ s \(distributed.timeout_seconds=10\), at step \d, training"
 SILENT = (
-    r"rank {} gave no sign of life \(stopped, busy, or out of reach\); rank {} waited for \d+ s .* at step \d, training"
+    r"rank {} gave no sign of life \(stopped, busy, or unreachable\); rank {} waited for \d+ s .* at step \d, training"
 )
 
 
@@ -114,7 +114,7 @@ def test_surviving_rank_records_the_failure_if_rank_zero_is_killed(faulty, shell
     assert [rank.returncode for rank in ranks] == [-9, 1], message
     end = status(shell)
     assert end["state"] == "failed"
-    assert end["reason"].startswith("rank 0 is gone, killed perhaps; rank 1, step ")
+    assert end["reason"].startswith("rank 0 has ended, perhaps killed; rank 1, step ")
 
 
 def losses(shell):

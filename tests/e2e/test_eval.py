@@ -131,7 +131,7 @@ def test_sample_applies_the_chat_template_and_refuses_wrong_options(runs, tmp_pa
         ({}, "prompt: has no value"),
         ({"prompt": "x", "prompts": ["y"]}, "prompt: is given together with prompts"),
         ({"prompts": []}, "prompts: is empty"),
-        ({"prompt": "x", "stop": ["no such"]}, "stop: has 'no such', which is no token"),
+        ({"prompt": "x", "stop": ["no such"]}, "stop: has 'no such', which is not a token"),
         ({"prompt": "x", "labels": [1]}, "labels: is no option of objective SFT"),
     ):
         with pytest.raises(ConfigError) as refused:

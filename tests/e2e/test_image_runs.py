@@ -44,7 +44,7 @@ def test_image_run_trains_resumes_after_moving_the_data_and_is_sampled(run_comma
 
     (run_command.cwd / "moved" / "cats" / "3.png").write_bytes(b"GIF89a")
     _, message = run_command(*RUN, "data.path=moved", "hydra.run.dir=broken", code=2)
-    assert "data.path: has moved/cats/3.png, which is no picture: cannot identify image file" in message
+    assert "data.path: has moved/cats/3.png, which is not an image: cannot identify image file" in message
 
 
 @pytest.mark.long

@@ -33,7 +33,7 @@ def test_max_minutes_stops_the_run_and_a_larger_limit_resumes_it(request, layout
     result, status = read(folder, "result.json"), read(folder, "status.json")
     ended = result["step"]
     assert 1 <= ended < 40
-    assert (status["state"], status["reason"]) == ("finished", "hparams.max_minutes are over")
+    assert (status["state"], status["reason"]) == ("finished", "hparams.max_minutes is reached")
     assert (folder / "checkpoints" / f"step_{ended:08d}").is_dir()
     last = [record for record in records(folder) if "val_loss" in record][-1]
     assert (last["step"], last["val_loss"]) == (ended, result["val_loss"])

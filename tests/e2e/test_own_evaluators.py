@@ -118,4 +118,6 @@ def test_sweep_compares_jobs_by_the_metric_of_its_runs(shell):
 def test_two_evaluators_of_the_same_metric_are_refused(shell):
     twice = ROBOT.replace(".robot=", ".again=")
     _, stderr = shell.run(*TINY_LM, *ONLY, ROBOT, twice, "evaluation.metric=val_success", code=2)
-    assert stderr.startswith("evaluation.evaluators.again: measures val_success, which an evaluator before it does")
+    assert stderr.startswith(
+        "evaluation.evaluators.again: measures val_success, which an earlier evaluator also measures"
+    )

@@ -128,13 +128,13 @@ def test_num_workers_override_of_own_data_needs_a_plus(run_command):
     [
         ("bare", "returns an object of type SGD, not a list of optimizers; return [optimizer]"),
         ("nothing", "returns nothing, not a list of optimizers; return [torch.optim.AdamW(...)]"),
-        ("classes", "returns a list with an object of type type, which is no torch.optim.Optimizer"),
+        ("classes", "returns a list with an object of type type, which is not a torch.optim.Optimizer"),
         ("part", "leaves out 5 of 21 trainable parameters: "),
         (
             "doubled",
             "takes model.embed_tokens.weight more than once; give each ",
         ),
-        ("strange", "takes 1 tensors that are no parameters of the model it is given; take model.parameters()"),
+        ("strange", "takes 1 tensors that are not parameters of the given model; use model.parameters()"),
     ],
 )
 def test_own_optimizer_must_take_each_trainable_parameter_once(run_command, name, message):

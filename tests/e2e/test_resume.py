@@ -159,7 +159,10 @@ def test_resume_refuses_a_checkpoint_that_does_not_fit_the_model(run_dir, go):
         "checkpoint.on_changed_config=warn",
         "checkpoint.scheduler_on_resume=checkpoint",
     ]
-    wrong = {"model.hidden_size=32": "as (300, 16), this run as (300, 32)", "hparams.ema_decay=0.9": "lacks ema."}
+    wrong = {
+        "model.hidden_size=32": "with shape (300, 16), this run with (300, 32)",
+        "hparams.ema_decay=0.9": "lacks ema.",
+    }
     for word, message in wrong.items():
         stderr = go(*overrides, word, code=2)[1]
         (line,) = [line for line in stderr.splitlines() if line.startswith("checkpoint.resume")]
@@ -212,12 +215,12 @@ def test_resume_refuses_other_data_unless_changed_config_only_warns(broken_off, 
         stdout, stderr = shell.run(*overrides, *place, code=2)
         assert stdout == ""
         (line,) = stderr.splitlines()
-        assert line.startswith("data.path: gives other data than the checkpoint was trained on (content ")
+        assert line.startswith("data.path: differs from the data that the checkpoint was trained on (content ")
         assert "checkpoint.on_changed_config=warn" in line
     assert losses(broken_off) == before
     assert not (shell.cwd / "other").exists()
     stderr = shell.run(*overrides, "hydra.run.dir=run", "checkpoint.on_changed_config=warn")[1]
-    assert "resumed although data.path: gives other data" in stderr
+    assert "resumed although data.path: differs from the data" in stderr
     assert list(losses(broken_off)) == list(range(1, STEPS + 1))
 
 
@@ -234,7 +237,7 @@ def test_resume_refuses_another_tokenizer_but_accepts_a_copy(broken_off, shell, 
     (line,) = [
         line for line in shell.run(*overrides, f"data.tokenizer={other}", code=2)[1].splitlines() if "tokenizer" in line
     ]
-    assert line.startswith("data.tokenizer: gives other data than the checkpoint was trained on (tokenizer ")
+    assert line.startswith("data.tokenizer: differs from the data that the checkpoint was trained on (tokenizer ")
     shell.run(*overrides, f"data.tokenizer={same}")
     assert outcome(broken_off) == outcome(finished)
 
@@ -268,7 +271,7 @@ def test_unsavable_optimizer_state_is_refused_before_the_first_checkpoint(shell,
     stderr = shell.run(*overrides, "hydra.run.dir=run", code=2)[1]
     (line,) = stderr.splitlines()
     assert line.startswith("optimizer: Unsaved keeps optimizer.")
-    assert "history/0 as a object, which a checkpoint cannot hold" in line
+    assert "history/0 as a object, which a checkpoint cannot store" in line
     assert not (shell.cwd / "run" / "checkpoints").exists()
     assert status(shell.cwd / "run")["state"] == "failed"
     assert "Unsaved" in status(shell.cwd / "run")["reason"]
@@ -399,7 +402,7 @@ def test_resume_skips_a_corrupt_checkpoint_and_names_it(broken_off, go, finished
     newest, before = list_checkpoints(broken_off)[:2]
     corrupt(newest / name)
     stdout, stderr = go(MAX)
-    (line,) = [line for line in stderr.splitlines() if "is not whole" in line]
+    (line,) = [line for line in stderr.splitlines() if "is damaged and not used" in line]
     assert newest.name in line
     assert name in line
     assert f"after step {before.name.removeprefix('step_').lstrip('0')}" in stdout

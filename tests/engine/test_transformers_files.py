@@ -50,7 +50,7 @@ def test_damaged_source_file_is_named(tmp_path):
 
 def test_tokenizer_class_that_splits_differently_is_warned_of(tmp_path, caplog):
     save_for_transformers(Qwen2Config(), splits(stop_ids=(0,)), tmp_path / "none", tmp_path)
-    assert "AutoTokenizer makes a Qwen2Tokenizer of" in caplog.text
+    assert "AutoTokenizer loads a Qwen2Tokenizer from" in caplog.text
     caplog.clear()
     save_for_transformers(LlamaConfig(), splits(stop_ids=(0,)), tmp_path / "none", tmp_path)
     assert caplog.text == ""

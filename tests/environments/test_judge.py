@@ -139,7 +139,7 @@ def test_environment_faults_cost_only_their_own_answers(own, caplog, per_call):
     assert [(one.reward, one.fault, one.scores) for text, one in found if text == "none"] == [(None, "", {"fits": 1.0})]
     assert [len(one.message) < 400 for text, one in found if text == "long"] == [True]
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith("environment Length: ValueError: no judge at home, at the answer raise to how long?")
+    assert line.startswith("environment Length: ValueError: no judge at home, for the answer raise to how long?")
 
 
 @pytest.mark.parametrize("text", ["write", "forge", "deep", "end"])

@@ -34,4 +34,4 @@ def test_reward_without_any_scored_answer_is_nan_and_not_omitted(environment, sc
     else:
         assert math.isnan(found["reward"])
         assert found["reward_missing"] == 1
-        assert caplog.messages == ["environment Mine has given none of the held-out answers a reward"]
+        assert caplog.messages == ["environment Mine gave no reward for any held-out answer"]

@@ -40,7 +40,7 @@ def test_worse_trial_is_pruned_with_the_reason(trial):
     assert pruning.update({"val_loss": 0.95, "val_other": 0.0}, 0, 0.2) is None  # Within the warmup of the pruner.
     assert pruning.update({"val_loss": 0.85}, 0, 0.25) is None
     assert pruning.reason is None
-    message = "pruned: val_loss 0.85 at 50% of the run promises less than other trials"
+    message = "pruned: val_loss 0.85 at 50% of the run is worse than other trials"
     assert pruning.update({"val_loss": 0.85}, 0, 0.5) == pruning.reason == message
     assert reported() == {200: 0.95, 250: 0.85, 500: 0.85}
 
@@ -64,4 +64,4 @@ def test_unreadable_study_does_not_prune(trial, caplog):
     journal.unlink()
     journal.mkdir()
     assert pruning.update({"val_loss": 9.0}, 0, 0.5) is None
-    assert "the search cannot be asked whether to continue" in caplog.text
+    assert "cannot read whether the search prunes this run" in caplog.text

@@ -52,7 +52,7 @@ def test_answer_with_any_characters_can_be_drawn(answer, tmp_path):
 
 def test_answer_text_includes_the_reference_if_known():
     found = answers(2, truths=("there", None))
-    assert found.text == "where ?\nanswer: here\nright: there\n\nwhere ?\nanswer: here"
+    assert found.text == "where ?\nanswer: here\nreference: there\n\nwhere ?\nanswer: here"
 
 
 def test_each_prompt_is_continued_with_its_own_image():

@@ -161,7 +161,7 @@ def test_killed_rank_of_a_submitit_local_job_does_not_end_other_jobs(sweeps):
     os.kill(sweeps.process_of(0), signal.SIGKILL)
     sweeps.finish(driver, code=1)
     assert [sweeps.status(job)["state"] for job in (0, 1)] == ["failed", "finished"]
-    assert "job 0 (hparams.seed=1): rank 0 is gone, killed perhaps; " in sweeps.output
+    assert "job 0 (hparams.seed=1): rank 0 has ended, perhaps killed; " in sweeps.output
 
 
 @pytest.mark.long

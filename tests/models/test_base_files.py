@@ -51,7 +51,7 @@ def test_index_may_name_only_regular_safetensors_files_of_its_folder(tmp_path, n
     save_file({"w0": torch.zeros(1)}, folder / "sub" / "x.safetensors")
     (folder / "w.bin").write_bytes(pickle.dumps({}))
     os.mkfifo(folder / "pipe.safetensors")
-    with pytest.raises(ConfigError, match="names a file of weights"):
+    with pytest.raises(ConfigError, match="names the weight file"):
         check_weights(folder, Settings())
     folder_of(folder, ["x.safetensors"])
     check_weights(folder, Settings())
@@ -61,7 +61,7 @@ def test_index_may_name_only_regular_safetensors_files_of_its_folder(tmp_path, n
 def test_config_may_name_only_weights_of_its_folder(tmp_path, name):
     settings = Settings()
     settings.transformers_weights = name
-    with pytest.raises(ConfigError, match="names a file of weights"):
+    with pytest.raises(ConfigError, match="names the weight file"):
         check_weights(folder_of(tmp_path / "base", []), settings)
 
 

@@ -96,7 +96,9 @@ def test_user_model_gets_only_the_dropout_arguments_it_accepts():
     sft = ["data=arithmetic", "objective=sft"]
     own = {"_target_": f"{__name__}.Own"}
     assert build_model(configure(*sft, "objective.attention_dropout=0.2"), own).attention_dropout == 0.2
-    with pytest.raises(ConfigError, match=r"^objective.hidden_dropout: is 0.1 but the model, .*Own, has no such argu"):
+    with pytest.raises(
+        ConfigError, match=r"^objective.hidden_dropout: is 0.1 but the model, .*Own, does not take this argu"
+    ):
         build_model(configure(*sft, "objective.hidden_dropout=0.1"), own)
     with pytest.raises(ConfigError, match=r"^objective.hidden_dropout: is 1 but must be below 1"):
         configure(*sft, "objective.hidden_dropout=1.0")

@@ -162,7 +162,7 @@ def test_invalid_model_output_is_refused_with_the_expected_shape(change, said):
     answer_with_log_probs(model)
     with pytest.raises(ConfigError) as refused:
         model(tokens, targets)
-    remedy = f"return logits alone, (3, {SEQ}, vocab), before softmax and loss"
+    remedy = f"return only logits, (3, {SEQ}, vocab), before softmax and loss"
     assert str(refused.value) == (
         f"model: is Returns, whose forward() returns {said} for tokens of shape (3, {SEQ}); {remedy}"
     )

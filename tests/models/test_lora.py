@@ -150,9 +150,21 @@ def test_layers_unsupported_by_peft_are_a_config_error(architecture):
 @pytest.mark.parametrize(
     ("build", "patterns", "message"),
     [
-        (dit, ["out", "*_proj"], "*_proj, which fits no linear layer of DiT; there are patch_embedder, fc1, fc2, mod"),
-        (transformer, ["c_attn"], "c_attn, which fits no linear layer of Transformer; there are q_proj, k_proj, v_pr"),
-        (transformer, ["*"], "*, which fits lm_head, whose matrix is read without its layer; name the layers of the b"),
+        (
+            dit,
+            ["out", "*_proj"],
+            "*_proj, which matches no linear layer of DiT; available: patch_embedder, fc1, fc2, mod",
+        ),
+        (
+            transformer,
+            ["c_attn"],
+            "c_attn, which matches no linear layer of Transformer; available: q_proj, k_proj, v_pr",
+        ),
+        (
+            transformer,
+            ["*"],
+            "*, which matches lm_head, whose matrix is used without calling the layer; name the layers",
+        ),
     ],
 )
 def test_lora_pattern_without_match_or_on_the_head_is_a_config_error(build, patterns, message):

@@ -61,7 +61,7 @@ def test_model_folder_may_hold_16_and_32_bit_floats_only(folder, dtype, is_read)
         assert read(folder).causal_lm.get_parameter(WEIGHT).equal(values.float())
         return
     with pytest.raises(
-        ConfigError, match=rf"^model\.path: '{folder}' holds {WEIGHT} \([A-Z0-9_]+\), and only F32, BF16"
+        ConfigError, match=rf"^model\.path: '{folder}' holds {WEIGHT} \([A-Z0-9_]+\), but only F32, BF16"
     ):
         read(folder)
 
@@ -140,5 +140,5 @@ def test_quantized_base_is_refused_by_its_method(folder, asked, method):
     config.write_text(json.dumps({**content, "quantization_config": None}))
     read(folder)
     config.write_text(json.dumps({**content, "quantization_config": asked}))
-    with pytest.raises(ConfigError, match=rf"'{folder}' is quantised by {method}, which is not read; give"):
+    with pytest.raises(ConfigError, match=rf"'{folder}' is quantized with {method}, which is not supported; give"):
         read(folder)

@@ -224,9 +224,9 @@ def test_vlm_flops_agree_with_the_flop_counter_of_torch():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({}, "is given none"),
-        ({"images": inputs()[1], "cache": object()}, "has no cache"),
-        ({"images": inputs()[1], "documents": torch.zeros(3, 7, dtype=torch.int64)}, "one sample a row"),
+        ({}, "requires images"),
+        ({"images": inputs()[1], "cache": object()}, "supports no cache"),
+        ({"images": inputs()[1], "documents": torch.zeros(3, 7, dtype=torch.int64)}, "one sample per row"),
     ],
 )
 def test_invalid_vlm_inputs_are_refused(given, message):

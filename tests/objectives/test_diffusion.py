@@ -179,8 +179,8 @@ def test_guidance_scales_the_sample_of_a_perfect_model(prediction, scale, expect
     ("asked", "message"),
     [
         ({"labels": [3, 10, -1]}, r"labels: has \[-1, 10\] but classes are 0 to 9"),
-        ({"labels": []}, "labels: asks for no image"),
-        ({"samples_per_class": 0}, "labels: asks for no image"),
+        ({"labels": []}, "labels: is empty"),
+        ({"samples_per_class": 0}, "labels: is empty"),
         ({"steps": 1001}, "steps: is 1001 but must be from 1 to the 1000 timesteps"),
         ({"steps": 0}, "steps: is 0"),
     ],

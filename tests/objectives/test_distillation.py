@@ -112,7 +112,7 @@ class Own(nn.Module):
 
 def test_model_without_a_required_keyword_is_refused_by_name():
     objective = Distillation(teacher="teacher", vocab_size=50, max_seq_len=12)
-    with pytest.raises(ConfigError, match=r"model: is Own, .* objective Distillation calls it with per_token; pass it"):
+    with pytest.raises(ConfigError, match=r"model: is Own, .* objective Distillation calls it with per_token; add and"):
         check_forward(objective, Own())
     check_forward(objective, make_model())
     check_forward(SFT(), Own())

@@ -108,7 +108,7 @@ def test_weight_decay_schedule_rises_falls_or_is_unset():
 
 
 def test_contradictory_weight_decay_is_refused():
-    with pytest.raises(ValueError, match=r"cannot go from 0\.1 to 0\.2"):
+    with pytest.raises(ValueError, match=r"cannot change from 0\.1 to 0\.2"):
         WeightDecay(start=0.1, end=0.2, horizon=10, style=IncrementStyle.constant)
     with pytest.raises(ValueError, match="within 0 samples"):
         WeightDecay(start=0.1, end=0.2, horizon=0, style=IncrementStyle.linear)
@@ -149,7 +149,7 @@ def test_schedule_subclass_accepts_its_own_fields():
 
 
 def test_schedule_state_with_an_unknown_style_is_refused():
-    with pytest.raises(ValueError, match="'Polynomial' is no schedule; there are: Constant, Linear"):
+    with pytest.raises(ValueError, match="'Polynomial' is not a known schedule; available: Constant, Linear"):
         from_state({"style": "Polynomial"})
 
 

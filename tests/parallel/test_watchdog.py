@@ -24,7 +24,7 @@ def test_watchdog_ends_a_stalled_process_and_names_its_activity():
     assert done.returncode == EXIT_STALLED
     (line,) = done.stderr.strip().splitlines()
     assert line.startswith(
-        "rank 3 has not moved for 1 s (distributed.timeout_seconds=0.6), at step 3, reducing gradients"
+        "rank 3 has made no progress for 1 s (distributed.timeout_seconds=0.6), at step 3, reducing gradients"
     )
 
 
@@ -153,12 +153,12 @@ with Watchdog(0.3, rank=2, record=record) as dog:
 @pytest.mark.parametrize(
     ("world_size", "dumps", "blamed", "message"),
     [
-        (3, {2: (5, "training")}, 1, "rank 1 gave no sign of life (stopped, busy, or out of reach); rank 0 waited for"),
+        (3, {2: (5, "training")}, 1, "rank 1 gave no sign of life (stopped, busy, or unreachable); rank 0 waited for"),
         (4, {2: (5, "training")}, 1, "ranks 1, 3 gave no sign of life"),
         (3, {1: (4, "reading samples"), 2: (5, "training")}, 1, "; rank 1 is at step 4, reading samples: ended"),
         (2, {1: (5, "reading samples")}, 0, "; rank 1 is at step 5, reading samples: ended"),
-        (2, {1: (5, "training")}, 0, "rank 0 has not moved for 9 s"),
-        (2, None, 0, "rank 0 has not moved for 9 s"),
+        (2, {1: (5, "training")}, 0, "rank 0 has made no progress for 9 s"),
+        (2, None, 0, "rank 0 has made no progress for 9 s"),
     ],
 )
 def test_watchdog_blames_the_missing_rank_and_not_a_waiting_one(world_size, dumps, blamed, message):
@@ -189,7 +189,9 @@ with dog:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("other", "says"), [(0.0, "rank 0 has not moved for"), (60.0, "rank 1 gave no sign of life")])
+@pytest.mark.parametrize(
+    ("other", "says"), [(0.0, "rank 0 has made no progress for"), (60.0, "rank 1 gave no sign of life")]
+)
 def test_watchdog_names_the_rank_that_does_not_reach_the_collective(tmp_path, other, says):
     commands = [[sys.executable, "-c", TWO, tmp_path, str(rank), str(busy)] for rank, busy in enumerate((0.0, other))]
     with subprocess.Popen(commands[1]) as second:
@@ -208,10 +210,10 @@ def test_leaving_the_context_stops_the_watchdog():
 @pytest.mark.parametrize(
     ("error", "cause"),
     [
-        (RuntimeError("[gloo/pair.cc:534] Connection closed by peer [127.0.0.1]:5871"), "another rank is gone"),
-        (RuntimeError("[gloo/x.cc:81] Timed out waiting 2000ms for recv operation"), "did not come in time"),
-        (dist.DistBackendError("NCCL error: remote process exited"), "another rank is gone"),
-        (dist.DistStoreError("wait timeout after 300000ms, keys: /0"), "did not come in time"),
+        (RuntimeError("[gloo/pair.cc:534] Connection closed by peer [127.0.0.1]:5871"), "another rank has ended"),
+        (RuntimeError("[gloo/x.cc:81] Timed out waiting 2000ms for recv operation"), "did not join in time"),
+        (dist.DistBackendError("NCCL error: remote process exited"), "another rank has ended"),
+        (dist.DistStoreError("wait timeout after 300000ms, keys: /0"), "did not join in time"),
     ],
 )
 def test_collective_errors_are_translated_to_one_line(error, cause):

@@ -103,9 +103,12 @@ def test_wrapped_objective_delegates_members_to_the_inner_one():
 @pytest.mark.parametrize(
     ("part", "message"),
     [
-        (object(), "gives an object of type object without num_valid() and loss(); derive it from foundry.Objective"),
-        (SimpleNamespace(num_valid=len), "gives an object of type SimpleNamespace without loss(); derive it from"),
-        (Slotted(), "gives an object of type Slotted, which takes no attributes; derive it from foundry.Objective"),
+        (object(), "returns an object of type object without num_valid() and loss(); derive it from foundry.Objective"),
+        (SimpleNamespace(num_valid=len), "returns an object of type SimpleNamespace without loss(); derive it from"),
+        (
+            Slotted(),
+            "returns an object of type Slotted, which does not allow new attributes; derive it from foundry.Objective",
+        ),
     ],
 )
 def test_objects_without_num_valid_or_loss_are_refused(part, message):

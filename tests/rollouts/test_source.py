@@ -117,9 +117,9 @@ class Fickle(Judge):
 @pytest.mark.parametrize(
     ("kind", "given", "why"),
     [
-        ("raised", [0], "a rollout a reward (16 each), first: ValueError: out of office"),
-        ("none", [0, 0, 0], "3 rollouts in a row a reward (16 each), its scores are None"),
-        ("raised", [1, 0, 0, 1, 0, 0, 0], "3 rollouts in a row a reward (16 each), first: ValueError: out of office"),
+        ("raised", [0], "a rollout (16 each); first: ValueError: out of office"),
+        ("none", [0, 0, 0], "3 rollouts in a row (16 each); all scores are None"),
+        ("raised", [1, 0, 0, 1, 0, 0, 0], "3 rollouts in a row (16 each); first: ValueError: out of office"),
     ],
 )
 def test_environment_without_rewards_ends_the_run_with_the_reason(kind, given, why):
@@ -129,7 +129,7 @@ def test_environment_without_rewards_ends_the_run_with_the_reason(kind, given, w
         source.next_window()
     with pytest.raises(ConfigError) as caught:
         source.next_window()
-    assert str(caught.value) == f"environment: Fickle gives no answer of {why}"
+    assert str(caught.value) == f"environment: Fickle gave no reward for any answer of {why}"
 
 
 def test_truncated_completions_can_be_excluded_but_stay_in_the_baseline():

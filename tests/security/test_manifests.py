@@ -39,7 +39,7 @@ def test_manifest_rejects_file_names_outside_the_checkpoint(tmp_path, name, size
     rewrite_manifest(folder, files={**files, name: {"bytes": size, "checksum": "0"}})
     (problem,) = problems(folder)
     assert repr(name) in problem
-    with pytest.raises(ConfigError, match="no file of a checkpoint"):
+    with pytest.raises(ConfigError, match="not a file of a checkpoint"):
         find_resume_point("auto", tmp_path, ALONE)
     assert list_checkpoints(tmp_path) == [folder], "nothing is renamed"
 
@@ -95,7 +95,7 @@ def test_malformed_manifest_with_valid_checksum_is_an_error(tmp_path, changes):
 def test_deeply_nested_manifest_is_rejected(tmp_path):
     folder = write(tmp_path, 1, Net(1))
     (folder / MANIFEST).write_text("[" * 200_000)
-    assert "no manifest" in problems(folder)[0]
+    assert "not a manifest" in problems(folder)[0]
 
 
 @pytest.mark.parametrize("target", ["../../elsewhere", "..", "/", "step_00000009", "latest", "step_1", "x"])

@@ -63,7 +63,7 @@ def test_rollback_after_a_spike_skips_its_data(configure, tmp_path, caplog):
         result = train(config, tmp_path / "run").result
     assert (result["status"], result["step"], result["samples"]) == ("finished", 40, 320)
     assert "step 25: the loss" in caplog.text
-    assert "back to step 20, and past its data" in caplog.text
+    assert "rolled back to step 20, skipping its data" in caplog.text
     records = steps_of(tmp_path / "run")
     assert [record["step"] for record in records] == [*range(1, 41)]
     assert max(record["loss"] for record in records) < 20
@@ -104,7 +104,7 @@ def test_spike_without_a_checkpoint_ends_the_run(configure, tmp_path, caplog):
     config = configure(*GUARDED, "guard.spike_action=rollback", "checkpoint.interval=30", bad=[8 * 24])
     with pytest.raises(LossSpike):
         train(config, tmp_path / "run")
-    assert "there is no checkpoint to go back to" in caplog.text
+    assert "there is no checkpoint to roll back to" in caplog.text
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "failed"
 
 
@@ -112,14 +112,14 @@ def test_repeated_rollbacks_to_one_step_end_the_run(configure, tmp_path, caplog)
     config = configure(*GUARDED, "guard.spike_action=rollback", "guard.max_skips=2", bad=range(8 * 24, 8 * 60))
     with pytest.raises(LossSpike):
         train(config, tmp_path / "run")
-    assert "going back to step 20 2 times has not helped" in caplog.text
+    assert "rolling back to step 20 2 times did not help" in caplog.text
 
 
 def test_update_of_a_spike_is_skipped(configure, tmp_path, caplog):
     result = train(configure(*GUARDED, bad=[8 * 24 + 3]), tmp_path / "run").result
     assert (result["status"], result["step"]) == ("finished", 40)
     assert "step 25: the loss" in caplog.text
-    assert "its update is left out, 1 in a row of at most 3 (samples 192 to 199 of the global order)" in caplog.text
+    assert "its update is skipped, 1 in a row of at most 3 (samples 192 to 199 of the global order)" in caplog.text
 
 
 def test_nan_loss_stops_the_run_or_is_skipped(configure, tmp_path, caplog):

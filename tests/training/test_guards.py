@@ -85,7 +85,7 @@ def test_skip_warning_names_step_rank_and_samples(place, caplog):
         step(bad, 1e-2, 2)
         step.guard.check()
     assert [record.getMessage() for record in caplog.records] == [
-        "step 2: the loss on rank 0 is not finite; its update is left out, 1 in a row of at most 3 "
+        "step 2: the loss on rank 0 is not finite; its update is skipped, 1 in a row of at most 3 "
         "(samples 8 to 15 of the global order)"
     ]
 
@@ -102,7 +102,7 @@ def test_more_than_max_skips_in_a_row_end_the_run(place):
         take(number, bad)
     before = weights(step._model)
     message = (
-        r"^step 6: the loss on rank 0 is not finite, after 2 updates in a row that were left out \(guard.max_skips=2\)"
+        r"^step 6: the loss on rank 0 is not finite, after 2 updates in a row that were skipped \(guard.max_skips=2\)"
     )
     with pytest.raises(NonFiniteError, match=message):
         take(6, True)
@@ -197,7 +197,7 @@ def test_loss_that_stays_high_ends_the_run_after_max_skips():
         step(window(seed=number), 1e-3, number)
     step(spiked(11), 1e-3, 11)
     step(spiked(12), 1e-3, 12)
-    with pytest.raises(PersistentSpikeError, match=r"step 13: .* after 2 updates in a row that were left out"):
+    with pytest.raises(PersistentSpikeError, match=r"step 13: .* after 2 updates in a row that were skipped"):
         step(spiked(13), 1e-3, 13)
 
 

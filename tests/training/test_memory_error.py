@@ -75,11 +75,11 @@ def settings(lines):
 def test_out_of_memory_message_lists_memory_by_part():
     lines = explained(of=config(Single()))
     assert lines[0] == (
-        "out of GPU memory in step 12 on rank 0: 2.50 GiB more were wanted, 76.00 GiB of 79.00 GiB are in use"
+        "out of GPU memory in step 12 on rank 0: 2.50 GiB more were requested, 76.00 GiB of 79.00 GiB are in use"
     )
     assert lines[1] == (
-        "  weights 4.00 GiB, gradients 4.00 GiB, optimizer state 8.00 GiB, activations and the like 60.00 GiB, "
-        "cached, in pieces 2.00 GiB"
+        "  weights 4.00 GiB, gradients 4.00 GiB, optimizer state 8.00 GiB, "
+        "activations and temporary buffers 60.00 GiB, cached (fragmented) 2.00 GiB"
     )
 
 
@@ -133,7 +133,7 @@ def test_remedies_refused_by_config_rules_are_not_suggested():
 def test_suggested_microbatch_divides_the_batch(size, smaller, times):
     of = config(Single(), hparams={"per_gpu_batch_size": size, "global_batch_size": 8 * size})
     line = explained(of=of)[2].strip()
-    assert line.startswith(f"hparams.per_gpu_batch_size={smaller}: {times} times less activations")
+    assert line.startswith(f"hparams.per_gpu_batch_size={smaller}: activations / {times}, ")
 
 
 def test_memory_parts_are_counted_on_their_device_only(monkeypatch):
@@ -190,7 +190,7 @@ def test_host_out_of_memory_is_recognized_from_any_of_its_errors(ask, wanted):
     with pytest.raises(OutOfMemoryError) as caught, memory_explained(cpu, 3):
         ask()
     assert str(caught.value).startswith("out of CPU memory on rank 3 while the run was built: ")
-    assert f"{wanted} more were wanted" in str(caught.value) if wanted else "wanted" not in str(caught.value)
+    assert f"{wanted} more were requested" in str(caught.value) if wanted else "requested" not in str(caught.value)
     assert "of " in str(caught.value).splitlines()[0]
     with pytest.raises(OutOfMemoryError) as again, memory_explained(cpu, 0):
         raise caught.value
@@ -220,7 +220,7 @@ def test_cpu_out_of_memory_message_lists_process_memory_and_remedies():
         lines = explain_out_of_memory(
             error, memory, config(FSDP()), distributed=FSDP(), moment="in step 12", rank=1, world_size=2
         ).splitlines()
-    assert lines[0].startswith("out of CPU memory in step 12 on rank 1: 4.00 PiB more were wanted, ")
+    assert lines[0].startswith("out of CPU memory in step 12 on rank 1: 4.00 PiB more were requested, ")
     assert lines[1].startswith("  weights 1.0 MiB, gradients 1.0 MiB, optimizer state 2.0 MiB, ")
     assert settings(lines) == [BATCH, CHECKPOINTING, TILES, "otherwise"]
 

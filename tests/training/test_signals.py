@@ -139,9 +139,7 @@ def test_signal_handler_outside_the_main_thread_warns(caplog):
     thread.start()
     thread.join()
     assert states == [(None, before), False]
-    assert caplog.messages == [
-        "not in the main thread: signals will not be noticed, and end the run without a checkpoint"
-    ]
+    assert caplog.messages == ["not in the main thread: signals end the run without a checkpoint"]
 
 
 def test_submitit_handler_is_called_once_by_rank_0(install):

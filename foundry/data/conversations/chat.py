@@ -201,7 +201,7 @@ class ChatTemplate:
         before = self._text(messages[:index], for_answer=True)
         after = whole if index + 1 == len(messages) else self._text(messages[: index + 1])
         if not (whole.startswith(after) and after.startswith(before)):
-            remedy = "mark answers in it with {% generation %}"
+            remedy = "mark the answers in the template with {% generation %}"
             if index + 1 < len(messages):
                 remedy += ", or set data.train_on=last"
             message = f"is not rendered as a continuation of its first {index} messages by the chat template"
@@ -225,7 +225,7 @@ class ChatTemplate:
             )
             rendered[0].encode()  # raises if the text has an unpaired surrogate
         if len(rendered[0]) > _MAX_CHARACTERS:
-            raise ValueError(f"has more than {_MAX_CHARACTERS} characters when the chat template has rendered it")
+            raise ValueError(f"has more than {_MAX_CHARACTERS} characters when rendered by the chat template")
         return rendered[0], list(spans[0]) if with_spans else []
 
 
@@ -237,7 +237,7 @@ def _call(process: LimitedProcess, *args: Any, **options: Any) -> Any:
     try:
         return process.call(*args, **options)
     except LimitExceededError as error:
-        message = f"{error} for one conversation; correct the template, or choose another"
+        message = f"{error} for one conversation; correct the template or choose another"
         raise ConfigError(Violation(_KEY, message)) from None
 
 
@@ -267,7 +267,7 @@ def resolve_chat_template(
     source = template_beside(folder) if choice is None and folder is not None else None
     missing = [token for token in _CHATML_TOKENS if tokenizer.token_to_id(token) is None]
     if choice == "chatml" and missing:
-        message = f"is chatml but the tokenizer has no {' and no '.join(missing)}; choose plain, which needs none"
+        message = f"is chatml but the tokenizer has no {' and no '.join(missing)}; set data.chat_template=plain"
         raise ConfigError(Violation(_KEY, message))
     variables = {"eos_token": str(tokenizer.id_to_token(end)), "bos_token": _bos_token(folder)}
     special = tuple(added.content for added in tokenizer.get_added_tokens_decoder().values() if added.special)
@@ -296,7 +296,7 @@ def read_template(choice: str | None) -> str:
 
 
 def _check_syntax(template: ChatTemplate) -> None:
-    with ForeignData(lambda reason: ConfigError(Violation(_KEY, f"is no Jinja template: {reason}"))):
+    with ForeignData(lambda reason: ConfigError(Violation(_KEY, f"is not a valid Jinja template: {reason}"))):
         template.check_syntax()
 
 

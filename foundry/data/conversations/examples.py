@@ -305,7 +305,7 @@ def _fill(
     """Write the arrays of both splits and the statistics, and return the names of the written files."""
     skipped, first, rows, sources = Counter[str](), list[tuple[int, int, str]](), 0, list[int]()
     files = [*_names("train"), *_names("validation"), _STATISTICS]
-    progress = ReadingProgress("tokenising", None if num_rows is None else num_rows(), in_rows=True)
+    progress = ReadingProgress("tokenizing", None if num_rows is None else num_rows(), in_rows=True)
     for split, of_split in zip(_SPLITS, read(), strict=True):
         parts, of_source = parts_of(of_split), Counter[int]()
         names, used = [folder / name for name in _names(split)], list[int]()
@@ -391,7 +391,7 @@ class _Encoder:
             message = f"has {len(tokens)} tokens, more than data.seq_len={self.max_tokens}"
             raise BadRowError("longer than seq_len", message)
         if not any(trained[1:]):
-            raise BadRowError("no token to learn", "has no token to learn")
+            raise BadRowError("no token to learn", "has no token to train on")
         return tokens, trained
 
 

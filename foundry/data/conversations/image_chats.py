@@ -80,14 +80,14 @@ def _read_pictures(source: RowSource, size: int, cache_dir: str) -> tuple[RowPic
     for file in files:
         try:
             if not file.is_file():
-                missing[str(file)] = "is no file"
+                missing[str(file)] = "is not a file"
         except (OSError, ValueError) as error:  # a name that no file can have
             missing[str(file)] = getattr(error, "strerror", None) or str(error)
     there = [file for file in files if str(file) not in missing]
     digests = dict(zip(there, file_digests(there, cache_dir), strict=True))
     listed = b"".join(digests.get(file, bytes(32)) for file in files)
     name = hashlib.sha256(f"row pictures {_FORMAT} {size} ".encode() + listed).hexdigest()[:32]
-    folder = cached_folder(cache_dir, name, partial(_fill, files, missing, size), what="pictures")
+    folder = cached_folder(cache_dir, name, partial(_fill, files, missing, size), what="images")
     wrong = {str(files[int(number)]): reason for number, reason in json.loads(read_text(folder / _WRONG)).items()}
     images = np.load(folder / _IMAGES, mmap_mode="r", allow_pickle=False)
     return RowPictures(images=images, places=(places[0], places[1]), content=name), wrong
@@ -139,7 +139,7 @@ def _segments(
     if file is None:
         value: Any = row.columns.get("image")
         has = "has no image" if value in (None, "") else f"has {type(value).__name__} as image, not a path"
-        raise BadRowError("without a picture", f"{has}; give the path of a file, from this file's folder on")
+        raise BadRowError("without a picture", f"{has}; give the path of an image file, relative to this file's folder")
     if (reason := wrong.get(str(file))) is not None:
         raise BadRowError("picture cannot be read", f"has image {row.columns['image']}, which {reason}")
     check_template_columns(template, row.columns)

@@ -24,7 +24,9 @@ def check_template_columns(template: ChatTemplate, columns: Mapping[str, Any]) -
         is_empty = not value or (isinstance(value, str) and value.strip() in ("", "[]", "{}", "null"))
         # Many datasets have a `documents` column that is not meant for the template.
         if not is_empty and (name != "documents" or name in template.source):
-            message = f"has {name}, but the chat template is given messages only; write them into a message of the row"
+            message = (
+                f"has {name}, but the chat template receives only messages; move this column into a message of the row"
+            )
             raise BadRowError(f"with {name}", message)
 
 
@@ -50,8 +52,10 @@ def trained_segments(
         if not answer["content"].strip():
             raise BadRowError("empty answer", "has an empty answer")
         if weighted := [name for name in _WEIGHTS if name in answer and answer[name] != 1]:
-            message = f"has {weighted[0]}={shown(answer[weighted[0]])} in an answer, but all are learnt alike; end the "
-            message += "conversation before it, or set data.train_on=last if only the last one is to be learnt"
+            message = (
+                f"has {weighted[0]}={shown(answer[weighted[0]])} in an answer, but all answers have equal weight; "
+            )
+            message += "end the conversation before it, or set data.train_on=last to train on the last answer only"
             raise BadRowError(f"with {weighted[0]} in an answer", message)
     try:
         return template.segments(messages, num_trained=num_trained)
@@ -108,11 +112,11 @@ def checked_messages(value: Any, name: str) -> list[dict[str, Any]]:
             text = message.get(key)
             if not isinstance(text, str):
                 kind = "no" if text is None else f"{type(text).__name__} as"
-                raise BadRowError("wrong type", f"has {kind} {key} in message {number}, not a text")
+                raise BadRowError("wrong type", f"has {kind} {key} in message {number}, not text")
             try:
                 text.encode()
             except UnicodeEncodeError:
-                what = f"has half of a surrogate pair in message {number}, which is no text"
+                what = f"has an unpaired surrogate in message {number}, which is not valid Unicode"
                 raise BadRowError("wrong type", what) from None
         messages.append({key: item for key, item in message.items() if item is not None})
     return messages

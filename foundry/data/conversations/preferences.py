@@ -43,7 +43,7 @@ def _pair_segments(template: ChatTemplate, row: Row) -> list[list[Segment]]:
     check_template_columns(template, row.columns)
     prompt, *answers = _read_pair(row.columns)
     if answers[0] == answers[1]:
-        raise BadRowError("chosen equals rejected", "has the same answer as chosen and as rejected")
+        raise BadRowError("chosen equals rejected", "has the same answer in chosen and rejected")
     examples = list[list[Segment]]()
     for kind, answer in zip(_KINDS, answers, strict=True):
         if not answer or answer[0]["role"] != "assistant":

@@ -239,7 +239,7 @@ def _count(found: Documents, key: str, progress: ReadingProgress) -> tuple[int, 
     count, filled, size = found.count(progress)
     if not filled:
         more = f" and {len(found.files) - 1} more" if len(found.files) > 1 else ""
-        what = f"{count} empty documents and no other" if count else "no rows"
+        what = f"{count} documents, all empty" if count else "no rows"
         raise ConfigError(Violation(key, f"{found.files[0]}{more}: {what}; give files with text"))
     return count, size
 
@@ -266,7 +266,9 @@ def _find_files(pattern: str, key: str, kinds: Mapping[str, str], cache_dir: str
         message = f"{pattern!r} has no files; give a file, folder or glob of {listed_suffixes(kinds)} files"
         raise ConfigError(Violation(key, message))
     if strange := [file for file in found if not file.is_file()]:
-        raise ConfigError(Violation(key, f"{strange[0]} is no file, or a link to none; remove it or leave it out"))
+        raise ConfigError(
+            Violation(key, f"{strange[0]} is not a regular file, or is a broken symlink; remove it or leave it out")
+        )
     kinds_found = {suffix_of(file) for file in found}
     if len({kinds.get(suffix) for suffix in kinds_found}) > 1 or not kinds_found <= kinds.keys():
         message = (

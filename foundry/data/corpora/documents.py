@@ -110,13 +110,15 @@ def _read_text(row: object, text_field: str, where: str) -> str:
         text = value_at(row, text_field)
     except KeyError:
         found = ", ".join(sorted(names_in(row))) or "none"
-        raise _wrong(_FIELD, f"{text_field!r} is not among the keys of {where} which are: {found}") from None
+        raise _wrong(_FIELD, f"{where} has no key {text_field!r}; its keys: {found}") from None
     if text is not None and not isinstance(text, str):
         raise _wrong(_FIELD, f"{text_field!r} of {where} holds {type(text).__name__}, not text")
     try:
         (text or "").encode()
     except UnicodeEncodeError:
-        raise _wrong(_FIELD, f"{text_field!r} of {where} holds half of a surrogate pair, which is no text") from None
+        raise _wrong(
+            _FIELD, f"{text_field!r} of {where} holds an unpaired surrogate, which is not valid Unicode"
+        ) from None
     return text or ""
 
 
@@ -128,7 +130,7 @@ def _table_rows(file: Path, *, text_field: str, utf8: Utf8) -> Iterator[str]:
         path = path_in(table.schema, text_field)
         if path is None:
             found = ", ".join(sorted(names_of(table.schema))) or "none"
-            raise _wrong(_FIELD, f"{text_field!r} is not among the columns of {file}, which are: {found}")
+            raise _wrong(_FIELD, f"{file} has no column {text_field!r}; its columns: {found}")
         kind: Any = type_at(table.schema, path)
         kind = kind.value_type if pa.types.is_dictionary(kind) else kind
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):

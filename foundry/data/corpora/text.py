@@ -80,10 +80,8 @@ def text_splits(
 
 def _too_short(what: str, tokens: int, seq_len: int, *, is_held_out: bool) -> Violation:
     if tokens < 3 and is_held_out:
-        message = (
-            f"leaves {tokens} tokens for validation; set a larger share, or give data.validation_path or more text"
-        )
+        message = f"leaves {tokens} tokens for validation; increase it, set data.validation_path, or give more text"
         return Violation("data.held_out", message)
     smaller = f"set data.seq_len={tokens - 1} or less, or give more text" if tokens > 1 else "give more text"
-    message = f"is {seq_len} but the {what} has {tokens} tokens, less than the {seq_len + 1} of one sample; {smaller}"
+    message = f"is {seq_len} but the {what} has {tokens} tokens, fewer than the {seq_len + 1} of one sample; {smaller}"
     return Violation("data.seq_len", message)

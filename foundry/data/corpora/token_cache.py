@@ -107,13 +107,13 @@ def _build(corpus: Corpus, vocab_size: int, chosen: tuple[Tokenizer, int] | None
     """Write tokenizer, tokens and statistics, and return the names of the written files."""
     train_texts, validation_texts, num_bytes = corpus.read()
     if chosen is None:
-        learning = ReadingProgress("learning a tokenizer")
+        learning = ReadingProgress("training a tokenizer")
         chosen = train_with_end(learning.over(train_texts, utf8_bytes), vocab_size)
     tokenizer, end = chosen
     tokenizer.save(str(folder / TOKENIZER))
     sources = parts_of(train_texts)
     names = [_TRAIN] if len(sources) == 1 else [_TRAIN_OF_SOURCE.format(number) for number in range(len(sources))]
-    progress = ReadingProgress("tokenising", num_bytes)
+    progress = ReadingProgress("tokenizing", num_bytes)
     encode = partial(_encode, progress, tokenizer, end)
     encoded = [encode(texts, folder / name) for texts, name in zip(sources, names, strict=True)]
     train = _Encoded(sum(each.documents for each in encoded), np.sum([each.counts for each in encoded], axis=0))

@@ -86,7 +86,7 @@ def token_files(settings: TokenFilesSettings, *, seed: int = 0) -> DataSplits:
     if any(indexed):
         found = found._replace(content=f"{found.content} {indexed}", fingerprint=f"{found.fingerprint} {indexed}")
     name = hashlib.sha256(f"{found.content} {_FORMAT}".encode()).hexdigest()[:32]
-    folder = cached_folder(settings.cache_dir, name, partial(_look, every), what="facts about tokens")
+    folder = cached_folder(settings.cache_dir, name, partial(_look, every), what="token statistics")
     _check_bounds(every, json.loads((folder / _FACTS).read_text()), vocab_size)
     share = 0.0 if validation else held_out
     learnt = [[file.part(0, file.cut(share)) for file in source] for source in train]
@@ -126,8 +126,8 @@ def _check_lengths(split: str, sources: Sequence[Sequence[NDArray[Any]]], seq_le
     for source, path in zip(sources, paths, strict=False):
         if (longest := max(map(len, source))) <= seq_len:
             where = f" of {path}" if len(sources) > 1 else ""
-            message = f"is {seq_len} but no file{where} has so many and one more {split} tokens, the longest {longest}"
-            raise ConfigError(Violation("data.seq_len", f"{message}; lower it, or give more"))
+            message = f"is {seq_len} but no file{where} has more {split} tokens than that; the longest has {longest}"
+            raise ConfigError(Violation("data.seq_len", f"{message}; lower it, or give longer files"))
 
 
 def _evenly(sources: Sequence[SequencesOfFiles]) -> Dataset:
@@ -150,16 +150,18 @@ def _opened(file: Path, dtype: TokenDtype, key: str) -> _TokenFile:
         return _from_npy(file) if file.suffix == ".npy" else _from_bin(file, np.dtype(dtype.name))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(Violation(key, f"{file} {reason}; make it anew, or leave it out")) from None
+        raise ConfigError(Violation(key, f"{file} {reason}; create it again or leave it out")) from None
 
 
 def _from_npy(file: Path) -> _TokenFile:
     try:
         array = np.load(file, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:
-        raise ValueError(f"is no array of NumPy ({' '.join(str(error).split())})") from None
+        raise ValueError(f"is not a NumPy array ({' '.join(str(error).split())})") from None
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise ValueError(f"is an array of {array.dtype} with {array.ndim} dimensions, not of whole numbers with one")
+        raise ValueError(
+            f"is an array of {array.dtype} with {array.ndim} dimensions, not a one-dimensional array of integers"
+        )
     return _TokenFile(file, array.dtype, int(getattr(array, "offset", 0)), len(array))
 
 
@@ -172,10 +174,10 @@ def _from_bin(file: Path, dtype: np.dtype[Any]) -> _TokenFile:
     if head[0] == _MAGIC:
         count, own = int(head[2]), np.dtype(np.uint16)
         if size != 4 * _HEADER_NUMBERS + count * own.itemsize:
-            raise ValueError(f"has a header that says {count} tokens, but not as many")
+            raise ValueError(f"has a header with {count} tokens, but a size that does not match")
         return _TokenFile(file, own, 4 * _HEADER_NUMBERS, count)
     if size == 0 or size % dtype.itemsize:
-        raise ValueError(f"has {size} bytes, which are no tokens of {dtype} (data.dtype)")
+        raise ValueError(f"has {size} bytes, which is not a positive multiple of the size of {dtype} (data.dtype)")
     return _TokenFile(file, dtype, 0, size // dtype.itemsize)
 
 
@@ -184,14 +186,14 @@ def _from_indexed(file: Path, index: Path, size: int) -> _TokenFile:
     head = _INDEX_HEAD.unpack(index.open("rb").read(_INDEX_HEAD.size).ljust(_INDEX_HEAD.size, b"\0"))
     magic, version, code, sequences, _ = head
     if magic != _INDEX_MAGIC or version != 1 or code not in _INDEX_TYPES:
-        raise ValueError(f"lies beside {index.name}, which is no index of whole numbers of Megatron-LM's, version 1")
+        raise ValueError(f"is next to {index.name}, which is not a Megatron-LM index of integer tokens, version 1")
     dtype = np.dtype(_INDEX_TYPES[code])
     if index.stat().st_size < _INDEX_HEAD.size + 12 * sequences:
-        raise ValueError(f"lies beside {index.name}, which ends before its {sequences} sequences do")
+        raise ValueError(f"is next to {index.name}, which is too short for its {sequences} sequences")
     lengths = np.memmap(index, "<i4", "r", _INDEX_HEAD.size, (sequences,)) if sequences else np.empty(0, np.int32)
     count = int(lengths.sum(dtype=np.int64))
     if count * dtype.itemsize != size or (count and int(lengths.min()) < 0):
-        raise ValueError(f"has {size} bytes, but {index.name} says {count} tokens of {dtype}")
+        raise ValueError(f"has {size} bytes, but {index.name} lists {count} tokens of {dtype}")
     return _TokenFile(file, dtype, 0, count)
 
 
@@ -217,5 +219,5 @@ def _check_bounds(files: Sequence[_TokenFile], bounds: Sequence[tuple[int, int]]
     for file, (low, high) in zip(files, bounds, strict=True):
         if low < 0 or high >= vocab_size:
             message = f"is {vocab_size} but {shown(str(file.path))} has the token {low if low < 0 else high}"
-            remedy = "other numbers than data.dtype says?" if low < 0 or high >= 2**20 else f"set it to {high + 1}"
+            remedy = "check that data.dtype matches the file" if low < 0 or high >= 2**20 else f"set it to {high + 1}"
             raise ConfigError(Violation("data.vocab_size", f"{message}; {remedy}"))

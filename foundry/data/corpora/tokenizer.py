@@ -116,7 +116,7 @@ def decode_tokens(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
 
 
 def _refuse_file(file: Path, reason: str) -> ConfigError:
-    return ConfigError(Violation(_KEY, f"is {file}, which is no tokenizer of the tokenizers library: {reason}"))
+    return ConfigError(Violation(_KEY, f"is {file}, which the tokenizers library cannot load: {reason}"))
 
 
 def _refuse_use(action: str, reason: str) -> ConfigError:
@@ -150,9 +150,13 @@ def check_same(tokenizer: Tokenizer, weights: Path, key: str | None = None) -> N
     own.add_special_tokens([END_OF_DOCUMENT])  # `load_tokenizer` adds it if there is no end token
     if _content(own) != _content(tokenizer):
         if key is not None:
-            message = f"is {weights}, trained with another tokenizer than the run's; give a model with the same one"
-            raise ConfigError(Violation(key, f"{message}, or to a new model data.tokenizer={file}"))
-        message = f"is not the one that the weights in {weights} were trained with; set data.tokenizer={file}"
+            message = (
+                f"is {weights}, trained with another tokenizer than the run's; give a model with the same tokenizer"
+            )
+            raise ConfigError(Violation(key, f"{message}, or for a new model set data.tokenizer={file}"))
+        message = (
+            f"differs from the tokenizer that the weights in {weights} were trained with; set data.tokenizer={file}"
+        )
         raise ConfigError(Violation(_KEY, message))
 
 
@@ -193,7 +197,7 @@ def config_value(file: Path, key: str) -> Any:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, AssertionError, RecursionError) as error:
-        message = f"{file} cannot be read as JSON: {' '.join(str(error).split()) or 'it is no object'}"
+        message = f"{file} cannot be read as JSON: {' '.join(str(error).split()) or 'not an object'}"
         raise ConfigError(Violation(_KEY, message)) from None
     inner = content.get("text_config")
     return content.get(key, inner.get(key) if isinstance(inner, dict) else None)
@@ -205,7 +209,7 @@ def _resolve_id(tokenizer: Tokenizer, end: str | int, folder: Path) -> int:
     else:
         token = end if 0 <= end < _MOST_IDS and tokenizer.id_to_token(end) is not None else None
     if token is None:
-        message = f"is {folder}, which declares {end!r} to end a sequence, which is no token of its tokenizer.json"
+        message = f"is {folder}, which declares the end-of-sequence token {end!r}, but its tokenizer.json lacks it"
         raise ConfigError(Violation(_KEY, message))
     return token
 
@@ -217,7 +221,7 @@ def _check_entries(tokenizer: Tokenizer, vocab_size: int, path: str, known: Any)
         count += f" ({tokenizer.get_vocab_size()} tokens with ids up to {entries - 1})"
     if isinstance(known, int) and entries > known:
         message = (
-            f"{path!r} has a tokenizer of {count} but a model of {known}; give the model as many with "
+            f"{path!r} has a tokenizer of {count} but a model of {known}; resize the model with "
             f"transformers' resize_token_embeddings({entries}), or choose another data.tokenizer"
         )
         raise ConfigError(Violation(_KEY, message))

@@ -124,14 +124,14 @@ def image_folder(settings: ImageFolderSettings, *, seed: int = 0) -> DataSplits:
     for label, folder in enumerate(folders):
         found, others = _pictures_in(folder)
         if not found:
-            message = f"has no picture in {shown(str(folder))} ({', '.join(SUFFIXES)})"
+            message = f"has no image in {shown(str(folder))} ({', '.join(SUFFIXES)})"
             raise ConfigError(Violation("data.path", message))
         files += found
         labels += [label] * len(found)
         ignored += others
     if ignored:
         kind = "file" if ignored == 1 else "files"
-        log.warning("%d %s in %s left out: no picture by its name (%s)", ignored, kind, path, ", ".join(SUFFIXES))
+        log.warning("skipped %d %s in %s without a suffix of an image (%s)", ignored, kind, path, ", ".join(SUFFIXES))
     names = [file.relative_to(root).as_posix() for file in files]
     try:
         digests = b"".join(file_digests(files, cache_dir))
@@ -142,7 +142,7 @@ def image_folder(settings: ImageFolderSettings, *, seed: int = 0) -> DataSplits:
     content = hashlib.sha256(f"{described} {digests.hex()}".encode()).hexdigest()[:32]
     shape = (len(files), channels, size, size)
     fill = partial(_fill, files, shape, partial(read_picture, size=size, channels=channels, fit=fit))
-    kept = cached_folder(cache_dir, content, fill, what="pictures")
+    kept = cached_folder(cache_dir, content, fill, what="images")
     images = np.load(kept / _IMAGES, mmap_mode="r", allow_pickle=False)
     classes = np.array(labels, dtype=np.int64)
     is_held_out = stratified_split(
@@ -195,9 +195,9 @@ def _fill(
                 images[index] = picture
             if (now := time.monotonic()) - told > _SECONDS_BETWEEN_LINES:
                 told = now
-                log.info("decoded %d of %d pictures", start + len(some), len(files))
+                log.info("decoded %d of %d images", start + len(some), len(files))
     images.flush()
-    log.info("decoded %d pictures in %.1f s", len(files), time.monotonic() - began)
+    log.info("decoded %d images in %.1f s", len(files), time.monotonic() - began)
     return (_IMAGES,)
 
 
@@ -216,5 +216,5 @@ def _read(read: Callable[[Path], NDArray[np.uint8]], file: Path) -> NDArray[np.u
         return read(file)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        message = f"has {shown(str(file))}, which {reason}; remove it, or give it another suffix"
+        message = f"has {shown(str(file))}, which {reason}; remove or rename it"
         raise ConfigError(Violation("data.path", message)) from None

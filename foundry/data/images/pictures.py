@@ -41,7 +41,7 @@ def decode_picture(content: bytes, size: tuple[int, int]) -> Pixels:
                 raise ValueError(f"is {picture.size[1]} by {picture.size[0]} pixels, not {size[0]} by {size[1]}")
             return np.asarray(picture.convert("RGB"))
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError(f"is no picture: {error}") from None
+        raise ValueError(f"is not an image: {error}") from None
 
 
 def read_picture(file: Path, *, size: int, channels: int, fit: PictureFit) -> Pixels:
@@ -62,7 +62,7 @@ def read_picture(file: Path, *, size: int, channels: int, fit: PictureFit) -> Pi
     try:
         with require_regular(file).open("rb") as stream, Image.open(stream, formats=_FORMATS) as opened:
             if opened.width * opened.height > _MOST_PIXELS:
-                raise ValueError(f"has {opened.width} by {opened.height} pixels, which are too many")
+                raise ValueError(f"has {opened.width} by {opened.height} pixels, which is too many")
             opened.draft("RGB", (size, size))  # decodes a JPEG at 1/2, 1/4 or 1/8 scale if that is large enough
             picture = ImageOps.exif_transpose(opened)
             if picture.mode.startswith("I"):  # 16-bit grayscale, which Pillow would clip at 255
@@ -74,7 +74,7 @@ def read_picture(file: Path, *, size: int, channels: int, fit: PictureFit) -> Pi
     except (FileNotFoundError, UnsafeFileError):
         raise
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError(f"is no picture: {error}") from None
+        raise ValueError(f"is not an image: {error}") from None
     box = None
     if fit is PictureFit.crop:
         side = min(picture.size)
@@ -119,7 +119,7 @@ def video_frames(file: Path) -> Iterator[tuple[float, Callable[[], Pixels]]]:
             for frame in container.decode(video=0):
                 yield float(frame.time), partial(frame.to_ndarray, format="rgb24")
     except (av.error.FFmpegError, IndexError) as error:
-        raise ValueError(f"it is no video: {error}") from None
+        raise ValueError(f"not a video: {error}") from None
 
 
 def import_av() -> Any:
@@ -131,6 +131,6 @@ def import_av() -> Any:
     try:
         import av
     except ImportError:
-        message = f"names a column of videos, which are decoded by av; {pip_command('av', 'video')}"
+        message = f"is a column of videos, which require av; {pip_command('av', 'video')}"
         raise ConfigError(Violation("data.image_key", message)) from None
     return av

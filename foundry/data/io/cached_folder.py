@@ -54,11 +54,13 @@ def cached_folder(cache_dir: str, name: str, fill: Callable[[Path], tuple[str, .
             with FileLock(folder.with_suffix(".lock"), mode=0o666):
                 if (damage := find_damage(folder)) is not None:
                     if damage:
-                        log.warning("%s: %s; the %s are made again", folder, damage, what)
+                        log.warning("%s: %s; creating the %s again", folder, damage, what)
                     _make(folder, fill)
     except (OSError, NotImplementedError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        message = f"is {cache_dir}, where {what} cannot be kept: {reason}; set another, here or in FOUNDRY_CACHE"
+        message = (
+            f"is {cache_dir}, which cannot store the {what}: {reason}; set another folder, here or in FOUNDRY_CACHE"
+        )
         raise ConfigError(Violation("data.cache_dir", message)) from error
     return folder
 
@@ -111,13 +113,13 @@ def find_damage(folder: Path) -> str | None:
             return None
         for name, entry in files.items():
             if _checksum(folder / name) != entry["xxh3_128"]:
-                return f"{name} is not as it was written"
+                return f"{name} has changed since it was written"
         if is_large:
             _stamp(folder, stamp)
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing" if folder.is_dir() else ""
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return f"{_MANIFEST} is not as it was written"
+        return f"{_MANIFEST} is damaged"
     return None
 
 

@@ -103,7 +103,9 @@ class Utf8:
         """Log a warning, once per file, that invalid bytes are replaced."""
         if file not in self.told:
             self.told.add(file)
-            log.warning("%s: %s is not UTF-8; what is not becomes U+FFFD (data.encoding_errors)", file, place)
+            log.warning(
+                "%s: %s is not valid UTF-8; invalid bytes are replaced by U+FFFD (data.encoding_errors)", file, place
+            )
 
 
 STRICT = Utf8()
@@ -129,7 +131,7 @@ def column_values(column: Any, utf8: Utf8, file: Path, first: int) -> list[Any]:
         rows = f"rows {first} to {first + len(column) - 1}"
         plain = column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
         if utf8.is_strict or not _is_text(plain.type):
-            raise ValueError(f"{rows} hold text that is not UTF-8") from None
+            raise ValueError(f"{rows} hold text that is not valid UTF-8") from None
         values = plain.cast(pa.large_binary()).to_pylist()
         return [
             None if value is None else utf8.decode(value, file, f"row {number}")

@@ -94,7 +94,7 @@ class LimitedProcess:
                 raise LimitExceededError(f"takes more than {self._cpu_seconds:g} s of processor time") from None
             if os.WIFSIGNALED(status):
                 name = signal.Signals(os.WTERMSIG(status)).name
-                raise LimitExceededError(f"ends its process by {name}") from None
+                raise LimitExceededError(f"ends its process with {name}") from None
             return None
         except BaseException:  # such as Ctrl-C; otherwise the next call would receive this reply
             self.close()

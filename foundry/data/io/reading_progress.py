@@ -20,7 +20,7 @@ def utf8_bytes(text: str) -> int:
 
 
 class ReadingProgress:
-    """Logs progress lines such as `tokenising: 120 of 500 MB, 24.0 MB/s, 0:00:16 left`.
+    """Logs progress lines such as `tokenizing: 120 of 500 MB, 24.0 MB/s, 0:00:16 left`.
 
     Args:
         what: name of the activity.

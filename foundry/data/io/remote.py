@@ -34,7 +34,7 @@ def fetched(url: str, *, key: str, kinds: Mapping[str, str], cache_dir: str) -> 
     """
     name = hashlib.sha256(f"remote {sorted(kinds)} {url}".encode(errors="surrogateescape")).hexdigest()[:32]
     folder = cached_folder(cache_dir, name, partial(_fetch, url, key, kinds), what="files of a URL")
-    log.info("%s is read from %s, where it was copied once", url, folder)
+    log.info("reading %s from its local copy %s", url, folder)
     return sorted(file for file in folder.iterdir() if file.name[0].isdigit())
 
 
@@ -47,7 +47,7 @@ def _fetch(url: str, key: str, kinds: Mapping[str, str], folder: Path) -> tuple[
     found, written = remote.files(kinds), list[str]()
     sizes = [remote.size(name) for name in found]
     known = [size for size in sizes if size is not None]
-    progress = ReadingProgress(f"fetching {url}", sum(known) if len(known) == len(sizes) else None)
+    progress = ReadingProgress(f"downloading {url}", sum(known) if len(known) == len(sizes) else None)
     for number, name in enumerate(found):
         written.append(f"{number:05}-{PurePosixPath(urlsplit(name).path).name}")
         with (folder / written[-1]).open("wb") as stream:
@@ -105,5 +105,5 @@ class _Remote:
 
     def _refusal(self, error: Exception) -> ConfigError:
         reason = " ".join(str(error).split()) or type(error).__name__
-        remedy = "is there a network, and the right to read it? Else fetch it elsewhere and give its path"
+        remedy = "check network and access rights, or download it and give its path"
         return ConfigError(Violation(self._key, f"{shown(self._url)} cannot be read: {shown(reason)}; {remedy}"))

@@ -43,7 +43,7 @@ class RowSource:
     weights: Sequence[float] | None = None
     num_rows: Callable[[], int] | None = None
     key: str = PATH
-    remedy: str = "repair them, or set data.on_bad_row=skip"
+    remedy: str = "correct them, or set data.on_bad_row=skip"
     on_bad_row: OnBadRow = OnBadRow.refuse
 
 
@@ -99,7 +99,9 @@ class _Share:
     def __iter__(self) -> Iterator[Row]:
         count = self.rows.count
         if count < 2:
-            message = f"{self.rows.files[0]} has {'one row' if count else 'no rows'}; give at least two, or more files"
+            message = (
+                f"{self.rows.files[0]} has {'one row' if count else 'no rows'}; give at least two rows, or more files"
+            )
             raise ConfigError(Violation(PATH, message))
         held = HeldOutNumbers.choose(count, self.held_out)
         for index, row in enumerate(self.rows):
@@ -116,7 +118,7 @@ def mix_rows(source: RowSource, sizes: Sequence[int], notes: dict[str, Any]) -> 
     if not sizes:
         return None
     if 0 in sizes:
-        message = f"{source.paths[list(sizes).index(0)]} leaves no row for training; give more rows that can be used"
+        message = f"{source.paths[list(sizes).index(0)]} has no usable row for training; give more rows"
         raise ConfigError(Violation(PATH, message))
     notes["sources"] = describe_sources(source.paths, sizes, source.weights)
     return mixture_of(sizes, source.weights)
@@ -132,7 +134,7 @@ def check_rows(source: RowSource, statistics: RowStatistics, train: Sized, valid
         counted, first = list_skipped(statistics, source.places)
         if source.on_bad_row is OnBadRow.refuse:
             raise ConfigError(Violation(source.key, line) for line in [*first, f"{counted}; {source.remedy}"])
-        log.warning("%s and are skipped, such as %s", counted, first[0])
+        log.warning("%s and are skipped; the first: %s", counted, first[0])
     for name, split in (("training", train), ("validation", validation)):
         if not len(split):
-            raise ConfigError(Violation(PATH, f"leaves no row for {name}; give more rows that can be used"))
+            raise ConfigError(Violation(PATH, f"has no usable row for {name}; give more rows"))

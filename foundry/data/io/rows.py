@@ -15,7 +15,7 @@ from foundry.data.io.nested import path_in, value_at
 
 _Read = TypeVar("_Read")
 _MARK = "\ufeff"
-_CONVERT = "convert it, as with iconv -t UTF-8, or set data.encoding_errors=replace"
+_CONVERT = "convert it with iconv -t UTF-8, or set data.encoding_errors=replace"
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def readable(read: Callable[[Path], Iterator[_Read]], key: str, file: Path) -> I
             yield from read(file)
         except UnicodeDecodeError as error:
             where = f"line {line_of(error)}, byte {error.start} is {error.object[error.start : error.start + 1]!r}"
-            message = f"{file} is not text in UTF-8 ({where}); {_CONVERT}"
+            message = f"{file} is not valid UTF-8 ({where}); {_CONVERT}"
             raise ConfigError(Violation(key, message)) from error
 
 
@@ -129,7 +129,7 @@ def json_rows(file: Path, utf8: Utf8 = STRICT) -> Iterator[tuple[str, int, Any, 
     with open_bytes(file) as stream:
         is_list = suffix_of(file) == ".json" and stream.peek(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
         if is_list:
-            text = utf8.decode(stream.read(), file, "some of it").removeprefix(_MARK)
+            text = utf8.decode(stream.read(), file, "part of the file").removeprefix(_MARK)
             for number, row in enumerate(json.loads(text), 1):
                 yield "item", number, row, None
             return
@@ -140,7 +140,7 @@ def json_rows(file: Path, utf8: Utf8 = STRICT) -> Iterator[tuple[str, int, Any, 
                 text = utf8.decode(line, file, f"line {number}")
                 yield "line", number, json.loads(text.removeprefix(_MARK) if number == 1 else text), None
             except UnicodeDecodeError:
-                yield "line", number, None, f"is not UTF-8 ({_CONVERT})"
+                yield "line", number, None, f"is not valid UTF-8 ({_CONVERT})"
             except (ValueError, RecursionError) as error:
                 yield "line", number, None, f"is not JSON ({error})"
 
@@ -158,7 +158,7 @@ def _table_rows(index: int, rows: FileRows, file: Path) -> Iterator[Row]:
         paths = [path for name in wished if (path := path_in(table.schema, name)) is not None]
         if not (found := list(dict.fromkeys(path[0] for path in paths))):
             listed, wanted = ", ".join(sorted(names)) or "none", ", ".join(wished)
-            raise ConfigError(Violation(rows.key, f"{file} has the columns {listed}; none of {wanted} is there"))
+            raise ConfigError(Violation(rows.key, f"{file} needs one of the columns {wanted}; it has {listed}"))
         number, found = 0, list(dict.fromkeys([*found, *(name for name in rows.also if name in names)]))
         for batch in table.batches(names if rows.reads_all else found):
             columns = [column_values(column, rows.utf8, file, number + 1) for column in batch.columns]

@@ -26,7 +26,7 @@ def check_weights(folder: Path, config: Any) -> None:
         ConfigError: the index or the config names another kind of file, or the folder also has adapters.
     """
     if (folder / "adapter_config.json").exists():
-        message = f"{str(folder)!r} has adapters (adapter_config.json) beside its weights"
+        message = f"{str(folder)!r} has adapters (adapter_config.json) next to its weights"
         raise ConfigError(Violation("model.path", f"{message}; merge them, or remove that file"))
     first = getattr(config, "transformers_weights", None)
     if first is None:
@@ -63,11 +63,11 @@ def _require_regular(folder: Path, name: Any, suffix: tuple[str, ...]) -> None:
     if not isinstance(name, str) or not name.endswith(suffix):
         wrong = f"which does not end in {suffix[0]}; convert it with safetensors"
     elif "\0" in name or Path(name).name != name:
-        wrong = "which leads out of that folder; move the file into it"
+        wrong = "which is outside that folder; move the file into it"
     else:
         try:
             wrong = "" if stat.S_ISREG((folder / name).stat().st_mode) else "which is not a regular file; replace it"
         except OSError as error:
             wrong = f"which cannot be read: {error.strerror}"
     if wrong:
-        raise ConfigError(Violation("model.path", f"{str(folder)!r} names a file of weights {shown(name)}, {wrong}"))
+        raise ConfigError(Violation("model.path", f"{str(folder)!r} names the weight file {shown(name)}, {wrong}"))

@@ -39,7 +39,7 @@ def check_sizes(folder: Path) -> None:
         raise ConfigError(Violation("model.path", f"{str(folder)!r}: {error}")) from None
     if too_large:
         texts = (f"{name}={shown(value)} is above {bound}" for name, (value, bound) in too_large.items())
-        message = f"{str(folder)!r}: config.json has sizes that no model has: {', '.join(texts)}"
+        message = f"{str(folder)!r}: config.json has sizes that are too large: {', '.join(texts)}"
         raise ConfigError(Violation("model.path", f"{message}; correct that file, or choose another folder"))
 
 
@@ -69,7 +69,7 @@ def bounded_modules() -> Iterator[None]:
         nonlocal count
         count += 1
         if count > _MOST_MODULES:
-            message = f"asks for a model of more than {_MOST_MODULES} modules; reduce its numbers of layers and experts"
+            message = f"has more than {_MOST_MODULES} modules; reduce its number of layers or experts"
             raise ConfigError(Violation("model", message))
 
     handle = register_module_module_registration_hook(note)

@@ -154,8 +154,8 @@ class HuggingFaceCausalLM(nn.Module):
         if not self._asks_router_loss:
             return None
         return (
-            f"the config of this {self.config.model_type} has {_ROUTER_LOGITS}=true but objectives here have no "
-            "auxiliary loss of the router: nothing balances the experts while they are trained"
+            f"the config of this {self.config.model_type} has {_ROUTER_LOGITS}=true but foundry's objectives have "
+            "no auxiliary loss for the router: nothing balances the experts during training"
         )
 
     def new_cache(self, length: int, padding: Tensor | None = None) -> "TransformersCache | None":

@@ -37,7 +37,7 @@ def folder_types(folder: Path) -> dict[str, str]:
         try:
             names = sorted(set(json.loads(read_text(in_hub_cache(index)))["weight_map"].values()))
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{index.name} names no files of weights: {error!r}") from None
+            raise ValueError(f"{index.name} lists no weight files: {error!r}") from None
     types = dict[str, str]()
     for file in filter(Path.is_file, (folder / name for name in names)):  # transformers reports missing files
         with safe_open(file, framework="pt") as opened:
@@ -73,7 +73,7 @@ def find_wrong_types(
         if dtype not in READ_TYPES and name not in {*unread, *integral} and not left_out.search(name)
     ]
     if wrong:
-        return f"holds {listed(wrong, 2)}, and only {', '.join(READ_TYPES)} are read"
+        return f"holds {listed(wrong, 2)}, but only {', '.join(READ_TYPES)} are supported"
     if scales := sorted(name for name in unread if _SCALE.search(name.rpartition(".")[2])):
-        return f"holds {listed(scales, 2)}, which the model does not read: its weights are quantised"
+        return f"holds {listed(scales, 2)}, which the model does not read: its weights are quantized"
     return ""

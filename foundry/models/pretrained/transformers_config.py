@@ -109,14 +109,14 @@ def _wrong_divisions(config: PreTrainedConfig, is_new: bool) -> Iterator[tuple[s
 
 def _folder_config(path: str, fields: Mapping[str, Any]) -> PreTrainedConfig:
     if not (Path(path).expanduser() / "config.json").is_file():
-        message = f"{path!r} is not a folder with a config.json; a model is read from local files only"
+        message = f"{path!r} is not a folder with a config.json; only local files are supported"
         raise ConfigError(Violation("model.path", message))
     folder = str(Path(path).expanduser())
     check_sizes(Path(folder))
     with ForeignData(partial(refuse_folder, path)):
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if type(getattr(config, "vocab_size", None)) is not int:
-            raise ValueError(f"{config.model_type} has no vocab_size, so that it is no language model")
+            raise ValueError(f"{config.model_type} has no vocab_size, so it is not a language model")
     _check_kernels(path, config)
     _check_quantisation(path, config)
     _check_fields(config, config.model_type, fields)
@@ -142,7 +142,9 @@ def _check_fields(config: PreTrainedConfig, architecture: str, fields: Mapping[s
 
 def _check_quantisation(path: str, config: PreTrainedConfig) -> None:
     if (method := find_quantisation(config)) is not None:
-        raise ConfigError(Violation("model.path", f"{path!r} is quantised by {method}, which is not read; {REMEDY}"))
+        raise ConfigError(
+            Violation("model.path", f"{path!r} is quantized with {method}, which is not supported; {REMEDY}")
+        )
 
 
 def _check_kernels(path: str, config: PreTrainedConfig) -> None:
@@ -152,7 +154,10 @@ def _check_kernels(path: str, config: PreTrainedConfig) -> None:
     """
     attention = getattr(config, "_attn_implementation", None)
     if "/" in str(attention):
-        message = f"{path!r} asks for the code {attention!r} of a hub; give one with +model.config.attn_implementation="
+        message = (
+            f"{path!r} requires the attention kernel {attention!r} of the Hub; "
+            "choose another with +model.config.attn_implementation="
+        )
         raise ConfigError(Violation("model.path", message))
 
 
@@ -160,7 +165,7 @@ def _check_sizes(config: PreTrainedConfig, vocab_size: int, max_seq_len: int) ->
     violations = []
     if config.vocab_size < vocab_size:
         message = (
-            f"is {vocab_size} but the model knows {config.vocab_size} tokens; set data.vocab_size={config.vocab_size}"
+            f"is {vocab_size} but the model has {config.vocab_size} tokens; set data.vocab_size={config.vocab_size}"
         )
         violations.append(Violation("data.vocab_size", message))
     positions = getattr(config, "max_position_embeddings", None)
@@ -191,13 +196,13 @@ def _check_first_step(config: PreTrainedConfig, fields: Mapping[str, Any], path:
 
 def refuse_fields(reason: str) -> ConfigError:
     """Return the error for fields of `model.config` that transformers rejects, with the reason."""
-    return ConfigError(Violation("model.config", f"has fields that transformers refuses: {reason}"))
+    return ConfigError(Violation("model.config", f"has fields that transformers rejects: {reason}"))
 
 
 def refuse_folder(path: str, reason: str) -> ConfigError:
     """Return the error for a folder that transformers cannot build a model from, with the reason."""
     message = (
-        f"is {path}, from which transformers builds no model: {reason}; correct its files or choose another folder"
+        f"is {path}, from which transformers cannot build a model: {reason}; correct its files or choose another folder"
     )
     return ConfigError(Violation("model.path", message))
 

@@ -407,7 +407,7 @@ def test_damaged_lerobot_folder_is_a_one_line_config_error(damage, folder, tmp_p
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"no picture", "is no picture"),
+        (b"no picture", "is not an image"),
         (None, "without a picture"),
     ],
 )
