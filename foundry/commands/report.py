@@ -1,6 +1,6 @@
-"""`foundry report dir=DIR`: a sweep's jobs as a table, a picture, a CSV and a JSON file.
+"""`foundry report dir=DIR`: list the jobs of a sweep as a table, a plot, a CSV file and a JSON file.
 
-Exit code 0: all jobs have finished; 1: one has failed or is lost; 3: none has, and some have not finished.
+Exit code 0: all jobs have finished; 1: a job has failed or is lost; 3: otherwise, if jobs have not finished.
 """
 
 from dataclasses import dataclass

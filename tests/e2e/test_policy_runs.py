@@ -177,7 +177,7 @@ def test_policy_trained_on_recordings_is_evaluated_in_a_given_simulator(taught, 
         (["simulator=raech"], "simulator: has no option 'raech'; did you mean reach?"),
         (["simulator.image_size=32"], "simulator.image_size: is not a setting of the chosen simulator"),
         (["simulator=reach", "data=digits"], "simulator: is reach but is of policies in a simulator, and RUN is measu"),
-        ([], "config_dir: is CONF but is given without a group to find there, such as simulator=..."),
+        ([], "config_dir: is CONF but no override uses it; add one, such as simulator=..., or leave it out"),
     ],
 )
 def test_eval_refuses_a_simulator_that_does_not_fit(taught, overrides, message):
@@ -216,7 +216,10 @@ def test_eval_of_a_built_in_policy_needs_no_trust(tmp_path):
         ({"against": "RUNS/nowhere"}, "against: RUNS/nowhere is not a run directory: it has no config.yaml"),
         ({"against": "RUNS/poor", "against_which": "7"}, "against_which: RUNS/poor has no checkpoint '7'"),
         ({"against_which": "best"}, "against_which: is best but is given without against"),
-        ({"max_samples": 3}, "max_samples: is 3 but is of data, and RUNS/good is of policies in a simulator"),
+        (
+            {"max_samples": 3},
+            "max_samples: is 3 but belongs to the evaluation on data, and RUNS/good uses the evaluation of policies",
+        ),
         (
             {"first_episode": 2**32 - 5, "episodes": 6},
             "episodes: is 6 but leads to episode 4294967296; the last one is 4294967295",

@@ -212,7 +212,7 @@ def test_vla_export_has_weights_statistics_and_tokenizer(finished, tmp_path):
 
 
 def test_sample_refuses_a_policy_run(finished):
-    with pytest.raises(ConfigError, match="whose objective FlowPolicy draws nothing"):
+    with pytest.raises(ConfigError, match="whose objective FlowPolicy generates no samples"):
         sample(SampleOptions(run=str(finished), trust=True))
 
 

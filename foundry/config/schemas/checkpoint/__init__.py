@@ -1,4 +1,4 @@
-"""`checkpoint=`: what is kept of a run, and how it resumes."""
+"""`checkpoint=`: when to save checkpoints, which ones to keep, and how to resume."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

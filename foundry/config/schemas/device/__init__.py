@@ -1,4 +1,4 @@
-"""`device=`: on which kind of device a run or another command computes."""
+"""`device=`: device type of runs and commands."""
 
 from dataclasses import dataclass
 from enum import Enum

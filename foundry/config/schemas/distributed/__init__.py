@@ -1,4 +1,4 @@
-"""`distributed=`: how many processes train together and what each holds."""
+"""`distributed=`: number of ranks and strategy."""
 
 import re
 from collections.abc import Iterator

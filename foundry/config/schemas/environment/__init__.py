@@ -1,4 +1,4 @@
-"""`environment=`: what scores a model's answers."""
+"""`environment=`: reward function that scores completions."""
 
 import math
 import re

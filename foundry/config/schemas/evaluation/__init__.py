@@ -1,4 +1,4 @@
-"""`evaluation=`: when the model is measured on held-out data, and when that ends the run."""
+"""`evaluation=`: evaluation interval, evaluators and stop rules."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

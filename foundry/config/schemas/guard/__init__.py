@@ -1,4 +1,4 @@
-"""`guard=`: what happens to an update whose loss or gradient is not to be trusted."""
+"""`guard=`: handling of non-finite losses and gradients, and of loss spikes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

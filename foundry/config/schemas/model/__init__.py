@@ -1,4 +1,4 @@
-"""`model=`: what is trained."""
+"""`model=`: model architecture, or a base to start from."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""`objective=`: what is minimised."""
+"""`objective=`: loss, its metrics and the generation of samples."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields

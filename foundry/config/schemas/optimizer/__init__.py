@@ -1,4 +1,4 @@
-"""`optimizer=`: PyTorch's own optimizers, with the decay exclusions every run wants."""
+"""`optimizer=`: PyTorch's optimizers; biases, norms and other vectors have no weight decay."""
 
 import re
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""`peft=`: whether all weights are trained, or adapters beside frozen ones."""
+"""`peft=`: training of all weights, or of adapters on frozen weights."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""`precision=`: the arithmetic, the same under one process, DDP and FSDP2."""
+"""`precision=`: arithmetic of training, the same for one process, DDP and FSDP2."""
 
 from dataclasses import dataclass
 from enum import Enum

@@ -1,4 +1,4 @@
-"""`simulator=`: what may be simulated during a run; tasks bring the simulators."""
+"""`simulator=`: simulator of a task, such as one that a robot policy acts in."""
 
 from dataclasses import dataclass
 

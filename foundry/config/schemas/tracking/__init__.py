@@ -1,4 +1,4 @@
-"""`tracking=`: what a run tells."""
+"""`tracking=`: trackers (MLflow, TensorBoard, Weights & Biases), files and terminal output."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, is_dataclass
