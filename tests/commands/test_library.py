@@ -152,7 +152,7 @@ def test_sigterm_saves_a_checkpoint_and_the_same_call_resumes(tmp_path):
 
 def test_run_rejects_a_directory_with_foreign_files(tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(ConfigError, match=r"run_dir: is .*, which holds files of another origin"):
+    with pytest.raises(ConfigError, match=r"run_dir: is .*, which contains files that are not foundry's"):
         run(compose(QUIET), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 

@@ -128,8 +128,8 @@ def test_running_job_without_a_process_is_lost(sweep_dir):
 
 
 def test_note_of_a_lost_job_is_its_reason(sweep_dir):
-    sweep_dir.job("a=1", state="lost", reason="Slurm does not know job 7 any more")
-    assert read_sweep(sweep_dir.folder).jobs[0].note == "Slurm does not know job 7 any more"
+    sweep_dir.job("a=1", state="lost", reason="Slurm no longer knows job 7")
+    assert read_sweep(sweep_dir.folder).jobs[0].note == "Slurm no longer knows job 7"
 
 
 @pytest.mark.parametrize("state", ["queued", "requeued"])
