@@ -97,6 +97,6 @@ def test_sweep_continues_if_the_run_directory_of_a_job_is_deleted(shell, launche
     deleted(first)
     _, stderr = shell.finish(process, code=1)
     assert "Traceback" not in stderr
-    assert "job 0 (hparams.seed=1): its run directory is gone" in stderr
+    assert "job 0 (hparams.seed=1): its run directory no longer exists" in stderr
     assert not first.exists()
     assert json.loads((second / "status.json").read_text())["state"] == "finished"
