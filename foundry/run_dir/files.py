@@ -221,4 +221,4 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def _unsafe(path: Path, mode: int) -> UnsafeFileError:
-    return UnsafeFileError(path, next((kind for is_kind, kind in _KINDS if is_kind(mode)), "something else"))
+    return UnsafeFileError(path, next((kind for is_kind, kind in _KINDS if is_kind(mode)), "a special file"))

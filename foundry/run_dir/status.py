@@ -63,7 +63,7 @@ def read_status(run_dir: Path) -> dict[str, Any]:
     except DamagedFileError as error:
         if run_dir not in _warned:
             _warned.add(run_dir)
-            _log.warning("%s; the state of the run is taken from its checkpoints", one_line(str(error)))
+            _log.warning("%s; the state of the run is derived from its checkpoints", one_line(str(error)))
         return {}
 
 

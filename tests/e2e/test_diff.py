@@ -63,7 +63,7 @@ def test_diff_compares_settings_plan_curves_and_results_of_runs(run_command):
         assert run_command(*words, module="foundry.diff", code=2)[1].strip() == line
     (run_command.cwd / "started" / "plan.json").write_text("{")
     _, message = run_command("started", "a=one", module="foundry.diff", code=2)
-    assert message.startswith("run: is started: started/plan.json is empty, or no JSON")
+    assert message.startswith("run: is started: started/plan.json is empty or not JSON")
 
 
 VALUES = st.sampled_from([None, 0, 1, 1.0, True, 2**70, 0.1, math.nan, math.inf, "one", "1", [1], {"a": 1}])

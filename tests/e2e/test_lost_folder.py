@@ -64,7 +64,7 @@ def test_run_without_its_directory_ends_with_one_line_and_writes_nothing(shell, 
     _, stderr = shell.finish(process, code=1)
     assert "Traceback" not in stderr
     (line,) = [line for line in stderr.splitlines() if line.startswith(f"{run_dir} was deleted, moved or replaced")]
-    assert "move the directory back and give the same command again" in line
+    assert "move the directory back and run the same command again" in line
     assert run_dir.exists() is (left is not None)
     assert content(run_dir) == dict.fromkeys(left or [], b"somebody else's")
     assert sorted(path.name for path in shell.cwd.glob("run*")) == ["run"][: run_dir.exists()]
