@@ -1,4 +1,4 @@
-# The checks of a change: `make check`.
+# `make check` runs the checks of a change.
 .PHONY: check test-room format docs benchmarks
 
 check:
@@ -8,10 +8,10 @@ check:
 	lint-imports
 	pytest
 
-# Folders of tests that are also rooms of the package.
+# Rooms of the package that have a folder of tests.
 ROOMS := $(sort $(filter $(notdir $(patsubst %/,%,$(wildcard foundry/*/))),$(notdir $(patsubst %/,%,$(wildcard tests/*/)))))
 
-# What a change in one room of foundry/ breaks first: make test-room ROOM=objectives
+# The tests that a change in one room of foundry/ is most likely to break: make test-room ROOM=objectives
 test-room:
 	$(if $(filter $(words $(ROOM)),1),,$(error ROOM="$(ROOM)": must be one room; one of $(ROOMS)))
 	$(if $(filter $(ROOM),$(ROOMS)),,$(error ROOM="$(ROOM)": no such room; one of $(ROOMS)))

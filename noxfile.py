@@ -1,7 +1,7 @@
-"""A part of the tests on each Python, and on the oldest torch, that setup.cfg allows: `pip install nox && nox`.
+"""Run some of the tests on each Python version, and on the oldest torch, that setup.cfg allows.
 
-`.ci/run` is the check of a change; these are for versions that CI's machine does not have. Arguments after `--` choose
-other tests: `nox -s tests-3.13 -- tests/data`.
+Usage: `pip install nox && nox`. Arguments after `--` select other tests: `nox -s tests-3.13 -- tests/data`. `.ci/run`
+checks a change; these sessions test versions that the CI machine does not have.
 """
 
 from pathlib import Path
@@ -22,7 +22,12 @@ nox.options.default_venv_backend = "venv"
 
 
 def check(session: nox.Session, *versions: str) -> None:
-    """Install with CI's versions, but for those named; train from the command line, and test."""
+    """Install foundry, train from the command line, and run the tests.
+
+    Args:
+        session: session of nox.
+        versions: requirements such as `torch==2.11.0` that replace the pins in constraints.txt.
+    """
     pins = Path("constraints.txt").read_text(encoding="utf-8").splitlines()
     names = {version.partition("=")[0] for version in versions}
     kept = Path(session.create_tmp()) / "constraints.txt"
@@ -34,11 +39,11 @@ def check(session: nox.Session, *versions: str) -> None:
 
 @nox.session(python=PYTHONS)
 def tests(session: nox.Session) -> None:
-    """With the versions of constraints.txt."""
+    """Test with the versions in constraints.txt."""
     check(session)
 
 
 @nox.session(python=PYTHONS[0])
 def oldest_torch(session: nox.Session) -> None:
-    """With the oldest torch that setup.cfg allows."""
+    """Test with the oldest torch that setup.cfg allows."""
     check(session, f"torch=={OLDEST_TORCH}")

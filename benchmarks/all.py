@@ -1,10 +1,10 @@
-"""Runs the benchmarks that need no GPU, one after the other, then writes the pages: `python benchmarks/all.py`.
+"""Run the benchmarks that need no GPU, one after the other, then write the pages: `python benchmarks/all.py`.
 
     python benchmarks/all.py [NAME ...] [--minutes 35] [--smoke] [--list]
 
-On an idle machine: other processes move all of these figures. A benchmark that would not fit into what is left of the
-minutes is left out and named, and so is one that failed; records that are there from before stay. With `--smoke` all
-run at tiny sizes into a temporary folder, and no page is written.
+Use an idle machine, since other processes change all figures. Benchmarks that do not fit into the remaining minutes are
+skipped and named, and so are failed ones; their earlier records stay. With `--smoke` all benchmarks run at tiny sizes,
+write into a temporary folder, and change no page.
 """
 
 import argparse
@@ -21,13 +21,13 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One script.
+    """A benchmark script.
 
     Attributes:
-        script: its name.
-        minutes: that it takes about, on two idle cores.
-        words: that it is called with.
-        threads: OMP_NUM_THREADS; None leaves it open.
+        script: name of the script.
+        minutes: approximate duration on two idle cores.
+        words: command-line arguments.
+        threads: OMP_NUM_THREADS; None leaves it unset.
     """
 
     script: str
@@ -36,7 +36,7 @@ class Benchmark:
     threads: int | None = None
 
     def command(self) -> list[str]:
-        """What is started."""
+        """Return the command to start."""
         return [sys.executable, str(HERE / f"{self.script}.py"), *self.words]
 
 
@@ -55,7 +55,7 @@ BENCHMARKS = (
 
 
 def run(benchmark: Benchmark, more: list[str]) -> bool:
-    """Run it, with what it prints; whether it did not fail."""
+    """Run a benchmark with its output on the terminal; return True if it succeeded."""
     environment = {"OMP_NUM_THREADS": str(benchmark.threads)} if benchmark.threads else {}
     begin = time.monotonic()
     print(f"=== {benchmark.script}", flush=True)
@@ -67,7 +67,7 @@ def run(benchmark: Benchmark, more: list[str]) -> bool:
 
 
 def main() -> int:
-    """Run those that are asked for."""
+    """Run the selected benchmarks."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [benchmark.script for benchmark in BENCHMARKS]
     made.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)}; default: all")

@@ -1,8 +1,8 @@
-"""What a checkpoint costs: seconds until it is durable, seconds for which training waits, and memory.
+"""Cost of a checkpoint: seconds until it is durable, seconds that training waits, and memory.
 
 One process saves the same state in turn: as a raw write with fsync, by foundry at once, by foundry in the background,
-and by torch's `HuggingFaceStorageWriter`. Medians are printed, and ratios of medians to the raw write. "Waits" is how
-long the training thread is held up; memory is how far the process grew above what it held before.
+and by torch's `HuggingFaceStorageWriter`. The output has medians, and their ratios to the raw write. "Waits" is the
+time that the training thread is blocked; memory is the growth of the process.
 
     python benchmarks/checkpoint.py [--megabytes 300] [--repeats 8] [--folder .]
 """
@@ -40,7 +40,7 @@ COLUMNS = [
 
 
 def raw_write(folder: Path, state: dict[str, Tensor]) -> Measured:
-    """Seconds to write the bytes of all tensors into one file, wait for the disk, and delete the file before it."""
+    """Return the seconds to write all tensors into one file, sync it to disk, and delete the previous file."""
     begin = time.perf_counter()
     with (folder / "raw.partial").open("wb") as file:
         for tensor in state.values():
@@ -67,7 +67,7 @@ def torch_write(folder: Path, state: dict[str, Tensor]) -> Measured:
 
 
 def saver(folder: Path, *, asynchronous: bool) -> Callable[[Path, dict[str, Tensor]], Measured]:
-    """Saves one step after another and keeps the last."""
+    """Return a function that saves the next step; only the last checkpoint is kept."""
     world = World.single(torch.device("cpu"))
     run_dir = folder / ("background" if asynchronous else "once")
     checkpointer = Checkpointer(
@@ -90,7 +90,7 @@ def saver(folder: Path, *, asynchronous: bool) -> Callable[[Path, dict[str, Tens
 
 
 def memory(field: str) -> int:
-    """Megabytes of a field of /proc/self/status."""
+    """Return a field of /proc/self/status in megabytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field):
             return int(line.split()[1]) // 1000
@@ -118,7 +118,7 @@ def main() -> None:
         measured: dict[str, list[Measured]] = {name: [] for name in ways}
         first, grown = {}, {}
         for repeat in range(options.repeats + 1):
-            # Every way comes after every other: a disk that is still busy slows the next one.
+            # Rotate the order, since a disk that is still busy slows the next save.
             turn = repeat % len(ways)
             for name in [*list(ways)[turn:], *list(ways)[:turn]]:
                 Path("/proc/self/clear_refs").write_text("5")

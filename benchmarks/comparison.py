@@ -1,6 +1,7 @@
-"""How the sides of a comparison run: each in a process of its own, in turn, round by round.
+"""Running the sides of a comparison: each in its own process, in turn, round by round.
 
-Times and memory are shown only once the losses of all sides are equal: a side that trains something else is no side.
+Times and memory are reported only after the losses of all sides have been found equal, so a side with other training
+steps cannot take part.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 NUM_WARMUP = 3
-"""Steps at the beginning of a run that are not timed."""
+"""Number of initial steps that are not timed."""
 
 PEERS: dict[str, tuple[str, str | None]] = {
     "raw": ("PyTorch loop", None),
@@ -25,10 +26,10 @@ PEERS: dict[str, tuple[str, str | None]] = {
     "lightning": ("Lightning", "lightning"),
     "accelerate": ("accelerate", "accelerate"),
 }
-"""By the word that chooses it: the name of a side, and the package besides torch and transformers that it needs."""
+"""Peers by command-line name: display name, and the required package in addition to torch and transformers."""
 
 FOUND = "found.json"
-"""The file in which rank 0 hands over what was measured."""
+"""File with the measurements of rank 0."""
 
 TRAINED_ALIKE = (
     "optimizer=adamw",
@@ -37,7 +38,7 @@ TRAINED_ALIKE = (
     "scheduler.warmup=0",
     "hparams.grad_clip_norm=1.0",
 )
-"""Overrides that give foundry the updates of a plain loop: AdamW at a constant rate, clipped."""
+"""Overrides that give foundry the updates of a plain loop: AdamW at a constant learning rate, with clipping."""
 
 QUIET = (
     "tracking=none",
@@ -48,21 +49,21 @@ QUIET = (
     "evaluation.write_samples=false",
     "checkpoint=none",
 )
-"""Overrides that leave training alone, with the loss of each step."""
+"""Overrides that disable everything except training and the loss of each step."""
 
 Measured = dict[str, Any]
-"""What one side wrote down in one round; see `meter.Meter.write`."""
+"""Measurements of one side in one round; see `meter.Meter.write`."""
 
 
 def call(*arguments: str | Path, threads: int = 1) -> str:
-    """Run a script or module of Python's and give what it prints.
+    """Run a Python script or module and return its output.
 
     Args:
-        arguments: after `python`.
-        threads: of torch.
+        arguments: arguments after `python`.
+        threads: number of threads for torch.
 
     Raises:
-        RuntimeError: it failed; with the end of what it printed.
+        RuntimeError: the command failed; the message contains the end of its output.
     """
     command = [sys.executable, *map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
@@ -74,18 +75,18 @@ def call(*arguments: str | Path, threads: int = 1) -> str:
 
 
 def default_threads() -> int:
-    """OMP_NUM_THREADS, or as many as there are cores."""
+    """Return OMP_NUM_THREADS, or the number of cores if it is not set."""
     return int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
 
 
 def run_job(script: str, *words: str, job: Mapping[str, Any], threads: int) -> Measured:
-    """Run a script of this folder on a job, in the job's own folder, and give what it measured.
+    """Run a script of this folder with a job file, in the job's own folder, and return its measurements.
 
     Args:
-        script: its name; it is called with `words` and the job's file.
-        words: before the file.
-        job: as JSON; `measured` is the file that the script writes.
-        threads: of torch.
+        script: name of the script, which is called with `words` and the job file.
+        words: arguments before the job file.
+        job: content of the job file; its key `measured` is the file that the script writes.
+        threads: number of threads for torch.
     """
     file = Path(job["measured"]).with_name("job.json")
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -96,12 +97,12 @@ def run_job(script: str, *words: str, job: Mapping[str, Any], threads: int) -> M
 
 
 def run_ranks(function: Callable[..., None], options: argparse.Namespace, ranks: int) -> Any:
-    """Call `function(rank, options, folder)` in a process for each rank; what rank 0 has written to `FOUND` there.
+    """Call `function(rank, options, folder)` in one process per rank; return the content of `FOUND` that rank 0 wrote.
 
     Args:
-        function: at the top of a module; it calls `join_ranks` first.
-        options: handed on.
-        ranks: how many.
+        function: module-level function, which calls `join_ranks` first.
+        options: passed to the function.
+        ranks: number of ranks.
     """
     from torch.multiprocessing.spawn import spawn
 
@@ -111,7 +112,7 @@ def run_ranks(function: Callable[..., None], options: argparse.Namespace, ranks:
 
 
 def join_ranks(rank: int, ranks: int, folder: str, backend: str = "gloo") -> None:
-    """The process group of those that `run_ranks` has started; each computes on one thread."""
+    """Join the process group of the ranks that `run_ranks` started; each rank computes on one thread."""
     import torch
 
     torch.set_num_threads(1)
@@ -119,7 +120,7 @@ def join_ranks(rank: int, ranks: int, folder: str, backend: str = "gloo") -> Non
 
 
 def installed(sides: Iterable[str]) -> list[str]:
-    """The sides whose packages are there; says which are left out, and what would bring them."""
+    """Return the sides whose packages are installed; print the others with an install command."""
     found = list[str]()
     for side in sides:
         package = PEERS[side][1] if side in PEERS else None
@@ -131,12 +132,12 @@ def installed(sides: Iterable[str]) -> list[str]:
 
 
 def in_turn(sides: Sequence[str], rounds: int, measure: Callable[[str, int], Measured]) -> dict[str, list[Measured]]:
-    """What each side measured, a list entry a round; every round starts with another side.
+    """Return the measurements of each side, one list entry per round; every round starts with another side.
 
     Args:
-        sides: in the order of the table.
-        rounds: at least one.
-        measure: given a side and the number of the round.
+        sides: sides in the order of the table.
+        rounds: number of rounds, at least one.
+        measure: function of the side and the round number.
     """
     found: dict[str, list[Measured]] = {side: [] for side in sides}
     for number in range(rounds):
@@ -147,14 +148,14 @@ def in_turn(sides: Sequence[str], rounds: int, measure: Callable[[str, int], Mea
 
 
 def losses_apart(found: Mapping[str, Sequence[Measured]], *, most: float = 0.01) -> dict[str, float]:
-    """By how much each side's losses differ from the first side's at most, relatively, in any step.
+    """Return the largest relative difference of each side's losses from the first side's, over all steps.
 
     Args:
-        found: from `in_turn`, with `losses` of each run.
-        most: what roundings may come to.
+        found: result of `in_turn`, with `losses` of each run.
+        most: largest difference that rounding may cause.
 
     Raises:
-        RuntimeError: a side trains something else.
+        RuntimeError: a side has other losses, so its training differs.
     """
     reference = next(iter(found))
     expected, apart = found[reference][0]["losses"], dict[str, float]()
@@ -169,22 +170,22 @@ def losses_apart(found: Mapping[str, Sequence[Measured]], *, most: float = 0.01)
 
 
 def speeds(runs: Sequence[Measured], clock: str) -> list[float]:
-    """Tokens per second of each round by `wall_seconds` or `cpu_seconds`."""
+    """Return the tokens per second of each round, by `wall_seconds` or `cpu_seconds`."""
     return [run["tokens"] / run[clock] for run in runs]
 
 
 def best_peer(values: Mapping[str, Sequence[float]], choose: Callable[[Iterable[float]], float]) -> float:
-    """The best median among the peers that took part, by `max` or `min`; NaN without any."""
+    """Return the best median among the measured peers, by `max` or `min`; NaN without peers."""
     medians = [median(own) for side, own in values.items() if side in PEERS]
     return choose(medians) if medians else float("nan")
 
 
 def describe_peer(values: Mapping[str, Sequence[float]], best: float, word: str) -> str:
-    """Describe the best peer for the short table: its median, its model, its name and how many peers took part.
+    """Describe the best peer for the short table: its median, its model, its name and the number of peers.
 
     Args:
-        values: of each round, by side.
-        best: from `best_peer`.
+        values: values of each round, by side.
+        best: result of `best_peer`.
         word: `fastest` or `least`.
     """
     peers = {side: median(own) for side, own in values.items() if side in PEERS}
@@ -193,5 +194,5 @@ def describe_peer(values: Mapping[str, Sequence[float]], best: float, word: str)
 
 
 def title(side: str) -> str:
-    """A side as tables name it."""
+    """Return the display name of a side."""
     return PEERS[side][0] if side in PEERS else side

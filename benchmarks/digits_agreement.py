@@ -1,10 +1,10 @@
-"""How often a classifier fitted on the real digits sees the digit that a diffusion run was asked for.
+"""Agreement of a classifier of real digits with the class labels of images that a diffusion run generated.
 
     python -m foundry hparams=diffusion scheduler=wsd hydra.run.dir=runs/digits
     python benchmarks/digits_agreement.py runs/digits
 
-A 5-nearest-neighbour classifier on scikit-learn's 1,797 images, in their own units of 0 to 16; 50 drawn images of each
-class. As controls: the classifier on held-out real images, and on pure noise.
+The classifier is 5-nearest-neighbor on scikit-learn's 1,797 images, in their own units of 0 to 16; there are 50
+generated images of each class. Controls are held-out real images and pure noise.
 """
 
 import sys
@@ -20,7 +20,7 @@ from foundry.engine.restore import restore
 
 
 def agreement(classifier: Any, images: Tensor, labels: Tensor) -> float:
-    """Share of images, (n, 1, 8, 8) in [-1, 1], in which the classifier sees their label."""
+    """Return the fraction of images, (n, 1, 8, 8) in [-1, 1], that the classifier assigns to their label."""
     return float((classifier.predict(((images + 1) * 8).reshape(len(images), 64).numpy()) == labels.numpy()).mean())
 
 

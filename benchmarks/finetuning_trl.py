@@ -28,7 +28,7 @@ from comparison import HERE, QUIET, TRAINED_ALIKE, Measured, call, in_turn, loss
 from records import Column, Headline, Row, Values, finish, parser
 
 SEQ_LEN = 512
-"""Most tokens of a conversation, and the length of packed rows on both sides."""
+"""Maximum tokens of a conversation, and the length of packed rows on both sides."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,13 @@ class Method:
 
     @property
     def read_each_step(self) -> int:
-        """Rows of the dataset that a step reads: with groups of completions one row makes several samples."""
+        """Dataset rows that a step reads; with groups of completions one row gives several samples."""
         return self.batch_size // int(self.job.get("num_generations", 1))
 
 
 PADDING_FREE, BY_LENGTH, PACKED = "TRL, padding_free", "TRL, group_by_length", "TRL, packing"
 ANOTHER_ORDER = {BY_LENGTH, PACKED}
-"""Sides whose steps have other samples than TRL's default, so that their losses cannot be compared."""
+"""Sides with other samples per step than TRL's default, so that their losses cannot be compared."""
 
 TRL_SFT: dict[str, dict[str, Any]] = {
     "TRL": {},
@@ -127,7 +127,7 @@ AT_A_TIME = {
     "foundry, packed": 2,
     "foundry, model=hf, packed": 2,
 }
-"""Samples or packed rows of a microbatch, of the sides that are fastest with fewer than the method's."""
+"""Samples or packed rows of a microbatch, for sides that are fastest with fewer than the method's."""
 
 COLUMNS = [
     Column(key="at_a_time", heading="at a time", format=".0f"),
@@ -154,10 +154,10 @@ def make_bases(folder: Path, names: set[str], more: Sequence[str] = ()) -> None:
     """Train and export the initial models.
 
     Args:
-        folder: for run directories and exports.
-        names: `ragged` has 2 million parameters, after one step at a rate near 0; `sums` has 0.36 million and gives
-            about 0.8 of its sums right.
-        more: overrides of the training of `sums`.
+        folder: folder for run directories and exports.
+        names: `ragged` has 2 million parameters, after one step at a learning rate near 0; `sums` has 0.36 million and
+            computes about 0.8 of its sums correctly.
+        more: overrides for the training of `sums`.
     """
     quiet = ("tracking=none", "tracking.progress=false")
     if "ragged" in names:
@@ -177,8 +177,8 @@ def write_rows(folder: Path, counts: Mapping[str, int]) -> None:
     """Write ragged conversations (half of them below 65 tokens, a few above 350), pairs of sums, and prompts.
 
     Args:
-        folder: for a JSONL file a method and one of two held-out rows.
-        counts: rows by method: an epoch, so that a pass over the dataset is no longer than training.
+        folder: folder for one JSONL file per method and one file of two held-out rows.
+        counts: number of rows by method: one epoch, so that a pass over the dataset is no longer than training.
     """
     from foundry.data.arithmetic import Sum
 
@@ -200,11 +200,11 @@ def write_rows(folder: Path, counts: Mapping[str, int]) -> None:
 
 
 def sides_of(folder: Path, name: str) -> dict[str, tuple[str, ...]]:
-    """The overrides of each side's model by side, TRL's sides first."""
+    """Return the overrides or settings of each side by name, TRL's sides first."""
     method = METHODS[name]
     model = folder / method.base
     own = ("model=base", f"model.path={model}")
-    # Not model=base: the order of rows depends on the special tokens that a folder names, and a run does not.
+    # Not model=base: the row order depends on special tokens, which a folder declares and a run does not.
     hf = ("model=hf", f"model.path={model}_hf", f"data.tokenizer={model / 'tokenizer.json'}")
     sides = dict.fromkeys(method.trl, own) | {"foundry": own, "foundry, model=hf": hf}
     if method.packs:
@@ -258,11 +258,11 @@ def compare(
     """Measure the sides of a method in turn, a round for each seed.
 
     Args:
-        folder: with bases and rows.
-        name: of the method.
-        steps: of each run.
-        seeds: of the order of rows and of sampling.
-        only: sides to run in addition to TRL's default; empty: all.
+        folder: folder with the initial models and the rows.
+        name: name of the method.
+        steps: number of steps of each run.
+        seeds: seeds of the order of rows and of sampling.
+        only: sides to run in addition to TRL's default; empty for all.
     """
     sides = sides_of(folder, name)
     chosen = [side for side in sides if side == "TRL" or not only or side in only]
@@ -274,10 +274,10 @@ def compare(
 
 
 def rows_of(name: str, found: Mapping[str, Sequence[Measured]]) -> list[Row]:
-    """Rows of a method's table: speed and memory of each side, beside the best of TRL's sides.
+    """Return the rows of a method's table: speed and memory of each side, compared with the best of TRL's sides.
 
     Raises:
-        RuntimeError: a side took other samples than TRL, or computed other losses from the same ones.
+        RuntimeError: a side read other samples than TRL, or computed other losses from the same ones.
     """
     peers, apart = METHODS[name].trl.keys() & found.keys(), dict[str, float]()
     speed = {side: speeds(runs, "cpu_seconds") for side, runs in found.items()}
@@ -307,7 +307,7 @@ def rows_of(name: str, found: Mapping[str, Sequence[Measured]]) -> list[Row]:
 
 
 def note_of(name: str, found: Mapping[str, Sequence[Measured]]) -> str:
-    """A sentence about the course of the runs: losses of the first seed, or rewards of GRPO by quarters of the run."""
+    """Return a sentence about the runs: losses of the first seed, or rewards of GRPO by quarters of the run."""
     if name == "grpo":
         courses = [
             f"{side} {'; '.join(' '.join(f'{mean:.3f}' for mean in quarters(run)) for run in runs)}"
@@ -322,14 +322,14 @@ def note_of(name: str, found: Mapping[str, Sequence[Measured]]) -> str:
 
 
 def quarters(run: Mapping[str, Any]) -> list[float]:
-    """The mean reward of each quarter of a run; fewer means if it has fewer than four steps."""
+    """Return the mean reward of each quarter of a run; fewer means if it has fewer than four steps."""
     rewards = run["rewards"]
     cuts = [len(rewards) * part // 4 for part in range(5)]
     return [fmean(rewards[start:end]) for start, end in pairwise(cuts) if end > start]
 
 
 def headline_of(rows: Sequence[Row]) -> Headline:
-    """The line of a method in the short table: the fastest side of each of foundry's models, and TRL's best sides."""
+    """Return a method's line of the short table: the fastest side of each of foundry's models, and TRL's best sides."""
 
     def tokens(row: Row) -> float:
         speed = row.values["speed"]
@@ -345,7 +345,7 @@ def headline_of(rows: Sequence[Row]) -> Headline:
     fastest = {max(group, key=tokens).side: max(map(tokens, group)) for group in (own, hf, peers, same_order, plain)}
 
     def listed(name: str) -> str:
-        """The fastest sides of foundry or TRL, each with its settings."""
+        """Return the fastest sides of foundry or TRL, each with its settings."""
         words = {"foundry": "own decoder", "TRL": "default"} | {
             side: f"{side}, another order" for side in ANOTHER_ORDER
         }
@@ -360,7 +360,7 @@ def headline_of(rows: Sequence[Row]) -> Headline:
 
 
 def main() -> None:
-    """Compare."""
+    """Compare the sides."""
     made = parser(__doc__)
     made.add_argument("methods", nargs="*", metavar="sft|dpo|grpo", default=list(METHODS))
     made.add_argument("--steps", type=int, default=50)

@@ -1,4 +1,4 @@
-"""foundry's side of finetuning_trl.py: `run()` of a composed configuration, and what TRL is to read in the same order.
+"""foundry's side of finetuning_trl.py: `run()` of a composed configuration, and the samples for TRL in the same order.
 
 python benchmarks/finetuning_trl_own.py JOB.json
 """
@@ -19,7 +19,7 @@ from foundry.parts.data import build_data
 
 
 class Measured:
-    """Notes every step of a run."""
+    """Observer that measures every step of a run."""
 
     def __init__(self, num_answers: int | None) -> None:
         self.meter, self.losses, self.rewards = Meter(), list[float](), list[float]()
@@ -38,14 +38,14 @@ class Measured:
         self.losses.append(event.loss)
 
     def on_evaluation(self, event: Any) -> None:
-        """The meter is about training alone."""
+        """Do nothing: only training is measured."""
 
     def on_end(self, event: Any) -> None:
-        """Likewise."""
+        """Do nothing."""
 
 
 def timing_reference(meter: Meter) -> AbstractContextManager[Any]:
-    """Time the pass of the reference model over all pairs, which a run of DPO makes before its first step."""
+    """Time the reference model's pass over all pairs, which a DPO run makes before its first step."""
 
     def timed(*arguments: Any) -> Any:
         with meter.preparing():
@@ -55,7 +55,7 @@ def timing_reference(meter: Meter) -> AbstractContextManager[Any]:
 
 
 def write_order(job: dict[str, Any], file: Path) -> None:
-    """Write the samples of all steps in the order in which foundry reads them, as TRL's trainers take them."""
+    """Write the samples of all steps in foundry's order, in the format of TRL's trainers."""
     config = compose(job["overrides"])
     data: Any = build_data(config)
     order = GlobalOrder(num_samples=len(data.train), fingerprint=data.fingerprint, seed=config.hparams.seed)

@@ -1,4 +1,4 @@
-"""TRL's side of finetuning_trl.py: its trainers, given foundry's samples in foundry's order.
+"""TRL's side of finetuning_trl.py: its trainers, with foundry's samples in foundry's order.
 
 python benchmarks/finetuning_trl_theirs.py JOB.json
 """
@@ -23,14 +23,14 @@ class Measured(TrainerCallback):
     """Callback that times every step and counts useful tokens.
 
     Args:
-        tokens: of the whole run, if they are known before it; 0 if they are generated.
+        tokens: tokens of the whole run, if they are known before it; 0 if they are generated.
     """
 
     def __init__(self, tokens: int) -> None:
         self.meter, self.rewards, self._uncounted = Meter(), list[float](), tokens
 
     def reward(self, prompts: Any, completions: Any, completion_ids: Any, answer: Any, **others: Any) -> list[float]:
-        """A reward function of GRPOTrainer: foundry's environment."""
+        """Reward function for GRPOTrainer, which calls foundry's environment."""
         asked = zip(completions, prompts, answer, strict=True)
         scores = Arithmetic().score([Answer(text, prompt, {"answer": right}, False) for text, prompt, right in asked])
         rewards = [float(one["correct"] or 0) for one in scores]
@@ -47,7 +47,7 @@ class Measured(TrainerCallback):
 
 
 def settings(job: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Settings of the three trainers, with those of the side last."""
+    """Return the settings of a trainer; settings of the side take precedence."""
     common = {
         "output_dir": str(folder / "out"),
         "max_steps": job["steps"],
@@ -72,7 +72,7 @@ def settings(job: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def in_order(kind: Any, meter: Meter) -> Any:
-    """Derive a trainer that reads its rows in the given order, unless its settings group them by length.
+    """Return a subclass of a trainer that reads its rows in the given order, unless its settings group them by length.
 
     Args:
         kind: class of the trainer.

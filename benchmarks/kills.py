@@ -1,12 +1,12 @@
-"""Runs that are killed again and again end as one that nobody disturbed, bit for bit.
+"""Kill a run repeatedly, and check that it ends bitwise equal to an uninterrupted run.
 
-A run is started as a person starts it, killed with all its processes by SIGKILL, and started again with the same words
-until it is done; then once more from nothing, until there were enough kills. A third of them come at a random moment of
-a process's life, start-up included, a third at a random moment of training, and a third inside a save: while a folder
-of a checkpoint that is being written or deleted is there. From life to life saves are asynchronous or not and one or
-two checkpoints are kept. After each kill every published checkpoint is verified; at the end the checksums of all
-tensors (weights, average, optimizer) and random numbers, the trainer's state and every recorded number of every step
-are compared with an undisturbed run's.
+A run is started with the usual command, killed with all its processes by SIGKILL, and started again with the same
+arguments until it is done. Then the next run starts from scratch, until there were enough kills. A third of the kills
+come at a random moment of the process's life, startup included; a third at a random moment of training; and a third
+during a save, while there is a folder of a checkpoint that is being written or deleted. Starts differ in asynchronous
+saves and in the number of kept checkpoints (one or two). After each kill every published checkpoint is verified. At the
+end the test compares the checksums of all tensors (weights, average, optimizer) and RNG states, the trainer's state and
+every recorded number of every step with an uninterrupted run.
 
     python benchmarks/kills.py --case fsdp [--kills 50] [--seed 0]
 """
@@ -70,7 +70,7 @@ MARK = "FOUNDRY_KILLS"
 
 @dataclass
 class Count:
-    """What was done."""
+    """Counters of kills and starts."""
 
     kills: int = 0
     inside_a_save: int = 0
@@ -79,7 +79,7 @@ class Count:
 
 
 class Life:
-    """One start of the command, until it ends or is killed; its processes are known by a word in their environment."""
+    """One start of the command, until it ends or is killed; a mark in the environment identifies its processes."""
 
     def __init__(self, folder: Path, words: list[str]) -> None:
         self.mark = uuid.uuid4().hex
@@ -95,7 +95,7 @@ class Life:
         )
 
     def tree(self) -> list[int]:
-        """The numbers of all its processes, wherever they went."""
+        """Return the ids of all its processes, including detached ones."""
         marked, found = f"{MARK}={self.mark}".encode(), []
         for entry in Path("/proc").iterdir():
             with suppress(OSError):
@@ -104,7 +104,7 @@ class Life:
         return found
 
     def kill(self, known: Sequence[int] = ()) -> bool:
-        """End all at once, the `known` ones first; True if there was anything to kill."""
+        """Kill all processes at once, the `known` ones first; return True if the command was still running."""
         alive = self.process.poll() is None
         targets = list(known)
         while targets := targets or self.tree():
@@ -116,7 +116,7 @@ class Life:
         return alive
 
     def ended(self) -> bool:
-        """Whether it ended by itself; it may not fail."""
+        """Return True if the command has ended; it must have succeeded."""
         if self.process.poll() is None:
             return False
         self.said.seek(0)
@@ -125,7 +125,7 @@ class Life:
 
 
 def unfinished(checkpoints: Path) -> list[str]:
-    """Folders of checkpoints that are being written or deleted."""
+    """Return the names of checkpoint folders that are being written or deleted."""
     try:
         names = [path.name for path in checkpoints.iterdir()]
     except FileNotFoundError:
@@ -134,10 +134,10 @@ def unfinished(checkpoints: Path) -> list[str]:
 
 
 def wait_and_kill(life: Life, run_dir: Path, moment: str, rng: random.Random, seconds: tuple[float, float]) -> bool:
-    """Kill the run at such a moment, unless it ends before; whether it was killed.
+    """Kill the run at a moment of this kind, unless it ends before; return True if it was killed.
 
     Args:
-        seconds: of an undisturbed run: from start to end, and of training alone.
+        seconds: duration of an uninterrupted run, and of its training alone.
     """
     total, training = seconds
     if moment == "any":
@@ -150,7 +150,7 @@ def wait_and_kill(life: Life, run_dir: Path, moment: str, rng: random.Random, se
     while not (metrics.is_file() and metrics.stat().st_size > size):
         if life.ended():
             return False
-        # A start cuts off what was written of steps that are taken again.
+        # A restart truncates the records of steps that it repeats.
         size = min(size, metrics.stat().st_size) if metrics.is_file() else 0
         time.sleep(0.005)
     known, end = life.tree(), time.monotonic() + rng.uniform(0, training / 2)
@@ -162,7 +162,7 @@ def wait_and_kill(life: Life, run_dir: Path, moment: str, rng: random.Random, se
 
 
 def check_checkpoints(run_dir: Path, newest_before: int) -> int:
-    """Every published checkpoint is whole, none is older than before, and the links lead to one; the newest step."""
+    """Check that all published checkpoints are intact and the newest is not older than before; return its step."""
     folders = list_checkpoints(run_dir)
     for folder in folders:
         assert problems(folder) == [], f"{folder}: {problems(folder)}"
@@ -175,14 +175,14 @@ def check_checkpoints(run_dir: Path, newest_before: int) -> int:
 
 
 def outcome(run_dir: Path) -> dict[str, Any]:
-    """All that must not differ: recorded numbers, checksums of tensors and random numbers, and the trainer's state."""
+    """Return all values that must be equal: recorded numbers, checksums of tensors and RNG states, trainer state."""
     records = [{k: v for k, v in record.items() if k not in TIMINGS} for record in read_metrics(run_dir)]
     final = read_manifest(find(run_dir, "last"))
     return {"records": records, "files": dict(final.files), "state": final.state, "step": final.step}
 
 
 def words_of(case: str, run_dir: Path, *, asynchronous: bool = True, keep_last: int = 2) -> list[str]:
-    """The command's words; how checkpoints are written and kept may change from start to start."""
+    """Return the arguments of the command; how checkpoints are written and kept may change between starts."""
     return [
         *CASES[case],
         *COMMON,
@@ -194,7 +194,7 @@ def words_of(case: str, run_dir: Path, *, asynchronous: bool = True, keep_last: 
 
 
 def undisturbed(case: str, folder: Path) -> tuple[dict[str, Any], tuple[float, float]]:
-    """Run it once; its outcome, and the seconds it took: from start to end, and of training alone."""
+    """Run the case without kills; return its outcome and the seconds of the whole run and of training alone."""
     seconds = 0.0, 0.0
     for name in ("warm", "reference"):  # the first one makes the tokenizer
         run_dir, begin = folder / name, time.monotonic()
@@ -220,10 +220,10 @@ def disturbed(
     count: Count,
     moments: Sequence[str],
 ) -> Path:
-    """Start, kill and start again until the run is done or there were `limit` kills; its run directory.
+    """Start, kill and restart a run until it is done or there were `limit` kills; return its run directory.
 
     Args:
-        moments: of the kills, in turn.
+        moments: kinds of moments for the kills, used in turn.
     """
     run_dir, newest = folder / f"killed-{number}", -1
     while True:

@@ -1,7 +1,8 @@
-"""A language model that every side of a comparison trains alike: same weights, rows, order, updates and precision.
+"""Language model that all sides of a comparison train with the same weights, rows, order, updates and precision.
 
-The sides are those of language_model_sides.py, each a process: `foundry`, its own decoder; `foundry, model=hf`,
-transformers' under foundry; and the peers of comparison.py, transformers' model as their users train it.
+The sides are defined in language_model_sides.py and run in separate processes: `foundry` trains its own decoder;
+`foundry, model=hf` trains the model of transformers with foundry; the peers of comparison.py train the model of
+transformers in their usual way.
 """
 
 import argparse
@@ -23,7 +24,7 @@ OWN, HF = "foundry", "foundry, model=hf"
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Of a Llama, as foundry and transformers call its sizes."""
+    """Sizes of a Llama, with the names of foundry and transformers."""
 
     hidden_size: int = 256
     intermediate_size: int = 704
@@ -34,11 +35,11 @@ class Shape:
     vocab_size: int = 8192
 
     def overrides(self) -> list[str]:
-        """Of foundry's decoder."""
+        """Return the overrides for foundry's decoder."""
         return [f"model.{field.name}={getattr(self, field.name)}" for field in fields(self)]
 
     def config(self) -> dict[str, int]:
-        """Of transformers' `LlamaConfig`."""
+        """Return the arguments of transformers' `LlamaConfig`."""
         names = {
             "num_layers": "num_hidden_layers",
             "num_heads": "num_attention_heads",
@@ -50,18 +51,18 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One condition under which the sides are compared.
+    """Condition of a comparison.
 
     Attributes:
-        shape: of the model; rows have its `max_seq_len` tokens.
-        precision: of `PRECISIONS`.
-        steps: of each run, of which the first `NUM_WARMUP` are not timed.
+        shape: shape of the model; rows have its `max_seq_len` tokens.
+        precision: one of `PRECISIONS`.
+        steps: steps of each run; the first `NUM_WARMUP` are not timed.
         batch_size: rows of a step.
         per_gpu_batch_size: rows of a microbatch.
-        compile: each block, by torch.compile.
-        checkpointing: of activations: none, full, or selective, which is foundry's alone.
-        attention: the kernel of torch's scaled_dot_product_attention on a GPU, or any.
-        overrides: more of foundry's.
+        compile: compile each block with torch.compile.
+        checkpointing: activation checkpointing: none, full, or selective, which only foundry supports.
+        attention: kernel of torch's scaled_dot_product_attention on a GPU, or any.
+        overrides: further overrides for foundry.
     """
 
     shape: Shape = Shape()
@@ -75,12 +76,12 @@ class Case:
     overrides: tuple[str, ...] = ()
 
     def job(self, side: str, weights: Path | None, measured: Path) -> dict[str, Any]:
-        """What language_model_sides.py is told.
+        """Return the job file for language_model_sides.py.
 
         Args:
-            side: which of foundry's models the overrides choose.
-            weights: a folder of transformers; None for weights of foundry's own.
-            measured: the file it writes.
+            side: foundry's model that the overrides select.
+            weights: folder in transformers' format; None for foundry's own initial weights.
+            measured: file that the script writes.
         """
         model = [*self.shape.overrides(), *([] if weights is None else [f"model.init_from={weights}"])]
         overrides = [
@@ -132,12 +133,12 @@ SMOKE = Case(
 
 
 def comparison_parser(description: str | None, *, cases: Sequence[str], steps: int) -> argparse.ArgumentParser:
-    """The words that choose cases, sides, steps, rounds and threads.
+    """Build the parser of the arguments for cases, sides, steps, rounds and threads.
 
     Args:
-        description: the script's docstring.
-        cases: of `CASES`, taken unless told otherwise.
-        steps: of a run, likewise.
+        description: docstring of the script.
+        cases: default cases, from `CASES`.
+        steps: default number of steps of a run.
     """
     made = parser(description)
     sides = [*PEERS, OWN, HF]
@@ -150,7 +151,7 @@ def comparison_parser(description: str | None, *, cases: Sequence[str], steps: i
 
 
 def train_chosen(options: argparse.Namespace) -> dict[str, dict[str, list[Measured]]]:
-    """What each run measured, by case and side; `options` are of `comparison_parser`."""
+    """Return the measurements of each run, by case and side; `options` come from `comparison_parser`."""
     cases = {name: replace(CASES[name], steps=options.steps) for name in options.cases}
     rounds = options.rounds
     if options.smoke:
@@ -161,7 +162,7 @@ def train_chosen(options: argparse.Namespace) -> dict[str, dict[str, list[Measur
 
 
 def write_weights(case: Case, folder: Path, threads: int) -> Path:
-    """Draw weights for all sides and give their folder, which is made within `folder`."""
+    """Initialize weights for all sides and return their folder, which is created within `folder`."""
     run_job(SCRIPT, "weights", job=case.job(OWN, folder / "weights", folder / "written.json"), threads=threads)
     return folder / "weights"
 
@@ -169,14 +170,14 @@ def write_weights(case: Case, folder: Path, threads: int) -> Path:
 def train_sides(
     cases: Mapping[str, Case], sides: Sequence[str], *, folder: Path, rounds: int, threads: int
 ) -> dict[str, dict[str, list[Measured]]]:
-    """Train every case on every side that is installed, in turn; what each run measured, by case and side.
+    """Train every case with every installed side, in turn; return the measurements of each run, by case and side.
 
     Args:
-        cases: by name.
-        sides: of language_model_sides.py.
-        folder: to work in.
+        cases: cases by name.
+        sides: sides of language_model_sides.py.
+        folder: working folder.
         rounds: runs of each side.
-        threads: of torch.
+        threads: number of threads for torch.
     """
     taking_part, found = installed(sides), dict[str, dict[str, list[Measured]]]()
     for number, (name, case) in enumerate(cases.items()):

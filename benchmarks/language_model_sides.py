@@ -1,10 +1,10 @@
-"""One side of a comparison that trains a language model, in a process of its own; see language_model.py.
+"""One side of a comparison that trains a language model, in its own process; see language_model.py.
 
     python benchmarks/language_model_sides.py SIDE JOB.json
 
-Every side trains a Llama of the same initial weights on the same rows in the same order: foundry's its own decoder, or
-transformers' (`foundry, model=hf`), the others transformers' as their users do. All use AdamW's fused kernel, clip the
-gradient at 1.0, and read the loss of each step for the comparison.
+Every side trains a Llama with the same initial weights on the same rows in the same order. foundry trains its own
+decoder, or the model of transformers (`foundry, model=hf`); the other sides train the model of transformers in their
+usual way. All use the fused AdamW kernel, clip the gradient at 1.0, and read the loss of each step for the comparison.
 """
 
 import json
@@ -27,27 +27,27 @@ ADAMW: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0,
 
 
 class Notes:
-    """What a side writes down after each step."""
+    """Meter of a side, with the loss of each step."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         self.job, self.meter, self.losses = job, Meter(), list[float]()
 
     def start(self) -> None:
-        """The first step comes next."""
+        """Start the clock before the first step."""
         self.meter.start()
 
     def step(self, loss: float) -> None:
-        """A step is done; `loss` is its mean over all tokens."""
+        """Record a finished step; `loss` is its mean over all tokens."""
         self.meter.step(self.job["batch_size"] * self.job["seq_len"])
         self.losses.append(loss)
 
     def write(self) -> None:
-        """At the end."""
+        """Write the measurements at the end."""
         self.meter.write(Path(self.job["measured"]), self.job["num_warmup"], losses=self.losses)
 
 
 def read_rows(job: dict[str, Any]) -> list[dict[str, Tensor]]:
-    """All samples of the run in foundry's order, with transformers' names; labels are shifted by the model."""
+    """Return all samples of the run in foundry's order, with the names of transformers; the model shifts the labels."""
     count = job["steps"] * job["batch_size"]
     sizes = {"num_samples": count, "seq_len": job["seq_len"], "vocab_size": job["vocab_size"]}
     data = build_random_tokens(seed=job["seed"], **sizes)
@@ -57,12 +57,12 @@ def read_rows(job: dict[str, Any]) -> list[dict[str, Tensor]]:
 
 
 def read_microbatches(job: dict[str, Any]) -> Iterable[dict[str, Tensor]]:
-    """The same, `per_gpu_batch_size` rows at a time."""
+    """Yield the samples, `per_gpu_batch_size` rows at a time."""
     return torch.utils.data.DataLoader(read_rows(job), batch_size=job["per_gpu_batch_size"])  # type: ignore[arg-type]
 
 
 def write_weights(job: dict[str, Any]) -> None:
-    """Draw the initial weights of all sides, and write them as a folder of transformers."""
+    """Initialize the weights of all sides and write them as a folder of transformers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(job["seed"])
@@ -72,7 +72,7 @@ def write_weights(job: dict[str, Any]) -> None:
 
 
 def build_llama(job: dict[str, Any]) -> nn.Module:
-    """transformers' model with the initial weights, on the device, its blocks checkpointed and compiled as asked."""
+    """Return the initial model of transformers on the device, checkpointed and compiled as the job requires."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32).train().to(DEVICE)
@@ -86,13 +86,13 @@ def build_llama(job: dict[str, Any]) -> nn.Module:
 
 
 def summed_loss(model: nn.Module, microbatch: dict[str, Tensor]) -> Tensor:
-    """Cross-entropy summed over tokens, as transformers' models compute it where they know the number of items."""
+    """Cross-entropy summed over tokens, as models of transformers compute it if they know the number of items."""
     loss: Tensor = model(**microbatch, labels=microbatch["shift_labels"], num_items_in_batch=1, use_cache=False).loss
     return loss
 
 
 def train_raw(job: dict[str, Any], notes: Notes) -> None:
-    """A loop as a person writes it."""
+    """Train with a plain loop."""
     model, accumulated = build_llama(job), job["batch_size"] // job["per_gpu_batch_size"]
     optimizer = torch.optim.AdamW(model.parameters(), lr=job["lr"], **ADAMW)
     autocast: Callable[[], Any] = nullcontext
@@ -114,7 +114,7 @@ def train_raw(job: dict[str, Any], notes: Notes) -> None:
 
 
 def train_accelerate(job: dict[str, Any], notes: Notes) -> None:
-    """accelerate's loop."""
+    """Train with accelerate's loop."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(
@@ -142,7 +142,7 @@ def train_accelerate(job: dict[str, Any], notes: Notes) -> None:
 
 
 def train_lightning(job: dict[str, Any], notes: Notes) -> None:
-    """Lightning's Trainer with nothing on that can be off."""
+    """Train with Lightning's Trainer, with every optional feature off."""
     import lightning
 
     accumulated, num_tokens = job["batch_size"] // job["per_gpu_batch_size"], job["per_gpu_batch_size"] * job["seq_len"]
@@ -186,7 +186,7 @@ def train_lightning(job: dict[str, Any], notes: Notes) -> None:
 
 
 def train_hf(job: dict[str, Any], notes: Notes) -> None:
-    """HF Trainer."""
+    """Train with HF Trainer."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class Noting(TrainerCallback):
@@ -224,7 +224,7 @@ def train_hf(job: dict[str, Any], notes: Notes) -> None:
 
 
 def train_foundry(job: dict[str, Any], notes: Notes) -> None:
-    """`run()` of a composed configuration."""
+    """Train with `run()` of a composed configuration."""
     from foundry import compose, run
 
     class Noting:
@@ -235,10 +235,10 @@ def train_foundry(job: dict[str, Any], notes: Notes) -> None:
             notes.step(event.loss)
 
         def on_evaluation(self, event: Any) -> None:
-            """The meter is about training alone."""
+            """Do nothing: only training is measured."""
 
         def on_end(self, event: Any) -> None:
-            """Likewise."""
+            """Do nothing."""
 
     with tempfile.TemporaryDirectory() as options:
         data = {"_target_": "random_tokens.build_random_tokens", "num_samples": job["steps"] * job["batch_size"]}

@@ -2,8 +2,8 @@
 
     python benchmarks/large_files.py [--rows 5000000] [--metrics 1000000]
 
-`data=chats` is read by a run of one step, into an empty cache; the metrics are those of each of the two runs that
-`foundry.diff`, `foundry.report` and `foundry.export` read. Memory is the most that the command's process had at once.
+`data=chats` is read by a run of one step, into an empty cache. `foundry diff`, `foundry report` and `foundry export`
+read two runs with these metrics. Memory is the peak of the command's process.
 """
 
 import json
@@ -27,7 +27,8 @@ def measure(folder: Path, module: str, *words: str) -> dict[str, list[float]]:
     """Run a command in a folder; return its seconds and its peak memory in MiB.
 
     Raises:
-        CalledProcessError: it has failed; of foundry.diff 1 is no failure, since it says that the runs differ.
+        CalledProcessError: the command failed. Exit code 1 of `foundry diff` is not a failure: it means that the runs
+            differ.
     """
     start = time.perf_counter()
     environment = {**os.environ, "FOUNDRY_CACHE": str(folder / "cache")}
@@ -42,7 +43,7 @@ def measure(folder: Path, module: str, *words: str) -> dict[str, list[float]]:
 
 
 def write_rows(file: Path, count: int) -> None:
-    """Write conversations of one turn in JSONL."""
+    """Write conversations of one turn as JSONL."""
     with file.open("w") as stream:
         for number in range(count):
             row = {"prompt": f"Which number follows {number}?", "completion": f"After {number} comes {number + 1}."}
@@ -50,7 +51,7 @@ def write_rows(file: Path, count: int) -> None:
 
 
 def lengthen(file: Path, count: int) -> None:
-    """Repeat the first line of a run's metrics with the steps that follow, up to so many lines."""
+    """Extend a run's metrics to this number of lines by repeating the first line with the following steps."""
     record = json.loads(file.read_text().splitlines()[0])
     with file.open("w") as stream:
         for step in range(1, count + 1):
@@ -58,7 +59,7 @@ def lengthen(file: Path, count: int) -> None:
 
 
 def main() -> None:
-    """A row for each command."""
+    """Measure each command and write a row for it."""
     made = parser(__doc__)
     made.add_argument("--rows", type=int, default=5_000_000, help="of conversations")
     made.add_argument("--metrics", type=int, default=1_000_000, help="lines of each metrics.jsonl")

@@ -1,11 +1,11 @@
-"""Peak resident memory of training: foundry beside a raw loop, HF Trainer, Lightning and accelerate.
+"""Peak resident memory of training: foundry, a raw loop, HF Trainer, Lightning and accelerate.
 
     python -m pip install -e '.[bench]'
     python benchmarks/memory.py [--cases fp32-32k ...] [--sides raw ...] [--steps 4] [--rounds 3] [--threads 2]
 
-The model of throughput.py, whose logits are what takes most at a vocabulary of 32k. Every run is a process of its own;
-sides take turns. Shown are the largest resident set above that of a process that has only imported torch, and how far
-it grew from before the first step, which leaves libraries, weights and data out; losses are compared first.
+The model is that of throughput.py; at a vocabulary of 32k its logits take most of the memory. Every run is a separate
+process, and sides take turns. The output has the largest resident set minus that of a process that has only imported
+torch, and the growth after the start of the first step, without libraries, weights and data. Losses are compared first.
 """
 
 from statistics import median
@@ -25,7 +25,7 @@ IMPORT = "import resource, torch; print(resource.getrusage(resource.RUSAGE_SELF)
 
 
 def main() -> None:
-    """Compare."""
+    """Compare the sides."""
     options = comparison_parser(__doc__, cases=["fp32-32k", "bf16-32k"], steps=4).parse_args()
     imported = median(float(call("-c", IMPORT, threads=options.threads)) for _ in range(options.rounds))
     rows, headlines = list[Row](), list[Headline]()

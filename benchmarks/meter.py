@@ -1,4 +1,4 @@
-"""What both sides of a comparison measure of themselves: time and tokens of each step, and memory."""
+"""Measurements that both sides of a comparison take in their own process: time and tokens of each step, and memory."""
 
 import json
 import os
@@ -15,7 +15,7 @@ _MIB = 2**20
 
 
 class Meter:
-    """Times steps by the wall's and by this process's clock, and knows the memory from before the first one."""
+    """Meter of steps by wall time and by this process's CPU time, and of memory since before the first step."""
 
     def __init__(self) -> None:
         self._times: list[tuple[float, float]] = []
@@ -25,19 +25,19 @@ class Meter:
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
-        """Time a pass over all samples that a run makes before its first step, such as that of a reference model."""
+        """Context that times a pass over all samples before the first step, such as that of a reference model."""
         begin = _clocks()
         yield
         self._prepared = (_clocks()[0] - begin[0], _clocks()[1] - begin[1])
 
     def start(self) -> None:
-        """Model, data and optimizer are there; the first step comes next."""
+        """Start the clock: model, data and optimizer exist, and the first step comes next."""
         self._times.append(_clocks())
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         self._resident_mib = pages * os.sysconf("SC_PAGE_SIZE") / _MIB
 
     def step(self, tokens: int) -> None:
-        """A step over so many tokens that are no padding is done."""
+        """Record a finished step with this number of non-padding tokens."""
         self._times.append(_clocks())
         self._tokens.append(tokens)
 
@@ -45,8 +45,8 @@ class Meter:
         """Write the measurements to a JSON file.
 
         Args:
-            file: to write.
-            num_warmup: number of first steps that are left out of tokens and seconds. 0 keeps all steps, and adds the
+            file: output file.
+            num_warmup: number of first steps to exclude from tokens and seconds. 0 includes all steps, and adds the
                 seconds of `preparing`.
             **more: further entries of the file.
         """
@@ -68,11 +68,11 @@ class Meter:
 
 
 def _clocks() -> tuple[float, float]:
-    """Wall time and CPU time of this process, in seconds."""
+    """Return wall time and CPU time of this process, in seconds."""
     return time.perf_counter(), time.process_time()
 
 
 def _cpu_seconds_with_children() -> float:
-    """CPU time of this process since its start, imports included, and of its children that have ended."""
+    """Return the CPU time of this process since its start, imports included, and of its ended children."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)

@@ -1,14 +1,15 @@
-"""Tokens per second, share of the device's peak (MFU) and memory of one GPU: foundry beside a raw loop and HF Trainer.
+"""Tokens per second, share of the device's peak (MFU) and memory of one GPU: foundry, a raw loop and HF Trainer.
 
     python benchmarks/mfu.py [--sizes 100m 1b 8b] [--sides foundry raw ...] [--modes eager compile]
         [--checkpointing none selective full] [--attention any flash cudnn] [--steps 12] [--rounds 1]
 
-Every combination that is asked for is trained in bf16 mixed precision by each side, a process each, in turn; losses are
-compared first. Which kernels attention has is torch's choice (any) or one of math, mem_efficient, flash and cudnn.
-`selective` checkpointing is foundry's alone. AdamW's moments are fp32, but for 8b bf16, which the peers cannot: they
-are left out there. A combination that does not fit is shown as such. FLOPs are 6 N + 12 L H Q T a token (PaLM,
-Chowdhery et al., 2022, appendix B), whatever is recomputed; peaks are those of foundry.training.throughput. On a CPU a
-tiny model shows that the script works; its MFU is empty, since the peak of a CPU is not known.
+Each side trains every selected combination in bf16 mixed precision, in separate processes, in turn. Losses are compared
+first. The attention kernel is torch's choice (any) or one of math, mem_efficient, flash and cudnn. Only foundry
+supports `selective` checkpointing. AdamW's moments are fp32, except for 8b, which has bf16 moments; the peers do not
+support them and are skipped for 8b. The row of a combination shows if it ran out of memory. FLOPs are 6 N + 12 L H Q T
+per token (PaLM, Chowdhery et al., 2022, appendix B), without recomputation; peaks come from
+foundry.training.throughput. On a CPU a tiny model tests the script; its MFU is empty, since the peak of a CPU is
+unknown.
 """
 
 import tempfile
@@ -64,14 +65,14 @@ TOO_LARGE = "out of memory"
 
 
 def flops_per_token(shape: Shape) -> float:
-    """Of a forward and backward pass, as foundry counts them."""
+    """Return the FLOPs per token of a forward and backward pass, as foundry counts them."""
     with torch.device("meta"):
         model = Transformer(**vars(shape))
     return model.flops_per_sample(shape.max_seq_len) / shape.max_seq_len
 
 
 def measure(case: Case, side: str, weights: Path | None, folder: Path, threads: int) -> Measured:
-    """What one run measured, or that it did not fit."""
+    """Return the measurements of a run, or None if it ran out of memory."""
     try:
         job = case.job(side, weights, folder / "measured.json")
         return run_job(SCRIPT, side, job=job, threads=threads)
@@ -82,7 +83,7 @@ def measure(case: Case, side: str, weights: Path | None, folder: Path, threads: 
 
 
 def rows_of(name: str, case: Case, found: dict[str, list[Measured]]) -> list[Row]:
-    """The rows of one combination; sides that did not fit come last."""
+    """Return the rows of one combination; sides that ran out of memory come last."""
     fit = {side: runs for side, runs in found.items() if not any(TOO_LARGE in run for run in runs)}
     apart, flops = losses_apart(fit, most=0.02) if fit else {}, flops_per_token(case.shape)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
@@ -100,7 +101,7 @@ def rows_of(name: str, case: Case, found: dict[str, list[Measured]]) -> list[Row
 
 
 def main() -> None:
-    """Compare."""
+    """Compare the sides."""
     made = parser(__doc__)
     sides = [OWN, *PEERS]
     kernels = ["any", "math", "mem_efficient", "flash", "cudnn"]
@@ -154,7 +155,7 @@ def main() -> None:
 
 
 def _headline(size: str, rows: list[Row]) -> Headline | None:
-    """The fastest way of foundry's for a size beside the fastest peer's; None where the peak is not known."""
+    """Return the fastest of foundry's rows for a size and the fastest peer's; None if the device's peak is unknown."""
     best = dict[bool, float]()
     for row in rows:
         values = row.values.get("mfu")

@@ -1,7 +1,8 @@
-"""What Muon's update of sharded matrices costs: bytes received, FLOPs of the iterations and seconds, by rank.
+"""Cost of Muon's update of sharded matrices: bytes received, FLOPs of the iterations and seconds, by rank.
 
-"everywhere" is how it was done before: each matrix gathered in fp32 and orthogonalised on every rank. "one owner" is
-`foundry.optim.muon.Muon`. Both take the same steps on the same gradients, in turn, and must end with equal bits.
+"everywhere" is the earlier implementation, which gathers each matrix in fp32 and orthogonalizes it on every rank. "one
+owner" is `foundry.optim.muon.Muon`. Both take the same steps with the same gradients, in turn, and must end bitwise
+equal.
 
     OMP_NUM_THREADS=1 python benchmarks/muon.py [--ranks 4] [--replicas 1] [--width 512] [--layers 4] [--steps 5]
 """
@@ -35,7 +36,7 @@ OPTIONS: dict[str, Any] = {"lr": 0.01, "momentum": 0.95, "nesterov": True, "ns_s
 
 
 class Received(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Bytes of what collectives put out on this rank."""
+    """Counter of the bytes that collectives return on this rank."""
 
     num_bytes = 0
 
@@ -50,7 +51,7 @@ class Received(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @torch.no_grad()
 def everywhere(matrices: list[nn.Parameter], momentum: list[Tensor], dtype: torch.dtype) -> None:
-    """One step in which each rank gathers and orthogonalises all matrices."""
+    """Take one step; each rank gathers and orthogonalizes all matrices."""
     for matrix, buffer in zip(matrices, momentum, strict=True):
         assert isinstance(matrix, DTensor)
         assert isinstance(matrix.grad, DTensor)
@@ -67,7 +68,7 @@ def everywhere(matrices: list[nn.Parameter], momentum: list[Tensor], dtype: torc
 
 
 def measure(rank: int, arguments: argparse.Namespace, folder: str) -> None:
-    """What one rank does; rank 0 writes down what all came to."""
+    """Measure on one rank; rank 0 writes the results of all ranks."""
     join_ranks(rank, arguments.ranks, folder)
     shape = (arguments.replicas, arguments.ranks // arguments.replicas)
     mesh = init_device_mesh("cpu", shape if arguments.replicas > 1 else shape[1:])
@@ -94,7 +95,7 @@ def measure(rank: int, arguments: argparse.Namespace, folder: str) -> None:
                 matrix.grad = grad
             dist.barrier()
             start = time.perf_counter(), time.process_time()
-            if step == 0:  # what it counts costs time of its own
+            if step == 0:  # in one step only, since counting takes time
                 with Received() as received, FlopCounterMode(display=False) as flops:  # type: ignore[no-untyped-call]
                     take()
                 counts[name] = received.num_bytes, flops.get_total_flops()

@@ -1,6 +1,6 @@
-"""What Muon's Newton-Schulz iteration costs: its share of a step of the default language model, in fp32 and in bf16.
+"""Cost of Muon's Newton-Schulz iteration: its share of a step of the default language model, in fp32 and in bf16.
 
-Steps of all settings alternate in one process, on the same random tokens; medians over steps.
+Steps of all settings alternate in one process, on the same random tokens. The output has medians over steps.
 
     OMP_NUM_THREADS=1 python benchmarks/newton_schulz.py [--steps 15]
 """
@@ -37,7 +37,7 @@ COLUMNS = [
 
 @dataclass
 class Setting:
-    """A choice of arithmetic, and the seconds of its steps and of the iterations in them."""
+    """Precision of model and iteration, with the seconds of its steps and of the iterations in them."""
 
     precision: str
     ns_dtype: str
@@ -45,7 +45,7 @@ class Setting:
     iterations: list[float] = field(default_factory=list)
 
     def build(self) -> Callable[[], None]:
-        """A function that takes one step and notes its time."""
+        """Return a function that takes one step and records its time."""
         with initialize_config_dir(config_dir(), version_base="1.3"):
             words = [f"precision={self.precision}", f"optimizer.ns_dtype={self.ns_dtype}"]
             config = to_config(compose(CONFIG_NAME, words))

@@ -1,9 +1,9 @@
-"""Preferences in rows that pairs share, beside rows of their own: the same windows in turn, on one core.
+"""Preference pairs in packed rows and in separate rows: the same windows in turn, on one core.
 
-Answers are of very different lengths. For each number of pairs of rows at a time, useful tokens (without padding) per
-second of CPU time of reading, forward and backward, the median of the windows but the first ones, and of their ratios;
-the share of what is computed that is no padding; and by how much losses and gradients of a window differ at most. The
-reference is cached, as by default.
+Responses have very different lengths. The output has, for each number of pairs at a time, the median over the windows
+except the first ones of the useful tokens (without padding) per second of CPU time for reading, forward and backward,
+and of the ratio of both sides; the fraction of computed tokens that are not padding; and the largest difference of
+losses and gradients of a window. Log-probabilities of the reference are cached, as by default.
 
     python benchmarks/packing.py [--windows 8] [--batch 32]
 """
@@ -45,7 +45,7 @@ COLUMNS = [
 
 
 def write_rows(path: Path, count: int) -> None:
-    """Pairs of which each answer has a log-normal length: half of them below 65 tokens, a few above 350."""
+    """Write pairs whose responses have log-normal lengths: half of them below 65 tokens, a few above 350."""
     generator = random.Random(0)
 
     def answer() -> str:
@@ -58,7 +58,7 @@ def write_rows(path: Path, count: int) -> None:
 
 
 def pass_window(model: nn.Module, objective: Objective, loader: Loader) -> tuple[Window, float, float]:
-    """The next window, its loss and its seconds; gradients are left in the parameters."""
+    """Return the next window, its loss and its seconds; gradients stay in the parameters."""
     begin, total = time.process_time(), 0.0
     window = loader.next_window()
     count = sum(map(objective.num_valid, window.microbatches))
@@ -113,7 +113,7 @@ def main() -> None:
 
 
 def speed_of(row: Row) -> float:
-    """The median of useful tokens per CPU-second."""
+    """Return the median of useful tokens per CPU-second."""
     speed = row.values["speed"]
     assert speed is not None
     assert not isinstance(speed, str)
@@ -121,12 +121,12 @@ def speed_of(row: Row) -> float:
 
 
 def fastest(rows: Sequence[Row], side: str) -> Row:
-    """The fastest row of a side, at whatever number of pairs at a time."""
+    """Return the fastest row of a side, for any number of pairs at a time."""
     return max((row for row in rows if row.side == side), key=speed_of)
 
 
 def measure(config: Any, num_windows: int, batch: int, sizes_at_once: Sequence[int]) -> tuple[list[Row], str]:
-    """Rows by how many are passed at a time, and what the packs are like."""
+    """Return rows by the number of pairs at a time, and notes on the differences of losses and gradients."""
     data: Any = build_data(config)
     train = WithColumns(data.train, {"reference": torch.zeros(len(data.train), 2, dtype=torch.float64)})
     order = GlobalOrder(num_samples=len(train), fingerprint=data.fingerprint, seed=42)

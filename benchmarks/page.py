@@ -1,7 +1,7 @@
-"""Writes the tables of docs/benchmarks.md, its charts and the short table of README.md: `python benchmarks/page.py`.
+"""Write the tables and charts of docs/benchmarks.md and the short table of README.md: `python benchmarks/page.py`.
 
-What stands between two markers comes from the records in benchmarks/results; the rest is written by hand and left as it
-is. A record that is not there yet is said to be missing.
+Text between two markers comes from the records in benchmarks/results; all other text is written by hand and not
+changed. A missing record is shown as not measured yet.
 """
 
 import re
@@ -23,12 +23,12 @@ _SHORT = re.compile(rf"<!-- benchmarks/results -->\n.*?{END}", re.DOTALL)
 
 
 def read_records(folder: Path = RESULTS) -> dict[str, Record]:
-    """All records of a folder, by name."""
+    """Return all records of a folder, by name."""
     return {path.stem: Record.from_json(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
 
 
 def page_with_tables(text: str, records: Mapping[str, Record]) -> str:
-    """The page with what stands between its markers made anew."""
+    """Return the page with new text between its markers."""
 
     def block(match: re.Match[str]) -> str:
         name = match[1]
@@ -48,7 +48,7 @@ def readme_with_table(text: str, records: Mapping[str, Record]) -> str:
 
 
 def _section(record: Record) -> str:
-    """Origin, table, notes and chart."""
+    """Return origin, table, notes and chart of a record as Markdown."""
     parts = [_wrapped(record.origin() + "."), record.table(), *map(_wrapped, record.notes)]
     if record.chart:
         heading = _column(record)
@@ -57,12 +57,12 @@ def _section(record: Record) -> str:
 
 
 def image_name(record: Record) -> str:
-    """Of a record's chart, in docs/images."""
+    """Return the name of a record's chart in docs/images."""
     return f"benchmark_{record.name}.png"
 
 
 def draw(record: Record, file: Path) -> None:
-    """Bars of the charted column: a group for each case, foundry's in colour, lines from least to most."""
+    """Draw bars of the charted column: a group for each case, foundry's in color, lines from minimum to maximum."""
     heading, bars = _column(record), list[tuple[str, Sequence[float] | None, bool]]()
     for row in record.rows:
         values = row.values.get(record.chart)
@@ -92,12 +92,12 @@ def draw(record: Record, file: Path) -> None:
 
 
 def _column(record: Record) -> str:
-    """Heading of the charted column."""
+    """Return the heading of the charted column."""
     return next(column.heading for column in record.columns if column.key == record.chart).replace("`", "")
 
 
 def _wrapped(text: str, width: int = 120) -> str:
-    """A paragraph in lines of the documentation's width; never within code."""
+    """Wrap a paragraph at the width of the documentation, but not within code."""
     words, lines = re.findall(r"`[^`]*`\S*|\S+", text), [""]
     for word in words:
         if lines[-1] and len(lines[-1]) + 1 + len(word) > width:
@@ -107,7 +107,7 @@ def _wrapped(text: str, width: int = 120) -> str:
 
 
 def main() -> None:
-    """Write all."""
+    """Write the pages and the charts."""
     records = read_records()
     PAGE.write_text(page_with_tables(PAGE.read_text(encoding="utf-8"), records), encoding="utf-8")
     README.write_text(readme_with_table(README.read_text(encoding="utf-8"), records), encoding="utf-8")

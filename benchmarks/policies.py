@@ -1,11 +1,11 @@
-"""How often trained policies do their tasks, and what their training costs: the commands of docs/tasks/robots.md.
+"""Success rates of trained policies and the cost of their training: the commands of docs/tasks/robots.md.
 
     OMP_NUM_THREADS=1 python benchmarks/policies.py [TABLE] [--only TRAINING ...]
 
-Every policy is trained by `python -m foundry` in a process of its own, one after the other, and measured with its last
-weights by `foundry.eval` in episodes from 5,000 (those of `vla` from 6,000) on, by which no setting and no checkpoint
-was chosen. Processor time is the training process's own, with its evaluations and without the making of demonstrations,
-which a first run of one step has done. What needs a simulator that is not installed is left out.
+Every policy is trained by `python -m foundry` in its own process, one after the other. `foundry eval` evaluates its
+final weights in episodes from 5,000 on (from 6,000 on for `vla`); no setting or checkpoint was selected with these
+episodes. Processor time is that of the training process with its evaluations, without the generation of
+demonstrations, which an earlier run of one step has done. Policies whose simulator is not installed are skipped.
 """
 
 import json
@@ -52,13 +52,12 @@ COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """A run.
+    """A training run.
 
     Attributes:
-        words: of `python -m foundry`; `RUNS` is the folder of the runs, where those of the trainings before it lie by
-            name.
-        needs: the module without which there is no such simulator.
-        small: words that make it a run of seconds, with `--smoke`.
+        words: arguments of `python -m foundry`; `RUNS` is the folder of the runs, with earlier trainings by name.
+        needs: module that the simulator requires.
+        small: further arguments with `--smoke`, for a run of seconds.
     """
 
     words: tuple[str, ...]
@@ -71,11 +70,11 @@ class Measured:
     """A row: the policy of a training in its simulator.
 
     Attributes:
-        of: the training's name.
-        case: what begins its words, as the page says it.
-        side: what differs from other rows of the case.
-        episodes: that it acts in.
-        words: of `foundry.eval` besides.
+        of: name of the training.
+        case: start of its arguments, as shown on the page.
+        side: difference from other rows of the case.
+        episodes: number of episodes.
+        words: further arguments of `foundry eval`.
     """
 
     of: str
@@ -87,7 +86,7 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Trainings by name, in their order, and what is measured of them, in episodes from `first_episode` on."""
+    """Trainings by name, in execution order, and their rows, measured in episodes from `first_episode` on."""
 
     trainings: Mapping[str, Training]
     rows: Sequence[Measured]
@@ -143,11 +142,11 @@ TABLES = {
         first_episode=6000,
     ),
 }
-"""Each is a record of its name, and a section of docs/benchmarks.md."""
+"""Tables by name; each is a record of this name, and a section of docs/benchmarks.md."""
 
 
 def call(module: str, words: Sequence[str], cache: Path) -> float:
-    """Run a command of foundry on one thread, which may not fail; the processor seconds that it took."""
+    """Run a foundry command on one thread, which must succeed; return its processor seconds."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "FOUNDRY_CACHE": str(cache)}
     before = processor_seconds()
     done = subprocess.run([sys.executable, "-m", module, *words], env=environment, capture_output=True, text=True)
@@ -157,13 +156,13 @@ def call(module: str, words: Sequence[str], cache: Path) -> float:
 
 
 def processor_seconds() -> float:
-    """Of all children that have ended."""
+    """Return the processor seconds of all ended children."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def train(training: Training, runs: Path, name: str, *, is_small: bool) -> float:
-    """Train, with the demonstrations made before unless it `is_small`; the processor seconds."""
+    """Train, with demonstrations that exist already unless `is_small`; return the processor seconds."""
     words = [word.replace("RUNS", str(runs)) for word in training.words]
     words += ["tracking=none", *(training.small if is_small else ())]
     if not is_small:
@@ -173,7 +172,7 @@ def train(training: Training, runs: Path, name: str, *, is_small: bool) -> float
 
 
 def measure(row: Measured, runs: Path, episodes: int, first: int) -> dict[str, Any]:
-    """What `foundry.eval` finds."""
+    """Return the result of `foundry eval`."""
     out = runs / "eval.json"
     words = [f"run={runs / row.of}", f"episodes={episodes}", f"first_episode={first}", f"out={out}", *row.words]
     call("foundry.eval", words, runs / "cache")
@@ -223,7 +222,7 @@ def main() -> None:
 
 
 def headlines(measured: Mapping[tuple[str, str], Mapping[str, float]]) -> list[Headline]:
-    """Headlines of the table `policies`: success with its interval, and the cost of training."""
+    """Return the headlines of the table `policies`: success rate with its interval, and the cost of training."""
     own, beside = (measured.get((AROUND, side)) for side in (DIFFUSION, REGRESSION))
     if own is None or beside is None:
         return []

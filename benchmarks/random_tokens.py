@@ -1,4 +1,4 @@
-"""The data of language_model.py: rows of tokens drawn at random, of which some are frequent."""
+"""Data of language_model.py: rows of random tokens; some tokens are frequent."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from foundry.data.splits import DataSplits
 
 
 class Rows:
-    """Rows of tokens and their next ones, read a microbatch at a time as foundry's own data are."""
+    """Dataset of token rows and next tokens that reads whole microbatches, as foundry's own datasets do."""
 
     def __init__(self, rows: Tensor) -> None:
         self.rows = rows
@@ -19,12 +19,12 @@ class Rows:
         return {"tokens": self.rows[index, :-1], "targets": self.rows[index, 1:]}
 
     def batch(self, indices: list[int]) -> dict[str, Tensor]:
-        """(batch, seq) int64 each."""
+        """Return tokens and targets, (batch, seq) int64 each."""
         return self[indices]  # type: ignore[index]
 
 
 def build_random_tokens(*, seed: int, num_samples: int, seq_len: int, vocab_size: int) -> DataSplits:
-    """`num_samples` rows to train on and four held out, the same for a seed."""
+    """Return `num_samples` training rows and four held-out rows, which depend only on the seed."""
     generator = torch.Generator().manual_seed(seed)
     uniform = torch.rand(num_samples + 4, seq_len + 1, generator=generator)
     rows = (uniform.square() * vocab_size).long()

@@ -1,7 +1,7 @@
-"""What a benchmark leaves: `benchmarks/results/<name>.json`, of which the documentation's tables and charts are made.
+"""Records of benchmarks: `benchmarks/results/<name>.json`, the source of the documentation's tables and charts.
 
-A record says where, when, by which command and at which commit it was measured, what its columns mean, and has every
-round's value: medians and spreads are taken when it is shown.
+A record has machine, date, command and commit of a measurement, the meaning of its columns, and the values of every
+round; medians and spreads are computed for display.
 """
 
 import argparse
@@ -24,18 +24,18 @@ RESULTS = ROOT / "benchmarks" / "results"
 PACKAGES = ("torch", "transformers", "accelerate", "lightning", "trl")
 
 Values: TypeAlias = "Sequence[float] | str | None"
-"""Of a cell: a value a round, or a text; None where there is nothing to say."""
+"""Content of a cell: one value per round, or text; None for an empty cell."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """Of a table.
+    """Column of a table.
 
     Attributes:
-        key: of `Row.values`.
-        heading: with the unit.
-        format: of a number, as Python's `format` takes it.
-        spread: show the smallest and the largest value beside the median.
+        key: key in `Row.values`.
+        heading: heading with the unit.
+        format: format of a number for Python's `format`.
+        spread: show the smallest and the largest value next to the median.
     """
 
     key: str
@@ -44,7 +44,7 @@ class Column:
     spread: bool = False
 
     def cell(self, values: Values) -> str:
-        """What stands in a row of the table."""
+        """Return the text of this column in a row."""
         if values is None or isinstance(values, str):
             return values or ""
         middle, least, most = (format(each, self.format) for each in (statistics.median(values), *_ends(values)))
@@ -56,9 +56,9 @@ class Row:
     """One side of a comparison under one condition.
 
     Attributes:
-        case: the condition; rows of a case are compared with each other.
-        side: what is compared.
-        values: by the key of a column.
+        case: the condition; rows of the same case are compared with each other.
+        side: the side that is compared.
+        values: values by key of the column.
     """
 
     case: str = ""
@@ -68,7 +68,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Headline:
-    """A line of the short table: a figure of foundry's and what it is to be seen beside."""
+    """Line of the short table: a figure of foundry and the figure to compare it with."""
 
     what: str
     foundry: str
@@ -77,23 +77,23 @@ class Headline:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What was measured, and how.
+    """Measurements of a benchmark and how they were taken.
 
     Attributes:
-        name: of the script.
-        command: as it was typed, in the repository's root.
-        date: ISO.
-        commit: abbreviated; ends in a plus where the code had been changed since.
-        conditions: what else could matter, such as other busy processes.
+        name: name of the script.
+        command: command line, relative to the repository's root.
+        date: ISO date.
+        commit: abbreviated commit; ends in a plus if the code had uncommitted changes.
+        conditions: further conditions, such as other busy processes.
         machine: processor, cores, memory in GiB, GPU.
-        versions: of Python and packages.
-        case: heading of the column of cases; empty where there are none.
+        versions: versions of Python and packages.
+        case: heading of the column of cases; empty without this column.
         side: heading of the column of sides.
-        columns: in order.
-        rows: in order.
+        columns: columns in order.
+        rows: rows in order.
         notes: paragraphs below the table.
-        chart: key of the column that is drawn as bars; empty where none is.
-        headlines: for the short table.
+        chart: key of the column drawn as bars; empty without a chart.
+        headlines: lines for the short table.
     """
 
     name: str
@@ -112,7 +112,7 @@ class Record:
     headlines: Sequence[Headline] = ()
 
     def table(self) -> str:
-        """In Markdown."""
+        """Return the table in Markdown."""
         first = [self.case, self.side] if self.case else [self.side]
         headings = [*first, *(column.heading for column in self.columns)]
         lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
@@ -123,7 +123,7 @@ class Record:
         return "\n".join(lines)
 
     def origin(self) -> str:
-        """Command, date, commit and machine, in a line or two."""
+        """Return command, date, commit and machine in a line or two."""
         machine = self.machine
         where = [f"{machine['cores']} cores of {machine['cpu']}", f"{machine['memory_gib']} GiB"]
         where += [machine["gpu"]] if machine.get("gpu") else []
@@ -132,12 +132,12 @@ class Record:
         return f"{said}; {self.conditions}" if self.conditions else said
 
     def to_json(self) -> str:
-        """As its file holds it."""
+        """Return the JSON text of the record's file."""
         return json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> "Record":
-        """The inverse of `to_json`."""
+        """Return the record of a JSON text; the inverse of `to_json`."""
         fields: dict[str, Any] = json.loads(text)
         kinds: dict[str, type[Any]] = {"columns": Column, "rows": Row, "headlines": Headline}
         for key, kind in kinds.items():
@@ -146,10 +146,10 @@ class Record:
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """Build the parser of the arguments that all benchmarks take: `--smoke`, `--out` and `--conditions`.
+    """Build the parser of the arguments of all benchmarks: `--smoke`, `--out` and `--conditions`.
 
     Args:
-        description: the script's docstring.
+        description: docstring of the script.
     """
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--smoke", action="store_true", help="tiny sizes, to see that it works: its figures mean nothing")
@@ -159,11 +159,11 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def finish(options: argparse.Namespace, **fields: Any) -> Record:
-    """Print what was measured and write its record.
+    """Print the measurements and write their record.
 
     Args:
-        options: of a parser made by `parser`.
-        fields: of `Record` but those that are known here; `name` is the script's where it is not given.
+        options: result of a parser built by `parser`.
+        fields: fields of `Record` that are not determined here; the default of `name` is the script's name.
     """
     known: dict[str, Any] = {
         "name": Path(sys.argv[0]).stem,
@@ -186,7 +186,7 @@ def finish(options: argparse.Namespace, **fields: Any) -> Record:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Processor, cores, memory in GiB, and the GPU where there is one."""
+    """Return processor, cores, memory in GiB, and the GPU if there is one."""
     import torch
 
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
@@ -205,7 +205,7 @@ def _ends(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _command() -> str:
-    """The command line, without folders and the options that describe the record."""
+    """Return the command line, without folders and without the options that describe the record."""
     words = [Path(sys.argv[0]).name, *sys.argv[1:]]
     for option in ("--out", "--conditions", "--bases"):
         if option in words:
@@ -216,7 +216,7 @@ def _command() -> str:
 
 
 def _commit() -> str:
-    """Of the checkout; a plus where what was measured had been changed."""
+    """Return the commit of the checkout, with a plus if the measured code has uncommitted changes."""
     try:
         head = _git("rev-parse", "--short=7", "HEAD").strip()
         changed = _git("status", "--porcelain", "--", "foundry", "conf", "benchmarks/*.py").strip()

@@ -1,10 +1,10 @@
-"""How long a person waits: for help, for the composed configuration, and for the first optimizer step.
+"""Startup time: seconds to the help page, to the composed configuration, and to the first optimizer step.
 
-Each command is started anew several times in an empty folder, in turn: seconds of the clock and of processor time, of
-the command and the processes that it has started, up to its end or its first step. `import torch` is there for
-comparison: no run can begin before it. foundry runs with all that is on by default, its MLflow and its pictures
-included, and without any; other libraries (`pip install -e '.[bench]'`) run without trackers, with random tokens, and
-are left out where they are not installed. The tokenizer and the token arrays are made by an untimed run first.
+Each command is started several times in an empty folder, in turn. The output has wall and processor seconds of the
+command and its child processes, to its end or its first step. `import torch` is included for comparison, since every
+run needs it. foundry runs with all defaults, including MLflow and plots, and with `tracking=none`. Other libraries
+(`pip install -e '.[bench]'`) run without trackers, with random tokens, and are skipped if they are not installed. An
+untimed run makes the tokenizer and the token arrays first.
 
     python benchmarks/startup.py [--repeats 5]
 """
@@ -58,11 +58,11 @@ COLUMNS = [
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 Measured = tuple[float, float]
-"""Seconds of the clock, and of the processor."""
+"""Wall seconds and processor seconds."""
 
 
 def measure(command: Sequence[str], folder: Path, is_done: Callable[[], bool] | None = None) -> Measured:
-    """Start a command and measure until it has ended or `is_done`, when it is killed with all that it has started."""
+    """Start a command and measure until it ends, or until `is_done`; then kill it with its child processes."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     output = folder / "output"
     with output.open("wb") as file:
@@ -73,7 +73,7 @@ def measure(command: Sequence[str], folder: Path, is_done: Callable[[], bool] | 
         try:
             while not (is_done is not None and is_done()):
                 if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-                    break  # it can still be asked what it has used
+                    break  # the process still exists, so its processor time can be read
                 time.sleep(0.002)
             measured = time.perf_counter() - begin, processor_seconds(process.pid)
             if is_done is not None and not is_done():
@@ -86,7 +86,7 @@ def measure(command: Sequence[str], folder: Path, is_done: Callable[[], bool] | 
 
 
 def processor_seconds(session: int) -> float:
-    """What the processes of a session have used, and their children that have ended."""
+    """Return the processor seconds of a session's processes and of their ended children."""
     ticks = 0
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(FileNotFoundError, ProcessLookupError):
@@ -97,7 +97,7 @@ def processor_seconds(session: int) -> float:
 
 
 def measure_first_step(command: Sequence[str], folder: Path) -> Measured:
-    """The same up to the first optimizer step: foundry writes a line of it, and so does the other libraries' script."""
+    """Measure to the first optimizer step: foundry logs it, and the script of the other libraries writes a file."""
     shutil.rmtree(folder / "run", ignore_errors=True)
     marker = folder / "run" / "metrics.jsonl"
     (folder / "run").mkdir()

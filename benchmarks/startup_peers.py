@@ -2,7 +2,7 @@
 
     python benchmarks/startup_peers.py raw|hf|lightning|accelerate FILE
 
-FILE is written when the step has been taken. Nothing is imported that the way chosen does not need.
+FILE is written after the step. Only modules that the selected library needs are imported.
 """
 
 import sys
@@ -16,7 +16,7 @@ VOCABULARY, WIDTH, INNER, LAYERS, HEADS, SEQ_LEN, BATCH, LR = 8192, 32, 64, 2, 2
 
 
 class Model(nn.Module):
-    """A decoder of the sizes that foundry's run has; answers as models of transformers do."""
+    """Decoder with the sizes of foundry's run; its output has the format of transformers' models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,18 +33,18 @@ class Model(nn.Module):
 
 
 def samples() -> list[dict[str, Tensor]]:
-    """Random tokens, a sample a row."""
+    """Return random tokens, one sample per row."""
     tokens = torch.randint(VOCABULARY, (BATCH, SEQ_LEN), generator=torch.Generator().manual_seed(0))
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
 def batches() -> Any:
-    """One batch of the samples."""
+    """Return one batch of the samples."""
     return torch.utils.data.DataLoader(samples(), batch_size=BATCH)  # type: ignore[arg-type]
 
 
 def raw() -> None:
-    """A plain loop."""
+    """Train with a plain loop."""
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     for batch in batches():
@@ -56,7 +56,7 @@ def raw() -> None:
 
 
 def trainer() -> None:
-    """HF Trainer."""
+    """Train with HF Trainer."""
     from transformers import Trainer, TrainingArguments
 
     options: dict[str, Any] = {"report_to": [], "save_strategy": "no", "disable_tqdm": True, "bf16": True}
@@ -67,7 +67,7 @@ def trainer() -> None:
 
 
 def lightning() -> None:
-    """Lightning's Trainer."""
+    """Train with Lightning's Trainer."""
     import lightning
 
     class Module(lightning.LightningModule):  # type: ignore[misc]
@@ -91,7 +91,7 @@ def lightning() -> None:
 
 
 def accelerate() -> None:
-    """A loop with accelerate."""
+    """Train with a loop that uses accelerate."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")

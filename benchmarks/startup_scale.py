@@ -1,10 +1,10 @@
-"""How long a rank of many takes to have its part of a large model, and what memory that takes.
+"""Time and memory until one of many ranks has its shards of a large model.
 
     python benchmarks/startup_scale.py [CASE...]
 
-Each case is a process that is one rank of as many as it says, with torch's `fake` backend in place of the others: it
-wraps the model with FSDP2, and then allocates and draws what it holds. `wrapped` allocates nothing. `whole` builds the
-model first, with its weights, and wraps it then, as a run must whose model does not say how it is drawn.
+Each case is a process that is one rank of the given number, with torch's `fake` backend for the other ranks. It wraps
+the model with FSDP2, then allocates and initializes its shards. `wrapped` allocates nothing. `whole` first builds the
+model with its weights and then wraps it, which is necessary for a model without `initial_weights()`.
 """
 
 import json
@@ -43,7 +43,7 @@ _MIB = 2**20
 
 
 def measure(size: str, how: str, ranks: int) -> dict[str, float]:
-    """Seconds until rank 0 is ready, without imports, and MiB: of its shards, and its peak above what imports took."""
+    """Return the seconds until rank 0 is ready, the MiB of its shards, and its peak in MiB, all without imports."""
     from unittest.mock import patch
 
     import torch
@@ -61,7 +61,7 @@ def measure(size: str, how: str, ranks: int) -> dict[str, float]:
 
     names = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "vocab_size")
     words = [f"model.{name}={number}" for name, number in zip(names, SIZES[size], strict=True)]
-    # One node's ranks are all that a configuration can start; how many the model is divided among is the mesh's.
+    # A configuration can start the ranks of one node only; the mesh sets the number of ranks that share the model.
     config = compose([*words, f"data.vocab_size={SIZES[size][-1]}", "distributed=fsdp", "tracking=none"])
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     world = arrange(World(0, 0, ranks, ranks, torch.device("cpu")), config.distributed)
@@ -87,19 +87,19 @@ def measure(size: str, how: str, ranks: int) -> dict[str, float]:
 
 
 def _resident_mib() -> float:
-    """Of what is resident; the peak until then was no higher by much, since nothing large has been freed."""
+    """Return the resident memory. The peak before was not much higher, since nothing large has been freed."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize() / _MIB
 
 
 def _peak_resident_mib() -> float:
-    """Of this program: `ru_maxrss` would begin with what the process had that started it."""
+    """Return the peak of this program; `ru_maxrss` would include the peak of the process that started it."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 1024
 
 
 def main() -> None:
-    """Measure each case in a process of its own."""
+    """Measure each case in its own process."""
     made = parser(__doc__)
     made.add_argument("cases", nargs="*", default=list(CASES), metavar="CASE", help=", ".join(CASES))
     made.add_argument("--one", metavar="CASE", help="the process that is measured")

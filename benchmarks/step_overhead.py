@@ -1,8 +1,9 @@
-"""What foundry adds to an optimizer step: a plain PyTorch loop against Trainer, TrainStep and Loader, step by step.
+"""Time that foundry adds to an optimizer step: a plain PyTorch loop and Trainer, TrainStep and Loader, step by step.
 
-A small MLP on one thread, so that the model's own time hides nothing. Both sides read the same samples in the same
-order, clip, and take the same AdamW updates; foundry has no observer and logs nothing in between. Blocks of both
-alternate in one process, and their losses are compared after the first. Only steps inside blocks are timed, one by one.
+The model is a small MLP on one thread, so that its own time does not hide the overhead. Both sides read the same
+samples in the same order, clip, and take the same AdamW updates; foundry has no observer and logs nothing in between.
+Blocks of both sides alternate in one process, and their losses are compared after the first block. Only steps within
+blocks are timed, one by one.
 
     OMP_NUM_THREADS=1 python benchmarks/step_overhead.py [--microbatches 1] [--profile]
 """
@@ -52,7 +53,7 @@ ADAMW: dict[str, Any] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay
 
 
 class Points(Dataset):
-    """A linear map to learn; reads a microbatch at a time, as foundry's own datasets do."""
+    """Dataset of a linear map that reads whole microbatches, as foundry's own datasets do."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -83,7 +84,7 @@ def build_mlp() -> nn.Module:
 
 
 def build_raw_step(points: Points, microbatches: int) -> Callable[[], Tensor]:
-    """The loop that a person would write, one step a call; its order of samples is drawn an epoch at a time."""
+    """Return a plain training loop, one step per call; its sample order is computed an epoch at a time."""
     model = build_mlp()
     groups = [
         {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.01},
@@ -120,7 +121,7 @@ def build_order() -> GlobalOrder:
 
 
 class Remembering(TrainStep):
-    """A step whose last result can be asked for."""
+    """Step that keeps its last result."""
 
     last: StepResult
 
@@ -130,11 +131,11 @@ class Remembering(TrainStep):
 
 
 def build_foundry_step(points: Points, microbatches: int) -> Callable[[], Tensor]:
-    """The trainer's own step, with everything of a run but observers."""
+    """Return the trainer's own step, with everything of a run except observers."""
     world = World.single(torch.device("cpu"))
     policy = PrecisionPolicy(PrecisionMode.fp32)
     model = build_mlp()
-    steps = (BLOCKS + WARMUP_BLOCKS) * BLOCK_STEPS + 1  # no block is the last
+    steps = (BLOCKS + WARMUP_BLOCKS) * BLOCK_STEPS + 1  # so that no block has the final step
     budget = Budget(total_samples=steps * BATCH, batch_sizes=BatchSizes.constant(BATCH), samples_per_epoch=SAMPLES)
     trainer = Trainer(
         step=Remembering(
@@ -162,7 +163,7 @@ def build_foundry_step(points: Points, microbatches: int) -> Callable[[], Tensor
         watchdog=Watchdog(600.0, 0),
         log_every_n_steps=steps,
         evaluation_interval=None,
-        evaluation=cast(Any, None),  # the budget is never spent, so it is never asked
+        evaluation=cast(Any, None),  # not called, since the budget is never reached
         metric=None,
         stop_rules={},
         best=Best(KeepBest(), None),
@@ -185,7 +186,7 @@ def build_foundry_step(points: Points, microbatches: int) -> Callable[[], Tensor
 
 
 def time_block(step: Callable[[], Tensor]) -> tuple[list[float], float]:
-    """Milliseconds of each step of a block, and the last loss."""
+    """Return the milliseconds of each step of a block, and the last loss."""
     clock, times = time.perf_counter, []
     for _ in range(BLOCK_STEPS):
         begin = clock()
@@ -226,7 +227,7 @@ def main() -> None:
             losses.append(loss)
             if block >= WARMUP_BLOCKS:
                 times[name] += block_times
-        if block == 0:  # later the last bits of two equal sums have grown
+        if block == 0:  # in later blocks, rounding differences have grown
             assert abs(losses[0] - losses[1]) <= 1e-3 * losses[0], f"the two sides do not train alike: {losses}"
     found = {name: quantiles(values) for name, values in times.items()}
     difference = tuple(b - a for a, b in zip(*found.values(), strict=True))

@@ -1,17 +1,16 @@
-"""What a job of a sweep costs above its run alone, and what becomes of a sweep whose process is killed.
+"""Cost of a job in a sweep compared with a single run, and recovery of a sweep whose process is killed.
 
     python benchmarks/sweeps.py cost [--jobs 11] [--rounds 5]
 
-times runs of one step: alone, one after the other, and as jobs of one sweep through each launcher; Slurm's where
-SLURM_CONF says how it is reached. The ways take turns, and medians over the rounds are printed. "A job" is the time of
-the whole sweep divided by its jobs; "each further" leaves out what the sweep needs for a single one.
+times runs of one step: alone, one after the other, and as jobs of one sweep with each launcher; with Slurm's if
+SLURM_CONF is set. The launchers take turns, and the output has medians over the rounds. "A job" is the time of the
+whole sweep divided by its jobs; "each further" excludes the time that the sweep needs for a single one.
 
     python benchmarks/sweeps.py kills [--jobs 100] [--kills 3]
 
-kills the process of a sweep with SIGKILL while two jobs run at a time, once this share of them has finished, waits for
-its jobs to end, and starts the same command again, which has to run what has not finished and nothing else. Afterwards
-every job's checksums of tensors and random numbers, trainer's state and recorded numbers are compared with those of a
-sweep that nobody disturbed.
+kills the process of a sweep with SIGKILL while two jobs run at a time, once a certain share of them has finished, waits
+for its jobs to end, and starts the same command again, which must run the unfinished jobs only. At the end, checksums
+of tensors and RNG states, trainer state and recorded numbers of every job are compared with an uninterrupted sweep.
 """
 
 import argparse
@@ -64,7 +63,7 @@ COLUMNS = [
 
 
 def start(folder: Path, *words: str) -> subprocess.Popen[bytes]:
-    """`python -m foundry` in a folder; what it says goes to a file there."""
+    """Start `python -m foundry` in a folder, with its output in a file there."""
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "FOUNDRY_CACHE": str(folder / "cache")}
     with (folder / "said.txt").open("w") as said:
         return subprocess.Popen(
@@ -78,12 +77,12 @@ def start(folder: Path, *words: str) -> subprocess.Popen[bytes]:
 
 
 def wait(folder: Path, process: subprocess.Popen[bytes]) -> None:
-    """Wait for it; it may not fail."""
+    """Wait for the process, which must succeed."""
     assert process.wait() == 0, (folder / "said.txt").read_text()
 
 
 def seconds(folder: Path, *words: str) -> float:
-    """How long a command takes; the run directories it leaves are removed."""
+    """Return the seconds that a command takes; its run directories are removed."""
     begin = time.perf_counter()
     wait(folder, start(folder, *words))
     taken = time.perf_counter() - begin
@@ -92,12 +91,12 @@ def seconds(folder: Path, *words: str) -> float:
 
 
 def seeds(number: int) -> str:
-    """The word that makes so many jobs."""
+    """Return the override that makes this number of jobs."""
     return f"hparams.seed=range({number})"
 
 
 def cost(options: argparse.Namespace, jobs: int, rounds: int) -> None:
-    """A table: for each way the seconds for a job, their ratio to a run alone, and each further job's."""
+    """Write a table of the seconds per job and per further job, with their ratios to a run alone, by launcher."""
     ways = {name: words for name, words in LAUNCHERS.items() if name != "`slurm`" or os.environ.get("SLURM_CONF")}
     alone = list[float]()
     whole: dict[str, list[float]] = {name: [] for name in ways}
@@ -122,22 +121,22 @@ def cost(options: argparse.Namespace, jobs: int, rounds: int) -> None:
 
 
 def states(sweep: Path) -> Counter[str]:
-    """How many jobs are in which state."""
+    """Return the number of jobs in each state."""
     return Counter(str(read_status(sweep / job["dir"]).get("state")) for job in entries(sweep))
 
 
 def entries(sweep: Path) -> list[dict[str, Any]]:
-    """The sweep's jobs."""
+    """Return the sweep's jobs."""
     return json.loads((sweep / "sweep.json").read_text())["jobs"] if (sweep / "sweep.json").exists() else []
 
 
 def results(sweep: Path) -> dict[Path, int]:
-    """The files that tell a job's end, as they were written."""
+    """Return the result files of the jobs with their modification times."""
     return {path: path.stat().st_mtime_ns for path in sweep.glob("*/result.json")}
 
 
 def kill_after(process: subprocess.Popen[bytes], sweep: Path, finished: int, pause: float) -> float:
-    """Kill it a pause after so many jobs have finished; the seconds until no job ran any more."""
+    """Kill the process after `finished` jobs and a pause; return the seconds until all jobs have ended."""
     while states(sweep)["finished"] < finished:
         assert process.poll() is None, "the sweep ended before it could be killed"
         time.sleep(0.02)
@@ -151,7 +150,7 @@ def kill_after(process: subprocess.Popen[bytes], sweep: Path, finished: int, pau
 
 
 def kills(jobs: int, number: int) -> None:
-    """Kill a sweep so many times, let it continue, and compare its jobs with those of an undisturbed one."""
+    """Kill a sweep this number of times, resume it, and compare its jobs with an uninterrupted sweep."""
     rng, begin, waits, stopped = random.Random(0), time.monotonic(), list[float](), 0
     with tempfile.TemporaryDirectory(prefix="sweeps-") as temporary:
         folder = Path(temporary)

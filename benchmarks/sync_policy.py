@@ -1,11 +1,11 @@
-"""What `distributed.gradient_sync` costs: bytes and seconds of a window of microbatches, under DDP and FSDP2.
+"""Cost of `distributed.gradient_sync`: bytes and seconds of a window of microbatches, under DDP and FSDP2.
 
-Every rank is a process; the ways take turns, and in each round all are built anew from the same weights and read the
-same tokens. "PyTorch" is `no_sync` of DistributedDataParallel, or `set_requires_gradient_sync` of `fully_shard` (a
-block a unit), in a plain loop around the same model; "no exchange" are ranks that train by themselves, the least that a
-window can take. Losses are compared before times are shown. Bytes are what a rank receives where collectives go round a
-ring: (n - 1) / n of what is gathered or scattered over n ranks, twice that of what is all-reduced; they are counted in
-a window that is not timed. On CPUs over gloo; over NCCL where there are as many GPUs as ranks.
+Every rank is a process. The sides take turns, and each round builds all of them from the same weights and reads the
+same tokens. "PyTorch" is `no_sync` of DistributedDataParallel, or `set_requires_gradient_sync` of `fully_shard` (one
+unit per block), in a plain loop around the same model. In "no exchange" ranks train independently, which is the minimum
+time of a window. Losses are compared before times are shown. Bytes are the traffic that a rank receives with ring
+collectives: (n - 1) / n of the gathered or scattered bytes over n ranks, twice that for all-reduced bytes; they are
+counted in a window that is not timed. The backend is gloo on CPUs, and NCCL if there are as many GPUs as ranks.
 
     OMP_NUM_THREADS=1 python benchmarks/sync_policy.py [--ranks 2] [--microbatches 4] [--steps 6] [--rounds 3]
 """
@@ -57,11 +57,11 @@ COLUMNS = [
 ]
 
 TakeStep = Callable[[list[Microbatch], int], Tensor]
-"""One optimizer step over this rank's microbatches, given its number; the loss is the mean over all ranks."""
+"""One optimizer step over this rank's microbatches, given its number; returns the mean loss over all ranks."""
 
 
 class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Collectives of this rank, and the bytes it receives where they go round a ring."""
+    """Counter of this rank's collectives and of the bytes that it receives with ring collectives."""
 
     def __init__(self, ranks: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -82,12 +82,12 @@ class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @dataclass(frozen=True)
 class Rank:
-    """What the ways share on one rank.
+    """Settings that all sides share on one rank.
 
     Attributes:
-        shape: of the model.
-        num_microbatches: of a window.
-        precision: bf16 under autocast on a GPU, fp32 on a CPU.
+        shape: shape of the model.
+        num_microbatches: microbatches of a window.
+        precision: bf16 with autocast on a GPU, fp32 on a CPU.
     """
 
     world: World
@@ -96,12 +96,12 @@ class Rank:
     precision: PrecisionMode
 
     def model(self) -> nn.Module:
-        """The same weights each time."""
+        """Return the model with the same weights each time."""
         torch.manual_seed(0)
         return Transformer(**vars(self.shape)).to(self.world.device)
 
     def microbatches(self, step: int) -> list[Microbatch]:
-        """Random tokens of this rank, the same for a step."""
+        """Return this rank's random tokens, which depend only on the step."""
         generator = torch.Generator().manual_seed(1000 * step + self.world.rank)
         size = ROWS, self.shape.max_seq_len + 1
         drawn = [torch.randint(self.shape.vocab_size, size, generator=generator) for _ in range(self.num_microbatches)]
@@ -111,7 +111,7 @@ class Rank:
 
 
 def build_own(rank: Rank, strategy: str, policy: str) -> TakeStep:
-    """foundry's step; strategy none leaves every rank to itself."""
+    """Return foundry's step; with strategy none every rank trains independently."""
     world, precision = rank.world, PrecisionPolicy(rank.precision)
     if strategy == NONE:
         world = arrange(World.single(world.device), Single())
@@ -138,7 +138,7 @@ def build_own(rank: Rank, strategy: str, policy: str) -> TakeStep:
 
 
 def build_plain(rank: Rank, strategy: str, policy: str) -> TakeStep:
-    """The loop that a person writes around DistributedDataParallel or `fully_shard`."""
+    """Return a plain loop around DistributedDataParallel or `fully_shard`."""
     module: nn.Module = rank.model()
     objective, count = NextToken(), rank.num_microbatches * ROWS * rank.shape.max_seq_len
     if strategy == "ddp":
@@ -175,7 +175,7 @@ BUILD = {"foundry": build_own, "PyTorch": build_plain}
 
 
 def ways() -> Iterator[str]:
-    """Side, strategy and policy, in a word each."""
+    """Return side, strategy and policy of each way to measure."""
     yield f"foundry {NONE} {NONE}"
     for strategy in STRATEGIES:
         for side, policies in WAYS.items():
@@ -183,7 +183,7 @@ def ways() -> Iterator[str]:
 
 
 def measure(rank: Rank, way: str, steps: int) -> Measured:
-    """One way in one round: traffic of its first window, seconds of the others, and all losses."""
+    """Measure one way in one round: traffic of its first window, seconds of the later windows, and all losses."""
     side, strategy, policy = way.split()
     take, traffic = BUILD[side](rank, strategy, policy), Traffic(rank.world.world_size)
     with traffic:
@@ -214,7 +214,7 @@ def _wait(world: World) -> None:
 
 
 def run_rank(number: int, options: argparse.Namespace, folder: str) -> None:
-    """What one rank does; rank 0 writes down what all ways came to."""
+    """Measure all ways on one rank; rank 0 writes the results."""
     cuda = _has_gpus(options.ranks)
     device = torch.device("cuda", number) if cuda else torch.device("cpu")
     if cuda:
@@ -231,7 +231,7 @@ def run_rank(number: int, options: argparse.Namespace, folder: str) -> None:
 
 
 def shape(options: argparse.Namespace) -> Shape:
-    """Of the model."""
+    """Return the shape of the model."""
     width = options.width
     return Shape(
         hidden_size=width, intermediate_size=width * 11 // 4, num_layers=options.layers, max_seq_len=options.seq_len
@@ -243,7 +243,7 @@ def _has_gpus(ranks: int) -> bool:
 
 
 def main() -> None:
-    """Compare."""
+    """Compare the sides."""
     made = parser(__doc__)
     sizes = {"ranks": 2, "microbatches": 4, "steps": 6, "rounds": 3, "width": 256, "layers": 4, "seq_len": 128}
     for name, default in sizes.items():

@@ -1,12 +1,12 @@
-"""Tokens per second of foundry beside a raw loop, HF Trainer, Lightning and accelerate.
+"""Tokens per second of training: foundry, a raw loop, HF Trainer, Lightning and accelerate.
 
     python -m pip install -e '.[bench]'
     python benchmarks/throughput.py [--cases fp32-8k ...] [--sides raw ...] [--steps 12] [--rounds 3] [--threads 2]
 
-A decoder of 4 layers of width 256 reads 16 sequences of 256 tokens a step, in 4 microbatches. Every run is a process of
-its own; sides take turns, round by round, and the first steps of each are not timed. Losses of every step are compared
-with the first side's before any time is shown: medians over the rounds, smallest and largest, of tokens per second of
-wall and of CPU time, and the ratio to the fastest peer.
+A decoder with 4 layers of width 256 reads 16 sequences of 256 tokens per step, in 4 microbatches. Every run is a
+separate process; sides take turns, round by round, and the first steps of each are not timed. Losses of every step are
+compared with the first side's before any time is shown. The output has tokens per second of wall and of CPU time
+(median over the rounds, minimum and maximum), and the ratio to the fastest peer.
 """
 
 from statistics import median
@@ -25,7 +25,7 @@ COLUMNS = [
 
 
 def main() -> None:
-    """Compare."""
+    """Compare the sides."""
     options = comparison_parser(__doc__, cases=list(CASES), steps=12).parse_args()
     rows, headlines = list[Row](), list[Headline]()
     for case, by_side in train_chosen(options).items():

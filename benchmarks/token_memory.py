@@ -1,9 +1,9 @@
-"""Peak memory of tokenising a corpus, by its size.
+"""Peak memory of tokenizing a corpus, by its size.
 
     python benchmarks/token_memory.py 25 100 [2000]
 
-Each size, in MB, is a JSONL file of made-up words, tokenised in a process of its own into an empty cache: a tokenizer
-is trained, documents are held out, both splits are encoded. The table has the peak resident memory above that of the
+Each size, in MB, is a JSONL file of random words, tokenized in its own process into an empty cache: a tokenizer is
+trained, documents are held out, and both splits are encoded. The table has the peak resident memory above that of the
 imports, and the seconds.
 """
 
@@ -27,7 +27,7 @@ NUM_WORDS, DOCUMENT_WORDS = 20_000, 300
 
 
 def write_corpus(file: Path, num_bytes: int) -> None:
-    """Documents of words, common ones more often, in lines of JSON."""
+    """Write documents of words, some of them frequent, as JSONL."""
     draw = random.Random(0)
     words = ["".join(draw.choices("etaoinshrdlucmfwypvbgkjqxz", k=draw.randint(2, 9))) for _ in range(NUM_WORDS)]
     written, share = 0, [1 / (rank + 10) for rank in range(NUM_WORDS)]
@@ -39,7 +39,7 @@ def write_corpus(file: Path, num_bytes: int) -> None:
 
 
 def measure(file: str, cache: str) -> None:
-    """Print what one process needed."""
+    """Print the measurements of one process."""
     from foundry.data.corpora.text import text_files
 
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
@@ -50,7 +50,7 @@ def measure(file: str, cache: str) -> None:
 
 
 def main() -> None:
-    """A row for each size."""
+    """Measure each size and write a row for it."""
     made = parser(__doc__)
     made.add_argument("sizes", nargs="*", type=int, default=[10, 40], metavar="MB")
     made.add_argument("--measure", nargs=2, metavar=("FILE", "CACHE"), help="the process that is measured")

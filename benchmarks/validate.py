@@ -1,7 +1,7 @@
-"""How soon an error is said: seconds until `python -m foundry` has refused a wrong configuration.
+"""Seconds until `python -m foundry` refuses an invalid configuration.
 
-Each command is started anew several times in an empty folder; the medians are printed, with how many errors the
-answer names. It must exit with 2 and leave no file behind.
+Each command is started several times in an empty folder. The output has medians and the number of errors in the
+output. The command must exit with code 2 and leave no file behind.
 
     python benchmarks/validate.py [--repeats 5]
 """
@@ -24,7 +24,7 @@ MISTAKES = {
 
 
 def refuse(words: list[str], folder: Path) -> tuple[float, int]:
-    """Seconds until the command has ended, and the lines it says."""
+    """Return the seconds until the command has ended, and its error lines."""
     begin = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-m", "foundry", *words], cwd=folder, capture_output=True, text=True, check=False

@@ -1,4 +1,4 @@
-"""How far a reader has to walk: `python benchmarks/walks.py`.
+"""Measure how many functions and files a reader must follow: `python benchmarks/walks.py`.
 
 Runs small trainings in this process and records each call into the package. It counts the functions that receive the
 whole configuration during a run, and the files entered by one SFT batch and by one GRPO update, from the request for
@@ -41,8 +41,8 @@ class Walk:
     """Calls into the package, by function and by optimizer step.
 
     Attributes:
-        given_config: the functions that have received a `Config`, as (file, qualified name).
-        files: of the files entered in each optimizer step, the list.
+        given_config: functions that have received a `Config`, as (file, qualified name).
+        files: files entered in each optimizer step.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Walk:
         self._names: dict[CodeType, str | None] = {}
 
     def record(self, frame: FrameType, event: str, _: Any) -> None:
-        """Note a call or a return, as `sys.setprofile` asks."""
+        """Record a call or a return, as the callback of `sys.setprofile`."""
         code = frame.f_code
         if code not in self._names:
             path = Path(code.co_filename)
@@ -70,7 +70,7 @@ class Walk:
 
 @contextmanager
 def walking() -> Iterator[Walk]:
-    """Record the calls of this thread and of threads that it starts."""
+    """Context that records the calls of this thread and of threads that it starts."""
     walk = Walk()
     threading.setprofile(walk.record)
     sys.setprofile(walk.record)

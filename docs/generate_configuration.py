@@ -108,9 +108,9 @@ def tables() -> str:
 
 def _launching() -> Iterator[str]:
     """What belongs to Hydra's part of the configuration: sweeps and launchers."""
-    yield from ("### hydra.sweeper", "", "Which jobs a sweep has.", "")
+    yield from ("### hydra.sweeper", "", "The jobs of a sweep: a grid of values, or a search by Optuna.", "")
     yield from _alternatives("hydra.sweeper", Sweeper, {"foundry": Sweep, "optuna": Search})
-    yield from ("### hydra.launcher", "", "Where the jobs of a sweep run.", "")
+    yield from ("### hydra.launcher", "", "The processes or the cluster that run the jobs of a sweep.", "")
     yield from _alternatives("hydra.launcher", Launcher, {schema.__name__.lower(): schema for schema in LAUNCHERS})
 
 

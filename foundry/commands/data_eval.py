@@ -26,8 +26,8 @@ _ANSWERED = f"+evaluation.evaluators.exact_match._target_={EXACT_MATCH}"
 class DataOptions(EvalOptions):
     """Options of the evaluation on the validation split."""
 
-    max_samples: int | None = setting(None, "held-out samples and prompts; null: all", ge=1)
-    max_new_tokens: int = setting(256, "longest answer in tokens", ge=1)
+    max_samples: int | None = setting(None, "validation samples and prompts; null: all", ge=1)
+    max_new_tokens: int = setting(256, "maximum length of a completion in tokens", ge=1)
 
 
 def measure(path: Path, options: DataOptions, overrides: Sequence[str], compose: Compose) -> dict[str, Any]:

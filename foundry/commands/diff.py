@@ -1,7 +1,7 @@
-"""`foundry diff RUN AGAINST`: compare settings, plan, learning curves and results of two runs.
+"""`foundry diff RUN AGAINST`: compare the settings, plans, metrics and results of two runs.
 
-Exit code 0: all of these are the same; 1: the runs differ. Reads only the files of the run directories and runs none of
-their code, so either run may still be training or come from somebody else.
+Exit code 0: all of these are the same; 1: they differ. Only the files in the run directories are read, so either run
+may still be training, or belong to another user.
 """
 
 import sys
@@ -49,8 +49,8 @@ class DiffOptions:
     """Options of the command."""
 
     run: str = setting("???", "run directory")
-    against: str = setting("???", "another one")
-    picture: str | None = setting(None, "PNG file to draw the learning curves of both into; null: none")
+    against: str = setting("???", "run directory to compare it with")
+    picture: str | None = setting(None, "PNG file for the learning curves of both runs; null: none")
 
 
 @dataclass(frozen=True)

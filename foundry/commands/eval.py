@@ -1,4 +1,4 @@
-"""`foundry eval run=DIR`: loss, exact match, reward or lm_eval tasks of a language model; success of a policy."""
+"""`foundry eval run=DIR`: measure loss, exact match, reward or tasks of a language model, or success of a policy."""
 
 import json
 import sys
@@ -56,21 +56,20 @@ Compose = Callable[[Sequence[str]], Config]
 class EvalOptions:
     """Options common to all evaluations."""
 
-    run: str = setting("???", "run directory, or folder of transformers, for which data=... is needed")
-    which: str = setting("last", "last, best, or the number of a step")
+    run: str = setting("???", "run directory, or a transformers folder, which needs data=...")
+    which: str = setting("last", "checkpoint: last, best, or the number of a step")
     out: str | None = setting(
-        None, "new file to write, or an earlier result; null: eval.json in the run directory, of tasks eval_tasks.json"
+        None,
+        "output file: new, or an earlier result; null: eval.json in the run directory, or eval_tasks.json for tasks",
     )
-    ema: bool = setting(True, "use the averaged weights where the run kept them")
-    trust: bool = setting(False, "run code that is not foundry's: of parts that config.yaml names, of files of tasks")
-    batch_size: int | None = setting(None, "samples, prompts or episodes at a time; null: as the run has it", ge=1)
-    mlflow: bool = setting(True, "add the numbers to the run in MLflow, where it is kept there")
-    uri: str | None = setting(
-        None, "MLflow tracking URI; null: that of the run, if it is MLFLOW_TRACKING_URI or the default"
-    )
+    ema: bool = setting(True, "use the averaged weights, if the run has them")
+    trust: bool = setting(False, "run code that is not part of foundry: parts in config.yaml, and files of tasks")
+    batch_size: int | None = setting(None, "samples, prompts or episodes at a time; null: as in the run", ge=1)
+    mlflow: bool = setting(True, "add the results to the MLflow run, if there is one")
+    uri: str | None = setting(None, "MLflow tracking URI; null: the run's, if it is MLFLOW_TRACKING_URI or the default")
     device: DeviceKind = setting(DeviceKind.auto, KIND_DOC)
     config_dir: str | None = setting(
-        None, "folder with options of your own for data=, objective=, environment= and simulator=; null: none"
+        None, "folder with your own options for data=, objective=, environment= and simulator=; null: none"
     )
 
 

@@ -1,4 +1,4 @@
-"""`foundry export run=DIR out=DIR`: write a checkpoint as safetensors, for transformers if it supports the model."""
+"""`foundry export run=DIR out=DIR`: write a folder of safetensors, which transformers can load if it has the model."""
 
 import sys
 from dataclasses import dataclass, is_dataclass
@@ -30,20 +30,22 @@ class ExportOptions:
     """Options of the command."""
 
     run: str = setting("???", "run directory")
-    out: str = setting("???", "folder to write: new, or empty")
-    which: str = setting("last", "last, best, or the number of a step")
-    trust: bool = setting(False, "build parts that config.yaml names and foundry does not know: they run their code")
-    ema: bool = setting(True, "take the averaged weights where the run kept them")
+    out: str = setting("???", "output folder, new or empty")
+    which: str = setting("last", "checkpoint: last, best, or the number of a step")
+    trust: bool = setting(False, "run the code of parts in config.yaml that are not part of foundry")
+    ema: bool = setting(True, "use the averaged weights, if the run has them")
     dtype: WeightsDtype | None = setting(
-        None, "of the floating-point weights; null: that of the folder of transformers they came from, else as trained"
+        None,
+        "dtype of the floating-point weights; null: the dtype of the transformers folder they came from, else as in "
+        "training",
     )
     device: DeviceKind = setting(DeviceKind.auto, KIND_DOC)
     merge: bool | None = setting(
-        None, "of a run with peft=lora write the whole model and not the adapters alone; null: the run's peft.merge"
+        None, "for peft=lora: write the whole model instead of the adapters alone; null: the run's peft.merge"
     )
     base: str | None = setting(
         None,
-        "of adapters: folder, new or empty, to write their base to, for transformers; adapter_config.json names it",
+        "for adapters: new or empty folder for their base in transformers format, named in adapter_config.json",
     )
 
     @property

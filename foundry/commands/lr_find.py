@@ -1,8 +1,8 @@
-"""`foundry lr_find [overrides]`: suggest a learning rate by a range test.
+"""`foundry lr_find [overrides]`: suggest a learning rate for a run, from a short training with increasing rates.
 
-The rate grows from lr_find.min to lr_find.max by the same factor each step, on the run's own model, data, optimizer and
-ranks (the range test of Smith 2017, arXiv:1506.01186, with an exponential ramp). The suggestion is the rate at
-which the loss falls fastest. Saves only a plot and the numbers.
+The rate grows from lr_find.min to lr_find.max by the same factor at each step, with the model, data, optimizer and
+ranks of the run (the range test of Smith 2017, arXiv:1506.01186, with an exponential ramp). The suggestion is the rate
+at which the loss falls fastest. Only a picture and the numbers are saved.
 """
 
 import math
@@ -43,7 +43,7 @@ class FindOptions:
     max: float = setting(1.0, "learning rate of the last step", gt=0)
     steps: int = setting(100, "optimizer steps of the ramp", ge=_FEWEST_STEPS, le=10**6)
     stop_at: float = setting(
-        4.0, "end the ramp where the loss is so many times the least so far: there it has diverged", gt=1
+        4.0, "end the ramp when the loss exceeds its minimum by this factor, since training has then diverged", gt=1
     )
 
 

@@ -1,4 +1,4 @@
-"""`foundry new DIR`: write a new project with a model, a dataset, options and tests that run."""
+"""`foundry new DIR`: create your own project, with a model, a dataset, options and a test that run."""
 
 import keyword
 import re
@@ -24,8 +24,8 @@ _OWN_FOLDERS = ("conf", "tests", "runs", "multirun")
 class NewOptions:
     """Options of the command: folder and name of the project."""
 
-    dir: str = setting("???", "folder of the project, new or empty; `python -m foundry.new DIR` for short")
-    name: str | None = setting(None, "name of its Python package; null: that of the folder")
+    dir: str = setting("???", "folder of the project, new or empty; short form: `python -m foundry.new DIR`")
+    name: str | None = setting(None, "name of the Python package; null: the name of the folder")
 
 
 def new(options: NewOptions) -> Path:

@@ -1,4 +1,4 @@
-"""`foundry plan [overrides]`: print steps, schedule and memory of a run, without training."""
+"""`foundry plan [overrides]`: describe a run without starting it."""
 
 import json
 import sys
@@ -39,16 +39,18 @@ class PlanOptions:
 
     every: int | None = setting(
         None,
-        f"write every n-th update to schedule.csv; null: as many as make at most {_ROWS:,} rows, all of a shorter run",
+        f"write every n-th update to schedule.csv; null: n is chosen to write at most {_ROWS:,} rows",
         ge=1,
     )
-    step_seconds: float | None = setting(None, "duration of an optimizer step, for the length of the run", gt=0)
+    step_seconds: float | None = setting(
+        None, "duration of an optimizer step, to estimate the duration of the run", gt=0
+    )
     device_gib: float | None = setting(
         None,
-        "memory of each device that the run is planned for; null: free memory of this machine's GPU, if it has one",
+        "memory per device to plan for; null: free memory of this machine's GPU, if it has one",
         gt=0,
     )
-    measured: str | None = setting(None, "run directory to take that duration from: its median", path=True)
+    measured: str | None = setting(None, "run directory whose median step duration is used", path=True)
     ranks: int | None = setting(
         None, "number of ranks; null: distributed.nproc_per_node, or the number that a launcher started", ge=1
     )
@@ -57,18 +59,20 @@ class PlanOptions:
         f"GPU to plan for: {', '.join(GPUS)}; null: {_DEVICE} for a rehearsal, else this machine's device",
     )
     rehearse: bool = setting(
-        False, "take two steps of the run on GPUs and with ranks that do not exist, and compare them with the plan"
+        False,
+        "simulate two steps of the run with GPUs and ranks that this machine does not have, and compare them with "
+        "the plan",
     )
     ranks_per_node: int | None = setting(
-        None, f"ranks on each node of a rehearsal; null: {_RANKS_PER_NODE}, or all of fewer", ge=1
+        None, f"ranks per node in a rehearsal; null: {_RANKS_PER_NODE}, or all if there are fewer", ge=1
     )
     link_gb_per_second: float | None = setting(
         None,
-        "bandwidth between GPUs of a node in one direction, for the least time of a step; null: that of the data sheet",
+        "bandwidth between GPUs of a node in one direction, for the minimum time of a step; null: from the data sheet",
         gt=0,
     )
     network_gb_per_second: float | None = setting(
-        None, "bandwidth between nodes per GPU in one direction; null: that of the usual network card", gt=0
+        None, "bandwidth between nodes per GPU in one direction; null: the value of the usual network card", gt=0
     )
 
     def overrides(self) -> list[str]:

@@ -1,6 +1,6 @@
-"""`foundry report dir=DIR`: list the jobs of a sweep as a table, a plot, a CSV file and a JSON file.
+"""`foundry report dir=DIR`: show the jobs of a sweep as a table, a picture, a CSV and a JSON file.
 
-Exit code 0: all jobs have finished; 1: a job has failed or is lost; 3: otherwise, if jobs have not finished.
+Exit code 0: all jobs have finished; 1: a job has failed or is lost; 3: no job has failed, but some have not finished.
 """
 
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ from foundry.sweeps.report import PICTURE, read_settled, report_facts, show, sho
 class ReportOptions:
     """Options of the command."""
 
-    dir: str = setting("???", "a sweep's directory, or one that holds run directories")
-    which: Which = setting(Which.last, "the evaluation that jobs are compared by: last or best")
+    dir: str = setting("???", "directory of a sweep, or a directory with run directories")
+    which: Which = setting(Which.last, "evaluation for the comparison of jobs: last or best")
     picture: bool = setting(True, f"draw {PICTURE}")
-    watch: bool = setting(False, "show the table again and again until no job is running or waiting")
-    seconds: float = setting(2.0, "between two looks of watch", gt=0)
+    watch: bool = setting(False, "update the table until no job is running or waiting")
+    seconds: float = setting(2.0, "seconds between updates with watch", gt=0)
 
 
 def print_report(options: ReportOptions) -> Outcome:

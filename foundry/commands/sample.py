@@ -1,4 +1,4 @@
-"""`foundry sample run=DIR`: generate text or images from a checkpoint."""
+"""`foundry sample run=DIR`: generate text or images with a checkpoint."""
 
 import inspect
 import sys
@@ -26,15 +26,15 @@ class _OwnOptions:
     """Options that do not depend on the run's objective."""
 
     run: str = setting("???", "run directory")
-    which: str = setting("last", "last, best, or the number of a step")
+    which: str = setting("last", "checkpoint: last, best, or the number of a step")
     out: str | None = setting(
-        None, "new file to write, without suffix; null: drawn_<checkpoint> in the run directory's plots/"
+        None, "new output file, without suffix; null: drawn_<checkpoint> in plots/ of the run directory"
     )
-    ema: bool = setting(True, "use the averaged weights where the run kept them")
-    trust: bool = setting(False, "build parts that config.yaml names and foundry does not know: they run their code")
-    dtype: WeightsDtype | None = setting(None, "of the floating-point weights; null: as they were trained")
+    ema: bool = setting(True, "use the averaged weights, if the run has them")
+    trust: bool = setting(False, "run the code of parts in config.yaml that are not part of foundry")
+    dtype: WeightsDtype | None = setting(None, "dtype of the floating-point weights; null: as in training")
     device: DeviceKind = setting(DeviceKind.auto, KIND_DOC)
-    seed: int = setting(0, "seed of the drawing", ge=0, le=2**63 - 1)
+    seed: int = setting(0, "seed of sampling", ge=0, le=2**63 - 1)
 
 
 _KINDS = (getattr(schema, "sampling", None) for schema in group_schemas("objective").values())

@@ -33,7 +33,7 @@ class SyncOptions:
     """Options of the command."""
 
     dir: str = setting("???", "run directory")
-    uri: str | None = setting(None, "tracking URI; null: that of the run, if it is MLFLOW_TRACKING_URI or the default")
+    uri: str | None = setting(None, "tracking URI; null: the run's, if it is MLFLOW_TRACKING_URI or the default")
 
 
 def send_pending(run_dir: Path, uri: str | None = None) -> int:

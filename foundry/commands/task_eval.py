@@ -28,11 +28,11 @@ class TaskOptions(EvalOptions):
     """Options of the evaluation with lm_eval tasks."""
 
     tasks: list[str] = setting(
-        "???", "the tasks: names of lm_eval's, YAML files of one's own, or folders of them; needs lm_eval"
+        "???", "tasks: names of lm_eval tasks, your own YAML files, or folders of them; needs lm_eval"
     )
-    max_samples: int | None = setting(None, "samples of each task; null: all", ge=1)
-    num_fewshot: int | None = setting(None, "examples before each question; null: as each task says", ge=0)
-    chat: bool = setting(False, "put what is asked into the model's chat template")
+    max_samples: int | None = setting(None, "samples per task; null: all", ge=1)
+    num_fewshot: int | None = setting(None, "number of few-shot examples; null: the default of each task", ge=0)
+    chat: bool = setting(False, "apply the model's chat template to the questions")
 
 
 def measure(path: Path, options: TaskOptions, overrides: Sequence[str], compose: object) -> dict[str, Any]:

@@ -1,4 +1,8 @@
-"""Counters of a run's progress."""
+"""Counters of a run's progress.
+
+Learning rate, weight decay and batch size follow the samples consumed; their lengths in tokens are converted with the
+data's tokens per sample. Intervals in tokens, tokens per second and FLOPs follow the tokens consumed.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

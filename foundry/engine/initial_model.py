@@ -1,7 +1,8 @@
 """The initial model of a run: random weights or the weights of a base, and adapters if configured.
 
-Checkpoints of a run with adapters contain only the adapters. The base is read again when the run is resumed or opened,
-and compared with the digest in its checkpoints.
+Adapters are added after the base has its weights and before the model is wrapped; they are initialized from the seed
+alone. Checkpoints of a run with adapters contain only the adapters. The base is read again when the run is resumed or
+opened, and compared with the digest in its checkpoints.
 """
 
 import logging

@@ -43,6 +43,11 @@ _numbers = itertools.count()
 class World:
     """This process's place among the ranks of a run.
 
+    Samples, counts, metrics and gradients are divided and summed over the data-parallel ranks. Global rank and world
+    size are for files, logs, agreement between ranks, and FLOPs per device. Ranks along a mesh dimension that is not in
+    `DATA_DIMS` process the same samples with the same results; one of them (`leads_share`) does the work that is needed
+    once per sample.
+
     Attributes:
         rank: global rank.
         local_rank: rank on this node.

@@ -38,6 +38,7 @@ class RolloutSource:
     A rollout is generated in chunks of `generation_batch_size` completions, of which rank r generates every dp_size-th.
     The content of a chunk and its random numbers do not depend on the number of ranks. All ranks receive all
     completions. Within a window, completions are distributed over ranks and microbatches as in `Loader`, packed or not.
+    Checkpoints between two updates of a rollout contain its tensors.
 
     Prompts are read in the global order; every rank reads all prompts of a rollout.
 

@@ -1,5 +1,8 @@
 """Signal handling: signals are recorded at once and acted on at a step boundary.
 
+Ranks combine their signals at step boundaries and see them one step late. Then the run is saved and recorded, the job
+is passed to submitit if it handles the signal, and the process exits with 128 + the signal's number.
+
 | signal | sender | effect on the run |
 |---|---|---|
 | SIGINT | a person, Ctrl-C; a second one ends the process at once | stopped |

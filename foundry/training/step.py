@@ -1,4 +1,10 @@
-"""The optimizer step."""
+"""The optimizer step.
+
+An objective returns the number of valid items of a microbatch before the forward pass, and then a loss that is summed
+over them. The step divides by the number over all microbatches and ranks, so the update does not depend on gradient
+accumulation or on the number of ranks. Without valid items the loss is exactly 0. Metrics are sums with their own
+counts, reduced in the same collective as the loss.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence

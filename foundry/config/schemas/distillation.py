@@ -49,44 +49,48 @@ class Teaching:
 
     mode: DistillationMode = setting(
         DistillationMode.offline,
-        "offline: learn at the tokens of the data; on_policy: at answers to the data's prompts that the student draws "
-        "itself",
+        "offline: train on the tokens of the data; on_policy: train on completions of the data's prompts that the "
+        "student generates",
     )
     teacher: str = setting(
         "???",
-        "run directory, or folder of transformers, of the model to learn from",
+        "run directory or transformers folder of the teacher",
         path=True,
     )
-    teacher_which: str = setting("last", "checkpoint of that run: last, best, or the number of a step")
-    teacher_trust: bool = setting(False, "build a model that the run names and foundry does not know: it runs its code")
-    vocab_size: int = setting("${model.vocab_size}", "entries of the student, which the teacher must have too", ge=1)
-    max_seq_len: int = setting("${model.max_seq_len}", "longest sequence in tokens", ge=1)
+    teacher_which: str = setting("last", "checkpoint of the teacher's run: last, best, or the number of a step")
+    teacher_trust: bool = setting(False, "run the code of a teacher model that is not part of foundry")
+    vocab_size: int = setting(
+        "${model.vocab_size}", "vocabulary size of the student, which must equal the teacher's", ge=1
+    )
+    max_seq_len: int = setting("${model.max_seq_len}", "maximum sequence length in tokens", ge=1)
     divergence: Divergence = setting(
         Divergence.forward,
-        "forward: KL(teacher || student); reverse: KL(student || teacher); mixed: both, weighted; or jsd",
+        "forward: KL(teacher || student); reverse: KL(student || teacher); mixed: weighted mean of both; jsd: "
+        "generalized Jensen-Shannon divergence",
     )
-    mixed_kl_weight: float = setting(0.5, "share of forward in mixed", ge=0, le=1)
-    jsd_beta: float = setting(0.5, "weight of the teacher in the mixture of jsd", gt=0, lt=1)
+    mixed_kl_weight: float = setting(0.5, "weight of the forward divergence in divergence=mixed", ge=0, le=1)
+    jsd_beta: float = setting(0.5, "weight of the teacher in the mixture distribution of divergence=jsd", gt=0, lt=1)
     temperature: float = setting(
         1.0,
-        "both models' logits are divided by it; the divergence is multiplied by its square",
+        "divisor of both models' logits; the divergence is multiplied by its square",
         gt=0,
     )
     ce_ratio: float | None = setting(
         None,
-        "share of the cross-entropy in the loss; the divergence has the rest; null: 0.5, and 0 with mode=on_policy, "
-        "which knows no right answers",
+        "weight of the cross-entropy in the loss; the divergence has the rest; null: 0.5, and 0 with mode=on_policy, "
+        "which has no reference answers",
         ge=0,
         le=1,
     )
     top_k: int | None = setting(
         None,
-        "compare the teacher's likeliest tokens only, which saves memory",
+        "compare only this many of the teacher's most likely tokens, which saves memory",
         ge=1,
     )
     outside_top_k: OutsideTopK = setting(
         OutsideTopK.tail,
-        "the other tokens: tail: one entry together; renormalize: left out; zero: nothing for the teacher only",
+        "tokens outside the top k: tail: combine them into one entry; renormalize: remove them; zero: set the "
+        "teacher's probability to zero",
     )
 
     @property

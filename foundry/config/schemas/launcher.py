@@ -35,52 +35,67 @@ class Launcher:
 
 @dataclass(frozen=True, kw_only=True)
 class Local(Launcher):
-    """Processes of this machine, some at a time, each with cores and GPUs of its own."""
+    """Parallel processes on this machine, with separate cores and GPUs for each job."""
 
     option: ClassVar[str] = "local"
     _target_: str = f"{PLUGINS}.LocalLauncher"
     n_jobs: int | None = setting(
-        None, "jobs at a time; null: as many as GPUs, or else cores, suffice for", ge=1, le=1024
+        None,
+        "maximum number of parallel jobs; null: as many as the GPUs, or without GPUs the cores, allow",
+        ge=1,
+        le=1024,
     )
-    cores_per_job: int = setting(4, "with n_jobs=null and no GPU, cores that a job should have", ge=1, le=1024)
+    cores_per_job: int = setting(4, "cores per job if n_jobs=null and the machine has no GPU", ge=1, le=1024)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slurm(Launcher):
-    """Jobs of a Slurm cluster, submitted as an array through submitit; the names are those of submitit_slurm."""
+    """Jobs of a Slurm cluster, submitted as an array through submitit; settings are named as in submitit_slurm."""
 
     option: ClassVar[str] = "slurm"
     _target_: str = f"{PLUGINS}.SlurmLauncher"
-    submitit_folder: str = setting("${hydra.sweep.dir}/.submitit/%j", "what jobs print, and submitit's own files")
-    name: str = setting("${hydra.job.name}", "name in the queue")
+    submitit_folder: str = setting(
+        "${hydra.sweep.dir}/.submitit/%j", "folder for the output of jobs and the files of submitit"
+    )
+    name: str = setting("${hydra.job.name}", "job name in the queue")
     comment: str | None = setting(None, "comment in the queue")
     partition: str | None = setting(None, "partition; null: the cluster's default")
     qos: str | None = setting(None, "quality of service")
     account: str | None = setting(None, "account to charge")
-    constraint: str | None = setting(None, "features that nodes must have")
-    exclude: str | None = setting(None, "nodes not to use")
-    nodes: int = setting(1, "machines of a job", ge=1, le=10**6)
-    tasks_per_node: int = setting(1, "processes on each; times nodes: the ranks that train together", ge=1, le=1024)
-    gpus_per_node: int | None = setting(None, "GPUs on each, one for each task", ge=0, le=1024)
-    gpus_per_task: int | None = setting(None, "GPUs of each task, instead of gpus_per_node", ge=0, le=1)
-    gres: str | None = setting(None, "generic resources, where a cluster does not know gpus_per_node")
-    cpus_per_task: int | None = setting(None, "cores of each process, the loader's workers included", ge=1, le=10**5)
-    cpus_per_gpu: int | None = setting(None, "cores for each GPU, instead of cpus_per_task", ge=1, le=10**5)
-    mem_gb: float | None = setting(None, "memory on each node in GB", gt=0, le=10**6)
-    mem_per_gpu: str | None = setting(None, "memory for each GPU, such as 64G, instead of mem_gb")
-    mem_per_cpu: str | None = setting(None, "memory for each core, such as 4G, instead of mem_gb")
+    constraint: str | None = setting(None, "required features of the nodes")
+    exclude: str | None = setting(None, "nodes to exclude")
+    nodes: int = setting(1, "nodes per job", ge=1, le=10**6)
+    tasks_per_node: int = setting(1, "processes per node; times nodes: the number of ranks", ge=1, le=1024)
+    gpus_per_node: int | None = setting(None, "GPUs per node, one for each task", ge=0, le=1024)
+    gpus_per_task: int | None = setting(None, "GPUs per task, instead of gpus_per_node", ge=0, le=1)
+    gres: str | None = setting(None, "generic resources, for clusters that do not support gpus_per_node")
+    cpus_per_task: int | None = setting(
+        None, "cores per process, including the workers of the data loader", ge=1, le=10**5
+    )
+    cpus_per_gpu: int | None = setting(None, "cores per GPU, instead of cpus_per_task", ge=1, le=10**5)
+    mem_gb: float | None = setting(None, "memory per node in GB", gt=0, le=10**6)
+    mem_per_gpu: str | None = setting(None, "memory per GPU, such as 64G, instead of mem_gb")
+    mem_per_cpu: str | None = setting(None, "memory per core, such as 4G, instead of mem_gb")
     timeout_min: int = setting(60, "time limit in minutes, after which the job is queued again", ge=1, le=5_256_000)
-    signal_delay_s: int = setting(120, "seconds before the limit at which the run is told to save", ge=1, le=65_535)
-    max_num_timeout: int = setting(100, "how often a job may reach its time limit and be queued again", ge=0, le=10**6)
-    array_parallelism: int = setting(256, "jobs of the sweep that run at a time", ge=1, le=10**6)
-    setup: list[str] | None = setting(None, "shell commands before each job starts, such as module load")
+    signal_delay_s: int = setting(
+        120, "seconds before the time limit when Slurm signals the run to save a checkpoint", ge=1, le=65_535
+    )
+    max_num_timeout: int = setting(
+        100, "maximum number of times that a job is queued again after its time limit", ge=0, le=10**6
+    )
+    array_parallelism: int = setting(
+        256, "maximum number of jobs of the sweep that run at the same time", ge=1, le=10**6
+    )
+    setup: list[str] | None = setting(None, "shell commands to run before each job, such as module load")
     additional_parameters: dict[str, Any] = setting(
         dict, "further options of sbatch, as in +hydra.launcher.additional_parameters.reservation=NAME"
     )
-    stderr_to_stdout: bool = setting(False, "one file for all that a job prints")
-    detach: bool = setting(False, "submit and leave; the jobs continue without this process")
+    stderr_to_stdout: bool = setting(False, "write standard error to the file of standard output")
+    detach: bool = setting(False, "submit the jobs and exit; they continue without this process")
     snapshot_code: bool = setting(
-        False, "run a copy, in the sweep's directory, of foundry and of the git-tracked Python files below this folder"
+        False,
+        "run a copy of foundry and of the git-tracked Python files below the current folder, stored in the sweep's "
+        "directory",
     )
 
     def check(self, nproc_per_node: int) -> Iterator[Violation]:
@@ -150,15 +165,17 @@ class SubmititLocal(Launcher):
 
     option: ClassVar[str] = "submitit_local"
     _target_: str = f"{SUBMITIT_PLUGIN}.LocalLauncher"
-    submitit_folder: str = setting("${hydra.sweep.dir}/.submitit/%j", "what jobs print, and submitit's own files")
-    name: str = setting("${hydra.job.name}", "of jobs; nothing shows it here")
-    nodes: int = setting(1, "this machine", ge=1, le=10**6)
-    tasks_per_node: int = setting(1, "processes of a job, which train together", ge=1, le=1024)
-    gpus_per_node: int | None = setting(None, "GPUs of a job, one for each process", ge=0, le=1024)
-    cpus_per_task: int | None = setting(None, "threads of each process", ge=1, le=10**5)
-    mem_gb: int | None = setting(None, "memory, which submitit does not bound here")
+    submitit_folder: str = setting(
+        "${hydra.sweep.dir}/.submitit/%j", "folder for the output of jobs and the files of submitit"
+    )
+    name: str = setting("${hydra.job.name}", "name of the jobs; not shown anywhere by this launcher")
+    nodes: int = setting(1, "number of machines; must be 1", ge=1, le=10**6)
+    tasks_per_node: int = setting(1, "processes per job, which train together", ge=1, le=1024)
+    gpus_per_node: int | None = setting(None, "GPUs per job, one for each process", ge=0, le=1024)
+    cpus_per_task: int | None = setting(None, "threads per process", ge=1, le=10**5)
+    mem_gb: int | None = setting(None, "memory in GB; submitit does not enforce it on one machine")
     timeout_min: int = setting(60, "time limit in minutes, after which the job is started again", ge=1, le=5_256_000)
-    stderr_to_stdout: bool = setting(False, "one file for all that a process prints")
+    stderr_to_stdout: bool = setting(False, "write standard error to the file of standard output")
 
     def check(self, nproc_per_node: int) -> Iterator[Violation]:
         """Check for settings that submitit ignores on one machine, or that contradict the number of processes."""

@@ -7,11 +7,11 @@ from foundry.config.setting import setting
 
 
 def _samples() -> Any:
-    return setting(None, "samples or prompts, the first ones; null: all", ge=1, le=10**15)
+    return setting(None, "number of samples or prompts, from the first on; null: all", ge=1, le=10**15)
 
 
 def _batch_size() -> Any:
-    return setting("${hparams.per_gpu_batch_size}", "samples or prompts of a forward pass", ge=1, le=10**9, alone=32)
+    return setting("${hparams.per_gpu_batch_size}", "samples or prompts per forward pass", ge=1, le=10**9, alone=32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +22,7 @@ class HeldOut:
     per_gpu_batch_size: int = _batch_size()
     max_samples: int | None = _samples()
     torchmetrics: dict[str, Any] | None = setting(
-        None, "metrics of torchmetrics by name, each a `_target_` with its settings"
+        None, "metrics of torchmetrics by name, each a `_target_` with its arguments"
     )
 
 
@@ -31,11 +31,11 @@ class ExactMatch:
     """Settings of the evaluator that scores greedy completions of validation prompts."""
 
     _target_: str = "foundry.evals.ExactMatch"
-    max_new_tokens: int = setting(256, "longest answer in tokens", ge=1, le=10**7)
+    max_new_tokens: int = setting(256, "maximum length of a completion in tokens", ge=1, le=10**7)
     per_gpu_batch_size: int = _batch_size()
     max_samples: int | None = _samples()
     torchmetrics: dict[str, Any] | None = setting(
-        None, "metrics of torchmetrics by name, each a `_target_` with its settings"
+        None, "metrics of torchmetrics by name, each a `_target_` with its arguments"
     )
 
 

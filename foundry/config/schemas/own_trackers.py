@@ -36,8 +36,10 @@ class TensorBoard:
     """Settings of the TensorBoard tracker, which writes event files into the run directory."""
 
     _target_: str = "foundry.TensorBoard"
-    folder: str = setting("tensorboard", "in the run directory", parse=_parse_folder)
-    flush_seconds: float = setting(30.0, "longest time that written events stay in memory", gt=0, le=10**6)
+    folder: str = setting("tensorboard", "folder in the run directory", parse=_parse_folder)
+    flush_seconds: float = setting(
+        30.0, "maximum time that events stay in memory before they are written", gt=0, le=10**6
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +47,12 @@ class WandB:
     """Settings of the Weights & Biases tracker."""
 
     _target_: str = "foundry.WandB"
-    experiment_name: str = setting("${tracking.experiment_name}", "the project", alone="foundry")
-    run_name: str | None = setting("${tracking.run_name}", "null: the run directory's name", alone=None)
+    experiment_name: str = setting("${tracking.experiment_name}", "project in Weights & Biases", alone="foundry")
+    run_name: str | None = setting(
+        "${tracking.run_name}", "name of the run; null: the name of the run directory", alone=None
+    )
     mode: str | None = setting(None, "online or offline; null: WANDB_MODE, else online", parse=_parse_mode)
-    entity: str | None = setting(None, "a user or team; null: the key's own")
+    entity: str | None = setting(None, "user or team; null: the default of the API key")
     tags: list[str] | None = setting(None, "tags of the run")
 
 
@@ -58,11 +62,13 @@ class MLflow:
 
     _target_: str = "foundry.MLflowTracker"
     uri: str | None = setting("${tracking.uri}", "tracking URI", alone=None)
-    experiment_name: str = setting("${tracking.experiment_name}", "the experiment", alone="foundry")
-    run_name: str | None = setting("${tracking.run_name}", "null: the run directory's name", alone=None)
+    experiment_name: str = setting("${tracking.experiment_name}", "experiment in MLflow", alone="foundry")
+    run_name: str | None = setting(
+        "${tracking.run_name}", "name of the run; null: the name of the run directory", alone=None
+    )
     tags: dict[str, Any] | None = setting(None, "further tags by name")
-    note: str | None = setting(None, "about the run in words")
-    system_metrics: bool = setting(False, "measure the machine of rank 0")
+    note: str | None = setting(None, "description of the run")
+    system_metrics: bool = setting(False, "record system metrics of rank 0's machine")
     log_model: bool = setting(False, "log the best model of a finished run")
-    finish_seconds: float = setting(60.0, "longest wait for the server at the end of a run", gt=0, le=10**6)
-    model_seconds: float = setting(900.0, "longest wait for a logged model", gt=0, le=10**6)
+    finish_seconds: float = setting(60.0, "maximum wait for the server at the end of a run", gt=0, le=10**6)
+    model_seconds: float = setting(900.0, "maximum wait for a logged model", gt=0, le=10**6)

@@ -56,51 +56,64 @@ class PolicyGradient(Rollouts):
     wants: ClassVar[frozenset[str]] = frozenset({"prompts"})
     takes_packed: ClassVar[bool] = True
     loss_functions: ClassVar[tuple[str, ...]] = ("cross_entropy",)
-    normalize_rewards: bool = setting(True, "divide advantages by the deviation of their group's rewards")
-    use_rloo: bool = setting(True, "compare an answer with the others of its prompt; false: with all, itself included")
-    ratio_clip_min: float = setting(0.2, "a ratio of probabilities below 1 - this is clipped; 1: never", ge=0, le=1)
-    ratio_clip_max: float = setting(0.2, "a ratio above 1 + this is clipped", ge=0)
+    normalize_rewards: bool = setting(True, "divide advantages by the standard deviation of the rewards in their group")
+    use_rloo: bool = setting(
+        True,
+        "baseline of a completion: the mean reward of the remaining completions of its prompt; false: of all of them",
+    )
+    ratio_clip_min: float = setting(0.2, "clip probability ratios below 1 - this; 1: no lower clipping", ge=0, le=1)
+    ratio_clip_max: float = setting(0.2, "clip probability ratios above 1 + this", ge=0)
     ratio_clip_c: float | None = setting(
-        None, "bounds the loss of a negative advantage A at this times |A| (dual clip), such as 3; null: not", gt=1
+        None, "maximum loss of a negative advantage A in units of |A| (dual clip), such as 3; null: no maximum", gt=1
     )
     ref_policy_kl_penalty: float = setting(
         0.01,
-        "β: weight of the divergence from the reference, the model with which the run starts; 0: none is kept",
+        "β: weight of the KL divergence from the reference model, which has the initial weights of the run; 0: no "
+        "reference model",
         ge=0,
     )
-    token_level_loss: bool = setting(True, "mean over all tokens; false: over answers of the mean of their tokens")
+    token_level_loss: bool = setting(
+        True, "average the loss over all tokens; false: over the tokens of each completion, then over completions"
+    )
     use_on_policy_kl_approximation: bool = setting(
-        False, "weigh the divergence by the policy's probability over the sampler's"
+        False, "weight the KL divergence by the policy's probability divided by the sampler's"
     )
     use_importance_sampling_correction: bool = setting(
-        False, "weigh the loss by the trainer's probability over the sampler's at the rollout"
+        False, "weight the loss by the trainer's probability divided by the sampler's, at the rollout"
     )
     logprob_chunk_size: int | None = setting(
         1024,
-        "tokens whose logits exist at a time, which are computed again in backward; null: the model's own setting",
+        "tokens whose logits are computed at a time, and again in the backward pass; null: the model's own setting",
         ge=1,
         le=10**12,
     )
-    kl_type: KLType = setting(KLType.k3, "estimator of the divergence: k1, k2 or k3")
-    kl_input_clamp: float | None = setting(20.0, "largest log-ratio in it; null: no limit", gt=0)
-    kl_output_clamp: float | None = setting(10.0, "largest estimate; null: no limit", gt=0)
+    kl_type: KLType = setting(KLType.k3, "estimator of the KL divergence: k1, k2 or k3")
+    kl_input_clamp: float | None = setting(20.0, "maximum log-ratio in the KL estimate; null: no limit", gt=0)
+    kl_output_clamp: float | None = setting(10.0, "maximum KL estimate; null: no limit", gt=0)
     kl_gradient: KLGradient = setting(
-        KLGradient.score, "what weighs the estimate: score: 1 with the token's gradient; ratio; or none"
+        KLGradient.score,
+        "weight of the KL estimate: score: 1, with the gradient of the token's probability; ratio: the probability "
+        "ratio; none: 1, without that gradient",
     )
-    use_kl_in_reward: bool = setting(False, "take the divergence off the rewards instead of adding it to the loss")
+    use_kl_in_reward: bool = setting(
+        False, "subtract the KL divergence from the rewards instead of adding it to the loss"
+    )
     sequence_level_importance_ratios: bool = setting(
-        False, "one ratio an answer, the geometric mean of its tokens' (GSPO)"
+        False, "one ratio per completion, the geometric mean of the ratios of its tokens (GSPO)"
     )
-    disable_ppo_ratio: bool = setting(False, "the log-probability itself in place of the ratio (REINFORCE)")
-    force_on_policy_ratio: bool = setting(False, "take the ratio to be 1, with its gradient")
-    use_cispo: bool = setting(False, "log-probabilities weighted by the clipped ratio, which has no gradient (CISPO)")
+    disable_ppo_ratio: bool = setting(False, "use the log-probability in place of the ratio (REINFORCE)")
+    force_on_policy_ratio: bool = setting(False, "set the ratio to 1, but keep its gradient")
+    use_cispo: bool = setting(
+        False, "weight log-probabilities by the clipped ratio, without the gradient of the ratio (CISPO)"
+    )
     importance_weights: ImportanceWeights = setting(
-        ImportanceWeights.plain, "what becomes of the correction's weights: plain, tis (clamped), icepop or seq_mask"
+        ImportanceWeights.plain,
+        "treatment of the importance weights of the correction: plain, tis (clamped), icepop or seq_mask",
     )
-    importance_weight_min: float | None = setting(None, "their lower bound; null: 0", ge=0)
-    importance_weight_max: float | None = setting(None, "their upper bound; null: none", gt=0)
+    importance_weight_min: float | None = setting(None, "lower bound of the importance weights; null: 0", ge=0)
+    importance_weight_max: float | None = setting(None, "upper bound of the importance weights; null: none", gt=0)
     positive_example_nll_weight: float = setting(
-        0.0, "weight of the negative log-probability of answers with a reward above 0", ge=0
+        0.0, "weight of the negative log-probability of completions with a reward above 0", ge=0
     )
 
     @property

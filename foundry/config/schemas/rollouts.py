@@ -24,28 +24,24 @@ class Rollouts:
 
     needs_rewards: ClassVar[bool] = False
 
-    num_prompts_per_step: int = setting(1, "prompts of a rollout", ge=1, le=10**7)
+    num_prompts_per_step: int = setting(1, "prompts per rollout", ge=1, le=10**7)
     num_generations_per_prompt: int = setting(
-        1, "answers to each prompt; objective=grpo compares them with each other and needs at least 2", ge=1, le=10**6
+        1, "completions per prompt; objective=grpo compares them with each other and needs at least 2", ge=1, le=10**6
     )
-    updates_per_rollout: int = setting(
-        1, "optimizer steps that a rollout is divided among, by whole prompts", ge=1, le=10**6
-    )
-    generation_batch_size: int = setting(32, "answers that a rank generates at a time", ge=1, le=10**6)
+    updates_per_rollout: int = setting(1, "optimizer steps per rollout, each on a part of the prompts", ge=1, le=10**6)
+    generation_batch_size: int = setting(32, "completions that a rank generates at a time", ge=1, le=10**6)
     generation_temperature: float = setting(
-        1.0, "of what is drawn; 0 takes the likeliest token, which gives a prompt one answer", ge=0, le=1
+        1.0, "sampling temperature; 0: the most likely token, so that all completions of a prompt are equal", ge=0, le=1
     )
     generation_top_p: float = setting(
-        0.9, "draw from the fewest tokens whose probabilities sum up to this, after top_k", gt=0, le=1
+        0.9, "sample from the fewest most likely tokens whose probabilities sum up to this, after top_k", gt=0, le=1
     )
-    generation_top_k: int | None = setting(50, "draw from so many of the likeliest tokens; null: all", ge=1)
+    generation_top_k: int | None = setting(50, "sample from this number of most likely tokens; null: all", ge=1)
     generation_pipeline_parallel_size: int = setting(
-        1, "stages of the model when it generates: only 1, which NeMo Customizer's configurations give", ge=1, le=1
+        1, "pipeline-parallel size of generation; must be 1, the value in NeMo Customizer's configurations", ge=1, le=1
     )
-    max_new_tokens: int = setting(256, "longest answer in tokens", ge=1, le=10**7)
-    overlong_filtering: bool = setting(
-        False, "learn nothing from answers that did not end by themselves; their rewards still count"
-    )
+    max_new_tokens: int = setting(256, "maximum length of a completion in tokens", ge=1, le=10**7)
+    overlong_filtering: bool = setting(False, "exclude truncated completions from the loss; their rewards still count")
 
     @property
     def generates(self) -> bool:

@@ -17,9 +17,13 @@ from foundry.core.errors import Violation
 class Sweeper:
     """Settings that grid sweeps and searches share."""
 
-    params: dict[str, str] = setting(dict, "what is swept, by key, where the command line does not say")
-    metric: str | None = setting("${evaluation.metric}", "what jobs are compared by, as it is called in metrics.jsonl")
-    direction: Direction = setting("${direction_of:${.metric}}", "whether less or more of it is better")
+    params: dict[str, str] = setting(dict, "swept values by key, for keys that are not on the command line")
+    metric: str | None = setting(
+        "${evaluation.metric}", "metric for the comparison of jobs, by its name in metrics.jsonl"
+    )
+    direction: Direction = setting(
+        "${direction_of:${.metric}}", "minimize: lower is better; maximize: higher is better"
+    )
 
     def check(self) -> Iterator[Violation]:
         """Yield a violation for each invalid setting."""
@@ -28,20 +32,20 @@ class Sweeper:
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep(Sweeper):
-    """A grid over what is swept, except that zipped keys go together and excluded combinations are left out."""
+    """A grid of all combinations of the swept values, without excluded ones; zipped keys vary together."""
 
     _target_: str = "hydra_plugins.foundry.GridSweeper"
     max_jobs: int = setting(
         5000,
-        "jobs, those that are excluded included, above which a sweep is refused before any is composed",
+        "maximum number of jobs, including excluded ones; larger sweeps are refused before any job is composed",
         ge=1,
         le=10**6,
     )
     max_batch_size: int | None = setting(
-        None, "jobs handed to the launcher at a time; null: all of them", ge=1, le=10**9
+        None, "jobs passed to the launcher at a time; null: all of them", ge=1, le=10**9
     )
-    zip: list[Any] = setting(list, "lists of swept keys whose values go together, the first with the first")
-    exclude: list[str] = setting(list, "combinations to leave out, such as 'hparams.lr=1e-2 optimizer=sgd'")
+    zip: list[Any] = setting(list, "lists of swept keys whose values are paired, the first with the first")
+    exclude: list[str] = setting(list, "combinations to exclude, such as 'hparams.lr=1e-2 optimizer=sgd'")
 
     def check(self) -> Iterator[Violation]:
         """Yield a violation for each entry of `zip` that is not a list of at least two keys."""
@@ -54,18 +58,24 @@ class Sweep(Sweeper):
 
 @dataclass(frozen=True, kw_only=True)
 class Search(Sweeper):
-    """Optuna proposes the jobs, each by the results of those before it."""
+    """A search by Optuna, which proposes each job from the results of the previous ones."""
 
     _target_: str = "hydra_plugins.foundry.OptunaSweeper"
     _recursive_: bool = False
-    n_trials: int = setting(20, "jobs in all, those of earlier starts of the same search included", ge=1, le=10**6)
-    n_jobs: int = setting(1, "jobs proposed at a time, for launchers that run several", ge=1, le=1024)
-    max_failures: int | None = setting(5, "failed jobs after which the search ends; null: it continues", ge=1, le=10**6)
-    sampler: dict[str, Any] = setting(dict, "a sampler of Optuna: `_target_` and its arguments; `seed` makes it repeat")
+    n_trials: int = setting(
+        20, "total number of jobs, including jobs of earlier starts of the same search", ge=1, le=10**6
+    )
+    n_jobs: int = setting(1, "jobs proposed at a time, for launchers that run several in parallel", ge=1, le=1024)
+    max_failures: int | None = setting(
+        5, "number of failed jobs after which the search ends; null: it continues", ge=1, le=10**6
+    )
+    sampler: dict[str, Any] = setting(
+        dict, "Optuna sampler: `_target_` and its arguments; `seed` makes it reproducible"
+    )
     pruner: dict[str, Any] | None = setting(
         None,
-        "a pruner of Optuna, which ends jobs whose evaluations promise little; its steps are thousandths of a run; "
-        "null: all jobs run to their ends",
+        "Optuna pruner, which ends jobs with poor evaluations; its steps are thousandths of a run; null: no job is "
+        "ended",
     )
 
     def check(self) -> Iterator[Violation]:

@@ -20,15 +20,19 @@ Compose = Callable[[Sequence[str]], Config]
 class PolicyOptions:
     """Options of the evaluation of a policy."""
 
-    episodes: int | None = setting(None, "of a policy, in its simulator; null: those of the run's evaluations", ge=1)
-    first_episode: int | None = setting(
-        None, "number of the first; null: that of the run's evaluations", ge=0, le=MOST_EPISODES - 1
+    episodes: int | None = setting(
+        None, "number of episodes for a policy, in its simulator; null: as in the run's evaluations", ge=1
     )
-    against: str | None = setting(None, "another run directory, whose policy is compared on the same episodes")
-    against_which: str | None = setting(None, "its checkpoint; null: as `which`")
-    record: str | None = setting(None, "new or empty folder for a moving picture of each episode; null: none are drawn")
+    first_episode: int | None = setting(
+        None, "number of the first episode; null: as in the run's evaluations", ge=0, le=MOST_EPISODES - 1
+    )
+    against: str | None = setting(None, "second run directory, whose policy is compared on the same episodes")
+    against_which: str | None = setting(None, "checkpoint of that run; null: as `which`")
+    record: str | None = setting(None, "new or empty folder for an animation of each episode; null: no animations")
     instruction: Told = setting(
-        Told.own, "what a policy is told: own; other: another than the episode's, whose success is still measured"
+        Told.own,
+        "instruction for a policy: own: the episode's; other: a different one, with success still measured for the "
+        "episode's",
     )
 
 

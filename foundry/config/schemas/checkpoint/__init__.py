@@ -1,4 +1,4 @@
-"""`checkpoint=`: when to save checkpoints, which ones to keep, and how to resume."""
+"""`checkpoint=`: when checkpoints are saved, which are kept, and how a run resumes from them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -31,11 +31,15 @@ class KeepBest:
 
     metric: str | None = setting(
         "${evaluation.metric}",
-        "metric of an evaluation that decides; null: none is kept as the best",
+        "evaluation metric that determines the best checkpoint; null: no best checkpoint is kept",
         on_resume=OnResume.allowed,
     )
-    mode: Mode = setting("${mode_of:${.metric}}", "min: smaller is better; max: larger", on_resume=OnResume.allowed)
-    min_delta: float = setting(0.0, "an evaluation is better only by more than this", ge=0, on_resume=OnResume.allowed)
+    mode: Mode = setting(
+        "${mode_of:${.metric}}", "min: lower is better; max: higher is better", on_resume=OnResume.allowed
+    )
+    min_delta: float = setting(
+        0.0, "an evaluation must improve on the best by more than this", ge=0, on_resume=OnResume.allowed
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +48,8 @@ class Checkpoint:
 
     resume: str = setting(
         "auto",
-        "auto: resume from the newest whole checkpoint of the run directory; never; or the path of a run or checkpoint",
+        "auto: resume from the newest complete checkpoint of the run directory; never: start anew, in a run "
+        "directory without checkpoints; or the path of a run or checkpoint",
     )
     interval: str | None = setting(
         None,
@@ -52,18 +57,25 @@ class Checkpoint:
         parse=Duration.parse_positive,
     )
     every_minutes: float | None = setting(10.0, "minutes between checkpoints; null: by interval only", gt=0, le=10**9)
-    keep_last: int = setting(2, "newest checkpoints that are kept", ge=1)
-    keep_every: int | None = setting(None, "optimizer steps whose multiples are kept for good; null: none", ge=1)
+    keep_last: int = setting(2, "number of newest checkpoints to keep", ge=1)
+    keep_every: int | None = setting(
+        None, "never delete checkpoints of optimizer steps that are multiples of this; null: none", ge=1
+    )
     keep_best: KeepBest = field(default_factory=KeepBest)
-    save_final: bool = setting(True, "save at the end of the run")
-    asynchronous: bool = setting(True, "write in the background; training waits only for a copy in host memory")
-    strict_saves: bool = setting(False, "a checkpoint that cannot be written ends the run; otherwise it is tried again")
+    save_final: bool = setting(True, "save a checkpoint at the end of the run")
+    asynchronous: bool = setting(
+        True, "write checkpoints in the background; training waits only for the copy to host memory"
+    )
+    strict_saves: bool = setting(
+        False, "end the run if a checkpoint cannot be written; false: log the error and try again at the next interval"
+    )
     scheduler_on_resume: SchedulerOnResume = setting(
         SchedulerOnResume.match,
-        "schedule of a resumed run: match: the configuration's, which must equal the checkpoint's; config; checkpoint",
+        "schedule of a resumed run: config: from the configuration; checkpoint: from the checkpoint; match: both "
+        "must be equal",
     )
     on_changed_config: OnChangedConfig = setting(
-        OnChangedConfig.error, "what to do when a resumed run has settings that change what it computes: error, warn"
+        OnChangedConfig.error, "action if a run is resumed with settings that change its computation: error, warn"
     )
 
     @property

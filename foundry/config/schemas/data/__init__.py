@@ -1,4 +1,4 @@
-"""`data=`: training and held-out data."""
+"""`data=`: the training data."""
 
 from foundry.config.schemas.data.arithmetic import Arithmetic, ArithmeticForm
 from foundry.config.schemas.data.base import MODEL_TOKENIZER, MODEL_VOCAB_SIZE, Data, EncodingErrors, Tokenised

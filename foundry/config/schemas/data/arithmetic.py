@@ -29,27 +29,31 @@ class ArithmeticForm(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Arithmetic(Conversations):
-    """Sums of two- and three-digit numbers, worked out digit by digit; the same ones are held out in every form."""
+    """Sums of two- and three-digit numbers, worked out digit by digit; all forms hold out the same sums."""
 
     _target_: str = "foundry.datasets.arithmetic"
     form: ArithmeticForm = setting(
         ArithmeticForm.chats,
-        "text: sequences for objective=next_token; chats: conversations for objective=sft; preferences: right answers "
-        "and others with a wrong carry, for objective=dpo; prompts: questions for objective=grpo, and for "
+        "text: sequences for objective=next_token; chats: conversations for objective=sft; preferences: correct "
+        "answers and answers with a wrong carry, for objective=dpo; prompts: questions for objective=grpo, and for "
         "objective=distillation with mode=on_policy",
     )
-    num_rows: int = setting(20_000, "lines of text or conversations to learn from", ge=2, le=10**8)
+    num_rows: int = setting(20_000, "number of training rows: lines of text or conversations", ge=2, le=10**8)
     seq_len: int = setting(
-        160, "tokens per training sequence of text, or the most that a conversation may have", ge=1, le=10**8
+        160, "tokens per training sequence of text, or maximum tokens of a conversation", ge=1, le=10**8
     )
     vocab_size: int = setting(
         257,
-        "entries of the tokenizer; 257 are the bytes and the end of a document, so no digits merge",
+        "vocabulary size of the tokenizer; 257: one token for each byte and for the end of a document, so that "
+        "digits are not merged",
         ge=1,
         le=10**8,
     )
     max_new_tokens: int = setting(
-        LONGEST_ANSWER, "tokens of seq_len that a question leaves for its answer: the objective's", ge=0, alone=0
+        LONGEST_ANSWER,
+        "tokens of seq_len reserved for the completion; default: objective.max_new_tokens",
+        ge=0,
+        alone=0,
     )
 
     @property

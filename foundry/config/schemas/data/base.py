@@ -41,13 +41,13 @@ def path_of_held_out_files(doc: str) -> Any:
 
 def weights_of_files() -> Any:
     """Return the setting for the sampling weights of several paths."""
-    doc = "shares in which the samples of several paths are read; null: each sample once an epoch"
+    doc = "sampling weights of several paths; null: each sample once per epoch"
     return setting(None, doc)
 
 
 def errors_of_files() -> Any:
     """Return the setting for the handling of bytes that are not valid UTF-8."""
-    doc = "of bytes that are not UTF-8: strict refuses the file, with the line; replace puts U+FFFD in their place"
+    doc = "handling of invalid UTF-8: strict: refuse the file and name the line; replace: decode it to U+FFFD"
     return setting(EncodingErrors.strict, doc)
 
 
@@ -65,7 +65,7 @@ class Data:
     _target_: str
     num_workers: int = setting(
         0,
-        "processes per rank that read samples ahead; 0: read in the training process",
+        "worker processes per rank that prefetch samples; 0: read in the training process",
         ge=0,
         le=1024,
         on_resume=OnResume.same,
@@ -73,7 +73,7 @@ class Data:
     )
     cache_dir: str = setting(
         "${oc.env:FOUNDRY_CACHE,.cache/foundry}",
-        "folder for tokenizers and token arrays",
+        "cache folder for tokenizers and token arrays",
         on_resume=OnResume.same,
         alone=os.environ.get("FOUNDRY_CACHE", ".cache/foundry"),
     )
@@ -93,25 +93,27 @@ class Tokenised(Data):
     _target_: str
     seq_len: int = setting(
         256,
-        "tokens per training sequence; of data with rows of their own lengths the most that one may have",
+        "tokens per training sequence; for data with samples of different lengths, their maximum length",
         ge=1,
         le=10**8,
     )
     vocab_size: int = setting(
         MODEL_VOCAB_SIZE,
-        "entries of the byte-level BPE trained on the text, or most of `tokenizer`; default: the model's in model.path",
+        "vocabulary size of the byte-level BPE trained on the text, or upper limit for `tokenizer`; default: the "
+        "model's in model.path",
         ge=1,
         le=10**8,
         alone=4096,
     )
     tokenizer: str | None = setting(
         MODEL_TOKENIZER,
-        "tokenizer.json or folder to use; null: train one on the training text; model.path brings its own",
+        "tokenizer.json or its folder; null: train a tokenizer on the training text; default: the model's in "
+        "model.path",
         path=True,
         on_resume=OnResume.data,
         alone=None,
     )
-    held_out: float = setting(0.05, "share of documents or rows kept for validation", gt=0, lt=1)
+    held_out: float = setting(0.05, "fraction of documents or rows held out for validation", gt=0, lt=1)
 
     @property
     def run_files(self) -> Mapping[str, str]:

@@ -23,7 +23,7 @@ class AboutPictures(Templated):
     offers: ClassVar[frozenset[str]] = frozenset({"tokens", "images", "completions"})
     num_images: ClassVar[int] = 1
 
-    train_on: TrainOn = setting(TrainOn.all, "which of the assistant's turns are learnt: all or the last")
+    train_on: TrainOn = setting(TrainOn.all, "assistant turns that count in the loss: all or the last")
 
     def check_with(self, run: "Config", launch: "Launch") -> Iterator[Violation]:
         """Check that the model takes images as input."""
@@ -36,20 +36,18 @@ class AboutPictures(Templated):
 
 @dataclass(frozen=True, kw_only=True)
 class ImageChatFiles(AboutPictures):
-    """Conversations of the user's in files of rows, each with `image`, the path of a picture."""
+    """Your own conversations about images: rows with a column `image`, the path of an image file."""
 
     _target_: str = "foundry.datasets.image_chat_files"
 
     path: str = path_of_files("file, folder or glob of JSONL, Parquet, Arrow or CSV files")
-    validation_path: str | None = path_of_held_out_files("files for validation; null: hold out a share of `path`")
+    validation_path: str | None = path_of_held_out_files("validation files; null: hold out a fraction of `path`")
     on_bad_row: OnBadRow = setting(
         OnBadRow.refuse,
-        "what becomes of rows that are no JSON, hold something else, have no answer, no picture that can be read, or "
-        "too many tokens: refuse or skip",
+        "handling of rows that are invalid JSON, have unexpected content, no answer, no readable image or too many "
+        "tokens: refuse or skip",
     )
-    image_size: int = setting(
-        96, "height and width in pixels that pictures are brought to, whatever their own are", ge=8, le=4096
-    )
+    image_size: int = setting(96, "height and width in pixels after resizing, the same for all images", ge=8, le=4096)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +57,10 @@ class Digits(Data):
     offers: ClassVar[frozenset[str]] = frozenset({"images", "labels"})
 
     _target_: str = "foundry.datasets.digits"
-    image_size: int = setting(8, "height and width in pixels: the images' own", ge=8, le=8)
-    num_channels: int = setting(1, "colour channels: the images' own", ge=1, le=1)
-    num_classes: int = setting(10, "classes: the images' own", ge=10, le=10)
-    held_out: float = setting(0.1, "share of images kept for validation", gt=0, lt=1)
+    image_size: int = setting(8, "height and width in pixels; fixed", ge=8, le=8)
+    num_channels: int = setting(1, "colour channels; fixed", ge=1, le=1)
+    num_classes: int = setting(10, "number of classes; fixed", ge=10, le=10)
+    held_out: float = setting(0.1, "fraction of images held out for validation", gt=0, lt=1)
 
 
 class PictureFit(Enum):
@@ -74,27 +72,30 @@ class PictureFit(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class ImageFolder(Data):
-    """Pictures of your own: a folder with a folder for each class, of PNG, JPEG or WebP files."""
+    """Your own images: a folder of PNG, JPEG or WebP files for each class."""
 
     offers: ClassVar[frozenset[str]] = frozenset({"images", "labels"})
 
     _target_: str = "foundry.datasets.image_folder"
-    path: str = setting("???", "folder with a folder for each class", on_resume=OnResume.data)
-    image_size: int = setting(32, "height and width in pixels that pictures are brought to", ge=4, le=4096)
-    num_channels: int = setting(3, "3: red, green and blue; 1: grey", ge=1, le=3)
-    num_classes: int = setting("${image_classes:}", "classes: the folders in `path`", ge=1, le=10**6, runtime=True)
-    fit: PictureFit = setting(
-        PictureFit.crop, "of a picture that is not square: crop takes the middle, stretch all of it"
+    path: str = setting("???", "folder with a subfolder for each class", on_resume=OnResume.data)
+    image_size: int = setting(32, "height and width in pixels after resizing", ge=4, le=4096)
+    num_channels: int = setting(3, "colour channels: 3 for RGB, 1 for greyscale", ge=1, le=3)
+    num_classes: int = setting(
+        "${image_classes:}", "number of classes; default: number of folders in `path`", ge=1, le=10**6, runtime=True
     )
-    mirror: bool = setting(False, "also train on each picture the other way round, left to right")
+    fit: PictureFit = setting(
+        PictureFit.crop,
+        "how to make non-square images square: crop: cut out the middle; stretch: distort the whole image",
+    )
+    mirror: bool = setting(False, "also train on the horizontally flipped version of each image")
     random_crop: int = setting(
         0,
-        "pixels by which a picture is shifted at most, up, down, left and right, another way each time that it is "
-        "trained on; what comes in repeats the edge; 0: none",
+        "maximum shift in pixels, vertical and horizontal, drawn anew each time that an image is used in training; "
+        "edge pixels are repeated; 0: no shift",
         ge=0,
         le=4096,
     )
-    held_out: float = setting(0.05, "share of the pictures of each class kept for validation", gt=0, lt=1)
+    held_out: float = setting(0.05, "fraction of the images of each class held out for validation", gt=0, lt=1)
 
     def check(self) -> Iterator[Violation]:
         """Check that the folder exists, images have 1 or 3 channels, and shifts are smaller than the image."""

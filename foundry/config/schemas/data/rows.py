@@ -65,8 +65,8 @@ class Templated(Tokenised):
 
     chat_template: str | None = setting(
         None,
-        "how conversations become text: plain, chatml, or a file with a Jinja template; null: what lies beside the "
-        "tokenizer, else plain",
+        "template that renders conversations as text: plain, chatml, or a file with a Jinja template; null: the "
+        "template stored with the tokenizer, else plain",
         on_resume=OnResume.data,
     )
 
@@ -85,8 +85,8 @@ class Packable(Templated):
 
     packing: bool = setting(
         False,
-        "put several samples of a batch into a row of seq_len tokens, in which none sees another, and several pairs "
-        "into two such rows; hparams.per_gpu_batch_size then counts rows, or of pairs twos of rows",
+        "pack several samples of a batch into one row of seq_len tokens, without attention between them; preference "
+        "pairs take two rows; hparams.per_gpu_batch_size then counts rows, or pairs of rows",
         on_resume=OnResume.same,
         runtime=True,
     )
@@ -114,7 +114,7 @@ class Conversations(Packable):
 
     offers: ClassVar[frozenset[str]] = frozenset({"tokens", "sequences", "completions"})
 
-    train_on: TrainOn = setting(TrainOn.all, "which of the assistant's turns are learnt: all or the last")
+    train_on: TrainOn = setting(TrainOn.all, "assistant turns that count in the loss: all or the last")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,16 +130,16 @@ class RowFiles(Packable):
 
     path: Any = path_of_files("file, folder or glob of JSONL, Parquet, Arrow or CSV files, or a list of these")
     weights: list[float] | None = weights_of_files()
-    validation_path: Any = path_of_held_out_files("files for validation; null: hold out a share of `path`")
+    validation_path: Any = path_of_held_out_files("validation files; null: hold out a fraction of `path`")
     columns: dict[str, str] = setting(
         dict,
-        "what columns are called in the files, by their names here, as {prompt: question, completion: answer.text}; "
-        "dots lead into others",
+        "names of the columns in the files, keyed by foundry's names, as {prompt: question, completion: "
+        "answer.text}; dots select nested fields",
     )
     encoding_errors: EncodingErrors = errors_of_files()
     on_bad_row: OnBadRow = setting(
         OnBadRow.refuse,
-        "what becomes of rows that are no JSON, hold something else, have no answer or too many tokens: refuse or skip",
+        "handling of rows that are invalid JSON, have unexpected content, no answer or too many tokens: refuse or skip",
     )
 
     def check(self) -> Iterator[Violation]:
@@ -156,7 +156,7 @@ class RowFiles(Packable):
 
 @dataclass(frozen=True, kw_only=True)
 class ChatFiles(RowFiles, Conversations):
-    """Conversations of the user's in JSONL, Parquet, Arrow or CSV: `messages`, or `prompt` and `completion`."""
+    """Your own conversations in JSONL, Parquet, Arrow or CSV files: `messages`, or `prompt` and `completion`."""
 
     known_columns: ClassVar[tuple[str, ...]] = ("messages", "prompt", "completion")
 
@@ -165,7 +165,7 @@ class ChatFiles(RowFiles, Conversations):
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceFiles(RowFiles):
-    """Preferences of the user's in files of rows: `prompt`, `chosen` and `rejected`, texts or lists of messages."""
+    """Your own preferences in files of rows: `prompt`, `chosen` and `rejected`, texts or lists of messages."""
 
     offers: ClassVar[frozenset[str]] = frozenset({"tokens", "pairs"})
     known_columns: ClassVar[tuple[str, ...]] = ("prompt", "chosen", "rejected")
@@ -175,14 +175,14 @@ class PreferenceFiles(RowFiles):
 
 @dataclass(frozen=True, kw_only=True)
 class PromptFiles(RowFiles):
-    """Prompts of the user's in files of rows, texts or messages, with other columns for the environment."""
+    """Your own prompts in files of rows, texts or messages, with other columns for the environment."""
 
     offers: ClassVar[frozenset[str]] = frozenset({"tokens", "prompts"})
     known_columns: ClassVar[tuple[str, ...]] = ("prompt", "messages", "answer")
 
     _target_: str = "foundry.datasets.prompt_files"
     max_new_tokens: int = setting(
-        LONGEST_ANSWER, "tokens of seq_len that a prompt leaves for its answer: the objective's", ge=0
+        LONGEST_ANSWER, "tokens of seq_len reserved for the completion; default: objective.max_new_tokens", ge=0
     )
 
     def check(self) -> Iterator[Violation]:

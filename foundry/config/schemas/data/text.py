@@ -27,14 +27,14 @@ class Text(Tokenised):
 
 @dataclass(frozen=True, kw_only=True)
 class StdlibText(Text):
-    """The sources of the running Python's standard library."""
+    """Source code of the standard library of the running Python."""
 
     _target_: str = "foundry.datasets.stdlib_text"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextFiles(Text):
-    """Text, JSONL, Parquet, Arrow or CSV files of the user's."""
+    """Your own text, JSONL, Parquet, Arrow or CSV files."""
 
     urls: ClassVar[tuple[str, ...]] = URLS
 
@@ -44,10 +44,10 @@ class TextFiles(Text):
     weights: list[float] | None = weights_of_files()
     text_field: str = setting(
         "text",
-        "column or key that holds the text where files have rows; dots lead into others, as message.text",
+        "column or key of the text in files of rows; dots select nested fields, as in message.text",
     )
     encoding_errors: EncodingErrors = errors_of_files()
-    validation_path: Any = path_of_held_out_files("files for validation; null: hold out a share of `path`")
+    validation_path: Any = path_of_held_out_files("validation files; null: hold out a fraction of `path`")
 
     def check(self) -> Iterator[Violation]:
         """Check the paths and their weights."""
@@ -66,7 +66,7 @@ class TokenDtype(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenFiles(Text):
-    """Tokens that another program has made: .bin of nanoGPT or llm.c, or NumPy's .npy."""
+    """Tokens written by another program: .bin files of nanoGPT or llm.c, or NumPy's .npy."""
 
     urls: ClassVar[tuple[str, ...]] = URLS
 
@@ -74,19 +74,23 @@ class TokenFiles(Text):
 
     path: Any = path_of_files("file, folder or glob of .bin or .npy files, or a list of these")
     weights: list[float] | None = weights_of_files()
-    validation_path: Any = path_of_held_out_files("files for validation; null: hold out the end of each file")
-    dtype: TokenDtype = setting(TokenDtype.uint16, "of the numbers in .bin files, which do not say it")
+    validation_path: Any = path_of_held_out_files("validation files; null: hold out the end of each file")
+    dtype: TokenDtype = setting(TokenDtype.uint16, "dtype of the tokens in .bin files that do not declare it")
     vocab_size: int = setting(
-        "${model_vocab_size:50304}", "entries of the model; all tokens are below", ge=1, le=10**8, alone=50304
+        "${model_vocab_size:50304}",
+        "vocabulary size of the model; all tokens must be smaller",
+        ge=1,
+        le=10**8,
+        alone=50304,
     )
     tokenizer: str | None = setting(
         MODEL_TOKENIZER,
-        "tokenizer.json or folder that the tokens are of, for samples; null: there are none",
+        "tokenizer.json or its folder, to decode text samples; null: no text samples",
         path=True,
         on_resume=OnResume.data,
         alone=None,
     )
-    held_out: float = setting(0.05, "share of the end of each file kept for validation", gt=0, lt=1)
+    held_out: float = setting(0.05, "fraction at the end of each file held out for validation", gt=0, lt=1)
 
     def check(self) -> Iterator[Violation]:
         """Check the paths and their weights.

@@ -1,11 +1,11 @@
-"""`device=`: device type of runs and commands."""
+"""`device=`: the GPU or CPU on which a run or another command computes."""
 
 from dataclasses import dataclass
 from enum import Enum
 
 from foundry.config.setting import setting
 
-KIND_DOC = "auto: GPUs if there are any, and an error if torch cannot use them; cuda: GPUs; cpu: the CPU, GPUs or not"
+KIND_DOC = "auto: GPUs if any, and an error if torch cannot use them; cuda: GPUs; cpu: the CPU, even if there are GPUs"
 
 
 class DeviceKind(Enum):

@@ -1,4 +1,4 @@
-"""`distributed=`: number of ranks and strategy."""
+"""`distributed=`: the number of processes, and how they share model, optimizer and data."""
 
 import re
 from collections.abc import Iterator
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 _DEFAULT_BUCKET_MB = 25.0
 _HOST_AND_PORT = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s/:?#@]+):(?P<port>\d{1,5})")
 _SYNC_DOC = (
-    "every: after each microbatch, least memory; last: once a step; last_keep_params: once, weights kept gathered"
+    "gradient reduction: every: after each microbatch, least memory; last: once per step; last_keep_params: once "
+    "per step, keeping the weights gathered"
 )
 
 
@@ -53,9 +54,9 @@ class Backend(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Distributed:
-    """How processes start and find each other. Under torchrun or Slurm their number comes from the environment."""
+    """Start and rendezvous of processes. Under torchrun or Slurm their number comes from the environment."""
 
-    strategy: str = setting("auto", "the option's own name; auto: none on one process, fsdp on several")
+    strategy: str = setting("auto", "name of the chosen option; auto: none on one process, fsdp on several")
     nproc_per_node: int = setting(
         1,
         "processes to start on this machine; leave at 1 under torchrun and Slurm",
@@ -65,32 +66,32 @@ class Distributed:
     backend: Backend = setting(Backend.auto, "auto: nccl on GPUs, gloo on CPUs")
     init_method: str = setting(
         "env://",
-        "where ranks meet: env://, as their launcher says; tcp://HOST:PORT of rank 0; or file:///PATH, a new file "
-        "that all of them see",
+        "rendezvous of the ranks: env://: from the launcher's environment variables; tcp://HOST:PORT: at rank 0; "
+        "file:///PATH: through a new file visible to all ranks",
         parse=parse_init_method,
     )
     timeout_seconds: float = setting(
         600.0,
-        "a collective that takes longer ends the run, naming rank and step",
+        "timeout of a collective operation; on expiry the run ends and names the rank and the step",
         gt=0,
         le=10**7,
     )
     start_timeout_seconds: float | None = setting(
         None,
-        "the same before the first step is done, which compiles; null: three times timeout_seconds",
+        "timeout until the end of the first step, which includes compilation; null: three times timeout_seconds",
         gt=0,
         le=10**7,
     )
     max_restarts: int = setting(
         0,
-        "times that the nproc_per_node processes are started again after one failed, from the newest checkpoint",
+        "maximum number of restarts of the nproc_per_node processes after a failure, from the newest checkpoint",
         ge=0,
         le=1000,
     )
     gradient_sync: GradientSync = setting(GradientSync.every, _SYNC_DOC)
     tensor_parallel: int = setting(
         1,
-        "neighbouring ranks that divide each matrix between them and share their samples",
+        "number of neighbouring ranks that split each weight matrix and process the same samples",
         ge=1,
         le=1024,
     )
@@ -137,9 +138,9 @@ class DDP(Distributed):
     strategy: str = "ddp"
     # With sharded weights, this default would keep unsharded gradients; under DDP they are unsharded in any case.
     gradient_sync: GradientSync = setting(GradientSync.last, _SYNC_DOC)
-    overlap_grad_reduce: bool = setting(True, "reduce gradients in buckets while the backward pass still runs")
+    overlap_grad_reduce: bool = setting(True, "reduce gradients in buckets during the backward pass")
     bucket_cap_mb: float = setting(_DEFAULT_BUCKET_MB, "size of a gradient bucket in MiB", gt=0, le=10**6)
-    shard_optimizer: bool = setting(False, "each rank keeps and updates one shard of the optimizer state")
+    shard_optimizer: bool = setting(False, "shard the optimizer state: each rank keeps and updates one shard")
     overlap_param_gather: bool = setting(False, "with shard_optimizer: gather the next block's weights during compute")
 
     def check(self) -> Iterator[Violation]:
@@ -200,7 +201,8 @@ class HSDP(FSDP):
     strategy: str = "hsdp"
     num_replicas: int = setting(
         2,
-        "groups that each hold a full copy; must divide the ranks, or their groups of tensor_parallel",
+        "number of groups of ranks with a full copy each; must divide the number of ranks, or of tensor_parallel "
+        "groups",
         ge=1,
         le=10**6,
     )

@@ -1,4 +1,4 @@
-"""`environment=`: reward function that scores completions."""
+"""`environment=`: the scores and rewards of the model's completions."""
 
 import math
 import re
@@ -24,7 +24,7 @@ def _parse_pattern(text: str) -> re.Pattern[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class NoEnvironment:
-    """Nothing scores answers."""
+    """No scoring of completions."""
 
     _target_: str | None = None
 
@@ -44,7 +44,7 @@ class Environment:
     _target_: str
     weights: dict[str, float] = setting(
         dict,
-        "of the scores in the reward, by name, such as {correct: 1, format: 0.1}; 1 where it is left out",
+        "weights of the scores in the reward, such as {correct: 1, format: 0.1}; 1 for scores that are left out",
         runtime=True,
     )
 
@@ -81,14 +81,15 @@ class InWorker(Environment):
 
     timeout_seconds: float = setting(
         10.0,
-        "longest time of a call that scores answers, after which they do not count",
+        "timeout of a scoring call; on expiry its completions do not count",
         gt=0,
         le=10**6,
         runtime=True,
     )
     answers_per_call: int = setting(
         1,
-        "answers that are scored in one call, as by a reward model; each of them again by itself where that fails",
+        "completions scored in one call, for example by a reward model; if the call fails, each is scored again "
+        "separately",
         ge=1,
         le=2**31,
         runtime=True,
@@ -97,18 +98,18 @@ class InWorker(Environment):
 
 @dataclass(frozen=True, kw_only=True)
 class ExactMatch(InWorker):
-    """The answer is the row's `answer`, but for white space around it."""
+    """Exact match of the completion with the row's `answer`, except for surrounding white space."""
 
     needs: ClassVar[tuple[str, ...]] = ("answer",)
 
     _target_: str = "foundry.rewards.ExactMatch"
     pattern: str | None = setting(
         None,
-        "regular expression whose last match, or its first group, is the answer within the text; that it matches is "
-        "scored as `format`; null: the whole text is the answer",
+        "regular expression that extracts the answer from the completion: its last match, or the first group of "
+        "that; whether it matches is scored as `format`; null: the whole completion is the answer",
         parse=_parse_pattern,
     )
-    ignore_case: bool = setting(False, "whether upper and lower case are the same")
+    ignore_case: bool = setting(False, "ignore case")
 
     @property
     def scores(self) -> tuple[str, ...]:
@@ -118,15 +119,16 @@ class ExactMatch(InWorker):
 
 @dataclass(frozen=True, kw_only=True)
 class MultipleChoice(InWorker):
-    """The last choice that the answer names is the row's `answer`: its letter, or its number from 0."""
+    """Comparison of the last choice in the completion with the row's `answer`, a letter or a number from 0."""
 
     needs: ClassVar[tuple[str, ...]] = ("answer",)
 
     _target_: str = "foundry.rewards.MultipleChoice"
-    choices: str = setting("ABCD", "the letters of the choices")
+    choices: str = setting("ABCD", "letters of the choices")
     pattern: str | None = setting(
         None,
-        "regular expression whose last match, or its first group, is the letter; null: a letter that stands alone",
+        "regular expression that extracts the letter from the completion: its last match, or the first group of "
+        "that; null: a letter that stands alone",
         parse=_parse_pattern,
     )
 
@@ -138,10 +140,10 @@ class MultipleChoice(InWorker):
 
 @dataclass(frozen=True, kw_only=True)
 class Format(InWorker):
-    """The answer matches a regular expression."""
+    """Match of the completion with a regular expression."""
 
     _target_: str = "foundry.rewards.Format"
-    pattern: str = setting("???", "regular expression that the whole answer is to match", parse=_parse_pattern)
+    pattern: str = setting("???", "regular expression that the whole completion must match", parse=_parse_pattern)
 
     @property
     def scores(self) -> tuple[str, ...]:
@@ -151,14 +153,14 @@ class Format(InWorker):
 
 @dataclass(frozen=True, kw_only=True)
 class Arithmetic(Environment):
-    """The number after `Answer:` is the right one, as in data=arithmetic."""
+    """Comparison of the number after `Answer:` with the row's `answer`, as in data=arithmetic."""
 
     needs: ClassVar[tuple[str, ...]] = ("answer",)
 
     _target_: str = "foundry.rewards.Arithmetic"
     weights: dict[str, float] = setting(
         lambda: {"correct": 1.0, "format": 0.1},
-        "of the scores in the reward, by name; 1 where it is left out",
+        "weights of the scores in the reward; 1 for scores that are left out",
         runtime=True,
     )
 
@@ -170,7 +172,7 @@ class Arithmetic(Environment):
 
 @dataclass(frozen=True, kw_only=True)
 class Python(InWorker):
-    """The answer, or the code between ``` in it, is Python that can be parsed; it is never run."""
+    """Check that the completion, or the code between ``` in it, is valid Python; the code is parsed but never run."""
 
     _target_: str = "foundry.rewards.Python"
 

@@ -1,4 +1,4 @@
-"""`evaluation=`: evaluation interval, evaluators and stop rules."""
+"""`evaluation=`: when and how the model is evaluated, and early stopping."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -48,15 +48,16 @@ class EarlyStopping:
 
     patience: int | None = setting(
         None,
-        "units without improvement after which the run stops; null: never",
+        "number of units without improvement after which the run stops; null: never",
         ge=1,
     )
     unit: PatienceUnit = setting(
-        PatienceUnit.epochs, "what patience counts; an epoch is that in which the evaluated step began"
+        PatienceUnit.epochs,
+        "unit of patience; if a step crosses the end of an epoch, its evaluation belongs to that epoch",
     )
     min_delta: float = setting(0.001, "a metric must improve on the best by more than this", ge=0)
-    metric: str | None = setting("${evaluation.metric}", "name of the metric as in metrics.jsonl")
-    mode: Mode = setting("${mode_of:${.metric}}", "whether lower or higher values are better")
+    metric: str | None = setting("${evaluation.metric}", "name of the metric in metrics.jsonl")
+    mode: Mode = setting("${mode_of:${.metric}}", "min: lower is better; max: higher is better")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,30 +77,30 @@ class Evaluation:
 
     interval: int | float | str | None = setting(
         "0.25 run",
-        'between evaluations: a whole number of steps of the run, or a duration as text, such as "0.25 run"; counted '
-        'anew in each epoch: a fraction of it, or text such as "10 epoch_steps"; null: only at the end',
+        'interval between evaluations: a number of optimizer steps, or a duration as text, such as "0.25 run"; '
+        'counted anew in each epoch: a fraction of it, or text such as "10 epoch_steps"; null: only at the end',
     )
     max_samples: int | None = setting(
         None,
-        "held-out samples per evaluation, the same on any number of ranks; null: all",
+        "validation samples per evaluation, the same on any number of ranks; null: all",
         ge=1,
         le=10**15,
     )
     evaluators: dict[str, Any] = setting(
         _default_evaluators,
-        "what measures the model, by a name: `_target_`, arguments and, if wanted, `metrics`, the names of what it "
-        "measures; null leaves one out, as evaluation.evaluators.held_out=null the held-out loss",
+        "evaluators by name: `_target_`, its arguments and, optionally, `metrics`, the names of its metrics; null "
+        "removes an evaluator: evaluation.evaluators.held_out=null removes the validation loss",
     )
     metric: str | None = setting(
         "val_loss",
-        "by which the run is judged, as in metrics.jsonl: best checkpoint, early stopping, sweeps and result.json's "
-        "metric follow unless they name their own; null: by none",
+        "main metric of the run, by its name in metrics.jsonl; default metric of the best checkpoint, early "
+        "stopping, sweeps and result.json; null: no main metric",
     )
-    direction: Direction = setting(Direction.minimize, "whether less or more of the metric is better")
+    direction: Direction = setting(Direction.minimize, "minimize: lower is better; maximize: higher is better")
     stop_rules: dict[str, Any] = setting(
-        dict, "what else may end the run after an evaluation, by a name: `_target_` and arguments"
+        dict, "further rules that can end the run after an evaluation, by name: `_target_` and its arguments"
     )
-    write_samples: bool = setting(True, "draw or continue samples at each evaluation", on_resume=OnResume.same)
+    write_samples: bool = setting(True, "generate sample images or texts at each evaluation", on_resume=OnResume.same)
     early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
 
     def __post_init__(self) -> None:

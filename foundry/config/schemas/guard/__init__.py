@@ -1,4 +1,4 @@
-"""`guard=`: handling of non-finite losses and gradients, and of loss spikes."""
+"""`guard=`: the handling of non-finite losses and gradients, and of loss spikes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,24 +34,29 @@ class Guard:
     """Handling of non-finite values and loss spikes. A skipped update consumes its samples without other effects."""
 
     non_finite: NonFinite = setting(
-        NonFinite.stop, "a loss or gradient that is NaN or infinite: stop the run, or skip the update with a warning"
+        NonFinite.stop,
+        "action if the loss or a gradient is NaN or infinite: stop the run, or skip the update with a warning",
     )
     max_skips: int = setting(
-        _DEFAULT_MAX_SKIPS, "updates skipped in a row, or rollbacks to one checkpoint; one more ends the run", ge=1
+        _DEFAULT_MAX_SKIPS,
+        "maximum number of updates skipped in a row, or of rollbacks to one checkpoint; one more ends the run",
+        ge=1,
     )
     spike_zscore: float | None = setting(
         None,
-        "robust z-score above which a risen loss is a spike; null: no guard. With it the host waits for every loss",
+        "robust z-score above which a loss is a spike; null: no spike detection; any other value makes the host wait "
+        "for every loss",
         gt=0,
     )
     spike_window: int = setting(
         _DEFAULT_WINDOW,
-        "accepted losses, in steps, that a new one is compared with; a quarter of them must be there",
+        "number of accepted losses to compare a new loss with; detection starts when a quarter of them exist",
         ge=8,
         le=10**6,
     )
     spike_action: SpikeAction = setting(
-        SpikeAction.skip, "at a spike: skip the update, or rollback to the last checkpoint and past the spike's data"
+        SpikeAction.skip,
+        "action at a spike: skip the update, or rollback: return to the last checkpoint and skip the data of the spike",
     )
 
     @property

@@ -44,14 +44,14 @@ class BatchRamp:
     """Ramp of the global batch size, in equal increments up to `global_batch_size`."""
 
     start: int | None = setting(None, "global batch size of the first step; null: no ramp", ge=1, le=10**12)
-    increment: int | None = setting(None, "what the size grows by, again and again", ge=1, le=10**12)
+    increment: int | None = setting(None, "samples added to the batch size at each stage of the ramp", ge=1, le=10**12)
     over_samples: str | None = setting(
-        None, "samples over which the whole ramp extends, such as 300000, 300k or 9.5M", parse=parse_count
+        None, "length of the whole ramp in samples, such as 300000, 300k or 9.5M", parse=parse_count
     )
     every_samples: str | None = setting(
         None,
-        "samples of each size before the last, instead of over_samples, which is this x (global_batch_size - start) / "
-        "increment",
+        "samples at each batch size before the last, an alternative to over_samples = every_samples x "
+        "(global_batch_size - start) / increment",
         parse=parse_count,
         since="0.1.0",
     )
@@ -82,7 +82,7 @@ class HParams:
     )
     per_gpu_batch_size: int = setting(
         8,
-        "samples per forward pass on one rank: the microbatch",
+        "samples per forward pass on one rank: the microbatch size",
         ge=1,
         le=10**6,
         on_resume=OnResume.same,
@@ -90,11 +90,13 @@ class HParams:
     batch_ramp: BatchRamp = field(default_factory=BatchRamp)
     batch_schedule: str | None = setting(
         None,
-        'global batch sizes from thresholds on, such as "0:256 100M:512 1B:1024"; the last is global_batch_size',
+        'global batch sizes from the given thresholds on, such as "0:256 100M:512 1B:1024"; the last is '
+        "global_batch_size",
         parse=BatchSizes.parse,
     )
     batch_schedule_unit: ScheduleUnit = setting(
-        ScheduleUnit.auto, "what those thresholds count: tokens, samples, or auto: tokens where the data has them"
+        ScheduleUnit.auto,
+        "unit of the thresholds in batch_schedule: tokens, samples, or auto: tokens if the data has them",
     )
     allow_rounding: bool = setting(
         False,
@@ -102,7 +104,7 @@ class HParams:
     )
     accum_freq: int = setting(
         "${accum_freq:${.global_batch_size},${.per_gpu_batch_size},${distributed.nproc_per_node}}",
-        "computed from the batch sizes, never set: microbatches per rank and optimizer step, after any ramp",
+        "microbatches per rank and optimizer step, after any ramp; computed from the batch sizes, never set",
         on_resume=OnResume.same,
     )
     seed: int = setting(42, "seed of initial weights, data order and noise", ge=0)
@@ -114,37 +116,37 @@ class HParams:
     )
     epochs: float | None = setting(
         None,
-        "budget in passes over the training data; null: not limited by it",
+        "budget in passes over the training data; null: no limit",
         gt=0,
         le=10**9,
         on_resume=OnResume.budget,
     )
     max_steps: int | None = setting(
         None,
-        "budget in optimizer steps; null: not limited by it",
+        "budget in optimizer steps; null: no limit",
         ge=1,
         le=10**12,
         on_resume=OnResume.budget,
     )
     train_samples: int | None = setting(
         None,
-        "budget in samples; null: not limited by it; the shortest budget wins",
+        "budget in samples; null: no limit; the shortest budget applies",
         ge=1,
         le=10**15,
         on_resume=OnResume.budget,
     )
     max_minutes: float | None = setting(
         None,
-        "minutes of training, those before a resume included, after which the run ends where it is; null: there is no "
-        "such limit",
+        "maximum training time in minutes, including the time before a resume; the run then ends at its current "
+        "step; null: no limit",
         gt=0,
         le=10**9,
         on_resume=OnResume.budget,
     )
     loss_function: str = setting(
         "cross_entropy",
-        "a check, which chooses nothing: objective= decides, and this must name the loss that it minimises: "
-        "cross_entropy (language models), mse (diffusion) or l1 (regression of actions)",
+        "expected loss of the objective, only checked, since objective= determines it: cross_entropy (language "
+        "models), mse (diffusion) or l1 (regression of actions)",
     )
     z_loss_coefficient: float = setting(
         0.0,
@@ -153,35 +155,36 @@ class HParams:
     )
     grad_clip_norm: float | None = setting(
         None,
-        "largest global L2 norm of the gradient; null: no clipping; inf: the norm is measured only",
+        "maximum global L2 norm of the gradient; null: no clipping; inf: the norm is measured only",
         gt=0,
         finite=False,
     )
     grad_checkpointing: bool = setting(
         False,
-        "recompute each block's activations in the backward pass: less memory",
+        "recompute the activations of each block in the backward pass, to save memory",
         on_resume=OnResume.same,
     )
     grad_checkpointing_policy: CheckpointingPolicy = setting(
         CheckpointingPolicy.full,
-        "full: recompute all of a block; selective: keep the outputs of matrix products and attention",
+        "full: recompute the whole block; selective: keep the outputs of matrix products and attention",
         on_resume=OnResume.same,
     )
     torchcompile: bool = setting(False, "compile each block with torch.compile", on_resume=OnResume.same)
     check_first_step: bool | str = setting(
         "auto",
-        "before the first step run forward and backward passes of the largest shape, which train nothing, so that too "
-        "little memory shows at once; auto: on GPUs",
+        "run a forward and backward pass of the largest shape before the first step, without training, to detect a "
+        "lack of memory at once; auto: on GPUs only",
         parse=parse_auto,
         on_resume=OnResume.same,
     )
     deterministic: bool = setting(
         False,
-        "use only algorithms that give the same bits each time; on a GPU that costs time, on a CPU nearly all do",
+        "use only deterministic algorithms, which are slower on a GPU; nearly all algorithms on a CPU are "
+        "deterministic",
         on_resume=OnResume.same,
     )
     ema_decay: float | None = setting(
-        None, "decay of the exponential moving average of the weights; null: none is kept", gt=0, lt=1
+        None, "decay of the exponential moving average of the weights; null: no average", gt=0, lt=1
     )
 
     def check(self) -> Iterator[Violation]:

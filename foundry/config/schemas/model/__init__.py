@@ -1,4 +1,4 @@
-"""`model=`: model architecture, or a base to start from."""
+"""`model=`: the model to train."""
 
 import json
 from collections.abc import Iterator
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from foundry.config.schemas.root import Config
 
 _STD_RULES = (
-    "a number, small: sqrt(2 / (5 hidden_size)), or wang: sqrt(1 / (3 hidden_size)); outputs of a block / "
-    "sqrt(2 layers)"
+    "a number, small: sqrt(2 / (5 hidden_size)), or wang: sqrt(1 / (3 hidden_size)); divided by sqrt(2 num_layers) "
+    "for the output matrices of a block"
 )
 
 
@@ -41,7 +41,7 @@ class Model:
     _target_: str
     init_from: str | None = setting(
         None,
-        "weights to start from, all else new: a run, a checkpoint, a .safetensors file or transformers' folder",
+        "initial weights: a run, a checkpoint, a .safetensors file or a transformers folder; all other state is new",
         path=True,
         on_resume=OnResume.allowed,
         runtime=True,
@@ -57,7 +57,7 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Base(Model):
-    """The model of another run, or of a folder of transformers, with its weights and its tokenizer.
+    """The model of another run or of a transformers folder, with its weights and tokenizer.
 
     Composition replaces this schema by that of the loaded model, so no run records it.
     """
@@ -65,9 +65,9 @@ class Base(Model):
     brings_hparams: ClassVar[str] = "continued"
 
     _target_: str = "???"
-    path: str = setting("???", "run directory, or folder of transformers, to start from", path=True)
-    which: str = setting("last", "checkpoint of that run: last, best, or the number of a step")
-    trust: bool = setting(False, "build a model that the run names and foundry does not know: it runs its code")
+    path: str = setting("???", "run directory or transformers folder to start from", path=True)
+    which: str = setting("last", "checkpoint of the run: last, best, or the number of a step")
+    trust: bool = setting(False, "run the code of a model that is not part of foundry")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,10 +78,10 @@ class Transformer(Model):
     wants: ClassVar[frozenset[str]] = frozenset({"tokens"})
 
     _target_: str = "foundry.Transformer"
-    vocab_size: int = setting("${data.vocab_size}", "entries of the token embedding", ge=1, le=10**8)
+    vocab_size: int = setting("${data.vocab_size}", "vocabulary size: rows of the token embedding", ge=1, le=10**8)
     hidden_size: int = setting(256, "width of the residual stream", ge=1, le=10**6)
     intermediate_size: int = setting(704, "width of the SwiGLU feed-forward", ge=1, le=10**7)
-    num_layers: int = setting(4, "blocks", ge=1, le=1000)
+    num_layers: int = setting(4, "number of blocks", ge=1, le=1000)
     num_heads: int = setting(4, "query heads; must divide hidden_size", ge=1, le=10**5)
     num_kv_heads: int = setting(
         4,
@@ -89,10 +89,10 @@ class Transformer(Model):
         ge=1,
         le=10**5,
     )
-    max_seq_len: int = setting("${data.seq_len}", "longest sequence in tokens", ge=1, le=10**8)
+    max_seq_len: int = setting("${data.seq_len}", "maximum sequence length in tokens", ge=1, le=10**8)
     rope_theta: float = setting(10000.0, "base of the rotary frequencies", gt=0)
     norm_eps: float = setting(1e-5, "added to the mean square in RMSNorm", gt=0)
-    tie_embeddings: bool = setting(False, "the head shares the embedding's matrix")
+    tie_embeddings: bool = setting(False, "share one matrix between the token embedding and the output head")
     init_std: int | float | str = setting(
         0.02,
         f"standard deviation of initial weights: {_STD_RULES}",
@@ -100,13 +100,13 @@ class Transformer(Model):
     )
     embedding_init_std: int | float | str | None = setting(
         None,
-        "that of the token embedding, and of the head where tied to it; null: init_std",
+        "standard deviation of the token embedding, and of a tied output head; null: init_std",
         parse=parse_std,
     )
     logprob_tile_tokens: int = setting(
         0,
-        "tokens per tile of the head's projection; 0: as many as are fast under next_token and sft, all under other "
-        "objectives, which read more off the logits and recompute tiles in backward",
+        "tokens per tile of the output head's projection; 0: a fast size under next_token and sft, and one tile "
+        "under the objectives that need more of the logits and recompute tiles in the backward pass",
         ge=0,
         le=10**12,
         on_resume=OnResume.same,
@@ -136,7 +136,7 @@ class Transformer(Model):
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixVLM(Transformer):
-    """The decoder of model=transformer behind a convolutional stem: it looks at pictures, and answers about them."""
+    """A vision-language model: a convolutional stem for images in front of the decoder of model=transformer."""
 
     is_divided: ClassVar[bool] = False
     in_transformers: ClassVar[bool] = False
@@ -145,22 +145,23 @@ class PrefixVLM(Transformer):
 
     _target_: str = "foundry.PrefixVLM"
     image_size: int | None = setting(
-        "${data.image_size}", "height and width of a picture in pixels; a multiple of 8", ge=8, le=4096
+        "${data.image_size}", "height and width of an image in pixels; a multiple of 8", ge=8, le=4096
     )
-    num_images: int = setting(1, "pictures of a sample", ge=1, le=1024)
+    num_images: int = setting(1, "images per sample", ge=1, le=1024)
     hidden_size: int = setting(128, "width of the residual stream", ge=1, le=10**6)
     intermediate_size: int = setting(384, "width of the SwiGLU feed-forward", ge=1, le=10**7)
     init_std: int | float | str = setting(
         "wang",
-        f"standard deviation of initial weights, but for convolutions, which follow their fan-in: {_STD_RULES}",
+        f"standard deviation of initial weights, except convolutions, which use their fan-in: {_STD_RULES}",
         parse=parse_std,
     )
     embedding_init_std: int | float | str | None = setting(
         0.1,
-        "that of the token embedding, and of the head where tied to it: near that of pictures' tokens; null: init_std",
+        "standard deviation of the token embedding, close to the image tokens', and of a tied output head; null: "
+        "init_std",
         parse=parse_std,
     )
-    tie_embeddings: bool = setting(True, "the head shares the embedding's matrix")
+    tie_embeddings: bool = setting(True, "share one matrix between the token embedding and the output head")
 
     def check(self) -> Iterator[Violation]:
         """Check that the image size is a multiple of the patch size, in addition to the decoder's checks."""
@@ -180,7 +181,7 @@ class PrefixVLM(Transformer):
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFace(Model):
-    """Any causal language model of transformers, built from its config or read from a local folder."""
+    """Any causal language model of transformers, built from its config or loaded from a local folder."""
 
     is_divided: ClassVar[bool] = False
     in_transformers: ClassVar[bool] = True
@@ -189,27 +190,30 @@ class HuggingFace(Model):
     _target_: str = "foundry.HuggingFaceCausalLM"
     path: str | None = setting(
         None,
-        "folder with config.json and weights; null: build `architecture` with fresh weights",
+        "folder with config.json and weights; null: build `architecture` with new weights",
         path=True,
     )
-    architecture: str = setting("llama", "transformers model type to build when there is no path")
+    architecture: str = setting("llama", "transformers model type to build if path is null")
     config: dict[str, Any] = setting(
-        dict, "fields of the transformers config, as a mapping, over its defaults or the folder's"
+        dict, "fields of the transformers config, which override its defaults or the values of the folder"
     )
     vocab_size: int = setting(
-        "${data.vocab_size}", "tokens of the data: a fresh model's entries, a loaded one's least", ge=1, le=10**8
+        "${data.vocab_size}",
+        "vocabulary size of a new model, or minimum vocabulary size of a loaded one; default: the data's",
+        ge=1,
+        le=10**8,
     )
     max_seq_len: int = setting(
-        "${data.seq_len}", "longest sequence in tokens, within the model's positions", ge=1, le=10**8
+        "${data.seq_len}", "maximum sequence length in tokens, at most the model's number of positions", ge=1, le=10**8
     )
     init_std: int | float | str | None = setting(
         None,
-        f"standard deviation of fresh weights: {_STD_RULES}; null: the architecture's own initialisation",
+        f"standard deviation of new weights: {_STD_RULES}; null: the initialisation of the architecture",
         parse=parse_std,
     )
     embedding_init_std: int | float | str | None = setting(
         None,
-        "that of embeddings of tokens and positions, and of the head where tied; null: init_std",
+        "standard deviation of token and position embeddings, and of a tied output head; null: init_std",
         parse=parse_std,
     )
 
@@ -289,9 +293,9 @@ class DiT(Model):
     num_classes: int = setting("${data.num_classes}", "classes to condition on", ge=1, le=10**8)
     patch_size: int = setting(2, "height and width of a patch in pixels; must divide image_size", ge=1, le=10**5)
     hidden_size: int = setting(128, "width of the residual stream; a multiple of 4", ge=1, le=10**6)
-    num_layers: int = setting(4, "blocks", ge=1, le=1000)
+    num_layers: int = setting(4, "number of blocks", ge=1, le=1000)
     num_heads: int = setting(4, "attention heads; must divide hidden_size", ge=1, le=10**5)
-    mlp_ratio: float = setting(4.0, "feed-forward width over hidden_size", gt=0, le=1000)
+    mlp_ratio: float = setting(4.0, "feed-forward width divided by hidden_size", gt=0, le=1000)
 
     def check(self) -> Iterator[Violation]:
         """Check the divisibility of image size, number of heads and hidden size."""

@@ -1,4 +1,4 @@
-"""`objective=`: loss, its metrics and the generation of samples."""
+"""`objective=`: the loss."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -21,26 +21,28 @@ if TYPE_CHECKING:
 class TextSampling:
     """Options of `foundry.sample` for text; null uses the objective's setting."""
 
-    prompt: str | None = setting(None, "text to continue; of a run over chats what the user says")
-    prompts: list[str] | None = setting(None, "several of them, such as \"['a','b']\"")
-    max_new_tokens: int | None = setting(None, "tokens to add at most", ge=1)
-    temperature: float | None = setting(None, "of the sampled tokens; 0 picks the likeliest", ge=0)
-    top_k: int | None = setting(None, "draw from so many of the likeliest tokens", ge=1)
+    prompt: str | None = setting(None, "text to continue; for a run on conversations, the user's message")
+    prompts: list[str] | None = setting(None, "several prompts, such as \"['a','b']\"")
+    max_new_tokens: int | None = setting(None, "maximum number of new tokens", ge=1)
+    temperature: float | None = setting(None, "sampling temperature; 0: the most likely token", ge=0)
+    top_k: int | None = setting(None, "sample from this number of most likely tokens", ge=1)
     top_p: float | None = setting(
-        None, "draw from the fewest tokens whose probabilities sum up to this, after top_k", gt=0, le=1
+        None, "sample from the fewest most likely tokens whose probabilities sum up to this, after top_k", gt=0, le=1
     )
-    stop: list[str] | None = setting(None, "tokens that end a text, such as '<|im_end|>'; null: the run's own")
-    chat: bool | None = setting(None, "put prompts into the run's chat template, where it has one; null: true")
-    image: str | None = setting(None, "file of the picture that the prompts are about, for a model that looks at one")
+    stop: list[str] | None = setting(
+        None, "tokens that end a text, such as '<|im_end|>'; null: the end tokens of the run"
+    )
+    chat: bool | None = setting(None, "apply the run's chat template, if any, to the prompts; null: true")
+    image: str | None = setting(None, "image file that the prompts are about, for a vision-language model")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSampling:
     """Options of `foundry.sample` for images; null uses the objective's setting."""
 
-    labels: list[int] | None = setting(None, "classes to draw, one picture each, such as [3,1,4]")
-    samples_per_class: int | None = setting(None, "pictures of each class", ge=1)
-    guidance_scale: float | None = setting(None, "classifier-free guidance; 1: none", ge=0)
+    labels: list[int] | None = setting(None, "classes to generate, one image each, such as [3,1,4]")
+    samples_per_class: int | None = setting(None, "images per class", ge=1)
+    guidance_scale: float | None = setting(None, "scale of classifier-free guidance; 1: no guidance", ge=0)
     steps: int | None = setting(None, "denoising steps", ge=1)
 
 
@@ -61,17 +63,17 @@ class NextToken:
     _target_: str = "foundry.NextToken"
     z_loss_coefficient: float = setting(
         "${hparams.z_loss_coefficient}",
-        "weight of the squared log-sum-exp of the logits, averaged as the cross-entropy is",
+        "weight of the squared log-sum-exp of the logits, averaged like the cross-entropy",
         ge=0,
         alone=0.0,
     )
     sample_tokens: int = setting(160, "length of a text sample in tokens", ge=1, le=10**8)
-    temperature: float = setting(0.8, "of a text sample; 0 picks the likeliest token", ge=0)
+    temperature: float = setting(0.8, "sampling temperature of text samples; 0: the most likely token", ge=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SFT:
-    """Cross-entropy of answers: supervised fine-tuning."""
+    """Supervised fine-tuning: cross-entropy of the assistant's answers."""
 
     sampling: ClassVar[type[TextSampling]] = TextSampling
 
@@ -88,25 +90,28 @@ class SFT:
     _target_: str = "foundry.SFT"
     z_loss_coefficient: float = setting(
         "${hparams.z_loss_coefficient}",
-        "weight of the squared log-sum-exp of the logits, averaged as the cross-entropy is",
+        "weight of the squared log-sum-exp of the logits, averaged like the cross-entropy",
         ge=0,
         alone=0.0,
     )
     sft_average_log_probs: bool = setting(
-        False, "average over each sample's answer tokens first, so that long and short ones weigh the same"
+        False,
+        "average the loss over the answer tokens of each sample first, so that long and short answers have equal "
+        "weight",
     )
     hidden_dropout: float | None = setting(
         None,
-        "share dropped of what attention and feed-forward add to the hidden states; null: the model's own; 0: none",
+        "dropout probability of the outputs that attention and feed-forward add to the hidden states; null: the "
+        "model's value; 0: no dropout",
         ge=0,
         lt=1,
     )
     attention_dropout: float | None = setting(
-        None, "share dropped of attention weights; null: the model's own; 0: none", ge=0, lt=1
+        None, "dropout probability of attention weights; null: the model's value; 0: no dropout", ge=0, lt=1
     )
     seed: int = setting("${hparams.seed}", "seed of dropout", ge=0, alone=0)
-    sample_tokens: int = setting(160, "longest answer of a text sample in tokens", ge=1, le=10**8)
-    temperature: float = setting(0.0, "of a text sample; 0 picks the likeliest token", ge=0)
+    sample_tokens: int = setting(160, "maximum length of the answer in a text sample, in tokens", ge=1, le=10**8)
+    temperature: float = setting(0.0, "sampling temperature of text samples; 0: the most likely token", ge=0)
 
     def check_with(self, run: "Config", launch: "Launch") -> Iterator[Violation]:
         """Check that attention dropout is not combined with tensor parallelism: its masks are for whole layers."""
@@ -158,7 +163,7 @@ class Reference(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class DPO:
-    """Direct preference optimisation: chosen responses become likelier than rejected ones."""
+    """Direct preference optimisation: makes chosen responses more likely than rejected ones."""
 
     brings_hparams: ClassVar[str] = "dpo"
     wants: ClassVar[frozenset[str]] = frozenset({"pairs"})
@@ -177,28 +182,31 @@ class DPO:
     _target_: str = "foundry.DPO"
     ref_policy_kl_penalty: float = setting(
         0.05,
-        "β: how strongly the model is held to its reference, the model with which the run starts",
+        "β: strength of the pull toward the reference model, which has the initial weights of the run",
         gt=0,
     )
     loss_type: PreferenceLoss = setting(
-        PreferenceLoss.sigmoid, "what is made of the margin between the responses: sigmoid, ipo or hinge"
+        PreferenceLoss.sigmoid, "loss as a function of the margin between the responses: sigmoid, ipo or hinge"
     )
-    label_smoothing: float = setting(0.0, "share of pairs whose order is taken to be wrong", ge=0, lt=0.5)
+    label_smoothing: float = setting(0.0, "assumed fraction of pairs whose order is wrong", ge=0, lt=0.5)
     preference_loss_weight: float = setting(1.0, "weight of the preference loss", ge=0)
     sft_loss_weight: float = setting(
-        0.0, "weight of the negative log-probability of the chosen response, which else may become less likely", ge=0
+        0.0,
+        "weight of the negative log-probability of the chosen response, which otherwise can become less likely",
+        ge=0,
     )
     preference_average_log_probs: bool = setting(
-        False, "divide log-ratios by the length of their response; meant for loss_type=ipo"
+        False, "divide log-ratios by the length of the response; intended for loss_type=ipo"
     )
     sft_average_log_probs: bool = setting(
-        False, "divide the negative log-probability by the length of the response, so that all weigh the same"
+        False,
+        "divide the negative log-probability by the length of the response, so that all responses have equal weight",
     )
     reference: Reference = setting(
         Reference.auto,
-        "what to compare with: cached: log-probabilities of all pairs are computed once before the first step; "
-        "copy: a second model is asked at each step; adapters_off: the model without its adapters; auto: adapters_off "
-        "with adapters, else cached",
+        "reference model: cached: log-probabilities of all pairs, computed once before the first step; copy: a "
+        "second model, evaluated at each step; adapters_off: the model with its adapters disabled; auto: "
+        "adapters_off with adapters, else cached",
     )
 
     def check(self) -> Iterator[Violation]:
@@ -216,7 +224,7 @@ class DPO:
 
 @dataclass(frozen=True, kw_only=True)
 class Distillation(Rollouts, Teaching):
-    """A teacher's next-token distribution, at the tokens of the data or at those that the student draws itself."""
+    """Divergence from a teacher's next-token distribution, on tokens of the data or of the student's completions."""
 
     brings_hparams: ClassVar[str] = "distillation"
     takes_packed: ClassVar[bool] = True
@@ -256,7 +264,7 @@ class Distillation(Rollouts, Teaching):
 
 @dataclass(frozen=True, kw_only=True)
 class GRPO(PolicyGradient):
-    """Group-relative policy optimisation: the model's own answers that are better than others become likelier."""
+    """Group-relative policy optimisation: makes completions with above-average rewards in their group more likely."""
 
     brings_hparams: ClassVar[str] = "grpo"
 
@@ -265,7 +273,7 @@ class GRPO(PolicyGradient):
 
 @dataclass(frozen=True, kw_only=True)
 class Diffusion:
-    """Mean squared error of the predicted noise or velocity, with classifier-free guidance when drawing."""
+    """Mean squared error of the predicted noise or velocity, with classifier-free guidance in sampling."""
 
     sampling: ClassVar[type[ImageSampling]] = ImageSampling
 
@@ -277,19 +285,19 @@ class Diffusion:
     _target_: str = "foundry.Diffusion"
     seed: int = setting("${hparams.seed}", "seed of noise, timesteps and dropped conditions", ge=0, alone=0)
     num_classes: int = setting(
-        "${data.num_classes}", "classes of the data; the next label stands for no class", ge=1, le=10**8
+        "${data.num_classes}", "number of classes of the data; the next label means no class", ge=1, le=10**8
     )
     prediction: Prediction = setting(
-        Prediction.v_prediction, "epsilon: the noise; v_prediction: the velocity; sample: the image"
+        Prediction.v_prediction, "prediction target: epsilon: the noise; v_prediction: the velocity; sample: the image"
     )
     num_train_timesteps: int = setting(1000, "timesteps of the noise schedule", ge=1, le=10**6)
     beta_schedule: BetaSchedule = setting(
         BetaSchedule.squaredcos_cap_v2, "noise schedule: squaredcos_cap_v2 (the cosine), linear or scaled_linear"
     )
-    condition_dropout: float = setting(0.1, "share of samples trained without their class, for guidance", ge=0, le=1)
-    guidance_scale: float = setting(2.0, "classifier-free guidance when drawing; 1: none", ge=0)
-    sampling_steps: int = setting(50, "denoising steps when drawing", ge=1, le=10**6)
-    samples_per_class: int = setting(8, "images of each class in a sample grid", ge=1, le=10**5)
+    condition_dropout: float = setting(0.1, "fraction of samples trained without their class, for guidance", ge=0, le=1)
+    guidance_scale: float = setting(2.0, "scale of classifier-free guidance in sampling; 1: no guidance", ge=0)
+    sampling_steps: int = setting(50, "denoising steps in sampling", ge=1, le=10**6)
+    samples_per_class: int = setting(8, "images per class in a sample grid", ge=1, le=10**5)
 
     def check(self) -> Iterator[Violation]:
         """Check that sampling uses at most the timesteps of the noise schedule."""

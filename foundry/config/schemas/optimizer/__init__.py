@@ -1,4 +1,4 @@
-"""`optimizer=`: PyTorch's optimizers; biases, norms and other vectors have no weight decay."""
+"""`optimizer=`: the optimizer, with weight decay and learning rate by parameter group."""
 
 import re
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ def _pattern(text: str) -> re.Pattern[str]:
 class Multipliers:
     """Multipliers of the learning rate and the weight decay for a group of parameters."""
 
-    lr_mult: float = setting(1.0, "factor on the learning rate, from warm-up to floor", ge=0)
+    lr_mult: float = setting(1.0, "factor on the learning rate, in all phases of the schedule", ge=0)
     wd_mult: float | None = setting(
         None, "factor on the weight decay; null: 1 for matrices, 0 for biases, norms and other vectors", ge=0
     )
@@ -35,7 +35,7 @@ class Multipliers:
 class Matched(Multipliers):
     """Multipliers for parameters selected by name."""
 
-    match: str = setting("", "regular expression found in parameter names", parse=_pattern)
+    match: str = setting("", "regular expression to search for in parameter names", parse=_pattern)
 
 
 def _is_factor(name: str, mapping: dict[str, Any]) -> bool:
@@ -51,7 +51,7 @@ class ParamGroups:
     embeddings: Multipliers = field(default_factory=Multipliers)
     head: Multipliers = field(default_factory=Multipliers)
     patterns: dict[str, Any] = setting(
-        dict, "more groups: name to a mapping of match (a regular expression), lr_mult and wd_mult"
+        dict, "further groups by name: mappings of match (a regular expression), lr_mult and wd_mult"
     )
 
     def check(self) -> Iterator[Violation]:
@@ -91,7 +91,7 @@ class Adam(Optimizer):
     _target_: str = "foundry.optimizers.adam"
     beta1: float = setting(0.9, "decay of the first moment", ge=0, lt=1)
     beta2: float = setting(0.95, "decay of the second moment", ge=0, lt=1)
-    eps: float = setting(1e-8, "added to the root of the second moment", gt=0)
+    eps: float = setting(1e-8, "constant added to the root of the second moment", gt=0)
 
 
 class MomentsDtype(Enum):
@@ -107,7 +107,8 @@ class AdamW(Adam):
     _target_: str = "foundry.optimizers.adamw"
     moments_dtype: MomentsDtype | None = setting(
         None,
-        "bf16: both moments are stored in it, in half of the memory, and updated in fp32; null: the parameters' type",
+        "bf16: store both moments in bf16, with half of the memory, and update them in fp32; null: the dtype of the "
+        "parameters",
     )
 
     def check(self) -> Iterator[Violation]:
@@ -129,7 +130,7 @@ class SGD(Optimizer):
 
     _target_: str = "foundry.optimizers.sgd"
     momentum: float = setting(0.9, "decay of the velocity", ge=0, lt=1)
-    nesterov: bool = setting(False, "look ahead by one step of momentum")
+    nesterov: bool = setting(False, "use Nesterov momentum")
 
 
 class NsDtype(Enum):
@@ -150,11 +151,11 @@ class Muon(Optimizer):
 
     _target_: str = "foundry.optimizers.muon"
     momentum: float = setting(0.95, "decay of Muon's velocity", ge=0, lt=1)
-    nesterov: bool = setting(True, "look ahead by one step of momentum")
-    ns_steps: int = setting(5, "Newton-Schulz iterations of the orthogonalisation", ge=1, le=1000)
+    nesterov: bool = setting(True, "use Nesterov momentum")
+    ns_steps: int = setting(5, "number of Newton-Schulz iterations of the orthogonalisation", ge=1, le=1000)
     ns_dtype: NsDtype | None = setting(
-        None, "arithmetic of these iterations; null: bf16 under amp_bfloat16 and pure_bf16, else fp32"
+        None, "dtype of the Newton-Schulz iterations; null: bf16 under amp_bfloat16 and pure_bf16, else fp32"
     )
     beta1: float = setting(0.9, "AdamW's decay of the first moment", ge=0, lt=1)
     beta2: float = setting(0.95, "AdamW's decay of the second moment", ge=0, lt=1)
-    eps: float = setting(1e-8, "AdamW's addition to the root of the second moment", gt=0)
+    eps: float = setting(1e-8, "AdamW's constant added to the root of the second moment", gt=0)

@@ -32,9 +32,9 @@ class BaseDtype(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Peft:
-    """All weights are trained."""
+    """Training of all weights."""
 
-    method: str = setting("none", "the option's own name")
+    method: str = setting("none", "name of the chosen option")
 
     @property
     def narrows_base(self) -> bool:
@@ -55,21 +55,23 @@ class LoRA(Peft):
     method: str = "lora"
     adapter_dim: int = setting(8, "rank of the adapters; a power of 2", ge=1, le=2**16)
     alpha: float = setting(16.0, "adapters are scaled by alpha / adapter_dim", gt=0)
-    adapter_dropout: float | None = setting(None, "dropout of what goes into the adapters; null: none", ge=0, lt=1)
+    adapter_dropout: float | None = setting(
+        None, "dropout probability of the adapters' inputs; null: no dropout", ge=0, lt=1
+    )
     target_modules: list[str] = setting(
         lambda: ["*_proj"],
-        "layers that get one: last parts of names, wildcards for whole names, or Megatron's linear_qkv, linear_proj, "
-        "linear_fc1, linear_fc2",
+        "layers with adapters: last parts of their names, wildcards for whole names, or Megatron's linear_qkv, "
+        "linear_proj, linear_fc1, linear_fc2",
     )
-    rslora: bool = setting(False, "scale by alpha / sqrt(adapter_dim) instead")
+    rslora: bool = setting(False, "scale adapters by alpha / sqrt(adapter_dim) instead")
     base_dtype: BaseDtype = setting(
         BaseDtype.auto,
-        "frozen matrices of blocks: auto: in the type that amp computes in, with the same results; fp32",
+        "dtype of the frozen matrices of blocks: auto: the compute dtype of amp, with the same results; fp32",
         on_resume=OnResume.same,
     )
     merge: bool = setting(
         False,
-        "foundry.export adds the adapters to the weights, in fp32, and writes a plain model",
+        "foundry.export merges the adapters into the weights, in fp32, and writes a plain model",
         on_resume=OnResume.same,
     )
 

@@ -1,4 +1,4 @@
-"""`precision=`: arithmetic of training, the same for one process, DDP and FSDP2."""
+"""`precision=`: the dtypes of weights and computation, the same under one process, DDP and FSDP2."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -33,5 +33,5 @@ class Precision:
     )
     tf32: bool = setting(
         False,
-        "compute fp32 matrix products and convolutions in TF32, with 10 bits of mantissa; on NVIDIA GPUs since Ampere",
+        "compute fp32 matrix products and convolutions in TF32, with 10 bits of mantissa, on NVIDIA GPUs since Ampere",
     )

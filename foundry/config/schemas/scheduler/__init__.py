@@ -46,18 +46,19 @@ class Scheduler:
     _target_: str
     warmup: str = setting(
         "1000",
-        "duration of the linear warm-up; a fraction is one of the horizon",
+        "duration of the linear warm-up; a fraction refers to the horizon",
         parse=Duration.parse,
         runtime=True,
     )
     clamp_warmup: bool = setting(
         False,
-        "shorten a warm-up that does not fit to all but the last step, with a warning, instead of refusing it",
+        "shorten a warm-up that is too long to all but the last step, with a warning, instead of refusing it",
     )
     warmup_init: float = setting(0.0, "learning rate at the start of the warm-up", ge=0)
     horizon: str = setting(
         "1.0",
-        "duration at whose end the curve has reached its floor, warm-up included; longer than a run that is cut short",
+        "duration of the schedule, including the warm-up; the learning rate reaches its floor at the end; can be "
+        "longer than the run",
         parse=Duration.parse_positive,
     )
     min_lr: float = setting(
@@ -66,21 +67,24 @@ class Scheduler:
         ge=0,
         runtime=True,
     )
-    force_min_lr: float = setting(0.0, "after the warm-up the learning rate never falls below this", ge=0)
+    force_min_lr: float = setting(0.0, "minimum learning rate after the warm-up", ge=0)
     evaluate_at: EvaluateAt = setting(
         EvaluateAt.end,
-        "end: the update that consumes samples a..b uses the rate at b, so the last one reaches min_lr; start: at a",
+        "learning rate of an update that consumes samples a..b: end: at b, so that the last update reaches min_lr; "
+        "start: at a",
     )
     start_weight_decay: float | None = setting(
-        None, "weight decay at the start of its curve; null, as the end's: optimizer.weight_decay throughout", ge=0
+        None,
+        "weight decay at the start of its schedule; null here and for the end: optimizer.weight_decay throughout",
+        ge=0,
     )
-    end_weight_decay: float | None = setting(None, "weight decay at the end of its curve", ge=0)
+    end_weight_decay: float | None = setting(None, "weight decay at the end of its schedule", ge=0)
     weight_decay_incr_style: IncrementStyle = setting(
-        IncrementStyle.constant, "the way from start to end, rising or falling: constant, linear, cosine"
+        IncrementStyle.constant, "shape of the weight decay schedule, rising or falling: constant, linear, cosine"
     )
     weight_decay_horizon: str | None = setting(
         None,
-        "duration of the weight decay's curve; null: the run, or the horizon where that is longer",
+        "duration of the weight decay schedule; null: the run, or the horizon if that is longer",
         parse=Duration.parse_positive,
     )
 
@@ -173,12 +177,12 @@ class InverseSquareRoot(Scheduler):
 
 @dataclass(frozen=True, kw_only=True)
 class WSD(Scheduler):
-    """Warm-up, stable at the peak, then a decay at the end of the horizon."""
+    """Warm-up, a stable phase at the peak, then a decay at the end of the horizon."""
 
     _target_: str = "foundry.schedules.WSD.from_durations"
     decay: str = setting(
         "0.3",
-        "duration of the decay that ends at the horizon, of which a fraction is one",
+        "duration of the decay, which ends at the horizon; a fraction refers to the horizon",
         parse=Duration.parse_positive,
     )
     decay_style: DecayStyle = setting(

@@ -1,4 +1,4 @@
-"""`simulator=`: simulator of a task, such as one that a robot policy acts in."""
+"""`simulator=`: the simulated environment for policies."""
 
 from dataclasses import dataclass
 
@@ -17,13 +17,15 @@ class Simulator:
     """Base class of settings for one task in a simulated environment."""
 
     _target_: str
-    state_dim: int = setting("???", "numbers in the state that a policy sees", ge=1, le=10**6, runtime=True, alone=None)
-    action_dim: int = setting("???", "numbers in an action", ge=1, le=10**6, runtime=True, alone=None)
+    state_dim: int = setting(
+        "???", "size of the state that a policy observes", ge=1, le=10**6, runtime=True, alone=None
+    )
+    action_dim: int = setting("???", "size of an action", ge=1, le=10**6, runtime=True, alone=None)
     image_size: int | None = setting(
         None,
-        "height and width in pixels of the picture that a policy sees besides; null: none",
+        "height and width in pixels of the image that a policy also observes; null: no image",
         ge=8,
         le=4096,
         runtime=True,
     )
-    max_steps: int = setting(100, "actions after which an episode is over", ge=1, le=10**9)
+    max_steps: int = setting(100, "maximum number of actions in an episode", ge=1, le=10**9)

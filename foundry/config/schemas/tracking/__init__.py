@@ -1,4 +1,4 @@
-"""`tracking=`: trackers (MLflow, TensorBoard, Weights & Biases), files and terminal output."""
+"""`tracking=`: logs, progress display, plots and experiment trackers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, is_dataclass
@@ -35,7 +35,7 @@ def parse_progress(text: str) -> None:
 class Profile:
     """Settings of torch's profiler, which writes a trace of each rank to `profile/` in the run directory."""
 
-    first_step: int | None = setting(None, "optimizer step to begin with, counted from 1; null: none is recorded", ge=1)
+    first_step: int | None = setting(None, "first optimizer step to record, counted from 1; null: no profile", ge=1)
     num_steps: int = setting(3, "optimizer steps to record", ge=1, le=1000)
 
     @property
@@ -53,40 +53,41 @@ class Tracking:
     log_every_n_steps: int = setting(10, "optimizer steps between log lines", ge=1)
     norms_every_n_steps: int | None = setting(
         None,
-        "optimizer steps between those in which the norms of gradient, weights and update are measured by block; a "
-        "multiple of log_every_n_steps; null: none are",
+        "optimizer steps between measurements of the norms of gradient, weights and update by block; a multiple of "
+        "log_every_n_steps; null: no norms",
         ge=1,
     )
     progress: bool | str = setting(
         True,
-        "show progress on the terminal; json: write it to standard output, an object a line",
+        "show progress on the terminal; json: write it to standard output as one JSON object per line",
         parse=parse_progress,
     )
     plots: bool = setting(
-        True, "draw plots/: loss, metrics, schedule, norms by block where measured, and success of a policy"
+        True, "draw plots/: loss, metrics, schedule, norms by block if measured, and success of a policy"
     )
     mlflow: bool = setting(True, "log to MLflow")
     uri: str | None = setting(None, "MLflow tracking URI; null: MLFLOW_TRACKING_URI, else sqlite:///mlflow.db")
     experiment_name: str = setting("foundry", "MLflow experiment")
-    run_name: str | None = setting(None, "MLflow run; null: the run directory's name, of a job what is swept")
-    tags: dict[str, Any] = setting(
-        dict, "further tags of the run in MLflow, by name, as a mapping", on_resume=OnResume.allowed
+    run_name: str | None = setting(
+        None, "name of the MLflow run; null: the name of the run directory, or for a job of a sweep its swept values"
     )
-    note: str | None = setting(None, "about the run in words, on its page in MLflow", on_resume=OnResume.allowed)
+    tags: dict[str, Any] = setting(dict, "further tags of the run in MLflow, as a mapping", on_resume=OnResume.allowed)
+    note: str | None = setting(None, "description of the run, shown on its page in MLflow", on_resume=OnResume.allowed)
     system_metrics: bool = setting(
         False,
-        "measure processors, memory, disk, network, GPUs of rank 0's machine in MLflow; GPUs need nvidia-ml-py",
+        "record the use of processors, memory, disk, network and GPUs of rank 0's machine in MLflow; GPUs need "
+        "nvidia-ml-py",
         on_resume=OnResume.allowed,
     )
     log_model: bool = setting(
         False,
-        "of a finished run log the best model in MLflow, where mlflow models serves it; language models only",
+        "log the best model of a finished run in MLflow, in a form that mlflow models can serve; language models only",
         on_resume=OnResume.allowed,
     )
     profile: Profile = field(default_factory=Profile)
     trackers: dict[str, Any] = setting(
         dict,
-        "further trackers by name: each a `_target_` with its settings, or null",
+        "further trackers by name: each a `_target_` with its arguments, or null",
         on_resume=OnResume.allowed,
     )
 

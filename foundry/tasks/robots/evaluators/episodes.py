@@ -1,4 +1,9 @@
-"""Batched episodes of a policy in simulators."""
+"""Batched episodes of a policy in simulators.
+
+The start of an episode and the random numbers of each prediction depend only on the seed and the episode's number.
+Ranks divide chunks of episodes, and the content and padding of a chunk do not depend on the number of ranks. Simulator
+seeds below 2**32 are for evaluation; demonstrations start at 2**32 and scenes at 2**32 + 2**31.
+"""
 
 import logging
 from collections import deque

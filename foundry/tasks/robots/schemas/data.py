@@ -19,30 +19,32 @@ class Episodes(Data):
     brings_hparams: ClassVar[str] = "policy"
     words_if: ClassVar[str | None] = "instruction_tokens"
 
-    num_observations: int = setting(2, "states that a policy sees: the present one and those before it", ge=1, le=1024)
-    horizon: int = setting(16, "actions of a sample, from the present one on", ge=1, le=10**5)
-    state_dim: int = setting("???", "numbers in a state", ge=1, le=10**6, runtime=True)
-    action_dim: int = setting("???", "numbers in an action", ge=1, le=10**6, runtime=True)
+    num_observations: int = setting(
+        2, "number of observations that a policy sees: the current one and the previous ones", ge=1, le=1024
+    )
+    horizon: int = setting(16, "number of actions in a sample, from the current one on", ge=1, le=10**5)
+    state_dim: int = setting("???", "size of the state", ge=1, le=10**6, runtime=True)
+    action_dim: int = setting("???", "size of an action", ge=1, le=10**6, runtime=True)
     image_size: int | None = setting(
         None,
-        "height and width in pixels of the picture that a policy sees besides; null: none",
+        "height and width in pixels of the image that a policy also sees; null: no image",
         ge=8,
         le=4096,
         runtime=True,
     )
-    held_out: float = setting(0.05, "share of episodes kept for validation, at least one", gt=0, lt=1)
+    held_out: float = setting(0.05, "fraction of episodes held out for validation, at least one episode", gt=0, lt=1)
     instruction_tokens: int | None = setting(
         None,
-        "most tokens of an instruction, the words that say what is to be done; longer ones are refused; null: a policy "
-        "is not told any",
+        "maximum tokens of an instruction, which describes the task in words; longer ones are refused; null: no "
+        "instructions",
         ge=1,
         le=10**5,
         runtime=True,
     )
     vocab_size: int = setting(
         MODEL_VOCAB_SIZE,
-        "entries of the byte-level BPE trained on the instructions, or most of `tokenizer`; default: those of the "
-        "weights in model.backbone.init_from",
+        "vocabulary size of the byte-level BPE trained on the instructions, or upper limit for `tokenizer`; default: "
+        "from the weights in model.backbone.init_from",
         ge=1,
         le=10**8,
         runtime=True,
@@ -50,8 +52,8 @@ class Episodes(Data):
     )
     tokenizer: str | None = setting(
         MODEL_TOKENIZER,
-        "of instructions: tokenizer.json or folder; null: train one on those of the training episodes; the weights in "
-        "model.backbone.init_from bring their own",
+        "tokenizer.json of the instructions, or its folder; null: train a tokenizer on the instructions of the "
+        "training episodes; default: from the weights in model.backbone.init_from",
         path=True,
         on_resume=OnResume.data,
         runtime=True,
@@ -77,27 +79,27 @@ class Episodes(Data):
 
 @dataclass(frozen=True, kw_only=True)
 class Demonstrations(Episodes):
-    """Successful episodes of the simulator's expert, the same for every seed of a run; made once, and kept."""
+    """Successful episodes of the simulator's expert, the same for every seed of a run; generated once and cached."""
 
     _target_: str = "foundry.datasets.demonstrations"
 
-    episodes: int = setting(300, "successful episodes", ge=2, le=10**7)
+    episodes: int = setting(300, "number of successful episodes", ge=2, le=10**7)
     noise: float = setting(
         0.2,
-        "standard deviation of what is added to the actions that are executed, in the simulator's units; the expert's "
-        "own are recorded, so that it shows how to come back",
+        "standard deviation of the noise on executed actions, in the simulator's units; the expert's actions are "
+        "recorded without it, so that they show how to recover",
         ge=0,
     )
-    noisy_share: float = setting(0.7, "share of episodes with noise", ge=0, le=1)
+    noisy_share: float = setting(0.7, "fraction of episodes with noise", ge=0, le=1)
     state_dim: int = setting(
-        "${simulator_size:state_dim}", "numbers in a state: the simulator's", ge=1, le=10**6, runtime=True
+        "${simulator_size:state_dim}", "size of the state; default: from the simulator", ge=1, le=10**6, runtime=True
     )
     action_dim: int = setting(
-        "${simulator_size:action_dim}", "numbers in an action: the simulator's", ge=1, le=10**6, runtime=True
+        "${simulator_size:action_dim}", "size of an action; default: from the simulator", ge=1, le=10**6, runtime=True
     )
     image_size: int | None = setting(
         "${simulator_size:image_size}",
-        "height and width in pixels of the picture that a policy sees besides: the simulator's; null: none",
+        "height and width in pixels of the image that a policy also sees; default: from the simulator; null: no image",
         ge=8,
         le=4096,
         runtime=True,
@@ -106,7 +108,7 @@ class Demonstrations(Episodes):
 
 @dataclass(frozen=True, kw_only=True)
 class LeRobot(Episodes):
-    """Episodes of your own, in a folder in LeRobot's format, version 3."""
+    """Your own episodes, in a folder in LeRobot's format, version 3."""
 
     _target_: str = "foundry.datasets.lerobot"
 
@@ -114,18 +116,18 @@ class LeRobot(Episodes):
     state_key: str = setting("observation.state", "column of the states")
     action_key: str = setting("action", "column of the actions")
     image_key: str | None = setting(
-        None, "column of pictures or videos that a policy sees besides, as observation.images.front; null: none"
+        None, "column of the images or videos that a policy also sees, such as observation.images.front; null: none"
     )
     state_dim: int = setting(
-        "${lerobot_size:state_dim}", "numbers in a state: the column's", ge=1, le=10**6, runtime=True
+        "${lerobot_size:state_dim}", "size of the state; default: from the column", ge=1, le=10**6, runtime=True
     )
     action_dim: int = setting(
-        "${lerobot_size:action_dim}", "numbers in an action: the column's", ge=1, le=10**6, runtime=True
+        "${lerobot_size:action_dim}", "size of an action; default: from the column", ge=1, le=10**6, runtime=True
     )
     image_size: int | None = setting(
         "${lerobot_size:image_size}",
-        "height and width in pixels that pictures are brought to; default: their own, or the shorter and at most 96 if "
-        "they are not square",
+        "height and width in pixels after resizing; default: the size in the files, or for non-square images the "
+        "shorter side, at most 96",
         ge=8,
         le=4096,
         runtime=True,
@@ -140,15 +142,21 @@ class LeRobot(Episodes):
 
 @dataclass(frozen=True, kw_only=True)
 class Scenes(AboutPictures):
-    """Pictures of the starts of the simulator's episodes, with what it says about them; made once, and kept."""
+    """Images of the starts of the simulator's episodes, with conversations about them; generated once and cached."""
 
     _target_: str = "foundry.datasets.scenes"
 
-    num_scenes: int = setting(4200, "pictures, those held out among them", ge=2, le=2**30)
-    seq_len: int = setting(64, "most tokens of a conversation", ge=1, le=10**8)
+    num_scenes: int = setting(4200, "number of images, including held-out ones", ge=2, le=2**30)
+    seq_len: int = setting(64, "maximum tokens of a conversation", ge=1, le=10**8)
     vocab_size: int = setting(
-        320, "entries of the byte-level BPE trained on the conversations, or most of `tokenizer`", ge=1, le=10**8
+        320,
+        "vocabulary size of the byte-level BPE trained on the conversations, or upper limit for `tokenizer`",
+        ge=1,
+        le=10**8,
     )
     image_size: int | None = setting(
-        "${simulator_size:image_size}", "height and width in pixels of the picture: the simulator's", ge=8, le=4096
+        "${simulator_size:image_size}",
+        "height and width of the image in pixels; default: from the simulator",
+        ge=8,
+        le=4096,
     )

@@ -30,10 +30,12 @@ class Success:
     metrics: ClassVar[tuple[str, ...]] = SUCCESS_METRICS
 
     _target_: str = "foundry.evals.Success"
-    num_observations: int = setting(2, "observations that the policy is shown", ge=1, le=1024)
-    episodes: int = setting(50, "episodes to run", ge=1, le=MOST_EPISODES)
-    at_a_time: int = setting(25, "episodes that share a forward pass, with a simulator each", ge=1, le=10**6)
+    num_observations: int = setting(2, "number of observations that the policy sees", ge=1, le=1024)
+    episodes: int = setting(50, "number of episodes to run", ge=1, le=MOST_EPISODES)
+    at_a_time: int = setting(25, "episodes that share a forward pass, each with a separate simulator", ge=1, le=10**6)
     first_episode: int = setting(0, "number of the first episode", ge=0, le=MOST_EPISODES - 1)
-    draw: bool = setting(True, "draw the first episodes")
-    instruction_tokens: int | None = setting(None, "tokens of an instruction; null: none", ge=1)
-    instruction: Told = setting(Told.own, "own: the episode's; other: another of the simulator's")
+    draw: bool = setting(True, "draw the first episodes as an animation")
+    instruction_tokens: int | None = setting(None, "maximum tokens of an instruction; null: no instructions", ge=1)
+    instruction: Told = setting(
+        Told.own, "instruction for the policy: own: the episode's; other: a different one of the simulator"
+    )

@@ -14,28 +14,30 @@ _SIZES = ("state_dim", "num_observations", "horizon", "action_dim")
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyDiT(Model):
-    """Diffusion transformer blocks over chunks of actions, conditioned on what a robot observes."""
+    """A diffusion transformer over action chunks, conditioned on the observations of a robot."""
 
     is_divided: ClassVar[bool] = False
     same_as_data: ClassVar[tuple[str, ...]] = (*Model.same_as_data, *_SIZES)
     wants: ClassVar[frozenset[str]] = frozenset({"actions"})
 
     _target_: str = "foundry.PolicyDiT"
-    state_dim: int = setting("${data.state_dim}", "numbers of the state", ge=1, le=10**6)
-    action_dim: int = setting("${data.action_dim}", "numbers of an action", ge=1, le=10**6)
-    num_observations: int = setting("${data.num_observations}", "observations that the model is shown", ge=1, le=10**4)
-    horizon: int = setting("${data.horizon}", "actions of a chunk", ge=1, le=10**5)
+    state_dim: int = setting("${data.state_dim}", "size of the state", ge=1, le=10**6)
+    action_dim: int = setting("${data.action_dim}", "size of an action", ge=1, le=10**6)
+    num_observations: int = setting(
+        "${data.num_observations}", "number of observations that the model sees", ge=1, le=10**4
+    )
+    horizon: int = setting("${data.horizon}", "actions per chunk", ge=1, le=10**5)
     image_size: int | None = setting(
         "${data.image_size}",
-        "height and width in pixels of the picture of each observation; null: none is looked at",
+        "height and width in pixels of the image in each observation; null: no image",
         ge=1,
         le=10**5,
     )
-    patch_size: int = setting(8, "actions of a token; must divide horizon", ge=1, le=10**5)
+    patch_size: int = setting(8, "actions per token; must divide horizon", ge=1, le=10**5)
     hidden_size: int = setting(128, "width of the residual stream; an even number", ge=2, le=10**6)
-    num_layers: int = setting(3, "blocks", ge=1, le=1000)
+    num_layers: int = setting(3, "number of blocks", ge=1, le=1000)
     num_heads: int = setting(4, "attention heads; must divide hidden_size", ge=1, le=10**5)
-    mlp_ratio: float = setting(4.0, "feed-forward width over hidden_size", gt=0, le=1000)
+    mlp_ratio: float = setting(4.0, "feed-forward width divided by hidden_size", gt=0, le=1000)
 
     def check(self) -> Iterator[Violation]:
         """Check that sizes are divisible as required."""
@@ -52,7 +54,7 @@ class PolicyDiT(Model):
 
 @dataclass(frozen=True, kw_only=True)
 class VLA(Model):
-    """An action expert on a vision-language model: a policy that is told in words what to do."""
+    """An action expert on a vision-language model: a policy that follows instructions in words."""
 
     language_part: ClassVar[str | None] = "backbone"
     same_as_data: ClassVar[tuple[str, ...]] = (*Model.same_as_data, *_SIZES)
@@ -61,15 +63,17 @@ class VLA(Model):
 
     _target_: str = "foundry.VLA"
     backbone: PrefixVLM = setting(PrefixVLM, "the vision-language model, whose keys and values the expert attends to")
-    state_dim: int = setting("${data.state_dim}", "numbers of the state", ge=1, le=10**6)
-    action_dim: int = setting("${data.action_dim}", "numbers of an action", ge=1, le=10**6)
-    num_observations: int = setting("${data.num_observations}", "observations that the model is shown", ge=1, le=10**4)
-    horizon: int = setting("${data.horizon}", "actions of a chunk, a token each", ge=1, le=10**5)
+    state_dim: int = setting("${data.state_dim}", "size of the state", ge=1, le=10**6)
+    action_dim: int = setting("${data.action_dim}", "size of an action", ge=1, le=10**6)
+    num_observations: int = setting(
+        "${data.num_observations}", "number of observations that the model sees", ge=1, le=10**4
+    )
+    horizon: int = setting("${data.horizon}", "actions per chunk, one token each", ge=1, le=10**5)
     intermediate_size: int = setting(384, "width of the expert's SwiGLU feed-forward", ge=1, le=10**7)
     state_scale: float = setting(
         0.3,
-        "the state is multiplied by it: below 1, a policy learns from pictures and words before it learns to go on as "
-        "it moves",
+        "factor on the state; below 1, a policy learns from images and instructions before it learns to continue its "
+        "current motion",
         ge=0,
         le=1000,
     )

@@ -28,11 +28,11 @@ class ActionChunks:
     metrics: ClassVar[tuple[str, ...]] = ()
     same_as_data: ClassVar[tuple[str, ...]] = ("horizon", "action_dim")
 
-    horizon: int = setting("${data.horizon}", "actions of a chunk", ge=1, le=10**5)
-    action_dim: int = setting("${data.action_dim}", "numbers of an action", ge=1, le=10**6)
+    horizon: int = setting("${data.horizon}", "actions per chunk", ge=1, le=10**5)
+    action_dim: int = setting("${data.action_dim}", "size of an action", ge=1, le=10**6)
     action_steps: int = setting(
         8,
-        "actions of a chunk that are carried out before the model is asked again",
+        "actions of a chunk that are executed before the model predicts the next chunk",
         ge=1,
         le=10**5,
     )
@@ -46,20 +46,21 @@ class ActionChunks:
 
 @dataclass(frozen=True, kw_only=True)
 class DiffusionPolicy(ActionChunks):
-    """Denoising of the next actions (Chi et al., 2023): right where there are several ways to do a task."""
+    """Denoising of the next actions (Chi et al., 2023), for tasks that can be done in several ways."""
 
     loss_functions: ClassVar[tuple[str, ...]] = ("mse",)
 
     _target_: str = "foundry.DiffusionPolicy"
     seed: int = setting("${hparams.seed}", "seed of noise and timesteps", ge=0)
     prediction: Prediction = setting(
-        Prediction.sample, "sample: the actions, which learns fastest; epsilon: the noise; v_prediction: the velocity"
+        Prediction.sample,
+        "prediction target: sample: the actions, which learns fastest; epsilon: the noise; v_prediction: the velocity",
     )
     num_train_timesteps: int = setting(100, "timesteps of the noise schedule", ge=1, le=10**6)
     beta_schedule: BetaSchedule = setting(
         BetaSchedule.squaredcos_cap_v2, "noise schedule: squaredcos_cap_v2 (the cosine), linear or scaled_linear"
     )
-    sampling_steps: int = setting(10, "denoising steps of an answer", ge=1, le=10**6)
+    sampling_steps: int = setting(10, "denoising steps per action chunk", ge=1, le=10**6)
 
     def check(self) -> Iterator[Violation]:
         """Check that the chunk and the noise schedule are long enough."""
@@ -75,16 +76,18 @@ class FlowPolicy(ActionChunks):
 
     _target_: str = "foundry.FlowPolicy"
     seed: int = setting("${hparams.seed}", "seed of noise and times", ge=0)
-    sampling_steps: int = setting(10, "Euler steps of an answer", ge=1, le=10**6)
+    sampling_steps: int = setting(10, "Euler steps per action chunk", ge=1, le=10**6)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActionRegression(ActionChunks):
-    """Regression of the next actions: right where there is one way to do a task, and the baseline elsewhere."""
+    """Regression of the next actions, for tasks that can be done in one way only, and as a baseline."""
 
     _target_: str = "foundry.ActionRegression"
     loss_function: str = setting(
-        "l1", "l1: absolute error, as ACT has; mse: squared; hparams=policy follows it", parse=parse_regression_loss
+        "l1",
+        "l1: absolute error, as in ACT; mse: squared error; hparams=policy follows it",
+        parse=parse_regression_loss,
     )
 
     @property

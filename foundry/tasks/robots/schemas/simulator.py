@@ -1,4 +1,4 @@
-"""`simulator=`: foundry's own scene, environments of Gymnasium, and Meta-World."""
+"""`simulator=`: foundry's tabletop scene, environments of Gymnasium, and Meta-World."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -39,24 +39,24 @@ def _parse_task(text: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Tabletop(Simulator):
-    """A pusher, and three blocks on a table: foundry's own scene in MuJoCo."""
+    """A pusher and three blocks on a table, simulated in MuJoCo."""
 
     _target_: str = "foundry.Tabletop"
     task: str = setting(
         "around",
-        "around: touch the red block by either side of the green one; push: the block named to the side named; "
-        "touch: the block named and no other",
+        "around: touch the red block, past the green one on either side; push: push the named block to the named "
+        "side; touch: touch the named block and no other",
         parse=_parse_task,
     )
     state_dim: int = setting(
         "${tabletop_state_dim:}",
-        "numbers in the state that a policy sees: pusher, blocks and goal; with a picture the pusher alone",
+        "size of the state that a policy observes: pusher, blocks and goal; with an image, only the pusher",
         ge=1,
         le=10**6,
         runtime=True,
         alone=None,
     )
-    action_dim: int = setting(2, "numbers in an action: the pusher's velocity", ge=1, le=10**6, runtime=True)
+    action_dim: int = setting(2, "size of an action: the pusher's velocity", ge=1, le=10**6, runtime=True)
 
     def check(self) -> Iterator[Violation]:
         """Check that MuJoCo is installed and the sizes match the task."""
@@ -89,19 +89,17 @@ _FIRST_MUJOCO_WITHOUT_FETCH, _LAST_FETCH_WITH_THE_FAULT = (3, 12), (1, 4, 2)
 
 @dataclass(frozen=True, kw_only=True)
 class Gymnasium(Simulator):
-    """Any environment of Gymnasium with numbers as observation and action."""
+    """Any environment of Gymnasium with numeric observations and actions."""
 
     _target_: str = "foundry.Gymnasium"
-    id: str = setting("???", "of the environment, as for gymnasium.make, such as FetchPush-v4")
-    kwargs: dict[str, Any] = setting(dict, "what the environment is made with besides, as a mapping")
+    id: str = setting("???", "ID of the environment in gymnasium.make, such as FetchPush-v4")
+    kwargs: dict[str, Any] = setting(dict, "further arguments of gymnasium.make, as a mapping")
     import_module: str | None = setting(None, "module to import first, which registers the environment; null: none")
     success_reward: float | None = setting(
-        None, "reward of a step at which the task is done; null: info says so by `is_success` or `success`"
+        None, "smallest reward of a step that means success; null: read success from `is_success` or `success` in info"
     )
-    expert: str | None = setting(
-        None, "dotted path of a function that returns an action for a state; null: nobody shows what to do"
-    )
-    instruction: str | None = setting(None, "what is to be done, in words; null: none")
+    expert: str | None = setting(None, "dotted path of a function that returns an action for a state; null: no expert")
+    instruction: str | None = setting(None, "instruction that describes the task; null: none")
 
     def check(self) -> Iterator[Violation]:
         """Check that the required packages are installed in compatible versions."""
@@ -134,9 +132,9 @@ class MetaWorld(Simulator):
 
     _target_: str = "foundry.MetaWorld"
     task: str = setting("pick-place-v3", "name of the task, such as reach-v3, push-v3 or drawer-open-v3")
-    state_dim: int = setting(39, "numbers in the state that a policy sees", ge=1, le=10**6, runtime=True)
-    action_dim: int = setting(4, "numbers in an action", ge=1, le=10**6, runtime=True)
-    max_steps: int = setting(200, "actions after which an episode is over", ge=1, le=10**9)
+    state_dim: int = setting(39, "size of the state that a policy observes", ge=1, le=10**6, runtime=True)
+    action_dim: int = setting(4, "size of an action", ge=1, le=10**6, runtime=True)
+    max_steps: int = setting(200, "maximum number of actions in an episode", ge=1, le=10**9)
 
     def check(self) -> Iterator[Violation]:
         """Check that the required packages are installed."""
