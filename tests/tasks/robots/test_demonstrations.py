@@ -188,7 +188,7 @@ def test_demonstration_folder_records_robot_type_fps_and_task(tmp_path):
     [
         (None, {}, "simulator: is none but data=demonstrations needs a simulator with an expert"),
         (Untaught, {}, r"data: is demonstrations but Untaught has no expert_action\(\); .*data=lerobot"),
-        (Inept, {}, r"data\.noise: is 0\.05, with which the expert of Inept has failed in 2\d of 2\d episodes"),
+        (Inept, {}, r"data\.noise: is 0\.05 but the expert of Inept has failed in 2\d of 2\d episodes"),
         (Reach, {"state_dim": 5}, r"data\.state_dim: is 5 but Reach has 4"),
         (Reach, {"action_dim": 3}, r"data\.action_dim: is 3 but Reach has 2"),
         (Reach, {"image_size": 16}, r"data\.image_size: is 16 but Reach returns no image of this size"),

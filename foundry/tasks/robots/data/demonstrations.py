@@ -139,7 +139,7 @@ class _Making:
                 continue
             failed += 1
             if failed > _SPARE_FAILURES and failed > 2 * made:
-                message = f"is {self.settings.noise:g}, with which the expert of {kind} has failed in {failed} of "
+                message = f"is {self.settings.noise:g} but the expert of {kind} has failed in {failed} of "
                 message += f"{made + failed} episodes; lower it, or record demonstrations and choose data=lerobot"
                 raise ConfigError(Violation("data.noise", message))
 
