@@ -68,9 +68,9 @@ def read_status(run_dir: Path) -> dict[str, Any]:
 
 
 def write_status(run_dir: Path, **changes: Any) -> None:
-    """Change what the file says; the rest of it stays. An end is on the disk when this returns.
+    """Change fields of the file and keep the others; the end of a run is on disk when the function returns.
 
-    Nothing is written for a run whose directory is gone.
+    Writes nothing if the run directory no longer exists.
     """
     if not run_dir.is_dir():
         return
