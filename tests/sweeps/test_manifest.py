@@ -90,7 +90,7 @@ def test_manifest_refuses_jobs_with_changed_settings(tmp_path, config_of):
         manifest.check(tmp_path, entries, changed)
     lines = str(refused.value).splitlines()
     assert len(lines) == 2
-    assert "hparams.max_steps: 500 -> 7 in job 0 (hparams.lr=0.001), job 1 (hparams.lr=0.002); give what" in lines[0]
+    assert "hparams.max_steps: 500 -> 7 in job 0 (hparams.lr=0.001), job 1 (hparams.lr=0.002); restore" in lines[0]
     assert "optimizer.weight_decay: " in lines[1]
 
 
