@@ -22,20 +22,20 @@ from foundry.config.schemas.root import Config
 from foundry.config.schemas.sweeper import Search, Sweep, Sweeper
 
 _WITHOUT_SCHEMA = {
-    "experiment": "a named set of overrides",
-    "hparams_search": "a predefined sweep",
-    "debug": "short runs to test or profile a configuration",
+    "experiment": "a file of yours that fixes a set of choices",
+    "hparams_search": "a ready sweep",
+    "debug": "a run of seconds through every part",
 }
 _HIDDEN = ("hydra", "local", "schema")
 _INDENT, _WIDTH = 20, 116
 _SWEEPS = """foundry -m key=value,value ...
 python -m foundry -m key=value,value ...
 
-run a sweep: one job for every combination of the swept values; all jobs are checked before the first starts.
+a sweep: a job for every combination of what is swept; all jobs are checked before the first starts.
 
-Any key or group may have several values: key=1e-3,2e-3, key=range(1,5) or, for a search, key=interval(1,2). Predefined
-sweeps are hparams_search={ready}. Jobs write to hydra.sweep.dir (default multirun/TIME).
-`foundry report dir=DIR` shows the sweep as a table and a plot.
+What is swept: any key or group with several values, key=1e-3,2e-3, key=range(1,5) or, for a search, key=interval(1,2);
+ready sweeps are hparams_search={ready}. Jobs go to hydra.sweep.dir (default multirun/TIME).
+`foundry report dir=DIR` shows a sweep as a table and a picture.
 """
 
 
@@ -45,9 +45,9 @@ def write_sweep_page(loader: ConfigLoader) -> str:
     ready = ",".join(repository.get_group_options("hparams_search", ObjectType.CONFIG))
     lines = [_SWEEPS.format(ready=ready)]
     for choice, schemas in {
-        "hydra/sweeper=foundry (default): a grid": (Sweep,),
-        "hydra/sweeper=optuna: a search; requires the package optuna": (Search,),
-        "hydra/launcher=local (default: sequential, one job after the other)": (Local,),
+        "hydra/sweeper=foundry (the default): a grid": (Sweep,),
+        "hydra/sweeper=optuna: a search; needs the package optuna": (Search,),
+        "hydra/launcher=local (the default is sequential: one job after the other)": (Local,),
         "hydra/launcher=slurm": (Slurm,),
     }.items():
         prefix = "hydra.sweeper." if issubclass(schemas[0], Sweeper) else "hydra.launcher."
