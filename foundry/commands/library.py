@@ -54,7 +54,7 @@ def compose(
         ConfigError: lists all configuration errors.
     """
     if isinstance(overrides, str):
-        raise ConfigError(Violation("overrides", f"is a text but must be a list, such as compose([{overrides!r}])"))
+        raise ConfigError(Violation("overrides", f"is a string but must be a list, such as compose([{overrides!r}])"))
     violations, own = list[Violation](), list[str]()
     for override in overrides:
         key = override.lstrip("+~").partition("=")[0]

@@ -136,4 +136,4 @@ def test_compose_refuses_settings_that_do_not_fit_recorded_episodes(tmp_path):
     (wrong,) = lines("data=lerobot", here, "data.action_key=actions")
     assert wrong.startswith("data.action_key: is actions but that is not a column")
     (unseen,) = lines("data=lerobot", here, "data.image_size=64")
-    assert unseen == "data.image_size: is 64 but means nothing without data.image_key"
+    assert unseen == "data.image_size: is 64 but has no effect without data.image_key"

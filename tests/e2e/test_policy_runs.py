@@ -216,7 +216,7 @@ def test_eval_of_a_built_in_policy_needs_no_trust(tmp_path):
         ({"which": "7"}, "which: RUNS/good has no checkpoint '7'; there are: "),
         ({"against": "RUNS/nowhere"}, "against: RUNS/nowhere is not a run directory: it has no config.yaml"),
         ({"against": "RUNS/poor", "against_which": "7"}, "against_which: RUNS/poor has no checkpoint '7'"),
-        ({"against_which": "best"}, "against_which: is best but means nothing without against; add against=DIR"),
+        ({"against_which": "best"}, "against_which: is best but has no effect without against; add against=DIR"),
         (
             {"max_samples": 3},
             "max_samples: is 3 but belongs to the evaluation on data, and RUNS/good uses the evaluation of policies",

@@ -162,5 +162,5 @@ def _parse(folder: Path, content: Any) -> LeRobotInfo:
         raise ValueError("has features without a dtype")
     data_path, video_path = content.get("data_path"), content.get("video_path")
     if not isinstance(data_path, str) or not isinstance(video_path, str | None):
-        raise ValueError("has a data_path or video_path that is not a text")
+        raise ValueError("has a data_path or video_path that is not a string")
     return LeRobotInfo(folder, float(fps), features, data_path, video_path)

@@ -119,7 +119,7 @@ def test_tasks_of_a_lerobot_folder_become_instructions(index_name, tmp_path):
         (None, r"which has no meta/tasks\.parquet with the instructions"),
         ({"task_index": [0], "task": ["task 0"]}, r"which has frames of task 1, which meta/tasks\.parquet does not"),
         ({"task_index": [0, 1], "text": ["a", "b"]}, r"which has no columns task and task_index in"),
-        ({"task_index": [0, 1], "task": [3, 4]}, r"which has tasks in meta/tasks\.parquet that are not texts"),
+        ({"task_index": [0, 1], "task": [3, 4]}, r"which has tasks in meta/tasks\.parquet that are not strings"),
     ],
 )
 def test_lerobot_folder_with_missing_or_invalid_tasks_is_refused(columns, message, tmp_path):

@@ -239,7 +239,7 @@ def path(text, name="data_path"):
         (lambda info: info.pop("features"), "features without a dtype"),
         (lambda info: info.update(fps="fast"), "fps=fast, which is not a frame rate"),
         (lambda info: info.update(fps=0), "fps=0"),
-        (path(7), "not a text"),
+        (path(7), "not a string"),
         (path("/etc/passwd"), "not a path inside of it"),
         (path("data/../../{chunk_index:03d}.parquet"), "not a path inside of it"),
         (path("{chunk_index.__class__}"), "not a path inside of it"),

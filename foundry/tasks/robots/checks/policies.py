@@ -36,7 +36,7 @@ def _check_seen(model: Any, data: Episodes) -> Iterator[Violation]:
             message = f"is {data.instruction_tokens} but model PolicyDiT does not read instructions"
             yield Violation("data.instruction_tokens", f"{message}; leave it out, or choose model=vla")
     if data.instruction_tokens is None and data.tokenizer is not None and not isinstance(model, VLA):
-        message = f"is {shown(data.tokenizer)} but means nothing without data.instruction_tokens"
+        message = f"is {shown(data.tokenizer)} but has no effect without data.instruction_tokens"
         yield Violation("data.tokenizer", message)
     if isinstance(model, VLA):
         yield from _check_backbone(model.backbone, data)

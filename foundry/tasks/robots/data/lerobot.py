@@ -183,7 +183,7 @@ def _read_tasks(info: LeRobotInfo, task_index: NDArray[Any]) -> dict[str, Any]:
         require_unique(table.schema, [name, _TASK_INDEX])
         texts = dict(zip(table[_TASK_INDEX].to_pylist(), table[name].to_pylist(), strict=True))
     if not all(type(number) is int and isinstance(text, str) for number, text in texts.items()):
-        _refuse(info, f"has tasks in {_TASKS} that are not texts with a number")
+        _refuse(info, f"has tasks in {_TASKS} that are not strings with a number")
     tasks = sorted(set(texts.values()))
     found = np.unique(task_index)
     if unknown := [number for number in found.tolist() if number not in texts]:

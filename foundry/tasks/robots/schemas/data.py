@@ -137,7 +137,7 @@ class LeRobot(Episodes):
         """Check that an image size comes with an image column."""
         yield from super().check()
         if self.image_key is None and self.image_size is not None:
-            yield Violation("data.image_size", f"is {self.image_size} but means nothing without data.image_key")
+            yield Violation("data.image_size", f"is {self.image_size} but has no effect without data.image_key")
 
 
 @dataclass(frozen=True, kw_only=True)
