@@ -54,10 +54,10 @@ def run_composed(
     prefix = name.rpartition(".")[2] + "."
     names = {option.name for option in fields(schema)}  # type: ignore[arg-type]
     bare = names.difference(GROUPS)
-    prefixed = f", but for {' and '.join(sorted(names - bare))}" if names - bare else ""
+    prefixed = f", except for {' and '.join(sorted(names - bare))}" if names - bare else ""
     page = (
-        f"{doc}\n\nAll options of a run, which `python -m foundry --help` lists, and those below.\n"
-        f"The prefix {prefix} may be left out{prefixed}."
+        f"{doc}\n\nAccepts all options of a run (see `python -m foundry --help`) and the options below.\n"
+        f"The prefix {prefix} is optional{prefixed}."
     )
     with output_may_close():
         if answer_alone(sys.argv[1:], lambda: help_text(schema, name, page, prefix=prefix)):

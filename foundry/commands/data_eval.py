@@ -103,7 +103,7 @@ def _open(path: Path, options: DataOptions, overrides: Sequence[str], compose: C
     parts = dict[str, Any]()
     if (path / "config.json").is_file():
         if not any(override.startswith("data=") for override in overrides):
-            message = f"is needed: {path} is a folder of transformers, which names none; give data=... and its settings"
+            message = f"is required: the transformers folder {path} names no data; add data=... and its settings"
             raise ConfigError(Violation("data", message))
         config, device = compose([*of_model, *chosen["environment"]]), choose_device(options.device)
         opened = Restored(config, build_model(config).to(device).eval(), build_data(config), path, device)
@@ -192,8 +192,8 @@ def _build_evaluators(opened: "Restored", options: DataOptions, judge: Any) -> d
             **common,
         )
     if not evaluators:
-        message = f"is {type(objective).__name__}, whose loss needs other models, and the data has no prompts"
-        raise ConfigError(Violation("objective", f"{message}; give objective=next_token"))
+        message = f"is {type(objective).__name__}, whose loss needs a frozen model, and the data has no prompts"
+        raise ConfigError(Violation("objective", f"{message}; set objective=next_token"))
     return evaluators
 
 

@@ -86,7 +86,9 @@ class RunRecord:
         """
         settings = read_recorded(folder)
         if settings is None:
-            raise ConfigError(Violation(key, f"is {shown(folder)}, which has no readable {CONFIG}: it is no run"))
+            raise ConfigError(
+                Violation(key, f"is {shown(folder)}, which is not a run directory: it has no readable {CONFIG}")
+            )
         try:
             steps, evaluations = _read_metrics(folder)
             result = _read(folder / RESULT) or {"status": _read(folder / STATUS).get("state", "not started")}
@@ -177,12 +179,12 @@ class Comparison:
         """Return the line about the first difference between the curves."""
         steps, first = self.common_steps, self.first_difference
         if not steps:
-            return "curves      no step that both have logged"
+            return "curves      no step that both runs have logged"
         if first is None:
-            return f"curves      the same in all {len(steps)} logged steps that both have, to step {steps[-1]}"
+            return f"curves      the same in all {len(steps)} steps that both runs have logged, up to step {steps[-1]}"
         step, name, one, other = first
         before = [number for number in steps if number < step]
-        how_far = f"the same to step {before[-1]}, " if before else ""
+        how_far = f"the same up to step {before[-1]}, " if before else ""
         values = " and ".join(contrast(one, other, _text))
         return f"curves      {how_far}different at step {step}: {one_line(name)} {values}"
 
@@ -330,7 +332,7 @@ def print_differences(options: DiffOptions) -> Outcome:
     if picture is not None:
         check_output("picture", picture)
         if picture.suffix != ".png":
-            raise ConfigError(Violation("picture", f"is {shown(picture)}, which is no .png file; choose another"))
+            raise ConfigError(Violation("picture", f"is {shown(picture)} but must be a .png file"))
     compared = compare(folder_option("run", options.run), folder_option("against", options.against))
     for line in compared.lines():
         sys.stdout.write(f"{line}\n")

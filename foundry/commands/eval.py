@@ -39,12 +39,12 @@ DATA = TaskEvaluation(
     measure=f"{_ROOM}.data_eval:measure",
     options=f"{_ROOM}.data_eval:DataOptions",
     groups=("data", "objective", "environment", "evaluation"),
-    described="of data",
+    described="on data",
 )
 LM_EVAL = TaskEvaluation(
     measure=f"{_ROOM}.task_eval:measure",
     options=f"{_ROOM}.task_eval:TaskOptions",
-    described="of tasks of lm_eval, tasks=[...]",
+    described="with tasks of lm_eval, tasks=[...]",
 )
 _NO_TASKS = "tasks=null"
 
@@ -98,7 +98,7 @@ def evaluate(words: Sequence[str]) -> dict[str, Any]:
     elif path.is_dir():
         check_writable("out", path)
     if options.config_dir is not None and not overrides:
-        message = f"is {options.config_dir} but is given without a group to find there, such as simulator=..."
+        message = f"is {options.config_dir} but no override uses it; add one, such as simulator=..., or leave it out"
         raise ConfigError(Violation("config_dir", message))
     config_dir = None if options.config_dir is None else folder_option("config_dir", options.config_dir)
     result: dict[str, Any] = resolve_name(own.measure)(path, options, overrides, partial(_compose, config_dir))
@@ -148,13 +148,13 @@ def _schema(own: TaskEvaluation) -> type[Any]:
 
 def _elsewhere(own: TaskEvaluation, run: Path | None) -> dict[str, str]:
     """Return options and groups of the other evaluations, with the reason why this evaluation refuses them."""
-    here = f"{run} is {'measured on data' if own is DATA else own.described}"
+    here = f"{run} uses the evaluation {'on data' if own is DATA else own.described}"
     if own is LM_EVAL:
         here = "tasks bring their own data; leave it out"
     reasons = dict[str, str]()
     for other in (DATA, LM_EVAL, *evaluations()):
         for name in (*(item.name for item in fields(resolve_name(other.options))), *other.groups):
-            reasons.setdefault(name, f"is {other.described}, and {here}")
+            reasons.setdefault(name, f"belongs to the evaluation {other.described}, and {here}")
     return reasons
 
 
@@ -215,7 +215,7 @@ def _page(name: str, doc: str) -> str:
     lines = [*usage(name), "", doc, "", *option_lines(EvalOptions)]
     common = {item.name for item in fields(EvalOptions)}
     for own in (DATA, LM_EVAL, *evaluations()):
-        groups = f"; it also takes overrides of {', '.join(own.groups)}" if own.groups else ""
+        groups = f"; it also accepts overrides of {', '.join(own.groups)}" if own.groups else ""
         lines += ["", f"Evaluation {own.described}{groups}", *option_lines(resolve_name(own.options), without=common)]
     return "\n".join(lines) + "\n"
 

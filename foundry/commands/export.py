@@ -228,11 +228,11 @@ def _check_base(text: str, out: Path, *, is_merged: bool) -> None:
         ConfigError: states the reason.
     """
     if is_merged:
-        raise ConfigError(Violation("base", f"is {text} but the export holds the base, merged; leave it out"))
+        raise ConfigError(Violation("base", f"is {text} but the export is the base with merged adapters; leave it out"))
     folder = folder_option("base", text)
     check_output_folder("base", folder)
     if folder.resolve() == out.resolve():
-        raise ConfigError(Violation("base", f"is {text}, as out, which adapters are written to; give another folder"))
+        raise ConfigError(Violation("base", f"is {text}, the same folder as out; choose another folder"))
 
 
 def _save_adapters(
@@ -263,7 +263,7 @@ def _save_adapters(
             weight = getattr(layer, part).default.weight
             state[f"base_model.model.{targets[-1]}.{part}.weight"] = weight.detach().contiguous().to("cpu", dtype)
     if options.base is not None and hf_config is None:
-        message = f"is {options.base} but transformers does not know {type(model).__name__}; add merge=true instead"
+        message = f"is {options.base} but transformers does not support {type(model).__name__}; set merge=true instead"
         raise ConfigError(Violation("base", message))
     out, base = folder_option("out", options.out), _base_folder(restored, options)
     out.mkdir(parents=True, exist_ok=True)
@@ -288,10 +288,14 @@ def _save_adapters(
     if options.base is not None:
         _save_base(restored, run_dir, folder_option("base", options.base), dtype)
     elif base is None and hf_config is not None:
-        source = "was drawn" if restored.base_path is None else f"is {one_line(str(restored.base_path))}, a run"
+        source = (
+            "was initialized at random"
+            if restored.base_path is None
+            else f"is the run {one_line(str(restored.base_path))}"
+        )
         sys.stderr.write(
-            f"base: adapter_config.json names none, since the base of these adapters {source}; add base=DIR to write "
-            "it as a folder of transformers, or merge=true for one model\n"
+            f"base: adapter_config.json names no model, because the base of these adapters {source}; add base=DIR "
+            "to write it as a transformers folder, or merge=true to merge the adapters into it\n"
         )
 
 

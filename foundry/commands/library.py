@@ -54,13 +54,14 @@ def compose(
         ConfigError: lists all configuration errors.
     """
     if isinstance(overrides, str):
-        raise ConfigError(Violation("overrides", f"is one text; give a list, as compose([{overrides!r}])"))
+        raise ConfigError(Violation("overrides", f"is a string but must be a list, such as compose([{overrides!r}])"))
     violations, own = list[Violation](), list[str]()
     for override in overrides:
         key = override.lstrip("+~").partition("=")[0]
         if key.replace("/", ".").partition(".")[0] == "hydra":
             message = (
-                "is for the command line only; give run() the run directory, start sweeps with `python -m foundry`"
+                "is a setting of the command line only; pass the run directory to run(), "
+                "start sweeps with `python -m foundry -m`"
             )
             violations.append(Violation(key, message))
         else:
@@ -68,7 +69,7 @@ def compose(
     try:
         composed = _compose(own, config_dir, config_name)
         if composed.hydra.mode is RunMode.MULTIRUN:
-            violations.append(Violation("hydra.mode", "is MULTIRUN: a sweep, which `python -m foundry -m` runs"))
+            violations.append(Violation("hydra.mode", "is MULTIRUN; start the sweep with `python -m foundry -m`"))
         if not violations:
             return to_config(composed)
     except ConfigError as error:
@@ -107,7 +108,7 @@ def _run(config: Config, run_dir: str | Path | None, observers: Sequence[Observe
         return start(config, Path(os.curdir), observers=observers)  # the ranks use rank 0's directory
     starts_ranks = processes > 1 and environment.launcher == "single"
     if starts_ranks and threading.current_thread() is not threading.main_thread():
-        message = f"is {processes}, which only the main thread can start: call run() there, or set it to 1"
+        message = f"is {processes} but only the main thread can start processes; call run() there, or set it to 1"
         raise ConfigError(Violation("distributed.nproc_per_node", message))
     composed = _compose([], None) if run_dir is None or starts_ranks else None
     given = composed.hydra.run.dir if composed is not None and run_dir is None else run_dir
@@ -131,7 +132,7 @@ def _compose(overrides: list[str], config_dir: str | Path | None, config_name: s
     if config_dir is not None:
         folder = Path(config_dir).expanduser().absolute()
         if not folder.is_dir():
-            raise ConfigError(Violation("config_dir", f"is {config_dir}, which is no folder"))
+            raise ConfigError(Violation("config_dir", f"is {config_dir}, which is not a folder"))
         folders.prepend("foundry.compose", f"file://{folder}", anchor=SearchPathQuery(provider="schema"))
     setup_globals()  # registers Hydra's resolvers
     base = version.VersionBase.instance()

@@ -170,7 +170,7 @@ def ramp(config: Config, options: FindOptions, run_dir: Path) -> RangeTest:
         data = build_data(config)
         objective = build_objective(config.objective, config.peft, world, data.tokenizer)
         if objective.rollouts is not None:
-            what = "learns from the model's own answers, whose loss says nothing of a rate; try some: -m hparams.lr=..."
+            what = "trains on completions, whose loss does not rank learning rates; compare some: -m hparams.lr=..."
             raise ConfigError(Violation("objective", f"{type(objective).__name__} {what}"))
         if (judge := build_judge(config.environment)) is not None:
             held.enter_context(closing(judge))
@@ -220,7 +220,7 @@ def _report(found: RangeTest, options: FindOptions, run_dir: Path) -> None:
         ConfigError: the ramp was too short, or the loss did not fall.
     """
     if len(found.rates) < _FEWEST_STEPS:
-        message = f"is {options.min:g}, and the loss had diverged after {len(found.rates)} steps; start lower"
+        message = f"is {options.min:g} but the loss has diverged after {len(found.rates)} steps; set a lower one"
         raise ConfigError(Violation(f"{_PREFIX}min", message))
     from foundry.tracking.plot_style import save_figure
 
@@ -228,8 +228,8 @@ def _report(found: RangeTest, options: FindOptions, run_dir: Path) -> None:
     save_figure(range_figure(found, run_dir.name), run_dir / PICTURE)
     print_path(run_dir / PICTURE, "picture        ")
     if found.suggestion is None:
-        message = f"is {options.max:g}, and up to {found.rates[-1]:.2g} the loss does not fall beyond its noise"
-        raise ConfigError(Violation(f"{_PREFIX}max", f"{message}; give more lr_find.steps, or a higher max"))
+        message = f"is {options.max:g} but up to {found.rates[-1]:.2g} the loss does not fall by more than its noise"
+        raise ConfigError(Violation(f"{_PREFIX}max", f"{message}; increase lr_find.steps or lr_find.max"))
     sys.stdout.write(f"steepest fall  hparams.lr={found.suggestion:.1e}\n")
 
 

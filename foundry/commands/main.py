@@ -64,6 +64,6 @@ def _take_command(arguments: list[str]) -> str | None:
         del arguments[place]
         return word
     if near := difflib.get_close_matches(word.lower(), COMMANDS, n=1, cutoff=_LIKE_A_COMMAND):
-        sys.stderr.write(f"{word}: is no command; did you mean {near[0]}? (commands: {', '.join(COMMANDS)})\n")
+        sys.stderr.write(f"{word}: unknown command; did you mean {near[0]}? (commands: {', '.join(COMMANDS)})\n")
         sys.exit(2)
     return None

@@ -56,15 +56,15 @@ def _resolve_name(folder: Path, name: str | None) -> str:
         ConfigError: the name is not a Python identifier, or is already in use.
     """
     key = "dir" if name is None else "name"
-    remedy = "choose another, as name=my_project"
+    remedy = "choose another, such as name=my_project"
     found = re.sub(r"[\W_]+", "_", folder.name.lower(), flags=re.ASCII).strip("_") if name is None else name
     if not re.fullmatch(r"[a-z][a-z0-9_]*", found) or keyword.iskeyword(found):
         shown = folder.name if name is None else name
-        message = f"is {shown}, which is no name of a Python package (a-z, 0-9 and _); {remedy}"
+        message = f"is {shown}, which is not a valid package name (a-z, 0-9 and _); {remedy}"
         raise ConfigError(Violation(key, message))
     if found in _OWN_FOLDERS or find_spec(found) is not None:
-        reason = "a folder of the project" if found in _OWN_FOLDERS else "a module that is installed"
-        raise ConfigError(Violation(key, f"gives the package the name {found}, that of {reason}; {remedy}"))
+        reason = "a folder of the project" if found in _OWN_FOLDERS else "an installed module"
+        raise ConfigError(Violation(key, f"gives the package the name {found}, the name of {reason}; {remedy}"))
     return found
 
 

@@ -143,7 +143,7 @@ def _written(every: int | None, total_steps: int) -> range:
     if rows > _MOST_ROWS:
         near = -(-total_steps // _ROWS)
         message = (
-            f"is {every}, which makes {rows:,} rows of schedule.csv; at most {_MOST_ROWS:,} are written: give {near}"
+            f"is {every}, which makes {rows:,} rows of schedule.csv; at most {_MOST_ROWS:,} are written: set {near}"
         )
         raise ConfigError(Violation("plan.every", message))
     stride = every or max(1, -(-total_steps // _ROWS))
@@ -283,7 +283,12 @@ def _measured(given: str) -> float:
         logged = []
     steps = [seconds for _, seconds in logged if isinstance(seconds, (int, float)) and isfinite(seconds)][1:]
     if not steps:
-        raise ConfigError(Violation("plan.measured", f"is {run_dir}, but no metrics.jsonl in it logs several steps"))
+        raise ConfigError(
+            Violation(
+                "plan.measured",
+                f"is {run_dir}, whose metrics.jsonl has fewer than two logged steps; choose another run",
+            )
+        )
     return float(median(steps))
 
 

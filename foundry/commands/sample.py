@@ -84,19 +84,19 @@ def draw(options: SampleOptions) -> Outcome:
     if generate is None and restored.data.tokenizer is not None and not restored.data.kept:
         generate = continue_text
     if generate is None:
-        raise ConfigError(Violation("run", f"is {options.run}, whose objective {kind} draws nothing"))
+        raise ConfigError(Violation("run", f"is {options.run}, whose objective {kind} generates no samples"))
     parameters = inspect.signature(generate).parameters.values()
     takes = {parameter.name for parameter in parameters}
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):  # passed on to continue_text
         takes |= set(inspect.signature(continue_text).parameters)
     if unknown := [name for name in asked if name not in takes]:
-        raise ConfigError([Violation(name, f"is no option of objective {kind}") for name in unknown])
+        raise ConfigError([Violation(name, f"is not an option of objective {kind}") for name in unknown])
     if not all(bool(tensor.isfinite().all()) for tensor in restored.model.state_dict().values()):
         message = f"is {options.which}, whose weights are NaN or infinite; choose an earlier step"
         raise ConfigError(Violation("which", message))
     with (
         fp32_arithmetic(tf32=restored.config.precision.tf32),
-        explained(f"{run_dir} cannot be drawn from", restored.config, "model", "data", "objective"),
+        explained(f"{run_dir} cannot generate samples", restored.config, "model", "data", "objective"),
     ):
         drawn = generate(restored.model, restored.data, restored.device, seed=options.seed, **asked)
     if isinstance(drawn, TextSamples):
@@ -138,13 +138,13 @@ def _read_image(file: str, size: int | None) -> Any:
     from foundry.data.images.pictures import read_picture
 
     if size is None:
-        raise ConfigError(Violation("image", f"is {file} but the model looks at no picture; leave it out"))
+        raise ConfigError(Violation("image", f"is {file} but the model takes no images; leave it out"))
     path = folder_option("image", file)
     try:
         return torch.from_numpy(read_picture(path, size=size, channels=3, fit=PictureFit.stretch).copy())
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(Violation("image", f"is {file}, which cannot be looked at: {reason}")) from None
+        raise ConfigError(Violation("image", f"is {file}, which cannot be read as an image: {reason}")) from None
 
 
 def main() -> None:

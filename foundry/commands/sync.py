@@ -58,7 +58,7 @@ def send_pending(run_dir: Path, uri: str | None = None) -> int:
         return 0
     destination = Destination.load(run_dir)
     if destination is None:
-        raise ValueError(f"dir={run_dir} has no readable {MLFLOW}, so the run in MLflow is not known")
+        raise ValueError(f"dir={run_dir} has no readable {MLFLOW}, so the run in MLflow is unknown")
     destination = replace(destination, uri=_chosen(destination, uri))
     for operation in read_pending(pending_file):
         if operation["op"] == "artifact":
@@ -121,7 +121,7 @@ def _chosen(destination: Destination, uri: str | None) -> str:
             f"the credentials of {destination.uri} are not stored; set MLFLOW_TRACKING_URI or give uri=URI"
         )
     raise ValueError(
-        f"{MLFLOW} says {destination.uri}, which is not {masked_text(chosen)}; if that is right, send there with "
+        f"{MLFLOW} names {destination.uri}, which is not {masked_text(chosen)}; if that is correct, add "
         f"uri={destination.uri}"
     )
 
@@ -139,13 +139,13 @@ def _check_artifacts(store: MlflowStore, destination: Destination) -> None:
     if database is not None and (
         location.scheme not in ("", "file") or not folder.resolve().is_relative_to(database.parent.resolve())
     ):
-        raise ValueError(f"{destination.uri} keeps files at {location.geturl()}; if that is right, give uri=")
+        raise ValueError(f"{destination.uri} stores artifacts at {location.geturl()}; if that is correct, add uri=URI")
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run the command; return 0 if nothing is pending any more, 1 if MLflow failed, 2 for invalid input."""
     arguments, as_json = take_json(arguments)
-    if answer_alone(arguments, lambda: help_text(SyncOptions, "foundry.sync", "send to MLflow what it missed.")):
+    if answer_alone(arguments, lambda: help_text(SyncOptions, "foundry.sync", "send pending records to MLflow.")):
         return 0
     try:
         check_start_dir()
@@ -155,17 +155,17 @@ def run(arguments: Sequence[str]) -> int:
     given = dict(argument.partition("=")[::2] for argument in arguments)
     run_dir = Path(given.get("dir", "").replace("\0", ""))
     if not given.get("dir") or not given.keys() <= {"dir", "uri"} or not run_dir.is_dir():
-        text = one_line(" ".join(arguments)) or "nothing"
-        sys.stderr.write(f"{text}: give an existing run directory: foundry sync dir=RUN_DIR [uri=URI]\n")
+        text = one_line(" ".join(arguments)) or "no arguments"
+        sys.stderr.write(f"{text}: not an existing run directory; write foundry sync dir=RUN_DIR [uri=URI]\n")
         return 2
     try:
         with facts_alone() if as_json else nullcontext():
             sent = send_pending(run_dir, given.get("uri") or None)
     except (ValueError, UnsafeFileError, PermissionError) as error:
-        sys.stderr.write(f"nothing is sent: {one_line(str(error))}\n")
+        sys.stderr.write(f"nothing was sent: {one_line(str(error))}\n")
         return 2
     except Exception as error:
-        sys.stderr.write(f"not sent, everything is kept: {type(error).__name__}: {one_line(str(error))[:300]}\n")
+        sys.stderr.write(f"not sent, all records are kept: {type(error).__name__}: {one_line(str(error))[:300]}\n")
         return 1
     if as_json:
         print_facts({"sent": sent})

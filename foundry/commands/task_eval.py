@@ -77,7 +77,7 @@ def measure(path: Path, options: TaskOptions, overrides: Sequence[str], compose:
             )
             checkpoint = export_checkpoint(wanted).name
         if not all((folder / name).is_file() for name in ("config.json", "tokenizer.json")):
-            message = f"are for language models that transformers loads with a tokenizer, and {path} has none"
+            message = f"need a language model that transformers loads with a tokenizer, and {path} has none"
             raise ConfigError(Violation("tasks", message))
         with torch.no_grad(), fp32_arithmetic(tf32=tf32):
             found = evaluate_tasks(folder, tasks, options, device=device, amp=amp, batch_size=batch_size)
@@ -109,14 +109,14 @@ def find_tasks(names: Sequence[str], *, trust: bool) -> "tuple[TaskManager, list
     from lm_eval.tasks import TaskManager
 
     if not names:
-        raise ConfigError(Violation("tasks", "is empty; name tasks of lm_eval, or files or folders that describe some"))
+        raise ConfigError(Violation("tasks", "is empty; name tasks of lm_eval, or files or folders that define tasks"))
     paths = {name: Path(name).expanduser() for name in names}
     folders = [path for path in paths.values() if path.is_dir()]
     lost = [name for name, path in paths.items() if path.suffix in (".yaml", ".yml") and not path.exists()]
     if lost:
-        raise ConfigError(Violation("tasks", f"has {name}, but there is no such file") for name in lost)
+        raise ConfigError(Violation("tasks", f"has {name}, which does not exist") for name in lost)
     if not trust and (own := [name for name, path in paths.items() if path.exists()]):
-        message = "whose functions and templates lm_eval would run; if it is yours, say trust=true"
+        message = "whose functions and templates lm_eval would run; if you trust its author, add trust=true"
         raise ConfigError(Violation("tasks", f"has {name}, {message}") for name in own)
     is_theirs = not all(path.exists() for path in paths.values())
     manager = TaskManager(include_path=folders or None, include_defaults=is_theirs)
@@ -124,7 +124,7 @@ def find_tasks(names: Sequence[str], *, trust: bool) -> "tuple[TaskManager, list
     for name, path in paths.items():
         inside = TaskManager(include_path=path, include_defaults=False).all_subtasks if path.is_dir() else []
         if path.is_dir() and not inside:
-            wrong.append(Violation("tasks", f"has {name}, a folder without a YAML file that describes a task"))
+            wrong.append(Violation("tasks", f"has {name}, a folder without a YAML file that defines a task"))
         elif not path.exists() and name not in manager.task_index:
             message = f"has {name}, which is neither a folder nor a task of lm_eval{nearest(name, manager.all_tasks)}"
             wrong.append(Violation("tasks", message))
@@ -194,7 +194,7 @@ def evaluate_tasks(
             log_samples=False,
         )
     except ValueError as error:  # a requirement of a task, such as permission to run its code
-        raise ConfigError(Violation("tasks", f"cannot be measured: {format_reason(error)}")) from error
+        raise ConfigError(Violation("tasks", f"cannot be evaluated: {format_reason(error)}")) from error
     assert measured is not None
     return {name: _of_task(name, measured) for name in measured["results"]}
 

@@ -80,23 +80,23 @@ def check_free(given: str, key: str) -> Path:
             that are not foundry's.
     """
     if not given:
-        raise ConfigError(Violation(key, "is empty; give the path of a folder that is new, empty, or holds the run"))
+        raise ConfigError(Violation(key, "is empty; set the path of a folder that is new, empty, or contains the run"))
     if any(unicodedata.category(character) in ("Cc", "Zl", "Zp") for character in given.replace("\0", "")):
-        message = f"is {given!r}, which holds a line break or another control character; choose a path without them"
+        message = f"is {given!r}, which contains a line break or another control character; choose a path without them"
         raise ConfigError(Violation(key, message))
     folder = Path(os.path.abspath(given))  # noqa: PTH100 # does not resolve symlinks, like Hydra
     try:
         found = sorted(folder.iterdir())
     except (FileNotFoundError, NotADirectoryError) as error:
         if isinstance(error, NotADirectoryError) or folder.is_symlink():
-            raise ConfigError(Violation(key, f"is {folder}, which is no folder; choose another path")) from None
+            raise ConfigError(Violation(key, f"is {folder}, which is not a folder; choose another path")) from None
         return folder
     except (OSError, ValueError) as error:
         raise _unusable(folder, key, error) from None
     if found and not is_ours(folder):
         message = (
-            f"is {folder}, which holds files of another origin, such as {found[0].name}; "
-            "choose a folder that is new, empty, or holds the run"
+            f"is {folder}, which contains files that are not foundry's, such as {found[0].name}; "
+            "choose a folder that is new, empty, or contains the run"
         )
         raise ConfigError(Violation(key, message))
     return folder
@@ -214,4 +214,4 @@ def describe_disk_error(error: BaseException) -> str | None:
 
 def _unusable(folder: Path, key: str, error: Exception) -> ConfigError:
     reason = error.strerror if isinstance(error, OSError) and not isinstance(error, UnsafeFileError) else str(error)
-    return ConfigError(Violation(key, f"is {folder}, which cannot be used: {reason}; choose a folder you may write to"))
+    return ConfigError(Violation(key, f"is {folder}, which cannot be used: {reason}; choose a writable folder"))

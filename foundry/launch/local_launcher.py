@@ -133,8 +133,8 @@ class _Pool:
         """Terminate the jobs after the first signal, so that they save and stop; kill them after a second Ctrl-C."""
         if self._noted and not self._stopping:
             self._stopping = True
-            text = f"{len(self._running)} running, which save and stop, {len(self._waiting)} waiting"
-            say(f"{self._noted[0].name}: {text}; a second Ctrl-C kills those that run")
+            text = f"{len(self._running)} running (saving and stopping), {len(self._waiting)} queued"
+            say(f"{self._noted[0].name}: {text}; a second Ctrl-C kills the running jobs")
             for process in self._running:
                 process.terminate()
         if list(self._noted).count(signal.SIGINT) > 1:
@@ -251,7 +251,7 @@ def _print_to(path: Path) -> None:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
     except OSError as error:
-        say(f"what the job prints is here: {error}")
+        say(f"the output of the job is printed here: {error}")
 
 
 def _end_with_launcher() -> None:

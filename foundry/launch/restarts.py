@@ -38,7 +38,7 @@ class Restarts:
         reason = one_line(str(failed))
         step = next(map(parse_step, list_checkpoints(self._run_dir)), None)
         if self._last == (step, reason):
-            log.error("%s again, with no newer checkpoint: not started once more", reason)
+            log.error("%s again, without a newer checkpoint: the run is not restarted", reason)
             return False
         self._last = (step, reason)
         self._count += 1

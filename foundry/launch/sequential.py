@@ -41,7 +41,7 @@ class SequentialLauncher(FrozenLauncher):
         ledger = Ledger(jobs, stream=sys.stderr if is_json else None)
         for job in jobs:
             if is_held(job.run_dir):
-                ledger.note(job, "running", "in another process, which this one does not wait for")
+                ledger.note(job, "running", "in another process; this process does not wait for it")
                 continue
             queue_job(job.run_dir, to_config(job.config))
             ledger.note(job, "running")

@@ -49,7 +49,7 @@ class Submission:
         except FileNotFoundError:
             return None
         except DamagedFileError as error:
-            _log.warning("%s; whether Slurm has the job is not known", one_line(str(error)))
+            _log.warning("%s; the Slurm job of this run is unknown", one_line(str(error)))
             return None
         return cls(**{name: content[name] for name in _TYPES}) if _JOB_ID.fullmatch(content["job_id"]) else None
 
@@ -99,12 +99,12 @@ def settle(run_dir: Path, job_id: str, found: QueuedJob | None) -> None:
         return
     if found is None:
         # The controller keeps no record of an array task that is cancelled before it starts.
-        why = "was it cancelled while it waited?" if status.get("state") == "queued" else "it left no word"
-        write_status(run_dir, state="lost", reason=f"Slurm does not know job {job_id} any more; {why}")
+        why = "was it canceled before it started?" if status.get("state") == "queued" else "it recorded no end"
+        write_status(run_dir, state="lost", reason=f"Slurm no longer knows job {job_id}; {why}")
         return
     text = _last_output(run_dir)
     state = "lost" if found.state in _LOST else "stopped" if found.state == "CANCELLED" else "failed"
-    write_status(run_dir, state=state, reason=f"{found}{f'; it said last: {text}' if text else ''}")
+    write_status(run_dir, state=state, reason=f"{found}{f'; last output: {text}' if text else ''}")
 
 
 def _last_output(run_dir: Path) -> str:

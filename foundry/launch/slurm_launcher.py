@@ -49,7 +49,7 @@ class SlurmLauncher(FrozenLauncher):
                 check_partition(settings)
                 check_script(settings, min(at_a_time, len(places)))
             except Unreachable as error:
-                message = f"is {settings.option} but Slurm does not answer: {_last_line(error)}"
+                message = f"is {settings.option} but Slurm does not respond: {_last_line(error)}"
                 raise ConfigError(Violation(GROUP, message)) from None
             self._checked.append(settings)
 
@@ -64,7 +64,7 @@ class SlurmLauncher(FrozenLauncher):
         ids = _still_queued(jobs)
         for job in jobs:
             if job.index in ids:
-                say(f"{job} is in the queue already, as {ids[job.index]}")
+                say(f"{job} is already in the queue as {ids[job.index]}")
         try:
             with interrupts_held():  # a job that was submitted but not recorded would be submitted again
                 ids |= _submit(self.work, [job for job in jobs if job.index not in ids], sweep_dir)
@@ -76,7 +76,7 @@ class SlurmLauncher(FrozenLauncher):
         except KeyboardInterrupt:
             if _is_to_cancel():
                 cancel(ids.values())
-                say("cancelled; those that run save first")
+                say("canceled; running jobs save a checkpoint first")
                 _Watch(jobs, ids).run()
             else:
                 self._leave(ids, sweep_dir)
@@ -84,9 +84,9 @@ class SlurmLauncher(FrozenLauncher):
 
     def _leave(self, ids: dict[int, str], sweep_dir: Path) -> None:
         self.detached = True
-        say(f"{_counted(ids)} left to continue: {_listed(ids.values())}")
+        say(f"{_counted(ids)} left in the queue: {_listed(ids.values())}")
         say(f"to watch them: python -m foundry.report dir={sweep_dir.absolute()} watch=true")
-        say(f"to end them: scancel {_listed(ids.values(), ' ')}")
+        say(f"to cancel them: scancel {_listed(ids.values(), ' ')}")
 
 
 def check_partition(settings: Slurm) -> None:
@@ -102,14 +102,21 @@ def check_partition(settings: Slurm) -> None:
         raise ConfigError(Violation(GROUP, f"is {settings.option} {message}"))
     limits, default = partitions()
     wanted = settings.partition or default
-    listed = f"partitions here: {', '.join(limits)}"
+    listed = f"available partitions: {', '.join(limits)}"
     if wanted is None:
-        raise ConfigError(Violation("hydra.launcher.partition", f"has no value and the cluster no default; {listed}"))
+        raise ConfigError(
+            Violation("hydra.launcher.partition", f"has no value and the cluster has no default; {listed}")
+        )
     if unknown := [name for name in wanted.split(",") if name not in limits]:
-        raise ConfigError(Violation("hydra.launcher.partition", f"is {unknown[0]}, which is not here; {listed}"))
+        raise ConfigError(
+            Violation("hydra.launcher.partition", f"is {unknown[0]}, which is not a partition here; {listed}")
+        )
     limit = max(limits[name] for name in wanted.split(","))
     if settings.timeout_min > limit:
-        message = f"is {settings.timeout_min} but partition {wanted} allows {limit:g}; jobs continue after their limit"
+        message = (
+            f"is {settings.timeout_min} but partition {wanted} allows {limit:g}; lower it: jobs are queued again "
+            "after their limit"
+        )
         raise ConfigError(Violation("hydra.launcher.timeout_min", message))
 
 
@@ -132,7 +139,7 @@ class _Watch:
                 found = query(list(self._going.values()))
             except Unreachable as error:
                 if not self._complained:
-                    say(f"Slurm does not answer, the wait continues: {error}")
+                    say(f"Slurm does not respond, the wait continues: {error}")
                 self._complained = True
                 continue
             for job, job_id in list(self._going.items()):
@@ -229,7 +236,7 @@ def _is_to_cancel() -> bool:
     if not sys.stdin.isatty():
         return False
     try:
-        say("\nCancel the jobs (c), or leave them to continue by themselves (any other key)?")
+        say("\nCancel the jobs (c), or let them continue without this process (any other key)?")
         return input().strip().lower().startswith("c")
     except (KeyboardInterrupt, EOFError):
         say("")

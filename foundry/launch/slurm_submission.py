@@ -68,7 +68,7 @@ def submit(
 
 
 def _refused(text: str) -> ConfigError:
-    return ConfigError(Violation("hydra.launcher", f"Slurm refuses such jobs: {text}"))
+    return ConfigError(Violation("hydra.launcher", f"Slurm rejects the jobs: {text}"))
 
 
 def _executor(settings: Slurm, code: Path | None) -> Any:

@@ -14,7 +14,7 @@ from foundry.config.environment import is_local_submitit
 from foundry.core.stop_signals import STOP_SIGNALS, ignore
 from foundry.launch.slurm_queue import will_restart
 
-_OUT_OF_TIME = "its time is up, as often as {} allows; the same command resumes it"
+_OUT_OF_TIME = "its time limit was reached as often as {} allows; the same command resumes it"
 _NOT_REQUEUED = "Slurm does not queue the job again ({}); the same command resumes it"
 
 

@@ -47,7 +47,7 @@ class SubmititLocalLauncher(FrozenLauncher):
         for config in configs:
             wanted = _resolve_settings(config).gpus_per_node
             if wanted is None and gpus:
-                message = "has no value, and submitit then hides this machine's GPUs; give one for each process of a"
+                message = "has no value, so submitit would hide this machine's GPUs; set one for each process of a"
                 raise ConfigError(Violation(_GPUS, f"{message} job, 0 for the CPU, or {_INSTEAD}"))
             if wanted and wanted > len(gpus):
                 raise ConfigError(Violation(_GPUS, f"is {wanted} but {len(gpus)} GPUs are visible here"))
@@ -86,7 +86,7 @@ class _Watch:
         self._next_signal = 0.0
         for job in jobs:
             if is_held(job.run_dir):
-                self._ledger.note(job, "running", "in another process, which this one does not wait for")
+                self._ledger.note(job, "running", "in another process; this process does not wait for it")
             elif not noted:
                 self._running[job] = _start(work, job)
                 self._ledger.note(job, "running")
@@ -105,7 +105,7 @@ class _Watch:
     def _stop(self) -> None:
         """Ask the tasks of all jobs to save and stop."""
         if not self._next_signal:
-            text = f"{len(self._running)} running, which save and stop; a second Ctrl-C does not wait for them"
+            text = f"{len(self._running)} running (saving and stopping); a second Ctrl-C does not wait for them"
             say(f"{self._noted[0].name}: {text}")
         self._next_signal = time.monotonic() + _AGAIN_SECONDS
         for submitted in self._running.values():
@@ -117,12 +117,12 @@ class _Watch:
         if self._noted and state not in ("finished", "failed"):
             write_status(job.run_dir, state="stopped", reason=self._noted[0].name)
         elif state == "requeued":
-            reason = "its time is up, as often as submitit allows; the same command resumes it"
+            reason = "its time limit was reached as often as submitit allows; the same command resumes it"
             write_status(job.run_dir, state="stopped", reason=reason)
         elif state not in ENDED:
             lines = [line.strip() for line in read_tail(error_output).splitlines() if line.strip()]
-            last = f"; it said last: {lines[-1]}" if lines else ""
-            write_status(job.run_dir, state="lost", reason=f"its processes have ended without a word{last}")
+            last = f"; last output: {lines[-1]}" if lines else ""
+            write_status(job.run_dir, state="lost", reason=f"its processes ended without recording a reason{last}")
         self._ledger.settled(job)
 
 

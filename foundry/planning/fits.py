@@ -108,7 +108,7 @@ def check_gradient_sync(config: Config, memory: Memory, *, world_size: int, capa
         ConfigError: the estimate exceeds `capacity`.
     """
     if _keeps_whole_gradients(config, world_size) and memory.total > capacity:
-        sync, of = config.distributed.gradient_sync.value, f"of the {capacity / _GIB:.4g} GiB that a device has for it"
+        sync, of = config.distributed.gradient_sync.value, f"but a device has {capacity / _GIB:.4g} GiB available"
         message = (
             f"is {sync}, which keeps whole gradients, {memory.gradients / _GIB:.4g} GiB: the plan needs "
             f"{memory.total / _GIB:.4g} GiB {of}; set distributed.gradient_sync=every, which keeps a shard of them"
@@ -132,7 +132,7 @@ def check_fits(config: Config, data: DataSplits, world: World) -> None:
     except ConfigError:
         raise
     except Exception as error:  # a user's model that cannot be built from fake tensors may still train
-        logger.warning("the memory of the run is not known in advance: %s", format_reason(error))
+        logger.warning("the memory of the run cannot be planned: %s", format_reason(error))
         return
     capacity = free_memory(world.device, world.local_world_size)
     if world.device.type == "cuda":

@@ -135,7 +135,7 @@ def estimate_memory(
         whole = sum(each.ungathered(config.distributed.gradient_sync) for each in asked)
         cache = cache_bytes(fake.model, objective.rollouts, answer_tokens, policy.compute_dtype.itemsize)
         generation = whole + (cache or 0) // num_parts
-        generation_note = "the memory of keys and values is not known" if cache is None else None
+        generation_note = "the memory of keys and values is unknown" if cache is None else None
     activations, activations_note = _activations(
         config, objective, model, fake.mode, policy, layout, microbatch, device_type
     )
@@ -298,7 +298,7 @@ def _activations(
 ) -> tuple[Activations | None, str | None]:
     """Return the activations, or the reason why they are unknown; `model` holds the parameters of `layout`."""
     if microbatch is None:
-        return None, "activations need a microbatch's shapes"
+        return None, "activations are unknown without the shapes of a microbatch"
     samples = len(next(iter(microbatch.values())))
     if samples > 2 * _COUNTED_SAMPLES:
         # The bytes are linear in the samples. Counting all samples is slow if the loss loops over tiles of positions.

@@ -6,7 +6,7 @@ from foundry.planning.layout import Layout, grad_bytes
 
 MOMENTS = {
     "build": "while the model is built: shards, and one whole unit",
-    "generation": "while answers are generated: whole weights, keys and values",
+    "generation": "while completions are generated: whole weights, keys and values",
     "forward": "at the start of the backward pass: all activations",
     "backward": "at the end of the backward pass: all gradients, and the activations or the reduction of one unit",
     "reduction": "while gradients that are not sharded are averaged over the ranks",

@@ -43,7 +43,7 @@ _MEMORY_PARTS = {
     "frozen": "frozen models",
     "buffers": "buffers",
     "activations_estimated": "activations (estimate)",
-    "generation": "generation of answers (transient)",
+    "generation": "generation of completions (transient)",
 }
 
 
@@ -108,14 +108,14 @@ def _step_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("ranks", f"{plan['world_size']} ({plan['strategy']}), {plan['precision']}, {plan['device']}"),
         ("samples per step", f"{made} = {size}" if packing is None else f"{size}"),
         *([] if packing is None else [("packed rows per step", _packing(packing))]),
-        *([] if rollout is None else [("answers per rollout", _rollout(rollout))]),
+        *([] if rollout is None else [("completions per rollout", _rollout(rollout))]),
         *([] if tokens is None else [("tokens per step", f"{plan['tokens_per_sample']} x {size} = {tokens:,}")]),
     ]
 
 
 def _packing(packing: Mapping[str, Any]) -> str:
     if packing["efficiency"] is None:
-        return f"of {packing['row_tokens']:,} tokens, as many as the answers take"
+        return f"of {packing['row_tokens']:,} tokens; their number depends on the completions"
     used = f"{packing['efficiency']:.1%} of them useful (first {packing['steps']} steps)"
     return f"{packing['rows_per_step']:.4g} of {packing['row_tokens']:,} tokens, {used}"
 
@@ -154,7 +154,7 @@ def _row_lengths(notes: Mapping[str, Any]) -> list[tuple[str, str]]:
         return []
     skipped = [f"{count:,} {kind}" for kind, count in notes["skipped_rows"].items()]
     lengths = ", ".join(f"{name} {tokens:,}" for name, tokens in notes["row_tokens"].items())
-    learnt = f"; {notes['trained_share']:.1%} of them are learnt" if "trained_share" in notes else ""
+    learnt = f"; {notes['trained_share']:.1%} of them are trained on" if "trained_share" in notes else ""
     return [
         ("rows", f"{notes['train_rows']:,} for training, {notes['validation_rows']:,} for validation"),
         *([("skipped", ", ".join(skipped))] if skipped else []),
@@ -187,7 +187,7 @@ def _memory_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the nonzero parts of the memory, and their sum at the peak."""
     memory = plan["memory"]
     rows = [
-        (name, "not known" if memory[key] is None else num_bytes(memory[key]))
+        (name, "unknown" if memory[key] is None else num_bytes(memory[key]))
         for key, name in _MEMORY_PARTS.items()
         if memory[key] != 0
     ]
@@ -197,5 +197,5 @@ def _memory_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows.append(("note", memory["note"]))
     rows.append(("peak", f"{num_bytes(memory['total'])}, {MOMENTS[memory['peak']]}"))
     if memory["usable"] is not None:
-        rows.append(("of a device, less a margin", num_bytes(memory["usable"])))
+        rows.append(("available on a device", num_bytes(memory["usable"])))
     return rows

@@ -236,7 +236,7 @@ class DeviceDispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is aten.nonzero.default:
             with self.fake:
                 return torch.empty(0, tensor.ndim, dtype=torch.int64, device=tensor.device)
-        raise NotImplementedError(f"{func.name()} at {call_site()} has a result whose shape depends on numbers")
+        raise NotImplementedError(f"{func.name()} at {call_site()} has a result whose shape depends on values")
 
     def _selected(self, index: Tensor | None) -> Tensor | None:
         """Return an index without a mask. A mask selects all elements, and the host waits for their number."""
@@ -287,7 +287,7 @@ class DeviceDispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         on_device = any(isinstance(x, FakeTensor) for x in tensors)
         if on_device and not all(isinstance(x, FakeTensor) for x in tensors):
-            raise RuntimeError(f"{func.name()} at {call_site()} has tensors of the host and of the device")
+            raise RuntimeError(f"{func.name()} at {call_site()} has tensors on the host and on the device")
         name = func.name().partition(".")[0]
         if (kind := _COLLECTIVES.get(name)) is not None:
             size, num_nodes = self._group_of(leaves)

@@ -25,9 +25,7 @@ def reason_not_to_load() -> str | None:
     """Return the reason why this machine cannot have fake CUDA devices; None if it can. Does not import torch."""
     if _has_own_guard() or _built().exists() or shutil.which("g++"):
         return None
-    return (
-        "there is no g++, which builds the device guard for a torch without CUDA: install it (Debian: apt install g++)"
-    )
+    return "g++ is required to build the device guard for a torch without CUDA; install it (Debian: apt install g++)"
 
 
 def load_guard() -> None:
@@ -39,7 +37,7 @@ def load_guard() -> None:
         GuardError: if there is no compiler, the compilation fails, or torch is already imported.
     """
     if "torch" in sys.modules:
-        raise GuardError("torch has been imported before the device guard: start a new process")
+        raise GuardError("torch has been imported before the device guard; start a new process")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if not _has_own_guard():
         ctypes.CDLL(str(build_guard()))

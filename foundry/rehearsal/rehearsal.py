@@ -85,7 +85,7 @@ def _ask_new_process(request: Request, folder: Path) -> dict[str, Any]:
         answer: dict[str, Any] = json.loads(answered.read_text())
     except FileNotFoundError:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise RehearsalError(f"the process of the rehearsal has ended without an answer: {last}") from None
+        raise RehearsalError(f"the rehearsal process ended without a result: {last}") from None
     return answer
 
 

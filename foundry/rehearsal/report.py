@@ -107,7 +107,7 @@ class RehearsalReport:
         return [
             ("ranks", f"{record.world_size}{per_node}, {record.device}"),
             ("peak memory", f"{num_bytes(peak.bytes)} of {num_bytes(self.usable_bytes)}, in {peak.phase}{fits}"),
-            *([] if self._above_plan is None else [("beside the plan", self._difference())]),
+            *([] if self._above_plan is None else [("versus the plan", self._difference())]),
             ("after a step", num_bytes(record.live.bytes)),
             ("host waits", "none" if not waits else f"{sum(wait.count for wait in waits)}"),
             *(("", f"{wait.count} x {wait.operation} at {wait.where}") for wait in waits),
@@ -135,7 +135,7 @@ class RehearsalReport:
             if any(value is None or value >= factor / 20 for value in values):
                 rows.append((name, _cells(values, factor)))
         totals: list[float | None] = [peak.bytes for peak in phases.values()]
-        return [*rows, ("together", _cells([*totals, *([] if plan is None else [self._planned])], factor))]
+        return [*rows, ("total", _cells([*totals, *([] if plan is None else [self._planned])], factor))]
 
     def _phases(self) -> dict[str, Peak]:
         """Return the peaks to show, by a short name: building, last step, evaluation and checkpoint."""
@@ -161,7 +161,7 @@ class RehearsalReport:
 
     def _compared(self) -> str:
         if self.expected is None:
-            return "not known for this run"
+            return "unknown for this run"
         record = self.record
         counted = Counter(record.collectives_of(record.step)) + Counter(record.collectives_of(record.step, "cpu"))
         kinds = sorted((set(self.expected) | set(counted)) - {"all_to_all"})  # Muon determines their number
@@ -173,7 +173,7 @@ class RehearsalReport:
         least, seconds = self.least, self.least.seconds_by_limit
         rows = []
         if least.peak_flops is None:
-            rows.append(("arithmetic", f"{least.flops:.4g} FLOPs; the peak of the device is not known"))
+            rows.append(("arithmetic", f"{least.flops:.4g} FLOPs; the peak rate of the device is unknown"))
         else:
             rows.append(
                 (

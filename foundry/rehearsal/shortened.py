@@ -28,13 +28,15 @@ def take_steps(config: Config, steps: int, world_size: int) -> tuple[Config, lis
     """
     strategy = resolve_distributed(config.distributed, world_size)
     if isinstance(strategy, DDP) and not strategy.shard_optimizer and strategy.overlap_grad_reduce:
-        message = "is true, and torch's reducer of buckets does not work on fake ranks; set it to false to rehearse"
+        message = "is true but DDP's gradient buckets do not work on fake ranks; set it to false for a rehearsal"
         raise ConfigError(Violation("distributed.overlap_grad_reduce", message))
     answers = field_of(config.objective, "num_prompts_per_step", 0) * field_of(
         config.objective, "num_generations_per_prompt", 1
     )
     if world_size > 1 and answers > (generated := field_of(config.objective, "generation_batch_size", answers)):
-        message = f"is {generated} but fake ranks generate nothing; rehearse with {answers}, all of a step, or one rank"
+        message = (
+            f"is {generated} but fake ranks cannot generate; set it to {answers}, all of a step, or rehearse one rank"
+        )
         raise ConfigError(Violation("objective.generation_batch_size", message))
     notes = []
     if config.hparams.torchcompile:

@@ -71,13 +71,13 @@ def record_end(run_dir: Path, reason: str, details: str = "") -> None:
 
 
 def dump_stacks(run_dir: Path, rank: int, step: int, doing: str) -> None:
-    """Write down where all threads of this process are, in place of what a rank of this number has said before.
+    """Write the stacks of all threads of this process to a file, which replaces an earlier file of the same rank.
 
     Args:
-        run_dir: of the run.
-        rank: whose process this is.
-        step: the optimizer step it is at.
-        doing: its activity there.
+        run_dir: the run directory.
+        rank: rank of this process.
+        step: current optimizer step.
+        doing: current activity.
     """
     make_folder(run_dir / STACKS)
     with open_regular(_stacks(run_dir, rank), "w") as file:
@@ -87,13 +87,16 @@ def dump_stacks(run_dir: Path, rank: int, step: int, doing: str) -> None:
 
 
 def read_positions(run_dir: Path, rank: int, world_size: int, seconds: float) -> dict[int, tuple[int, str]] | None:
-    """Return optimizer step and activity, by rank, of the ranks that have called `dump_stacks` lately.
+    """Return optimizer step and activity, by rank, of the ranks that have called `dump_stacks` recently.
 
     Args:
-        run_dir: of the run.
-        rank: this one.
-        world_size: ranks.
-        seconds: how much earlier than this rank's a file may have been written. None is returned if there is no such.
+        run_dir: the run directory.
+        rank: rank of this process.
+        world_size: number of ranks.
+        seconds: maximum age of a file relative to the file of this rank.
+
+    Returns:
+        Step and activity by rank; None if this rank has no file.
     """
     found = dict[int, tuple[int, str]]()
     try:

@@ -186,16 +186,16 @@ def sync_path(path: Path) -> None:
 
 
 def make_folder(path: Path, *, parents: bool = False) -> Path:
-    """Make a folder where it is not there yet.
+    """Create a folder if it does not exist.
 
     Args:
-        path: of the folder.
-        parents: make those as well. Not for records of a run: a run directory that was just deleted or moved would come
-            back with this folder alone in it.
+        path: path of the folder.
+        parents: create missing parents. Do not use it for records of a run: it would recreate a run directory that was
+            just deleted or moved, with only this folder in it.
 
     Raises:
-        UnsafeFileError: there is something else by this name, a symbolic link included.
-        FileNotFoundError: the parent is not there.
+        UnsafeFileError: the path is a symbolic link.
+        FileNotFoundError: the parent does not exist.
     """
     path.mkdir(parents=parents, exist_ok=True)
     if path.is_symlink():
@@ -221,4 +221,4 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def _unsafe(path: Path, mode: int) -> UnsafeFileError:
-    return UnsafeFileError(path, next((kind for is_kind, kind in _KINDS if is_kind(mode)), "something else"))
+    return UnsafeFileError(path, next((kind for is_kind, kind in _KINDS if is_kind(mode)), "a special file"))

@@ -26,8 +26,8 @@ class RunDirectoryLostError(RuntimeError):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(
-            f"{folder} was deleted, moved or replaced while the run trained. The run ends, since nothing can be saved"
-            " there. To resume from its last checkpoint, move the directory back and give the same command again"
+            f"{folder} was deleted, moved or replaced while the run trained. The run ends because nothing can be saved"
+            " there. To resume from its last checkpoint, move the directory back and run the same command again"
         )
 
 
@@ -54,7 +54,7 @@ def lock(folder: Path, held: ExitStack) -> bool:
             return False
         if error.errno not in _NO_LOCKS:
             raise
-        log.warning("%s cannot be locked (%s); see to it that no other process works there", folder, error.strerror)
+        log.warning("%s cannot be locked (%s); make sure that no other process uses it", folder, error.strerror)
     else:
         file.truncate(0)
         file.write(socket.gethostname())  # a lock taken on another machine may not be seen from this one

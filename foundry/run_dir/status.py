@@ -63,14 +63,14 @@ def read_status(run_dir: Path) -> dict[str, Any]:
     except DamagedFileError as error:
         if run_dir not in _warned:
             _warned.add(run_dir)
-            _log.warning("%s; the state of the run is taken from its checkpoints", one_line(str(error)))
+            _log.warning("%s; the state of the run is derived from its checkpoints", one_line(str(error)))
         return {}
 
 
 def write_status(run_dir: Path, **changes: Any) -> None:
-    """Change what the file says; the rest of it stays. An end is on the disk when this returns.
+    """Change fields of the file and keep the others; the end of a run is on disk when the function returns.
 
-    Nothing is written for a run whose directory is gone.
+    Writes nothing if the run directory no longer exists.
     """
     if not run_dir.is_dir():
         return

@@ -44,9 +44,9 @@ def read_object(
     except OSError as error:
         raise DamagedFileError(path, f"cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError):
-        raise DamagedFileError(path, "is empty, or no JSON") from None
+        raise DamagedFileError(path, "is empty or not JSON") from None
     if not isinstance(value, dict):
-        raise DamagedFileError(path, "holds no JSON object")
+        raise DamagedFileError(path, "contains no JSON object")
     check_types(path, value, needed=needed, optional=optional)
     return value
 
@@ -68,7 +68,7 @@ def check_types(
             if needed and name in needed:
                 raise DamagedFileError(path, f"has no {name}")
         elif not isinstance(value[name], types):
-            raise DamagedFileError(path, f"has a {name} that is {type(value[name]).__name__}")
+            raise DamagedFileError(path, f"has a {name} of type {type(value[name]).__name__}")
 
 
 def encode(value: Any) -> str:

@@ -30,7 +30,7 @@ def read_sweep_file(sweep_dir: Path, *, to_resume: bool = False) -> dict[str, An
     content = read_object(path, needed=needed, optional=_FACTS)
     for job in content["jobs"]:
         if not isinstance(job, dict):
-            raise DamagedFileError(path, "has a job that is no JSON object")
+            raise DamagedFileError(path, "has a job that is not a JSON object")
         check_types(path, job, needed=_JOB | (_JOB_TO_RESUME if to_resume else {}))
         try:
             inside(sweep_dir, job["dir"])

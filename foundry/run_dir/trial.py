@@ -61,7 +61,7 @@ class TrialLink:
         folder = journal.parent.resolve()
         is_above = folder in run_dir.resolve().parents and journal.name == STUDY
         if not is_above or journal.is_symlink() or not journal.is_file():
-            raise ValueError(f"{self.journal!r} is no {STUDY} of a sweep around it")
+            raise ValueError(f"{self.journal!r} is not the {STUDY} of a sweep that contains the run")
         return folder / STUDY
 
 

@@ -80,7 +80,7 @@ def _check_size(swept: dict[str, Override], zipped: Sequence[Sequence[str]], mos
     total = math.prod(max(lengths.get(key, 1) for key in axis) for axis in axes)
     if total > most:
         lines = ", ".join(f"{key} has {_written(length)} values" for key, length in lengths.items() if length > 1)
-        message = f"is {most} but the sweep has {_written(total)} jobs ({lines}); sweep over less, or raise it"
+        message = f"is {most} but the sweep has {_written(total)} jobs ({lines}); sweep over fewer values, or raise it"
         yield Violation("hydra.sweeper.max_jobs", message)
 
 
@@ -104,7 +104,7 @@ def _check_zip(zipped: Sequence[Sequence[str]], values: dict[str, list[str]]) ->
     keys = [key for group in zipped for key in group]
     for key in dict.fromkeys(keys):
         if key not in values:
-            swept = f"; swept are {', '.join(values)}" if values else ""
+            swept = f"; swept keys: {', '.join(values)}" if values else ""
             yield Violation(_ZIP, f"names {key}, which is not swept{nearest(key, values) or swept}")
         elif keys.count(key) > 1:
             yield Violation(_ZIP, f"names {key} more than once")
@@ -148,10 +148,10 @@ def _without(jobs: list[Job], excluded: Iterable[str]) -> list[Job]:
             violations.append(Violation(_EXCLUDE, f"has {text!r}, which is not of the form key=value key=value"))
             continue
         if not combination or not any(combination <= set(job.overrides) for job in jobs):
-            violations.append(Violation(_EXCLUDE, f"has {text!r}, which no job of the sweep is"))
+            violations.append(Violation(_EXCLUDE, f"has {text!r}, which matches no job of the sweep"))
         left = [job for job in left if not combination <= set(job.overrides)]
     if not left and not violations:
-        violations.append(Violation(_EXCLUDE, f"leaves none of the {len(jobs)} jobs"))
+        violations.append(Violation(_EXCLUDE, f"excludes all {len(jobs)} jobs"))
     if violations:
         raise ConfigError(violations)
     return left

@@ -120,13 +120,13 @@ class SweepManifest:
                 for difference in _changes(sweep_dir / known[job.id].dir, config):
                     changed.setdefault(str(difference), []).append(job)
         lines = [
-            f"holds this sweep with {text} in {listed(jobs, _MOST_JOBS_NAMED)}; give what it had"
+            f"contains this sweep with {text} in {listed(jobs, _MOST_JOBS_NAMED)}; restore the old value"
             for text, jobs in changed.items()
         ]
         for job in jobs:
             status = read_status(sweep_dir / job.dir)
             if job.id not in known and status and status.get("config_hash") != job.config_hash:
-                lines.append(f"holds another run in {job.dir}, where {job} would be")
+                lines.append(f"contains another run in {job.dir}, the directory of {job}")
         if lines:
             raise ConfigError([Violation(_KEY, f"{sweep_dir} {text}, or choose another directory") for text in lines])
 

@@ -230,7 +230,7 @@ def read_sweep(
     )
     jobs = [reader.read(job, folder / job.dir) for job in _list_jobs(folder, facts)]
     if not jobs:
-        hint = "; give the folder that holds it" if os.path.lexists(folder / STATUS) else ""
+        hint = "; give the folder that contains it" if os.path.lexists(folder / STATUS) else ""
         kind = "a single run" if hint else f"a folder without {SWEEP} and without run directories in it"
         raise ConfigError(Violation("dir", f"is {folder}, {kind}{hint}"))
     jobs.sort(key=lambda job: job.rank(minimize=minimize))
@@ -309,9 +309,9 @@ class _Reader:
         if job.is_pruned:
             return one_line(str(job.result["pruned"]))
         if job.state == "lost" and not reason:
-            return f"the process is gone; last sign of life {duration(silent)} ago"
+            return f"its process has ended; last update {duration(silent)} ago"
         if job.state == "running":
-            return f"no sign of life for {duration(silent)}" if silent > _QUIET_SECONDS else ""
+            return f"no update for {duration(silent)}" if silent > _QUIET_SECONDS else ""
         if job.state in WAITING and not job.is_going:
             return NOT_RUNNING
         return one_line(reason) or (_last_line(job.log) if job.state == "failed" else "")
@@ -344,7 +344,7 @@ class _Reader:
 
 def _facts(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
-        raise ConfigError(Violation("dir", f"is {folder}, which is no folder; give the directory of a sweep"))
+        raise ConfigError(Violation("dir", f"is {folder}, which is not a folder; give the directory of a sweep"))
     try:
         return read_sweep_file(folder)
     except FileNotFoundError:
@@ -399,7 +399,7 @@ def _read_status(run_dir: Path) -> tuple[dict[str, Any], str]:
     except DamagedFileError as error:
         return {}, one_line(f"{STATUS} {error.why}")
     if status and status["state"] not in STATES:
-        return {}, one_line(f"{STATUS} has the state {status['state']!r}, which there is not")
+        return {}, one_line(f"{STATUS} has the unknown state {status['state']!r}")
     return status, ""
 
 

@@ -39,7 +39,7 @@ def _lines(alike: Iterable[list[list[Found]]], total: int) -> Iterator[tuple[int
             yield from ((found[0][0], _line(found, total, "")) for found in groups)
         else:
             together = sorted((each for found in groups for each in found), key=lambda each: each[0])
-            yield together[0][0], _line(together, total, ", each with a value of its own")
+            yield together[0][0], _line(together, total, ", with different values")
 
 
 def _line(found: list[Found], total: int, how: str) -> Violation:

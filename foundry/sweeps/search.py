@@ -80,7 +80,7 @@ class OptunaSweeper(CheckedSweeper):
             message = missing_message("optuna", "search")
             raise ConfigError(Violation("hydra/sweeper", message)) from None
         if OmegaConf.select(config, "hydra.launcher.detach"):
-            message = "is true but a search proposes jobs by the results of others, and has to wait for them"
+            message = "is true but a search must wait for results before it proposes more jobs; set it to false"
             raise ConfigError(Violation("hydra.launcher.detach", message))
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         super().setup(hydra_context=hydra_context, task_function=task_function, config=config)
@@ -128,7 +128,7 @@ class OptunaSweeper(CheckedSweeper):
                 self._check_same(study, space)
                 points = [trial.params for trial in study.get_trials(deepcopy=False)]
         elif manifest.jobs:
-            message = f"is {self.sweep_dir}, which holds a sweep that is no search; choose another"
+            message = f"is {self.sweep_dir}, which contains a sweep that is not a search; choose another"
             raise ConfigError(Violation("hydra.sweep.dir", message))
         sampler = self._built("sampler", self._sampler_node(0))
         if self._search.pruner is not None:
@@ -168,7 +168,9 @@ class OptunaSweeper(CheckedSweeper):
         was = study.user_attrs.get(_FACTS, now)
         text = [f"{key} {was.get(key, 'not searched')}" for key in {**was, **now} if was.get(key) != now.get(key)]
         if text:
-            message = f"is {self.sweep_dir}, which holds a search with {', '.join(text)}; give that, or choose another"
+            message = (
+                f"is {self.sweep_dir}, which contains a search with {', '.join(text)}; use these, or choose another"
+            )
             raise ConfigError(Violation("hydra.sweep.dir", message))
 
     def _facts(self, space: "Space") -> dict[str, str]:
@@ -236,7 +238,7 @@ class OptunaSweeper(CheckedSweeper):
             (prepared,) = self.prepare([job], manifest)
         except ConfigError as error:
             sys.stderr.write(
-                f"{job.settings} is not run: {'; '.join(violation.message for violation in error.violations)}\n"
+                f"{job.settings} is skipped: {'; '.join(violation.message for violation in error.violations)}\n"
             )
             self._fail(study, number)
             return None

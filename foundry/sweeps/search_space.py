@@ -67,7 +67,7 @@ class Space:
                 except ValueError as error:
                     violations.append(Violation(key, f"is {override.get_value_string()}: {error}"))
         if not dimensions and not violations:
-            message = "has nothing to search for; give values, such as hparams.lr='tag(log,interval(1e-4,1e-2))'"
+            message = "has no key to search; set one, such as hparams.lr='tag(log,interval(1e-4,1e-2))'"
             violations.append(Violation("hydra.sweeper.params", message))
         if violations:
             raise ConfigError(violations)
@@ -100,7 +100,7 @@ def _distribution(override: Override) -> BaseDistribution:
     tags: set[str] = getattr(value, "tags", set())
     is_number = isinstance(value, (IntervalSweep, RangeSweep))
     if unknown := tags - ({"log"} if is_number else set()):
-        raise ValueError(f"the tag {min(unknown)} means nothing here{'; there is log' if is_number else ''}")
+        raise ValueError(f"the tag {min(unknown)} is not supported here{'; use log' if is_number else ''}")
     if isinstance(value, IntervalSweep):
         assert value.start is not None
         assert value.end is not None
@@ -122,7 +122,7 @@ def _range_distribution(override: Override, value: RangeSweep, *, is_log: bool) 
     start = value.start
     step = value.step
     if count == 0:
-        raise ValueError("there is no number in it")
+        raise ValueError("the range is empty")
     assert start is not None
     if isinstance(start, int) and isinstance(step, int) and isinstance(value.stop, int):
         last = start + (count - 1) * step

@@ -94,7 +94,7 @@ class CheckedSweeper(Sweeper):
             try:
                 given += parser.parse_overrides([f"{key}={value}"])
             except HydraException:
-                message = f"is {value!r}, which is no value of an override, such as '1,2', 'range(3)' or \"'a b'\""
+                message = f"is {value!r}, which is not a valid override value, such as '1,2', 'range(3)' or \"'a b'\""
                 violations.append(Violation(f"hydra.sweeper.params.{key}", message))
         if violations:
             raise ConfigError(violations)
@@ -200,7 +200,9 @@ class CheckedSweeper(Sweeper):
         failed = [job for job in jobs if self.state(job) in (*FAILED, "stopped") or not self.run_dir(job).is_dir()]
         for job in failed:
             run_dir = self.run_dir(job)
-            reason = read_status(run_dir).get("reason", "") if run_dir.is_dir() else "its run directory is gone"
+            reason = (
+                read_status(run_dir).get("reason", "") if run_dir.is_dir() else "its run directory no longer exists"
+            )
             sys.stderr.write(f"{job}: {reason}; see {run_dir / LOG}\n")
         if failed:
             raise SystemExit(1)
@@ -228,7 +230,7 @@ class CheckedSweeper(Sweeper):
             folder = known.get(job.id) or _subdir(config)
             if taken.setdefault(folder, job.id) != job.id:
                 message = (
-                    f"gives job {index} ({job.settings}) the directory {folder}, which another has; "
+                    f"gives job {index} ({job.settings}) the directory {folder}, which another job has; "
                     "use ${hydra.job.num}"
                 )
                 raise ConfigError(Violation("hydra.sweep.subdir", message))
@@ -297,7 +299,7 @@ class GridSweeper(CheckedSweeper):
             self.record(manifest, jobs)
             waiting = [job for job in jobs if self.state(job) != "finished"]
             if finished := len(jobs) - len(waiting):
-                _log.info("%d of %d jobs have finished before", finished, len(jobs))
+                _log.info("%d of %d jobs have already finished", finished, len(jobs))
             size = self._grid.max_batch_size or max(len(waiting), 1)
             results = [self.launch(waiting[start : start + size]) for start in range(0, len(waiting), size)]
         self.report(jobs)

@@ -184,6 +184,8 @@ def _cause(run_dir: Path, error_output: ErrorOutput) -> str | None:
 
 if __name__ == "__main__":
     if sys.argv[2:] != ["trust=true"]:
-        sys.stderr.write("trust: RUN_DIR names code that would be run; write RUN_DIR trust=true if it is your own\n")
+        sys.stderr.write(
+            "trust: the configuration in RUN_DIR may run code; if you trust its author, write RUN_DIR trust=true\n"
+        )
         sys.exit(2)
     sys.exit(work(Path(sys.argv[1]).absolute()))

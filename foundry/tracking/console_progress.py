@@ -106,7 +106,7 @@ class Progress:
             rows[_label(self._metric)] = number(judged)
         if self._started is not None:
             if (entropy := unigram_entropy(self._started.plan)) is not None:
-                rows["unigram entropy"] = f"{entropy:.4f}  what guessing by frequency alone would reach"
+                rows["unigram entropy"] = f"{entropy:.4f}  (loss from token frequencies alone)"
             rows["run directory"] = str(self._started.run_dir)
             rows |= where_to_look(self._started)
             if event.state == "failed":

@@ -17,7 +17,7 @@ _OF_EVERY_RUN = {
     "lr": "learning rate",
     "tokens_per_second": "tokens/s",
     "samples_per_second": "samples/s",
-    "allocator_retries": "retries of the allocator",
+    "allocator_retries": "allocator retries",
 }
 _ELSEWHERE = {"step", "samples", "tokens", "epoch", "loss", "weight_decay", "global_batch_size", "step_seconds"}
 _ELSEWHERE |= {"tflops", "mfu", "peak_memory_bytes", "reserved_memory_bytes", LOSS}

@@ -106,7 +106,7 @@ def iterate_metrics(
                 raise ValueError(f"{path}:{number} is longer than any record")
             record = _record(line)
             if record is None:
-                raise ValueError(f"{path}:{number} is no record: {line[:80]!r}")
+                raise ValueError(f"{path}:{number} is not a record: {line[:80]!r}")
             yield record
 
 
@@ -189,7 +189,7 @@ def _cut_after(path: Path, step: int) -> None:
         return
     with open_regular(path, "rb") as file:
         if os.fstat(file.fileno()).st_size > _LARGEST_FILE:
-            raise ValueError(f"{path} is larger than any run's")
+            raise ValueError(f"{path} is too large for a metrics file")
         if all(_is_until(line, step) for line in file):
             return
         file.seek(0)

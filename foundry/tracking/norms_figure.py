@@ -36,7 +36,7 @@ def norms_figure(logged: Curves, run_name: str = "") -> "Figure | None":
     figure, (left, right) = panels(2)
     figure.subplots_adjust(right=0.8)
     _draw(left, "gradient norm, before clipping", gradients)
-    _draw(right, "norm of the update / norm of the weights", shares)
+    _draw(right, "update norm / weight norm", shares)
     named = _spread(len(blocks), _MOST_NAMES)
     lines = [left.lines[number] for number in named]
     legend = figure.legend(handles=lines, loc="center left", bbox_to_anchor=(0.81, 0.5), frameon=False)

@@ -105,7 +105,7 @@ def test_library_compose_accepts_a_folder_of_user_options(tmp_path):
     (tmp_path / "optimizer").mkdir()
     (tmp_path / "optimizer/mine.yaml").write_text("defaults: [adamw]\nweight_decay: 0.25\n")
     assert compose([*QUIET, "optimizer=mine"], config_dir=tmp_path).optimizer.weight_decay == 0.25
-    with pytest.raises(ConfigError, match=r"config_dir: is .*, which is no folder"):
+    with pytest.raises(ConfigError, match=r"config_dir: is .*, which is not a folder"):
         compose(config_dir=tmp_path / "missing")
     with pytest.raises(ConfigError, match="optimizer: has no option 'mine'"):
         compose([*QUIET, "optimizer=mine"])
@@ -152,7 +152,7 @@ def test_sigterm_saves_a_checkpoint_and_the_same_call_resumes(tmp_path):
 
 def test_run_rejects_a_directory_with_foreign_files(tmp_path):
     (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(ConfigError, match=r"run_dir: is .*, which holds files of another origin"):
+    with pytest.raises(ConfigError, match=r"run_dir: is .*, which contains files that are not foundry's"):
         run(compose(QUIET), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
@@ -168,7 +168,7 @@ def test_run_in_another_thread_supports_a_single_process_only(tmp_path):
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(run, compose(QUIET), tmp_path / "run").result().result["step"] == 2
         several = compose([*QUIET, "distributed=ddp", "distributed.nproc_per_node=2", "hparams.global_batch_size=32"])
-        with pytest.raises(ConfigError, match=r"distributed\.nproc_per_node: is 2, which only the main thread"):
+        with pytest.raises(ConfigError, match=r"distributed\.nproc_per_node: is 2 but only the main thread"):
             pool.submit(run, several, tmp_path / "several").result()
     assert not (tmp_path / "several").exists()
 

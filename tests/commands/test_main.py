@@ -85,8 +85,8 @@ def test_every_command_module_is_listed_in_the_help(run_command):
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["evla", "run=x"], "evla: is no command; did you mean eval? (commands: train, plan, "),
-        (["lr-find"], "lr-find: is no command; did you mean lr_find? (commands: "),
+        (["evla", "run=x"], "evla: unknown command; did you mean eval? (commands: train, plan, "),
+        (["lr-find"], "lr-find: unknown command; did you mean lr_find? (commands: "),
         (["diffusion"], "diffusion: is not of the form key=value; did you mean hparams=diffusion?"),
         (["fsdp"], "fsdp: is not of the form key=value; did you mean distributed=fsdp?"),
         (["difusion"], "difusion: is not of the form key=value; did you mean hparams=diffusion?"),

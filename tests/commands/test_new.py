@@ -96,11 +96,14 @@ def test_new_project_readme_commands_run(project):
         (["full"], "dir: is full, which exists and is not an empty folder; choose another"),
         (
             ["other", "name=3d"],
-            "name: is 3d, which is no name of a Python package (a-z, 0-9 and _); choose another, as",
+            "name: is 3d, which is not a valid package name (a-z, 0-9 and _); choose another, such as",
         ),
-        (["other", "name=class"], "name: is class, which is no name of a Python package"),
-        (["other", "name=torch"], "name: gives the package the name torch, that of a module that is installed"),
-        (["tests"], "dir: gives the package the name tests, that of a folder of the project; choose another, as"),
+        (["other", "name=class"], "name: is class, which is not a valid package name"),
+        (["other", "name=torch"], "name: gives the package the name torch, the name of an installed module"),
+        (
+            ["tests"],
+            "dir: gives the package the name tests, the name of a folder of the project; choose another, such as",
+        ),
         (["one", "two"], "one: is not of the form key=value"),
         ([], "dir: has no value"),
     ],

@@ -13,12 +13,13 @@ VLM = "experiment=vlm_scenes"
     [
         (
             ["data=scenes", "model=vlm", "objective=sft"],
-            "simulator: is none but data=scenes is of what a simulator shows; choose one, such as simulator=touch, or "
-            "data=image_chats",
+            "simulator: is none but data=scenes needs a simulator that renders images; choose one, such as "
+            "simulator=touch, or data=image_chats",
         ),
         (
             [VLM, "simulator.image_size=null"],
-            "simulator.image_size: is null but data=scenes is of what a simulator shows; set it, such as to 48",
+            "simulator.image_size: is null but data=scenes needs a simulator that renders images; set it, "
+            "for example to 48",
         ),
         (
             [VLM, "model.image_size=null"],

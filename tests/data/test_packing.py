@@ -222,7 +222,7 @@ def test_plan_reports_rows_per_step_and_packing_efficiency(form, objective, rows
     unknown = build_plan(*answers, **ranks, pack_tokens=160)
     assert unknown["packing"] == {"steps": 0, "row_tokens": 160, "rows_per_step": None, "efficiency": None}
     show({**unknown, "checkpoint_bytes": None, "memory": NO_MEMORY}, console)
-    assert "of 160 tokens, as many as the answers take" in console.file.getvalue()
+    assert "of 160 tokens; their number depends on the completions" in console.file.getvalue()
 
 
 def test_teacher_that_mixes_documents_turns_packing_off(caplog):

@@ -176,8 +176,10 @@ def test_export_writes_a_merged_base_for_adapters_trained_on_adapters(adapted, t
     alone = ExportOptions(run=str(tmp_path / "second"), out=str(tmp_path / "alone"))
     export(alone)
     message = capsys.readouterr().err
-    assert message.startswith("base: adapter_config.json names none, since the base of these adapters is ")
-    assert message.endswith("; add base=DIR to write it as a folder of transformers, or merge=true for one model\n")
+    assert message.startswith("base: adapter_config.json names no model, because the base of these adapters is ")
+    assert message.endswith(
+        "; add base=DIR to write it as a transformers folder, or merge=true to merge the adapters into it\n"
+    )
     assert message.count("\n") == 1
     assert "run=RUN out=DIR base=BASE` writes the folder BASE" in (tmp_path / "alone" / "README.md").read_text()
 
@@ -198,7 +200,11 @@ def test_export_refuses_a_base_folder_that_is_unneeded_or_occupied(base, adapted
     (tmp_path / "full" / "file").touch()
     for run, options, message in (
         (base, {"base": "b"}, r"^base: is b but .* has no adapters; leave it out$"),
-        (adapted, {"base": "b", "merge": True}, "^base: is b but the export holds the base, merged; leave it out$"),
+        (
+            adapted,
+            {"base": "b", "merge": True},
+            "^base: is b but the export is the base with merged adapters; leave it out$",
+        ),
         (
             adapted,
             {"base": str(tmp_path / "full"), "merge": False},
@@ -207,7 +213,7 @@ def test_export_refuses_a_base_folder_that_is_unneeded_or_occupied(base, adapted
         (
             adapted,
             {"base": str(tmp_path / "out"), "merge": False},
-            "^base: is .*, as out, which adapters are written to; give another",
+            "^base: is .*, the same folder as out; choose another folder$",
         ),
     ):
         with pytest.raises(ConfigError, match=message):

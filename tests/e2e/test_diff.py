@@ -22,7 +22,7 @@ def test_diff_compares_settings_plan_curves_and_results_of_runs(run_command):
     same, _ = run_command("a=one", "a=again", module="foundry.diff")
     assert "settings    the same settings" in same
     assert "plan        the same plan" in same
-    assert "curves      the same in all 4 logged steps that both have, to step 4" in same
+    assert "curves      the same in all 4 steps that both runs have logged, up to step 4" in same
     assert not (run_command.cwd / "curves.png").exists()
 
     told, _ = run_command("a=one", "against='a=other'", "picture=curves.png", module="foundry.diff", code=1)
@@ -37,7 +37,7 @@ def test_diff_compares_settings_plan_curves_and_results_of_runs(run_command):
     ]
     assert losses[0][0] == losses[1][0]  # before the first update
     first = f"loss {losses[0][1]:.9g} and {losses[1][1]:.9g}"
-    assert f"curves      the same to step 1, different at step 2: {first}" in lines
+    assert f"curves      the same up to step 1, different at step 2: {first}" in lines
     results = [json.loads((run_command.cwd / folder / "result.json").read_text()) for folder in ("a=one", "a=other")]
     (row,) = (line.split() for line in lines if line.startswith("val_loss"))
     assert [float(cell) for cell in row[1:3]] == [float(f"{result['val_loss']:.9g}") for result in results]
@@ -48,22 +48,22 @@ def test_diff_compares_settings_plan_curves_and_results_of_runs(run_command):
     for name in ("result.json", "metrics.jsonl"):
         (run_command.cwd / "started" / name).unlink()
     told, _ = run_command("started", "a=one", module="foundry.diff", code=1)
-    assert "curves      no step that both have logged" in told
+    assert "curves      no step that both runs have logged" in told
 
     for words, line in (
         (["a=one"], "against: has no value; give it as against=..."),
-        (["a=one", "nowhere"], "against: is nowhere, which has no readable config.yaml: it is no run"),
+        (["a=one", "nowhere"], "against: is nowhere, which is not a run directory: it has no readable config.yaml"),
         (["a=one", "a=other", "a=again"], "a: is not an option (options: run, against, picture)"),
         (
             ["a=one", "a=other", "picture=curves.png"],
             "picture: is curves.png, which exists; choose another path, or move it away",
         ),
-        (["a=one", "a=other", "picture=x.jpg"], "picture: is x.jpg, which is no .png file; choose another"),
+        (["a=one", "a=other", "picture=x.jpg"], "picture: is x.jpg but must be a .png file"),
     ):
         assert run_command(*words, module="foundry.diff", code=2)[1].strip() == line
     (run_command.cwd / "started" / "plan.json").write_text("{")
     _, message = run_command("started", "a=one", module="foundry.diff", code=2)
-    assert message.startswith("run: is started: started/plan.json is empty, or no JSON")
+    assert message.startswith("run: is started: started/plan.json is empty or not JSON")
 
 
 VALUES = st.sampled_from([None, 0, 1, 1.0, True, 2**70, 0.1, math.nan, math.inf, "one", "1", [1], {"a": 1}])

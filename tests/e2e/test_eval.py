@@ -86,7 +86,7 @@ def test_eval_with_an_environment_scores_the_completions_of_an_sft_run(runs):
 
 def test_eval_of_an_exported_folder_matches_eval_of_its_run(runs, tmp_path):
     export(ExportOptions(run=str(runs / "sft"), out=str(tmp_path / "hf")))
-    with pytest.raises(ConfigError, match=r"^data: is needed: .* is a folder of transformers, which names none"):
+    with pytest.raises(ConfigError, match=r"^data: is required: the transformers folder .* names no data"):
         evaluate(run=str(tmp_path / "hf"))
     data = ["data=chats", f"data.path={runs / 'chats.jsonl'}", "data.seq_len=32", "objective=sft"]
     measured = evaluate(data, run=str(tmp_path / "hf"))
@@ -102,9 +102,17 @@ def test_eval_of_an_exported_folder_matches_eval_of_its_run(runs, tmp_path):
         ({"which": "best", "run": "BASE/checkpoints"}, [], "run: BASE/checkpoints is not a run directory"),
         ({"which": "77"}, [], "which: BASE has no checkpoint '77'; there are: step_"),
         ({}, ["data=chats", "data.seq_len=32"], "data.path: has no value"),
-        ({"record": "films"}, [], "record: is films but is of policies in a simulator, and BASE is measured on data"),
-        ({"against": "BASE"}, ["data=digits"], "against: is BASE but is of policies in a simulator"),
-        ({}, ["data=digits"], "model: is Transformer, which needs tokens, but data is Digits"),
+        (
+            {"record": "films"},
+            [],
+            "record: is films but belongs to the evaluation of policies in a simulator, and BASE uses",
+        ),
+        (
+            {"against": "BASE"},
+            ["data=digits"],
+            "against: is BASE but belongs to the evaluation of policies in a simulator",
+        ),
+        ({}, ["data=digits"], "model: is Transformer, made for tokens, but data is Digits"),
         ({}, ["data=text", "data.path=TEXT", "data.seq_len=64"], "data.seq_len: is 64 but the model of model.path="),
     ],
 )
@@ -132,7 +140,7 @@ def test_sample_applies_the_chat_template_and_refuses_wrong_options(runs, tmp_pa
         ({"prompt": "x", "prompts": ["y"]}, "prompt: is given together with prompts"),
         ({"prompts": []}, "prompts: is empty"),
         ({"prompt": "x", "stop": ["no such"]}, "stop: has 'no such', which is not a token"),
-        ({"prompt": "x", "labels": [1]}, "labels: is no option of objective SFT"),
+        ({"prompt": "x", "labels": [1]}, "labels: is not an option of objective SFT"),
     ):
         with pytest.raises(ConfigError) as refused:
             sample(SampleOptions(**options, **wrong))

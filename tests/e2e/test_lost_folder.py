@@ -64,7 +64,7 @@ def test_run_without_its_directory_ends_with_one_line_and_writes_nothing(shell, 
     _, stderr = shell.finish(process, code=1)
     assert "Traceback" not in stderr
     (line,) = [line for line in stderr.splitlines() if line.startswith(f"{run_dir} was deleted, moved or replaced")]
-    assert "move the directory back and give the same command again" in line
+    assert "move the directory back and run the same command again" in line
     assert run_dir.exists() is (left is not None)
     assert content(run_dir) == dict.fromkeys(left or [], b"somebody else's")
     assert sorted(path.name for path in shell.cwd.glob("run*")) == ["run"][: run_dir.exists()]
@@ -97,6 +97,6 @@ def test_sweep_continues_if_the_run_directory_of_a_job_is_deleted(shell, launche
     deleted(first)
     _, stderr = shell.finish(process, code=1)
     assert "Traceback" not in stderr
-    assert "job 0 (hparams.seed=1): its run directory is gone" in stderr
+    assert "job 0 (hparams.seed=1): its run directory no longer exists" in stderr
     assert not first.exists()
     assert json.loads((second / "status.json").read_text())["state"] == "finished"

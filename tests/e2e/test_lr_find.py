@@ -47,7 +47,7 @@ def test_lr_find_writes_plot_and_numbers_and_prints_an_override(run_command):
         (["lr_find.step=3"], "lr_find.step: is not an option; did you mean steps?"),
         (
             ["lr_find.max=1e-6", "lr_find.steps=20"],
-            "lr_find.max: is 1e-06, and up to 1e-06 the loss does not fall beyond its noise; give",
+            "lr_find.max: is 1e-06 but up to 1e-06 the loss does not fall by more than its noise; increase",
         ),
     ],
 )

@@ -110,7 +110,7 @@ def test_sample_answers_a_question_about_an_image(finished, tmp_path, capsys):
     assert "user: which side ? assistant:\nanswer: " in capsys.readouterr().out
     with pytest.raises(ConfigError, match="image: has no value, but the model requires an image"):
         sample(SampleOptions(**asked, prompt="which side ?"))
-    with pytest.raises(ConfigError, match=r"image: is .*nothing\.png, which cannot be looked at: No such file"):
+    with pytest.raises(ConfigError, match=r"image: is .*nothing\.png, which cannot be read as an image: No such file"):
         sample(SampleOptions(**asked, prompt="which side ?", image=str(tmp_path / "nothing.png")))
 
 

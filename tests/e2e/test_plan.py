@@ -89,7 +89,7 @@ def test_plan_every_thins_rows_and_plan_measured_estimates_the_run_length(run_co
         (["hparams.lr=-1"], "hparams.lr: is -1 but must be above 0"),
         (
             ["plan.measured=.", "hydra.run.dir=plan"],
-            "plan.measured: is {cwd}, but no metrics.jsonl in it logs several steps\n",
+            "plan.measured: is {cwd}, whose metrics.jsonl has fewer than two logged steps; choose another run\n",
         ),
     ],
 )

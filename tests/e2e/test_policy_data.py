@@ -69,9 +69,9 @@ def test_policy_export_has_the_statistics_of_the_run(finished, tmp_path):
     ("content", "message"),
     [
         (None, "has no statistics.json, which a run over episodes writes"),
-        ("{", r"statistics\.json is no JSON"),
+        ("{", r"statistics\.json is not JSON"),
         ("{}", r"statistics\.json has a state that"),
-        ("[" * 10**5, r"statistics\.json is no JSON"),
+        ("[" * 10**5, r"statistics\.json is not JSON"),
     ],
 )
 def test_restore_refuses_missing_or_invalid_statistics(content, message, copied):
@@ -129,11 +129,11 @@ def test_compose_refuses_settings_that_do_not_fit_recorded_episodes(tmp_path):
     camera = "data.image_key=observation.images.front"
     seen = compose(["hparams=policy", "evaluation=default", "simulator=none", "data=lerobot", here, camera])
     assert seen.data.image_size == seen.model.image_size == 16
-    assert lines("data=demonstrations")[0].startswith("simulator: is none but data=demonstrations is made by")
+    assert lines("data=demonstrations")[0].startswith("simulator: is none but data=demonstrations needs a simulator")
     assert lines("data=lerobot") == ["data.path: has no value (folder with meta/info.json); give it as data.path=..."]
     assert lines("data=lerobot", "data.path=/nothing") == ["data.path: is /nothing but there is no such folder"]
     assert lines("data=lerobot", here, "data.state_dim=5")[0].startswith("data.state_dim: is 5 but observation.state")
     (wrong,) = lines("data=lerobot", here, "data.action_key=actions")
-    assert wrong.startswith("data.action_key: is actions but that is no column")
+    assert wrong.startswith("data.action_key: is actions but that is not a column")
     (unseen,) = lines("data=lerobot", here, "data.image_size=64")
     assert unseen == "data.image_size: is 64 but has no effect without data.image_key"

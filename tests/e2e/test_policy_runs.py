@@ -155,9 +155,7 @@ def test_policy_trained_on_recordings_is_evaluated_in_a_given_simulator(taught, 
     assert (measured["num_episodes"], measured["checkpoint"]) == (10, "step_00000060")
     short = evaluate(["simulator=reach", "simulator.max_steps=2"], run=blind, **options)
     assert (short["success"], short["episode_length"]) == (0.0, 2.0)
-    with pytest.raises(
-        ConfigError, match=r"where nothing is simulated: its simulator is none; choose one, .* data=lerobot"
-    ):
+    with pytest.raises(ConfigError, match=r"whose simulator is none; choose one, .* data=lerobot"):
         evaluate(run=blind)
 
 
@@ -167,17 +165,20 @@ def test_policy_trained_on_recordings_is_evaluated_in_a_given_simulator(taught, 
     [
         (
             ["simulator=reach", "simulator.state_dim=7"],
-            "simulator: has state_dim=7 but the policy of RUN has been trained with state_dim=4; choose that of its ta",
+            "simulator: has state_dim=7 but the policy of RUN was trained with state_dim=4; choose the simulator of",
         ),
         (
             ["simulator=reach", "simulator.image_size=32"],
-            "simulator: has image_size=32 but the policy of RUN has been trained with image_size=null; choose that of",
+            "simulator: has image_size=32 but the policy of RUN was trained with image_size=null; choose the",
         ),
-        (["simulator=none"], "run: is RUN, where nothing is simulated: its simulator is none; choose one, such as"),
+        (["simulator=none"], "run: is RUN, whose simulator is none; choose one, such as"),
         (["simulator=raech"], "simulator: has no option 'raech'; did you mean reach?"),
         (["simulator.image_size=32"], "simulator.image_size: is not a setting of the chosen simulator"),
-        (["simulator=reach", "data=digits"], "simulator: is reach but is of policies in a simulator, and RUN is measu"),
-        ([], "config_dir: is CONF but is given without a group to find there, such as simulator=..."),
+        (
+            ["simulator=reach", "data=digits"],
+            "simulator: is reach but belongs to the evaluation of policies in a simulator, and RUN uses",
+        ),
+        ([], "config_dir: is CONF but no override uses it; add one, such as simulator=..., or leave it out"),
     ],
 )
 def test_eval_refuses_a_simulator_that_does_not_fit(taught, overrides, message):
@@ -215,16 +216,22 @@ def test_eval_of_a_built_in_policy_needs_no_trust(tmp_path):
         ({"which": "7"}, "which: RUNS/good has no checkpoint '7'; there are: "),
         ({"against": "RUNS/nowhere"}, "against: RUNS/nowhere is not a run directory: it has no config.yaml"),
         ({"against": "RUNS/poor", "against_which": "7"}, "against_which: RUNS/poor has no checkpoint '7'"),
-        ({"against_which": "best"}, "against_which: is best but is given without against"),
-        ({"max_samples": 3}, "max_samples: is 3 but is of data, and RUNS/good is of policies in a simulator"),
+        ({"against_which": "best"}, "against_which: is best but has no effect without against; add against=DIR"),
+        (
+            {"max_samples": 3},
+            "max_samples: is 3 but belongs to the evaluation on data, and RUNS/good uses the evaluation of policies",
+        ),
         (
             {"first_episode": 2**32 - 5, "episodes": 6},
             "episodes: is 6 but leads to episode 4294967296; the last one is 4294967295",
         ),
         ({"record": "RUNS/good/config.yaml/films"}, "record: is RUNS/good/config.yaml/films but"),
-        ({"against": "RUNS/longer"}, "against: is RUNS/longer, whose simulator has max_steps=31, and that of run 30"),
+        (
+            {"against": "RUNS/longer"},
+            "against: is RUNS/longer, whose simulator has max_steps=31 but that of run has 30",
+        ),
         ({"run": "RUNS/damaged"}, "run: RUNS/damaged/config.yaml: evaluation.evaluators.success.episodes: is 0 but"),
-        ({"run": "RUNS/still"}, "run: is RUNS/still, where nothing is simulated: its simulator is none"),
+        ({"run": "RUNS/still"}, "run: is RUNS/still, whose simulator is none"),
     ],
 )
 def test_eval_of_policies_refuses_wrong_options_with_a_message(runs, options, message):

@@ -280,7 +280,7 @@ def test_sample_draws_digits_from_a_checkpoint(digits, run_command):
     run_command(f"run={digits}", "out=pictures/drawn", "labels=[3,1]", "steps=3", module="foundry.sample")
     assert (run_command.cwd / "pictures" / "drawn.png").read_bytes().startswith(PNG)
     stderr = run_command(f"run={digits}", "prompt=hello", module="foundry.sample", code=2)[1]
-    assert stderr.startswith("prompt: is no option of objective Diffusion")
+    assert stderr.startswith("prompt: is not an option of objective Diffusion")
     stderr = run_command(f"run={digits}", "which=7", module="foundry.sample", code=2)[1]
     assert "has no checkpoint '7'; there are: " in stderr
     assert "step_00000005" in stderr

@@ -99,10 +99,10 @@ def test_another_search_in_the_same_sweep_dir_is_refused(undisturbed):
     before = {path: path.stat().st_mtime_ns for path in sweep.rglob("*")}
     _, stderr = shell.run(*SEARCH, "hparams.lr=interval(1e-4,1e-1)", "hydra.sweeper.direction=maximize", code=2)
     (line,) = stderr.splitlines()
-    assert line.startswith("hydra.sweep.dir: is sweep, which holds a search with hparams.lr FloatDistribution(")
+    assert line.startswith("hydra.sweep.dir: is sweep, which contains a search with hparams.lr FloatDistribution(")
     assert "direction minimize; give that" in line
     _, stderr = shell.run(*SEARCH, "hparams.grad_clip_norm=0.5", code=2)
-    assert "holds this sweep with hparams.grad_clip_norm: 1 -> 0.5 in job 0" in stderr
+    assert "contains this sweep with hparams.grad_clip_norm: 1 -> 0.5 in job 0" in stderr
     assert {path: path.stat().st_mtime_ns for path in sweep.rglob("*")} == before
 
 
@@ -194,6 +194,6 @@ def test_proposal_with_conflicting_values_is_reported_and_counted_as_failed(shel
     failed = [trial.params for trial in trials(sweep) if trial.state is TrialState.FAIL]
     assert failed
     assert all(params == {"scheduler.warmup": "0.6", "scheduler.decay": "0.5"} for params in failed)
-    assert "scheduler.warmup=0.6, scheduler.decay=0.5 is not run: scheduler" in stderr
+    assert "scheduler.warmup=0.6, scheduler.decay=0.5 is skipped: scheduler" in stderr
     assert {trial.state for trial in trials(sweep)} == {TrialState.FAIL, TrialState.COMPLETE}
     assert all(" ".join(job["overrides"]) != "scheduler.warmup=0.6 scheduler.decay=0.5" for job in jobs(sweep))

@@ -73,7 +73,7 @@ def test_resumed_sweep_refuses_changed_settings_of_a_job(begun):
     before = {path: path.stat().st_mtime_ns for path in sweep.rglob("*")}
     _, stderr = shell.run("-m", *TINY, "hparams.lr=1e-3,2e-3", "hparams.grad_clip_norm=0.5", code=2)
     (line,) = stderr.splitlines()
-    assert line.startswith("hydra.sweep.dir: sweep holds this sweep with hparams.grad_clip_norm: 1 -> 0.5 in job 0")
+    assert line.startswith("hydra.sweep.dir: sweep contains this sweep with hparams.grad_clip_norm: 1 -> 0.5 in job 0")
     _, stderr = shell.run("-m", *TINY, "hparams.lr=1e-3,2e-3", "hydra/launcher=basic", code=2)
     assert stderr.startswith("hydra/launcher: is basic, which cannot resume a sweep")
     assert {path: path.stat().st_mtime_ns for path in sweep.rglob("*")} == before
@@ -88,7 +88,7 @@ def test_repeated_sweep_command_runs_only_unfinished_jobs(shell):
     assert states(sweep) == {0: "finished", 1: "failed", 2: "finished"}
     assert read(sweep / "sweep.json")["jobs"][2]["overrides"] == ["hparams.lr=0.0005"]
     assert (sweep / "0" / "result.json").stat().st_mtime_ns == finished
-    assert "1 of 3 jobs have finished before" in stdout
+    assert "1 of 3 jobs have already finished" in stdout
     shell.run("-m", *TINY, "hparams.lr=5e-4,1e-3")
     assert len(states(sweep)) == 3, "what an earlier start has run stays in the table"
 

@@ -97,13 +97,13 @@ def test_eval_tasks_of_a_run_match_lm_eval_on_its_export(run_dir, tasks, tmp_pat
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["TASKS/sumz.yaml"], "tasks: has .*sumz.yaml, but there is no such file"),
+        (["TASKS/sumz.yaml"], "tasks: has .*sumz.yaml, which does not exist"),
         pytest.param(
             ["arc_esy"],
             r"tasks: has arc_esy, which is neither a folder nor a task of lm_eval; did you mean \w+",
             marks=pytest.mark.long,
         ),
-        (["."], r"tasks: has \., a folder without a YAML file that describes a task"),
+        (["."], r"tasks: has \., a folder without a YAML file that defines a task"),
         ([], "tasks: is empty; name tasks of lm_eval"),
         (["TASKS/lost.yaml"], r"tasks: .*lost.yaml cannot be read: \w+"),
     ],
@@ -124,7 +124,7 @@ def test_task_files_run_no_code_without_trust(run_dir, tasks, tmp_path):
     (tasks / "sums.yaml").write_text(f"{SUMS}doc_to_text: !function own.text\n")
     for name in (tasks, tasks / "sums.yaml"):
         with pytest.raises(
-            ConfigError, match=f"tasks: has {name}, whose functions and .* if it is yours, say trust=true"
+            ConfigError, match=f"tasks: has {name}, whose functions and .* if you trust its author, add trust=true"
         ):
             evaluate(run=str(run_dir), tasks=[str(name)])
     assert not (tmp_path / "ran").exists()
@@ -136,9 +136,11 @@ def test_eval_tasks_refuses_conflicting_options(run_dir, monkeypatch):
             evaluate(overrides, run=str(run_dir), **options)
         return str(error.value)
 
-    assert refused(num_fewshot=2).startswith("num_fewshot: is 2 but is of tasks of lm_eval, tasks=[...], and ")
-    assert refused(tasks=["x"], max_new_tokens=9).startswith("max_new_tokens: is 9 but is of data, and tasks ")
-    assert refused(["data=text"], tasks=["x"]).startswith("data: is text but is of data, and tasks bring their own")
+    assert refused(num_fewshot=2).startswith("num_fewshot: is 2 but belongs to the evaluation with tasks ")
+    assert refused(tasks=["x"], max_new_tokens=9).startswith(
+        "max_new_tokens: is 9 but belongs to the evaluation on data"
+    )
+    assert refused(["data=text"], tasks=["x"]).startswith("data: is text but belongs to the evaluation on data, ")
     monkeypatch.setattr("foundry.commands.task_eval.find_spec", lambda name: None)
     said = f"tasks: needs lm_eval, which is not installed; {pip_command('lm_eval', 'lm_eval')}"
     assert refused(tasks=["x"]) == said

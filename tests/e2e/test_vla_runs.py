@@ -135,8 +135,8 @@ def test_vla_backbone_refuses_another_tokenizer(settings, vlm, tmp_path):
             ["model.backbone.init_from=VLM", "peft=lora"],
             "model.backbone.init_from: is VLM but peft=lora saves only adapters",
         ),
-        (["data.instruction_tokens=null"], "data.instruction_tokens: is null but model VLA is told in words"),
-        (["simulator.image_size=null"], "data.image_size: is null but model VLA looks at pictures; set simulator"),
+        (["data.instruction_tokens=null"], "data.instruction_tokens: is null but model VLA reads instructions"),
+        (["simulator.image_size=null"], "data.image_size: is null but model VLA needs images; set simulator"),
         (["model.backbone.num_images=2"], "model.backbone.num_images: is 2 but must be data.num_observations=1"),
         (["model.backbone.image_size=24"], "model.backbone.image_size: is 24 but must be data.image_size=16; leave"),
         (
@@ -162,7 +162,9 @@ def test_inconsistent_vla_settings_are_refused(words, message, settings, vlm):
 
 def test_instruction_tokens_are_refused_for_a_model_without_instructions(folder):
     own = [word for word in SMALL if not word.startswith("model.")]
-    with pytest.raises(ConfigError, match=r"data\.instruction_tokens: is 24 but model PolicyDiT is told nothing; "):
+    with pytest.raises(
+        ConfigError, match=r"data\.instruction_tokens: is 24 but model PolicyDiT does not read instructions; "
+    ):
         compose([*own, "model=policy_dit", "model.patch_size=4"], config_dir=folder / "conf")
 
 
@@ -210,7 +212,7 @@ def test_vla_export_has_weights_statistics_and_tokenizer(finished, tmp_path):
 
 
 def test_sample_refuses_a_policy_run(finished):
-    with pytest.raises(ConfigError, match="whose objective FlowPolicy draws nothing"):
+    with pytest.raises(ConfigError, match="whose objective FlowPolicy generates no samples"):
         sample(SampleOptions(run=str(finished), trust=True))
 
 

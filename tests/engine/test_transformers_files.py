@@ -44,7 +44,7 @@ def test_invalid_token_ids_and_custom_code_are_not_exported(tmp_path):
 
 def test_damaged_source_file_is_named(tmp_path):
     source = write(tmp_path / "source", tokenizer_config=[])
-    with pytest.raises(DamagedFileError, match=r"tokenizer_config\.json holds no JSON object"):
+    with pytest.raises(DamagedFileError, match=r"tokenizer_config\.json contains no JSON object"):
         save_for_transformers(LlamaConfig(), splits(), source, tmp_path)
 
 

@@ -76,7 +76,7 @@ def test_local_sweep_resumes_after_ctrl_c_and_after_a_crash(sweeps):
     sweeps.ctrl_c(driver)
     sweeps.finish(driver, code=130)
     assert [sweeps.status(job)["state"] for job in (0, 1)] == ["stopped"] * 2
-    assert "SIGINT: 2 running, which save and stop, 0 waiting; a second Ctrl-C kills those that run" in sweeps.output
+    assert "SIGINT: 2 running (saving and stopping), 0 queued; a second Ctrl-C kills the running jobs" in sweeps.output
     assert sweeps.output.endswith("the same command with hydra.sweep.dir=s resumes from there\n")
 
     driver = sweeps.start(*overrides)

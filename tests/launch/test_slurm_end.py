@@ -29,7 +29,7 @@ def submitted(tmp_path):
         (QueuedJob("TIMEOUT", "TimeLimit"), "failed", "Slurm: TIMEOUT (reason TimeLimit)"),
         (QueuedJob("NODE_FAIL", nodes="n1"), "lost", "Slurm: NODE_FAIL (on n1)"),
         (QueuedJob("CANCELLED"), "stopped", "Slurm: CANCELLED"),
-        (None, "lost", "Slurm does not know job 7 any more; it left no word"),
+        (None, "lost", "Slurm no longer knows job 7; it recorded no end"),
     ],
 )
 def test_settle_records_the_state_that_slurm_reports(tmp_path, found, state, reason):
@@ -44,7 +44,7 @@ def test_settle_appends_the_last_line_of_the_error_output(submitted):
     error_output.write_text("out of file handles\nslurmstepd: error: *** JOB 7 ON n1 ***\n\n")
     write_status(run_dir, state="running")
     settle(run_dir, "7", QueuedJob("FAILED", exit_code="1:0"))
-    assert read_status(run_dir)["reason"] == "Slurm: FAILED (exit code 1:0); it said last: out of file handles"
+    assert read_status(run_dir)["reason"] == "Slurm: FAILED (exit code 1:0); last output: out of file handles"
 
 
 def test_settle_keeps_the_state_that_the_job_recorded(tmp_path):

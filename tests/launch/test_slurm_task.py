@@ -69,5 +69,5 @@ def test_task_beyond_the_allowed_time_limits_names_the_limit(monkeypatch, execut
     ended = stop_task(UncompletedJobError("timed-out too many times"))
     assert (ended.code, ended.reason) == (
         140,
-        f"its time is up, as often as {limit} allows; the same command resumes it",
+        f"its time limit was reached as often as {limit} allows; the same command resumes it",
     )

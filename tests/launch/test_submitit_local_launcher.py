@@ -89,7 +89,7 @@ def test_submitit_local_tasks_train_together(sweeps):
 @pytest.mark.parametrize(
     ("visible", "settings", "message"),
     [
-        ("0", [], "has no value, and submitit then hides this machine's GPUs; give one for each process"),
+        ("0", [], "has no value, so submitit would hide this machine's GPUs; set one for each process"),
         ("0", ["gpus_per_node=2", "tasks_per_node=2"], "is 2 but 1 GPUs are visible here"),
         ("GPU-8932f937", ["gpus_per_node=1"], "is 1 but submitit needs CUDA_VISIBLE_DEVICES as numbers, not GPU-8932f"),
         (
@@ -145,7 +145,7 @@ def test_ctrl_c_stops_submitit_local_jobs_which_resume_later(sweeps):
         sweeps.wait_for_steps(job, 3)
     sweeps.ctrl_c(driver)
     sweeps.finish(driver, code=130)
-    assert "SIGINT: 2 running, which save and stop" in sweeps.output
+    assert "SIGINT: 2 running (saving and stopping)" in sweeps.output
     assert "the same command with hydra.sweep.dir=s resumes from there" in sweeps.output
     assert [sweeps.status(job)["state"] for job in (0, 1)] == ["stopped", "stopped"]
     sweeps.finish(sweeps.start(*overrides))

@@ -22,7 +22,7 @@ def test_schedule_csv_has_a_bounded_number_of_rows(total):
 def test_plan_every_sets_rows_up_to_a_limit():
     assert _written(3, 10) == range(3, 11, 3)
     assert len(_written(1, _MOST_ROWS)) == _MOST_ROWS
-    with pytest.raises(ConfigError, match=r"plan\.every: is 1, which makes 100,000,000 rows .* give 1000"):
+    with pytest.raises(ConfigError, match=r"plan\.every: is 1, which makes 100,000,000 rows .* set 1000"):
         _written(1, 10**8)
 
 

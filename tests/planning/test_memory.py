@@ -263,7 +263,7 @@ def test_plan_notes_models_and_optimizers_that_cannot_run_on_fake_tensors(config
     memory = estimate_memory(config, fake, world_size=1, microbatch=None, device_type="cuda")
     assert memory.optimizer is None
     assert memory.note.startswith("the optimizers cannot step on fake tensors (DataDependentOutputException")
-    assert memory.note.endswith("activations need a microbatch's shapes")
+    assert memory.note.endswith("activations are unknown without the shapes of a microbatch")
     assert checkpoint_bytes(config, fake) is None
 
 

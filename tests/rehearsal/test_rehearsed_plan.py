@@ -131,7 +131,7 @@ def test_missing_compiler_error_names_the_remedy(run_command, monkeypatch, tmp_p
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no_cache"))
     monkeypatch.setattr(shutil, "which", lambda name: None)
     _, stderr = run_command(*RUN, *BATCH, *REHEARSAL, module="foundry.plan", code=2)
-    assert stderr.startswith("plan.rehearse: is not possible: there is no g++, ")
+    assert stderr.startswith("plan.rehearse: is not possible: g++ is required ")
     assert "apt install g++" in stderr
     assert list(run_command.cwd.iterdir()) == []
 
@@ -173,7 +173,7 @@ def test_collective_counts_that_differ_from_the_formula_are_shown():
     gathers = record(collectives=[collective(count=10), collective(kind="broadcast", count=1)])
     shown = report(gathers, {"all_gather": 9, "all_reduce": 2})
     assert table(shown, "Collectives of a step")["by formula"] == "all_gather 9, all_reduce 2, broadcast 0"
-    assert table(report(gathers), "Collectives of a step")["by formula"] == "not known for this run"
+    assert table(report(gathers), "Collectives of a step")["by formula"] == "unknown for this run"
 
 
 def test_host_collectives_count_toward_the_formula():
@@ -206,7 +206,7 @@ def test_build_peak_excludes_the_first_step_check():
     peaks = list(record().peaks)
     peaks.insert(1, Peak(phase=CHECKING, bytes=4 * MIB, parts={"activations": 4 * MIB}))
     rows = table(report(record(peaks=peaks)), "Rehearsed memory per rank")
-    assert rows["together"].split()[0] == "1.0"
+    assert rows["total"].split()[0] == "1.0"
 
 
 def test_memory_table_lists_parts_by_phase_and_marks_unknown_values():
@@ -218,7 +218,7 @@ def test_memory_table_lists_parts_by_phase_and_marks_unknown_values():
         "weights": ["1.0", "1.0", "1.0", "1.0"],
         "optimizer state": ["0.0", "0.0", "2.0", "?"],
         "activations": ["0.0", "4.0", "0.0", "3.0"],
-        "together": ["1.0", "5.0", "3.0", "4.0"],
+        "total": ["1.0", "5.0", "3.0", "4.0"],
     }
 
 

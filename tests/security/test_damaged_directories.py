@@ -213,7 +213,7 @@ def test_report_shows_a_damaged_job_in_its_row_beside_intact_jobs(tmp_path, caps
     damage(tmp_path / "sweep", "0/status.json", "empty")
     message, code = shown(lambda: report(tmp_path / "sweep", Console(width=300), picture=False), capsys)
     assert code == 3
-    assert "status.json is empty, or no JSON" in message
+    assert "status.json is empty or not JSON" in message
     assert "1 finished, 1 unknown" in message
 
 

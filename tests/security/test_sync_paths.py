@@ -77,7 +77,7 @@ def test_sync_rejects_artifacts_outside_the_run_directory(run_dir, sent, capsys,
     given(run_dir, *RECORDS, record)
     assert sync.run([f"dir={run_dir}"]) == 2
     message = capsys.readouterr().err
-    assert message.startswith("nothing is sent: ")
+    assert message.startswith("nothing was sent: ")
     assert message.count("\n") == 1
     assert sent == []
     assert (run_dir / "mlflow_pending.jsonl").exists()

@@ -35,5 +35,7 @@ def test_gpu_example_of_the_slurm_page_lacks_only_its_partition(cluster, run_blo
         check=False,
     )
     assert message.returncode == 2
-    assert message.stderr.startswith("hydra.launcher.partition: is gpu, which is not here; partitions here: main, ")
+    assert message.stderr.startswith(
+        "hydra.launcher.partition: is gpu, which is not a partition here; available partitions: main, "
+    )
     assert message.stderr.count("\n") == 1

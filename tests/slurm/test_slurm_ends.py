@@ -42,7 +42,7 @@ def test_slurm_time_limit_requeues_and_the_last_limit_stops_the_run(cluster):
     assert cluster.status(0) == ("finished", "")
     assert int(cluster.state_in_slurm(0)["Restarts"]) >= 1
 
-    why = "its time is up, as often as hydra.launcher.max_num_timeout allows; the same command resumes it"
+    why = "its time limit was reached as often as hydra.launcher.max_num_timeout allows; the same command resumes it"
     assert cluster.status(0, "last") == ("stopped", why)
     state = cluster.state_in_slurm(0, "last")
     assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("FAILED", "140:0", "0")
@@ -70,7 +70,7 @@ def test_slurm_job_at_its_time_limit_before_training_is_stopped(cluster):
     cluster.finish(driver, code=1)
     status = json.loads((cluster.cwd / "s/0/status.json").read_text())
     assert status["state"] == "stopped"
-    assert status["reason"].startswith("its time is up, ")
+    assert status["reason"].startswith("its time limit was reached ")
     assert len(status["config_hash"]) == 64
     assert "Traceback" not in (cluster.cwd / "s/0/foundry.log").read_text()
 
@@ -174,7 +174,7 @@ def test_ctrl_c_asks_whether_to_cancel_the_slurm_jobs(cluster, keys):
     terminal.wait_for("job 0 (hparams.seed=1): running")
     cluster.wait_for_steps(0, 2, detached=True)
     terminal.type("\x03")
-    terminal.wait_for("Cancel the jobs (c), or leave them to continue by themselves (any other key)?")
+    terminal.wait_for("Cancel the jobs (c), or let them continue without this process (any other key)?")
     terminal.type(keys)
     assert terminal.end() == 130
     if keys == "c\n":
@@ -185,7 +185,7 @@ def test_ctrl_c_asks_whether_to_cancel_the_slurm_jobs(cluster, keys):
             assert why.startswith(reason)
         assert cluster.report()[1] == 3
     else:
-        assert f"to end them: scancel {cluster.slurm_id(0).partition('_')[0]}\r\n" in terminal.output
+        assert f"to cancel them: scancel {cluster.slurm_id(0).partition('_')[0]}\r\n" in terminal.output
         (cluster.cwd / "slow").unlink()
         cluster.wait(lambda: cluster.report()[1] == 0, detached=True)
         assert [cluster.status(job) for job in (0, 1)] == [("finished", "")] * 2
@@ -202,7 +202,7 @@ def test_slurm_jobs_continue_if_the_sweep_process_is_killed(cluster):
     assert "2 jobs: 1 running, 1 queued" in message
     submitted = [cluster.slurm_id(job) for job in (0, 1)]
     driver = cluster.sweep(*overrides, "hparams.max_steps=30")
-    cluster.wait(lambda: f"job 1 (hparams.seed=2) is in the queue already, as {submitted[1]}" in cluster.output)
+    cluster.wait(lambda: f"job 1 (hparams.seed=2) is already in the queue as {submitted[1]}" in cluster.output)
     (cluster.cwd / "slow").unlink()
     cluster.finish(driver)
     assert [cluster.status(job) for job in (0, 1)] == [("finished", "")] * 2

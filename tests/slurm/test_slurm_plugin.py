@@ -32,7 +32,7 @@ def test_submitit_slurm_on_two_nodes_survives_a_time_limit(cluster):
     cluster.finish(cluster.sweep(*own, *ranks, "hparams.seed=1", *local))
     assert_same_weights(cluster.cwd / "s/0", cluster.cwd / "local/0")
     cluster.finish(cluster.sweep(*PLUGIN, *own, *nodes, *ranks, *again))
-    assert "2 of 2 jobs have finished before" in cluster.output
+    assert "2 of 2 jobs have already finished" in cluster.output
 
 
 def test_submitit_slurm_without_sbatch_is_refused(cluster):

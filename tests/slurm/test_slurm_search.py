@@ -27,7 +27,7 @@ def test_restarted_search_finds_its_jobs_in_the_slurm_queue(cluster):
     killed.wait()
     submitted = [cluster.slurm_id(job) for job in (0, 1)]
     cluster.finish(cluster.sweep(*overrides))
-    assert "is in the queue already, as " in cluster.output
+    assert "is already in the queue as " in cluster.output
     assert [cluster.slurm_id(job) for job in (0, 1)] == submitted
     assert [trial.state.name for trial in trials(cluster.cwd / "s")] == ["COMPLETE"] * 3
     assert [cluster.status(job) for job in range(3)] == [("finished", "")] * 3

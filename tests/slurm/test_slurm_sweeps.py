@@ -22,7 +22,7 @@ def test_slurm_sweep_with_invalid_launcher_settings_submits_nothing(cluster):
         (["hydra.launcher.signal_delay_s=300"], "hydra.launcher.signal_delay_s: is 300 but the time limit of 5 min"),
         (
             ["hydra.launcher.partition=gpus"],
-            "partition: is gpus, which is not here; partitions here: ",
+            "partition: is gpus, which is not a partition here; available partitions: ",
         ),
     ):
         cluster.finish(cluster.sweep(*SLURM, *wrong, "hparams.lr=1e-3,2e-3"), code=2)
@@ -37,7 +37,7 @@ def test_job_that_slurm_refuses_is_reported_and_leaves_no_files(cluster):
     for state in ("resume", "drain"):
         cluster.ask("scontrol", "update", "nodename=n1,n2", f"state={state}", "reason=upkeep")
         cluster.finish(cluster.sweep(*SLURM, "hydra.launcher.mem_gb=100"), code=2)
-        assert "hydra.launcher: Slurm refuses such jobs: Memory specification can not be satisfied" in cluster.output
+        assert "hydra.launcher: Slurm rejects the jobs: Memory specification can not be satisfied" in cluster.output
     assert not (cluster.cwd / "s").exists()
     assert cluster.ask("squeue", "--noheader") == ""
 
@@ -80,7 +80,7 @@ def test_slurm_jobs_run_as_submitted_and_each_end_is_recorded(cluster):
     assert cluster.state_in_slurm(2)["JobState"] == "FAILED"
     state, reason = cluster.status(3)
     assert state == "lost"
-    assert reason == f"Slurm does not know job {cluster.slurm_id(3)} any more; was it cancelled while it waited?"
+    assert reason == f"Slurm no longer knows job {cluster.slurm_id(3)}; was it canceled before it started?"
 
 
 @pytest.mark.long
@@ -161,7 +161,7 @@ def test_detached_slurm_sweep_is_found_again_by_the_same_command(cluster):
     assert f"scancel {array}" in cluster.output
     assert cluster.status(0) == ("queued", "")
     driver = cluster.sweep(*overrides)
-    cluster.wait(lambda: f"is in the queue already, as {array}_1" in cluster.output)
+    cluster.wait(lambda: f"is already in the queue as {array}_1" in cluster.output)
     cluster.ask("scontrol", "update", "nodename=n1,n2", "state=resume")
     cluster.finish(driver)
     assert [cluster.status(job) for job in (0, 1)] == [("finished", "")] * 2

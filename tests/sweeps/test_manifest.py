@@ -90,7 +90,7 @@ def test_manifest_refuses_jobs_with_changed_settings(tmp_path, config_of):
         manifest.check(tmp_path, entries, changed)
     lines = str(refused.value).splitlines()
     assert len(lines) == 2
-    assert "hparams.max_steps: 500 -> 7 in job 0 (hparams.lr=0.001), job 1 (hparams.lr=0.002); give what" in lines[0]
+    assert "hparams.max_steps: 500 -> 7 in job 0 (hparams.lr=0.001), job 1 (hparams.lr=0.002); restore" in lines[0]
     assert "optimizer.weight_decay: " in lines[1]
 
 
@@ -101,7 +101,7 @@ def test_manifest_refuses_a_directory_with_another_run(tmp_path, config_of):
     (tmp_path / "0").mkdir()
     write_status(tmp_path / "0", state="finished", config_hash="of another run")
     manifest = SweepManifest.begin(tmp_path, [], launcher="sequential", **LOSS)
-    with pytest.raises(ConfigError, match=r"holds another run in 0, where job 0 would be, or choose"):
+    with pytest.raises(ConfigError, match=r"contains another run in 0, the directory of job 0, or choose"):
         manifest.check(tmp_path, [entry], [config])
     write_status(tmp_path / "0", config_hash=entry.config_hash)
     manifest.check(tmp_path, [entry], [config])

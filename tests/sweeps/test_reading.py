@@ -123,13 +123,13 @@ def test_running_job_without_a_process_is_lost(sweep_dir):
         assert order(read_sweep(sweep_dir.folder)) == [(0, "running")]
     sweep = read_sweep(sweep_dir.folder, now=last_sign(run_dir) + timedelta(minutes=12))
     assert order(sweep) == [(0, "lost")]
-    assert sweep.jobs[0].note == "the process is gone; last sign of life 0:12:00 ago"
+    assert sweep.jobs[0].note == "its process has ended; last update 0:12:00 ago"
     assert (sweep.exit_code, sweep.is_going) == (1, False)
 
 
 def test_note_of_a_lost_job_is_its_reason(sweep_dir):
-    sweep_dir.job("a=1", state="lost", reason="Slurm does not know job 7 any more")
-    assert read_sweep(sweep_dir.folder).jobs[0].note == "Slurm does not know job 7 any more"
+    sweep_dir.job("a=1", state="lost", reason="Slurm no longer knows job 7")
+    assert read_sweep(sweep_dir.folder).jobs[0].note == "Slurm no longer knows job 7"
 
 
 @pytest.mark.parametrize("state", ["queued", "requeued"])
@@ -190,7 +190,7 @@ def test_silent_job_on_another_machine_stays_running_with_a_note(sweep_dir):
     now = last_sign(run_dir)
     assert read_sweep(sweep_dir.folder, now=now).jobs[0].note == ""
     sweep = read_sweep(sweep_dir.folder, now=now + timedelta(minutes=12))
-    assert (sweep.jobs[0].state, sweep.jobs[0].note) == ("running", "no sign of life for 0:12:00")
+    assert (sweep.jobs[0].state, sweep.jobs[0].note) == ("running", "no update for 0:12:00")
     assert (sweep.exit_code, sweep.is_going) == (3, True)
 
 
@@ -267,12 +267,12 @@ def test_broken_status_of_a_job_does_not_hide_other_jobs(sweep_dir, broken):
 
 
 def test_read_sweep_refuses_folders_that_are_not_sweeps(sweep_dir):
-    with pytest.raises(ConfigError, match=r"^dir: is .*nowhere, which is no folder"):
+    with pytest.raises(ConfigError, match=r"^dir: is .*nowhere, which is not a folder"):
         read_sweep(sweep_dir.folder / "nowhere")
     with pytest.raises(ConfigError, match=r"without sweep\.json and without run directories"):
         read_sweep(sweep_dir.folder)
     run_dir = sweep_dir.job("a=1")
-    with pytest.raises(ConfigError, match="a single run; give the folder that holds it"):
+    with pytest.raises(ConfigError, match="a single run; give the folder that contains it"):
         read_sweep(run_dir)
     (sweep_dir.folder / "sweep.json").write_text("{")
     with pytest.raises(ConfigError, match="whose list of jobs cannot be read"):

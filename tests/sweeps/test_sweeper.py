@@ -124,7 +124,7 @@ def test_refusals_merge_numeric_values_with_the_same_error(sweep):
     words = [f"hparams.lr={','.join(str(-number) for number in range(1, 40))}", "hparams.max_steps=9"]
     (line,) = message(sweep, *words)
     assert line == (
-        "hparams.lr: is -1 but must be above 0 (39 of 39 jobs, each with a value of its own: 0, 1, 2, …; "
+        "hparams.lr: is -1 but must be above 0 (39 of 39 jobs, with different values: 0, 1, 2, …; "
         "the first, job 0: hparams.lr=-1)"
     )
 
@@ -133,5 +133,5 @@ def test_refusals_merge_text_values_with_the_same_error():
     jobs = [Job(swept=(f"data.path=file_{name}.txt",)) for name in "abcdef"]
     wrong = [ConfigError(Violation("data.path", f"is {job.swept[0][10:]} but there is no such file")) for job in jobs]
     (line,) = refusals(jobs, wrong)
-    assert "6 of 6 jobs, each with a value of its own" in str(line)
+    assert "6 of 6 jobs, with different values" in str(line)
     assert len(refusals(jobs[:3], wrong[:3])) == 3

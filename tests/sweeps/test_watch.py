@@ -126,7 +126,7 @@ def test_report_is_shown_if_its_files_cannot_be_written(sweep_dir):
     ("overrides", "message"),
     [
         ([], "dir: has no value; give it as dir=..."),
-        (["dir=nowhere"], "dir: is nowhere, which is no folder; give the directory of a sweep"),
+        (["dir=nowhere"], "dir: is nowhere, which is not a folder; give the directory of a sweep"),
         (["dir=.", "wich=best"], "wich: is not an option; did you mean which?"),
         (["dir=.", "which=first"], "which: "),
         (["dir=.", "seconds=0"], "seconds: is 0 but must be above 0"),

@@ -40,7 +40,7 @@ def test_external_task_trains_plots_and_evaluates_while_installed(installed):
     found = json.loads((installed.cwd / "run/eval.json").read_text())
     assert (found["num_values"], found["largest"]) == (5, 1.0)
     _, error = installed.run("run=run", "episodes=3", module="foundry.eval", code=2)
-    assert error.startswith("episodes: is 3 but is of policies in a simulator, and ")
+    assert error.startswith("episodes: is 3 but belongs to the evaluation of policies in a simulator, and ")
     for trust in (True, False):  # The package is not installed in this process.
         with pytest.raises(ConfigError, match="uses parts of waves, which is not installed here: model"):
             load_config(installed.cwd / "run", trust=trust)

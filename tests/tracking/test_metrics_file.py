@@ -103,7 +103,7 @@ def test_read_metrics_keeps_the_last_record_of_a_repeated_step(events):
 def test_read_metrics_names_an_invalid_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
-    with pytest.raises(ValueError, match=r"metrics.jsonl:2 is no record: b'nonsense"):
+    with pytest.raises(ValueError, match=r"metrics.jsonl:2 is not a record: b'nonsense"):
         read_metrics(path)
 
 

@@ -50,7 +50,9 @@ def measure(path: Path, options: Any, simulator: Sequence[str], compose: Compose
     """
     against = None if options.against is None else folder_option("against", options.against)
     if against is None and options.against_which is not None:
-        raise ConfigError(Violation("against_which", f"is {options.against_which} but is given without against"))
+        raise ConfigError(
+            Violation("against_which", f"is {options.against_which} but has no effect without against; add against=DIR")
+        )
     record = None if options.record is None else folder_option("record", options.record)
     if record is not None:
         check_output_folder("record", record)

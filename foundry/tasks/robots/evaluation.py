@@ -82,7 +82,7 @@ def evaluate_policy(
         opened.append(_in_simulator(other, against, "against", simulator))
         _check_same_task(against, opened[0].config, opened[1].config)
     if instruction is Told.other and not field_of(opened[0].config.data, "instruction_tokens"):
-        message = f"is other but the policy of {run} is told nothing: it has no data.instruction_tokens"
+        message = f"is other but the policy of {run} reads no instructions: it has no data.instruction_tokens"
         raise ConfigError(Violation("instruction", f"{message}; leave it out"))
     settings = _own_settings(opened[0].config)
     given = {"episodes": episodes, "first_episode": first_episode, "at_a_time": at_a_time}
@@ -124,7 +124,9 @@ def _open(path: Path, which: str, path_key: str, which_key: str, **options: Any)
     except ConfigError as error:
         raise ConfigError(Violation(keys.get(one.key, one.key), one.message) for one in error.violations) from None
     if statistics_of(restored.data) is None:
-        raise ConfigError(Violation(path_key, f"is {path}, whose model is no policy: it has no statistics of actions"))
+        raise ConfigError(
+            Violation(path_key, f"is {path}, whose model is not a policy: it has no statistics of actions")
+        )
     return restored
 
 
@@ -138,7 +140,7 @@ def _in_simulator(restored: Restored, path: Path, key: str, simulator: Callable[
         node = simulator(field_of(restored.config.data, "image_size"))
         restored = replace(restored, config=replace(restored.config, simulator=node))
     if field_of(restored.config.simulator, "_target_") is None:
-        message = f"is {path}, where nothing is simulated: its simulator is none"
+        message = f"is {path}, whose simulator is none"
         remedy = "choose one, such as simulator=around, or measure the loss on episodes with data=lerobot data.path=DIR"
         raise ConfigError(Violation(key, f"{message}; {remedy}"))
     if simulator is not None:
@@ -166,7 +168,7 @@ def _check_sizes(restored: Restored, path: Path) -> None:
     names = [name for name in trained if given[name] != trained[name]]
     if names:
         has, wants = (" and ".join(f"{name}={shown(sizes[name])}" for name in names) for sizes in (given, trained))
-        message = f"has {has} but the policy of {path} has been trained with {wants}; choose that of its task"
+        message = f"has {has} but the policy of {path} was trained with {wants}; choose the simulator of its task"
         raise ConfigError(Violation("simulator", message))
 
 
@@ -180,8 +182,8 @@ def _check_same_task(path: Path, config: Config, other: Config) -> None:
     different = [name for name in own | theirs if own.get(name) != theirs.get(name)]
     if different:
         name = different[0]
-        message = f"is {path}, whose simulator has {name}={theirs.get(name)}, and that of run {own.get(name)}"
-        raise ConfigError(Violation("against", f"{message}; compare policies of one task"))
+        message = f"is {path}, whose simulator has {name}={theirs.get(name)} but that of run has {own.get(name)}"
+        raise ConfigError(Violation("against", f"{message}; compare policies of the same task"))
 
 
 def _task(config: Config) -> dict[str, Any]:
@@ -206,7 +208,7 @@ class _Policy:
         self._precision = PrecisionPolicy.from_config(config.precision, self._device)
         self._tf32 = config.precision.tf32
         self._model = self._precision.prepare(restored.model)
-        self._what = f"{restored.checkpoint} cannot act", config, "model", "objective", "simulator"
+        self._what = f"{restored.checkpoint} cannot be evaluated", config, "model", "objective", "simulator"
         self.rollouts = Rollouts(
             objective=build_part(config, "objective"),
             data=restored.data,

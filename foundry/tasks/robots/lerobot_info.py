@@ -65,7 +65,7 @@ class LeRobotInfo:
             if isinstance(names, list) and len(names) == 3:
                 is_channels_first = str(names[0]).startswith("channel")
             return (sizes[1], sizes[2]) if is_channels_first else (sizes[0], sizes[1])
-        raise ConfigError(Violation(key, f"is {column}, whose shape is {shown(shape)}; choose a column of pictures"))
+        raise ConfigError(Violation(key, f"is {column}, whose shape is {shown(shape)}; choose a column of images"))
 
     def is_video(self, column: str) -> bool:
         """Return whether the images of a column are stored as video files."""
@@ -91,8 +91,8 @@ class LeRobotInfo:
         fitting = [name for name, feature in self.features.items() if feature["dtype"] in dtypes]
         if column in fitting:
             return self.features[column]
-        what = f"a column of {self.features[column]['dtype']}" if column in self.features else "no column"
-        choices = f"it has {listed(fitting, 8)}" if fitting else "it has none of the kind"
+        what = f"a column of {self.features[column]['dtype']}" if column in self.features else "not a column"
+        choices = f"it has {listed(fitting, 8)}" if fitting else "it has no suitable column"
         message = f"is {shown(column)} but that is {what} in {self.folder / INFO}{nearest(column, fitting)}; {choices}"
         raise ConfigError(Violation(key, message))
 
@@ -109,7 +109,7 @@ class LeRobotInfo:
             if not name or set(name) & set("{}\0\\") or path.is_absolute() or ".." in path.parts:
                 raise ValueError
         except (KeyError, ValueError):
-            message = f"is {self.folder}, whose {INFO} has the path {shown(template)}, which is none inside of it"
+            message = f"is {self.folder}, whose {INFO} has the path {shown(template)}, which is not a path inside of it"
             raise ConfigError(Violation("data.path", message)) from None
         return self.folder / name
 
@@ -127,15 +127,17 @@ def read_info(path: str) -> LeRobotInfo:
         if not folder.is_dir():
             message = f"is {shown(path)} but there is no such folder{download_hint(path, of_data=True)}"
         elif (folder / "meta/info.jsonl").exists() or (folder / "meta_data").exists():
-            message = f"is {shown(path)}, a LeRobot dataset of version 1, which is not read; record or convert it anew"
+            message = (
+                f"is {shown(path)}, a LeRobot dataset of version 1, which is not supported; record or convert it again"
+            )
         raise ConfigError(Violation("data.path", message))
     try:
         if file.stat().st_size > _MAX_BYTES:
-            raise ValueError("is larger than such a file ever is")
+            raise ValueError("is too large")
         content = json.loads(file.read_bytes())
         return _parse(folder, content)
     except (OSError, ValueError, RecursionError) as error:
-        reason = "is no JSON" if isinstance(error, (json.JSONDecodeError, UnicodeError, RecursionError)) else error
+        reason = "is not JSON" if isinstance(error, (json.JSONDecodeError, UnicodeError, RecursionError)) else error
         raise ConfigError(Violation("data.path", f"is {shown(path)}, whose {INFO} {reason}")) from None
 
 
@@ -146,19 +148,19 @@ def _parse(folder: Path, content: Any) -> LeRobotInfo:
         ValueError: if an entry is invalid; the text completes a sentence about the file.
     """
     if not isinstance(content, dict):
-        raise ValueError("holds no JSON object")
+        raise ValueError("contains no JSON object")
     version = content.get("codebase_version")
     if not isinstance(version, str) or not version.startswith("v3"):
         known = f"is of version {shown(version)}, not v3"
         raise ValueError(f"{known}; convert it with {_CONVERTER}" if str(version).startswith("v2") else known)
     fps, features = content.get("fps"), content.get("features")
     if not isinstance(fps, (int, float)) or isinstance(fps, bool) or not 0 < fps < 10**6:
-        raise ValueError(f"has fps={shown(fps)}, which is no number of frames a second")
+        raise ValueError(f"has fps={shown(fps)}, which is not a frame rate")
     if not isinstance(features, dict) or not all(
         isinstance(feature, dict) and isinstance(feature.get("dtype"), str) for feature in features.values()
     ):
         raise ValueError("has features without a dtype")
     data_path, video_path = content.get("data_path"), content.get("video_path")
     if not isinstance(data_path, str) or not isinstance(video_path, str | None):
-        raise ValueError("has a data_path or video_path that is no text")
+        raise ValueError("has a data_path or video_path that is not a string")
     return LeRobotInfo(folder, float(fps), features, data_path, video_path)

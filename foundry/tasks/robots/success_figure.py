@@ -25,7 +25,7 @@ def success_figure(measured: Mapping[str, Mapping[int, float]], run_name: str = 
     """
     if not measured.get(RATE):
         return None
-    figure, axes = frame("Success", None, "share of episodes (band: 95 % interval)", below=run_name)
+    figure, axes = frame("Success", None, "fraction of episodes (band: 95 % interval)", below=run_name)
     steps = sorted(measured[RATE])
     rates = [measured[RATE][step] for step in steps]
     low, high = (

@@ -117,7 +117,7 @@ class RemoteStore:
             line = process.stdout.readline()
         if not line.endswith(b"\n"):
             self.close(answers=False)
-            raise ProcessEndedError(f"the process that sends ended with exit code {process.returncode}")
+            raise ProcessEndedError(f"the sending process ended with exit code {process.returncode}")
         reply = json.loads(line)
         for message in reply["log"]:
             _log.warning("%s", one_line(message))

@@ -157,7 +157,7 @@ class Delivery:
 
     def _answered(self) -> None:
         if self._failures:
-            _log.info("MLflow answers again; what it missed is being sent")
+            _log.info("MLflow responds again; pending records are being sent")
         self._failures = 0
 
     def _failed(self, error: Exception) -> None:
@@ -211,7 +211,7 @@ def _apply(store: Store, batch: list[Operation]) -> None:
             for operation in batch:
                 _apply(store, [operation])
         else:
-            _log.warning("MLflow refuses %s: %s", batch[0]["op"], one_line(error))
+            _log.warning("MLflow rejects %s: %s", batch[0]["op"], one_line(error))
 
 
 def write_pending(path: Path, operations: Iterable[Operation]) -> None:
@@ -247,10 +247,10 @@ def _operation(line: bytes, place: str) -> Operation:
         is_right = all(isinstance(operation[name], kind) for name, kind in types.items())
         values = operation.get("values", {}).values()
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise ValueError(f"{place} is no record of foundry's: {line[:80]!r}") from None
+        raise ValueError(f"{place} is not a record of foundry: {line[:80]!r}") from None
     wanted = (int, float) if operation["op"] == "metrics" else str
     if not is_right or not all(isinstance(value, wanted) for value in values):
-        raise ValueError(f"{place} is no record of foundry's: {line[:80]!r}")
+        raise ValueError(f"{place} is not a record of foundry: {line[:80]!r}")
     return dict(operation)
 
 

@@ -140,7 +140,7 @@ class MlflowStore:
         from foundry.tracking.mlflow.logged_model import log_model
 
         if NAME.fullmatch(checkpoint) is None:
-            _log.warning("MLflow: %s is no checkpoint", one_line(checkpoint))
+            _log.warning("MLflow: %s is not a checkpoint", one_line(checkpoint))
             return
         log_model(client, run_id, self._run_dir, checkpoint, trust=self._trust)
 
@@ -207,7 +207,7 @@ class HalfMadeDatabaseError(RuntimeError):
     """Raised for a database whose creation was killed in mid-migration. MLflow cannot recover from this."""
 
     def __init__(self, database: Path) -> None:
-        super().__init__(f"{database} was left half made by a process that was killed, and holds no run; delete it")
+        super().__init__(f"{database} is incomplete: its creation was interrupted; it contains no runs; delete it")
 
 
 def _make(database: Path) -> None:
@@ -269,7 +269,7 @@ def _exists(client: "MlflowClient", run_id: str | None) -> bool:
     except MlflowException as error:
         if error.error_code != "RESOURCE_DOES_NOT_EXIST":
             raise
-    _log.warning("MLflow has no run %s any more; a new one is made", run_id)
+    _log.warning("MLflow no longer has run %s; creating a new one", run_id)
     return False
 
 

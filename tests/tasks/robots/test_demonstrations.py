@@ -131,7 +131,7 @@ def test_demonstrations_are_cached_and_equal_for_every_seed(tmp_path, watched, c
     first = make(tmp_path, watched)
     (made,) = [record.getMessage() for record in caplog.records if "demonstrations" in record.getMessage()]
     frames = first.notes["train_frames"] + first.notes["validation_frames"]
-    assert made.startswith(f"made 12 demonstrations of Watched, {frames} frames, in ")
+    assert made.startswith(f"generated 12 demonstrations of Watched, {frames} frames, in ")
     asked = len(watched.seeds)
     again = make(tmp_path, watched, seed=7)
     assert len(watched.seeds) == asked
@@ -186,12 +186,12 @@ def test_demonstration_folder_records_robot_type_fps_and_task(tmp_path):
 @pytest.mark.parametrize(
     ("simulator", "changed", "message"),
     [
-        (None, {}, "simulator: is none but data=demonstrations is made by the simulator's expert"),
+        (None, {}, "simulator: is none but data=demonstrations needs a simulator with an expert"),
         (Untaught, {}, r"data: is demonstrations but Untaught has no expert_action\(\); .*data=lerobot"),
-        (Inept, {}, r"data\.noise: is 0\.05, with which the expert of Inept has failed in 2\d of 2\d episodes"),
+        (Inept, {}, r"data\.noise: is 0\.05 but the expert of Inept has failed in 2\d of 2\d episodes"),
         (Reach, {"state_dim": 5}, r"data\.state_dim: is 5 but Reach has 4"),
         (Reach, {"action_dim": 3}, r"data\.action_dim: is 3 but Reach has 2"),
-        (Reach, {"image_size": 16}, r"data\.image_size: is 16 but Reach shows no such picture"),
+        (Reach, {"image_size": 16}, r"data\.image_size: is 16 but Reach returns no image of this size"),
     ],
 )
 def test_impossible_demonstrations_are_refused_and_leave_no_folder(simulator, changed, message, tmp_path):

@@ -115,7 +115,7 @@ def test_larger_held_out_share_contains_the_smaller_one():
 
 @pytest.mark.parametrize(("lengths", "held_out"), [([5], 0.05), ([5, 5], 0.9)])
 def test_too_few_episodes_are_refused(lengths, held_out):
-    with pytest.raises(ConfigError, match=r"data\.held_out: is .* none would be left to learn from"):
+    with pytest.raises(ConfigError, match=r"data\.held_out: is .* none would remain for training"):
         episode_splits(record(lengths), num_observations=2, horizon=4, held_out=held_out)
 
 
@@ -123,7 +123,7 @@ def test_too_few_episodes_are_refused(lengths, held_out):
 def test_nonfinite_values_are_reported_with_episode_and_frame(name):
     recording = record([4, 5, 6])
     getattr(recording, name)[4 + 2, 1] = np.nan
-    with pytest.raises(ConfigError, match=f"has {name} that are NaN or infinite, first in frame 2 of episode 1"):
+    with pytest.raises(ConfigError, match=f"has NaN or infinite values in {name}, first in frame 2 of episode 1"):
         episode_splits(recording, num_observations=2, horizon=4, held_out=0.1)
 
 

@@ -102,8 +102,8 @@ def test_success_reward_replaces_missing_success_info():
         (("simulator.action_dim=2",), "simulator.action_dim: is 2 but Gymnasium has 1; set it to that"),
         (("simulator.id=Buttons-v0",), "simulator.id: is Buttons-v0, whose actions are Discrete(3)"),
         (("simulator.id=Mapping-v0",), "simulator.id: is Mapping-v0, whose observation has left, right; wrap it"),
-        (("simulator.id=Broken-v0",), "simulator.id: is Broken-v0, which cannot be made: no arm.xml"),
-        (("simulator.id=Lime-v0",), "simulator.id: is Lime-v0, which cannot be made"),
+        (("simulator.id=Broken-v0",), "simulator.id: is Broken-v0, which cannot be created: no arm.xml"),
+        (("simulator.id=Lime-v0",), "simulator.id: is Lime-v0, which cannot be created"),
         (("simulator.expert=own_environments.missing",), "simulator.expert: is own_environments.missing"),
     ],
 )

@@ -82,14 +82,14 @@ def test_instruction_is_rendered_with_the_chat_template_of_the_tokenizer(tmp_pat
     assert words(data, data.train[0]) == f"user: {TASKS[0]}\nassistant: "
     assert (data.chat_template, data.stop_ids) == (BUILT_IN["plain"], (data.tokenizer.token_to_id(END_OF_DOCUMENT),))
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('no users here') }}")
-    with pytest.raises(ConfigError, match=r"data\.tokenizer: has a chat template beside it that "):
+    with pytest.raises(ConfigError, match=r"data\.tokenizer: has a chat template in its folder that "):
         splits(tokenizer=str(tmp_path), vocab_size=400)
 
 
 def test_episodes_without_instructions_are_refused():
     recording = record([5, 7, 4])
     vars(recording)["tasks"] = ("",) * 3
-    with pytest.raises(ConfigError, match=r"data\.instruction_tokens: is given but no episode to learn from has an"):
+    with pytest.raises(ConfigError, match=r"data\.instruction_tokens: is set but no training episode has an"):
         splits(recording)
 
 
@@ -116,10 +116,10 @@ def test_tasks_of_a_lerobot_folder_become_instructions(index_name, tmp_path):
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        (None, r"which has no meta/tasks\.parquet, which says what was to be done"),
+        (None, r"which has no meta/tasks\.parquet with the instructions"),
         ({"task_index": [0], "task": ["task 0"]}, r"which has frames of task 1, which meta/tasks\.parquet does not"),
         ({"task_index": [0, 1], "text": ["a", "b"]}, r"which has no columns task and task_index in"),
-        ({"task_index": [0, 1], "task": [3, 4]}, r"which has tasks in meta/tasks\.parquet that are no texts"),
+        ({"task_index": [0, 1], "task": [3, 4]}, r"which has tasks in meta/tasks\.parquet that are not strings"),
     ],
 )
 def test_lerobot_folder_with_missing_or_invalid_tasks_is_refused(columns, message, tmp_path):

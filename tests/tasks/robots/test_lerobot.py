@@ -90,7 +90,7 @@ def test_row_without_a_matching_video_frame_is_refused(folder, tmp_path):
     name = f"videos/{CAMERA}/from_timestamp"
     moved = pa.array([second + 0.04 for second in table[name].to_pylist()])
     pq.write_table(table.set_column(table.column_names.index(name), name, moved), late)
-    with pytest.raises(ConfigError, match=r"has no picture at second 0\.\d+ of file-003\.mp4"):
+    with pytest.raises(ConfigError, match=r"has no video frame at second 0\.\d+ of file-003\.mp4"):
         read(folder, tmp_path, pictures=(CAMERA, SIZE))
 
 
@@ -212,7 +212,7 @@ def test_image_settings_change_the_lerobot_fingerprint(folder, tmp_path):
         ({"state_dim": 4}, r"data\.state_dim: is 4 but observation\.state of .* has 3 numbers; leave it out"),
         ({"action_dim": 1}, r"data\.action_dim: is 1 but action of .* has 2 numbers"),
         ({"state_key": "observation.stat"}, r"data\.state_key: .*did you mean observation\.state\?"),
-        ({"action_key": "nothing"}, r"data\.action_key: is nothing but that is no column .* it has .*action"),
+        ({"action_key": "nothing"}, r"data\.action_key: is nothing but that is not a column .* it has .*action"),
     ],
 )
 def test_wrong_lerobot_columns_or_sizes_are_named(settings, message, folder, tmp_path):
@@ -237,15 +237,15 @@ def path(text, name="data_path"):
         (version("v9"), "is of version v9, not v3$"),
         (version(3), "is of version 3, not v3"),
         (lambda info: info.pop("features"), "features without a dtype"),
-        (lambda info: info.update(fps="fast"), "fps=fast, which is no number of frames a second"),
+        (lambda info: info.update(fps="fast"), "fps=fast, which is not a frame rate"),
         (lambda info: info.update(fps=0), "fps=0"),
-        (path(7), "no text"),
-        (path("/etc/passwd"), "none inside of it"),
-        (path("data/../../{chunk_index:03d}.parquet"), "none inside of it"),
-        (path("{chunk_index.__class__}"), "none inside of it"),
-        (path("{chunk_index:999999999d}"), "none inside of it"),
-        (path("{secret}"), "none inside of it"),
-        (path(""), "none inside of it"),
+        (path(7), "not a string"),
+        (path("/etc/passwd"), "not a path inside of it"),
+        (path("data/../../{chunk_index:03d}.parquet"), "not a path inside of it"),
+        (path("{chunk_index.__class__}"), "not a path inside of it"),
+        (path("{chunk_index:999999999d}"), "not a path inside of it"),
+        (path("{secret}"), "not a path inside of it"),
+        (path(""), "not a path inside of it"),
     ],
 )
 def test_other_lerobot_version_or_path_outside_the_folder_is_refused(change, message, folder, tmp_path):
@@ -257,7 +257,7 @@ def test_other_lerobot_version_or_path_outside_the_folder_is_refused(change, mes
 def test_video_path_outside_the_folder_is_refused(folder, tmp_path):
     write_by_hand(folder, kind="image", change_info=path("../{video_key}.mp4", "video_path"))
     info = read_info(str(folder))
-    with pytest.raises(ConfigError, match="none inside of it"):
+    with pytest.raises(ConfigError, match="not a path inside of it"):
         info.video_file(CAMERA, 0, 0)
 
 
@@ -271,7 +271,7 @@ def rewrite(file, change):
 
 DAMAGES = {
     "no info": (lambda f: (f / "meta/info.json").unlink(), "has no meta/info.json"),
-    "info is no json": (lambda f: (f / "meta/info.json").write_text("{"), "is no JSON"),
+    "info is no json": (lambda f: (f / "meta/info.json").write_text("{"), "is not JSON"),
     "a data file is missing": (
         lambda f: first_data_file(f).unlink(),
         r"has data/chunk-000/file-000\.parquet, which cannot be read: No such file or directory",
@@ -279,28 +279,28 @@ DAMAGES = {
     "a data file is cut": (lambda f: first_data_file(f).write_bytes(b"PAR1"), "cannot be read"),
     "a row is missing": (
         lambda f: rewrite(first_data_file(f), lambda rows: rows[:-1]),
-        r"has 13 frames in its data files and 14 in meta/episodes",
+        r"has 13 frames in its data files but 14 in meta/episodes",
     ),
     "a row is there twice": (
         lambda f: rewrite(first_data_file(f), lambda rows: [*rows[:-1], rows[0]]),
-        r"has frame 0 of episode 0 not in its data files",
+        r"has no frame 0 of episode 0 in its data files",
     ),
-    "a row too many": (lambda f: rewrite(first_data_file(f), lambda rows: [*rows, rows[0]]), "twice"),
+    "a row too many": (lambda f: rewrite(first_data_file(f), lambda rows: [*rows, rows[0]]), "has a duplicate frame"),
     "an unknown episode": (
         lambda f: rewrite(first_data_file(f), lambda rows: [*rows[:-1], rows[-1] | {"episode_index": 70}]),
-        "meta/episodes does not know",
+        "meta/episodes does not contain",
     ),
     "a short vector": (
         lambda f: rewrite(first_data_file(f), lambda rows: [*rows[:-1], rows[-1] | {"action": [1.0]}]),
-        "rows of action that have not 2 numbers",
+        "rows of action that do not have 2 numbers",
     ),
     "a missing vector": (
         lambda f: rewrite(first_data_file(f), lambda rows: [*rows[:-1], rows[-1] | {"observation.state": None}]),
-        "rows of observation.state that have not 3 numbers",
+        "rows of observation.state that do not have 3 numbers",
     ),
     "texts": (
         lambda f: rewrite(first_data_file(f), lambda rows: [row | {"action": ["a", "b"]} for row in rows]),
-        "rows of action that are no numbers",
+        "rows of action that are not numbers",
     ),
     "no column": (
         lambda f: rewrite(first_data_file(f), lambda rows: [{"action": row["action"]} for row in rows]),
@@ -308,7 +308,7 @@ DAMAGES = {
     ),
     "episodes are missing": (
         lambda f: (f / "meta/episodes/chunk-000/file-001.parquet").unlink(),
-        "which are not numbered from 0 on",
+        "which are not numbered consecutively from 0",
     ),
     "episodes are a pipe": (
         lambda f: os.mkfifo(f / "meta/episodes/chunk-000/file-009.parquet"),
@@ -408,7 +408,7 @@ def test_damaged_lerobot_folder_is_a_one_line_config_error(damage, folder, tmp_p
     ("content", "message"),
     [
         (b"no picture", "is not an image"),
-        (None, "without a picture"),
+        (None, "without an image"),
     ],
 )
 def test_row_without_a_valid_image_is_refused(content, message, folder, tmp_path):

@@ -33,8 +33,7 @@ POLICY = "hparams=policy"
         ),
         (
             [POLICY, "model.image_size=64"],
-            "model.image_size: is 64 but data.image_size is null: there are no pictures; leave it out "
-            "to follow the data",
+            "model.image_size: is 64 but data.image_size is null: there are no images; leave it out to follow the data",
         ),
         (
             [POLICY, "objective.sampling_steps=200"],

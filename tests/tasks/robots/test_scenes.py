@@ -115,8 +115,8 @@ def test_scene_seeds_differ_from_demonstrations_and_evaluations():
         ({"simulator": None}, "simulator: is none but data=scenes"),
         ({"image_size": None}, "simulator.image_size: is null but data=scenes"),
         ({"simulator": partial(Reach, image_size=16)}, "data: is scenes but Reach has no describe"),
-        ({"image_size": 24}, "data.image_size: is 24 but Told shows no such picture"),
-        ({"simulator": Told}, "data.image_size: is 16 but Told shows no such picture"),
+        ({"image_size": 24}, "data.image_size: is 24 but Told returns no image of this size"),
+        ({"simulator": Told}, "data.image_size: is 16 but Told returns no image of this size"),
         ({"seq_len": 20}, "more than data.seq_len=20"),
     ],
 )

@@ -70,8 +70,8 @@ GOOD = json.loads(Statistics.of(np.eye(2), np.eye(2)).to_json())
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("", "no JSON"),
-        ("[" * 100_000, "no JSON"),
+        ("", "not JSON"),
+        ("[" * 100_000, "not JSON"),
         ("[]", "no JSON object"),
         ("{}", "state"),
         (json.dumps(GOOD | {"actions": {}}), "actions"),
@@ -79,7 +79,7 @@ GOOD = json.loads(Statistics.of(np.eye(2), np.eye(2)).to_json())
         (json.dumps(GOOD | {"state": GOOD["state"] | {"max": [1]}}), "different lengths"),
         (json.dumps(GOOD | {"state": GOOD["state"] | {"max": [1, float("nan")]}}), "finite"),
         (json.dumps(GOOD | {"state": GOOD["state"] | {"max": [1, 10**400]}}), "state"),
-        (json.dumps(GOOD | {"state": GOOD["state"] | {"max": ["1", "2"]}}), "no number"),
+        (json.dumps(GOOD | {"state": GOOD["state"] | {"max": ["1", "2"]}}), "not a number"),
     ],
 )
 def test_invalid_statistics_file_is_refused_with_the_reason(text, why):

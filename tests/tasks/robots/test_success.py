@@ -171,9 +171,7 @@ def test_success_is_measured_without_rendering(tmp_path, caplog, options):
     with torch.no_grad():
         assert evaluator.evaluate(GoThere(), context) == evaluator.evaluate(GoThere(), context)
     assert [path.name for path in tmp_path.iterdir()] == ["rollouts.jsonl"]
-    expected = (
-        ["episodes are not drawn: no EGL here (success is measured all the same)"] if "simulator" in options else []
-    )
+    expected = ["episodes are not filmed: no EGL here (success is still measured)"] if "simulator" in options else []
     assert caplog.messages == expected
     assert context.files == []
 
@@ -201,10 +199,10 @@ def test_simulators_match_at_a_time_and_are_closed(tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"simulator": None}, "needs a simulator to act in; choose one, such as simulator=around"),
+        ({"simulator": None}, "needs a simulator; choose one, such as simulator=around"),
         (
             {"objective": object()},
-            "measures a policy, but objective object has none; choose objective=diffusion_policy",
+            "measures a policy but objective object has none; choose objective=diffusion_policy",
         ),
         ({"data": DataSplits(train=[], validation=[], fingerprint="")}, "needs statistics of states and actions"),
     ],

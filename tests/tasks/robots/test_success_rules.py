@@ -23,7 +23,7 @@ def test_success_is_the_metric_of_policy_runs():
 
 
 def test_success_without_a_simulator_is_a_config_error():
-    message = f"{EVALUATOR}: acts in a simulator but simulator is none; choose one, or evaluation=default"
+    message = f"{EVALUATOR}: needs a simulator but simulator is none; choose one, or evaluation=default"
     assert message in lines("simulator=none")
 
 
@@ -42,7 +42,10 @@ def test_val_success_without_its_evaluator_is_refused():
         ("first_episode=-1", "first_episode: is -1 but must be at least 0"),
         ("first_episode=4294967290", "first_episode: leads to episode 4294967339 but the last one is 4294967295"),
         ("instruction=another", "instruction: is another but must be one of own, other"),
-        ("instruction=other", "instruction: is other but the policy is told nothing; set data.instruction_tokens, or"),
+        (
+            "instruction=other",
+            "instruction: is other but the policy reads no instructions; set data.instruction_tokens, or",
+        ),
         ("instruction_tokens=4", "instruction_tokens: is 4 but must be data.instruction_tokens=null; set it to"),
         ("epsiodes=3", "epsiodes: is not an argument of foundry.evals.Success; did you mean episodes?"),
     ],

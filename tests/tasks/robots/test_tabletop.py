@@ -214,7 +214,7 @@ def test_tabletop_without_egl_simulates_and_reports_that_it_cannot_render(tmp_pa
     )
     succeeded, said = ended.stdout.splitlines()
     assert succeeded == "True"
-    assert said.startswith("MuJoCo cannot draw here")
+    assert said.startswith("MuJoCo cannot render here")
     assert ended.stderr == ""
 
 

@@ -110,7 +110,7 @@ def test_half_created_mlflow_database_is_an_error_with_a_remedy(tmp_path):
         connection.execute("CREATE TABLE alembic_version (version_num VARCHAR(32))")
         connection.execute("INSERT INTO alembic_version VALUES ('acf3f17fdcc7')")
         connection.commit()
-    with pytest.raises(HalfMadeDatabaseError, match=r"mlflow\.db was left half made .* delete it$"):
+    with pytest.raises(HalfMadeDatabaseError, match=r"mlflow\.db is incomplete: .* delete it$"):
         _quiet_client(f"sqlite:///{database}")
 
 

@@ -13,7 +13,7 @@ def check_episodes(config: Config) -> Iterator[Violation]:
     """Yield errors if there is no source of episodes, or their columns or sizes differ from the settings."""
     data = config.data
     if isinstance(data, Demonstrations) and isinstance(config.simulator, NoSimulator):
-        message = "is none but data=demonstrations is made by the simulator's expert; choose one, or data=lerobot"
+        message = "is none but data=demonstrations needs a simulator with an expert; choose one, or data=lerobot"
         yield Violation("simulator", message)
     if isinstance(data, LeRobot):
         try:
@@ -43,5 +43,5 @@ def _check_columns(data: LeRobot, info: LeRobotInfo) -> Iterator[Violation]:
     if data.image_key is not None:
         height, width = info.picture_size(data.image_key, "data.image_key")
         if data.image_size is None:
-            message = f"is null, and pictures of {data.image_key} are {height} by {width}"
-            yield Violation("data.image_size", f"{message}; give the size to bring them to, such as 96")
+            message = f"is null but images of {data.image_key} are {height} by {width}"
+            yield Violation("data.image_size", f"{message}; set the size to resize them to, such as 96")

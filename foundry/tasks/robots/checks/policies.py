@@ -30,10 +30,10 @@ def _check_seen(model: Any, data: Episodes) -> Iterator[Violation]:
     """Check that the data has the inputs that the model uses, and no instructions that it would ignore."""
     if isinstance(model, PolicyDiT):
         if model.image_size is not None and data.image_size is None:
-            message = f"is {model.image_size} but data.image_size is null: there are no pictures"
+            message = f"is {model.image_size} but data.image_size is null: there are no images"
             yield Violation("model.image_size", f"{message}; leave it out to follow the data")
         if data.instruction_tokens is not None:
-            message = f"is {data.instruction_tokens} but model PolicyDiT is told nothing"
+            message = f"is {data.instruction_tokens} but model PolicyDiT does not read instructions"
             yield Violation("data.instruction_tokens", f"{message}; leave it out, or choose model=vla")
     if data.instruction_tokens is None and data.tokenizer is not None and not isinstance(model, VLA):
         message = f"is {shown(data.tokenizer)} but has no effect without data.instruction_tokens"
@@ -45,12 +45,12 @@ def _check_seen(model: Any, data: Episodes) -> Iterator[Violation]:
 def _check_backbone(backbone: PrefixVLM, data: Episodes) -> Iterator[Violation]:
     """Check that a VLA receives instructions and images that fit its backbone."""
     if data.instruction_tokens is None:
-        message = "is null but model VLA is told in words what to do; set it to the most tokens that it may have"
+        message = "is null but model VLA reads instructions; set the maximum number of tokens of an instruction"
         yield Violation("data.instruction_tokens", f"{message}, such as 24")
     if data.image_size is None:
         is_recorded = isinstance(data, LeRobot)
         remedy = "set data.image_key" if is_recorded else "set simulator.image_size=48"
-        yield Violation("data.image_size", f"is null but model VLA looks at pictures; {remedy}")
+        yield Violation("data.image_size", f"is null but model VLA needs images; {remedy}")
     if data.image_size is not None and backbone.image_size != data.image_size:
         message = f"is {shown(backbone.image_size)} but must be data.image_size={data.image_size}"
         yield Violation("model.backbone.image_size", f"{message}; leave it out to follow the data")

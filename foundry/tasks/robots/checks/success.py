@@ -18,7 +18,7 @@ def check_success(config: Config) -> Iterator[Violation]:
         key = f"evaluation.evaluators.{name}"
         yield from _check_told(node, key, field_of(config.data, "instruction_tokens"))
         if field_of(config.simulator, "_target_") is None:
-            yield Violation(key, "acts in a simulator but simulator is none; choose one, or evaluation=default")
+            yield Violation(key, "needs a simulator but simulator is none; choose one, or evaluation=default")
         wrong = list(check_node(node, key))
         yield from wrong
         last = node.get("first_episode", 0) + node.get("episodes", 1) if not wrong else 0
@@ -31,7 +31,7 @@ def _check_told(node: Mapping[str, Any], key: str, instruction_tokens: Any) -> I
     """Check that the evaluation instruction matches the one used in training."""
     told, tokens = node.get("instruction", Told.own.value), node.get("instruction_tokens")
     if told == Told.other.value and tokens is None:
-        message = "is other but the policy is told nothing; set data.instruction_tokens, or this to own"
+        message = "is other but the policy reads no instructions; set data.instruction_tokens, or set this to own"
         yield Violation(f"{key}.instruction", message)
     if tokens != instruction_tokens:
         message = f"is {shown(tokens)} but must be data.instruction_tokens={shown(instruction_tokens)}"

@@ -61,7 +61,7 @@ def demonstrations(
             or an instruction is too long.
     """
     if simulator is None:
-        message = "is none but data=demonstrations is made by the simulator's expert; choose one, or data=lerobot"
+        message = "is none but data=demonstrations needs a simulator with an expert; choose one, or data=lerobot"
         raise ConfigError(Violation("simulator", message))
     made = _Making(simulator, settings)
     folder = cached_folder(settings.cache_dir, made.name(simulator_settings or {}), made.fill, what="demonstrations")
@@ -113,7 +113,9 @@ class _Making:
             kind = type(simulator).__name__
             files = write_lerobot(folder, counted(self._record(simulator)), fps=simulator.fps, robot_type=kind)
         seconds = time.monotonic() - began
-        log.info("made %d demonstrations of %s, %d frames, in %.1f s", self.settings.episodes, kind, frames, seconds)
+        log.info(
+            "generated %d demonstrations of %s, %d frames, in %.1f s", self.settings.episodes, kind, frames, seconds
+        )
         return files
 
     def _record(self, simulator: Simulator) -> Iterator[Episode]:
@@ -124,7 +126,9 @@ class _Making:
         """
         kind = type(simulator).__name__
         if not isinstance(simulator, Demonstrating):
-            message = f"is demonstrations but {kind} has no expert_action(); record some, and choose data=lerobot"
+            message = (
+                f"is demonstrations but {kind} has no expert_action(); record demonstrations and choose data=lerobot"
+            )
             raise ConfigError(Violation("data", message))
         made = failed = 0
         while made < self.settings.episodes:
@@ -135,7 +139,7 @@ class _Making:
                 continue
             failed += 1
             if failed > _SPARE_FAILURES and failed > 2 * made:
-                message = f"is {self.settings.noise:g}, with which the expert of {kind} has failed in {failed} of "
+                message = f"is {self.settings.noise:g} but the expert of {kind} has failed in {failed} of "
                 message += f"{made + failed} episodes; lower it, or record demonstrations and choose data=lerobot"
                 raise ConfigError(Violation("data.noise", message))
 
@@ -174,7 +178,7 @@ class _Making:
         if size is not None:
             pictures = [observation.get("image") for observation in seen]
             if any(picture is None or picture.shape != (size, size, 3) for picture in pictures):
-                message = f"is {size} but {type(simulator).__name__} shows no such picture; leave it out"
+                message = f"is {size} but {type(simulator).__name__} returns no image of this size; leave it out"
                 raise ConfigError(Violation("data.image_size", message))
             images = np.stack([picture for picture in pictures if picture is not None]).astype(np.uint8, copy=False)
         return Episode(state=state, actions=actions, task=task, images=images)

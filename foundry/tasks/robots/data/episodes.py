@@ -182,7 +182,7 @@ def normalised_by(data: DataSplits, statistics: Statistics) -> DataSplits:
         ConfigError: if the data has no episodes, or states or actions have other dimensions.
     """
     if (own := statistics_of(data)) is None:
-        raise ConfigError(Violation("data", "has no episodes, which the run was trained on; choose data=lerobot"))
+        raise ConfigError(Violation("data", "has no episodes but the run was trained on episodes; choose data=lerobot"))
     for name, key in (("state", "data.state_dim"), ("actions", "data.action_dim")):
         have, need = (len(getattr(one, name).mean) for one in (own, statistics))
         if have != need:
@@ -207,7 +207,7 @@ def held_out_episodes(count: int, held_out: float) -> NDArray[np.bool_]:
     num_held_out = max(1, round(held_out * count))
     if num_held_out >= count:
         has = f"{count} episode{'' if count == 1 else 's'}"
-        message = f"is {held_out:g} but the data has {has}, and none would be left to learn from; give more episodes"
+        message = f"is {held_out:g} but the data has {has}, and none would remain for training; add more episodes"
         raise ConfigError(Violation("data.held_out", message))
     hashes = [hashlib.blake2b(b"%d" % number, digest_size=8).hexdigest() for number in range(count)]
     chosen = np.zeros(count, dtype=np.bool_)
@@ -222,8 +222,8 @@ def _check_finite(recording: Recording) -> None:
         if len(wrong):
             episode = int(np.searchsorted(np.cumsum(recording.lengths), wrong[0], side="right"))
             frame = int(wrong[0] - recording.starts[episode])
-            message = f"has {name} that are NaN or infinite, first in frame {frame} of episode {episode}"
-            raise ConfigError(Violation("data", f"{message}; leave out these episodes"))
+            message = f"has NaN or infinite values in {name}, first in frame {frame} of episode {episode}"
+            raise ConfigError(Violation("data", f"{message}; remove these episodes"))
 
 
 def _fingerprint(recording: Recording, is_held_out: NDArray[np.bool_], windows: dict[str, Any]) -> str:

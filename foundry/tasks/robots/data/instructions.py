@@ -41,7 +41,7 @@ def read_words(texts: Sequence[str], tokenizer: str | None, vocab_size: int) -> 
         ConfigError: as in `load_tokenizer`, or if there are no instructions to train on.
     """
     if not any(texts):
-        message = "is given but no episode to learn from has an instruction; leave it out"
+        message = "is set but no training episode has an instruction; leave it out"
         raise ConfigError(Violation(_KEY, message))
     if tokenizer is None:
         return Words(train_tokenizer(texts, vocab_size))
@@ -68,7 +68,7 @@ def encode_instructions(texts: Sequence[str], data: DataSplits, instruction_toke
         try:
             ids = data.encode_prompt(text) if text else []
         except ValueError as error:
-            raise ConfigError(Violation("data.tokenizer", f"has a chat template beside it that {error}")) from None
+            raise ConfigError(Violation("data.tokenizer", f"has a chat template in its folder that {error}")) from None
         if len(ids) > instruction_tokens:
             message = f"is {instruction_tokens} but {shown(text)} has {len(ids)} tokens; set it to at least {len(ids)}"
             raise ConfigError(Violation(_KEY, message))

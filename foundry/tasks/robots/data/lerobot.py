@@ -173,7 +173,7 @@ def _read_tasks(info: LeRobotInfo, task_index: NDArray[Any]) -> dict[str, Any]:
     """
     file = info.folder / _TASKS
     if not file.is_file():
-        _refuse(info, f"has no {_TASKS}, which says what was to be done; leave out data.instruction_tokens")
+        _refuse(info, f"has no {_TASKS} with the instructions; leave out data.instruction_tokens")
     with _explained(info, file):
         table = pq.read_table(file)
         # The text is the index of a pandas table, which has no name in some versions of LeRobot.
@@ -183,11 +183,11 @@ def _read_tasks(info: LeRobotInfo, task_index: NDArray[Any]) -> dict[str, Any]:
         require_unique(table.schema, [name, _TASK_INDEX])
         texts = dict(zip(table[_TASK_INDEX].to_pylist(), table[name].to_pylist(), strict=True))
     if not all(type(number) is int and isinstance(text, str) for number, text in texts.items()):
-        _refuse(info, f"has tasks in {_TASKS} that are no texts with a number")
+        _refuse(info, f"has tasks in {_TASKS} that are not strings with a number")
     tasks = sorted(set(texts.values()))
     found = np.unique(task_index)
     if unknown := [number for number in found.tolist() if number not in texts]:
-        _refuse(info, f"has frames of task {unknown[0]:g}, which {_TASKS} does not know")
+        _refuse(info, f"has frames of task {unknown[0]:g}, which {_TASKS} does not contain")
     place = np.array([tasks.index(texts[int(number)]) for number in found], dtype=np.int64)
     return {"tasks": tuple(tasks), "task_index": place[np.searchsorted(found, task_index)]}
 
@@ -216,7 +216,7 @@ def _read_episodes(info: LeRobotInfo, video_key: str | None) -> _Episodes:
     order = np.argsort(np.array(found["episode_index"], dtype=np.int64), kind="stable").tolist()
     rows = [[found[name][row] for name in columns] for row in order]
     if [row[0] for row in rows] != list(range(len(rows))):
-        _refuse(info, f"has {len(rows)} episodes in meta/episodes, which are not numbered from 0 on")
+        _refuse(info, f"has {len(rows)} episodes in meta/episodes, which are not numbered consecutively from 0")
     if empty := [row[0] for row in rows if row[1] == 0]:
         _refuse(info, f"has no frame in episode {empty[0]}")
     files = list(dict.fromkeys(info.data_file(row[2], row[3]) for row in rows))
@@ -243,7 +243,7 @@ def _numbers(info: LeRobotInfo, name: str, column: pa.Array) -> list[Any]:
         _refuse(info, f"has {name} of type {column.type} in meta/episodes, not {kind}")
     values: list[Any] = column.to_pylist()
     if not all(value is not None and 0 <= value < _MOST_NUMBER for value in values):
-        _refuse(info, f"does not say {name} of each episode in meta/episodes as a number from 0 on")
+        _refuse(info, f"has episodes without a nonnegative {name} in meta/episodes")
     return values
 
 
@@ -260,7 +260,7 @@ def _read_numbers(info: LeRobotInfo, episodes: _Episodes, widths: Mapping[str, i
         with _explained(info, file):
             rows += pq.read_metadata(file).num_rows
     if rows < total:
-        _refuse(info, f"has {rows} frames in its data files and {total} in meta/episodes")
+        _refuse(info, f"has {rows} frames in its data files but {total} in meta/episodes")
     types = {name: np.float64 if name in ("timestamp", _TASK_INDEX) else np.float32 for name in widths}
     arrays: dict[str, NDArray[Any]] = {name: np.empty((total, width), types[name]) for name, width in widths.items()}
     times = np.zeros(total, dtype=np.int64)
@@ -271,8 +271,8 @@ def _read_numbers(info: LeRobotInfo, episodes: _Episodes, widths: Mapping[str, i
     if (times != 1).any():
         frame = int(np.flatnonzero(times != 1)[0])
         episode = int(np.searchsorted(episodes.starts, frame, side="right")) - 1
-        how = "not" if times[frame] == 0 else "twice"
-        _refuse(info, f"has frame {frame - episodes.starts[episode]} of episode {episode} {how} in its data files")
+        how = "no" if times[frame] == 0 else "a duplicate"
+        _refuse(info, f"has {how} frame {frame - episodes.starts[episode]} of episode {episode} in its data files")
     return arrays
 
 
@@ -288,7 +288,7 @@ def _rows(
             episode, frame = (place.astype(np.int64) for place in places)
             is_known = (episode >= 0) & (episode < len(episodes.lengths))
             if not is_known.all() or (frame < 0).any() or (frame >= episodes.lengths[episode]).any():
-                _refuse(info, f"has frames in {file.name} that meta/episodes does not know")
+                _refuse(info, f"has frames in {file.name} that meta/episodes does not contain")
             yield episodes.starts[episode] + frame, batch
 
 
@@ -299,11 +299,11 @@ def _vectors(info: LeRobotInfo, name: str, column: pa.Array, width: int) -> NDAr
     if is_list or pa.types.is_fixed_size_list(values.type):
         lengths = pc.list_value_length(values)
         if values.null_count or pc.any(pc.not_equal(lengths, width)).as_py():
-            _refuse(info, f"has rows of {name} that have not {width} numbers")
+            _refuse(info, f"has rows of {name} that do not have {width} numbers")
         values = values.flatten()
     if values.null_count or len(values) != len(column) * width:
-        _refuse(info, f"has rows of {name} that have not {width} numbers")
-    with ForeignData(lambda _: _wrong(info, f"has rows of {name} that are no numbers")):
+        _refuse(info, f"has rows of {name} that do not have {width} numbers")
+    with ForeignData(lambda _: _wrong(info, f"has rows of {name} that are not numbers")):
         return np.asarray(values.to_numpy(zero_copy_only=False)).astype(np.float64).reshape(len(column), width)
 
 
@@ -322,7 +322,7 @@ def _copy_images(info: LeRobotInfo, episodes: _Episodes, image_key: str, size: i
         for frame, cell in zip(at.tolist(), batch.column(image_key).to_pylist(), strict=True):
             content = cell.get("bytes") if isinstance(cell, dict) else cell
             if not isinstance(content, bytes):
-                _refuse(info, f"has rows without a picture in {image_key}")
+                _refuse(info, f"has rows without an image in {image_key}")
             try:
                 images[frame] = fitted(decode_picture(content, own), size)
             except ValueError as error:
@@ -354,7 +354,7 @@ def _copy_frames(
                     images[wanted[ahead]] = pixels
                     ahead += 1
         if ahead < len(wanted):
-            _refuse(info, f"has no picture at second {seconds[wanted[ahead]]:.4f} of {file.name}")
+            _refuse(info, f"has no video frame at second {seconds[wanted[ahead]]:.4f} of {file.name}")
 
 
 def _batches(info: LeRobotInfo, file: Path, columns: list[str]) -> Iterator[pa.RecordBatch]:

@@ -56,8 +56,8 @@ def scenes(
     image_size, count = settings.image_size, settings.num_scenes
     if simulator is None or image_size is None:
         key, wrong = ("simulator", "none") if simulator is None else ("simulator.image_size", "null")
-        remedy = "choose one, such as simulator=touch" if simulator is None else "set it, such as to 48"
-        raise ConfigError(Violation(key, f"is {wrong} but data=scenes is of what a simulator shows; {remedy}"))
+        remedy = "choose one, such as simulator=touch" if simulator is None else "set it, for example to 48"
+        raise ConfigError(Violation(key, f"is {wrong} but data=scenes needs a simulator that renders images; {remedy}"))
     depends = {"format": _FORMAT, "scenes": count, "size": image_size}
     text = json.dumps(depends | simulator_identity(simulator_settings or {}), sort_keys=True, default=str)
     name = hashlib.sha256(text.encode()).hexdigest()[:32]
@@ -91,13 +91,13 @@ def _fill(simulator: Callable[[], Simulator], count: int, size: int, folder: Pat
         for number in range(count):
             picture = made.reset(FIRST_SEED + number).get("image")
             if picture is None or picture.shape != (size, size, 3):
-                message = f"is {size} but {kind} shows no such picture; leave it out"
+                message = f"is {size} but {kind} returns no image of this size; leave it out"
                 raise ConfigError(Violation("data.image_size", message))
             images[number] = picture.transpose(2, 0, 1)
             described = made.describe(np.random.default_rng((FIRST_SEED + number, _FORMAT)))
             rows.write(json.dumps({"messages": _messages(described)}) + "\n")
     images.flush()
-    log.info("made %d scenes of %s in %.1f s", count, kind, time.monotonic() - began)
+    log.info("generated %d scenes of %s in %.1f s", count, kind, time.monotonic() - began)
     return _IMAGES, _ROWS
 
 

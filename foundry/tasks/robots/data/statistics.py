@@ -51,11 +51,11 @@ class Moments:
         """
         names = ("mean", "std", "min", "max")
         if not isinstance(lists, dict) or set(lists) != set(names):
-            raise ValueError(f"has not {', '.join(names)}")
+            raise ValueError(f"does not have {', '.join(names)}")
         if not all(isinstance(lists[name], list) and lists[name] for name in names):
             raise ValueError("has no lists of numbers")
         if not all(type(number) in (int, float) for name in names for number in lists[name]):
-            raise ValueError("has what is no number")
+            raise ValueError("has a value that is not a number")
         mean, std, lowest, highest = (np.array(lists[name], dtype=np.float64) for name in names)
         if not mean.shape == std.shape == lowest.shape == highest.shape:
             raise ValueError("has lists of different lengths")
@@ -130,9 +130,9 @@ class Statistics:
         try:
             content = json.loads(text)
         except (ValueError, RecursionError):
-            raise ValueError("is no JSON") from None
+            raise ValueError("is not JSON") from None
         if not isinstance(content, dict):
-            raise ValueError("holds no JSON object")
+            raise ValueError("contains no JSON object")
         found = {}
         for name in ("state", "actions"):
             try:

@@ -120,11 +120,11 @@ class Rollouts:
     ) -> None:
         key = "evaluation.evaluators.success"
         if not isinstance(objective, ActingObjective):
-            message = f"measures a policy, but objective {type(objective).__name__} has none"
+            message = f"measures a policy but objective {type(objective).__name__} has none"
             message += "; choose objective=diffusion_policy"
             raise ConfigError(Violation(key, message))
         if simulator is None:
-            raise ConfigError(Violation(key, "needs a simulator to act in; choose one, such as simulator=around"))
+            raise ConfigError(Violation(key, "needs a simulator; choose one, such as simulator=around"))
         if (statistics := statistics_of(data)) is None:
             message = "needs statistics of states and actions, which this data lacks; choose data=demonstrations"
             raise ConfigError(Violation(key, message))
@@ -202,7 +202,7 @@ class Rollouts:
             for row in rows:
                 row.start_film(size)
         except RuntimeError as error:
-            log.warning("episodes are not drawn: %s (success is measured all the same)", error)
+            log.warning("episodes are not filmed: %s (success is still measured)", error)
             self._can_draw = False
             for row in rows:
                 row.film = None

@@ -126,7 +126,7 @@ class PolicyDiT(nn.Module):
     def _embed(self, state: Tensor, images: Tensor | None) -> Tensor:
         seen = state
         if self.picture_encoder is not None:
-            assert images is not None, "the objective hands over what the data has"
+            assert images is not None, "the picture encoder needs images"
             seen = torch.cat((state, self.picture_encoder(images.flatten(0, 1)).unflatten(0, state.shape[:2])), dim=-1)
         dtype = cast(nn.Linear, self.observation_embedder[0]).weight.dtype
         return cast(Tensor, self.observation_embedder(seen.flatten(1).to(dtype)))

@@ -43,7 +43,7 @@ class Camera:
             renderer.update_scene(data, camera=self._name)
             picture: NDArray[np.uint8] = renderer.render()
         except Exception as error:  # any exception of MuJoCo, PyOpenGL or the driver
-            message = f"MuJoCo cannot draw here ({type(error).__name__}: {error}); it needs EGL, or another MUJOCO_GL"
+            message = f"MuJoCo cannot render here ({type(error).__name__}: {error}); it needs EGL or another MUJOCO_GL"
             Camera._obstacle = message
             raise RuntimeError(message) from error
         return picture

@@ -81,9 +81,9 @@ class Gymnasium:
         try:
             picture = self._env.render()
         except Exception as error:  # any exception of the environment or its rendering library
-            raise RuntimeError(f"{self.id} cannot draw here ({format_reason(error)})") from error
+            raise RuntimeError(f"{self.id} cannot render here ({format_reason(error)})") from error
         if not isinstance(picture, np.ndarray):
-            raise RuntimeError(f"{self.id} draws no picture by render_mode=rgb_array")
+            raise RuntimeError(f"{self.id} renders no image with render_mode=rgb_array")
         return resized(picture, size)
 
     def close(self) -> None:
@@ -109,7 +109,7 @@ class Gymnasium:
         idle = np.clip(0, self._low, self._high).astype(self._env.action_space.dtype)
         *_, info = self._env.step(idle)
         if self._success_reward is None and not any(name in info for name in _SUCCESS):
-            message = f"is null but info of {self.id} has neither {' nor '.join(_SUCCESS)}; give the reward of success"
+            message = f"is null but info of {self.id} has neither {' nor '.join(_SUCCESS)}; set the reward of success"
             raise ConfigError(Violation("simulator.success_reward", message))
         self.reset(0)
 
@@ -128,7 +128,7 @@ def _make(name: str, import_module: str | None, settings: Mapping[str, Any]) -> 
             Violation("simulator.import_module", f"is {import_module}: {format_reason(error)}")
         ) from error
     except Exception as error:  # any exception that the environment raises because of its settings
-        raise ConfigError(Violation("simulator.id", f"is {name}, which cannot be made: {error}")) from error
+        raise ConfigError(Violation("simulator.id", f"is {name}, which cannot be created: {error}")) from error
 
 
 def _bounds(space: Any, name: str) -> tuple[NDArray[Any], NDArray[Any]]:

@@ -37,7 +37,7 @@ class MetaWorld:
 
         task = settings.task
         if task not in EXPERTS:
-            message = f"is {task}, but Meta-World has no such task{nearest(task, EXPERTS)}"
+            message = f"is {task}, which is not a task of Meta-World{nearest(task, EXPERTS)}"
             raise ConfigError(Violation("simulator.task", message))
         self.task, self.image_size, self.max_steps = task, settings.image_size, settings.max_steps
         self.instruction = task.rpartition("-")[0].replace("-", " ")
