@@ -88,7 +88,7 @@ def test_base_on_a_huggingface_run_uses_the_copy_in_the_run_directory(run_dir, t
     ("overrides", "start"),
     [
         ([], "model.path: has no value"),
-        (["model.path=nowhere"], "model.path: is nowhere but there is no such folder"),
+        (["model.path=nowhere"], "model.path: is nowhere, which does not exist; give a run dir"),
         (["model.path=.."], "model.path: is .., which is neither a run directory"),
         (
             ["model.path=RUN", "model.which=best"],

@@ -202,7 +202,7 @@ def test_non_image_files_are_skipped_with_a_warning(folder, read, caplog):
         (lambda folder: (folder / "new").mkdir(), r"data.num_classes: is 3 but .* has 4 folders; leave it out"),
         (lambda folder: empty(folder / "zebra"), r"data.path: has no image in .*zebra \(.png, .jpg, .jpeg, .webp\)"),
         (lambda folder: empty(folder / "zebra", but="1.png"), r"data.held_out: is 0.34, which keeps 0 of the 1 images"),
-        (lambda folder: shutil.rmtree(folder), r"data.path: is .*pictures but there is no such folder"),
+        (lambda folder: shutil.rmtree(folder), r"data.path: is .*pictures, which does not exist"),
         (lambda folder: broken_link(folder / "zebra" / "0.png"), r"data.path: has .*zebra/0.png, which cannot be read"),
         (lambda folder: os.mkfifo(folder / "zebra" / "9.png"), r"data.path: has .*zebra/9.png, .* is a named pipe"),
         (lambda folder: (folder / "zebra" / "9.png").symlink_to("/dev/zero"), r"has .*9.png, .* is a device"),

@@ -130,7 +130,7 @@ def test_vla_backbone_refuses_another_tokenizer(settings, vlm, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["model.backbone.init_from=/nowhere"], "model.backbone.init_from: is /nowhere but there is no such file"),
+        (["model.backbone.init_from=/nowhere"], "model.backbone.init_from: is /nowhere, which does not exist"),
         (
             ["model.backbone.init_from=VLM", "peft=lora"],
             "model.backbone.init_from: is VLM but peft=lora saves only adapters",
