@@ -77,7 +77,7 @@ def measure(path: Path, options: TaskOptions, overrides: Sequence[str], compose:
             )
             checkpoint = export_checkpoint(wanted).name
         if not all((folder / name).is_file() for name in ("config.json", "tokenizer.json")):
-            message = f"need a language model that transformers loads with a tokenizer, and {path} has none"
+            message = f"need a language model that transformers loads with a tokenizer, which {path} lacks"
             raise ConfigError(Violation("tasks", message))
         with torch.no_grad(), fp32_arithmetic(tf32=tf32):
             found = evaluate_tasks(folder, tasks, options, device=device, amp=amp, batch_size=batch_size)

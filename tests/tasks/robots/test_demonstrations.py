@@ -27,7 +27,7 @@ SETTINGS = {
     "held_out": 0.2,
 }
 
-CODE_OF_SIMULATORS = "36acc554df1baae46504e3d29cb06766dfba303b13eb235156a8b99564d3077b"
+CODE_OF_SIMULATORS = "7b4e83cb020165b5bd37b70ef53b1bf0e56f8688e7bcfd14dd8d91ddb39357ac"
 
 
 class Watched(Reach):
@@ -186,7 +186,7 @@ def test_demonstration_folder_records_robot_type_fps_and_task(tmp_path):
 @pytest.mark.parametrize(
     ("simulator", "changed", "message"),
     [
-        (None, {}, "simulator: is none but data=demonstrations needs a simulator with an expert"),
+        (None, {}, "simulator: none is incompatible with data=demonstrations, which needs a simulator with an expert"),
         (Untaught, {}, r"data: is demonstrations but Untaught has no expert_action\(\); .*data=lerobot"),
         (Inept, {}, r"data\.noise: is 0\.05 but the expert of Inept has failed in 2\d of 2\d episodes"),
         (Reach, {"state_dim": 5}, r"data\.state_dim: is 5 but Reach has 4"),

@@ -45,7 +45,7 @@ POLICY = "hparams=policy"
         ),
         (
             ["hparams=diffusion", "simulator=around", "evaluation=success"],
-            "evaluation.evaluators.success: measures a policy but objective Diffusion has none; "
+            "evaluation.evaluators.success: measures a policy, which objective Diffusion lacks; "
             "choose objective=diffusion_policy, or evaluation=default",
         ),
         (
