@@ -93,7 +93,7 @@ def test_added_images_do_not_change_which_old_ones_are_held_out_first(folder, re
     old = {pixels((label, number)).tobytes() for label in range(3) for number in range(PER_CLASS)}
     for number in range(PER_CLASS, 2 * PER_CLASS):
         for name, label in keys.items():
-            Image.fromarray(pixels((label, number))).save(folder / name / f"a{number}.png")  # Sorts before all others.
+            Image.fromarray(pixels((label, number))).save(folder / name / f"a{number}.png")  # sorts first
     after = held_out()
     assert [len(found) for found in after] == [2 * len(found) for found in before]
     for one, other in zip(before, after, strict=True):

@@ -191,7 +191,7 @@ def test_resume_accepts_the_same_data_at_another_path(broken_off, shell, text, f
     assert outcome(broken_off) == outcome(finished)
     assert "holds a finished run" in shell.run(*moved)[1]
     elsewhere.write_text(elsewhere.read_text().replace("7", "8", 1))
-    assert shell.run(*moved, code=0)[1].count("finished run") == 1, "the settings are those of the finished run"
+    assert shell.run(*moved, code=0)[1].count("finished run") == 1, "equal settings were not recognized"
     stderr = shell.run(*moved[:-1], f"data.path={elsewhere.rename(elsewhere.with_name('third.txt'))}", code=2)[1]
     assert stderr.startswith("data.path: is ")
 

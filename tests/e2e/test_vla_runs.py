@@ -69,7 +69,7 @@ def finished(settings, vlm, folder):
 
 def weights(run_dir):
     with safe_open(run_dir / "model.safetensors", "pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 # it is no mapping
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 # not a mapping
 
 
 def test_vla_backbone_init_from_a_run_takes_its_weights_and_tokenizer(settings, vlm, tmp_path):
