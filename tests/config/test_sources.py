@@ -26,7 +26,7 @@ def test_several_paths_with_weights_compose(compose, data):
 
 
 WRONG = {
-    "data.weights=[0.7]": r"data\.weights: has 1 numbers but data\.path has 2 paths; give one number per path",
+    "data.weights=[0.7]": r"data\.weights: has 1 number but data\.path has 2 paths; give one number per path",
     "data.weights=[0.7,0]": r"data\.weights: has 0 but must have numbers above 0; to exclude a path, leave it out",
     "data.weights=[0.7,nan]": r"data\.weights: has nan but must have numbers above 0",
     "data.weights=[0.7,inf]": r"data\.weights: has inf but must have numbers above 0",

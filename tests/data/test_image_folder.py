@@ -1,5 +1,6 @@
 """An image folder with one subfolder per class."""
 
+import errno
 import os
 import pickle
 import shutil
@@ -13,6 +14,7 @@ from PIL import Image
 
 from foundry.config.schemas.data import PictureFit
 from foundry.core.errors import ConfigError
+from foundry.data.images import pictures
 from foundry.data.images.image_folder import Pictures, image_folder
 from foundry.data.loader import Loader
 
@@ -284,3 +286,12 @@ def test_random_crop_pads_by_repeating_edges_and_skips_validation(read):
     assert torch.equal(data.train[0]["images"], plain)
     assert in_folder(all_of(data.validation)[0]) == in_folder(all_of(read().validation)[0])
     assert read(random_crop=0).fingerprint == read().fingerprint != data.fingerprint
+
+
+def test_permission_error_of_an_image_is_a_sentence(folder, read, monkeypatch):
+    def deny(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(pictures, "require_regular", deny)
+    with pytest.raises(ConfigError, match=r"0\.png, which cannot be read: Permission denied; remove or rename it$"):
+        read()

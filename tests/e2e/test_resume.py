@@ -271,7 +271,7 @@ def test_unsavable_optimizer_state_is_refused_before_the_first_checkpoint(shell,
     stderr = shell.run(*overrides, "hydra.run.dir=run", code=2)[1]
     (line,) = stderr.splitlines()
     assert line.startswith("optimizer: Unsaved keeps optimizer.")
-    assert "history/0 as a object, which a checkpoint cannot store" in line
+    assert "history/0 as a value of type object, which a checkpoint cannot store" in line
     assert not (shell.cwd / "run" / "checkpoints").exists()
     assert status(shell.cwd / "run")["state"] == "failed"
     assert "Unsaved" in status(shell.cwd / "run")["reason"]
