@@ -213,7 +213,7 @@ WRONG = [
         {"_target_": "own_parts.Model", "width": [{"_target_": "own_parts.Plain"}]},
         "model.width.0.width: has no",
     ),
-    ("model", {"_target_": "own_parts.Model", "_args_": [1]}, "model._args_: has 1 values but own_parts.Model takes 0"),
+    ("model", {"_target_": "own_parts.Model", "_args_": [1]}, "model._args_: has 1 value but own_parts.Model takes 0"),
     ("optimizer", {"_target_": "own_parts.optimizer", "bta": 1}, "did you mean beta?; it takes model, lr, beta"),
     (
         "optimizer",

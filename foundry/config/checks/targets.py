@@ -13,7 +13,7 @@ from foundry.config.record.recorded import own_targets
 from foundry.config.schemas.evaluation import Evaluation
 from foundry.config.schemas.root import Config
 from foundry.config.schemas.tracking import Tracking
-from foundry.core.errors import Violation, nearest
+from foundry.core.errors import Violation, counted, nearest
 
 GIVEN_BY_THE_RUN: Mapping[str, tuple[str, ...]] = {
     item.name: item.metadata["given"] for item in fields(Config) if item.metadata["given"] is not None
@@ -117,7 +117,9 @@ def _check_arguments(
             yield Violation(f"{key}._target_", f"{message} by name; {listed}")
             return
     if places > takes.by_place:
-        yield Violation(f"{key}._args_", f"has {places} values but {target} takes {takes.by_place} by position")
+        yield Violation(
+            f"{key}._args_", f"has {counted(places, 'value')} but {target} takes {takes.by_place} by position"
+        )
     is_whole = not node.get("_partial_") or key in GIVEN_BY_THE_RUN  # the run calls these parts
     for name in takes.names[places:] if is_whole else ():
         if name in takes.required and name not in (*own, *given, *_offered(key)):
