@@ -1,5 +1,6 @@
 """Figure of a sweep (report.png): the metric against each swept parameter, and the learning curves of all jobs."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,15 +25,12 @@ _WIDE_SPAN = 20.0
 _PRUNED = "#c2a5cf"
 """Color of jobs that a search ended early."""
 
-_TICK_INCHES, _LEGEND_INCHES = 0.085, 0.07
-"""Estimated width in inches of a character of a tick label, and of a character of a legend row."""
-
 _HUES = (BLUE, "#db2777", "#0d9488", "#7c3aed", "#a16207", "#0891b2", "#475569", "#65a30d")
 """Colors of categories, which exclude the colors of the best job and of states."""
 _SCALE, _SCALE_END = "viridis", 0.75  # its end is too light to be seen
-_MOST_TICKS = 12
-_SHORTEST_TICK = 7  # characters, below which category names are drawn at an angle
-_ASLANT = 9  # characters
+_MOST_TICKS = 7  # with a tick for each value
+_MOST_COLOURS = 5  # in a legend
+_LONGEST_CATEGORY = 9  # characters, of long names of categories
 _LONGEST_NAME = 40  # characters of an axis
 _MANY_JOBS = 60  # drawn smaller
 _SHARE_METRICS = ("accuracy", "rate", "share", "missing", "success", "match")
@@ -204,21 +202,18 @@ def _draw_spread(axes: "Axes", at: Sequence[float], values: Sequence[float], col
 
 
 def _name_colours(axes: "Axes", colours: _Colours) -> None:
-    """Draw a legend row above the panel: name of the colored parameter, and as many of its values as fit."""
+    """Draw a legend row above the panel: name of the colored parameter, and at most five of its values."""
     from matplotlib.lines import Line2D
 
     parameter = colours.parameter
     values, name = parameter.values, shorten(parameter.name, 22)
-    room = _size_inches(axes)[0] / _LEGEND_INCHES - len(name) - 2
-    lengths = sorted((len(parameter.label(value)) + 3.5 for value in values), reverse=True)  # with mark and gap
-    number = max((n for n in range(2, len(values) + 1) if sum(lengths[:n]) <= room), default=2)
-    chosen = sorted({round(place * (len(values) - 1) / (number - 1)) for place in range(number)})
+    if len(values) > _MOST_COLOURS:
+        name = f"{name} ({len(values)} values)"
+    last = min(len(values), _MOST_COLOURS) - 1
     handles = [Line2D([], [], linestyle="", label=name)]
-    handles += [
-        Line2D([], [], linestyle="", marker="o", markersize=6, color=colours[values[rank]], label=label)
-        for rank in chosen
-        for label in [parameter.label(values[rank])]
-    ]
+    for value in [values[place * (len(values) - 1) // last] for place in range(last + 1)]:
+        label = parameter.label(value, _LONGEST_CATEGORY)
+        handles.append(Line2D([], [], linestyle="", marker="o", markersize=6, color=colours[value], label=label))
     legend = axes.legend(
         handles=handles,
         loc="lower left",
@@ -233,8 +228,6 @@ def _name_colours(axes: "Axes", colours: _Colours) -> None:
     )
     for text in legend.get_texts():
         text.set_parse_math(False)
-    if len(chosen) < len(values):
-        legend.get_texts()[0].set_text(f"{name} ({len(values)} values)")
 
 
 def _draw_job(
@@ -269,8 +262,8 @@ def _draw_job(
 def _scale_numbers(axes: "Axes", parameter: Parameter) -> Callable[[JobReport], float]:
     """Set a numeric axis; it is logarithmic for a wide span of values.
 
-    It stays linear for fractions, and if all values except the smallest are evenly spaced. If there are few values,
-    each has a tick, except those whose labels would overlap.
+    It stays linear for fractions, and if all values except the smallest are evenly spaced. Each value has a tick if
+    there are few and none are close to each other.
     """
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
@@ -281,9 +274,9 @@ def _scale_numbers(axes: "Axes", parameter: Parameter) -> Callable[[JobReport], 
     if is_log:
         axes.set_xscale("log")
     axes.margins(x=0.06)
-    if len(values) <= _MOST_TICKS:
-        inches = 0.88 * _size_inches(axes)[0]
-        axes.xaxis.set_major_locator(FixedLocator(_apart(parameter, is_log=is_log, inches=inches)))
+    gaps = [other - one for one, other in itertools.pairwise(math.log(value) if is_log else value for value in values)]
+    if _MOST_TICKS * min(gaps, default=0.0) >= sum(gaps):
+        axes.xaxis.set_major_locator(FixedLocator(values))
     elif is_log:
         axes.xaxis.set_major_locator(LogLocator(subs=(1.0,) if values[-1] >= 100 * values[0] else (1.0, 2.0, 5.0)))
     else:
@@ -293,36 +286,17 @@ def _scale_numbers(axes: "Axes", parameter: Parameter) -> Callable[[JobReport], 
     return lambda job: parameter.at[job.index]
 
 
-def _apart(parameter: Parameter, *, is_log: bool, inches: float) -> list[float]:
-    """Return the values whose labels do not overlap on an axis of this length, always with the first and the last."""
-    values = parameter.values
-    scaled = [math.log(value) if is_log else value for value in values]
-    extent = scaled[-1] - scaled[0] or 1.0
-    kept: list[tuple[float, float, float]] = []  # value, left and right end of its label in inches
-    for value, place in zip(values, scaled, strict=True):
-        middle, half = (place - scaled[0]) / extent * inches, 0.5 * _TICK_INCHES * (len(number_text(value)) + 1)
-        label = (value, middle - half, middle + half)
-        if value == values[-1]:
-            while len(kept) > 1 and kept[-1][2] > label[1]:
-                kept.pop()
-        if not kept or kept[-1][2] <= label[1]:
-            kept.append(label)
-    return [value for value, _, _ in kept]
-
-
 def _scale_categories(axes: "Axes", parameter: Parameter, others: Sequence[Parameter]) -> Callable[[JobReport], float]:
-    """Set the category names, on two lines or at an angle if they are long.
+    """Set the category names, at an angle and shortened if they are long.
 
     Jobs of a category are placed side by side, sorted by the other parameters.
     """
     names = parameter.labels
-    slot = _size_inches(axes)[0] / (len(names) + 0.2) / _TICK_INCHES
-    axes.set_xticks(range(len(names)))
-    if max(map(len, names)) <= slot - 1 or slot >= _SHORTEST_TICK:
-        axes.set_xticklabels([_in_lines(name, int(slot) - 1) for name in names])
+    if (max(map(len, names)) + 2) * len(names) <= _size_inches(axes)[0] / _NAME_INCHES:
+        axes.set_xticks(range(len(names)), names)
     else:
-        labels = [shorten(name, _ASLANT) for name in names]
-        axes.set_xticklabels(labels, rotation=25, ha="right", rotation_mode="anchor")
+        labels = [shorten(name, _LONGEST_CATEGORY) for name in names]
+        axes.set_xticks(range(len(names)), labels, rotation=25, ha="right", rotation_mode="anchor")
         axes.xaxis.labelpad = 0
     for text in axes.get_xticklabels():
         text.set_parse_math(False)
@@ -335,16 +309,6 @@ def _scale_categories(axes: "Axes", parameter: Parameter, others: Sequence[Param
         step = min(0.1, 0.44 / max(len(alike) - 1, 1))
         offsets |= {index: step * (place - (len(alike) - 1) / 2) for place, index in enumerate(alike)}
     return lambda job: parameter.at[job.index] + offsets[job.index]
-
-
-def _in_lines(name: str, longest: int) -> str:
-    """Split a category's name into at most two lines of a given length, between words if possible."""
-    text = shorten(name, 2 * longest)
-    if len(text) <= longest:
-        return text
-    breaks = [at for at in range(len(text) - longest, longest + 1) if text[at - 1] in " _-.,=/"]
-    at = breaks[-1] if breaks else longest
-    return f"{text[:at].rstrip()}\n{text[at:].lstrip()}"
 
 
 def sweep_figure(sweep: SweepReport) -> "Figure":
@@ -376,38 +340,32 @@ def _draw_curves(axes: "Axes", sweep: SweepReport, parameters: Sequence[Paramete
     """Draw the metric of every job over its steps; the training loss if no job has two evaluations."""
     name, curves = _curves(sweep)
     count_steps(axes)
-    axes.set_ylabel(shorten(name, 40), parse_math=False)
+    axes.set_ylabel(shorten(name, _LONGEST_NAME), parse_math=False)
     if not curves:
         axes.set_axis_off()
         axes.text(0.5, 0.5, "no learning curves", transform=axes.transAxes, ha="center", color=GREY)
         return
     measured = [value for _, points in curves for _, value in points]
-    is_linear = name == sweep.metric and _is_share_metric(sweep, measured)
-    frame = Frame.around(measured, is_linear=is_linear)
+    frame = Frame.around(measured, is_linear=name == sweep.metric and _is_share_metric(sweep, measured))
     frame.apply(axes)
     colours = _Colours(parameters[0]) if parameters else None
-    alpha = 0.9 if len(curves) <= 40 else 0.45
     for job, points in reversed(curves):
         steps, values = zip(*points, strict=True)
-        is_best = job is sweep.best
-        axes.plot(
-            steps,
-            values,
-            color=_curve_colour(sweep, job, colours),
-            linewidth=2.6 if is_best else 1.2,
-            alpha=1.0 if is_best else alpha,
-            linestyle="--" if job.has_failed else "-",
-            marker="o" if len(points) == 1 else None,
-            zorder=5 if is_best else 2,
-        )
+        is_best, colour = job is sweep.best, _curve_colour(sweep, job, colours)
+        (line,) = axes.plot(steps, values, color=colour, linewidth=2.6 if is_best else 1.2, zorder=5 if is_best else 2)
+        line.set(linestyle="--" if job.has_failed else "-", marker="o" if len(points) == 1 else "")
         if job.has_failed:
             axes.plot(steps[-1:], values[-1:], "x", color=RED, markersize=7, markeredgewidth=1.8, zorder=4)
-    names, title = _curve_names(sweep, parameters, curves)
-    if len(names) > _MOST_NAMES:
-        names, title = [name for name in names if name.is_best], ""
+    series: dict[tuple[float, ...], list[Curve]] = {}
+    for job, points in curves:
+        series.setdefault(series_of(parameters, job.index), []).append((job, points))
+    texts, title = _curve_names(parameters, [[job for job, _ in alike] for alike in series.values()])
+    named = list(zip((alike[0] for alike in series.values()), texts, strict=True))  # the best of each series is first
+    if len(named) > _MOST_NAMES:
+        named, title = [(curve, text) for curve, text in named if curve[0] is sweep.best], ""
         if colours is not None:
             _name_colours(axes, colours)
-    _write_names(axes, names, frame, title)
+    _write_names(axes, sweep, named, frame, title, colours)
 
 
 def _curve_colour(sweep: SweepReport, job: JobReport, colours: _Colours | None) -> str:
@@ -417,64 +375,50 @@ def _curve_colour(sweep: SweepReport, job: JobReport, colours: _Colours | None) 
     return _resolve_colour(sweep, job)
 
 
-@dataclass(frozen=True)
-class _CurveName:
-    """Name at the end of a curve, or at the end of the best curve of several seeds."""
-
-    text: str
-    end: float
-    colour: str
-    is_best: bool
-
-
-def _curve_names(
-    sweep: SweepReport, parameters: Sequence[Parameter], curves: Sequence[Curve]
-) -> tuple[list[_CurveName], str]:
-    """Return a name for each series of curves, and the title of the names.
+def _curve_names(parameters: Sequence[Parameter], series: Sequence[Sequence[JobReport]]) -> tuple[list[str], str]:
+    """Return a name for each series of jobs, and the title of the names.
 
     A name is the values of the parameters, under the parameters' names, or the job's number if these are too long.
     """
-    series: dict[tuple[float, ...], list[Curve]] = {}
-    for job, points in curves:
-        series.setdefault(series_of(parameters, job.index), []).append((job, points))
-    texts = {
-        places: ", ".join(one.label(place) for one, place in zip(parameters, places, strict=True)) for places in series
-    }
-    title = ", ".join(parameter.name for parameter in parameters)
-    if not title or max(map(len, texts.values())) > _LONGEST_CURVE_NAME or len(set(texts.values())) < len(texts):
-        title = ""
-        numbers = {places: [job.index for job, _ in alike] for places, alike in series.items()}
-        texts = {places: f"job{'s' * (len(many) > 1)} {listed(many, 3)}" for places, many in numbers.items()}
-    colours = _Colours(parameters[0]) if parameters else None
-    names = []
-    for places, alike in series.items():
-        job, points = alike[0]  # jobs are sorted, the best first
-        end = next(value for _, value in reversed(points) if math.isfinite(value))
-        names.append(_CurveName(texts[places], end, _curve_colour(sweep, job, colours), job is sweep.best))
-    return names, title
+    texts = [", ".join(one.label(one.at[jobs[0].index]) for one in parameters) for jobs in series]
+    if parameters and max(map(len, texts)) <= _LONGEST_CURVE_NAME and len(set(texts)) == len(texts):
+        return texts, ", ".join(parameter.name for parameter in parameters)
+    return [f"job{'s' * (len(jobs) > 1)} {listed([job.index for job in jobs], 3)}" for jobs in series], ""
 
 
-def _write_names(axes: "Axes", names: Sequence[_CurveName], frame: Frame, title: str) -> None:
+def _write_names(
+    axes: "Axes",
+    sweep: SweepReport,
+    named: Sequence[tuple[Curve, str]],
+    frame: Frame,
+    title: str,
+    colours: _Colours | None,
+) -> None:
     """Write names to the right of the panel, close to the ends of their curves; the panel becomes narrower.
 
     Args:
         axes: the panel with the curves.
-        names: names of the curves.
+        sweep: the sweep.
+        named: curves with their names.
         frame: vertical range of the panel.
         title: names of the parameters, shown above the names; empty for none.
+        colours: colors of the curves.
     """
     at, (width, height) = axes.get_position(), _size_inches(axes)
-    room = (max(len(name.text) for name in names) + 2) * _NAME_INCHES / width if names else 0.0
+    room = max((len(text) + 2 for _, text in named), default=0) * _NAME_INCHES / width
     axes.set_position((at.x0, at.y0, at.width * (1 - room), at.height))
-    ordered = sorted(names, key=lambda name: name.end)
-    heights = spread([frame.share(name.end) for name in ordered], min(_LINE_INCHES / height, 0.95 / max(len(names), 1)))
-    for name, place in zip(ordered, heights, strict=True):
-        text = axes.text(1.02, place, name.text, transform=axes.transAxes, va="center", fontsize="small")
-        text.set(color=name.colour, fontweight="bold" if name.is_best else "normal", parse_math=False)
+    ends = [
+        (frame.share(next(value for _, value in reversed(points) if math.isfinite(value))), text, job)
+        for (job, points), text in named
+    ]
+    ends.sort(key=lambda end: end[0])
+    heights = spread([end for end, _, _ in ends], min(_LINE_INCHES / height, 0.95 / max(len(ends), 1)))
+    for (_, name, job), place in zip(ends, heights, strict=True):
+        text = axes.text(1.02, place, name, transform=axes.transAxes, va="center", fontsize="small", parse_math=False)
+        text.set(color=_curve_colour(sweep, job, colours), fontweight="bold" if job is sweep.best else "normal")
     if title:
-        right = 1 / (1 - room)
-        above = axes.text(right, 1.04, shorten(title, 45), transform=axes.transAxes, ha="right", fontsize="small")
-        above.set(color=GREY, parse_math=False)
+        above = axes.text(1 / (1 - room), 1.04, shorten(title, 45), transform=axes.transAxes, ha="right")
+        above.set(color=GREY, fontsize="small", parse_math=False)
 
 
 def spread(places: Sequence[float], gap: float) -> list[float]:
@@ -529,15 +473,9 @@ def _head(figure: "Figure", sweep: SweepReport) -> None:
 def _handles(sweep: SweepReport) -> Iterator["Line2D"]:
     from matplotlib.lines import Line2D
 
-    def handle(label: str, marker: str, colour: str, size: float, *, is_filled: bool = True) -> Line2D:
-        face = colour if is_filled else "white"
-        return Line2D(
-            [], [], linestyle="", marker=marker, color=colour, markerfacecolor=face, markersize=size, label=label
-        )
-
     jobs, counts = sweep.jobs, sweep.counts
     if sweep.best is not None:
-        yield handle("best", "*", ORANGE, 13)
+        yield Line2D([], [], linestyle="", marker="*", color=ORANGE, markersize=13, label="best")
     for number, label, marker, colour, is_filled in (
         (sum(job.is_complete and not job.has_diverged for job in jobs), "finished", "o", BLUE, True),
         (sum(job.has_diverged for job in jobs), "diverged", "x", GREY, True),
@@ -548,4 +486,8 @@ def _handles(sweep: SweepReport) -> Iterator["Line2D"]:
         (counts.get("failed", 0) + counts.get("lost", 0), "failed", "x", RED, True),
     ):
         if number:
-            yield handle(f"{number} {label}", marker, colour, 7.5, is_filled=is_filled)
+            handle = Line2D(
+                [], [], linestyle="", marker=marker, color=colour, markersize=7.5, label=f"{number} {label}"
+            )
+            handle.set_markerfacecolor(colour if is_filled else "white")
+            yield handle
