@@ -2,140 +2,41 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from statistics import fmean, median_low, quantiles, stdev
+from statistics import fmean, median_low, stdev
 from typing import TYPE_CHECKING
 
-from foundry.core.errors import listed
+from foundry.sweeps.curves import draw_curves
 from foundry.sweeps.parameters import Parameter, number_text, series_of, shorten
-from foundry.sweeps.reading import JobReport, SweepReport, evaluations
+from foundry.sweeps.reading import JobReport, SweepReport
 from foundry.sweeps.report import metric_text, why_no_best
-from foundry.tracking.plot_style import BLUE, GREEN, GREY, ORANGE, RED, count_steps, head, panels, scale_logarithmically
+from foundry.sweeps.scales import (
+    LONGEST_CATEGORY,
+    LONGEST_NAME,
+    NAME_INCHES,
+    PRUNED,
+    WIDE_SPAN,
+    Colours,
+    Frame,
+    are_fractions,
+    is_share_metric,
+    name_colours,
+    resolve_colour,
+    size_inches,
+)
+from foundry.tracking.plot_style import BLUE, GREEN, GREY, ORANGE, RED, head, panels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-_WIDE_SPAN = 20.0
-"""Ratio of the largest to the smallest positive value above which an axis is logarithmic."""
-
-_PRUNED = "#c2a5cf"
-"""Color of jobs that a search ended early."""
-
-_HUES = (BLUE, "#db2777", "#0d9488", "#7c3aed", "#a16207", "#0891b2", "#475569", "#65a30d")
-"""Colors of categories, which exclude the colors of the best job and of states."""
-_SCALE, _SCALE_END = "viridis", 0.75  # its end is too light to be seen
 _MOST_TICKS = 7  # with a tick for each value
-_MOST_COLOURS = 5  # in a legend
-_LONGEST_CATEGORY = 9  # characters, of long names of categories
-_LONGEST_NAME = 40  # characters of an axis
 _MANY_JOBS = 60  # drawn smaller
-_SHARE_METRICS = ("accuracy", "rate", "share", "missing", "success", "match")
 _SHARE_PARAMETERS = ("dropout", "fraction", "probability", "top_p")
 _MOST_PARAMETERS = 8
-_MOST_POINTS = 300  # of a curve
-_MOST_NAMES = 20  # at the ends of curves
-_LONGEST_CURVE_NAME = 30  # characters
-_NAME_INCHES, _LINE_INCHES = 0.072, 0.155  # a character, and a line, of a name
-
 Panel = Callable[["Axes"], None]
-Curve = tuple[JobReport, list[tuple[int, float]]]
-
-
-def _is_share_metric(sweep: SweepReport, values: Iterable[float]) -> bool:
-    """Return whether a metric is a fraction between 0 and 1, such as an accuracy, which needs a linear axis.
-
-    A metric between 0 and 1 is a fraction if a higher value is better, or if its name suggests it; other losses are
-    not.
-    """
-    is_named = any(word in sweep.metric for word in _SHARE_METRICS)
-    return (is_named or not sweep.minimize) and _are_fractions(values)
-
-
-def _are_fractions(values: Iterable[float]) -> bool:
-    return all(0 <= value <= 1 for value in values if math.isfinite(value))
-
-
-@dataclass(frozen=True)
-class _Colours:
-    """Colours of a parameter's values: a scale for numbers, hues for a few categories."""
-
-    parameter: Parameter
-
-    def __getitem__(self, value: float) -> str:
-        from matplotlib import colormaps
-        from matplotlib.colors import to_hex
-
-        values = self.parameter.values
-        rank = values.index(value)
-        if self.parameter.labels and len(values) <= len(_HUES):
-            return _HUES[rank]
-        return to_hex(colormaps[_SCALE](_SCALE_END * rank / max(len(values) - 1, 1)))
-
-    def of(self, job: JobReport) -> str:
-        """Return the color of a job."""
-        return self[self.parameter.at[job.index]]
-
-
-@dataclass(frozen=True)
-class Frame:
-    """Vertical range that all panels of the metric share."""
-
-    low: float
-    high: float
-    is_log: bool
-
-    @classmethod
-    def around(cls, values: Iterable[float], *, is_linear: bool = False) -> "Frame":
-        """Return a range that contains the values, except for extreme outliers on a linear axis.
-
-        Args:
-            values: at least one is finite; NaN and infinities are ignored.
-            is_linear: never choose a logarithmic axis.
-        """
-        finite = sorted(value for value in values if math.isfinite(value))
-        low, high = finite[0], finite[-1]
-        is_log = not is_linear and low > 0 and high > _WIDE_SPAN * low
-        if is_log:
-            margin = (high / low) ** 0.09
-            return cls(low / margin, high * margin, True)
-        if len(finite) >= 5:
-            first, _, third = quantiles(finite, n=4)
-            reach = 4 * (third - first) or math.inf
-            low, high = max(low, first - reach), min(high, third + reach)
-        margin = 0.09 * (high - low) or 0.05 * abs(high) or 0.5
-        return cls(low - margin, high + margin, False)
-
-    def share(self, value: float) -> float:
-        """Return the height of a value in the panel, from 0 to 1."""
-        low, high = (math.log(self.low), math.log(self.high)) if self.is_log else (self.low, self.high)
-        place = math.log(value) if self.is_log else value
-        return min(max((place - low) / (high - low), 0.0), 1.0)
-
-    def apply(self, axes: "Axes") -> None:
-        """Apply this range to a panel."""
-        if self.is_log:
-            scale_logarithmically(axes)
-        axes.set_ylim(self.low, self.high)
-
-
-def _size_inches(axes: "Axes") -> tuple[float, float]:
-    """Return width and height of a panel without its labels."""
-    return axes.bbox.width / axes.figure.dpi, axes.bbox.height / axes.figure.dpi
-
-
-def _resolve_colour(sweep: SweepReport, job: JobReport) -> str:
-    """Return the color of a job: that of the best job, or of its state."""
-    if job is sweep.best:
-        return ORANGE
-    if job.has_failed:
-        return RED
-    if job.is_pruned:
-        return _PRUNED
-    return BLUE if job.is_complete and job.has_metric else GREEN if job.is_going else GREY
 
 
 def _draw_parameter(
@@ -146,12 +47,12 @@ def _draw_parameter(
     Colours show the values of another parameter. Lines join the jobs with equal values of all other parameters; for
     several seeds they join the means, and a vertical line is one standard deviation to either side.
     """
-    axes.set_xlabel(shorten(parameter.name, _LONGEST_NAME), parse_math=False)
-    axes.set_ylabel(shorten(sweep.metric_name, _LONGEST_NAME), parse_math=False)
+    axes.set_xlabel(shorten(parameter.name, LONGEST_NAME), parse_math=False)
+    axes.set_ylabel(shorten(sweep.metric_name, LONGEST_NAME), parse_math=False)
     frame.apply(axes)
     others = [one for one in parameters if one is not parameter]
     other = min(others, key=lambda one: len(one.values), default=None)  # few colours are easy to distinguish
-    colours = None if other is None else _Colours(other)
+    colours = None if other is None else Colours(other)
     place = _scale_categories(axes, parameter, others) if parameter.labels else _scale_numbers(axes, parameter)
     edge = 0.965 if sweep.minimize else 0.035
     transform = axes.get_xaxis_transform()
@@ -163,7 +64,7 @@ def _draw_parameter(
             _draw_job(axes, place(job), sweep, job, frame, colours)
     _draw_series(axes, place, sweep, parameter, others, colours)
     if colours is not None:
-        _name_colours(axes, colours)
+        name_colours(axes, colours)
 
 
 def _draw_series(
@@ -172,7 +73,7 @@ def _draw_series(
     sweep: SweepReport,
     parameter: Parameter,
     others: Sequence[Parameter],
-    colours: _Colours | None,
+    colours: Colours | None,
 ) -> None:
     """Connect the jobs that differ only in the parameter, and show mean and standard deviation over several seeds."""
     series: dict[tuple[float, ...], dict[float, list[JobReport]]] = {}
@@ -201,37 +102,8 @@ def _draw_spread(axes: "Axes", at: Sequence[float], values: Sequence[float], col
     axes.plot(middle, mean, "_", color=colour, markersize=14, markeredgewidth=2.4, zorder=4, gid="mean")
 
 
-def _name_colours(axes: "Axes", colours: _Colours) -> None:
-    """Draw a legend row above the panel: name of the colored parameter, and at most five of its values."""
-    from matplotlib.lines import Line2D
-
-    parameter = colours.parameter
-    values, name = parameter.values, shorten(parameter.name, 22)
-    if len(values) > _MOST_COLOURS:
-        name = f"{name} ({len(values)} values)"
-    last = min(len(values), _MOST_COLOURS) - 1
-    handles = [Line2D([], [], linestyle="", label=name)]
-    for value in [values[place * (len(values) - 1) // last] for place in range(last + 1)]:
-        label = parameter.label(value, _LONGEST_CATEGORY)
-        handles.append(Line2D([], [], linestyle="", marker="o", markersize=6, color=colours[value], label=label))
-    legend = axes.legend(
-        handles=handles,
-        loc="lower left",
-        bbox_to_anchor=(-0.06, 0.99),
-        ncols=len(handles),
-        frameon=False,
-        fontsize="small",
-        handlelength=0.8,
-        handletextpad=0.4,
-        columnspacing=0.9,
-        borderaxespad=0.1,
-    )
-    for text in legend.get_texts():
-        text.set_parse_math(False)
-
-
 def _draw_job(
-    axes: "Axes", x: float, sweep: SweepReport, job: JobReport, frame: Frame, colours: _Colours | None
+    axes: "Axes", x: float, sweep: SweepReport, job: JobReport, frame: Frame, colours: Colours | None
 ) -> None:
     """Draw a job's marker: a star for the best job, a dot for other jobs.
 
@@ -241,7 +113,7 @@ def _draw_job(
     assert job.metric is not None
     y = min(max(job.metric, frame.low), frame.high)
     is_best = job is sweep.best
-    colour = _resolve_colour(sweep, job)
+    colour = resolve_colour(sweep, job)
     if colours is not None and job.is_complete and not is_best:
         colour = colours.of(job)
     if job.interval is not None:
@@ -268,8 +140,8 @@ def _scale_numbers(axes: "Axes", parameter: Parameter) -> Callable[[JobReport], 
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
     values = parameter.values
-    is_wide = values[0] > 0 and values[-1] > _WIDE_SPAN * values[0]
-    is_share = any(word in parameter.name for word in _SHARE_PARAMETERS) and _are_fractions(values)
+    is_wide = values[0] > 0 and values[-1] > WIDE_SPAN * values[0]
+    is_share = any(word in parameter.name for word in _SHARE_PARAMETERS) and are_fractions(values)
     is_log = is_wide and median_low(values) < 0.35 * values[-1] and not is_share
     if is_log:
         axes.set_xscale("log")
@@ -292,10 +164,10 @@ def _scale_categories(axes: "Axes", parameter: Parameter, others: Sequence[Param
     Jobs of a category are placed side by side, sorted by the other parameters.
     """
     names = parameter.labels
-    if (max(map(len, names)) + 2) * len(names) <= _size_inches(axes)[0] / _NAME_INCHES:
+    if (max(map(len, names)) + 2) * len(names) <= size_inches(axes)[0] / NAME_INCHES:
         axes.set_xticks(range(len(names)), names)
     else:
-        labels = [shorten(name, _LONGEST_CATEGORY) for name in names]
+        labels = [shorten(name, LONGEST_CATEGORY) for name in names]
         axes.set_xticks(range(len(names)), labels, rotation=25, ha="right", rotation_mode="anchor")
         axes.xaxis.labelpad = 0
     for text in axes.get_xticklabels():
@@ -316,7 +188,7 @@ def sweep_figure(sweep: SweepReport) -> "Figure":
     parameters = Parameter.read_all(sweep)
     drawings: list[Panel] = [
         *_parameter_panels(sweep, parameters),
-        partial(_draw_curves, sweep=sweep, parameters=parameters),
+        partial(draw_curves, sweep=sweep, parameters=parameters),
     ]
     figure, found = panels(len(drawings))
     for axes, draw in zip(found, drawings, strict=True):
@@ -331,131 +203,9 @@ def _parameter_panels(sweep: SweepReport, parameters: Sequence[Parameter]) -> It
         return
     whole = [job for job in measured if job.is_complete] or measured
     values = [value for job in whole for value in (job.metric, *(job.interval or ())) if value is not None]
-    frame = Frame.around(values, is_linear=_is_share_metric(sweep, values))
+    frame = Frame.around(values, is_linear=is_share_metric(sweep, values))
     for parameter in parameters[:_MOST_PARAMETERS]:
         yield partial(_draw_parameter, sweep=sweep, parameter=parameter, parameters=parameters, frame=frame)
-
-
-def _draw_curves(axes: "Axes", sweep: SweepReport, parameters: Sequence[Parameter]) -> None:
-    """Draw the metric of every job over its steps; the training loss if no job has two evaluations."""
-    name, curves = _curves(sweep)
-    count_steps(axes)
-    axes.set_ylabel(shorten(name, _LONGEST_NAME), parse_math=False)
-    if not curves:
-        axes.set_axis_off()
-        axes.text(0.5, 0.5, "no learning curves", transform=axes.transAxes, ha="center", color=GREY)
-        return
-    measured = [value for _, points in curves for _, value in points]
-    frame = Frame.around(measured, is_linear=name == sweep.metric and _is_share_metric(sweep, measured))
-    frame.apply(axes)
-    colours = _Colours(parameters[0]) if parameters else None
-    for job, points in reversed(curves):
-        steps, values = zip(*points, strict=True)
-        is_best, colour = job is sweep.best, _curve_colour(sweep, job, colours)
-        (line,) = axes.plot(steps, values, color=colour, linewidth=2.6 if is_best else 1.2, zorder=5 if is_best else 2)
-        line.set(linestyle="--" if job.has_failed else "-", marker="o" if len(points) == 1 else "")
-        if job.has_failed:
-            axes.plot(steps[-1:], values[-1:], "x", color=RED, markersize=7, markeredgewidth=1.8, zorder=4)
-    series: dict[tuple[float, ...], list[Curve]] = {}
-    for job, points in curves:
-        series.setdefault(series_of(parameters, job.index), []).append((job, points))
-    texts, title = _curve_names(parameters, [[job for job, _ in alike] for alike in series.values()])
-    named = list(zip((alike[0] for alike in series.values()), texts, strict=True))  # the best of each series is first
-    if len(named) > _MOST_NAMES:
-        named, title = [(curve, text) for curve, text in named if curve[0] is sweep.best], ""
-        if colours is not None:
-            _name_colours(axes, colours)
-    _write_names(axes, sweep, named, frame, title, colours)
-
-
-def _curve_colour(sweep: SweepReport, job: JobReport, colours: _Colours | None) -> str:
-    """Return the color of the first parameter's value; the best job and incomplete jobs have their own colors."""
-    if colours is not None and job.is_complete and job is not sweep.best:
-        return colours.of(job)
-    return _resolve_colour(sweep, job)
-
-
-def _curve_names(parameters: Sequence[Parameter], series: Sequence[Sequence[JobReport]]) -> tuple[list[str], str]:
-    """Return a name for each series of jobs, and the title of the names.
-
-    A name is the values of the parameters, under the parameters' names, or the job's number if these are too long.
-    """
-    texts = [", ".join(one.label(one.at[jobs[0].index]) for one in parameters) for jobs in series]
-    if parameters and max(map(len, texts)) <= _LONGEST_CURVE_NAME and len(set(texts)) == len(texts):
-        return texts, ", ".join(parameter.name for parameter in parameters)
-    return [f"job{'s' * (len(jobs) > 1)} {listed([job.index for job in jobs], 3)}" for jobs in series], ""
-
-
-def _write_names(
-    axes: "Axes",
-    sweep: SweepReport,
-    named: Sequence[tuple[Curve, str]],
-    frame: Frame,
-    title: str,
-    colours: _Colours | None,
-) -> None:
-    """Write names to the right of the panel, close to the ends of their curves; the panel becomes narrower.
-
-    Args:
-        axes: the panel with the curves.
-        sweep: the sweep.
-        named: curves with their names.
-        frame: vertical range of the panel.
-        title: names of the parameters, shown above the names; empty for none.
-        colours: colors of the curves.
-    """
-    at, (width, height) = axes.get_position(), _size_inches(axes)
-    room = max((len(text) + 2 for _, text in named), default=0) * _NAME_INCHES / width
-    axes.set_position((at.x0, at.y0, at.width * (1 - room), at.height))
-    ends = [
-        (frame.share(next(value for _, value in reversed(points) if math.isfinite(value))), text, job)
-        for (job, points), text in named
-    ]
-    ends.sort(key=lambda end: end[0])
-    heights = spread([end for end, _, _ in ends], min(_LINE_INCHES / height, 0.95 / max(len(ends), 1)))
-    for (_, name, job), place in zip(ends, heights, strict=True):
-        text = axes.text(1.02, place, name, transform=axes.transAxes, va="center", fontsize="small", parse_math=False)
-        text.set(color=_curve_colour(sweep, job, colours), fontweight="bold" if job is sweep.best else "normal")
-    if title:
-        above = axes.text(1 / (1 - room), 1.04, shorten(title, 45), transform=axes.transAxes, ha="right")
-        above.set(color=GREY, fontsize="small", parse_math=False)
-
-
-def spread(places: Sequence[float], gap: float) -> list[float]:
-    """Move ascending positions between 0 and 1 by the least sum of squares until neighbors are `gap` apart.
-
-    This is isotonic regression of the positions minus multiples of the gap. Positions outside the range are moved into
-    it.
-    """
-    pools = list[tuple[float, int]]()  # mean and number
-    for index, place in enumerate(places):
-        mean, number = place - index * gap, 1
-        while pools and pools[-1][0] > mean:
-            other, many = pools.pop()
-            mean, number = (mean * number + other * many) / (number + many), number + many
-        pools.append((mean, number))
-    level = [mean for mean, number in pools for _ in range(number)]
-    highest = 0.98 - (len(places) - 1) * gap
-    return [min(max(mean, 0.0), highest) + index * gap for index, mean in enumerate(level)]
-
-
-def _curves(sweep: SweepReport) -> tuple[str, list[Curve]]:
-    measured = _finite_curves(sweep, sweep.metric)
-    if any(len(points) > 1 for _, points in measured):
-        return sweep.metric, measured
-    return "training loss", _finite_curves(sweep, "loss")
-
-
-def _finite_curves(sweep: SweepReport, metric: str) -> list[Curve]:
-    """Return the curves of a metric that have at least one finite value."""
-    curves = ((job, evaluations(job, metric)) for job in sweep.jobs)
-    return [(job, _thinned(points)) for job, points in curves if any(math.isfinite(value) for _, value in points)]
-
-
-def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Reduce a curve to the number of points that can be distinguished, and keep the last one."""
-    stride = max(1, math.ceil(len(points) / _MOST_POINTS))
-    return [*points[:-1:stride], points[-1]]
 
 
 def _head(figure: "Figure", sweep: SweepReport) -> None:
@@ -479,7 +229,7 @@ def _handles(sweep: SweepReport) -> Iterator["Line2D"]:
     for number, label, marker, colour, is_filled in (
         (sum(job.is_complete and not job.has_diverged for job in jobs), "finished", "o", BLUE, True),
         (sum(job.has_diverged for job in jobs), "diverged", "x", GREY, True),
-        (sum(job.is_pruned for job in jobs), "pruned", "o", _PRUNED, False),
+        (sum(job.is_pruned for job in jobs), "pruned", "o", PRUNED, False),
         (counts.get("running", 0), "running", "o", GREEN, False),
         (counts.get("queued", 0) + counts.get("requeued", 0), "queued", "o", "#d1d5db", False),
         (counts.get("stopped", 0), "stopped", "o", GREY, False),
