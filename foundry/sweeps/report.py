@@ -23,7 +23,7 @@ from foundry.launch.slurm_unwatched import settle_unwatched
 from foundry.run_dir.files import UnsafeFileError, write_atomically
 from foundry.run_dir.outputs import Recognizer, has_columns, has_keys, is_picture, refusal
 from foundry.run_dir.redact import one_line
-from foundry.run_dir.strict_json import encode
+from foundry.run_dir.strict_json import encode, flat
 from foundry.sweeps.reading import JobReport, SweepReport, Which, read_sweep
 from foundry.sweeps.seeds import SeedGroup, is_seed, seed_groups
 from foundry.tracking.humanize import duration
@@ -390,7 +390,9 @@ def write_files(sweep: SweepReport, *, picture: bool = True) -> list[Path]:
 
 def write_csv(sweep: SweepReport) -> Path:
     """Write a row per job: swept values, state, and all numbers of its result; cells without a value are empty."""
-    results = [dict(_numbers(job.result)) for job in sweep.jobs]
+    results = [
+        {name: value for name, value in flat(job.result) if isinstance(value, int | float)} for job in sweep.jobs
+    ]
     measured = list(dict.fromkeys(name for result in results for name in result if name not in (*_FACTS, "metric")))
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -466,11 +468,3 @@ def _facts(sweep: SweepReport, job: JobReport) -> dict[str, Any]:
         "note": job.note,
         "run_dir": os.path.relpath(job.run_dir, sweep.folder),
     }
-
-
-def _numbers(result: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    for name, value in result.items():
-        if isinstance(value, Mapping):
-            yield from _numbers(value, f"{prefix}{name}.")
-        elif isinstance(value, int | float):
-            yield f"{prefix}{name}", value
