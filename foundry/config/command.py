@@ -176,7 +176,7 @@ def parse_options(
     OmegaConf.set_readonly(options, None)
     OmegaConf.set_struct(options, True)
     names = [item.name for item in fields(schema)]  # type: ignore[arg-type] # a dataclass, by contract
-    flags, overrides = split_flags(overrides)
+    flags, overrides = split_flags(overrides, {})
     for flag in flags:
         message = f"is not a valid argument; {_write(flag, [*names, *(elsewhere or ())])}"
         violations.append(Violation(flag.text, message))
