@@ -229,8 +229,8 @@ def _durations(scheduler: Any, evaluation: Evaluation, budget: Budget) -> dict[s
             resolved["evaluation.interval"] = _meaning(str(evaluation.interval), budget, samples)
         case EpochInterval() as interval:
             steps = interval.steps_in(0)
-            beyond = "" if steps <= budget.total_steps else f"; the run has {budget.total_steps} steps: only at the end"
-            resolved["evaluation.interval"] = f"{evaluation.interval} = every {steps} steps within an epoch{beyond}"
+            beyond = "" if steps <= budget.total_steps else f"; the run has {budget.total_steps}: only at the end"
+            resolved["evaluation.interval"] = f"{evaluation.interval} = every {steps} steps of an epoch{beyond}"
     return resolved
 
 

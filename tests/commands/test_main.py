@@ -93,7 +93,7 @@ def test_every_command_module_is_listed_in_the_help(run_command):
         (["lr"], "lr: is not of the form key=value; write hparams.lr=..."),
         (["hparams.lr"], "hparams.lr: is not of the form key=value; write hparams.lr=..."),
         (["optimizer"], "optimizer: is not of the form key=value; write optimizer=..."),
-        (["b]"], "b]: is not of the form key=value; put a value with spaces, "),
+        (["b]"], "b]: is not of the form key=value; quote values with spaces, "),
         (["plan", "diffusion"], "diffusion: is not of the form key=value; did you mean hparams=diffusion?"),
         (["eval", "rum=x", "run=y"], "rum: is not an option; did you mean run?"),
     ],

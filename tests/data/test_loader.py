@@ -55,8 +55,8 @@ def read(source):
     [
         (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL: out of memory?"),
         (lambda: os.kill(os.getpid(), signal.SIGBUS), "was killed by SIGBUS: shared memory is full"),
-        (lambda: os.kill(os.getpid(), signal.SIGSEGV), "was killed by SIGSEGV: data.num_workers=0"),
-        (lambda: os._exit(3), "ended with exit code 3: data.num_workers=0"),
+        (lambda: os.kill(os.getpid(), signal.SIGSEGV), "was killed by SIGSEGV: set data.num_workers=0"),
+        (lambda: os._exit(3), "ended with exit code 3: set data.num_workers=0"),
     ],
 )
 def test_dead_worker_is_reported_with_its_cause(end, message):

@@ -112,7 +112,7 @@ def test_eval_of_an_exported_folder_matches_eval_of_its_run(runs, tmp_path):
             ["data=digits"],
             "against: is BASE but belongs to the evaluation of policies in a simulator",
         ),
-        ({}, ["data=digits"], "model: is Transformer, made for tokens, but data is Digits"),
+        ({}, ["data=digits"], "model: is Transformer, which needs tokens, but data is Digits"),
         ({}, ["data=text", "data.path=TEXT", "data.seq_len=64"], "data.seq_len: is 64 but the model of model.path="),
     ],
 )

@@ -41,7 +41,7 @@ def test_plan_of_a_ramped_run_has_stages_phases_and_durations(configure):
         "scheduler.warmup": "10 = 10 steps = 80 samples",
         "scheduler.horizon": "1.0 = 100 steps = 1440 samples",
         "scheduler.decay": "0.25 = 22.5 steps = 360 samples",
-        "evaluation.interval": "0.5 = every 36 steps within an epoch",
+        "evaluation.interval": "0.5 = every 36 steps of an epoch",
     }
     assert [(phase["name"], phase["first_step"]) for phase in plan["phases"]] == [
         ("warmup", 1),
@@ -55,8 +55,8 @@ def test_plan_of_a_ramped_run_has_stages_phases_and_durations(configure):
     ("interval", "meaning"),
     [
         ("30", "30 = 30 steps = 240 samples"),
-        ("'30 epoch_steps'", "30 epoch_steps = every 30 steps within an epoch"),
-        ("1.0", "1.0 = every 125 steps within an epoch; the run has 100 steps: only at the end"),
+        ("'30 epoch_steps'", "30 epoch_steps = every 30 steps of an epoch"),
+        ("1.0", "1.0 = every 125 steps of an epoch; the run has 100: only at the end"),
     ],
 )
 def test_plan_describes_evaluation_intervals(interval, meaning, configure):

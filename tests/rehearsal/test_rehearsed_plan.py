@@ -112,7 +112,7 @@ def find_children(parent, word):
         (["plan.ranks=0"], "plan.ranks: is 0 but must be at least 1"),
         (
             ["plan.rehearse=true", "plan.ranks=8", "distributed=ddp", "distributed.overlap_grad_reduce=true"],
-            "distributed.overlap_grad_reduce: is true, ",
+            "distributed.overlap_grad_reduce: is true but ",
         ),
     ],
 )

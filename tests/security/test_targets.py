@@ -237,7 +237,7 @@ def test_older_configs_take_defaults_and_newer_ones_are_rejected(lm, ask):
         code, _, err = ask("sample", lm)
         assert (code, "of_the_future" in err, err.count("\n")) == (2, True, 1)
     write(lm, {name: node for name, node in good.items() if name != "model"})
-    assert "has no model" in ask("sample", lm)[2]
+    assert "lacks model" in ask("sample", lm)[2]
     (lm / "config.yaml").unlink()
     assert "has no config.yaml" in ask("sample", lm)[2]
 

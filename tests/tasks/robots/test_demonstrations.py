@@ -27,7 +27,7 @@ SETTINGS = {
     "held_out": 0.2,
 }
 
-CODE_OF_SIMULATORS = "36acc554df1baae46504e3d29cb06766dfba303b13eb235156a8b99564d3077b"
+CODE_OF_SIMULATORS = "7b4e83cb020165b5bd37b70ef53b1bf0e56f8688e7bcfd14dd8d91ddb39357ac"
 
 
 class Watched(Reach):
