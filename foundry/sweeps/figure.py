@@ -8,9 +8,8 @@ from statistics import fmean, median_low, stdev
 from typing import TYPE_CHECKING
 
 from foundry.sweeps.curves import draw_curves
-from foundry.sweeps.parameters import Parameter, number_text, series_of, shorten
+from foundry.sweeps.parameters import Parameter, metric_text, number_text, series_of, shorten, why_no_best
 from foundry.sweeps.reading import JobReport, SweepReport
-from foundry.sweeps.report import metric_text, why_no_best
 from foundry.sweeps.scales import (
     LONGEST_CATEGORY,
     LONGEST_NAME,

@@ -12,7 +12,8 @@ from foundry.run_dir.redact import masked_text
 from foundry.run_dir.status import WAITING, read_status
 from foundry.run_dir.sweep_file import read_sweep_file
 from foundry.sweeps.reading import SweepReport, read_sweep
-from foundry.sweeps.report import summary, write_files
+from foundry.sweeps.report import summary
+from foundry.sweeps.report_files import write_files
 from foundry.tracking.metric_groups import evaluation_name
 from foundry.tracking.mlflow.destination import Destination, short_waits, tracking_uri
 from foundry.tracking.mlflow.parent_link import ParentLink, join_settings, masked_values
