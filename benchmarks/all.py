@@ -73,7 +73,7 @@ def main() -> int:
     made.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)}; default: all")
     made.add_argument("--minutes", type=float, default=35.0, help="start nothing that would end later")
     made.add_argument("--smoke", action="store_true", help="tiny sizes: whether they work")
-    made.add_argument("--list", action="store_true", help="say what would run, and for how long")
+    made.add_argument("--list", action="store_true", help="print the benchmarks that would run, with their minutes")
     options = made.parse_args()
     if unknown := set(options.names) - set(names):
         made.error(f"no benchmark is called {', '.join(sorted(unknown))}; there are {', '.join(names)}")

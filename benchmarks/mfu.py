@@ -116,7 +116,7 @@ def main() -> None:
     options = made.parse_args()
     smoke = options.smoke or not torch.cuda.is_available()
     if smoke:
-        print("sizes, modes and kernels are those of a smoke test: a GPU is what this measures")
+        print("no GPU or --smoke: sizes, modes and kernels of a smoke test; the numbers are not MFU")
         sizes = {"smoke": replace(SMOKE, precision="bf16")}
         options.modes, options.checkpointing, options.attention = ["eager"], ["full"], ["any"]
     else:

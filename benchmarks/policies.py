@@ -182,8 +182,8 @@ def measure(row: Measured, runs: Path, episodes: int, first: int) -> dict[str, A
 
 def main() -> None:
     made = parser(__doc__)
-    made.add_argument("table", nargs="?", choices=TABLES, default="policies", help="which; default: policies")
-    made.add_argument("--only", nargs="+", metavar="TRAINING", help="those by name, with what they begin from")
+    made.add_argument("table", nargs="?", choices=TABLES, default="policies", help="default: policies")
+    made.add_argument("--only", nargs="+", metavar="TRAINING", help="these, and the trainings that they start from")
     options = made.parse_args()
     table, rows = TABLES[options.table], list[Row]()
     processor, measured = dict[str, float](), dict[tuple[str, str], dict[str, float]]()
@@ -206,7 +206,7 @@ def main() -> None:
             measured[row.case, row.side] = values
             rows.append(Row(case=f"`{row.case}`", side=row.side, values={key: [one] for key, one in values.items()}))
             print(f"{row.of} {' '.join(row.words)}: {found['success']:.3f}", flush=True)
-    notes = [f"Left out, since they are not installed: what needs {', '.join(left_out)}."] if left_out else []
+    notes = [f"Skipped trainings that need missing packages: {', '.join(left_out)}."] if left_out else []
     for name in there.keys() - {row.of for row in table.rows}:
         notes.append(f"`{' '.join(there[name].words)}` takes {processor[name]:.0f} CPU-seconds.")
     finish(

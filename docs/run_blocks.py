@@ -49,13 +49,13 @@ def blocks(text: str, *, at: str | None = None) -> list[str]:
     """The code of a document's bash blocks that need no particular place; with `at`, also of those that need that one.
 
     Raises:
-        ValueError: a block is to run at a place that is none of `PLACES`.
+        ValueError: the place of a block is not in `PLACES`.
     """
     chosen = []
     for match in _BLOCK.finditer(text):
         place = _PLACE.fullmatch(match["before"].strip())
         if place is not None and place[1] not in PLACES:
-            raise ValueError(f"{place[0]} is none of {', '.join(PLACES)}")
+            raise ValueError(f"{place[0]} is not a place; choose from {', '.join(PLACES)}")
         if place is None or place[1] == at:
             chosen.append(match["code"])
     return chosen

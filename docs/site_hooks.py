@@ -59,7 +59,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
 
 def site_uri(path: Path) -> str:
-    """Where the site has a file of the repository; empty where there is no such file."""
+    """Return the page of the site for a file of the repository; empty if the file does not exist."""
     if not path.is_file() or not path.is_relative_to(ROOT):
         return ""
     name = path.relative_to(ROOT).as_posix()

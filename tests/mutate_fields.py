@@ -6,8 +6,8 @@
     python tests/mutate_fields.py report      # print the test that noticed each field
 
 A field counts as noticed if a test fails while every run works with the field's default value, and passes otherwise
-(`support/field_reads.py` says when a run uses a field). One process imports and collects all tests; each field is tried
-in a process forked from it, with the tests in which a run used a non-default value, shortest first.
+(`support/field_reads.py` defines "uses"). One process imports and collects all tests; each field is tried
+in a process forked from it, with the tests that have a run with a non-default value, shortest first.
 `--by-reader` ignores it in one module at a time: a field that two modules read needs a test of each.
 Results are kept in a folder (`--folder`), so that `record` and `try` can be interrupted and called again.
 """

@@ -81,7 +81,7 @@ class Scaled:
     metrics: ClassVar[tuple[str, ...]] = ()
 
     _target_: str = "foundry.objectives.scaled.Scaled"
-    factor: float = setting(2.0, "what the loss is multiplied by", gt=0)
+    factor: float = setting(2.0, "factor of the loss", gt=0)
 '''
 DATA = '''"""Sequences that count."""
 
@@ -113,7 +113,7 @@ class Counting(Data):
     _target_: str = "foundry.data.counting.counting"
     seq_len: int = setting(32, "tokens per sequence", ge=1)
     vocab_size: int = setting(64, "entries", ge=2)
-    pace: int = setting(1, "what is added at each position", ge=1)
+    pace: int = setting(1, "difference between consecutive tokens", ge=1)
 '''
 EVALUATOR = '''"""The norm of all weights."""
 

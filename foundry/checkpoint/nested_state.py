@@ -47,7 +47,7 @@ def flatten(value: Any, prefix: str, owner: str) -> tuple[Any, dict[str, Tensor]
             return node if value.is_contiguous() else node | {"order": _order(value)}
         if type(value) in (dict, OrderedDict):
             if wrong := [key for key in value if type(key) not in (str, int)]:
-                raise _unsupported(owner, name, f"a dict with a {type(wrong[0]).__name__} as key")
+                raise _unsupported(owner, name, f"a dict with a key of type {type(wrong[0]).__name__}")
             return {"dict": [[key, encoded(item, (*path, str(key)))] for key, item in value.items()]}
         if (kind := _COLLECTIONS.get(type(value))) is not None:
             items = value if isinstance(value, (list, tuple)) else sorted(value, key=repr)  # equal on all ranks
@@ -56,7 +56,7 @@ def flatten(value: Any, prefix: str, owner: str) -> tuple[Any, dict[str, Tensor]
             return {"float": value.hex()}  # JSON has no NaN
         if value is None or type(value) in (bool, int, str):
             return {"value": value}
-        raise _unsupported(owner, name, f"a {type(value).__name__}")
+        raise _unsupported(owner, name, f"a value of type {type(value).__name__}")
 
     return encoded(value, ()), tensors
 

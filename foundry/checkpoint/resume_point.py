@@ -17,7 +17,7 @@ from foundry.config.record.resume_compat import REMEDY, Difference, differences
 from foundry.config.schemas.checkpoint import OnChangedConfig
 from foundry.config.schemas.root import Config
 from foundry.config.setting import OnResume
-from foundry.core.errors import ConfigError, Violation, contrast
+from foundry.core.errors import ConfigError, Violation, contrast, shown
 from foundry.core.foreign import ForeignData
 from foundry.parallel.process_group import World
 from foundry.run_dir.checkpoints import BEST, LATEST, MANIFEST, list_checkpoints, parse_step
@@ -139,7 +139,8 @@ def check_config(
     refused: list[Difference] = []
     for difference in differences(resume_point.manifest.config, recorded, config):
         if difference.is_gone:
-            log.warning("the checkpoint was trained with another version of foundry: %s", difference)
+            message = "ignored %s=%s of the checkpoint: this version of foundry does not have the setting"
+            log.warning(message, difference.key, shown(difference.was))
         elif difference.is_allowed or (difference.locates_data and resume_point.manifest.data):
             log.info("resumed with %s", difference)
         else:

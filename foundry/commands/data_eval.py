@@ -97,7 +97,7 @@ def _open(path: Path, options: DataOptions, overrides: Sequence[str], compose: C
     from foundry.parts.model import build_model
 
     if hint := "" if path.is_dir() else download_hint(options.run):
-        raise ConfigError(Violation("run", f"is {options.run} but there is no such folder{hint}"))
+        raise ConfigError(Violation("run", f"is {options.run}, which does not exist{hint}"))
     chosen = {group: [one for one in overrides if group_of(one) == group] for group in DATA.groups}
     of_model = ["model=base", f"model.path={quoted(str(path))}", _ANSWERED, *chosen["data"], *chosen["objective"]]
     parts = dict[str, Any]()

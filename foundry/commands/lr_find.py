@@ -19,7 +19,7 @@ from foundry.config.command import Outcome, check_output, print_path
 from foundry.config.environment import detect
 from foundry.config.schemas.root import Config
 from foundry.config.setting import setting
-from foundry.core.errors import ConfigError, Violation
+from foundry.core.errors import ConfigError, Violation, counted
 from foundry.run_dir.files import write_atomically
 from foundry.run_dir.names import STATUS
 from foundry.run_dir.outputs import has_keys, is_picture
@@ -220,7 +220,7 @@ def _report(found: RangeTest, options: FindOptions, run_dir: Path) -> None:
         ConfigError: the ramp was too short, or the loss did not fall.
     """
     if len(found.rates) < _FEWEST_STEPS:
-        message = f"is {options.min:g} but the loss has diverged after {len(found.rates)} steps; set a lower one"
+        message = f"is {options.min:g} but the loss has diverged after {counted(len(found.rates), 'step')}; lower it"
         raise ConfigError(Violation(f"{_PREFIX}min", message))
     from foundry.tracking.plot_style import save_figure
 

@@ -77,7 +77,7 @@ def measure(path: Path, options: TaskOptions, overrides: Sequence[str], compose:
             )
             checkpoint = export_checkpoint(wanted).name
         if not all((folder / name).is_file() for name in ("config.json", "tokenizer.json")):
-            message = f"need a language model that transformers loads with a tokenizer, and {path} has none"
+            message = f"need a language model that transformers loads with a tokenizer, which {path} lacks"
             raise ConfigError(Violation("tasks", message))
         with torch.no_grad(), fp32_arithmetic(tf32=tf32):
             found = evaluate_tasks(folder, tasks, options, device=device, amp=amp, batch_size=batch_size)
@@ -114,7 +114,8 @@ def find_tasks(names: Sequence[str], *, trust: bool) -> "tuple[TaskManager, list
     folders = [path for path in paths.values() if path.is_dir()]
     lost = [name for name, path in paths.items() if path.suffix in (".yaml", ".yml") and not path.exists()]
     if lost:
-        raise ConfigError(Violation("tasks", f"has {name}, which does not exist") for name in lost)
+        message = "which does not exist; give an existing file"
+        raise ConfigError(Violation("tasks", f"has {name}, {message}") for name in lost)
     if not trust and (own := [name for name, path in paths.items() if path.exists()]):
         message = "whose functions and templates lm_eval would run; if you trust its author, add trust=true"
         raise ConfigError(Violation("tasks", f"has {name}, {message}") for name in own)

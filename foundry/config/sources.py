@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 
-from foundry.core.errors import ConfigError, Violation, shown
+from foundry.core.errors import ConfigError, Violation, counted, shown
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]+://")
 _HUB_NAME = re.compile(r"(?:[A-Za-z0-9](?:[\w-]|\.(?=\d))*/)[A-Za-z0-9](?:[\w-]|\.(?=\d))*")
@@ -119,7 +119,8 @@ def check_sources(path: object, validation_path: object, weights: Sequence[float
         yield Violation("data.weights", "has no effect without several paths; set data.path=[a.jsonl,b.txt]")
     elif len(weights) != count:
         yield Violation(
-            "data.weights", f"has {len(weights)} numbers but data.path has {count} paths; give one number per path"
+            "data.weights",
+            f"has {counted(len(weights), 'number')} but data.path has {count} paths; give one number per path",
         )
 
 

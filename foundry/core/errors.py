@@ -103,6 +103,11 @@ def listed(items: Sequence[object], most: int) -> str:
     return ", ".join(map(str, items[:most])) + more
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, as in `1 job` and `2 jobs`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def first_line(message: str) -> str:
     """Return a library's error message in one line: its first line, and the second if the first ends with a colon."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]

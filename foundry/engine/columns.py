@@ -159,7 +159,7 @@ def _read(file: Path, metadata: Mapping[str, str]) -> Columns | None:
         return None
     try:
         with safe_open(file, framework="pt") as opened:
-            flat = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 # an opened file is no mapping
+            flat = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 # not a mapping
             found = opened.metadata() or {}
     except (SafetensorError, OSError):
         return None

@@ -194,7 +194,7 @@ def _given(prompt: str | None, prompts: Sequence[str] | None, data: Any, *, chat
             raise ConfigError(Violation("prompt", "has no value; give it as prompt=..., or chat=false for plain text"))
         return [DEFAULT_PROMPT if prompt is None else prompt]
     if prompt is not None:
-        raise ConfigError(Violation("prompt", "is given together with prompts; choose one of them"))
+        raise ConfigError(Violation("prompt", "is set together with prompts; choose one of them"))
     if not prompts:
         raise ConfigError(Violation("prompts", "is empty; give at least one text"))
     return prompts

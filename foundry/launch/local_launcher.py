@@ -26,7 +26,7 @@ from omegaconf import DictConfig, OmegaConf
 from foundry.config.composition.store import GROUPS, group_modules
 from foundry.config.environment import default_variables, visible_gpus
 from foundry.config.schemas.launcher import Local, resolve_launcher
-from foundry.core.errors import ConfigError, Violation
+from foundry.core.errors import ConfigError, Violation, counted
 from foundry.core.part_names import place_of
 from foundry.core.safe_path import VARIABLE
 from foundry.launch.launchers import ComposedJob, FrozenLauncher, Ledger, say
@@ -63,7 +63,7 @@ class LocalLauncher(FrozenLauncher):
         gpus = visible_gpus()
         for config in configs:
             if gpus and (nproc := config.distributed.nproc_per_node) > len(gpus):
-                message = f"is {nproc} but {len(gpus)} GPUs are visible here"
+                message = f"is {nproc} but the number of visible GPUs is {len(gpus)}"
                 raise ConfigError(Violation("distributed.nproc_per_node", message))
 
     def run(self, jobs: Sequence[ComposedJob]) -> None:
@@ -79,7 +79,7 @@ class LocalLauncher(FrozenLauncher):
         assert isinstance(settings, Local)
         nproc = max(job.config.distributed.nproc_per_node for job in jobs)
         shares = divide(settings, nproc, sorted(os.sched_getaffinity(0)), visible_gpus(), len(jobs))
-        say(f"{len(jobs)} jobs, {len(shares)} at a time")
+        say(f"{counted(len(jobs), 'job')}, {len(shares)} at a time")
         try:
             with _threads(shares, nproc):
                 server = _start_server(jobs, self.work)

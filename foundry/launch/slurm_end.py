@@ -98,7 +98,7 @@ def settle(run_dir: Path, job_id: str, found: QueuedJob | None) -> None:
             write_status(run_dir, reason=f"{status.get('reason', '')}; {found}")
         return
     if found is None:
-        # The controller keeps no record of an array task that is cancelled before it starts.
+        # The controller keeps no record of an array task that is canceled before it starts.
         why = "was it canceled before it started?" if status.get("state") == "queued" else "it recorded no end"
         write_status(run_dir, state="lost", reason=f"Slurm no longer knows job {job_id}; {why}")
         return

@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from foundry.config.schemas.launcher import GROUP, Slurm, resolve_launcher
-from foundry.core.errors import ConfigError, Violation
+from foundry.core.errors import ConfigError, Violation, counted
 from foundry.launch.launchers import ComposedJob, FrozenLauncher, Ledger, say
 from foundry.launch.local import interrupts_held
 from foundry.launch.slurm_end import Submission, settle
@@ -248,7 +248,7 @@ def _last_line(error: Unreachable) -> str:
 
 
 def _counted(ids: Collection[int]) -> str:
-    return f"{len(ids)} job{'' if len(ids) == 1 else 's'}"
+    return counted(len(ids), "job")
 
 
 def _listed(ids: Iterable[str], separator: str = ", ") -> str:

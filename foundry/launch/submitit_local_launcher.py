@@ -50,7 +50,7 @@ class SubmititLocalLauncher(FrozenLauncher):
                 message = "has no value, so submitit would hide this machine's GPUs; set one for each process of a"
                 raise ConfigError(Violation(_GPUS, f"{message} job, 0 for the CPU, or {_INSTEAD}"))
             if wanted and wanted > len(gpus):
-                raise ConfigError(Violation(_GPUS, f"is {wanted} but {len(gpus)} GPUs are visible here"))
+                raise ConfigError(Violation(_GPUS, f"is {wanted} but the number of visible GPUs is {len(gpus)}"))
             if wanted and not all(name.isdecimal() for name in gpus):
                 message = f"is {wanted} but submitit needs CUDA_VISIBLE_DEVICES as numbers, not {gpus[0]}; {_INSTEAD}"
                 raise ConfigError(Violation(_GPUS, message))

@@ -23,7 +23,7 @@ from foundry.config.schemas.optimizer import Muon as MuonSettings
 from foundry.config.schemas.optimizer import NsDtype
 from foundry.config.schemas.optimizer import Optimizer as OptimizerSettings
 from foundry.config.schemas.precision import PrecisionMode
-from foundry.core.errors import ConfigError, Violation, listed
+from foundry.core.errors import ConfigError, Violation, counted, listed
 from foundry.core.sharded import is_sharded
 from foundry.models.fsdp_block import find_blocks
 from foundry.optim.adamw_bf16 import Bf16AdamW
@@ -166,7 +166,8 @@ def not_covered(optimizers: object, model: nn.Module) -> str | None:
         text = f"leaves out {len(left)} of {len(trainable)} trainable parameters: {listed(left, 3)}"
         return f"{text}; add them to a group, or freeze them in the model with requires_grad_(False)"
     if strangers := sum(p not in names for p in taken):
-        return f"takes {strangers} tensors that are not parameters of the given model; use model.parameters()"
+        number = counted(strangers, "tensor")
+        return f"takes {number} not among the parameters of the given model; use model.parameters()"
     return None
 
 

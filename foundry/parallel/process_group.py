@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from foundry.config.environment import STORE, LaunchEnvironment, detect
 from foundry.config.schemas.device import DeviceKind
 from foundry.config.schemas.distributed import Backend, Distributed, Resolved, Single, resolve_distributed
-from foundry.core.errors import ConfigError, Violation
+from foundry.core.errors import ConfigError, Violation, counted
 from foundry.core.stopped import Stopped
 from foundry.parallel.device import choose_device, count_cuda, reset_memory_statistics, select_cuda
 from foundry.parallel.flight_recorder import record_collectives
@@ -31,6 +31,13 @@ DATA_DIMS = ("replicate", "shard")
 
 TENSOR_DIM = "tensor"
 """Mesh dimension along which ranks shard the matrices of a model."""
+
+_PROCESSES_PER_NODE = {
+    "slurm": "hydra.launcher.tasks_per_node",
+    "submitit": "hydra.launcher.tasks_per_node",
+    "torchrun": "torchrun --nproc-per-node",
+}
+"""Setting of the number of processes on a node, for each launcher; foundry's own processes have another setting."""
 
 Join = Callable[[Distributed, LaunchEnvironment, str, torch.device], None]
 """Joins torch's default process group, given settings, launch variables, backend names and this rank's device."""
@@ -248,8 +255,10 @@ def _device(environment: LaunchEnvironment, device: torch.device) -> torch.devic
     is_own = environment.launcher == "slurm" or ("CUDA_VISIBLE_DEVICES" in os.environ and not is_shared)
     index = 0 if count == 1 and is_own else environment.local_rank
     if index >= count:
-        message = f"is {environment.local_world_size} but this node has {count} GPUs: start at most one process per GPU"
-        raise ConfigError(Violation("processes on this node", message))
+        own = "distributed.nproc_per_node"
+        key = own if STORE in os.environ else _PROCESSES_PER_NODE.get(environment.launcher, own)
+        message = f"is {environment.local_world_size} but this node has {counted(count, 'GPU')}"
+        raise ConfigError(Violation(key, f"{message}; set it to {count}, or device=cpu"))
     device = torch.device("cuda", index)
     select_cuda(device)
     reset_memory_statistics(device)  # an earlier run in this process may have had a higher peak

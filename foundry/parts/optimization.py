@@ -11,7 +11,7 @@ from foundry.config.lengths import check_lengths, resolve_budget
 from foundry.config.schemas.evaluation import PatienceUnit
 from foundry.config.schemas.hparams import ScheduleUnit
 from foundry.config.schemas.root import Config
-from foundry.config.schemas.scheduler import Scheduler
+from foundry.config.schemas.scheduler import EvaluateAt, Scheduler
 from foundry.core.duration import Budget
 from foundry.core.errors import ConfigError, Violation
 from foundry.core.protocols import Schedule
@@ -49,7 +49,10 @@ def build_budget(config: Config, data: DataSplits, dp_size: int) -> Budget:
 
 
 def build_schedule(config: Config, budget: Budget) -> Schedule:
-    """Build the schedule of learning rate and weight decay; log a warning about settings that it does not follow."""
+    """Build the schedule of learning rate and weight decay.
+
+    Logs a warning about settings that it does not follow, and about a run whose only step has learning rate 0.
+    """
     own = constant_weight_decay(config.optimizer)
     start = getattr(config.scheduler, "start_weight_decay", None)
     end = getattr(config.scheduler, "end_weight_decay", None)
@@ -59,6 +62,11 @@ def build_schedule(config: Config, budget: Budget) -> Schedule:
         steps = budget.batch_sizes.steps_at(phases.warmup)
         log.warning("scheduler.warmup=%s is longer than the run; using %g steps", config.scheduler.warmup, steps)
     schedule: Schedule = build(fitting(config.scheduler, "scheduler"), max_lr=config.hparams.lr, budget=budget)
+    if budget.total_steps == 1 and schedule.lr(0, budget.total_samples) == 0:
+        is_at_start = getattr(config.scheduler, "evaluate_at", None) is EvaluateAt.start
+        setting = "scheduler.evaluate_at=end" if is_at_start else "scheduler.min_lr above 0"
+        message = "the only step of the run has learning rate 0, so no weights change"
+        log.warning("scheduler: %s; train longer, such as hparams.max_steps=2, or set %s", message, setting)
     return schedule
 
 

@@ -69,7 +69,7 @@ class RolloutSource:
             raise ConfigError(
                 Violation(
                     "environment",
-                    "is none but the objective needs an environment that scores completions; "
+                    "none is incompatible with the objective, which needs an environment that scores completions; "
                     "choose one, such as exact_match",
                 )
             )

@@ -84,5 +84,5 @@ def find(run_dir: Path, which: str = "last") -> Path:
         found = [folder for folder in there if which.isdecimal() and parse_step(folder) == int(which)]
     if not found:
         names = ", ".join(folder.name for folder in reversed(there)) or "none"
-        raise FileNotFoundError(f"{run_dir} has no checkpoint {which!r}; there are: {names}")
+        raise FileNotFoundError(f"{run_dir} has no checkpoint {which!r}; available: {names}")
     return found[0].resolve()

@@ -22,6 +22,7 @@ _FLAGS = {
     "x": os.O_WRONLY | os.O_CREAT | os.O_EXCL,
 }
 _KINDS = (
+    (stat.S_ISREG, "a file"),
     (stat.S_ISLNK, "a symbolic link"),
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a named pipe"),
@@ -194,10 +195,13 @@ def make_folder(path: Path, *, parents: bool = False) -> Path:
             just deleted or moved, with only this folder in it.
 
     Raises:
-        UnsafeFileError: the path is a symbolic link.
+        UnsafeFileError: the path is a symbolic link, or exists and is not a folder.
         FileNotFoundError: the parent does not exist.
     """
-    path.mkdir(parents=parents, exist_ok=True)
+    try:
+        path.mkdir(parents=parents, exist_ok=True)
+    except FileExistsError:
+        raise _unsafe(path, os.lstat(path).st_mode, "a folder") from None
     if path.is_symlink():
         raise UnsafeFileError(path, "a symbolic link", "a folder")
     return path
@@ -220,5 +224,5 @@ def inside(folder: Path, name: str) -> Path:
     raise ValueError(f"{name!r} leads out of {folder}")
 
 
-def _unsafe(path: Path, mode: int) -> UnsafeFileError:
-    return UnsafeFileError(path, next((kind for is_kind, kind in _KINDS if is_kind(mode)), "a special file"))
+def _unsafe(path: Path, mode: int, wanted: str = "a regular file") -> UnsafeFileError:
+    return UnsafeFileError(path, next((kind for is_kind, kind in _KINDS if is_kind(mode)), "a special file"), wanted)

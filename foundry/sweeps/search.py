@@ -147,10 +147,8 @@ class OptunaSweeper(CheckedSweeper):
         was = study.user_attrs.get(_FACTS, now)
         text = [f"{key} {was.get(key, 'not searched')}" for key in {**was, **now} if was.get(key) != now.get(key)]
         if text:
-            message = (
-                f"is {self.sweep_dir}, which contains a search with {', '.join(text)}; use these, or choose another"
-            )
-            raise ConfigError(Violation("hydra.sweep.dir", message))
+            message = f"is {self.sweep_dir}, which contains a search with {', '.join(text)}"
+            raise ConfigError(Violation("hydra.sweep.dir", f"{message}; use these settings, or another folder"))
 
     def _facts(self, space: "Space") -> dict[str, str]:
         """Return the properties that must not change when a search is resumed."""

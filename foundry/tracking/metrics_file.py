@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import IO, Any, TextIO, cast
 
 from foundry.core.events import Evaluated, RunEnded, RunStarted, StepLogged
 from foundry.run_dir.files import open_regular, replaced_atomically
@@ -190,11 +190,21 @@ def _cut_after(path: Path, step: int) -> None:
     with open_regular(path, "rb") as file:
         if os.fstat(file.fileno()).st_size > _LARGEST_FILE:
             raise ValueError(f"{path} is too large for a metrics file")
-        if all(_is_until(line, step) for line in file):
+        if all(_is_until(line, step) for line in _bounded_lines(file)):
             return
         file.seek(0)
         with replaced_atomically(path, durable=True) as kept:
-            kept.writelines(line for line in file if _is_until(line, step))
+            kept.writelines(line for line in _bounded_lines(file) if _is_until(line, step))
+
+
+def _bounded_lines(file: IO[bytes]) -> Iterator[bytes]:
+    """Yield the lines of a file; a line longer than any record becomes an empty one, and is not held in memory."""
+    is_start = True
+    while part := file.readline(_LONGEST_LINE):
+        is_end = part.endswith(b"\n")
+        if is_start:
+            yield part if is_end else b""
+        is_start = is_end
 
 
 def _is_until(line: bytes, step: int) -> bool:

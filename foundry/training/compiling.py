@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from foundry.core.errors import counted
 from foundry.parallel.compilation import count_graphs
 
 log = logging.getLogger(__name__)
@@ -36,9 +37,9 @@ class Recompilations:
         """Log a warning if the count has grown since the last call."""
         if self._count > self._warned:
             log.warning(
-                "torch.compile has compiled %d more graphs after its first %d steps, because batch shapes change;"
+                "torch.compile has compiled %s after its first %d steps, because batch shapes change;"
                 " give all samples one length, or set hparams.torchcompile=false",
-                self._count,
+                counted(self._count, "more graph"),
                 _SETTLING_STEPS,
             )
         self._warned = self._count

@@ -39,12 +39,12 @@ def test_checkpoint_is_found_by_link_name_and_step(tmp_path):
 
 
 def test_missing_checkpoint_error_lists_existing_ones(tmp_path):
-    with pytest.raises(FileNotFoundError, match="has no checkpoint 'last'; there are: none"):
+    with pytest.raises(FileNotFoundError, match="has no checkpoint 'last'; available: none"):
         find(tmp_path)
     for step in (5, 10):
         write(tmp_path, step, Net(0))
     for which in ("7", "best", "newest"):
-        with pytest.raises(FileNotFoundError, match=f"no checkpoint '{which}'; there are: step_00000005, step_0000001"):
+        with pytest.raises(FileNotFoundError, match=f"no checkpoint '{which}'; available: step_00000005, step_0000001"):
             find(tmp_path, which)
 
 

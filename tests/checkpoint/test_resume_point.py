@@ -6,9 +6,11 @@ import os
 
 import pytest
 from support.checkpoint_parts import ALONE, Net, rewrite_manifest, write
+from support.composition import configure
 
 from foundry.checkpoint.folder import FORMAT, Manifest, problems, read_manifest
-from foundry.checkpoint.resume_point import ResumePoint, check_base, check_data, find_resume_point
+from foundry.checkpoint.resume_point import ResumePoint, check_base, check_config, check_data, find_resume_point
+from foundry.config.record.frozen import plain
 from foundry.config.record.resume_compat import REMEDY
 from foundry.config.schemas.checkpoint import OnChangedConfig
 from foundry.core.errors import ConfigError
@@ -239,6 +241,16 @@ def test_changed_data_error_names_the_setting_and_the_difference(name, on_change
     assert texts in message
     one, _, other = message.partition(") ")[0].rpartition("(")[2].split(" ", 1)[1].partition(" -> ")
     assert one != other
+
+
+def test_setting_unknown_to_this_version_is_ignored_with_its_name(caplog):
+    config = configure()
+    was = plain(config)
+    was["model"]["forgotten"] = 3
+    check_config(ResumePoint(None, Manifest(step=1, config=was)), config, plain(config), OnChangedConfig.error)
+    assert caplog.messages == [
+        "ignored model.forgotten=3 of the checkpoint: this version of foundry does not have the setting"
+    ]
 
 
 def test_changed_base_warning_omits_an_active_remedy(caplog):

@@ -88,13 +88,13 @@ def test_base_on_a_huggingface_run_uses_the_copy_in_the_run_directory(run_dir, t
     ("overrides", "start"),
     [
         ([], "model.path: has no value"),
-        (["model.path=nowhere"], "model.path: is nowhere but there is no such folder"),
+        (["model.path=nowhere"], "model.path: is nowhere, which does not exist; give a run dir"),
         (["model.path=.."], "model.path: is .., which is neither a run directory"),
         (
             ["model.path=RUN", "model.which=best"],
-            "model.which: is best but RUN has no checkpoint 'best'; there are: st",
+            "model.which: is best but RUN has no checkpoint 'best'; available: st",
         ),
-        (["model.path=RUN", "model.which=30"], "model.which: is 30 but RUN has no checkpoint '30'; there are: step_0"),
+        (["model.path=RUN", "model.which=30"], "model.which: is 30 but RUN has no checkpoint '30'; available: step_0"),
         (["model.path=RUN", "model.init_from=x"], "model.init_from: is x but model=base loads its weights"),
         (["model.path=RUN", "model.hidden_size=64"], "model.hidden_size: is fixed by the base model and cannot be set"),
         (
@@ -133,7 +133,7 @@ def test_base_rejects_a_run_without_checkpoint_or_tokenizer(run_dir):
     assert "has no regular file tokenizer.json" in refused(f"model.path={run_dir}", *FEW)
     for step in (10, 20):
         (run_dir / "checkpoints" / f"step_{step:08d}" / "manifest.json").unlink()
-    assert refused(f"model.path={run_dir}", *FEW).endswith("there are: none")
+    assert refused(f"model.path={run_dir}", *FEW).endswith("available: none")
 
 
 def test_base_errors_are_reported_with_other_config_errors(run_dir):

@@ -43,7 +43,7 @@ class Part:
         ({"_target_": f"{HERE}.wrapped"}, {"model": "m", "precision": "fp32", "size": 1}),
         ({"_target_": f"{HERE}.with_its_own", "precision": "low"}, {"model": "m", "precision": "low"}),
     ],
-    ids=["plain", "keywords", "asking", "wrapped", "field of its own"],
+    ids=["plain", "keywords", "asking", "wrapped", "own field"],
 )
 def test_build_passes_offered_arguments_to_functions_that_name_them(node, expected):
     assert build(node, offered={"precision": "fp32"}, model="m") == expected

@@ -1,4 +1,4 @@
-"""Compositions cached by config group choices equal those of Hydra."""
+"""Compositions cached by config group choices equal Hydra's compositions."""
 
 import pytest
 from hydra import initialize_config_dir

@@ -128,6 +128,13 @@ def test_build_passes_schema_fields_to_the_part(values):
     assert build(SFT(**settings)).settings == SFT(**settings)
 
 
+NOT_PARSED = {
+    *(f"foundry.{name}" for name in ("ActionRegression", "DiffusionPolicy", "FlowPolicy")),
+    *(f"foundry.schedules.{name}.from_durations" for name in ("Constant", "Cosine", "InverseSquareRoot", "Linear")),
+}
+"""Parts with an inherited constructor in another file, which the parser does not follow."""
+
+
 def configured_parts():
     """Return each schema whose part is decorated, with its target."""
     schemas = {schema for group in GROUPS for schema in group_schemas(group).values()}
@@ -140,12 +147,16 @@ def configured_parts():
 @pytest.mark.parametrize(("schema", "target"), configured_parts(), ids=lambda value: getattr(value, "__name__", value))
 def test_parsed_parameters_match_the_imported_signature(schema, target):
     """Holds for each part of foundry, regardless of how its parameters are declared."""
-    takes = resolve_parameters(target)
-    if takes is None or takes.takes_any:
-        return
     from hydra.utils import get_object
 
-    parameters = inspect.signature(get_object(target)).parameters
+    takes, parameters = resolve_parameters(target), inspect.signature(get_object(target)).parameters
+    assert (takes is None) == (target in NOT_PARSED)
+    if takes is None:
+        return
+    if takes.takes_any:
+        assert takes.required <= set(takes.names)
+        assert any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters.values())
+        return
     assert set(takes.names) == set(parameters)
     assert takes.required == {name for name, item in parameters.items() if item.default is inspect.Parameter.empty}
 

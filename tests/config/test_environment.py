@@ -1,7 +1,7 @@
 import pytest
+from support.composition import configure
 
 from foundry.config.environment import LaunchEnvironment, detect, expand_hosts
-from foundry.config.schemas.distributed import parse_init_method
 from foundry.core.errors import ConfigError
 
 TORCHRUN = {
@@ -183,4 +183,12 @@ def test_requeued_job_keeps_its_rendezvous_port_and_jobs_differ():
 
 @pytest.mark.parametrize("method", ["env://", "tcp://node-1:29500", "tcp://[::1]:29500", "file:///shared/meet"])
 def test_init_methods_env_tcp_and_file_are_accepted(method):
-    parse_init_method(method)
+    assert configure(f"distributed.init_method='{method}'").distributed.init_method == method
+
+
+@pytest.mark.parametrize(
+    "method", ["env", "tcp://node-1", "tcp://node-1:port", "file://meet", "file:///", "http://a:1"]
+)
+def test_other_init_methods_are_refused(method):
+    with pytest.raises(ConfigError, match=r"^distributed\.init_method: .*env://, tcp://HOST:PORT or file:///PATH"):
+        configure(f"distributed.init_method='{method}'")

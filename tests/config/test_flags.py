@@ -24,6 +24,9 @@ CASES = [
         ["--no-gradient-checkpointing"],
         ["--no-gradient-checkpointing: is not a valid argument; write hparams.grad_checkpointing=false"],
     ),
+    (["--verison"], ["--verison: is not a valid argument; did you mean --version?"]),
+    (["--halp", "optimizer=sgd"], ["--halp: is not a valid argument; did you mean --help?"]),
+    (["--mutlirun"], ["--mutlirun: is not a valid argument; did you mean --multirun?"]),
     (["--no_cuda"], ["--no_cuda: is not a valid argument; write device=cpu"]),
     (
         ["--betas", "0.9", "0.95", "-m"],
@@ -103,7 +106,9 @@ def test_flag_table_matches_the_hydra_parser():
 )
 def test_suggested_overrides_of_flags_compose(line):
     words = line.partition("; write ")[2].partition(" (")[0].split()
-    if "hparams.grad_clip_norm=-1" in words:  # the value itself is wrong
+    if "hparams.grad_clip_norm=-1" in words:  # the key is right, the value as typed is not
+        with pytest.raises(ConfigError, match=r"^hparams\.grad_clip_norm: is -1 but must be"):
+            compose(*words)
         return
     compose("optimizer=adamw", *[word for word in words if word != "optimizer=adamw" and word != "optimizer=sgd"])
 

@@ -20,7 +20,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 from support.examples import selection, some_of
 
-import foundry.optim.schedules  # noqa: F401 # its import of torch is no part of a composition's time
+import foundry.optim.schedules  # noqa: F401 # its import of torch does not count as composition time
 from foundry.config.build import build
 from foundry.config.checks.check import check
 from foundry.config.composition.compose import config_dir, install
@@ -229,7 +229,7 @@ def badly_said(violations):
     """Yield a problem for each error line that is too long, has no key or shows Python internals."""
     for line in map(str, violations):
         if len(line) > 400 or not line.isprintable() or line.startswith(":"):
-            yield f"is no line: {line!r}"
+            yield f"is not a line: {line!r}"
         yield from (f"says {odd}: {line}" for odd in ODD if odd in line)
 
 

@@ -5,6 +5,7 @@ import re
 import pytest
 from support.composition import compose
 
+from foundry.config.diagnostics.elsewhere import hint
 from foundry.core.errors import ConfigError
 
 
@@ -36,7 +37,7 @@ CASES = [
     (["scheduler=WSD"], 1, "; write scheduler=wsd"),
     (["optimizer=AdamX"], 1, "did you mean adam?"),
     (["hparams={precision: fp32}"], 1, "; write precision=fp32"),
-    (["accum_freq=8"], 1, "has no counterpart: computed: "),
+    (["accum_freq=8"], 1, "has no direct counterpart: computed: "),
     (["nonsense_type=sft"], 1, "is neither a group nor a key"),
     (["shceduler=wsd"], 1, "did you mean scheduler?"),
     (["scheduler=wds"], 1, "did you mean wsd?"),
@@ -161,9 +162,9 @@ CASES = [
     (["distributed=ddp", "distributed.gradient_sync=last_keep_params"], 1, "never frees"),
     (["distributed=ddp", "distributed.overlap_param_gather=true"], 1, "shard_optimizer=true"),
     (["data=text"], 1, "data.path: has no value"),
-    (["data=text", "data.path=/nowhere/*.txt"], 1, "no such file"),
+    (["data=text", "data.path=/nowhere/*.txt"], 1, "which does not exist"),
     (["data=digits"], 2, "model.vocab_size: refers to data.vocab_size"),
-    (["model=hf", "model.path=/nowhere"], 1, "no such file or folder"),
+    (["model=hf", "model.path=/nowhere"], 1, "which does not exist"),
     (["model=hf"], 1, "'+model.config={hidden_size"),
     (["model=hf_llama", "model.config={hidden_sise: 3}"], 1, "write +model.config={hidden_sise: 3}"),
     (["experiment=nope"], 1, "options: around_images, digits_epsilon"),
@@ -228,3 +229,20 @@ def test_command_prints_only_the_override_errors(overrides, errors, message, run
     assert "Traceback" not in stderr
     assert stdout == ""
     assert list(run_command.cwd.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("jit_mode_eval", None, "jit_mode_eval of TrainingArguments has no direct counterpart: use "),
+        (
+            "optim_args",
+            None,
+            "optim_args of TrainingArguments has no direct counterpart: use the settings of",
+        ),
+        ("lr_scheduler_type", "polynomial", "has no direct counterpart: for a power of 1, the default, use scheduler"),
+        ("accum_freq", "8", "has no direct counterpart: computed: global_batch_size"),
+    ],
+)
+def test_remedy_for_a_name_without_an_equal_setting_does_not_deny_the_remedy(key, value, expected):
+    assert expected in hint(key, value, ())

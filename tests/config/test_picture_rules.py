@@ -13,13 +13,13 @@ VLM = "experiment=vlm_scenes"
     [
         (
             ["data=scenes", "model=vlm", "objective=sft"],
-            "simulator: is none but data=scenes needs a simulator that renders images; choose one, such as "
-            "simulator=touch, or data=image_chats",
+            "simulator: none is incompatible with data=scenes, which needs a simulator that renders images; "
+            "choose one, such as simulator=touch, or data=image_chats",
         ),
         (
             [VLM, "simulator.image_size=null"],
-            "simulator.image_size: is null but data=scenes needs a simulator that renders images; set it, "
-            "for example to 48",
+            "simulator.image_size: null is incompatible with data=scenes, which needs a simulator that renders images; "
+            "set it, for example to 48",
         ),
         (
             [VLM, "model.image_size=null"],

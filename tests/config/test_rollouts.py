@@ -32,7 +32,7 @@ SOUND = [
             "num_generations_per_prompt 4 / updates_per_rollout 1 = 16",
         ),
         (["objective.updates_per_rollout=3"], "objective.updates_per_rollout: is 3 but must divide objective.num_pro"),
-        (["environment=none"], "environment: is none but objective GRPO needs an environment that scores completions"),
+        (["environment=none"], "environment: none is incompatible with objective GRPO, which needs an environment"),
         (["evaluation=default"], "evaluation.evaluators.held_out: measures a held-out loss, which objective GRPO does"),
         (["data.form=chats"], "objective: is GRPO, which needs prompts, but data is Arithmetic, which has completions"),
         (
@@ -68,8 +68,8 @@ def test_missing_environment_error_lists_options_without_a_metric_error():
     with pytest.raises(ConfigError) as caught:
         configure(*SOUND, "environment=none")
     assert str(caught.value) == (
-        "environment: is none but objective GRPO needs an environment that scores completions; choose an option "
-        "(arithmetic, exact_match, format, multiple_choice, python), or set _target_"
+        "environment: none is incompatible with objective GRPO, which needs an environment that scores completions; "
+        "choose an option (arithmetic, exact_match, format, multiple_choice, python), or set _target_"
     )
 
 

@@ -26,19 +26,19 @@ def test_several_paths_with_weights_compose(compose, data):
 
 
 WRONG = {
-    "data.weights=[0.7]": r"data\.weights: has 1 numbers but data\.path has 2 paths; give one number per path",
+    "data.weights=[0.7]": r"data\.weights: has 1 number but data\.path has 2 paths; give one number per path",
     "data.weights=[0.7,0]": r"data\.weights: has 0 but must have numbers above 0; to exclude a path, leave it out",
     "data.weights=[0.7,nan]": r"data\.weights: has nan but must have numbers above 0",
     "data.weights=[0.7,inf]": r"data\.weights: has inf but must have numbers above 0",
     "data.weights=[[[1]]]": r"data\.weights: has \[\[1\]\] but must have numbers above 0",
     "data.weights=[]": r"data\.weights: has 0 numbers but data\.path has 2 paths",
     "data.weights=x": r"data\.weights: is x but must be a list",
-    "data.path=[a.txt,none.txt]": r"data\.path: has none\.txt but there is no such file or folder",
+    "data.path=[a.txt,none.txt]": r"data\.path: has none\.txt, which does not exist; give",
     "data.path=[a.txt,'']": r"data\.path: is \['a\.txt', ''\] but must be a path or a list of paths",
     "data.path=[a.txt,[b.jsonl]]": r"data\.path: is .* but must be a path or a list of paths",
     "data.path=[]": r"data\.path: is \[\] but must be a path or a list of paths",
     "data.path=null": r"data\.path: is null; give a file, folder or glob, or a list of them",
-    "data.validation_path=[none.txt]": r"data\.validation_path: has none\.txt but there is no such file",
+    "data.validation_path=[none.txt]": r"data\.validation_path: has none\.txt, which does not exist; give",
     "data.encoding_errors=ignore": r"data\.encoding_errors: .*strict.*replace",
 }
 
@@ -77,13 +77,13 @@ def test_urls_are_checked_by_protocol_without_network_access(compose):
     with pytest.raises(ConfigError, match=r"data\.path: is nowhere://x but Protocol not known: nowhere"):
         compose(*words, "data.path=nowhere://x")
     with pytest.raises(
-        ConfigError, match=r"data\.path: has nobody/nothing but .*; for a dataset of the Hugging Face hub, write"
+        ConfigError, match=r"data\.path: has nobody/nothing, which .*; for a dataset of the Hugging Face hub, write"
     ):
         compose(*words, "data.path=[nobody/nothing]")
     for other in (["data=images", "hparams=diffusion"], ["data=image_chats", "objective=sft", "model=vlm"]):
         with pytest.raises(ConfigError, match=r"data\.path: .*memory://x"):
             compose(*other, "data.path=memory://x")
-    with pytest.raises(ConfigError, match=r"data\.tokenizer: is memory://x but there is no such file or folder"):
+    with pytest.raises(ConfigError, match=r"data\.tokenizer: is memory://x, which does not exist"):
         compose(*words, "data.path=a.txt", "data.tokenizer=memory://x")
 
 
@@ -127,7 +127,7 @@ def test_hub_model_name_error_shows_the_download_command(compose, name):
     with pytest.raises(ConfigError) as refused:
         compose(*NAMED[name], f"{key}={HUB}")
     lines = str(refused.value).splitlines()
-    assert [line for line in lines if line.startswith(f"{key}: is {HUB} but") and line.endswith(MODEL)]
+    assert [line for line in lines if line.startswith(f"{key}: is {HUB}, which") and line.endswith(MODEL)]
 
 
 @pytest.mark.parametrize("words", [["hparams=policy", "data=lerobot"], ["hparams=diffusion", "data=images"]])

@@ -88,7 +88,7 @@ def schedule(*, max_lr, budget, floor=0.0):
 
 
 @functools.cache
-def decorated(whatever):
+def decorated(anything):
     return None
 
 

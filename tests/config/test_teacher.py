@@ -57,7 +57,7 @@ def test_transformers_teacher_takes_the_sizes_of_the_student(tmp_path):
     ("overrides", "message"),
     [
         ([], "objective.teacher: has no value"),
-        (["objective.teacher=nowhere"], "objective.teacher: is nowhere but there is no such folder"),
+        (["objective.teacher=nowhere"], "objective.teacher: is nowhere, which does not exist"),
         (["objective.teacher=.."], "objective.teacher: is .., which is neither a run directory"),
         (
             ["objective.teacher=RUN", "objective.teacher_which=30"],

@@ -193,7 +193,7 @@ OLD_AND_NEW = {
         "scheduler._target_=foundry.optim.schedules.WSD.from_durations",
         "scheduler._target_=foundry.schedules.WSD.from_durations",
     ),
-    "a part in a part of the user's own": (
+    "a part in a user's part": (
         f"+tracking.trackers.t={{_target_: builtins.dict, inner: [{{_target_: {DIT}, _partial_: true}}]}}",
         "+tracking.trackers.t={_target_: builtins.dict, inner: [{_target_: foundry.DiT, _partial_: true}]}",
     ),

@@ -168,8 +168,8 @@ def test_template_of_the_tokenizer_folder_is_the_default(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     found = resolve_chat_template(None, str(tmp_path), tokenizer, end)
     assert (found.source, found.variables) == ("of the settings", {"bos_token": "<s>", "eos_token": END})
-    (tmp_path / "chat_template.jinja").write_text("of its own file")
-    assert resolve_chat_template(None, str(tmp_path), tokenizer, end).source == "of its own file"
+    (tmp_path / "chat_template.jinja").write_text("of a separate file")
+    assert resolve_chat_template(None, str(tmp_path), tokenizer, end).source == "of a separate file"
     assert resolve_chat_template("plain", str(tmp_path), tokenizer, end).source == read_template("plain")
     mine = tmp_path / "mine.jinja"
     mine.write_text("mine")

@@ -37,7 +37,7 @@ def test_identity_ignores_names_and_locations_of_files(tmp_path, kind):
 OTHERS = {
     "a line": {"a": [*LINES[:29], "another"], "b": LINES[30:]},
     "the order": {"a": LINES[30:], "b": LINES[:30]},
-    "where a file ends": {"a": LINES[:31], "b": LINES[31:]},
+    "the end of a file": {"a": LINES[:31], "b": LINES[31:]},
     "one file more": {"a": LINES[:30], "b": LINES[30:], "c": ["more"]},
     "one file less": {"a": LINES[:30]},
 }

@@ -1,5 +1,6 @@
 """Conversations about images: the image of each row, and errors of broken rows."""
 
+import errno
 import json
 from functools import partial
 from io import BytesIO
@@ -12,6 +13,7 @@ from PIL import Image
 from foundry.config.schemas.data import OnBadRow
 from foundry.core.errors import ConfigError
 from foundry.data.conversations.image_chats import image_chat_files
+from foundry.data.images import pictures
 
 
 def picture(colour, size=(20, 12), kind="PNG"):
@@ -106,15 +108,24 @@ WRONG = [
     ({"image": "seen/9.png"}, "has image seen/9.png, which is not a file"),
     ({"image": "seen"}, "has image seen, which is not a file"),
     ({"image": "broken.png"}, "has image broken.png, which is not an image"),
-    ({"image": "seen/\0.png"}, "which"),
+    ({"image": "seen/\0.png"}, "which "),
+    ({"image": "denied.png"}, "has image denied.png, which cannot be read: Permission denied"),
     ({"completion": " "}, "has an empty answer"),
     ({"completion": "x" * 99}, "more than data.seq_len=64"),
 ]
 
 
 @pytest.mark.parametrize(("change", "message"), WRONG)
-def test_bad_image_row_is_reported_by_line_or_skipped(read, folder, change, message):
+def test_bad_image_row_is_reported_by_line_or_skipped(read, folder, change, message, monkeypatch):
     (folder / "broken.png").write_bytes(b"no picture")
+    (folder / "denied.png").write_bytes((folder / "seen/0.jpg").read_bytes())
+
+    def open_regular(file):
+        if file.name == "denied.png":
+            raise PermissionError(errno.EACCES, "Permission denied", str(file))
+        return file
+
+    monkeypatch.setattr(pictures, "require_regular", open_regular)
     rows = rows_of(folder)
     rows[2] |= change
     write(folder, rows)

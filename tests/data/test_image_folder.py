@@ -1,5 +1,6 @@
 """An image folder with one subfolder per class."""
 
+import errno
 import os
 import pickle
 import shutil
@@ -13,6 +14,7 @@ from PIL import Image
 
 from foundry.config.schemas.data import PictureFit
 from foundry.core.errors import ConfigError
+from foundry.data.images import pictures
 from foundry.data.images.image_folder import Pictures, image_folder
 from foundry.data.loader import Loader
 
@@ -93,7 +95,7 @@ def test_added_images_do_not_change_which_old_ones_are_held_out_first(folder, re
     old = {pixels((label, number)).tobytes() for label in range(3) for number in range(PER_CLASS)}
     for number in range(PER_CLASS, 2 * PER_CLASS):
         for name, label in keys.items():
-            Image.fromarray(pixels((label, number))).save(folder / name / f"a{number}.png")  # Sorts before all others.
+            Image.fromarray(pixels((label, number))).save(folder / name / f"a{number}.png")  # sorts first
     after = held_out()
     assert [len(found) for found in after] == [2 * len(found) for found in before]
     for one, other in zip(before, after, strict=True):
@@ -202,7 +204,7 @@ def test_non_image_files_are_skipped_with_a_warning(folder, read, caplog):
         (lambda folder: (folder / "new").mkdir(), r"data.num_classes: is 3 but .* has 4 folders; leave it out"),
         (lambda folder: empty(folder / "zebra"), r"data.path: has no image in .*zebra \(.png, .jpg, .jpeg, .webp\)"),
         (lambda folder: empty(folder / "zebra", but="1.png"), r"data.held_out: is 0.34, which keeps 0 of the 1 images"),
-        (lambda folder: shutil.rmtree(folder), r"data.path: is .*pictures but there is no such folder"),
+        (lambda folder: shutil.rmtree(folder), r"data.path: is .*pictures, which does not exist"),
         (lambda folder: broken_link(folder / "zebra" / "0.png"), r"data.path: has .*zebra/0.png, which cannot be read"),
         (lambda folder: os.mkfifo(folder / "zebra" / "9.png"), r"data.path: has .*zebra/9.png, .* is a named pipe"),
         (lambda folder: (folder / "zebra" / "9.png").symlink_to("/dev/zero"), r"has .*9.png, .* is a device"),
@@ -284,3 +286,12 @@ def test_random_crop_pads_by_repeating_edges_and_skips_validation(read):
     assert torch.equal(data.train[0]["images"], plain)
     assert in_folder(all_of(data.validation)[0]) == in_folder(all_of(read().validation)[0])
     assert read(random_crop=0).fingerprint == read().fingerprint != data.fingerprint
+
+
+def test_permission_error_of_an_image_is_a_sentence(folder, read, monkeypatch):
+    def deny(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(pictures, "require_regular", deny)
+    with pytest.raises(ConfigError, match=r"0\.png, which cannot be read: Permission denied; remove or rename it$"):
+        read()

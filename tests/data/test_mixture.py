@@ -220,7 +220,7 @@ def test_first_validation_samples_cover_all_sources(files, kind):
     elif kind == "tokens":
         first = {bool(splits.validation[index]["tokens"][0] >= 5000) for index in range(5)}
         assert len(splits.validation) == sum(len(part) for part in splits.validation._dataset.parts)
-    elif kind == "text":  # The only document of b.txt contributes its end, in the middle of the others.
+    elif kind == "text":  # The only document of b.txt contributes its end, in the middle of the result.
         text = splits.tokenizer.decode(splits.validation.tokens.tolist())
         assert text.startswith("alpha")
         assert text.rstrip().endswith("gamma")

@@ -152,6 +152,25 @@ def test_unwritable_cache_dir_is_a_config_error(made, tmp_path, path):
         load(made, cache_dir=str(tmp_path / path))
 
 
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (FileNotFoundError(2, "No such file or directory", "/corpus/a.txt"), "data: .*: /corpus/a.txt: No such file"),
+        (OSError(5, "Input/output error"), "data: the tokens cannot be created: Input/output error; check the source"),
+        (OSError(28, "No space left on device"), "data.cache_dir: is .*, which cannot store the tokens: No space"),
+        (OSError(28, "No space left on device", "CACHE/x"), "data.cache_dir: is .*, which cannot store the tokens"),
+    ],
+)
+def test_error_while_filling_the_cache_names_the_source_or_the_cache(tmp_path, error, message):
+    def fill(folder):
+        if error.filename == "CACHE/x":
+            error.filename = str(folder / "x")
+        raise error
+
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        cached_folder.cached_folder(str(tmp_path), NAME, fill)
+
+
 @pytest.mark.long
 def test_tokenization_memory_does_not_grow_with_the_corpus(tmp_path):
     script = Path(__file__).parents[2] / "benchmarks" / "token_memory.py"

@@ -87,7 +87,7 @@ def test_overflow_on_one_rank_skips_the_step_on_all(device):
 
 
 def run_out_of_memory(device):
-    """Let rank 1 request more memory than any machine has, while the others wait for it."""
+    """Let rank 1 request more memory than any machine has, while rank 0 waits for it."""
     from foundry.parallel.process_group import process_group
 
     with process_group(Distributed(timeout_seconds=120.0), DeviceKind[device]) as world:

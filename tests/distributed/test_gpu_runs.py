@@ -36,7 +36,7 @@ def need(device, count):
 
 
 def variables(device, **others):
-    """Return environment variables for a command on the device, whatever the machine has."""
+    """Return environment variables for a command that selects the device, with or without GPUs in this machine."""
     return {"PYTHONPATH": TESTS, **({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}), **others}
 
 
@@ -64,7 +64,7 @@ def test_losses_of_every_layout_match_one_rank(shell, device, optimizer, precisi
 @pytest.mark.parametrize("phase", ["step", "evaluation", "save"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_killed_rank_ends_the_run_and_is_named(shell, device, phase):
-    """In a step or an evaluation the other rank waits within a collective, in a save for the rank's files."""
+    """During a step or an evaluation the other rank waits within a collective, during a save for the rank's files."""
     need(device, 2)
     folder = shell.cwd / "conf" / "objective"
     folder.mkdir(parents=True)
@@ -88,7 +88,7 @@ def test_local_sweep_jobs_have_their_own_gpus(shell, device):
     """On a CPU, CUDA_VISIBLE_DEVICES pretends GPUs 7 and 9."""
     need(device, 2)
     if device == "cpu" and torch.cuda.is_available():
-        pytest.skip("this machine has GPUs of its own")
+        pytest.skip("this machine has real GPUs")
     visible = {"CUDA_VISIBLE_DEVICES": "7,9"} if device == "cpu" else {}
     tracker = "+tracking.trackers.devices={_target_: support.seen_devices.SeenDevices}"
     words = [*TINY_LM, *QUIET, tracker, "hydra/launcher=local", "hydra.sweep.dir=sweep", "hparams.max_steps=2"]

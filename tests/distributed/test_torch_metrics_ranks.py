@@ -84,7 +84,7 @@ def measure(world, count, wanted=("accuracy", "auroc", "classes")):
 @has_torchmetrics
 @pytest.mark.long
 @pytest.mark.distributed
-@pytest.mark.parametrize("count", [11, 2])  # With two samples the second rank has none.
+@pytest.mark.parametrize("count", [11, 2])  # With two samples the second rank is empty.
 def test_torchmetrics_on_two_ranks_match_one_process(count):
     import torch
     from sklearn.metrics import roc_auc_score

@@ -91,7 +91,7 @@ def check_refusals(world):
         (DDP(overlap_param_gather=True), "distributed.overlap_param_gather: is true but there is nothing to gather"),
         (DDP(overlap_grad_reduce=False, bucket_cap_mb=5.0), "distributed.bucket_cap_mb: is 5 but"),
         (HSDP(num_replicas=3), "distributed.num_replicas: is 3 but must divide the 2 ranks"),
-        (Single(), "distributed: is none but 2 processes"),
+        (Single(), "distributed: none is for one process but 2 processes"),
     ):
         with pytest.raises(ConfigError) as caught:
             wrap(config, world)

@@ -1,6 +1,7 @@
 """The pictures of the README match the output of foundry."""
 
 import re
+import shlex
 from html import unescape
 
 import pytest
@@ -40,3 +41,11 @@ def test_front_curve_is_drawn_from_recorded_metrics(script, tmp_path):
     loss, held_out = script.read_losses(tmp_path)
     assert (loss, held_out) == ([(1, 8.0), (10, 4.0)], [(10, 5.0)])
     assert script.curve(loss, held_out).count("<circle") == 1
+
+
+def test_errors_of_the_readme_match_the_output_of_its_command(run_command):
+    """The two errors concern 400 jobs and 200 jobs of one sweep."""
+    (block,) = re.findall(r"^```text\n(\$ foundry -m .*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
+    command, *expected = block.splitlines()
+    _, stderr = run_command(*shlex.split(command.removeprefix("$ foundry ")), code=2)
+    assert stderr.splitlines() == expected

@@ -41,7 +41,7 @@ def script():
 def test_run_comment_selects_where_a_block_runs(script):
     assert script.blocks(PAGE) == ["echo everywhere\n"]
     assert script.blocks(PAGE, at="slurm") == ["echo everywhere\n", "echo cluster\n"]
-    with pytest.raises(ValueError, match="slrum --> is none of slurm, ci, elsewhere"):
+    with pytest.raises(ValueError, match="slrum --> is not a place; choose from slurm, ci, elsewhere"):
         script.blocks(PAGE.replace("slurm", "slrum"))
 
 

@@ -99,7 +99,7 @@ def test_eval_on_other_data_needs_no_checkpoint_after_the_weights_are_read(finis
 def test_explicit_step_deleted_while_reading_is_a_config_error(training, deleted_at, reader):
     deleted_at(foundry.engine.restore, "problems")
     with pytest.raises(
-        ConfigError, match=r"^which: .* has no checkpoint '2'; there are: step_00000001, step_00000003$"
+        ConfigError, match=r"^which: .* has no checkpoint '2'; available: step_00000001, step_00000003$"
     ):
         READERS[reader](training[0], "2")
 

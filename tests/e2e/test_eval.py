@@ -100,7 +100,7 @@ def test_eval_of_an_exported_folder_matches_eval_of_its_run(runs, tmp_path):
     [
         ({"run": "nowhere"}, [], "run: nowhere is not a run directory: it has no config.yaml"),
         ({"which": "best", "run": "BASE/checkpoints"}, [], "run: BASE/checkpoints is not a run directory"),
-        ({"which": "77"}, [], "which: BASE has no checkpoint '77'; there are: step_"),
+        ({"which": "77"}, [], "which: BASE has no checkpoint '77'; available: step_"),
         ({}, ["data=chats", "data.seq_len=32"], "data.path: has no value"),
         (
             {"record": "films"},
@@ -137,9 +137,9 @@ def test_sample_applies_the_chat_template_and_refuses_wrong_options(runs, tmp_pa
     assert read_samples(two)[1:] == read_samples(again)
     for wrong, message in (
         ({}, "prompt: has no value"),
-        ({"prompt": "x", "prompts": ["y"]}, "prompt: is given together with prompts"),
+        ({"prompt": "x", "prompts": ["y"]}, "prompt: is set together with prompts"),
         ({"prompts": []}, "prompts: is empty"),
-        ({"prompt": "x", "stop": ["no such"]}, "stop: has 'no such', which is not a token"),
+        ({"prompt": "x", "stop": ["no token"]}, "stop: has 'no token', which is not a token"),
         ({"prompt": "x", "labels": [1]}, "labels: is not an option of objective SFT"),
     ):
         with pytest.raises(ConfigError) as refused:

@@ -46,7 +46,7 @@ class Stay(NextToken):
 
 
 class Twice(NextToken):
-    """Every window is used twice; the second time its targets are those that the first has kept as tensors."""
+    """Every window is used twice; the second time with the targets that the first has stored as tensors."""
 
     def build_source(self, context):
         return Repeated(context.build_loader(False), context.build_loader(True), context)

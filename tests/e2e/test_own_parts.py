@@ -134,7 +134,7 @@ def test_num_workers_override_of_own_data_needs_a_plus(run_command):
             "doubled",
             "takes model.embed_tokens.weight more than once; give each ",
         ),
-        ("strange", "takes 1 tensors that are not parameters of the given model; use model.parameters()"),
+        ("strange", "takes 1 tensor not among the parameters of the given model; use model.parameters()"),
     ],
 )
 def test_own_optimizer_must_take_each_trainable_parameter_once(run_command, name, message):

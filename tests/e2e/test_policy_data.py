@@ -129,9 +129,11 @@ def test_compose_refuses_settings_that_do_not_fit_recorded_episodes(tmp_path):
     camera = "data.image_key=observation.images.front"
     seen = compose(["hparams=policy", "evaluation=default", "simulator=none", "data=lerobot", here, camera])
     assert seen.data.image_size == seen.model.image_size == 16
-    assert lines("data=demonstrations")[0].startswith("simulator: is none but data=demonstrations needs a simulator")
+    assert lines("data=demonstrations")[0].startswith("simulator: none is incompatible with data=demonstrations")
     assert lines("data=lerobot") == ["data.path: has no value (folder with meta/info.json); give it as data.path=..."]
-    assert lines("data=lerobot", "data.path=/nothing") == ["data.path: is /nothing but there is no such folder"]
+    assert lines("data=lerobot", "data.path=/nothing") == [
+        "data.path: is /nothing, which does not exist; give the folder of a LeRobot dataset"
+    ]
     assert lines("data=lerobot", here, "data.state_dim=5")[0].startswith("data.state_dim: is 5 but observation.state")
     (wrong,) = lines("data=lerobot", here, "data.action_key=actions")
     assert wrong.startswith("data.action_key: is actions but that is not a column")

@@ -155,7 +155,7 @@ def test_policy_trained_on_recordings_is_evaluated_in_a_given_simulator(taught, 
     assert (measured["num_episodes"], measured["checkpoint"]) == (10, "step_00000060")
     short = evaluate(["simulator=reach", "simulator.max_steps=2"], run=blind, **options)
     assert (short["success"], short["episode_length"]) == (0.0, 2.0)
-    with pytest.raises(ConfigError, match=r"whose simulator is none; choose one, .* data=lerobot"):
+    with pytest.raises(ConfigError, match=r"simulator=none; choose one, .* data=lerobot"):
         evaluate(run=blind)
 
 
@@ -171,7 +171,7 @@ def test_policy_trained_on_recordings_is_evaluated_in_a_given_simulator(taught, 
             ["simulator=reach", "simulator.image_size=32"],
             "simulator: has image_size=32 but the policy of RUN was trained with image_size=null; choose the",
         ),
-        (["simulator=none"], "run: is RUN, whose simulator is none; choose one, such as"),
+        (["simulator=none"], "run: is RUN, a run with simulator=none; choose one, such as"),
         (["simulator=raech"], "simulator: has no option 'raech'; did you mean reach?"),
         (["simulator.image_size=32"], "simulator.image_size: is not a setting of the chosen simulator"),
         (
@@ -213,7 +213,7 @@ def test_eval_of_a_built_in_policy_needs_no_trust(tmp_path):
     ("options", "message"),
     [
         ({"trust": False}, "run: RUNS/good/config.yaml uses custom code: "),
-        ({"which": "7"}, "which: RUNS/good has no checkpoint '7'; there are: "),
+        ({"which": "7"}, "which: RUNS/good has no checkpoint '7'; available: "),
         ({"against": "RUNS/nowhere"}, "against: RUNS/nowhere is not a run directory: it has no config.yaml"),
         ({"against": "RUNS/poor", "against_which": "7"}, "against_which: RUNS/poor has no checkpoint '7'"),
         ({"against_which": "best"}, "against_which: is best but has no effect without against; add against=DIR"),
@@ -231,7 +231,7 @@ def test_eval_of_a_built_in_policy_needs_no_trust(tmp_path):
             "against: is RUNS/longer, whose simulator has max_steps=31 but that of run has 30",
         ),
         ({"run": "RUNS/damaged"}, "run: RUNS/damaged/config.yaml: evaluation.evaluators.success.episodes: is 0 but"),
-        ({"run": "RUNS/still"}, "run: is RUNS/still, whose simulator is none"),
+        ({"run": "RUNS/still"}, "run: is RUNS/still, a run with simulator=none"),
     ],
 )
 def test_eval_of_policies_refuses_wrong_options_with_a_message(runs, options, message):

@@ -17,7 +17,7 @@ from foundry.data.splits import DataSplits
 
 
 class Pairs:
-    """Responses that count up are chosen, and those that count down rejected."""
+    """Pairs of a chosen response that counts up and a rejected one that counts down."""
 
     def __init__(self, count, seq_len, vocab_size):
         self.count, self.seq_len, self.vocab_size = count, seq_len, vocab_size

@@ -191,7 +191,7 @@ def test_resume_accepts_the_same_data_at_another_path(broken_off, shell, text, f
     assert outcome(broken_off) == outcome(finished)
     assert "holds a finished run" in shell.run(*moved)[1]
     elsewhere.write_text(elsewhere.read_text().replace("7", "8", 1))
-    assert shell.run(*moved, code=0)[1].count("finished run") == 1, "the settings are those of the finished run"
+    assert shell.run(*moved, code=0)[1].count("finished run") == 1, "equal settings were not recognized"
     stderr = shell.run(*moved[:-1], f"data.path={elsewhere.rename(elsewhere.with_name('third.txt'))}", code=2)[1]
     assert stderr.startswith("data.path: is ")
 
@@ -271,7 +271,7 @@ def test_unsavable_optimizer_state_is_refused_before_the_first_checkpoint(shell,
     stderr = shell.run(*overrides, "hydra.run.dir=run", code=2)[1]
     (line,) = stderr.splitlines()
     assert line.startswith("optimizer: Unsaved keeps optimizer.")
-    assert "history/0 as a object, which a checkpoint cannot store" in line
+    assert "history/0 as a value of type object, which a checkpoint cannot store" in line
     assert not (shell.cwd / "run" / "checkpoints").exists()
     assert status(shell.cwd / "run")["state"] == "failed"
     assert "Unsaved" in status(shell.cwd / "run")["reason"]

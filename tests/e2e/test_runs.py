@@ -186,7 +186,7 @@ def assert_one_run(shell, stdout, stderr, expected):
     assert read(run_dir, "plan.json")["world_size"] == 2
     assert read(run_dir, "status.json")["state"] == "finished"
     message = [line for line in stdout.splitlines() if line.startswith("step ")]
-    assert len(message) == len(set(message)), "nothing is said twice"
+    assert len(message) == len(set(message)), "a line was printed twice"
     assert sum("step 1/3" in line for line in message) == 1
     assert "Warning" not in stderr
     assert "Traceback" not in stderr
@@ -282,7 +282,7 @@ def test_sample_draws_digits_from_a_checkpoint(digits, run_command):
     stderr = run_command(f"run={digits}", "prompt=hello", module="foundry.sample", code=2)[1]
     assert stderr.startswith("prompt: is not an option of objective Diffusion")
     stderr = run_command(f"run={digits}", "which=7", module="foundry.sample", code=2)[1]
-    assert "has no checkpoint '7'; there are: " in stderr
+    assert "has no checkpoint '7'; available: " in stderr
     assert "step_00000005" in stderr
 
 

@@ -100,7 +100,7 @@ def test_another_search_in_the_same_sweep_dir_is_refused(undisturbed):
     _, stderr = shell.run(*SEARCH, "hparams.lr=interval(1e-4,1e-1)", "hydra.sweeper.direction=maximize", code=2)
     (line,) = stderr.splitlines()
     assert line.startswith("hydra.sweep.dir: is sweep, which contains a search with hparams.lr FloatDistribution(")
-    assert "direction minimize; give that" in line
+    assert "direction minimize; use these settings, or another folder" in line
     _, stderr = shell.run(*SEARCH, "hparams.grad_clip_norm=0.5", code=2)
     assert "contains this sweep with hparams.grad_clip_norm: 1 -> 0.5 in job 0" in stderr
     assert {path: path.stat().st_mtime_ns for path in sweep.rglob("*")} == before

@@ -90,7 +90,7 @@ def test_repeated_sweep_command_runs_only_unfinished_jobs(shell):
     assert (sweep / "0" / "result.json").stat().st_mtime_ns == finished
     assert "1 of 3 jobs have already finished" in stdout
     shell.run("-m", *TINY, "hparams.lr=5e-4,1e-3")
-    assert len(states(sweep)) == 3, "what an earlier start has run stays in the table"
+    assert len(states(sweep)) == 3, "jobs of an earlier start are missing in the table"
 
 
 @pytest.mark.long

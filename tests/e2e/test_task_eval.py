@@ -1,4 +1,4 @@
-"""`foundry.eval tasks=[...]`: the lm_eval results of a run equal those of its export."""
+"""`foundry.eval tasks=[...]`: a run and its export have the same lm_eval results."""
 
 import importlib.util
 import json

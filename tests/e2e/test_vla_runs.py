@@ -69,7 +69,7 @@ def finished(settings, vlm, folder):
 
 def weights(run_dir):
     with safe_open(run_dir / "model.safetensors", "pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 # it is no mapping
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 # not a mapping
 
 
 def test_vla_backbone_init_from_a_run_takes_its_weights_and_tokenizer(settings, vlm, tmp_path):
@@ -130,7 +130,7 @@ def test_vla_backbone_refuses_another_tokenizer(settings, vlm, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["model.backbone.init_from=/nowhere"], "model.backbone.init_from: is /nowhere but there is no such file"),
+        (["model.backbone.init_from=/nowhere"], "model.backbone.init_from: is /nowhere, which does not exist"),
         (
             ["model.backbone.init_from=VLM", "peft=lora"],
             "model.backbone.init_from: is VLM but peft=lora saves only adapters",

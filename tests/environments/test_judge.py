@@ -36,7 +36,7 @@ class Length:
         return [self._score(answer) for answer in answers]
 
     def _score(self, answer):
-        print("what is printed disturbs nobody")
+        print("printed text is discarded")
         match answer.text:
             case "raise":
                 raise ValueError("no judge\\nat home")

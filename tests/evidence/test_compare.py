@@ -36,7 +36,7 @@ def test_compare_finds_the_working_tree_equal_to_head(capsys):
     try:
         subprocess.run(["git", "rev-parse", "HEAD"], cwd=compare.ROOT, check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
-        pytest.skip("this is no clone of git")
+        pytest.skip("this is not a git clone")
     assert compare.main("HEAD", "fsdp") == 0
     assert capsys.readouterr().out == "pretrain: equal\nfsdp: equal\n"
 

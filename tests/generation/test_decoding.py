@@ -54,7 +54,7 @@ def test_each_stop_token_ends_a_continuation(model):
     handle = model.register_forward_hook(lambda *_: calls.append(1))
     assert found == continued(model, max_new_tokens=20, stop_ids=stop, in_lockstep=True)
     handle.remove()
-    assert len(calls) == 20, "a rank whose texts have ended goes on, for the others"
+    assert len(calls) == 20, "a rank stopped before the other ranks had finished"
 
 
 def test_samples_do_not_depend_on_batches_or_order(model):

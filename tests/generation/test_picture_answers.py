@@ -11,7 +11,7 @@ from foundry.generation.picture_answers import PictureAnswers
 
 def answers(count, **changes):
     images = torch.arange(count * 3 * 8 * 8).reshape(count, 3, 8, 8).to(torch.uint8)
-    texts = {"questions": ("where ?",) * count, "answers": ("here",) * count, "truths": ("here",) * count}
+    texts = {"questions": ("which ?",) * count, "answers": ("here",) * count, "truths": ("here",) * count}
     return PictureAnswers(images=images, **{**texts, **changes})
 
 
@@ -47,12 +47,12 @@ def test_correct_answer_is_green_and_wrong_answer_red(tmp_path):
 def test_answer_with_any_characters_can_be_drawn(answer, tmp_path):
     found = answers(2, answers=(answer, "here"))
     assert found.save(tmp_path / "found").stat().st_size > 1000
-    assert found.text.startswith("where ?\nanswer: ")
+    assert found.text.startswith("which ?\nanswer: ")
 
 
 def test_answer_text_includes_the_reference_if_known():
     found = answers(2, truths=("there", None))
-    assert found.text == "where ?\nanswer: here\nreference: there\n\nwhere ?\nanswer: here"
+    assert found.text == "which ?\nanswer: here\nreference: there\n\nwhich ?\nanswer: here"
 
 
 def test_each_prompt_is_continued_with_its_own_image():

@@ -39,7 +39,7 @@ def fail_on_rank_one():
 
     with process_group(Distributed(), DeviceKind.cpu) as world:
         if world.rank == 1:
-            raise ValueError("no such token: 99")
+            raise ValueError("unknown token: 99")
         world.all_reduce_sum(torch.ones(1))
 
 
@@ -51,7 +51,7 @@ def fail_with_exit_handlers():
     c = ctypes.CDLL(None)
     assert c.__cxa_atexit(ctypes.cast(c.puts, ctypes.c_void_p), ctypes.c_char_p(b"handler of C++"), None) == 0
     atexit.register(sys.stderr.write, "handler of Python\n")
-    raise ValueError("no such token: 99")
+    raise ValueError("unknown token: 99")
 
 
 def fail_and_say_whether_the_group_is_left():
@@ -65,7 +65,7 @@ def fail_and_say_whether_the_group_is_left():
     try:
         with process_group(Distributed(), DeviceKind.cpu) as world:
             if world.rank == 1:
-                raise ValueError("no such token: 99")
+                raise ValueError("unknown token: 99")
             world.all_reduce_sum(torch.ones(1))
     except ValueError as error:
         raise ValueError(f"{error}, in a group: {dist.is_initialized()}") from error

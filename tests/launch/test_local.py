@@ -50,20 +50,20 @@ def test_worker_failed_names_the_rank_that_failed_first(capfd):
     with pytest.raises(WorkerFailed) as caught:
         run_local(2, fail_on_rank_one)
     assert caught.value.rank == 1
-    assert str(caught.value) == "rank 1 failed: ValueError: no such token: 99"
+    assert str(caught.value) == "rank 1 failed: ValueError: unknown token: 99"
     assert "in fail_on_rank_one" in caught.value.trace
     assert capfd.readouterr().err == ""
 
 
 def test_failing_rank_skips_the_destructors_of_its_libraries(capfd):
-    with pytest.raises(WorkerFailed, match="no such token: 99"):
+    with pytest.raises(WorkerFailed, match="unknown token: 99"):
         run_local(1, fail_with_exit_handlers)
     assert capfd.readouterr() == ("", "handler of Python\n")
 
 
 @pytest.mark.long
 def test_failing_rank_reports_its_error_before_it_leaves_the_group():
-    with pytest.raises(WorkerFailed, match=r"no such token: 99, in a group: True"):
+    with pytest.raises(WorkerFailed, match=r"unknown token: 99, in a group: True"):
         run_local(2, fail_and_say_whether_the_group_is_left)
 
 

@@ -90,7 +90,7 @@ def test_submitit_local_tasks_train_together(sweeps):
     ("visible", "settings", "message"),
     [
         ("0", [], "has no value, so submitit would hide this machine's GPUs; set one for each process"),
-        ("0", ["gpus_per_node=2", "tasks_per_node=2"], "is 2 but 1 GPUs are visible here"),
+        ("0", ["gpus_per_node=2", "tasks_per_node=2"], "is 2 but the number of visible GPUs is 1"),
         ("GPU-8932f937", ["gpus_per_node=1"], "is 1 but submitit needs CUDA_VISIBLE_DEVICES as numbers, not GPU-8932f"),
         (
             "0,1",

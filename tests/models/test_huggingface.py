@@ -262,7 +262,7 @@ def test_model_folder_with_missing_weights_is_refused(tmp_path):
     del state["model.layers.0.mlp.up_proj.weight"]
     save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
     model.hf_config().save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"lacks 1 weights .* model\.layers\.0\.mlp\.up_proj\.weight"):
+    with pytest.raises(ConfigError, match=r"lacks 1 weight .* model\.layers\.0\.mlp\.up_proj\.weight"):
         make(path=str(tmp_path))
 
 

@@ -161,7 +161,7 @@ def test_attention_dropout_uses_the_mask():
 
 @torch.no_grad()
 def test_padded_prompts_are_attended_by_their_bounds():
-    """The logits of padded prompts, and of the next token, match those of each prompt alone."""
+    """The logits of padded prompts, and of the next token, match the logits of each prompt alone."""
     model = make_model().eval()
     sequences = [torch.randint(0, VOCAB, (length,)) for length in (9, 1, 4, 9)]
     padding = torch.tensor([9 - len(sequence) for sequence in sequences])

@@ -136,7 +136,7 @@ def test_packed_dpo_matches_unpacked(options, dp_size, per_gpu):
     plain = step(model, objective, windows(pairs))
     packed = windows(pairs, CAPACITY, dp_size, per_gpu)
     check_equal(step(model, objective, packed), plain)
-    # Precomputed reference log-probabilities, without packing, equal those of each packed step.
+    # Precomputed reference log-probabilities, without packing, equal the values of each packed step.
     whole = held_out_batches(pairs, per_gpu_batch_size=4, dp_rank=0, dp_size=1, max_samples=None)
     column = torch.cat([objective.precompute(part)["reference"] for part in whole])
     joined = windows(WithColumns(pairs, {"reference": column}), CAPACITY, dp_size, per_gpu)

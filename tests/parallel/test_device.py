@@ -30,26 +30,29 @@ from foundry.parallel.process_group import _device, process_group
 
 
 @pytest.mark.parametrize(
-    ("count", "variables", "index"),
+    ("count", "variables", "expected"),
     [
         (8, {}, 1),
         (1, {"CUDA_VISIBLE_DEVICES": "1"}, 0),  # As set by a script that starts one process per GPU.
-        (1, {}, None),
-        (1, {"CUDA_VISIBLE_DEVICES": "1", STORE: "somewhere"}, None),  # foundry's own processes would share it
+        (1, {}, "torchrun --nproc-per-node"),
+        # foundry's own processes would share it
+        (1, {"CUDA_VISIBLE_DEVICES": "1", STORE: "somewhere"}, "distributed.nproc_per_node"),
     ],
 )
-def test_only_visible_gpu_is_used_if_the_user_restricted_visibility(monkeypatch, count, variables, index):
+def test_only_visible_gpu_is_used_if_the_user_restricted_visibility(monkeypatch, count, variables, expected):
     place = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for name, value in {**place, "MASTER_PORT": "29500", **variables}.items():
         monkeypatch.setenv(name, value)
     FakeGpus(count=count).replace_torchs(monkeypatch)
     gpu = torch.device("cuda")
-    if index is None:
-        with pytest.raises(ConfigError, match="this node has 1 GPUs"):
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError) as refused:
             _device(detect(), gpu)
+        message = f"{expected}: is 2 but this node has 1 GPU; set it to 1, or device=cpu"
+        assert str(refused.value) == message
     else:
-        assert _device(detect(), gpu) == torch.device("cuda", index)
+        assert _device(detect(), gpu) == torch.device("cuda", expected)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone says it elsewhere too")

@@ -1,4 +1,4 @@
-"""Recorded fine-tuning cases: reading them, reasons why foundry does not offer some, and settings of the others.
+"""Recorded fine-tuning cases: reading them, reasons why foundry does not offer some, and settings of the rest.
 
 A file is `{"inputs": {name: ...}, "cases": [...]}`. The first part of a case's id is its kind; its
 configuration alone determines the system and the variant.
@@ -101,7 +101,7 @@ IMPORTANCE_WEIGHTS = {
 
 @cache
 def finetuning_cases() -> list[Case]:
-    """Return every case of foundry's own files and of FOUNDRY_GOLDENS, sorted by id, with its inputs."""
+    """Return all cases of the stored files and of FOUNDRY_GOLDENS, sorted by id, with its inputs."""
     cases: dict[str, Case] = {}
     for path in sorted({*OWN_FOLDER.glob("*.json"), *FOLDER.glob("*.json")}, key=str):
         cases |= {case["id"]: case for case in read_cases(path)}
@@ -159,7 +159,7 @@ def _policy(config: Case) -> Iterator[str]:
         return
     loss = config.get("loss_type", "dapo")
     if loss == "dr_grpo":
-        yield "a sum divided by the longest possible completion, not by what counts"
+        yield "a sum divided by the longest possible completion, not by the number of tokens"
     if loss == "bnpo":
         yield "a mean over the tokens of a microbatch, which depends on how the batch is cut"
     if loss not in TRL_POLICY_LOSSES:
@@ -175,7 +175,7 @@ def _divergence(config: Case) -> Iterator[str]:
 
 
 def is_nemo_policy(config: Case) -> bool:
-    """Return True for settings of NeMo-RL, whose cases list all settings; those of TRL omit defaults."""
+    """Return True for settings of NeMo-RL, whose cases list all settings; cases of TRL omit defaults."""
     return bool(config.keys() & (NEMO_POLICY | COUNTS))
 
 

@@ -12,7 +12,7 @@ from foundry.core.batch_sizes import BatchSizes
 
 @dataclass(frozen=True)
 class Difference:
-    """A kind of case in which foundry deliberately differs from Megatron.
+    """A deliberate difference from Megatron, with the cases that show it.
 
     Attributes:
         reason: reason of the difference.
@@ -26,7 +26,7 @@ class Difference:
 
 
 def differences_of(case: Case) -> list[str]:
-    """Return the names of the differences that apply to a case; the first decides what is checked."""
+    """Return the names of the differences that apply to a case; the first selects the check."""
     return [name for name, difference in DIFFERENCES.items() if difference.applies(case)]
 
 
@@ -169,7 +169,7 @@ def _old_bounds(case: Case) -> bool:
 DIFFERENCES = {
     "ramp_outlasts_run": Difference(
         "foundry never runs past train_samples, and refuses a ramp that the run does not finish, unless the horizon of "
-        "the schedule says that the run is one cut short",
+        "the schedule is longer than the run",
         _outlasts,
         ("train_iters/ramp_longer_than_training",),
     ),
@@ -240,7 +240,7 @@ DIFFERENCES = {
         "the run ends with its last whole batch, and the schedule with it", _partial, ("derive/samples_partial_last",)
     ),
     "ramped_lengths": Difference(
-        "under a ramp, lengths in steps count what these steps consume",
+        "under a ramp, lengths in steps count the samples of these steps",
         lambda case: _derived(case) is not None and bool(fields_of(case).get("rampup_batch_size")),
         (),
     ),
@@ -253,7 +253,7 @@ DIFFERENCES = {
         "the schedule that is resumed holds from the first update on", _stale, ("ckpt/use_checkpoint",)
     ),
     "old_bounds": Difference(
-        "what a checkpoint's parameter groups held is never read", _old_bounds, ("ckpt/override_group_bounds_stay",)
+        "parameter groups of a checkpoint are never read", _old_bounds, ("ckpt/override_group_bounds_stay",)
     ),
     "double_count": Difference(
         "the clock is restored, not added to",

@@ -1,4 +1,4 @@
-"""Checks of foundry's own behavior, by the name of the difference."""
+"""Checks of foundry's behavior in cases of a deliberate difference, by its name."""
 
 import re
 from collections.abc import Callable

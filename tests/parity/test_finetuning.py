@@ -1,4 +1,4 @@
-"""Fine-tuning numbers of other systems: every case of foundry's own files and of FOUNDRY_GOLDENS.
+"""Fine-tuning numbers of other systems: all cases of the stored files and of FOUNDRY_GOLDENS.
 
 The configuration of a case determines its check and whether foundry offers it, so that cases outside the files can be
 run too.
@@ -13,7 +13,7 @@ from finetuning_checks import CHECKS
 def test_finetuning_case_matches_the_recorded_numbers(case):
     kind = case["id"].split("/")[0]
     if kind not in CHECKS:
-        pytest.skip(f"{kind!r} is none of the kinds known here: {', '.join(CHECKS)}")
+        pytest.skip(f"{kind!r} is an unknown kind; known: {', '.join(CHECKS)}")
     if reason := not_offered(case):
         pytest.skip(f"not offered: {reason}")
     CHECKS[kind](case)

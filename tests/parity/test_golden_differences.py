@@ -39,7 +39,7 @@ NEARLY = {
     "no batch is rounded to nothing": changed(
         "rampup/start_below_dp_decrease", running_global_batch_size=[16, 16, 16, 16, 16, 48, 48, 64]
     ),
-    "a schedule that is none": changed("step_batch_error/no_colon", config={"global_batch_size": 16}),
+    "a valid schedule": changed("step_batch_error/no_colon", config={"global_batch_size": 16}),
     "a constant weight decay falls": changed("error/wd_decreasing", config={"wd_incr_style": "constant"}),
     "weight decay falls below 0": changed("error/wd_decreasing", config={"end_wd": -0.01}),
     "weight decay falls and the warm-up is too long": changed("error/wd_decreasing", config={"lr_warmup_steps": 1000}),

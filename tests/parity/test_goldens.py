@@ -12,7 +12,7 @@ from golden_instead import INSTEAD
 @pytest.mark.parametrize("case", cases(), ids=[case["id"] for case in cases()])
 def test_megatron_case_matches_the_recorded_numbers(case):
     if case["kind"] not in CHECKS:
-        pytest.skip(f"{case['kind']!r} is none of the kinds known here: {', '.join(CHECKS)}")
+        pytest.skip(f"{case['kind']!r} is an unknown kind; known: {', '.join(CHECKS)}")
     names = differences_of(case)
     (INSTEAD[names[0]] if names else CHECKS[case["kind"]])(case)
 

@@ -28,7 +28,7 @@ LAYOUTS = {
     "FSDP2 4 x 1": (4, 4, ["distributed=fsdp"]),
     "HSDP 2x2 x 2": (4, 2, ["distributed=hsdp"]),
 }
-# Peak learning rates at which twenty steps change the weights visibly.
+# Peak learning rates high enough that twenty steps change the weights visibly.
 OPTIMIZERS = {
     "muon": ["optimizer=muon"],
     "adamw": ["optimizer=adamw"],

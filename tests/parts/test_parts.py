@@ -6,8 +6,11 @@ from support.composition import configure
 from support.tiny import SMALL_LM
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from foundry.core.batch_sizes import BatchSizes
+from foundry.core.duration import Budget
 from foundry.parts.data import build_data
 from foundry.parts.model import build_model
+from foundry.parts.optimization import build_schedule
 
 SUMS = [*(word for word in SMALL_LM if not word.startswith("data.")), "data=arithmetic", "data.num_rows=16"]
 PROMPTS = [
@@ -55,3 +58,25 @@ def test_log_probs_of_a_policy_are_computed_in_chunks(chunk, tiles):
     with torch.no_grad(), Logits(config.model.vocab_size) as logits:
         model(tokens, tokens)
     assert logits.rows == tiles
+
+
+@pytest.mark.parametrize(
+    ("words", "steps", "setting"),
+    [
+        ([], 1, "scheduler.min_lr above 0"),
+        (["scheduler=linear"], 1, "scheduler.min_lr above 0"),
+        (["scheduler.warmup=1", "scheduler.evaluate_at=start"], 1, "scheduler.evaluate_at=end"),
+        (["scheduler.min_lr=1e-5"], 1, None),
+        (["scheduler=constant"], 1, None),
+        ([], 2, None),
+    ],
+)
+def test_only_step_with_learning_rate_0_is_a_warning_with_a_remedy(words, steps, setting, caplog):
+    config = configure("scheduler=cosine", "scheduler.warmup=0", "scheduler.min_lr=0", *words)
+    budget = Budget(total_samples=8 * steps, batch_sizes=BatchSizes.constant(8), samples_per_epoch=80)
+    schedule = build_schedule(config, budget)
+    rates = [schedule.lr(8 * step, 8 * step + 8) for step in range(steps)]
+    assert (max(rates) == 0) == (setting is not None)
+    message = "scheduler: the only step of the run has learning rate 0, so no weights change; train longer, such as"
+    expected = [] if setting is None else [f"{message} hparams.max_steps=2, or set {setting}"]
+    assert [line for line in caplog.messages if "learning rate 0" in line] == expected

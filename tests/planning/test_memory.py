@@ -339,7 +339,7 @@ def test_planned_gradients_follow_rounded_and_scheduled_batch_sizes(configure, o
 
 def test_plan_rejects_several_processes_without_a_strategy(configure):
     config = configure(*SMALL, "distributed=none")
-    with pytest.raises(ConfigError, match=r"distributed: is none but 2 processes"):
+    with pytest.raises(ConfigError, match=r"distributed: none is for one process but 2 processes"):
         plan(config, world_size=2)
 
 

@@ -138,12 +138,12 @@ def test_missing_compiler_error_names_the_remedy(run_command, monkeypatch, tmp_p
 
 def test_plan_json_is_kept_if_the_rehearsal_fails(run_command, monkeypatch):
     def fail(*arguments, **options):
-        raise RehearsalError("the run failed in its rehearsal: ValueError: no such thing")
+        raise RehearsalError("the run failed in its rehearsal: ValueError: unknown token")
 
     monkeypatch.setattr(rehearsal, "rehearse", fail)
     monkeypatch.setattr(rehearsal, "reason_not_to_load", lambda: None)
     _, stderr = run_command(*RUN, *BATCH, *REHEARSAL, module="foundry.plan", code=1)
-    assert stderr.splitlines()[-1] == "the run failed in its rehearsal: ValueError: no such thing"
+    assert stderr.splitlines()[-1] == "the run failed in its rehearsal: ValueError: unknown token"
     assert "rehearsal" not in json.loads((run_command.cwd / "plan" / "plan.json").read_text())
 
 

@@ -77,7 +77,7 @@ def test_failing_environment_ends_only_runs_that_train_on_rewards():
     assert (window.metrics["reward_missing"], window.metrics["reward_no_number"]) == (1.0, 16.0)
     with pytest.raises(ConfigError, match="gave no reward for any answer of a rollout"):
         make_source(make_objective(**PLAIN, ref_policy_kl_penalty=0.0), make_model(), judge=judge).next_window()
-    with pytest.raises(ConfigError, match="is none but the objective needs an environment"):
+    with pytest.raises(ConfigError, match="none is incompatible with the objective, which needs an environment"):
         make_source(make_objective(**PLAIN, ref_policy_kl_penalty=0.0), make_model(), judge=None)
 
 

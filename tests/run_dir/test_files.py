@@ -115,11 +115,21 @@ def test_make_folder_requires_an_existing_parent_by_default(tmp_path):
     assert make_folder(tmp_path / "new" / "run", parents=True).is_dir()
 
 
-def test_make_folder_rejects_a_symbolic_link(tmp_path):
+@pytest.mark.parametrize(
+    ("create", "kind"),
+    [
+        (lambda path: path.symlink_to("elsewhere"), "a symbolic link"),
+        (lambda path: path.symlink_to("missing"), "a symbolic link"),
+        (lambda path: path.write_text("kept"), "a file"),
+        (os.mkfifo, "a named pipe"),
+    ],
+)
+@pytest.mark.parametrize("parents", [False, True])
+def test_make_folder_rejects_paths_that_are_not_folders(tmp_path, create, kind, parents):
     (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "plots").symlink_to("elsewhere")
-    with pytest.raises(UnsafeFileError, match="is a symbolic link, not a folder"):
-        make_folder(tmp_path / "plots")
+    create(tmp_path / "plots")
+    with pytest.raises(UnsafeFileError, match=f"is {kind}, not a folder; remove it"):
+        make_folder(tmp_path / "plots", parents=parents)
 
 
 def test_in_hub_cache_follows_only_links_to_blobs_of_the_cache(tmp_path):

@@ -114,7 +114,7 @@ def test_sync_rejects_a_store_named_by_the_run_directory_only(run_dir, sent, cap
     given(run_dir, uri=uri)
     assert sync.run([f"dir={run_dir}"]) == 2
     message = capsys.readouterr().err
-    assert f"uri={uri}" in message, "it says what to do"
+    assert f"uri={uri}" in message, "the message has no remedy"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://mine.example")
     assert sync.run([f"dir={run_dir}"]) == 2
     assert sent == []
@@ -175,7 +175,7 @@ PENDING = {
     "text for a number": b'{"op": "metrics", "time_ms": "x", "step": 1, "values": {}}\n',
     "metrics of texts": b'{"op": "metrics", "time_ms": 1, "step": 1, "values": {"a": "b"}}\n',
     "params of lists": b'{"op": "params", "values": {"a": [1]}}\n',
-    "values that are none": b'{"op": "tags", "values": 5}\n',
+    "number for values": b'{"op": "tags", "values": 5}\n',
     "missing": b'{"op": "artifact"}\n',
     "deep": b"[" * 100_000 + b"\n",
     "zeros": bytes(2**20) + b"\n",

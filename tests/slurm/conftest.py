@@ -1,6 +1,6 @@
 """A real Slurm of two nodes on the loopback interface, with its state in a temporary folder; one per test process.
 
-Partition `urgent` preempts the others: jobs in `main` are requeued, jobs in `spare` are canceled. A requeued job may
+Partition `urgent` preempts jobs of the other partitions: `main` requeues them, `spare` cancels them. A requeued job may
 start after 7 seconds (cred_expire plus one) instead of the default two minutes.
 """
 
@@ -56,7 +56,7 @@ PartitionName=urgent Nodes=n[1-2] MaxTime=60 State=UP PriorityTier=10 PreemptMod
 
 @pytest.fixture(scope="session")
 def slurm(tmp_path_factory, worker_id):
-    """The environment in which `srun` reaches a running cluster."""
+    """Return environment variables with which `srun` reaches a running cluster."""
     for program in ("slurmctld", "slurmd", "srun"):
         if shutil.which(program) is None:
             pytest.skip(f"needs Slurm: {program} is not installed")

@@ -1,4 +1,4 @@
-"""Every way in which a job may end on a real Slurm, with its recorded state and reason."""
+"""Ends of jobs on a real Slurm, with the recorded state and reason of each."""
 
 import json
 import os

@@ -14,5 +14,5 @@ def test_sweep_with_an_invalid_job_submits_nothing_to_slurm(cluster):
         cluster.finish(cluster.sweep(*SLURM, *overrides), code=2)
         assert_said(name, cluster.output)
     left = {path.name for path in set(cluster.cwd.rglob("*")) - files}
-    assert left <= {"said.txt", f"slurm-{before}.out"}, "but for Slurm's own file of the job that asked for its number"
+    assert left <= {"said.txt", f"slurm-{before}.out"}, "more files than next_job_id() creates"
     assert cluster.next_job_id() == before + 1

@@ -1,4 +1,4 @@
-"""Writes tests/stored/lerobot-0.4.4 with LeRobot itself, which needs an environment of its own (torch below 2.11).
+"""Writes tests/stored/lerobot-0.4.4 with LeRobot itself, which needs a separate environment (torch below 2.11).
 
 `pip install lerobot==0.4.4`, then `python tests/stored/write_lerobot.py`: two folders, pictures in rows and in videos.
 """

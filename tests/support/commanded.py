@@ -16,4 +16,4 @@ class Commanded(Reach):
         return observation
 
     def describe(self, draw: np.random.Generator):
-        return [("where is the goal ?", "left" if self._now.goal[0] < 0 else "right")]
+        return [("the goal is where ?", "left" if self._now.goal[0] < 0 else "right")]

@@ -39,7 +39,7 @@ def stop():
 
 
 def fail():
-    raise ValueError("first line\nno such token: 99")
+    raise ValueError("first line\nunknown token: 99")
 
 
 def ask_for_memory():

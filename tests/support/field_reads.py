@@ -2,7 +2,7 @@
 
 Every process that imports this package reads `FOUNDRY_FIELDS`, including ranks and warm commands:
 
-- `record:FOLDER` records each test in which a run uses a field with a non-default value;
+- `record:FOLDER` records each test that has a run with a non-default value of a field;
 - `ignore:KEY` gives every run the default of one field, such as `DDP.bucket_cap_mb`; `ignore:KEY@READER` is limited to
   one module, such as `DDP.bucket_cap_mb@parallel/wrap.py`, or to the construction of parts with `@build`;
 - `on` prepares the fields; `state` controls them.

@@ -131,7 +131,7 @@ def test_refusals_merge_numeric_values_with_the_same_error(sweep):
 
 def test_refusals_merge_text_values_with_the_same_error():
     jobs = [Job(swept=(f"data.path=file_{name}.txt",)) for name in "abcdef"]
-    wrong = [ConfigError(Violation("data.path", f"is {job.swept[0][10:]} but there is no such file")) for job in jobs]
+    wrong = [ConfigError(Violation("data.path", f"is {job.swept[0][10:]}, which does not exist")) for job in jobs]
     (line,) = refusals(jobs, wrong)
     assert "6 of 6 jobs, with different values" in str(line)
     assert len(refusals(jobs[:3], wrong[:3])) == 3

@@ -1,3 +1,4 @@
+import io
 import json
 import math
 import tracemalloc
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 from support.examples import examples
 
 from foundry.run_dir.strict_json import encode
+from foundry.tracking import metrics_file
 from foundry.tracking.metrics_file import MetricsFile, iterate_metrics, read_curve, read_metrics, read_step
 
 
@@ -84,6 +86,24 @@ def test_resume_removes_records_of_steps_after_the_checkpoint(events):
     resumed.on_step(events.step(4))
     path = events.run_dir / "metrics.jsonl"
     assert [strict(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 4]
+
+
+def test_resume_removes_a_line_longer_than_any_record_whole(events, monkeypatch):
+    monkeypatch.setattr(metrics_file, "_LONGEST_LINE", 64)
+    path = events.run_dir / "metrics.jsonl"
+    hidden = '{"step": 1, "loss": 2.0}'  # read as a line of its own, it would be a record
+    path.write_text('{"step": 1, "loss": 1.0}\n' + "x" * 64 + hidden + "\n" + '{"step": 2, "loss": 1.0}\n')
+    MetricsFile(run_dir=events.run_dir).on_start(events.start(step=2))
+    assert path.read_text() == '{"step": 1, "loss": 1.0}\n{"step": 2, "loss": 1.0}\n'
+
+
+def test_resume_bounds_the_memory_for_one_line(tmp_path):
+    class Unbounded(io.BytesIO):
+        def __next__(self):
+            raise AssertionError("a line of any length was read")
+
+    lines = list(metrics_file._bounded_lines(Unbounded(b"x" * 3 * 2**20 + b"\n{}\n")))
+    assert lines == [b"", b"{}\n"]
 
 
 def test_read_metrics_keeps_the_last_record_of_a_repeated_step(events):

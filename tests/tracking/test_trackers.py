@@ -31,7 +31,7 @@ class Csv:
 
 class Broken:
     def on_step(self, event):
-        raise LookupError("no such table")
+        raise LookupError("unknown table")
 """
 
 
@@ -159,8 +159,8 @@ def test_exception_of_a_tracker_is_a_warning(tmp_path, caplog):
     own = ["tracking=none", "+tracking.trackers.broken._target_=owntrackers.Broken"]
     with caplog.at_level(logging.WARNING):
         assert run(compose([*QUIET, *own]), tmp_path / "run").result["step"] == 2
-    assert [record.getMessage() for record in caplog.records if "no such table" in record.getMessage()] == [
-        "broken.on_step: LookupError: no such table (the run continues; logged once)"
+    assert [record.getMessage() for record in caplog.records if "unknown table" in record.getMessage()] == [
+        "broken.on_step: LookupError: unknown table (the run continues; logged once)"
     ]
 
 

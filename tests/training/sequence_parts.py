@@ -1,4 +1,4 @@
-"""A tiny task whose runs take milliseconds, with places where they can be killed."""
+"""A tiny task whose runs take milliseconds, with points where they can be killed."""
 
 import os
 import signal

@@ -92,11 +92,11 @@ def test_graphs_compiled_for_later_shapes_are_reported(caplog):
         step(size)
     assert warnings() == []
     step(3, 5)
-    assert warnings() == ["torch.compile has compiled 1 more graphs a"]
+    assert warnings() == ["torch.compile has compiled 1 more graph af"]
     step(3, 5)
-    assert warnings() == ["torch.compile has compiled 1 more graphs a"]
+    assert warnings() == ["torch.compile has compiled 1 more graph af"]
     step(3, 5, 6)
-    assert warnings() == ["torch.compile has compiled 1 more graphs a", "torch.compile has compiled 2 more graphs a"]
+    assert warnings() == ["torch.compile has compiled 1 more graph af", "torch.compile has compiled 2 more graphs a"]
 
 
 def test_run_without_compiled_blocks_counts_no_graphs(caplog):

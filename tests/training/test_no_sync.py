@@ -66,7 +66,7 @@ def build_step(overrides, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("model", MODELS)
 def test_ten_accumulated_steps_wait_for_nothing(model, device):
-    """On a CPU, where the guard reads loss and gradient, reads are counted; on a GPU a synchronization is an error."""
+    """On a CPU the guard reads loss and gradient, and reads are counted; on a GPU a synchronization is an error."""
     config, step, averages = build_step(MODELS[model], device)
 
     def take(number):

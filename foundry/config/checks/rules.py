@@ -269,14 +269,15 @@ def _missing_paths(node: Any, key: str) -> Iterator[Violation]:
         elif item.metadata.get("path"):
             verb, reads_urls = "has" if isinstance(value, list) else "is", item.name in getattr(node, "urls", ())
             for path in listed_paths(value):
+                wrong = None
                 if reads_urls and is_url(path):
-                    wrong = why_no_url(path)
-                else:
-                    wrong = None if _exists(path) else "there is no such file or folder"
+                    if reason := why_no_url(path):
+                        wrong = f" but {reason}"
+                elif not _exists(path):
                     hint = hub_hint(path) if reads_urls else download_hint(path)
-                    wrong = wrong and f"{wrong}{hint}"
-                if wrong is not None:
-                    yield Violation(f"{key}.{item.name}", f"{verb} {shown(path)} but {wrong}")
+                    wrong = f", which does not exist{hint or '; give an existing file or folder'}"
+                if wrong:
+                    yield Violation(f"{key}.{item.name}", f"{verb} {shown(path)}{wrong}")
 
 
 def _exists(path: str) -> bool:

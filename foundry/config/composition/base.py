@@ -109,7 +109,8 @@ def resolve_base(folder: Path, which: str, trust: bool, keys: BaseKeys) -> DictC
 
 def _check_base(folder: Path, which: str, trust: bool, keys: BaseKeys) -> Iterator[Violation]:
     if not folder.is_dir():
-        yield Violation(keys.path, f"is {shown(folder)} but there is no such folder{download_hint(str(folder))}")
+        remedy = download_hint(str(folder)) or "; give a run directory or a transformers folder"
+        yield Violation(keys.path, f"is {shown(folder)}, which does not exist{remedy}")
         return
     if not (folder / "config.json").is_file():
         if (folder / "adapter_config.json").is_file():

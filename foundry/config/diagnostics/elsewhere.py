@@ -156,7 +156,7 @@ def _told(key: str, rows: Sequence[Name], value: str | None, known: Collection[s
     for row in rows:
         if row.note and not row.ours:
             whose = "it" if row.system == OTHERS else f"{row.key} of {row.system}"
-            return f"; {whose} has no counterpart: {row.note}"
+            return f"; {whose} has no direct counterpart: {row.note}"
     if groups := {key for row in rows for key in row.settings if options(key)}:
         group = min(groups)
         return f"; choose {group}= from {', '.join(options(group))}"

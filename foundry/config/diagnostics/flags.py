@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from foundry.config.composition.start_dir import check_start_dir
-from foundry.core.errors import ConfigError, Violation, shown
+from foundry.core.errors import ConfigError, Violation, nearest, shown
 
 HYDRA_FLAGS = {
     "--help": 0,
@@ -160,6 +160,7 @@ def refuse(flag: Flag, find: Callable[[str], str | None]) -> Violation:
         folder = f"--config-dir {path.parent} --config-name {path.stem}"
         return Violation(flag.text, f"is not a valid argument; write {folder}")
     told = did_you_mean(flag.key, meanings(), GROUPS, value=flag.value, options=own_options)
+    told = told or nearest(flag.text.partition("=")[0].split()[0], [name for name in HYDRA_FLAGS if name[:2] == "--"])
     return Violation(flag.text, f"is not a valid argument{told or '; give settings as key=value'}")
 
 

@@ -68,7 +68,9 @@ class Rollouts:
             options = ", ".join(option for option in own_options("environment") if option != "none")
             remedy = f"choose an option ({options}), or set _target_"
             yield Violation(
-                "environment", f"is none but objective {name} needs an environment that scores completions; {remedy}"
+                "environment",
+                f"none is incompatible with objective {name}, which needs an environment that scores completions; "
+                f"{remedy}",
             )
         rollout, updates = self.samples_per_rollout, self.updates_per_rollout
         if hparams.batch_schedule is not None or hparams.batch_ramp.start is not None:

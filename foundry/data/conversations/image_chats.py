@@ -19,7 +19,7 @@ from foundry.data.conversations.chats import RowForm, chat_splits
 from foundry.data.conversations.examples import BadRowError
 from foundry.data.conversations.messages import check_template_columns, read_messages, trained_segments
 from foundry.data.images.picture_examples import RowPictures
-from foundry.data.images.pictures import read_picture
+from foundry.data.images.pictures import read_picture, unreadable
 from foundry.data.io.cached_folder import cached_folder
 from foundry.data.io.file_digests import file_digests
 from foundry.data.io.row_source import RowSource, find_rows
@@ -82,7 +82,7 @@ def _read_pictures(source: RowSource, size: int, cache_dir: str) -> tuple[RowPic
             if not file.is_file():
                 missing[str(file)] = "is not a file"
         except (OSError, ValueError) as error:  # a name that no file can have
-            missing[str(file)] = getattr(error, "strerror", None) or str(error)
+            missing[str(file)] = f"cannot be read: {getattr(error, 'strerror', None) or error}"
     there = [file for file in files if str(file) not in missing]
     digests = dict(zip(there, file_digests(there, cache_dir), strict=True))
     listed = b"".join(digests.get(file, bytes(32)) for file in files)
@@ -121,7 +121,7 @@ def _fill(files: Sequence[Path], missing: Mapping[str, str], size: int, folder: 
                 raise ValueError(missing[str(file)])
             images[number] = read_picture(file, size=size, channels=3, fit=PictureFit.stretch)
         except (OSError, ValueError) as error:
-            wrong[number] = getattr(error, "strerror", None) or str(error)
+            wrong[number] = unreadable(error)
     images.flush()
     (folder / _WRONG).write_text(json.dumps(wrong))
     return _IMAGES, _WRONG

@@ -141,7 +141,7 @@ class _Reader:
     def _fits(self, row: Row, tokens: Sequence[int]) -> bool:
         most = self.seq_len - self.max_new_tokens
         if len(tokens) > most:
-            room = f"data.seq_len={self.seq_len} leaves for it beside a completion of {self.max_new_tokens}"
+            room = f"data.seq_len={self.seq_len} leaves beside a completion of {self.max_new_tokens}"
             self._note(row, "longer than the context", f"has {len(tokens)} tokens, more than the {most} that {room}")
         elif not tokens:
             self._note(row, "no token", "has no token")

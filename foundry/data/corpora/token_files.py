@@ -149,7 +149,7 @@ def _opened(file: Path, dtype: TokenDtype, key: str) -> _TokenFile:
     try:
         return _from_npy(file) if file.suffix == ".npy" else _from_bin(file, np.dtype(dtype.name))
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
+        reason = f"cannot be read: {error.strerror}" if isinstance(error, OSError) and error.strerror else error
         raise ConfigError(Violation(key, f"{file} {reason}; create it again or leave it out")) from None
 
 

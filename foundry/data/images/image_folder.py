@@ -17,10 +17,10 @@ from torch import Tensor
 from foundry.config.configured import configured_by
 from foundry.config.image_folder import class_folders
 from foundry.config.schemas.data import ImageFolder as ImageFolderSettings
-from foundry.core.errors import ConfigError, Violation, listed, shown
+from foundry.core.errors import ConfigError, Violation, counted, listed, shown
 from foundry.data.dataset import BatchDataset, Dataset, WrappedDataset
 from foundry.data.images.digits import stratified_split
-from foundry.data.images.pictures import SUFFIXES, read_picture
+from foundry.data.images.pictures import SUFFIXES, read_picture, unreadable
 from foundry.data.io.cached_folder import cached_folder
 from foundry.data.io.file_digests import file_digests
 from foundry.data.io.mapped_files import MapsFiles
@@ -118,7 +118,7 @@ def image_folder(settings: ImageFolderSettings, *, seed: int = 0) -> DataSplits:
     size, channels, fit = settings.image_size, settings.num_channels, settings.fit
     folders = class_folders(path)
     if settings.num_classes != len(folders):
-        has = f"{path} has {len(folders)} folders"
+        has = f"{path} has {counted(len(folders), 'folder')}"
         raise ConfigError(Violation("data.num_classes", f"is {settings.num_classes} but {has}; leave it out"))
     root, files, labels, ignored = Path(path).expanduser(), list[Path](), list[int](), 0
     for label, folder in enumerate(folders):
@@ -215,6 +215,5 @@ def _read(read: Callable[[Path], NDArray[np.uint8]], file: Path) -> NDArray[np.u
     try:
         return read(file)
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        message = f"has {shown(str(file))}, which {reason}; remove or rename it"
+        message = f"has {shown(str(file))}, which {unreadable(error)}; remove or rename it"
         raise ConfigError(Violation("data.path", message)) from None

@@ -40,8 +40,19 @@ def decode_picture(content: bytes, size: tuple[int, int]) -> Pixels:
             if picture.size != size[::-1]:
                 raise ValueError(f"is {picture.size[1]} by {picture.size[0]} pixels, not {size[0]} by {size[1]}")
             return np.asarray(picture.convert("RGB"))
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+    except (SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(f"is not an image: {error}") from None
+
+
+def unreadable(error: OSError | ValueError) -> str:
+    """Return the predicate of a message about an unreadable image, such as `cannot be read: Input/output error`.
+
+    Args:
+        error: exception of `read_picture`. Its own predicate, such as `is not an image`, is kept.
+    """
+    is_predicate = isinstance(error, (UnsafeFileError, ValueError))
+    reason = getattr(error, "strerror", None) or str(error)
+    return reason if is_predicate else f"cannot be read: {reason}"
 
 
 def read_picture(file: Path, *, size: int, channels: int, fit: PictureFit) -> Pixels:
@@ -71,9 +82,11 @@ def read_picture(file: Path, *, size: int, channels: int, fit: PictureFit) -> Pi
                 drawn = picture.convert("RGBA")
                 picture = Image.alpha_composite(Image.new("RGBA", drawn.size, "white"), drawn)
             picture = picture.convert("RGB" if channels == 3 else "L")
-    except (FileNotFoundError, UnsafeFileError):
-        raise
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+    except OSError as error:
+        if error.strerror is not None:  # of the system, not of Pillow
+            raise
+        raise ValueError(f"is not an image: {error}") from None
+    except (SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(f"is not an image: {error}") from None
     box = None
     if fit is PictureFit.crop:

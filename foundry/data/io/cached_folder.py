@@ -3,6 +3,7 @@
 import errno
 import json
 import logging
+import os
 import re
 import shutil
 import tempfile
@@ -43,8 +44,8 @@ def cached_folder(cache_dir: str, name: str, fill: Callable[[Path], tuple[str, .
         what: the content of the folder, for messages.
 
     Raises:
-        ConfigError: the cache cannot be written. Exceptions of `fill` are not caught, except OSError and
-            NotImplementedError, which become ConfigError.
+        ConfigError: the cache cannot be written, or `fill` raises an OSError about another file. Its other exceptions
+            are not caught.
     """
     folder = Path(cache_dir).expanduser().resolve() / name
     try:
@@ -55,7 +56,7 @@ def cached_folder(cache_dir: str, name: str, fill: Callable[[Path], tuple[str, .
                 if (damage := find_damage(folder)) is not None:
                     if damage:
                         log.warning("%s: %s; creating the %s again", folder, damage, what)
-                    _make(folder, fill)
+                    _make(folder, fill, what)
     except (OSError, NotImplementedError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         message = (
@@ -73,17 +74,37 @@ def _give_way() -> None:
         time.sleep(_HEAD_START_SECONDS)
 
 
-def _make(folder: Path, fill: Callable[[Path], tuple[str, ...]]) -> None:
-    """Create the folder; the caller holds the lock."""
+def _make(folder: Path, fill: Callable[[Path], tuple[str, ...]], what: str) -> None:
+    """Create the folder; the caller holds the lock.
+
+    Raises:
+        ConfigError: `fill` cannot read a file outside of the cache.
+        OSError: the cache cannot be written.
+    """
     sweep_temporaries(folder.parent)
     temporary = temporary_for(folder)
     with ExitStack() as held:
         held.callback(shutil.rmtree, temporary, ignore_errors=True)
         lock(temporary, held)  # marks the folder as in use for `sweep_temporaries`
-        seal(temporary, fill(temporary))
+        try:
+            names = fill(temporary)
+        except OSError as error:
+            if _is_about(folder.parent, error):
+                raise
+            source = "" if error.filename is None else f"{error.filename}: "
+            message = f"the {what} cannot be created: {source}{error.strerror or error}; check the source of the data"
+            raise ConfigError(Violation("data", message)) from error
+        seal(temporary, names)
         temporary.chmod(0o755)
         (temporary / LOCK).unlink()
         publish(temporary, folder)
+
+
+def _is_about(folder: Path, error: OSError) -> bool:
+    """Return True if an error concerns a file in the folder, or can only occur while writing."""
+    if error.filename is None:
+        return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+    return Path(os.fsdecode(error.filename)).is_relative_to(folder)
 
 
 def seal(folder: Path, names: tuple[str, ...]) -> None:

@@ -16,7 +16,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from foundry.config.configured import configured_by
 from foundry.config.schemas.model import HuggingFace as HuggingFaceSettings
-from foundry.core.errors import ConfigError, Violation
+from foundry.core.errors import ConfigError, Violation, counted
 from foundry.core.foreign import ForeignData
 from foundry.models.documents import Documents
 from foundry.models.flops import matmul_flops
@@ -328,7 +328,7 @@ def _load(path: str, config: PreTrainedConfig) -> PreTrainedModel:
             output_loading_info=True,
         )
     if missing := sorted(loading["missing_keys"]):
-        message = f"{path!r} lacks {len(missing)} weights of {type(model).__name__}, such as {missing[0]}"
+        message = f"{path!r} lacks {counted(len(missing), 'weight')} of {type(model).__name__}, such as {missing[0]}"
         raise ConfigError(Violation("model.path", message))
     ignored = model._keys_to_ignore_on_load_unexpected or ()
     if wrong := find_wrong_types(types, loading["unexpected_keys"], ignored, _integral_buffers(model)):

@@ -140,7 +140,7 @@ def _in_simulator(restored: Restored, path: Path, key: str, simulator: Callable[
         node = simulator(field_of(restored.config.data, "image_size"))
         restored = replace(restored, config=replace(restored.config, simulator=node))
     if field_of(restored.config.simulator, "_target_") is None:
-        message = f"is {path}, whose simulator is none"
+        message = f"is {path}, a run with simulator=none"
         remedy = "choose one, such as simulator=around, or measure the loss on episodes with data=lerobot data.path=DIR"
         raise ConfigError(Violation(key, f"{message}; {remedy}"))
     if simulator is not None:

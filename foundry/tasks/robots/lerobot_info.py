@@ -125,7 +125,8 @@ def read_info(path: str) -> LeRobotInfo:
     if not file.is_file():
         message = f"is {shown(path)}, which has no {INFO}; give the folder of a LeRobot dataset"
         if not folder.is_dir():
-            message = f"is {shown(path)} but there is no such folder{download_hint(path, of_data=True)}"
+            remedy = download_hint(path, of_data=True) or "; give the folder of a LeRobot dataset"
+            message = f"is {shown(path)}, which does not exist{remedy}"
         elif (folder / "meta/info.jsonl").exists() or (folder / "meta_data").exists():
             message = (
                 f"is {shown(path)}, a LeRobot dataset of version 1, which is not supported; record or convert it again"

@@ -35,7 +35,7 @@ def model(image_size=None) -> PolicyDiT:
 
 
 def microbatch(count: int = 16, first: int = 0, image_size=None):
-    """Return samples without padding up to the ninth; the others have 1, 2, ... padded actions."""
+    """Return samples without padding up to the ninth; later samples have 1, 2, ... padded actions."""
     generator = torch.Generator().manual_seed(1)
     batch = {
         "actions": torch.rand(16, HORIZON, ACTION_DIM, generator=generator) * 2 - 1,

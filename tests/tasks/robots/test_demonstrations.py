@@ -186,7 +186,7 @@ def test_demonstration_folder_records_robot_type_fps_and_task(tmp_path):
 @pytest.mark.parametrize(
     ("simulator", "changed", "message"),
     [
-        (None, {}, "simulator: is none but data=demonstrations needs a simulator with an expert"),
+        (None, {}, "simulator: none is incompatible with data=demonstrations, which needs a simulator with an expert"),
         (Untaught, {}, r"data: is demonstrations but Untaught has no expert_action\(\); .*data=lerobot"),
         (Inept, {}, r"data\.noise: is 0\.05 but the expert of Inept has failed in 2\d of 2\d episodes"),
         (Reach, {"state_dim": 5}, r"data\.state_dim: is 5 but Reach has 4"),

@@ -138,7 +138,7 @@ def test_missing_simulator_packages_name_the_extra(monkeypatch):
 
 def test_missing_import_module_is_refused():
     said = refusal(*OWN, "simulator.id=X-v0", "simulator.import_module=no_such_module")
-    assert said.startswith("simulator.import_module: is no_such_module, but there is no such module")
+    assert said.startswith("simulator.import_module: is no_such_module, which does not exist")
 
 
 @pytest.mark.parametrize(("mujoco", "is_wrong"), [("3.11.9", False), ("3.12.0", True), ("4.0.0", True)])

@@ -112,7 +112,7 @@ def test_scene_seeds_differ_from_demonstrations_and_evaluations():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"simulator": None}, "simulator: is none but data=scenes"),
+        ({"simulator": None}, "simulator: none is incompatible with data=scenes"),
         ({"image_size": None}, "simulator.image_size: is null but data=scenes"),
         ({"simulator": partial(Reach, image_size=16)}, "data: is scenes but Reach has no describe"),
         ({"image_size": 24}, "data.image_size: is 24 but Told returns no image of this size"),

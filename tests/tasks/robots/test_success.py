@@ -202,7 +202,7 @@ def test_simulators_match_at_a_time_and_are_closed(tmp_path):
         ({"simulator": None}, "needs a simulator; choose one, such as simulator=around"),
         (
             {"objective": object()},
-            "measures a policy but objective object has none; choose objective=diffusion_policy",
+            "measures a policy, which objective object lacks; choose objective=diffusion_policy",
         ),
         ({"data": DataSplits(train=[], validation=[], fingerprint="")}, "needs statistics of states and actions"),
     ],

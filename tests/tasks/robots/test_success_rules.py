@@ -23,7 +23,7 @@ def test_success_is_the_metric_of_policy_runs():
 
 
 def test_success_without_a_simulator_is_a_config_error():
-    message = f"{EVALUATOR}: needs a simulator but simulator is none; choose one, or evaluation=default"
+    message = f"{EVALUATOR}: needs a simulator but simulator=none; choose one, or evaluation=default"
     assert message in lines("simulator=none")
 
 

@@ -273,7 +273,7 @@ def test_credentials_in_the_mlflow_uri_are_not_stored(events, black_hole, caplog
     assert "set MLFLOW_TRACKING_URI or give uri=URI" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [[], ["dir="], ["dir=/no/such/place"], ["dir=.", "x=1"], ["."]])
+@pytest.mark.parametrize("arguments", [[], ["dir="], ["dir=/missing/place"], ["dir=.", "x=1"], ["."]])
 def test_sync_with_wrong_arguments_prints_its_usage(arguments, capsys):
     code = sync(arguments)
     output = capsys.readouterr()

@@ -75,7 +75,7 @@ class Templated(Tokenised):
         yield from super().check()
         template = self.chat_template
         if template not in (None, *CHAT_TEMPLATES) and not _is_file(str(template)):
-            message = f"is {shown(template)} but there is no such file; give {', '.join(CHAT_TEMPLATES)} or a file"
+            message = f"is {shown(template)}, which does not exist; give {', '.join(CHAT_TEMPLATES)} or a file"
             yield Violation("data.chat_template", message)
 
 

@@ -66,16 +66,20 @@ class TokenDtype(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenFiles(Text):
-    """Tokens written by another program: .bin files of nanoGPT or llm.c, or NumPy's .npy."""
+    """Tokens written by another program: .bin of nanoGPT or llm.c, .bin with .idx of Megatron-LM, or NumPy's .npy."""
 
     urls: ClassVar[tuple[str, ...]] = URLS
 
     _target_: str = "foundry.datasets.token_files"
 
-    path: Any = path_of_files("file, folder or glob of .bin or .npy files, or a list of these")
+    path: Any = path_of_files(
+        "file, folder or glob of .bin files (Megatron-LM's with their .idx) or .npy files, or a list of these"
+    )
     weights: list[float] | None = weights_of_files()
     validation_path: Any = path_of_held_out_files("validation files; null: hold out the end of each file")
-    dtype: TokenDtype = setting(TokenDtype.uint16, "dtype of the tokens in .bin files that do not declare it")
+    dtype: TokenDtype = setting(
+        TokenDtype.uint16, "dtype of the tokens in .bin files that do not declare it in a header or an .idx file"
+    )
     vocab_size: int = setting(
         "${model_vocab_size:50304}",
         "vocabulary size of the model; all tokens must be smaller",

@@ -226,7 +226,7 @@ def resolve_distributed(config: Distributed, world_size: int) -> Resolved:
         ConfigError: the strategy does not fit the number of ranks.
     """
     if isinstance(config, Single) and world_size > 1:
-        message = f"is none but {world_size} processes train together; choose ddp, fsdp or hsdp"
+        message = f"none is for one process but {world_size} processes train together; choose ddp, fsdp or hsdp"
         raise ConfigError(Violation("distributed", message))
     if world_size % config.tensor_parallel:
         message = f"is {config.tensor_parallel} but must divide the {world_size} rank{'s' * (world_size > 1)}"

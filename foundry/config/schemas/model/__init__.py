@@ -210,7 +210,7 @@ class HuggingFace(Model):
     )
     init_std: int | float | str | None = setting(
         None,
-        f"standard deviation of new weights: {_STD_RULES}; null: the initialisation of the architecture",
+        f"standard deviation of new weights: {_STD_RULES}; null: the initialization of the architecture",
         parse=parse_std,
     )
     embedding_init_std: int | float | str | None = setting(

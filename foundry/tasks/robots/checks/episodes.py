@@ -13,8 +13,8 @@ def check_episodes(config: Config) -> Iterator[Violation]:
     """Yield errors if there is no source of episodes, or their columns or sizes differ from the settings."""
     data = config.data
     if isinstance(data, Demonstrations) and isinstance(config.simulator, NoSimulator):
-        message = "is none but data=demonstrations needs a simulator with an expert; choose one, or data=lerobot"
-        yield Violation("simulator", message)
+        message = "none is incompatible with data=demonstrations, which needs a simulator with an expert"
+        yield Violation("simulator", f"{message}; choose one, or data=lerobot")
     if isinstance(data, LeRobot):
         try:
             yield from _check_columns(data, read_info(data.path))

@@ -19,7 +19,7 @@ def check_policies(config: Config) -> Iterator[Violation]:
     for name, node in config.evaluation.evaluators.items():
         measures_success = isinstance(node, dict) and node.get("_target_") == Success._target_
         if measures_success and not is_own and not isinstance(objective, ActionChunks):
-            message = f"measures a policy but objective {type(objective).__name__} has none; choose "
+            message = f"measures a policy, which objective {type(objective).__name__} lacks; choose "
             message += "objective=diffusion_policy, or evaluation=default"
             yield Violation(f"evaluation.evaluators.{name}", message)
     if isinstance(data, Episodes):

@@ -13,9 +13,9 @@ def check_scenes(config: Config) -> Iterator[Violation]:
     data = config.data
     if isinstance(data, Scenes) and isinstance(config.simulator, NoSimulator):
         message = (
-            "is none but data=scenes needs a simulator that renders images; choose one, such as simulator=touch, or"
+            "none is incompatible with data=scenes, which needs a simulator that renders images; choose one, such as "
         )
-        yield Violation("simulator", f"{message} data=image_chats")
+        yield Violation("simulator", f"{message}simulator=touch, or data=image_chats")
     elif isinstance(data, Scenes) and data.image_size is None:
-        message = "is null but data=scenes needs a simulator that renders images; set it, for example to 48"
-        yield Violation("simulator.image_size", message)
+        message = "null is incompatible with data=scenes, which needs a simulator that renders images"
+        yield Violation("simulator.image_size", f"{message}; set it, for example to 48")

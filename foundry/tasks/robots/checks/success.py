@@ -18,7 +18,7 @@ def check_success(config: Config) -> Iterator[Violation]:
         key = f"evaluation.evaluators.{name}"
         yield from _check_told(node, key, field_of(config.data, "instruction_tokens"))
         if field_of(config.simulator, "_target_") is None:
-            yield Violation(key, "needs a simulator but simulator is none; choose one, or evaluation=default")
+            yield Violation(key, "needs a simulator but simulator=none; choose one, or evaluation=default")
         wrong = list(check_node(node, key))
         yield from wrong
         last = node.get("first_episode", 0) + node.get("episodes", 1) if not wrong else 0

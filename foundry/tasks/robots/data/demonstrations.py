@@ -61,8 +61,8 @@ def demonstrations(
             or an instruction is too long.
     """
     if simulator is None:
-        message = "is none but data=demonstrations needs a simulator with an expert; choose one, or data=lerobot"
-        raise ConfigError(Violation("simulator", message))
+        message = "none is incompatible with data=demonstrations, which needs a simulator with an expert"
+        raise ConfigError(Violation("simulator", f"{message}; choose one, or data=lerobot"))
     made = _Making(simulator, settings)
     folder = cached_folder(settings.cache_dir, made.name(simulator_settings or {}), made.fill, what="demonstrations")
     recording = read_recording(

@@ -57,7 +57,8 @@ def scenes(
     if simulator is None or image_size is None:
         key, wrong = ("simulator", "none") if simulator is None else ("simulator.image_size", "null")
         remedy = "choose one, such as simulator=touch" if simulator is None else "set it, for example to 48"
-        raise ConfigError(Violation(key, f"is {wrong} but data=scenes needs a simulator that renders images; {remedy}"))
+        message = f"{wrong} is incompatible with data=scenes, which needs a simulator that renders images; {remedy}"
+        raise ConfigError(Violation(key, message))
     depends = {"format": _FORMAT, "scenes": count, "size": image_size}
     text = json.dumps(depends | simulator_identity(simulator_settings or {}), sort_keys=True, default=str)
     name = hashlib.sha256(text.encode()).hexdigest()[:32]

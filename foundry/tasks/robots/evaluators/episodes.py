@@ -120,7 +120,7 @@ class Rollouts:
     ) -> None:
         key = "evaluation.evaluators.success"
         if not isinstance(objective, ActingObjective):
-            message = f"measures a policy but objective {type(objective).__name__} has none"
+            message = f"measures a policy, which objective {type(objective).__name__} lacks"
             message += "; choose objective=diffusion_policy"
             raise ConfigError(Violation(key, message))
         if simulator is None:

@@ -108,7 +108,7 @@ class Gymnasium(Simulator):
         module = (self.import_module or "").partition(".")[0]
         if module not in ("", FETCH) and find_spec(module) is None:
             remedy = local_remedy(module) or "; install its package or add it to PYTHONPATH"
-            message = f"is {self.import_module}, but there is no such module{remedy}"
+            message = f"is {self.import_module}, which does not exist{remedy}"
             yield Violation("simulator.import_module", message)
 
     @staticmethod
