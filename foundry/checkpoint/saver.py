@@ -391,23 +391,14 @@ class NoCheckpoints:
         """Return False."""
         return False
 
-    def is_due(self, step: int, samples_before: int, samples_after: int, tokens: tuple[int, int] | None = None) -> bool:
+    def is_due(self, *args: Any) -> bool:
         """Return False."""
         return False
 
     def check_state(self) -> None:
         """Do nothing."""
 
-    def save(
-        self,
-        progress: Progress,
-        state: dict[str, Any],
-        tensors: Mapping[str, Tensor],
-        *,
-        metric: float | None,
-        is_best: bool,
-        wait: bool,
-    ) -> None:
+    def save(self, *args: Any, **options: Any) -> None:
         """Do nothing."""
 
     def finish(self) -> None:

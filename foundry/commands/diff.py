@@ -18,7 +18,7 @@ from foundry.config.setting import setting
 from foundry.core.errors import ConfigError, Violation, contrast, shown
 from foundry.run_dir.names import CONFIG, METRICS, PLAN, RESULT, STATUS
 from foundry.run_dir.redact import one_line
-from foundry.run_dir.strict_json import read_object
+from foundry.run_dir.strict_json import flat, read_optional
 from foundry.tracking.metrics_file import is_evaluation, iterate_metrics, read_curve, read_step
 from foundry.tracking.plot_style import BLUE, ORANGE, count_steps, head, panels, save_figure
 
@@ -91,11 +91,13 @@ class RunRecord:
             )
         try:
             steps, evaluations = _read_metrics(folder)
-            result = _read(folder / RESULT) or {"status": _read(folder / STATUS).get("state", "not started")}
-            plan = _read(folder / PLAN)
+            result = read_optional(folder / RESULT) or {
+                "status": read_optional(folder / STATUS).get("state", "not started")
+            }
+            plan = read_optional(folder / PLAN)
         except (OSError, ValueError) as error:
             raise ConfigError(Violation(key, f"is {shown(folder)}: {one_line(str(error))}")) from None
-        return cls(folder, settings, dict(_flat(plan)), steps, evaluations, dict(_flat(result)))
+        return cls(folder, settings, dict(flat(plan)), steps, evaluations, dict(flat(result)))
 
     def logged(self, step: int) -> Mapping[str, Any]:
         """Return the metrics of a logged step by name; reads the file again."""
@@ -257,23 +259,6 @@ def _first_differing(
         if differing := list(_differing(one, other, ignored=_IGNORED)):
             return (step, *next((entry for entry in differing if entry[0] in ("loss", "val_loss")), differing[0]))
     return None
-
-
-def _read(file: Path) -> dict[str, Any]:
-    """Read a JSON file of a run directory; return {} if it does not exist."""
-    try:
-        return read_object(file)
-    except FileNotFoundError:
-        return {}
-
-
-def _flat(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of a nested mapping, with names joined by dots."""
-    for name, value in node.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _differing(

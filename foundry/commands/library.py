@@ -2,10 +2,9 @@
 
 import logging
 import os
-import signal
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,7 @@ from foundry.config.schemas.root import Config, to_config
 from foundry.config.sources import local_path
 from foundry.core.errors import ConfigError, Violation, first_line
 from foundry.core.events import Observer
-from foundry.core.stop_signals import STOP_SIGNALS
+from foundry.core.stop_signals import restored
 from foundry.launch.claim import claimed
 from foundry.launch.local import format_trace
 from foundry.launch.start import start
@@ -98,7 +97,8 @@ def run(config: Config, run_dir: str | Path | None = None, *, observers: Sequenc
         Stopped: a signal was received and the run is saved; a SystemExit with the shell's exit code for that signal.
         WorkerFailed: one of several processes failed.
     """
-    with _signals_as_before():
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    with restored() if in_main_thread else nullcontext():  # a run that a signal has stopped would keep its own handlers
         return _run(config, run_dir, observers)
 
 
@@ -150,20 +150,6 @@ def _job_logging(composed: DictConfig, run_dir: Path) -> dict[str, Any]:
     OmegaConf.update(composed, "hydra.runtime.output_dir", str(run_dir), force_add=True)
     settings: Any = OmegaConf.to_container(composed.hydra.job_logging, resolve=True)
     return dict(settings)
-
-
-@contextmanager
-def _signals_as_before() -> Iterator[None]:
-    """Restore the caller's signal handlers at the end; a run that a signal has stopped would keep its own."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {signum: handler for signum in STOP_SIGNALS if (handler := signal.getsignal(signum)) is not None}
-    try:
-        yield
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """`README.md` of an export: model, data, recipe, final metrics, and the command that trained it."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +14,19 @@ from foundry.run_dir.checkpoints import parse_step, step_name
 from foundry.run_dir.files import write_atomically
 from foundry.run_dir.names import EVALUATION, METRICS, MODEL_CARD, PLAN, RESULT
 from foundry.run_dir.redact import masked, one_line
-from foundry.run_dir.strict_json import DamagedFileError, read_object
+from foundry.run_dir.strict_json import DamagedFileError, flat, read_optional
 from foundry.tracking.metrics_file import is_evaluation, read_step
 
-_PLANNED = {
-    "total_steps": "steps of the whole run",
-    "total_samples": "samples of the whole run",
-    "total_tokens": "tokens of the whole run",
-    "tokens_per_sample": "tokens per sample",
-    "world_size": "processes",
-    "parameters": "parameters",
-    "trainable_parameters": "trained parameters",
-}
-_GROUPS = ("hparams", "optimizer", "scheduler", "objective", "peft", "precision")
+_PLANNED = (
+    "total_steps",
+    "total_samples",
+    "total_tokens",
+    "tokens_per_sample",
+    "world_size",
+    "parameters",
+    "trainable_parameters",
+)
+_GROUPS = ("model", "hparams", "optimizer", "scheduler", "objective", "peft", "precision")
 _USES = {
     "transformers": """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -86,44 +86,29 @@ def write_model_card(
     base_name = json.dumps("BASE" if base is None else str(base))
     use = use if base is not None or library != "peft" else f"{_HOW_TO_MAKE_BASE}{use}"
     objective = str(settings["objective"].get("_target_", "")).rpartition(".")[2]
+    planned = {name: plan[name] for name in _PLANNED if plan.get(name) is not None}
+    recipe = {name: value for group in _GROUPS for name, value in _settings(settings[group], group)}
+    tags = ["foundry", *([objective.lower()] if objective else [])]
     parts = [
-        _front_matter(library, objective, is_text=is_text),
+        f"---\nlibrary_name: {library}",  # https://huggingface.co/docs/hub/model-cards#model-card-metadata
+        *(["pipeline_tag: text-generation"] if is_text else []),
+        f"tags: {json.dumps(tags)}\n---\n",
         f"# {one_line(run_dir.resolve().name)}\n",
         f"{_architecture(restored.model)}, trained by `{objective}` with foundry {foundry.__version__}; step {step}.\n",
-        *_section("Use", [f"```python\n{use.format(folder=out.name, base=base_name)}```\n"]),
-        *_section("Data", _table(dict(_told(settings["data"], "data")) | dict(_leaves(plan.get("notes") or {})))),
-        *_section("Recipe", _table(_planned(plan) | dict(_recipe(settings)))),
-        *_section("Numbers", _table(_numbers(run_dir, step))),
-        *_section("Command", _command(run_dir)),
-        "All settings are in `config.yaml`.\n",
+        f"## Use\n\n```python\n{use.format(folder=out.name, base=base_name)}```\n",
+        _table("Data", dict(_settings(settings["data"], "data")) | dict(flat(plan.get("notes") or {}))),
+        _table("Recipe", planned | recipe),
+        _table("Numbers", _numbers(run_dir, step)),
     ]
+    if overrides := recorded_overrides(run_dir):
+        parts.append(f"## Command\n\n```bash\n{format_command(overrides, ())}\n```\n")
+    parts.append("All settings are in `config.yaml`.\n")
     write_atomically(out / MODEL_CARD, "\n".join(parts))
 
 
 def _architecture(model: Any) -> str:
     hf_config = hook(model, "hf_config")
     return str(type(model).__name__ if hf_config is None else hf_config().architectures[0])
-
-
-def _front_matter(library: str, objective: str, *, is_text: bool) -> str:
-    """Return the card's metadata for the hub: https://huggingface.co/docs/hub/model-cards#model-card-metadata."""
-    lines = [f"library_name: {library}", *(["pipeline_tag: text-generation"] if is_text else [])]
-    return "\n".join(
-        ["---", *lines, "tags:", "- foundry", *([f"- {objective.lower()}"] if objective else []), "---", ""]
-    )
-
-
-def _planned(plan: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: plan[key] for key, name in _PLANNED.items() if plan.get(key) is not None}
-
-
-def _recipe(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the settings that determined the weights, by their names in the configuration."""
-    model = settings["model"]
-    if start := model.get("init_from") or model.get("path"):
-        yield "starts from", start
-    for group in _GROUPS:
-        yield from _told(settings[group], group)
 
 
 def _numbers(run_dir: Path, step: int) -> dict[str, Any]:
@@ -140,23 +125,13 @@ def _numbers(run_dir: Path, step: int) -> dict[str, Any]:
         found |= {name: result[name] for name in ("loss", "val_loss") if name in result}
     measured = _read(run_dir / EVALUATION)
     if measured.pop("checkpoint", None) == step_name(step):
-        found |= {f"{name} (foundry.eval)": value for name, value in _leaves(measured)}
+        found |= {f"{name} (foundry.eval)": value for name, value in flat(measured)}
     return found if len(found) > 1 else {}
 
 
-def _command(run_dir: Path) -> list[str]:
-    overrides = recorded_overrides(run_dir)
-    return [f"```bash\n{format_command(overrides, ())}\n```\n"] if overrides else []
-
-
-def _section(title: str, body: Iterable[str]) -> list[str]:
-    lines = list(body)
-    return [f"## {title}\n", *lines] if lines else []
-
-
-def _table(values: Mapping[str, Any]) -> list[str]:
+def _table(title: str, values: Mapping[str, Any]) -> str:
     rows = [f"| {_cell(name)} | {_cell(value)} |" for name, value in values.items()]
-    return ["\n".join(["| | |", "|---|---|", *rows, ""])] if rows else []
+    return "\n".join([f"## {title}\n", "| | |", "|---|---|", *rows, ""]) if rows else ""
 
 
 def _cell(value: Any) -> str:
@@ -164,27 +139,17 @@ def _cell(value: Any) -> str:
     return one_line(text).replace("|", "\\|").replace("<", "&lt;")
 
 
-def _told(node: Mapping[str, Any], name: str) -> Iterator[tuple[str, Any]]:
+def _settings(node: Mapping[str, Any], group: str) -> Iterator[tuple[str, Any]]:
     """Yield the settings of a group that are set; a part is described by the name of its class or function."""
-    for key, value in node.items():
-        if isinstance(value, Mapping):
-            yield from _told(value, f"{name}.{key}")
-        elif key == "_target_" and value:
-            yield name, str(value).removesuffix(".from_durations").rpartition(".")[2]
+    for name, value in flat(node, f"{group}."):
+        if name.endswith("._target_"):
+            yield name.removesuffix("._target_"), str(value).removesuffix(".from_durations").rpartition(".")[2]
         elif not any(value is idle for idle in (None, False, "")):
-            yield f"{name}.{key}", value
-
-
-def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in node.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+            yield name, value
 
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        return read_object(file)
-    except (FileNotFoundError, DamagedFileError):
+        return read_optional(file)
+    except DamagedFileError:
         return {}

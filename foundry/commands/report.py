@@ -10,7 +10,8 @@ from rich.console import Console
 from foundry.config.command import Outcome, command, folder_option
 from foundry.config.setting import setting
 from foundry.sweeps.reading import Which, read_sweep
-from foundry.sweeps.report import PICTURE, read_settled, report_facts, show, show_and_write, watch
+from foundry.sweeps.report import read_settled, show, show_and_write, watch
+from foundry.sweeps.report_files import PICTURE, report_facts
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,6 @@ from omegaconf.errors import OmegaConfBaseException
 from foundry import __version__
 from foundry.config.composition.start_dir import check_start_dir
 from foundry.config.diagnostics.flags import JSON, Flag, split_flags
-from foundry.config.packages import conflict_message
 from foundry.config.setting import check_fields
 from foundry.config.sources import local_path
 from foundry.core.errors import ConfigError, Violation, nearest
@@ -177,7 +176,7 @@ def parse_options(
     OmegaConf.set_readonly(options, None)
     OmegaConf.set_struct(options, True)
     names = [item.name for item in fields(schema)]  # type: ignore[arg-type] # a dataclass, by contract
-    flags, overrides = split_flags(overrides)
+    flags, overrides = split_flags(overrides, {})
     for flag in flags:
         message = f"is not a valid argument; {_write(flag, [*names, *(elsewhere or ())])}"
         violations.append(Violation(flag.text, message))
@@ -324,10 +323,7 @@ def answer_alone(arguments: Sequence[str], write_help: Callable[[], str]) -> boo
 
 
 def versions() -> str:
-    """Return the versions of foundry, Python, torch and Hydra, without importing these packages.
-
-    A second line warns if a 0.1 build is installed next to this version.
-    """
+    """Return the versions of foundry, Python, torch and Hydra, without importing these packages."""
     from importlib.metadata import PackageNotFoundError, version
 
     found = []
@@ -336,8 +332,7 @@ def versions() -> str:
             found.append(f"{name} {version(name)}")
         except PackageNotFoundError:
             found.append(f"{name} not installed")
-    line = f"foundry {__version__} (Python {platform.python_version()}, {', '.join(found)})"
-    return "\n".join(filter(None, (line, conflict_message())))
+    return f"foundry {__version__} (Python {platform.python_version()}, {', '.join(found)})"
 
 
 def help_text(schema: type[Any], name: str, doc: str, *, prefix: str = "") -> str:

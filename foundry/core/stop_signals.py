@@ -17,6 +17,17 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @contextmanager
+def restored() -> Iterator[None]:
+    """Restore the handlers of the stop signals after the body, which may replace them. For the main thread only."""
+    before = {signum: handler for signum in STOP_SIGNALS if (handler := signal.getsignal(signum)) is not None}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+@contextmanager
 def held_back() -> Iterator[None]:
     """Block the stop signals during the body, in this thread and in new processes until they call `outlive`."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -71,9 +82,7 @@ def raised() -> Iterator[None]:
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
+    with restored():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, leave)
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

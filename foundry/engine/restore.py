@@ -37,7 +37,7 @@ from foundry.planning.fake import build_fake
 from foundry.run_dir.checkpoints import find
 from foundry.run_dir.files import read_text
 from foundry.run_dir.names import CHAT_TEMPLATE, CONFIG, PLAN, STOP_TOKENS, TOKENIZER, TRANSFORMERS
-from foundry.run_dir.strict_json import DamagedFileError, read_object
+from foundry.run_dir.strict_json import read_object
 
 _BUILT = ("model", "peft", "data", "objective", "simulator")
 """Config groups that are built when a run is opened; no code of the other groups runs."""
@@ -304,6 +304,20 @@ def _data(config: Config, run_dir: Path) -> DataSplits:
     )
 
 
+@contextmanager
+def _file_explained(file: Path) -> Iterator[None]:
+    """Context manager that turns errors of reading a file of the run into a one-line message.
+
+    Raises:
+        ConfigError: replaces an OSError or ValueError of the body.
+    """
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "why", None) or getattr(error, "strerror", None) or error
+        raise ConfigError(Violation("run", f"{file} {reason}")) from None
+
+
 def _kept(run_dir: Path) -> dict[str, RunFile]:
     """Read the files that the run keeps of its data, by name, for all registered tasks.
 
@@ -312,15 +326,9 @@ def _kept(run_dir: Path) -> dict[str, RunFile]:
     """
     kept = dict[str, RunFile]()
     for name, kind in run_files().items():
-        file = run_dir / name
-        try:
-            kept[name] = kind.from_json(read_text(file))
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            raise ConfigError(Violation("run", f"{file} cannot be read: {error}")) from None
-        except ValueError as error:
-            raise ConfigError(Violation("run", f"{file} {error}")) from None
+        if os.path.lexists(run_dir / name):
+            with _file_explained(run_dir / name):
+                kept[name] = kind.from_json(read_text(run_dir / name))
     return kept
 
 
@@ -333,10 +341,8 @@ def _special_tokens(file: Path, tokenizer: Any) -> dict[str, Any]:
     if not os.path.lexists(file):
         end = usual_end(tokenizer)
         return {"stop_ids": () if end is None else (end,)}
-    try:
+    with _file_explained(file):
         content = read_object(file, needed={"eos_token_id": list})
-    except (OSError, DamagedFileError) as error:
-        raise ConfigError(Violation("run", str(error))) from None
     stop, first = content["eos_token_id"], content.get("bos_token_id")
     known = count_ids(tokenizer)
     for item in stop if first is None else [*stop, first]:
@@ -346,12 +352,10 @@ def _special_tokens(file: Path, tokenizer: Any) -> dict[str, Any]:
 
 
 def _chat_template(file: Path) -> str | None:
-    try:
-        return read_text(file)
-    except FileNotFoundError:
+    if not os.path.lexists(file):
         return None
-    except (OSError, ValueError) as error:
-        raise ConfigError(Violation("run", f"{file} cannot be read: {error}")) from None
+    with _file_explained(file):
+        return read_text(file)
 
 
 def _tokens_per_sample(plan: Path) -> int:
@@ -360,10 +364,8 @@ def _tokens_per_sample(plan: Path) -> int:
     Raises:
         ConfigError: the file or its value is invalid.
     """
-    try:
+    with _file_explained(plan):
         tokens: int = read_object(plan, needed={"tokens_per_sample": int})["tokens_per_sample"]
-    except (OSError, DamagedFileError) as error:
-        raise ConfigError(Violation("run", str(error))) from None
     if not 1 <= tokens < 2**63:
         raise ConfigError(Violation("run", f"{plan} has tokens_per_sample={shown(tokens)}, not a whole number above 0"))
     return tokens

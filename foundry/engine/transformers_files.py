@@ -8,7 +8,7 @@ from typing import Any
 from foundry.data.splits import DataSplits
 from foundry.run_dir.files import read_bytes, replaced_atomically, write_atomically
 from foundry.run_dir.names import CHAT_TEMPLATE, STOP_TOKENS, TOKENIZER, TOKENIZER_FILES
-from foundry.run_dir.strict_json import read_object
+from foundry.run_dir.strict_json import read_optional
 
 log = logging.getLogger(__name__)
 
@@ -42,9 +42,9 @@ def save_for_transformers(config: Any, data: DataSplits, source: Path, out: Path
         if with_model:
             config.save_pretrained(out)
         return
-    settings = _find(source / _CONFIG)
-    named = _find(source / "special_tokens_map.json") | settings
-    generation = {name: value for name, value in _find(source / STOP_TOKENS).items() if value is not None}
+    settings = read_optional(source / _CONFIG)
+    named = read_optional(source / "special_tokens_map.json") | settings
+    generation = {name: value for name, value in read_optional(source / STOP_TOKENS).items() if value is not None}
     tokens = dict[str, str]()
     if ends := list(dict.fromkeys(_known(tokenizer, *data.stop_ids, generation.get("eos_token_id")))):
         pad = _id(tokenizer, named.get("pad_token"))
@@ -122,14 +122,6 @@ def _check_tokens(tokenizer: Any, out: Path) -> None:
     if loaded.convert_tokens_to_ids(loaded.tokenize(_PROBE)) != encode_texts(tokenizer, [_PROBE])[0]:
         message = "AutoTokenizer loads a %s from %s, which tokenizes differently from the run; load it with %s instead"
         log.warning(message, type(loaded).__name__, out, "PreTrainedTokenizerFast.from_pretrained")
-
-
-def _find(file: Path) -> dict[str, Any]:
-    """Return a JSON object; empty if the file does not exist."""
-    try:
-        return read_object(file)
-    except FileNotFoundError:
-        return {}
 
 
 def _of(config: Any, name: str) -> Any:

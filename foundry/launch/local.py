@@ -22,7 +22,7 @@ from typing import Any
 from foundry.config.environment import STORE, default_variables
 from foundry.core.errors import ConfigError, Violation, format_reason
 from foundry.core.safe_path import VARIABLE
-from foundry.core.stop_signals import STOP_SIGNALS, end_with_parent
+from foundry.core.stop_signals import STOP_SIGNALS, end_with_parent, restored
 from foundry.core.stopped import Stopped
 from foundry.run_dir.ends import NOTES, leave_note
 
@@ -210,15 +210,11 @@ def noted_signals() -> Iterator[list[signal.Signals]]:
     def note(signum: int, frame: FrameType | None) -> None:
         noted.append(signal.Signals(signum))
 
-    before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
-    for signum, handler in before.items():
-        if handler is not signal.SIG_IGN:
-            signal.signal(signum, note)
-    try:
+    with restored():
+        for signum in STOP_SIGNALS:
+            if signal.getsignal(signum) is not signal.SIG_IGN:
+                signal.signal(signum, note)
         yield noted
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
 
 
 def _wait(ranks: list[BaseProcess], noted: list[signal.Signals], folder: Path) -> tuple[dict[int, int], bool]:

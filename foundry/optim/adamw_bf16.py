@@ -1,7 +1,7 @@
 """AdamW with moments stored in bf16."""
 
-from collections.abc import Callable, Iterator
-from typing import Any, overload
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,12 +22,8 @@ class Bf16AdamW(AdamW):
     those for `torch.optim.AdamW`; `amsgrad`, `maximize`, `capturable` and `differentiable` have no effect.
     """
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], Any]) -> float: ...
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> float | None:
+    def step(self, closure: Any = None) -> Any:
         """Update all parameters that have gradients."""
         assert closure is None, "the loss is evaluated once a step"
         for group in self.param_groups:

@@ -14,7 +14,7 @@ difference may also change how a value is rounded, and the weak singular directi
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -99,12 +99,8 @@ class Muon(EagerOptimizer):
         for each in self.param_groups:
             assert all(p.ndim == 2 for p in each["params"]), "Muon is for matrices"
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Any = None) -> Any:
         """Update all matrices that have gradients."""
         assert closure is None, "the loss is evaluated once a step"
         moving = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]

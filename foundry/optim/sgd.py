@@ -1,7 +1,6 @@
 """SGD with torch's fused kernel, which here also supports sharded parameters."""
 
-from collections.abc import Callable
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,12 +17,8 @@ class ShardedSGD(SGD):
     the first step is skipped. `dampening`, `maximize` and `differentiable` have no effect.
     """
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-    @overload
-    def step(self, closure: Callable[[], Any]) -> float: ...
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> float | None:
+    def step(self, closure: Any = None) -> Any:
         """Update all parameters that have gradients."""
         assert closure is None, "the loss is evaluated once a step"
         for group in self.param_groups:

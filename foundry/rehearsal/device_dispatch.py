@@ -135,17 +135,10 @@ class DeviceDispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @property
     def collectives(self) -> list[Collective]:
         """Recorded collectives."""
+        names = ("phase", "kind", "device", "group_size", "num_nodes")
         return [
-            Collective(
-                phase=phase,
-                kind=kind,
-                device=device,
-                group_size=size,
-                num_nodes=num_nodes,
-                count=count,
-                bytes=num_bytes,
-            )
-            for (phase, kind, device, size, num_nodes), (count, num_bytes) in self._collectives.items()
+            Collective(**dict(zip(names, key, strict=True)), count=count, bytes=num_bytes)
+            for key, (count, num_bytes) in self._collectives.items()
         ]
 
     def __torch_dispatch__(

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,23 @@ def read_object(
         raise DamagedFileError(path, "contains no JSON object")
     check_types(path, value, needed=needed, optional=optional)
     return value
+
+
+def read_optional(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file as `read_object` does; an empty object if the file does not exist."""
+    try:
+        return read_object(path)
+    except FileNotFoundError:
+        return {}
+
+
+def flat(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested objects, with their names joined by dots."""
+    for name, value in node.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def check_types(

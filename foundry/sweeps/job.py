@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from foundry.config.composition.job_overrides import respell_targets
 from foundry.core.part_names import first_path
@@ -25,6 +27,17 @@ class Job:
     index: int = -1
     dir: str = ""
     config_hash: str = ""
+
+    @classmethod
+    def recorded(cls, entry: Mapping[str, Any]) -> "Job":
+        """Return the job of an entry in `sweep.json`."""
+        swept = tuple(map(str, entry["overrides"]))
+        return cls(swept=swept, index=entry["index"], dir=entry["dir"], config_hash=entry.get("config_hash", ""))
+
+    def as_recorded(self) -> dict[str, Any]:
+        """Return the entry for `sweep.json`."""
+        names = ("index", "dir", "config_hash", "id")
+        return {"overrides": self.swept, **{name: getattr(self, name) for name in names}}
 
     @property
     def id(self) -> str:

@@ -53,17 +53,8 @@ class SweepManifest:
         except DamagedFileError as error:
             message = f"is {sweep_dir}, but {error}; restore that file, or choose another directory"
             raise ConfigError(Violation(_KEY, message)) from None
-        jobs = tuple(
-            Job(
-                swept=tuple(map(str, entry["overrides"])),
-                index=entry["index"],
-                dir=entry["dir"],
-                config_hash=entry["config_hash"],
-            )
-            for entry in content["jobs"]
-        )
         facts = {name: content[name] for name in ("created", "launcher", "metric", "direction")}
-        return cls(command=tuple(map(str, content["command"])), **facts, jobs=jobs)
+        return cls(command=tuple(map(str, content["command"])), **facts, jobs=tuple(map(Job.recorded, content["jobs"])))
 
     @classmethod
     def begin(
@@ -77,24 +68,7 @@ class SweepManifest:
 
     def save(self, sweep_dir: Path) -> None:
         """Write `sweep.json`."""
-        content = {
-            "command": self.command,
-            "created": self.created,
-            "launcher": self.launcher,
-            "metric": self.metric,
-            "direction": self.direction,
-            "jobs": [
-                {
-                    "index": job.index,
-                    "dir": job.dir,
-                    "overrides": job.swept,
-                    "config_hash": job.config_hash,
-                    "id": job.id,
-                }
-                for job in self.jobs
-            ],
-        }
-        write_sweep_file(sweep_dir, content)
+        write_sweep_file(sweep_dir, {**vars(self), "jobs": [job.as_recorded() for job in self.jobs]})
 
     def number(self, jobs: Sequence[Job]) -> list[int]:
         """Return the index of each job: its existing index, or the next free one."""

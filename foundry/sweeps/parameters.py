@@ -93,3 +93,20 @@ def shorten(text: str, longest: int) -> str:
 def series_of(parameters: Iterable[Parameter], index: int) -> tuple[float, ...]:
     """Return a job's axis positions for the given parameters; jobs with equal positions form a series."""
     return tuple(parameter.at[index] for parameter in parameters)
+
+
+def why_no_best(sweep: SweepReport) -> str:
+    """Return the reason why a sweep has no best job."""
+    if not sweep.metric:
+        return "no metric to compare jobs by (evaluation.metric is null)"
+    if sweep.is_going:
+        return f"no job has a {sweep.metric} yet"
+    have_finished = any(job.state == "finished" for job in sweep.jobs)
+    return f"no job has a finite {sweep.metric}" if have_finished else "no job has finished"
+
+
+def metric_text(value: float | None) -> str:
+    """Format a metric with four decimals, or with four significant digits if it is very large or small."""
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if 0.1 <= abs(value) < 1e4 else f"{value:.4g}"

@@ -360,14 +360,8 @@ def _list_jobs(folder: Path, facts: Mapping[str, Any]) -> list[Job]:
         ConfigError: if the folder cannot be read.
     """
     if "jobs" in facts:
-        return [
-            Job(
-                swept=tuple(one_line(str(override)) for override in entry["overrides"]),
-                index=entry["index"],
-                dir=entry["dir"],
-            )
-            for entry in facts["jobs"]
-        ]
+        jobs = map(Job.recorded, facts["jobs"])
+        return [replace(job, swept=tuple(map(one_line, job.swept))) for job in jobs]
     try:
         found = [entry.name for entry in os.scandir(folder) if os.path.lexists(Path(entry.path, STATUS))]
     except OSError as error:

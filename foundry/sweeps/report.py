@@ -1,15 +1,13 @@
 """Report of a sweep's state on the terminal and in files, once or repeatedly until no job is running."""
 
-import csv
-import io
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from rich import box
 from rich.console import Console, ConsoleRenderable, Group
@@ -18,25 +16,14 @@ from rich.table import Table
 from rich.text import Text
 
 from foundry.config.composition.job_overrides import brief, parse_number
-from foundry.core.errors import ConfigError, Violation, listed
+from foundry.core.errors import ConfigError, listed
 from foundry.launch.slurm_unwatched import settle_unwatched
-from foundry.run_dir.files import UnsafeFileError, write_atomically
-from foundry.run_dir.outputs import Recognizer, has_columns, has_keys, is_picture, refusal
 from foundry.run_dir.redact import one_line
-from foundry.run_dir.strict_json import encode
+from foundry.sweeps.parameters import metric_text, why_no_best
 from foundry.sweeps.reading import JobReport, SweepReport, Which, read_sweep
+from foundry.sweeps.report_files import write_files
 from foundry.sweeps.seeds import SeedGroup, is_seed, seed_groups
 from foundry.tracking.humanize import duration
-
-CSV, JSON, PICTURE = "report.csv", "report.json", "report.png"
-"""Names of the report files in the sweep's directory."""
-
-_FACTS = ("job", "state", "step", "total_steps", "seconds", "note", "run_dir")
-_RECOGNIZERS: Mapping[str, Recognizer] = {
-    CSV: has_columns("job", "state", "run_dir"),
-    JSON: has_keys("metric", "direction", "counts", "jobs"),
-    PICTURE: is_picture,
-}
 
 _STYLES = {
     "finished": "green",
@@ -232,23 +219,6 @@ def _over_seeds(sweep: SweepReport, group: SeedGroup) -> str:
     return ", ".join(part for part in (settings, measured) if part)
 
 
-def why_no_best(sweep: SweepReport) -> str:
-    """Return the reason why a sweep has no best job."""
-    if not sweep.metric:
-        return "no metric to compare jobs by (evaluation.metric is null)"
-    if sweep.is_going:
-        return f"no job has a {sweep.metric} yet"
-    have_finished = any(job.state == "finished" for job in sweep.jobs)
-    return f"no job has a finite {sweep.metric}" if have_finished else "no job has finished"
-
-
-def metric_text(value: float | None) -> str:
-    """Format a metric with four decimals, or with four significant digits if it is very large or small."""
-    if value is None:
-        return "-"
-    return f"{value:.4f}" if 0.1 <= abs(value) < 1e4 else f"{value:.4g}"
-
-
 def _table(sweep: SweepReport, jobs: Sequence[JobReport], *, with_log: bool = True) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     columns = _columns(sweep) if with_log else _columns(sweep)[:-1]
@@ -369,108 +339,3 @@ def _aligned(columns: Sequence[_Column], cells: Sequence[Sequence[str]]) -> Iter
             for cell, width, column in zip(row, widths, columns, strict=True)
         ]
         yield "  ".join(padded).rstrip()
-
-
-def write_files(sweep: SweepReport, *, picture: bool = True) -> list[Path]:
-    """Write all report files; the plot, which takes the longest, is optional.
-
-    Raises:
-        ConfigError: if a file with one of these names exists that is not a report.
-        OSError: if the directory is not writable.
-    """
-    if folders := [path for name in _RECOGNIZERS if (path := sweep.folder / name).is_dir()]:
-        raise UnsafeFileError(folders[0], "a folder")
-    written = [name for name in _RECOGNIZERS if picture or name != PICTURE]
-    reasons = [refusal(sweep.folder / name, is_earlier=_RECOGNIZERS[name]) for name in written]
-    if wrong := [Violation(name, why) for name, why in zip(written, reasons, strict=True) if why is not None]:
-        raise ConfigError(wrong)
-    files = [write_csv(sweep), write_json(sweep)]
-    return [*files, write_picture(sweep)] if picture else files
-
-
-def write_csv(sweep: SweepReport) -> Path:
-    """Write a row per job: swept values, state, and all numbers of its result; cells without a value are empty."""
-    results = [dict(_numbers(job.result)) for job in sweep.jobs]
-    measured = list(dict.fromkeys(name for result in results for name in result if name not in (*_FACTS, "metric")))
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["job", *sweep.names, *_FACTS[1:], "metric", *measured])
-    for job, result in zip(sweep.jobs, results, strict=True):
-        facts = _facts(sweep, job)
-        values = [job.values.get(key) for key in sweep.names]
-        numbers = [result.get(name) for name in measured]
-        writer.writerow([job.index, *values, *(facts[name] for name in _FACTS[1:]), job.metric, *numbers])
-    path = sweep.folder / CSV
-    write_atomically(path, text.getvalue())
-    return path
-
-
-def write_json(sweep: SweepReport) -> Path:
-    """Write the result of `report_facts` as JSON and return the file's path."""
-    path = sweep.folder / JSON
-    write_atomically(path, encode(report_facts(sweep)) + "\n")
-    return path
-
-
-def report_facts(sweep: SweepReport) -> dict[str, Any]:
-    """Return the table as JSON values, including the best job and each job's overrides."""
-    best = sweep.best
-    return {
-        "metric": sweep.metric,
-        "direction": "minimize" if sweep.minimize else "maximize",
-        "which": sweep.which.value,
-        "counts": sweep.counts,
-        "is_going": sweep.is_going,
-        "best": None if best is None else best.index,
-        "repeat": None if best is None else sweep.repeat(best),
-        "jobs": [
-            _facts(sweep, job)
-            | {
-                "metric": job.metric,
-                "swept": {key: job.values.get(key) for key in sweep.names},
-                "overrides": job.job.swept,
-                "result": job.result,
-            }
-            for job in sweep.jobs
-        ],
-        "over_seeds": [
-            {
-                "swept": dict(group.values),
-                "jobs": [job.index for job in group.jobs],
-                "measured": len(group.measured),
-                "mean": group.mean,
-                "std": group.std,
-            }
-            for group in seed_groups(sweep)
-        ],
-    }
-
-
-def write_picture(sweep: SweepReport) -> Path:
-    """Write the figure from `sweep_figure` and return the file's path."""
-    from foundry.sweeps.figure import sweep_figure
-    from foundry.tracking.plot_style import save_figure
-
-    path = sweep.folder / PICTURE
-    save_figure(sweep_figure(sweep), path)
-    return path
-
-
-def _facts(sweep: SweepReport, job: JobReport) -> dict[str, Any]:
-    return {
-        "job": job.index,
-        "state": job.state,
-        "step": job.step,
-        "total_steps": job.total_steps,
-        "seconds": job.seconds,
-        "note": job.note,
-        "run_dir": os.path.relpath(job.run_dir, sweep.folder),
-    }
-
-
-def _numbers(result: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    for name, value in result.items():
-        if isinstance(value, Mapping):
-            yield from _numbers(value, f"{prefix}{name}.")
-        elif isinstance(value, int | float):
-            yield f"{prefix}{name}", value

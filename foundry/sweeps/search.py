@@ -19,7 +19,6 @@ from omegaconf import DictConfig, OmegaConf
 from foundry.config.checks.optuna_parts import build_part
 from foundry.config.metrics import check_metric
 from foundry.config.packages import missing_message
-from foundry.config.schemas.evaluation import Direction
 from foundry.config.schemas.sweeper import Search
 from foundry.core.errors import ConfigError, Violation
 from foundry.run_dir.names import STUDY
@@ -29,7 +28,7 @@ from foundry.run_dir.trial import TrialLink, open_storage
 from foundry.sweeps.compose_jobs import compose_jobs
 from foundry.sweeps.job import Job
 from foundry.sweeps.manifest import SweepManifest
-from foundry.sweeps.sweeper import CheckedSweeper
+from foundry.sweeps.sweeper import CheckedSweeper, without_nodes
 
 if TYPE_CHECKING:
     import optuna
@@ -43,29 +42,9 @@ _FACTS = "facts"
 class OptunaSweeper(CheckedSweeper):
     """Sweeper that runs the jobs that Optuna proposes, with the options in `Search`."""
 
-    def __init__(
-        self,
-        *,
-        params: Mapping[str, str],
-        metric: str | None,
-        direction: Direction,
-        n_trials: int,
-        n_jobs: int,
-        max_failures: int | None,
-        sampler: Mapping[str, Any],
-        pruner: Mapping[str, Any] | None,
-    ) -> None:
-        self.options = self._search = Search(
-            params=dict(params),
-            metric=metric,
-            direction=direction,
-            n_trials=n_trials,
-            n_jobs=n_jobs,
-            max_failures=max_failures,
-            sampler=_plain(sampler),
-            pruner=None if pruner is None else _plain(pruner),
-        )
-        self._metric = metric or ""
+    def __init__(self, **settings: Any) -> None:
+        self.options = self._search = Search(**without_nodes(settings))
+        self._metric = self._search.metric or ""
         self._failures, self._left = 0, set[int]()
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
@@ -296,7 +275,3 @@ class OptunaSweeper(CheckedSweeper):
 def _others(job: Job, first: Job) -> Sequence[str]:
     """Return the swept overrides of a job that the first job does not have; for the first job itself, all of them."""
     return [override for override in job.swept if override not in first.swept] or job.swept
-
-
-def _plain(node: Mapping[str, Any]) -> dict[str, Any]:
-    return {str(key): value for key, value in node.items()}

@@ -17,11 +17,10 @@ from hydra.errors import HydraException
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, read_write
+from omegaconf import DictConfig, OmegaConf, read_write
 
 from foundry.config.composition.hydra_internals import current_config
 from foundry.config.record.frozen import hash_config, save_yaml
-from foundry.config.schemas.evaluation import Direction
 from foundry.config.schemas.root import Config, to_config
 from foundry.config.schemas.sweeper import Sweep
 from foundry.config.schemas.sweeper import Sweeper as Options
@@ -270,26 +269,8 @@ class CheckedSweeper(Sweeper):
 class GridSweeper(CheckedSweeper):
     """Sweeper that runs every combination of the swept values, with the options in `Sweep`."""
 
-    def __init__(
-        self,
-        *,
-        params: Mapping[str, str],
-        metric: str | None,
-        direction: Direction,
-        max_jobs: int,
-        max_batch_size: int | None,
-        zip: Sequence[Any],
-        exclude: Sequence[str],
-    ) -> None:
-        self.options = self._grid = Sweep(
-            params=dict(params),
-            metric=metric,
-            direction=direction,
-            max_jobs=max_jobs,
-            max_batch_size=max_batch_size,
-            zip=[list(group) if isinstance(group, Sequence) and not isinstance(group, str) else group for group in zip],
-            exclude=list(exclude),
-        )
+    def __init__(self, **settings: Any) -> None:
+        self.options = self._grid = Sweep(**without_nodes(settings))
 
     def run(self, overrides: Sequence[Override]) -> list[Sequence[JobReturn]]:
         """Check all jobs, then run the unfinished ones."""
@@ -304,6 +285,13 @@ class GridSweeper(CheckedSweeper):
             results = [self.launch(waiting[start : start + size]) for start in range(0, len(waiting), size)]
         self.report(jobs)
         return results
+
+
+def without_nodes(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings that Hydra passes, with lists and dictionaries in place of OmegaConf's nodes."""
+    return {
+        name: OmegaConf.to_container(value) if OmegaConf.is_config(value) else value for name, value in settings.items()
+    }
 
 
 def _subdir(config: DictConfig) -> str:

@@ -1,8 +1,11 @@
 """Construction of a run's observers from its configuration."""
 
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from foundry.config.build import build
+from foundry.config.schemas.own_trackers import MLflow
 from foundry.config.schemas.tracking import JSON, Tracking
 from foundry.core.events import Observer
 from foundry.tracking.console_progress import Progress
@@ -25,28 +28,14 @@ def build_observers(config: Tracking, run_dir: Path) -> list[Observer]:
         observers.append(JsonProgress() if config.progress == JSON else Progress())
     observers += build_trackers(config, run_dir)
     if config.mlflow and "mlflow" not in config.trackers:
-        observers.append(
-            MLflowTracker(
-                run_dir=run_dir,
-                uri=config.uri,
-                experiment_name=config.experiment_name,
-                run_name=config.run_name,
-                tags=config.tags,
-                note=config.note,
-                system_metrics=config.system_metrics,
-                log_model=config.log_model,
-            )
-        )
+        names = [item.name for item in fields(MLflow) if hasattr(config, item.name)]
+        observers.append(MLflowTracker(run_dir=run_dir, **{name: getattr(config, name) for name in names}))
     return observers
 
 
 def build_trackers(config: Tracking, run_dir: Path) -> list[Observer]:
     """Build the parts of `tracking.trackers`, in order. Errors in a part become warnings."""
-    offered = {
-        "run_dir": run_dir,
-        "uri": config.uri,
-        "experiment_name": config.experiment_name,
-        "run_name": config.run_name,
-    }
+    offered: dict[str, Any] = {"run_dir": run_dir}
+    offered |= {name: getattr(config, name) for name in config.offered if name != "run_dir"}
     chosen = {name: node for name, node in config.trackers.items() if node is not None}
     return [SafeObserver(name, build(node, offered=offered)) for name, node in chosen.items()]

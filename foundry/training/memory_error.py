@@ -7,21 +7,18 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from hydra.utils import get_object
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from foundry.config.build import field_of
-from foundry.config.schemas.distributed import FSDP, HSDP, GradientSync, Resolved
-from foundry.config.schemas.hparams import CheckpointingPolicy
+from foundry.config.schemas.distributed import FSDP, Resolved
+from foundry.config.schemas.hparams import HParams
 from foundry.config.schemas.precision import PrecisionMode
 from foundry.config.schemas.root import Config
 from foundry.core.foreign import is_out_of_host_memory
 from foundry.core.sharded import local_part
 from foundry.parallel.device import cuda_memory, host_capacity, resident_bytes
 
-_TILE_TOKENS = 1024
-"""Tile size of the logits in tokens: small beside a block's activations, yet large enough to keep a GPU busy."""
+_OTHERWISE = "otherwise a smaller model or more devices; foundry plan, with the same overrides, lists memory by part"
 
 _WANTED = re.compile(r"(?:Tried|[Uu]nable) to allocate ([\d.]+ [KMGTPE]?i?B)|tried to allocate (\d+) bytes")
 
@@ -107,7 +104,7 @@ def memory_explained(device: torch.device, rank: int) -> Iterator[None]:
         raise OutOfMemoryError(
             f"out of {used['where']} memory on rank {rank} while the run was built: {_wanted(error)}"
             f"{_size(used['allocated'])} of {_size(used['capacity'])} are in use\n"
-            "  python -m foundry.plan, with the same overrides, prints the memory of each part"
+            f"  {_OTHERWISE}"
         ) from error
 
 
@@ -135,27 +132,21 @@ def explain_out_of_memory(
     taken = f"{_size(memory.allocated)} of {_size(memory.capacity)} are in use"
     cached = max(0, memory.reserved - memory.allocated)
     parts = {**memory.parts, "activations and temporary buffers": memory.rest, "cached (fragmented)": cached}
-    activations = list(_less_activations(config))
-    if memory.where == "GPU":
-        states = list(_less_states(config, distributed, world_size))
-        are_most = memory.rest > memory.allocated / 2
-        remedies = [*activations, *states] if are_most else [*states, *activations]
-        nothing = "every setting that saves memory is on: use a smaller model, shorter samples or more GPUs"
-        remedies = remedies or [nothing]
-    else:  # more ranks or offloading would use the same host memory
-        remedies = [*activations, "otherwise use a smaller model, shorter samples, or a machine with more memory"]
+    remedies = list(_less_activations(config.hparams))
+    if memory.where == "GPU":  # on a host, more ranks or offloading would use the same memory
+        remedies += _less_states(config, distributed, world_size)
     return "\n  ".join(
         [
             f"out of {memory.where} memory {moment} on rank {rank}: {_wanted(error)}{taken}",
             ", ".join(f"{name} {_size(size)}" for name, size in parts.items() if size > 0),
             *remedies,
+            _OTHERWISE,
         ]
     )
 
 
-def _less_activations(config: Config) -> Iterator[str]:
-    """Yield the settings that reduce activation memory, each with its effect."""
-    hparams = config.hparams
+def _less_activations(hparams: HParams) -> Iterator[str]:
+    """Yield the settings that reduce activation memory in any model, each with its effect."""
     size = hparams.per_gpu_batch_size
     if size > 1:
         # All batch sizes of a ramp are multiples of `size`, so a divisor of `size` divides them too.
@@ -168,32 +159,15 @@ def _less_activations(config: Config) -> Iterator[str]:
     if not hparams.grad_checkpointing:
         effect = "keeps only the input of each block and computes the rest twice; about a third slower"
         yield f"hparams.grad_checkpointing=true: {effect}"
-    elif hparams.grad_checkpointing_policy is CheckpointingPolicy.selective:
-        effect = "keeps no outputs of matrix products and attention, and computes them twice"
-        yield f"hparams.grad_checkpointing_policy=full: {effect}"
-    positions = size * int(field_of(config.data, "seq_len") or 0)
-    in_tiles = getattr(get_object(field_of(config.objective, "_target_")), "asks_for_loss", False)
-    if field_of(config.model, "logprob_tile_tokens") == 0 and positions > _TILE_TOKENS and not in_tiles:
-        effect = f"computes the head's logits for {_TILE_TOKENS} tokens at a time instead of {positions}"
-        yield f"model.logprob_tile_tokens={_TILE_TOKENS}: {effect}"
 
 
 def _less_states(config: Config, distributed: Resolved, world_size: int) -> Iterator[str]:
-    """Yield the settings that reduce this rank's weights, gradients and optimizer state, each with its effect."""
-    hparams, states = config.hparams, "weights, gradients and optimizer state"
-    accumulates = hparams.global_batch_size > distributed.dp_size(world_size) * hparams.per_gpu_batch_size
-    if not isinstance(distributed, FSDP) and world_size == 1:
-        yield f"distributed=fsdp distributed.nproc_per_node=2: half of {states} per GPU"
-    elif not isinstance(distributed, FSDP) or isinstance(distributed, HSDP):
-        yield f"distributed=fsdp: {states} are sharded over all {world_size} ranks"
-    if isinstance(distributed, FSDP):
-        if world_size > 1 and accumulates and distributed.gradient_sync is not GradientSync.every:
-            effect = "gradients are sharded after each microbatch instead of kept whole for the window"
-            yield f"distributed.gradient_sync=every: {effect}"
-        if not distributed.reshard_after_forward:
-            yield "distributed.reshard_after_forward=true: gathered weights are freed between forward and backward"
-    offloads = isinstance(distributed, FSDP) and distributed.cpu_offload
-    if not offloads and config.precision.mode is not PrecisionMode.amp_float16:
+    """Yield the setting that shards weights, gradients and optimizer state, or offloads them if they are sharded."""
+    states = "weights, gradients and optimizer state"
+    if not isinstance(distributed, FSDP):
+        more = " distributed.nproc_per_node=2" if world_size == 1 else ""
+        yield f"distributed=fsdp{more}: {states} are sharded over all ranks"
+    elif not distributed.cpu_offload and config.precision.mode is not PrecisionMode.amp_float16:
         chosen = "" if isinstance(config.distributed, FSDP) else "distributed=fsdp "
         yield f"{chosen}distributed.cpu_offload=true: {states} in host memory; slower"
 

@@ -11,6 +11,7 @@ from foundry.data.splits import DataSplits
 from foundry.models.fsdp_block import FSDPBlock
 from foundry.tasks.robots.data.episodes import Recording, episode_splits
 from foundry.tasks.robots.names import STATISTICS
+from foundry.tasks.robots.schemas.data import Episodes
 from support.reach import Reach
 
 
@@ -68,7 +69,13 @@ def demonstrations(*, seed, episodes, state_dim, action_dim, num_observations, h
                 break
             states.append(step.observation["state"])
     recording = Recording(state=np.stack(states), actions=np.stack(actions), lengths=np.array(lengths))
-    return episode_splits(recording, num_observations=num_observations, horizon=horizon, held_out=0.1)
+    return windowed(recording, num_observations=num_observations, horizon=horizon, held_out=0.1)
+
+
+def windowed(recording, **settings):
+    """Split a recording into windows, by settings of `Episodes` that override defaults without a run."""
+    alone = {"state_dim": 1, "action_dim": 1, "tokenizer": None, "vocab_size": 4096}
+    return episode_splits(recording, Episodes(_target_="", **{**alone, **settings}))
 
 
 class Block(FSDPBlock):

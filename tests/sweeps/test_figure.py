@@ -6,8 +6,10 @@ import pytest
 from matplotlib.colors import to_hex
 from support.sweep_dirs import SweepDir
 
-from foundry.sweeps.figure import Frame, spread, sweep_figure
+from foundry.sweeps.curves import spread
+from foundry.sweeps.figure import sweep_figure
 from foundry.sweeps.reading import read_sweep
+from foundry.sweeps.scales import Frame
 from foundry.tracking.plot_style import ORANGE, RED, save_figure
 
 

@@ -10,8 +10,10 @@ import pytest
 from rich.console import Console
 from support.sweep_dirs import SweepDir, held
 
+from foundry.sweeps.parameters import metric_text
 from foundry.sweeps.reading import Which, read_sweep
-from foundry.sweeps.report import metric_text, screen, show, write_csv, write_json
+from foundry.sweeps.report import screen, show
+from foundry.sweeps.report_files import write_csv, write_json
 
 
 @pytest.fixture

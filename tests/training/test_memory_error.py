@@ -9,10 +9,10 @@ from support.devices import FakeGpus
 from torch import nn
 
 from foundry.config.schemas.data import StdlibText
-from foundry.config.schemas.distributed import DDP, FSDP, HSDP, Distributed, GradientSync, Single, resolve_distributed
+from foundry.config.schemas.distributed import DDP, FSDP, HSDP, Distributed, Single, resolve_distributed
 from foundry.config.schemas.hparams import HParams
 from foundry.config.schemas.model import Transformer
-from foundry.config.schemas.objective import DPO, NextToken
+from foundry.config.schemas.objective import NextToken
 from foundry.config.schemas.precision import Precision, PrecisionMode
 from foundry.config.schemas.root import Config
 from foundry.training import memory_error
@@ -33,28 +33,16 @@ ACTIVATIONS = DeviceMemory(
     reserved=78 * GIB,
     capacity=79 * GIB,
 )
-STATES = DeviceMemory(
-    parts={"weights": 18 * GIB, "gradients": 18 * GIB, "optimizer state": 36 * GIB},
-    allocated=76 * GIB,
-    reserved=76 * GIB,
-    capacity=79 * GIB,
-)
-BATCH, CHECKPOINTING, TILES = (
-    "hparams.per_gpu_batch_size=4",
-    "hparams.grad_checkpointing=true",
-    "model.logprob_tile_tokens=1024",
-)
-LAST, EVERY = GradientSync.last, "distributed.gradient_sync=every"
-
-ALONE = ["distributed=fsdp distributed.nproc_per_node=2", "distributed=fsdp distributed.cpu_offload=true"]
+BATCH, CHECKPOINTING = "hparams.per_gpu_batch_size=4", "hparams.grad_checkpointing=true"
+OTHERWISE = "otherwise a smaller model or more devices; foundry plan, with the same overrides, lists memory by part"
 
 
-def config(distributed, *, hparams=None, model=None, mode=PrecisionMode.amp_bfloat16, objective=DPO):
+def config(distributed, *, hparams=None, mode=PrecisionMode.amp_bfloat16):
     return Config(
         hparams=HParams(**{"global_batch_size": 64, "per_gpu_batch_size": 8, **(hparams or {})}),
-        model=Transformer(**(model or {})),
+        model=Transformer(),
         data=StdlibText(seq_len=256),
-        objective=objective(),
+        objective=NextToken(),
         distributed=distributed,
         precision=Precision(mode=mode),
     )
@@ -83,50 +71,29 @@ def test_out_of_memory_message_lists_memory_by_part():
     )
 
 
-def test_out_of_memory_remedies_start_with_the_largest_part():
-    assert settings(explained(of=config(Single()))) == [BATCH, CHECKPOINTING, TILES, *ALONE]
-    assert settings(explained(STATES, of=config(Single()))) == [*ALONE, BATCH, CHECKPOINTING, TILES]
-
-
-def test_tile_remedy_is_suggested_only_if_all_logits_exist():
-    assert settings(explained(of=config(Single(), objective=NextToken)))[:3] == [BATCH, CHECKPOINTING, ALONE[0]]
-
-
 def test_settings_already_active_are_not_suggested():
     small = {"per_gpu_batch_size": 1, "global_batch_size": 2, "grad_checkpointing": True}
-    tiled = {"logprob_tile_tokens": 512}
-    done = config(FSDP(cpu_offload=True), hparams=small, model=tiled)
-    assert settings(explained(of=done, world_size=2)) == ["every setting that saves memory is on"]
+    done = config(FSDP(cpu_offload=True), hparams=small)
+    assert settings(explained(of=done, world_size=2)) == [OTHERWISE]
 
 
 @pytest.mark.parametrize(
-    ("distributed", "suggested"),
+    ("distributed", "world_size", "suggested"),
     [
-        (DDP(), ["distributed=fsdp", "distributed=fsdp distributed.cpu_offload=true"]),
-        (HSDP(num_replicas=2), ["distributed=fsdp", "distributed.cpu_offload=true"]),
-        (Distributed(gradient_sync=LAST), [EVERY, "distributed=fsdp distributed.cpu_offload=true"]),
-        (
-            FSDP(reshard_after_forward=False, gradient_sync=GradientSync.last_keep_params),
-            [
-                EVERY,
-                "distributed.reshard_after_forward=true",
-                "distributed.cpu_offload=true",
-            ],
-        ),
+        (Single(), 1, "distributed=fsdp distributed.nproc_per_node=2"),
+        (DDP(), 4, "distributed=fsdp"),
+        (HSDP(num_replicas=2), 4, "distributed.cpu_offload=true"),
+        (Distributed(), 4, "distributed=fsdp distributed.cpu_offload=true"),
     ],
 )
-def test_remedies_shard_or_offload_states_by_strategy(distributed, suggested):
-    of = config(distributed, hparams={"per_gpu_batch_size": 1, "grad_checkpointing": True})
-    assert settings(explained(of=of, world_size=4)) == suggested
+def test_remedies_shard_or_offload_states_by_strategy(distributed, world_size, suggested):
+    lines = explained(of=config(distributed), world_size=world_size)
+    assert settings(lines) == [BATCH, CHECKPOINTING, suggested, OTHERWISE]
 
 
 def test_remedies_refused_by_config_rules_are_not_suggested():
     fp16 = config(FSDP(), mode=PrecisionMode.amp_float16)
-    assert not any("cpu_offload" in setting for setting in settings(explained(of=fp16, world_size=2)))
-    without = config(
-        FSDP(gradient_sync=LAST), hparams={"global_batch_size": 16}
-    )  # A single microbatch: nothing is accumulated.
-    assert not any("gradient_sync" in setting for setting in settings(explained(of=without, world_size=2)))
+    assert settings(explained(of=fp16, world_size=2)) == [BATCH, CHECKPOINTING, OTHERWISE]
 
 
 @pytest.mark.parametrize(("size", "smaller", "times"), [(8, 4, 2), (9, 3, 3), (6, 3, 2), (7, 1, 7)])
@@ -222,9 +189,7 @@ def test_cpu_out_of_memory_message_lists_process_memory_and_remedies():
         ).splitlines()
     assert lines[0].startswith("out of CPU memory in step 12 on rank 1: 4.00 PiB more were requested, ")
     assert lines[1].startswith("  weights 1.0 MiB, gradients 1.0 MiB, optimizer state 2.0 MiB, ")
-    *names, last = settings(lines)
-    assert names == [BATCH, CHECKPOINTING, TILES]
-    assert last.startswith("otherwise use a smaller model")
+    assert settings(lines) == [BATCH, CHECKPOINTING, OTHERWISE]
 
 
 def test_frozen_models_are_listed_as_a_memory_part():

@@ -2,7 +2,7 @@
 
 import re
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,24 +72,33 @@ def find_word(arguments: Sequence[str]) -> int | None:
     Args:
         arguments: arguments after the program name.
     """
-    ahead, known = deque(enumerate(arguments)), {**HYDRA_FLAGS, JSON: 0}
-    while ahead:
-        index, word = ahead.popleft()
-        name, assigned, _ = word.partition("=")
-        if not _is_flag(word):
-            if not assigned and not word.startswith(("-", "+", "~")):
-                return index
-        elif assigned:
-            continue
-        elif (flag := _of_hydra(name, known)) is None:  # the arguments after it are its values
-            while ahead and not _is_flag(ahead[0][1]) and not _ASSIGNMENT.match(ahead[0][1]):
-                ahead.popleft()
-        elif ahead and (known[flag] or (flag in _OPTIONAL_VALUE and ahead[0][1] in _INFO)):
-            ahead.popleft()
+    for index, word, _, _ in _read(arguments, {**HYDRA_FLAGS, JSON: 0}):
+        if "=" not in word and not word.startswith(("-", "+", "~")):
+            return index
     return None
 
 
-def split_flags(arguments: Sequence[str], known: Collection[str] = ()) -> tuple[list[Flag], list[str]]:
+def _read(arguments: Sequence[str], known: Mapping[str, int]) -> Iterator[tuple[int, str, str | None, list[str]]]:
+    """Yield index and text of each override and flag; for a flag, its name in `known` and the arguments of its value.
+
+    The name is None for an override and for an unknown flag; all arguments up to the next flag or override are values
+    of an unknown flag.
+    """
+    ahead = deque(enumerate(arguments))
+    while ahead:
+        index, word = ahead.popleft()
+        name, assigned, _ = word.partition("=")
+        flag, values = (_of_hydra(name, known) if _is_flag(word) else None), list[str]()
+        if flag is not None:
+            takes_next = known[flag] or (flag in _OPTIONAL_VALUE and ahead and ahead[0][1] in _INFO)
+            values += [ahead.popleft()[1]] if takes_next and ahead and not assigned else []
+        elif _is_flag(word):
+            while ahead and not assigned and not _is_flag(ahead[0][1]) and not _ASSIGNMENT.match(ahead[0][1]):
+                values.append(ahead.popleft()[1])
+        yield index, word, flag, values
+
+
+def split_flags(arguments: Sequence[str], known: Mapping[str, int]) -> tuple[list[Flag], list[str]]:
     """Split arguments into flags and other arguments.
 
     Args:
@@ -97,22 +106,12 @@ def split_flags(arguments: Sequence[str], known: Collection[str] = ()) -> tuple[
         known: flags of `HYDRA_FLAGS` to keep among the other arguments, with their values.
     """
     flags, others = list[Flag](), list[str]()
-    ahead = list(arguments)
-    while ahead:
-        word = ahead.pop(0)
-        name, assigned, value = word.partition("=")
-        if not _is_flag(word):
-            others.append(word)
-        elif (flag := _of_hydra(name, known)) is not None:
-            others.append(word)
-            if HYDRA_FLAGS[flag] and not assigned and ahead:
-                others.append(ahead.pop(0))
+    for _, word, flag, values in _read(arguments, known):
+        if flag is not None or not _is_flag(word):
+            others += [word, *values]
         else:
-            values = [value] if assigned else []
-            while not assigned and ahead and not _is_flag(ahead[0]) and not _ASSIGNMENT.match(ahead[0]):
-                values.append(ahead.pop(0))
-            text = word if assigned else " ".join([word, *values])
-            flags.append(_flag(text, name.lstrip("-"), values))
+            name, assigned, value = word.partition("=")
+            flags.append(_flag(" ".join([word, *values]), name.lstrip("-"), [value] if assigned else values))
     return flags, others
 
 
@@ -177,22 +176,17 @@ def arrange_flags(arguments: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: the current folder, or a folder of options, does not exist.
     """
-    flags, overrides, ahead = list[str](), list[str](), list(arguments)
-    while ahead:
-        word = ahead.pop(0)
-        name, assigned, value = word.partition("=")
-        flag = _of_hydra(name, HYDRA_FLAGS) if _is_flag(word) else None
+    flags, overrides = list[str](), list[str]()
+    for _, word, flag, values in _read(arguments, HYDRA_FLAGS):
+        _, assigned, value = word.partition("=")
         if flag is None:
-            overrides.append(word)
+            overrides += [word, *values]
         elif flag in _OPTIONAL_VALUE and not assigned:
-            flags.append(f"{flag}={ahead.pop(0) if ahead and ahead[0] in _INFO else _INFO[0]}")
-        elif not HYDRA_FLAGS[flag]:
-            flags.append(word)
-        elif assigned or ahead:
-            value = value if assigned else ahead.pop(0)
-            flags += [flag, _existing_folder(flag, value) if flag in _FOLDERS else value]
+            flags.append(f"{flag}={values[0] if values else _INFO[0]}")
+        elif flag in _FOLDERS and (assigned or values):
+            flags += [flag, _existing_folder(flag, value if assigned else values[0])]
         else:
-            flags.append(word)  # argparse reports the missing value
+            flags += [flag, value] if assigned and HYDRA_FLAGS[flag] else [word, *values]
     return flags + overrides
 
 

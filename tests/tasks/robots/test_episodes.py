@@ -8,11 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
+from support.policy_parts import windowed
 
 from foundry.core.errors import ConfigError
 from foundry.data.loader import Loader, held_out_batches
 from foundry.data.order import GlobalOrder
-from foundry.tasks.robots.data.episodes import Recording, Windows, episode_splits, held_out_episodes, normalised_by
+from foundry.tasks.robots.data.episodes import Recording, Windows, held_out_episodes, normalised_by
 from foundry.tasks.robots.data.statistics import Statistics, statistics_of
 
 TASKS = ("push the red block", "touch it", "")
@@ -73,7 +74,7 @@ def test_every_window_matches_a_naive_reference(lengths, num_observations, horiz
 
 
 def test_windows_have_the_shapes_and_dtypes_of_policy_inputs():
-    windows = episode_splits(record([5, 7, 4], with_images=True), num_observations=2, horizon=6, held_out=0.1).train
+    windows = windowed(record([5, 7, 4], with_images=True), num_observations=2, horizon=6, held_out=0.1).train
     batch = windows.batch([0, 3])
     assert {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in batch.items()} == {
         "state": ((2, 2, 3), torch.float32),
@@ -81,17 +82,17 @@ def test_windows_have_the_shapes_and_dtypes_of_policy_inputs():
         "is_padded": ((2, 6), torch.bool),
         "images": ((2, 2, 3, 8, 8), torch.uint8),
     }
-    plain = episode_splits(record([5, 7, 4]), num_observations=2, horizon=6, held_out=0.1).train
+    plain = windowed(record([5, 7, 4]), num_observations=2, horizon=6, held_out=0.1).train
     assert "images" not in plain[0]
 
 
 def test_statistics_exclude_validation_episodes():
     recording = record([6] * 20)
     held_out = np.repeat(held_out_episodes(20, 0.2), recording.lengths)
-    splits = episode_splits(recording, num_observations=2, horizon=4, held_out=0.2)
+    splits = windowed(recording, num_observations=2, horizon=4, held_out=0.2)
     recording.state[held_out] += 1000
     recording.actions[held_out] *= 1000
-    again = episode_splits(recording, num_observations=2, horizon=4, held_out=0.2)
+    again = windowed(recording, num_observations=2, horizon=4, held_out=0.2)
     assert statistics_of(again).to_json() == statistics_of(splits).to_json()
     assert np.allclose(statistics_of(splits).state.mean, recording.state[~held_out].mean(0), atol=1e-6)
     assert again.fingerprint != splits.fingerprint
@@ -100,7 +101,7 @@ def test_statistics_exclude_validation_episodes():
 @settings(max_examples=examples(50), deadline=None)
 @given(LENGTHS)
 def test_splits_partition_the_episodes(lengths):
-    splits = episode_splits(record(lengths), num_observations=1, horizon=1, held_out=0.3)
+    splits = windowed(record(lengths), num_observations=1, horizon=1, held_out=0.3)
     assert len(splits.train) + len(splits.validation) == sum(lengths)
     assert splits.notes["train_episodes"] + splits.notes["validation_episodes"] == len(lengths)
     assert min(len(splits.train), len(splits.validation)) > 0
@@ -116,7 +117,7 @@ def test_larger_held_out_share_contains_the_smaller_one():
 @pytest.mark.parametrize(("lengths", "held_out"), [([5], 0.05), ([5, 5], 0.9)])
 def test_too_few_episodes_are_refused(lengths, held_out):
     with pytest.raises(ConfigError, match=r"data\.held_out: is .* none would remain for training"):
-        episode_splits(record(lengths), num_observations=2, horizon=4, held_out=held_out)
+        windowed(record(lengths), num_observations=2, horizon=4, held_out=held_out)
 
 
 @pytest.mark.parametrize("name", ["state", "actions"])
@@ -124,11 +125,11 @@ def test_nonfinite_values_are_reported_with_episode_and_frame(name):
     recording = record([4, 5, 6])
     getattr(recording, name)[4 + 2, 1] = np.nan
     with pytest.raises(ConfigError, match=f"has NaN or infinite values in {name}, first in frame 2 of episode 1"):
-        episode_splits(recording, num_observations=2, horizon=4, held_out=0.1)
+        windowed(recording, num_observations=2, horizon=4, held_out=0.1)
 
 
 def test_episode_order_on_two_ranks_equals_one_process():
-    splits = episode_splits(record([7, 9, 11, 4]), num_observations=2, horizon=4, held_out=0.1)
+    splits = windowed(record([7, 9, 11, 4]), num_observations=2, horizon=4, held_out=0.1)
 
     def windows(dp_rank, dp_size, num_workers=0):
         loader = Loader(
@@ -158,7 +159,7 @@ def test_episode_order_on_two_ranks_equals_one_process():
 
 
 def test_validation_frames_are_read_once():
-    splits = episode_splits(record([7, 9, 11, 4]), num_observations=2, horizon=4, held_out=0.5)
+    splits = windowed(record([7, 9, 11, 4]), num_observations=2, horizon=4, held_out=0.5)
     batches = held_out_batches(splits.validation, per_gpu_batch_size=4, dp_rank=0, dp_size=1, max_samples=None)
     positions = torch.cat([batch["position"] for batch in batches])
     assert positions[positions >= 0].tolist() == list(range(len(splits.validation)))
@@ -173,20 +174,20 @@ def test_pickled_windows_memory_map_their_image_file(tmp_path):
         lengths=recording.lengths,
         images=np.load(tmp_path / "images.npy", mmap_mode="r"),
     )
-    windows = episode_splits(mapped, num_observations=2, horizon=4, held_out=0.1).train
+    windows = windowed(mapped, num_observations=2, horizon=4, held_out=0.1).train
     pickled = pickle.dumps(windows)
     assert len(pickled) < recording.images.nbytes / 2
     assert torch.equal(pickle.loads(pickled)[3]["images"], windows[3]["images"])
 
 
 def test_other_episodes_are_normalized_with_the_statistics_of_the_run():
-    own = episode_splits(record([6] * 4, seed=1), num_observations=2, horizon=4, held_out=0.3)
-    other = episode_splits(record([5] * 4, seed=2), num_observations=2, horizon=4, held_out=0.3)
+    own = windowed(record([6] * 4, seed=1), num_observations=2, horizon=4, held_out=0.3)
+    other = windowed(record([5] * 4, seed=2), num_observations=2, horizon=4, held_out=0.3)
     changed = normalised_by(other, statistics_of(own))
     assert statistics_of(changed) is statistics_of(own)
     raw = statistics_of(other).restore_actions(other.validation[0]["actions"].numpy())
     assert np.allclose(changed.validation[0]["actions"], statistics_of(own).normalise_actions(raw), atol=1e-6)
     assert not torch.equal(changed.train[0]["state"], other.train[0]["state"])
-    narrow = episode_splits(record([5] * 4, state_dim=1), num_observations=2, horizon=4, held_out=0.3)
+    narrow = windowed(record([5] * 4, state_dim=1), num_observations=2, horizon=4, held_out=0.3)
     with pytest.raises(ConfigError, match=r"data\.state_dim: is 1 but the run was trained with 3"):
         normalised_by(narrow, statistics_of(own))

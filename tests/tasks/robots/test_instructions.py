@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from support.lerobot_parts import LENGTHS, write_by_hand
+from support.policy_parts import windowed
 from test_episodes import TASKS, record
 
 from foundry.core.errors import ConfigError
@@ -10,7 +11,7 @@ from foundry.data.conversations.chat import BUILT_IN
 from foundry.data.corpora.tokenizer import END_OF_DOCUMENT, train_tokenizer
 from foundry.data.splits import DataSplits
 from foundry.tasks.robots.data.demonstrations import demonstrations
-from foundry.tasks.robots.data.episodes import episode_splits, held_out_episodes
+from foundry.tasks.robots.data.episodes import held_out_episodes
 from foundry.tasks.robots.data.instructions import encode_instructions
 from foundry.tasks.robots.data.lerobot import lerobot
 from foundry.tasks.robots.data.lerobot_writing import ACTION_KEY, STATE_KEY
@@ -20,7 +21,7 @@ WINDOWS = {"num_observations": 2, "horizon": 4, "held_out": 0.2}
 
 def splits(recording=None, **changed):
     recording = record([5, 7, 4, 6, 3, 8]) if recording is None else recording
-    return episode_splits(recording, **{**WINDOWS, "instruction_tokens": 24, "vocab_size": 300, **changed})
+    return windowed(recording, **{**WINDOWS, "instruction_tokens": 24, "vocab_size": 300, **changed})
 
 
 def words(data, sample):

@@ -73,16 +73,7 @@ def demonstrations(
         has_tasks=settings.instruction_tokens is not None,
         cache_dir=settings.cache_dir,
     )
-    return episode_splits(
-        recording,
-        num_observations=settings.num_observations,
-        horizon=settings.horizon,
-        held_out=settings.held_out,
-        instruction_tokens=settings.instruction_tokens,
-        tokenizer=settings.tokenizer,
-        vocab_size=settings.vocab_size,
-        notes={"demonstrations": str(folder)},
-    )
+    return episode_splits(recording, settings, notes={"demonstrations": str(folder)})
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Windows over a robot's episodes: recent observations and the next actions of each frame."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -17,6 +17,7 @@ from foundry.data.splits import DataSplits
 from foundry.tasks.robots.data.instructions import encode_instructions, read_words
 from foundry.tasks.robots.data.statistics import Statistics, statistics_of
 from foundry.tasks.robots.names import STATISTICS
+from foundry.tasks.robots.schemas.data import Episodes
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -120,28 +121,12 @@ class Windows(MapsFiles, BatchDataset):
         return other
 
 
-def episode_splits(
-    recording: Recording,
-    *,
-    num_observations: int,
-    horizon: int,
-    held_out: float,
-    instruction_tokens: int | None = None,
-    tokenizer: str | None = None,
-    vocab_size: int = 4096,
-    notes: dict[str, Any] | None = None,
-) -> DataSplits:
+def episode_splits(recording: Recording, settings: Episodes, *, notes: Mapping[str, Any] | None = None) -> DataSplits:
     """Split a recording into training and held-out episodes, as windows; only training frames enter the statistics.
 
     Args:
         recording: all episodes.
-        num_observations: states per sample.
-        horizon: actions per sample.
-        held_out: fraction of the episodes used for validation.
-        instruction_tokens: maximum number of tokens of an instruction; None for samples without instructions.
-        tokenizer: tokenizer.json of the instructions or its folder; None to train one on the training episodes'
-            instructions.
-        vocab_size: number of entries of a trained tokenizer, or maximum number for a given one.
+        settings: lengths of windows, share of held-out episodes, and tokenizer of the instructions.
         notes: facts for plan.json, in addition to the numbers of episodes and frames.
 
     Raises:
@@ -149,17 +134,17 @@ def episode_splits(
             too long.
     """
     _check_finite(recording)
-    is_held_out = held_out_episodes(len(recording.lengths), held_out)
+    is_held_out = held_out_episodes(len(recording.lengths), settings.held_out)
     train, validation = np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)
     of_train = np.repeat(~is_held_out, recording.lengths)
     statistics = Statistics.of(recording.state[of_train], recording.actions[of_train])
-    windows: dict[str, Any] = {"num_observations": num_observations, "horizon": horizon}
+    windows: dict[str, Any] = {"num_observations": settings.num_observations, "horizon": settings.horizon}
     fingerprint, instructions = _fingerprint(recording, is_held_out, windows), None
     data = DataSplits(train=[], validation=[], fingerprint=fingerprint, kept={STATISTICS: statistics})
-    if instruction_tokens is not None and recording.task_index is not None:
+    if settings.instruction_tokens is not None and recording.task_index is not None:
         learnt = sorted({recording.tasks[index] for index in np.unique(recording.task_index[of_train])})
-        data = replace(data, **read_words(learnt, tokenizer, vocab_size)._asdict())
-        instructions = encode_instructions(recording.tasks, data, instruction_tokens)
+        data = replace(data, **read_words(learnt, settings.tokenizer, settings.vocab_size)._asdict())
+        instructions = encode_instructions(recording.tasks, data, settings.instruction_tokens)
         data = replace(data, fingerprint=_with_words(fingerprint, instructions, recording.task_index))
     counts = {
         "train_episodes": len(train),
