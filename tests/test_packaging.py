@@ -10,8 +10,10 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from support.tiny import TINY_LM
 
-from foundry.config.packages import DISTRIBUTION, missing_message, pip_command
+from foundry import compose, run
+from foundry.config.packages import DISTRIBUTION, conflict_message, missing_message, pip_command
 from foundry.config.schemas.tracking import EXTRAS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -180,6 +182,52 @@ def test_every_hint_names_an_extra_of_setup_cfg():
     assert len(calls) >= 10
     assert set(calls) <= set(SETUP["options.extras_require"])
     assert set(EXTRAS.values()) <= set(SETUP["options.extras_require"])
+
+
+def test_early_build_beside_this_version_is_a_conflict(site):
+    install(site, OLD)
+    assert conflict_message() is None  # an editable build of 0.1 in a checkout of this version is fine
+    install(site, NEW, version="0.2.0")
+    assert conflict_message() == (
+        "foundry 0.1.0 and hydra-foundry 0.2.0 are installed in the same folder. Uninstall both, then install "
+        "hydra-foundry again (uninstalling foundry alone deletes files of hydra-foundry)."
+    )
+
+
+@pytest.mark.parametrize(
+    "old",
+    [
+        {"script": "foundry = foundry.main:run"},
+        {"script": "other = other:main"},
+        {"record": None, "suffix": "egg-info"},
+    ],
+)
+def test_foreign_package_or_stale_egg_info_is_no_conflict(site, old):
+    install(site, OLD, **old)
+    install(site, NEW)
+    assert conflict_message() is None
+
+
+def test_early_build_in_another_folder_is_no_conflict(site, tmp_path, monkeypatch):
+    install(site, NEW)
+    install(tmp_path / "system", OLD)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "system")])
+    assert conflict_message() is None
+
+
+def test_version_and_first_line_of_a_run_report_the_conflict(tmp_path, monkeypatch, caplog):
+    site = tmp_path / "site"
+    install(site, OLD)
+    install(site, NEW)
+    command = [sys.executable, "-m", "foundry", "--version"]
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    monkeypatch.syspath_prepend(site)
+    warning = conflict_message()
+    assert done.stdout.splitlines()[1:] == [warning]
+    run(compose([*TINY_LM, "hparams.max_steps=1"]), tmp_path / "run")
+    assert caplog.messages[0] == warning
+    assert warning in (tmp_path / "run" / "foundry.log").read_text().splitlines()[0]
 
 
 def _code():

@@ -25,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from foundry import __version__
 from foundry.config.composition.start_dir import check_start_dir
 from foundry.config.diagnostics.flags import JSON, Flag, split_flags
+from foundry.config.packages import conflict_message
 from foundry.config.setting import check_fields
 from foundry.config.sources import local_path
 from foundry.core.errors import ConfigError, Violation, nearest
@@ -323,7 +324,10 @@ def answer_alone(arguments: Sequence[str], write_help: Callable[[], str]) -> boo
 
 
 def versions() -> str:
-    """Return the versions of foundry, Python, torch and Hydra, without importing these packages."""
+    """Return the versions of foundry, Python, torch and Hydra, without importing these packages.
+
+    A second line warns if a 0.1 build is installed next to this version.
+    """
     from importlib.metadata import PackageNotFoundError, version
 
     found = []
@@ -332,7 +336,8 @@ def versions() -> str:
             found.append(f"{name} {version(name)}")
         except PackageNotFoundError:
             found.append(f"{name} not installed")
-    return f"foundry {__version__} (Python {platform.python_version()}, {', '.join(found)})"
+    line = f"foundry {__version__} (Python {platform.python_version()}, {', '.join(found)})"
+    return "\n".join(filter(None, (line, conflict_message())))
 
 
 def help_text(schema: type[Any], name: str, doc: str, *, prefix: str = "") -> str:

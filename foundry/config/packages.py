@@ -4,8 +4,11 @@ import re
 import shlex
 
 DISTRIBUTION = "hydra-foundry"
+_OLD_DISTRIBUTION = "foundry"
+"""Name of the distribution in builds of 0.1; on the public index it belongs to a package of other authors."""
 INSTALL_PROJECT = "pip install -e '.[dev]'"
 """Command that installs the project in the current folder, with the packages of its tests."""
+_CONSOLE_SCRIPT = "foundry.commands.main:main"
 
 
 def missing_message(package: str, extra: str) -> str:
@@ -28,6 +31,23 @@ def pip_command(package: str, extra: str) -> str:
     return f"pip install {shlex.join(_requirements(extra) or [package])}"
 
 
+def conflict_message() -> str | None:
+    """Return a warning if an installed build of 0.1 shares its files with this version; None otherwise.
+
+    The distribution changed its name, so pip installs this version beside 0.1 and overwrites its files. The unrelated
+    package of the old name on the public index has another console script, and a stale `foundry.egg-info` in a checkout
+    has no RECORD: neither causes the warning.
+    """
+    new = _installed(DISTRIBUTION)
+    for folder, version in _installed(_OLD_DISTRIBUTION).items():
+        if folder in new:
+            both = f"{_OLD_DISTRIBUTION} {version} and {DISTRIBUTION} {new[folder]}"
+            remedy = f"Uninstall both, then install {DISTRIBUTION} again"
+            reason = f"uninstalling {_OLD_DISTRIBUTION} alone deletes files of {DISTRIBUTION}"
+            return f"{both} are installed in the same folder. {remedy} ({reason})."
+    return None
+
+
 def _requirements(extra: str) -> list[str]:
     """Return the requirements of an extra, one for each package; empty without metadata."""
     from importlib.metadata import PackageNotFoundError, requires
@@ -45,3 +65,14 @@ def _requirements(extra: str) -> list[str]:
             versions[requirement.name] = versions.get(requirement.name, SpecifierSet()) & requirement.specifier
     # Lower bounds first, as setup.cfg writes them.
     return [name + ",".join(sorted(map(str, among), reverse=True)) for name, among in versions.items()]
+
+
+def _installed(name: str) -> dict[str, str]:
+    """Return folder and version of each installed distribution of this name that has foundry's console script."""
+    from importlib.metadata import distributions
+
+    return {
+        str(found.locate_file("")): found.version
+        for found in distributions(name=name)
+        if found.read_text("RECORD") is not None and any(e.value == _CONSOLE_SCRIPT for e in found.entry_points)
+    }

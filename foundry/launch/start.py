@@ -1,5 +1,6 @@
 """Start of a run on this machine, in this process or in several new ones."""
 
+import logging
 import logging.config
 import os
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from foundry.config.environment import detect
+from foundry.config.packages import conflict_message
 from foundry.config.schemas.root import Config
 from foundry.run_dir.lock import RunDirectoryLostError, is_held
 from foundry.run_dir.redact import known, one_line, remember
@@ -18,6 +20,8 @@ from foundry.run_dir.status import read_status, write_status
 if TYPE_CHECKING:
     from foundry.core.events import Observer
     from foundry.engine.train import RunResult
+
+log = logging.getLogger(__name__)
 
 
 def start(
@@ -40,6 +44,8 @@ def start(
         Stopped: a signal stopped the run after saving.
     """
     _yield_to_others()
+    if detect().rank == 0 and (conflict := conflict_message()):
+        log.warning("%s", conflict)
     from foundry.engine.train import train
 
     processes = config.distributed.nproc_per_node
