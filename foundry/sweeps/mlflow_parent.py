@@ -14,7 +14,6 @@ from foundry.run_dir.sweep_file import read_sweep_file
 from foundry.sweeps.reading import SweepReport, read_sweep
 from foundry.sweeps.report import summary
 from foundry.sweeps.report_files import write_files
-from foundry.tracking.metric_groups import evaluation_name
 from foundry.tracking.mlflow.destination import Destination, short_waits, tracking_uri
 from foundry.tracking.mlflow.parent_link import ParentLink, join_settings, masked_values
 
@@ -53,7 +52,7 @@ def close_parent(sweep_dir: Path, *, uri: str | None = None, stopped: bool = Fal
     known = client.get_run(run_id)
     if known.info.status == status and tags.items() <= known.data.tags.items():
         return  # already done by the last job's process
-    for operation in _closing(sweep, evaluation_name(sweep.metric), tags, status):
+    for operation in _closing(sweep, parent.evaluation_name(sweep.metric), tags, status):
         store.apply([operation])
 
 

@@ -1,12 +1,17 @@
 """Metric names that trackers group by the part before the slash: train/loss, val/loss, perf/step_seconds.
 
-Metrics in metrics.jsonl and in settings have names without groups.
+Metrics in metrics.jsonl and in settings have names without groups. A run that an earlier version began with these names
+in a tracker keeps them there, so that its curves continue.
 """
 
+from pathlib import Path
 from typing import Any
 
 from foundry.core.events import Evaluated, StepLogged
 from foundry.tracking.metrics_file import evaluation_record, step_record
+
+FLAT, GROUPED = "flat", "grouped"
+"""Styles of metric names in a tracker: as in metrics.jsonl, or with groups."""
 
 _PERFORMANCE = frozenset(
     {
@@ -21,6 +26,7 @@ _PERFORMANCE = frozenset(
     }
 )
 _CLOCK = ("step", "samples")  # fields of both logged steps and evaluations
+_MARKER = ".grouped_metrics"
 
 
 def step_name(name: str) -> str:
@@ -42,11 +48,25 @@ def best_name(name: str) -> str:
     return f"val/best_{name.removeprefix('val_')}"
 
 
-def step_values(event: StepLogged) -> dict[str, Any]:
-    """Return `step_record` of a logged step with grouped names; `step` has no group."""
-    return {step_name(name): value for name, value in step_record(event).items()}
+def step_values(event: StepLogged, *, is_grouped: bool) -> dict[str, Any]:
+    """Return `step_record` of a logged step, with grouped names if `is_grouped`; `step` has no group."""
+    record = step_record(event)
+    return {step_name(name): value for name, value in record.items()} if is_grouped else record
 
 
-def evaluation_values(event: Evaluated) -> dict[str, Any]:
-    """Return `evaluation_record` of an evaluation with grouped names."""
-    return {evaluation_name(name): value for name, value in evaluation_record(event).items()}
+def evaluation_values(event: Evaluated, *, is_grouped: bool) -> dict[str, Any]:
+    """Return `evaluation_record` of an evaluation, with grouped names if `is_grouped`."""
+    record = evaluation_record(event)
+    return {evaluation_name(name): value for name, value in record.items()} if is_grouped else record
+
+
+def begins_grouped(folder: Path) -> bool:
+    """Return True if the metrics in a tracker's folder have grouped names. Marks an empty folder as grouped.
+
+    Args:
+        folder: the tracker's folder, created if it does not exist.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if not any(folder.iterdir()):
+        (folder / _MARKER).touch()
+    return (folder / _MARKER).exists()

@@ -9,7 +9,7 @@ from foundry.config.configured import configured_by
 from foundry.config.schemas.own_trackers import TensorBoard as TensorBoardSettings
 from foundry.core.events import Evaluated, RunEnded, RunStarted, StepLogged
 from foundry.run_dir.redact import masked
-from foundry.tracking.metric_groups import evaluation_values, step_values
+from foundry.tracking.metric_groups import begins_grouped, evaluation_values, step_values
 
 
 class TensorBoard:
@@ -26,6 +26,7 @@ class TensorBoard:
     def __init__(self, settings: TensorBoardSettings, *, run_dir: Path) -> None:
         self._folder, self._flush_seconds = Path(run_dir) / settings.folder, settings.flush_seconds
         self._writer: Any = None
+        self._is_grouped = True
 
     def on_start(self, event: RunStarted) -> None:
         """Open a file, and write the configuration."""
@@ -33,6 +34,7 @@ class TensorBoard:
         from tensorboard.plugins.text.summary_v2 import text_pb
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+        self._is_grouped = begins_grouped(self._folder)
         self._writer = EventFileWriter(str(self._folder), flush_secs=self._flush_seconds)
         self._write(event.step + 1, session_log=SessionLog(status=SessionLog.START))
         text = json.dumps(masked(event.config), indent=2, default=str)
@@ -40,11 +42,11 @@ class TensorBoard:
 
     def on_step(self, event: StepLogged) -> None:
         """Write the step's metrics."""
-        self._write_scalars(step_values(event))
+        self._write_scalars(step_values(event, is_grouped=self._is_grouped))
 
     def on_evaluation(self, event: Evaluated) -> None:
         """Write the held-out metrics."""
-        self._write_scalars(evaluation_values(event))
+        self._write_scalars(evaluation_values(event, is_grouped=self._is_grouped))
 
     def on_end(self, event: RunEnded) -> None:
         """Close the file."""

@@ -12,7 +12,7 @@ from foundry.config.configured import configured_by
 from foundry.config.schemas.own_trackers import WandB as WandBSettings
 from foundry.core.events import Evaluated, RunEnded, RunStarted, StepLogged
 from foundry.run_dir.redact import masked
-from foundry.tracking.metric_groups import evaluation_values, step_values
+from foundry.tracking.metric_groups import begins_grouped, evaluation_values, step_values
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +34,7 @@ class WandB:
         self.settings, self._run_dir = settings, Path(run_dir).absolute()
         self._mode = settings.mode or os.environ.get("WANDB_MODE", "online")
         self._run: Any = None
+        self._is_grouped = True
 
     def on_start(self, event: RunStarted) -> None:
         """Begin the run, or continue it if it was recorded before."""
@@ -47,6 +48,7 @@ class WandB:
             )
             log.warning(message, f"wandb sync {self._run_dir}/wandb/offline-run-*")
             self._mode = "offline"
+        self._is_grouped = begins_grouped(self._run_dir / "wandb")
         begin: Any = wandb.init
         self._run = begin(
             project=self.settings.experiment_name,
@@ -67,11 +69,11 @@ class WandB:
 
     def on_step(self, event: StepLogged) -> None:
         """Log the step's metrics."""
-        self._log(step_values(event))
+        self._log(step_values(event, is_grouped=self._is_grouped))
 
     def on_evaluation(self, event: Evaluated) -> None:
         """Log the held-out metrics."""
-        self._log(evaluation_values(event))
+        self._log(evaluation_values(event, is_grouped=self._is_grouped))
 
     def on_end(self, event: RunEnded) -> None:
         """Record the final state of the run, and close it."""

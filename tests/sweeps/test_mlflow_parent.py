@@ -134,3 +134,15 @@ def test_parent_link_ignores_a_copied_run_directory(sweep, tmp_path):
     assert ParentLink.load(sweep / "0").job == 0
     assert ParentLink.load(tmp_path / "mine" / "copy") is None
     assert ParentLink.load(tmp_path / "mine") is None
+
+
+def test_sweep_started_with_flat_metric_names_keeps_them(sweep):
+    Destination.of(sweep, uri=tracking_uri(), experiment_name="e", run_name="r").save(sweep)
+    content = json.loads((sweep / "mlflow.json").read_text())
+    assert Destination.load(sweep).evaluation_name("val_loss") == "val/loss"
+    (sweep / "mlflow.json").write_text(json.dumps({k: v for k, v in content.items() if k != "metric_names"}))
+    added = Destination.of(
+        sweep / "0", uri=tracking_uri(), experiment_name="e", run_name="r", sweep_dir=sweep / "0" / ".."
+    )
+    assert added.metric_names == "flat"
+    assert Destination.load(sweep).evaluation_name("val_loss") == "val_loss"

@@ -71,6 +71,19 @@ def test_tensorboard_drops_steps_that_a_resumed_run_repeats(tmp_path, events):
     assert scalars(tmp_path / "tensorboard")["train/loss"] == {1: 1.0, 2: 2.0, 3: 23.0, 4: 24.0}
 
 
+def test_tensorboard_keeps_flat_metric_names_of_an_older_run(tmp_path, events):
+    (tmp_path / "tensorboard").mkdir()
+    (tmp_path / "tensorboard" / "events.out.tfevents.1.host").touch()
+    tracker = TensorBoard(run_dir=tmp_path)
+    tracker.on_start(events.start(step=1))
+    tracker.on_step(events.step(2, loss=2.0))
+    tracker.on_evaluation(events.evaluation(2))
+    tracker.on_end(events.end())
+    written = scalars(tmp_path / "tensorboard")
+    assert (written["loss"], written["val_loss"]) == ({2: 2.0}, {2: 3.5})
+    assert not [tag for tag in written if "/" in tag]
+
+
 @pytest.fixture
 def nobody(monkeypatch):
     """A server in place of W&B's; yields the list of accepted connections."""

@@ -12,14 +12,16 @@ from types import NoneType
 
 from foundry.config.environment import default_variables
 from foundry.run_dir.files import write_atomically
-from foundry.run_dir.names import MLFLOW
+from foundry.run_dir.names import MLFLOW, MLFLOW_PENDING
 from foundry.run_dir.redact import MASK, masked_text
 from foundry.run_dir.strict_json import DamagedFileError, Types, read_object
+from foundry.tracking.metric_groups import FLAT, GROUPED, evaluation_name
 
 DEFAULT_URI = "sqlite:///mlflow.db"
 DEFAULT_EXPERIMENT = "foundry"
 _TYPES: dict[str, Types] = {"uri": str, "experiment_name": str, "run_name": str, "key": str, "started_ms": int}
 _IDS = ("run_id", "experiment_id")
+_STYLE = "metric_names"
 _SQLITE = "sqlite:///"
 _LOCAL_SERVER = "http://127.0.0.1:5000"  # default address of `mlflow ui`
 _TRAINING = "?workflowType=machine_learning"  # otherwise, a new browser shows the pages for GenAI
@@ -115,6 +117,7 @@ class Destination:
         experiment_id: id of the experiment; None until the store has created the run.
         key: unique key of the run in the store; identifies it if the reply to the request that created it was lost.
         started_ms: start time of the run, in milliseconds since 1970.
+        metric_names: `grouped`, or `flat` for a run that was begun with the names of metrics.jsonl.
     """
 
     uri: str
@@ -124,26 +127,35 @@ class Destination:
     experiment_id: str | None = None
     key: str
     started_ms: int
+    metric_names: str = GROUPED
 
     @classmethod
-    def of(cls, run_dir: Path, *, uri: str, experiment_name: str, run_name: str) -> "Destination":
+    def of(
+        cls, run_dir: Path, *, uri: str, experiment_name: str, run_name: str, sweep_dir: Path | None = None
+    ) -> "Destination":
         """Return the destination that an earlier start of this run recorded for the same store, else a new one.
+
+        A new one takes the style of metric names from undelivered records, else from its sweep, if there are any.
 
         Args:
             run_dir: the run directory.
             uri: URI of the store, with credentials.
             experiment_name: experiment of a new run.
             run_name: name of a new run.
+            sweep_dir: directory of the sweep that the run belongs to; None if it does not belong to a sweep.
         """
         earlier = cls.load(run_dir)
         if earlier is not None and earlier.uri == masked_text(uri):
             return replace(earlier, uri=uri)
+        sweep = None if sweep_dir is None else cls.load(sweep_dir)
+        kept = earlier if (run_dir / MLFLOW_PENDING).exists() else sweep
         return cls(
             uri=uri,
             experiment_name=experiment_name,
             run_name=run_name,
             key=uuid.uuid4().hex,
             started_ms=time.time_ns() // 1_000_000,
+            metric_names=GROUPED if kept is None else kept.metric_names,
         )
 
     @classmethod
@@ -151,16 +163,31 @@ class Destination:
         """Read the destination from the run directory; None if the file is missing or damaged."""
         try:
             optional: dict[str, Types] = dict.fromkeys(_IDS, (str, NoneType))
-            content = read_object(run_dir / MLFLOW, needed=_TYPES, optional=optional)
+            content = read_object(run_dir / MLFLOW, needed=_TYPES, optional={**optional, _STYLE: str})
         except (FileNotFoundError, DamagedFileError):
             return None
         run_id, experiment_id = (content.get(name) for name in _IDS)
-        return cls(**{name: content[name] for name in _TYPES}, run_id=run_id, experiment_id=experiment_id)
+        is_grouped = content.get(_STYLE) == GROUPED
+        return cls(
+            **{name: content[name] for name in _TYPES},
+            run_id=run_id,
+            experiment_id=experiment_id,
+            metric_names=GROUPED if is_grouped else FLAT,
+        )
 
     def save(self, run_dir: Path) -> None:
         """Write the destination to the run directory, without credentials."""
         public = asdict(self) | {"uri": masked_text(self.uri)}
         write_atomically(run_dir / MLFLOW, json.dumps(public, indent=2) + "\n")
+
+    @property
+    def is_grouped(self) -> bool:
+        """True if metrics have grouped names."""
+        return self.metric_names == GROUPED
+
+    def evaluation_name(self, name: str) -> str:
+        """Return the name of an evaluation's metric in this run."""
+        return evaluation_name(name) if self.is_grouped else name
 
     @property
     def page(self) -> str | None:

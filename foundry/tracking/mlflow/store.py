@@ -173,6 +173,8 @@ def parent_id(sweep_dir: Path, child: Destination) -> str | None:
             return None
         name = sweep_dir.name
         parent = Destination.of(sweep_dir, uri=child.uri, experiment_name=child.experiment_name, run_name=name)
+        if earlier is None:
+            parent = replace(parent, metric_names=child.metric_names)
         parent.save(sweep_dir)
         store = MlflowStore(sweep_dir, parent)
         if earlier is None or earlier.run_id is None:

@@ -52,6 +52,7 @@ class MLflowTracker:
     def __init__(self, settings: MLflowSettings, *, run_dir: Path) -> None:
         self.settings, self._run_dir, self._uri = settings, Path(run_dir), tracking_uri(settings.uri)
         self._delivery: Delivery | None = None
+        self._is_grouped = True
 
     @tolerant
     def on_start(self, event: RunStarted) -> None:
@@ -64,8 +65,10 @@ class MLflowTracker:
             uri=self._uri,
             experiment_name=self.settings.experiment_name,
             run_name=name,
+            sweep_dir=None if link is None else self._run_dir / link.sweep,
         )
         destination.save(self._run_dir)
+        self._is_grouped = destination.is_grouped
         self._delivery = Delivery(
             store=RemoteStore(self._run_dir, destination, system_metrics=self.settings.system_metrics),
             pending_file=self._run_dir / MLFLOW_PENDING,
@@ -78,12 +81,12 @@ class MLflowTracker:
     @tolerant
     def on_step(self, event: StepLogged) -> None:
         """Queue the step's metrics."""
-        self._put_metrics(event.step, step_values(event))
+        self._put_metrics(event.step, step_values(event, is_grouped=self._is_grouped))
 
     @tolerant
     def on_evaluation(self, event: Evaluated) -> None:
         """Queue the held-out metrics and the current figures."""
-        self._put_metrics(event.step, evaluation_values(event))
+        self._put_metrics(event.step, evaluation_values(event, is_grouped=self._is_grouped))
         self._put_files(PLOTS)
         if event.samples_file is not None and event.samples_file.parent != self._run_dir / PLOTS:
             file = os.path.relpath(event.samples_file, self._run_dir)
@@ -141,7 +144,8 @@ class MLflowTracker:
         MLflow's tables and plots show the last value of a metric.
         """
         if best is not None:
-            values = {best_name(name): value for name, value in best.items() if name != "step"}
+            named = best_name if self._is_grouped else "best_{}".format
+            values = {named(name): value for name, value in best.items() if name != "step"}
             self._put({"op": "metrics", "time_ms": _now_ms(), "step": best["step"], "values": values})
 
     def _put_model(self) -> None:

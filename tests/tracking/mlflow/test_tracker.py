@@ -133,6 +133,14 @@ def test_resumed_run_continues_its_mlflow_run(events, with_database):
     assert [point.step for point in history] == [1, 2, 3, 4]
 
 
+def begun_with_flat_names(folder):
+    """Rewrite mlflow.json of a run or sweep as written before metric groups existed."""
+    path = folder / "mlflow.json"
+    content = json.loads(path.read_text())
+    assert content.pop("metric_names") == "grouped"
+    path.write_text(json.dumps(content))
+
+
 def test_mlflow_metrics_are_in_groups(events, with_database):
     tracker = MLflowTracker(run_dir=events.run_dir, finish_seconds=120)
     tracker.on_start(events.start())
@@ -144,6 +152,25 @@ def test_mlflow_metrics_are_in_groups(events, with_database):
     perf = ("mfu", "peak_memory_bytes", "step_seconds", "tflops", "tokens_per_second")
     expected = {*(f"train/{name}" for name in train), *(f"perf/{name}" for name in perf)}
     assert names == expected | {"val/loss", "val/accuracy", "val/best_loss", "grad_norm/model.layers.0"}
+
+
+def test_resumed_run_with_flat_metric_names_keeps_them(events, with_database):
+    follow(MLflowTracker(run_dir=events.run_dir, finish_seconds=120), events, 1, state="requeued", reason="SIGUSR1")
+    begun_with_flat_names(events.run_dir)
+    follow(MLflowTracker(run_dir=events.run_dir, finish_seconds=120), events, 3)
+    run = run_of(events.run_dir, tracking_uri())
+    assert {"loss", "val_loss", "lr", "tokens_per_second"} <= set(run.data.metrics)
+    history = client_of(tracking_uri()).get_metric_history(run.info.run_id, "train/loss")
+    assert [point.step for point in history] == [1]  # only from the first start
+
+
+def test_pending_records_decide_the_metric_names_of_a_new_run(events, black_hole, with_database):
+    follow(MLflowTracker(run_dir=events.run_dir, uri=black_hole, finish_seconds=0.1), events, 1, state="requeued")
+    begun_with_flat_names(events.run_dir)
+    tracker = MLflowTracker(run_dir=events.run_dir, uri=f"sqlite:///{with_database}/other.db", finish_seconds=0.1)
+    tracker.on_start(events.start())
+    tracker.on_end(events.end())
+    assert json.loads((events.run_dir / "mlflow.json").read_text())["metric_names"] == "flat"
 
 
 def test_mlflow_environment_variables_choose_experiment_and_run(events, with_database, monkeypatch):
