@@ -32,7 +32,7 @@ class Choices:
 
     def __init__(self) -> None:
         self._num_composed = 0
-        self._pickled: dict[tuple[object, ...], bytes] = {}
+        self._pickled: dict[tuple[object, ...], tuple[str, bytes]] = {}
         self._files: dict[tuple[object, ...], bytes] = {}
         self._opened: dict[tuple[object, ...], tuple[CachingConfigRepository, Exception | None]] = {}
 
@@ -64,11 +64,14 @@ class Choices:
         is_value = [isinstance(o.value(), dict) or not repository.group_exists(o.key_or_group) for o in parsed]
         choices = [line for line, sets_value in zip(overrides, is_value, strict=True) if not sets_value]
         name = JobRuntime.instance().get("name")
-        key = (_sources(loader), config_name, run_mode, getbase(), name, *choices)
+        key = (_sources(loader), config_name, run_mode, getbase(), *choices)
         if key not in self._pickled:
-            self._pickled[key] = pickle.dumps(load(choices))
-        config = pickle.loads(self._pickled[key])
+            self._pickled[key] = name, pickle.dumps(load(choices))
+        name_then, pickled = self._pickled[key]
+        config = pickle.loads(pickled)
         assert isinstance(config, DictConfig)
+        if config.hydra.job._get_node("name")._value() == name_then:
+            config.hydra.job.name = name
         apply_overrides(list(itertools.compress(parsed, is_value)), config)
         _record(parsed, config)
         return config
