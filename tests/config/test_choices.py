@@ -104,6 +104,19 @@ def test_cached_composition_has_the_current_working_directory(loads, monkeypatch
     assert composed([]).hydra.runtime.cwd == str(tmp_path)
 
 
+def test_cached_composition_has_the_name_of_its_own_job(tmp_path):
+    install()
+    (tmp_path / "other.yaml").write_text("a: 1\n")
+    found, choices = [], Choices()
+    with choices.used():
+        for name, *overrides in (["first"], ["first"], ["second"], ["third", "hydra.job.name=first"]):
+            with initialize_config_dir(str(tmp_path), job_name=name, version_base="1.3"):
+                loader = GlobalHydra.instance().config_loader()
+                found.append(loader.load_configuration("other", overrides, RunMode.RUN).hydra.job.name)
+    assert found == ["first", "first", "second", "first"]
+    assert len(choices._pickled) == 1
+
+
 def test_refused_composition_loads_its_options_twice(monkeypatch):
     """The first load fails; the second one serves all compositions of the error search."""
     install()

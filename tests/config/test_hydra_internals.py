@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import omegaconf.base
 import pytest
 from hydra import initialize_config_dir
-from hydra._internal import config_loader_impl, hydra, utils
+from hydra._internal import config_loader_impl, defaults_list, hydra, utils
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.core_plugins import basic_launcher
 from hydra.core.config_store import ConfigStore
@@ -24,7 +24,7 @@ from packaging.specifiers import SpecifierSet
 
 import foundry
 from foundry.config.composition import hydra_internals as internals
-from foundry.config.composition.choices import compose_with
+from foundry.config.composition.choices import Choices, compose_with, current_files
 from foundry.config.composition.compose import CONFIG_NAME, config_dir, install
 
 
@@ -92,6 +92,54 @@ def test_interpolations_are_parsed_once_and_resolved_at_their_node(loader):
     parse = omegaconf.base.parse
     install()
     assert omegaconf.base.parse is parse
+
+
+def test_choices_are_collected_only_for_defaults_lists_with_interpolations(tmp_path, monkeypatch):
+    install()
+    for group, option in {"db": "sqlite", "server": "apache", "both": "sqlite_apache"}.items():
+        (tmp_path / group).mkdir()
+        (tmp_path / group / f"{option}.yaml").write_text(f"name: {option}\n")
+    collected = []
+    of_hydra = inspect.unwrap(defaults_list._create_interpolation_map)
+
+    def collect(overrides, defaults_list, self_added):
+        collected.append(len(defaults_list))
+        return of_hydra(overrides, defaults_list, self_added)
+
+    monkeypatch.setattr(defaults_list, "_create_interpolation_map", collect)
+    internals.skip_unused_choices()
+    for last, expected in (("sqlite_apache", []), ("${db}_${server}", [4])):
+        lines = ["defaults:", "- db: sqlite", "- server: apache", f"- both: {last}", "- _self_", ""]
+        (tmp_path / "config.yaml").write_text("\n".join(lines))
+        with Choices().used(), initialize_config_dir(str(tmp_path), version_base="1.3"):
+            composed = GlobalHydra.instance().config_loader().load_configuration("config", [], RunMode.RUN)
+        assert composed.both.name == "sqlite_apache"
+        assert [length for length in collected if length == 4] == expected
+
+
+def test_option_files_are_read_once_for_all_compositions_of_a_cache(loader):
+    read = []
+
+    def load(words):
+        composed = internals.load_unchecked(loader, CONFIG_NAME, words)
+        read.append(len(current_files() or ()))
+        return composed
+
+    first, others = ["scheduler=cosine"], (["scheduler=wsd"], ["scheduler=wsd", "precision=fp32"])
+    with Choices().used():
+        for words in (first, *others):
+            composed = compose_with(load, loader, CONFIG_NAME, words, RunMode.RUN)
+        before = dict(current_files())
+        composed.scheduler._target_ = "changed"
+        again = internals.load_unchecked(loader, CONFIG_NAME, others[-1])
+        assert current_files() == before
+    assert read[0] == 0, "a single composition needs no cache"
+    assert read[1] > 20
+    assert read[2] == read[1] + 1, "the option of one more group"
+    with Choices().used():
+        assert current_files() is None
+        uncached = internals.load_unchecked(loader, CONFIG_NAME, others[-1])
+    assert OmegaConf.to_yaml(again) == OmegaConf.to_yaml(uncached)
 
 
 def test_search_path_starts_with_the_folder(tmp_path):

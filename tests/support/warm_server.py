@@ -54,8 +54,9 @@ def _import_all():
     from support.composition import CHOICES, compose
     from support.tiny import TINY_DIT, TINY_LM
 
-    for words in ((), (), TINY_LM, TINY_DIT):  # loads Hydra's plugins and caches options
-        compose(*words)
+    untracked = ["tracking=none"]
+    for words in ((), (), TINY_LM, TINY_DIT, [*TINY_LM, *untracked], [*TINY_DIT, *untracked]):
+        compose(*words)  # loads Hydra's plugins and caches options
     keep_choices(CHOICES)
     # Remove the entry that made this module importable.
     ours = str(Path(__file__).parents[1])

@@ -27,12 +27,13 @@ class Choices:
 
     Reading and merging options takes most of the time of a composition. From the second composition on, it is done once
     for all compositions that choose the same options. Overrides of values are then applied to a copy, as Hydra does in
-    its last step.
+    its last step. Compositions that choose other options share the files that they read.
     """
 
     def __init__(self) -> None:
         self._num_composed = 0
-        self._pickled: dict[tuple[object, ...], bytes] = {}
+        self._pickled: dict[tuple[object, ...], tuple[str, bytes]] = {}
+        self._files: dict[tuple[object, ...], bytes] = {}
         self._opened: dict[tuple[object, ...], tuple[CachingConfigRepository, Exception | None]] = {}
 
     @contextmanager
@@ -63,11 +64,14 @@ class Choices:
         is_value = [isinstance(o.value(), dict) or not repository.group_exists(o.key_or_group) for o in parsed]
         choices = [line for line, sets_value in zip(overrides, is_value, strict=True) if not sets_value]
         name = JobRuntime.instance().get("name")
-        key = (_sources(loader), config_name, run_mode, getbase(), name, *choices)
+        key = (_sources(loader), config_name, run_mode, getbase(), *choices)
         if key not in self._pickled:
-            self._pickled[key] = pickle.dumps(load(choices))
-        config = pickle.loads(self._pickled[key])
+            self._pickled[key] = name, pickle.dumps(load(choices))
+        name_then, pickled = self._pickled[key]
+        config = pickle.loads(pickled)
         assert isinstance(config, DictConfig)
+        if config.hydra.job._get_node("name")._value() == name_then:
+            config.hydra.job.name = name
         apply_overrides(list(itertools.compress(parsed, is_value)), config)
         _record(parsed, config)
         return config
@@ -89,6 +93,12 @@ _current: ContextVar[Choices | None] = ContextVar("choices", default=None)
 def current() -> Choices:
     """Return the cache that is currently in use, or a new one."""
     return _current.get() or Choices()
+
+
+def current_files() -> dict[tuple[object, ...], bytes] | None:
+    """Return the option files that the cache in use has read; None during its first composition."""
+    choices = _current.get()
+    return None if choices is None or choices._num_composed < 2 else choices._files
 
 
 def keep_choices(choices: Choices | None = None) -> None:

@@ -17,11 +17,13 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from foundry.config.composition.brought import bring
-from foundry.config.composition.choices import compose_with, current
+from foundry.config.composition.choices import compose_with, current, current_files
 from foundry.config.composition.hydra_internals import (
     ConfigLoaderImpl,
     answer_long_names,
     cache_interpolations,
+    cache_option_files,
+    skip_unused_choices,
     wrap_choosing,
     wrap_loading,
 )
@@ -83,6 +85,8 @@ def install(*, alone: bool = False) -> None:
     wrap_choosing(bring)
     answer_long_names()
     cache_interpolations()
+    cache_option_files(current_files)
+    skip_unused_choices()
 
 
 @dataclass

@@ -17,11 +17,12 @@ from typing import Any, Self, cast
 
 import omegaconf.base
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_repository import CachingConfigRepository, IConfigRepository
+from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository, IConfigRepository
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigNode, ConfigStore
+from hydra.core.default_element import InputDefault
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -246,6 +247,58 @@ def cache_interpolations() -> None:
     """
     if not hasattr(parse := require(omegaconf.base, "parse", "value", "parser_rule", "lexer_mode"), "cache_info"):
         omegaconf.base.parse = functools.lru_cache(4096)(parse)  # type: ignore[attr-defined]
+
+
+def skip_unused_choices() -> None:
+    """Collect the choices for interpolations in a defaults list only if the list has interpolations. Idempotent.
+
+    Hydra collects them for every file with options, which takes a third of the time of composing.
+
+    Raises:
+        UnsupportedHydraError: if this version of Hydra collects choices in another way.
+    """
+    from hydra._internal import defaults_list
+
+    names = ("overrides", "defaults_list", "self_added")
+    original = require(defaults_list, "_create_interpolation_map", *names)
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def create(overrides: Any, defaults_list: list[InputDefault], self_added: bool) -> DictConfig:
+        if any(not default.is_override() and default.is_interpolation() for default in defaults_list):
+            known: DictConfig = original(overrides, defaults_list, self_added)
+            return known
+        return DictConfig({})
+
+    setattr(defaults_list, "_create_interpolation_map", create)  # noqa: B010 - private, says mypy
+
+
+def cache_option_files(current: Callable[[], dict[tuple[object, ...], bytes] | None]) -> None:
+    """Read each file of options once per cache. Idempotent.
+
+    Hydra reads and parses all files again for each composition, which takes two fifths of the time of composing.
+
+    Args:
+        current: returns the cache in use, or None to read the file. It maps search path and file to the pickled file.
+
+    Raises:
+        UnsupportedHydraError: if this version of Hydra reads files in another way.
+    """
+    original = require(ConfigRepository, "load_config", "self", "config_path")
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def load_config(self: ConfigRepository, config_path: str) -> ConfigResult | None:
+        if (cache := current()) is None:
+            return cast(ConfigResult | None, original(self, config_path))
+        key = (*((source.provider, source.path) for source in self.sources), config_path)
+        if key not in cache:
+            cache[key] = pickle.dumps(original(self, config_path))
+        return cast(ConfigResult | None, pickle.loads(cache[key]))
+
+    ConfigRepository.load_config = load_config  # type: ignore[method-assign]
 
 
 def load_unchecked(loader: ConfigLoader, config_name: str | None, overrides: list[str]) -> DictConfig:
