@@ -137,7 +137,7 @@ class DeviceDispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Recorded collectives."""
         names = ("phase", "kind", "device", "group_size", "num_nodes")
         return [
-            Collective(**dict(zip(names, key, strict=True)), count=count, bytes=num_bytes)
+            Collective(**dict[str, Any](zip(names, key, strict=True)), count=count, bytes=num_bytes)
             for key, (count, num_bytes) in self._collectives.items()
         ]
 
