@@ -43,7 +43,7 @@ def start(
         ConfigError: a setting proved invalid before training.
         Stopped: a signal stopped the run after saving.
     """
-    _yield_to_others()
+    _limit_spinning()
     if detect().rank == 0 and (conflict := conflict_message()):
         log.warning("%s", conflict)
     from foundry.engine.train import train
@@ -87,7 +87,7 @@ def _run_as_rank(
     return train(config, run_dir, observers)
 
 
-def _yield_to_others() -> None:
+def _limit_spinning() -> None:
     """Limit the busy-waiting of OpenMP's idle threads if the user has not set it; call this before torch loads OpenMP.
 
     By default idle threads spin for milliseconds. If one other process is busy on the machine, each of a small model's

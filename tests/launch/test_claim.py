@@ -95,9 +95,9 @@ def test_release_removes_new_files_and_keeps_files_next_to_the_folder(files, pat
     with TemporaryDirectory() as parent:
         write_tree(Path(parent), files)
         before = snapshot(Path(parent))
-        claimed = claim(str(Path(parent, path)), KEY, output_subdir=".hydra")
-        write_as_hydra(claimed.folder)
-        claimed.release()
+        new_claim = claim(str(Path(parent, path)), KEY, output_subdir=".hydra")
+        write_as_hydra(new_claim.folder)
+        new_claim.release()
         assert snapshot(Path(parent)) == before
 
 
@@ -111,9 +111,9 @@ def test_release_keeps_a_run_and_its_user_files(files):
         write_status(folder, state="stopped", reason="SIGTERM")
         claim(str(folder), KEY)  # the earlier start of the run
         before = snapshot(folder)
-        claimed = claim(str(folder), KEY, output_subdir=".hydra")
+        new_claim = claim(str(folder), KEY, output_subdir=".hydra")
         write_as_hydra(folder)
-        claimed.release()
+        new_claim.release()
         after = snapshot(folder)
         assert set(after) == set(before)
         for name in set(before) - {"foundry.log", MARK, ".lock"}:
@@ -123,17 +123,17 @@ def test_release_keeps_a_run_and_its_user_files(files):
 def test_release_keeps_an_empty_folder_and_empty_parents(tmp_path):
     (tmp_path / "runs" / "empty").mkdir(parents=True)
     for path in ("runs/empty", "runs/new"):
-        claimed = claim(str(tmp_path / path), KEY, output_subdir=".hydra")
-        write_as_hydra(claimed.folder)
-        claimed.release()
+        new_claim = claim(str(tmp_path / path), KEY, output_subdir=".hydra")
+        write_as_hydra(new_claim.folder)
+        new_claim.release()
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["runs", "runs/empty"]
 
 
 def test_release_keeps_files_that_other_programs_wrote_meanwhile(tmp_path):
-    claimed = claim(str(tmp_path / "run"), KEY, output_subdir=".hydra")
-    write_as_hydra(claimed.folder)
+    new_claim = claim(str(tmp_path / "run"), KEY, output_subdir=".hydra")
+    write_as_hydra(new_claim.folder)
     (tmp_path / "run" / "theirs.txt").write_text("kept")
-    claimed.release()
+    new_claim.release()
     assert snapshot(tmp_path).keys() == {"run", "run/theirs.txt"}
 
 
