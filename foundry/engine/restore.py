@@ -334,7 +334,7 @@ def _special_tokens(file: Path, tokenizer: Any) -> dict[str, Any]:
         end = usual_end(tokenizer)
         return {"stop_ids": () if end is None else (end,)}
     try:
-        content = read_object(file, needed={"eos_token_id": list})
+        content = read_object(file, required={"eos_token_id": list})
     except (OSError, DamagedFileError) as error:
         raise ConfigError(Violation("run", str(error))) from None
     stop, first = content["eos_token_id"], content.get("bos_token_id")
@@ -361,7 +361,7 @@ def _tokens_per_sample(plan: Path) -> int:
         ConfigError: the file or its value is invalid.
     """
     try:
-        tokens: int = read_object(plan, needed={"tokens_per_sample": int})["tokens_per_sample"]
+        tokens: int = read_object(plan, required={"tokens_per_sample": int})["tokens_per_sample"]
     except (OSError, DamagedFileError) as error:
         raise ConfigError(Violation("run", str(error))) from None
     if not 1 <= tokens < 2**63:

@@ -20,7 +20,7 @@ from foundry.config.environment import detect
 from foundry.core.errors import ConfigError, Violation
 from foundry.run_dir.files import UnsafeFileError, open_regular, replaced_atomically
 from foundry.run_dir.lock import LOCK, is_held
-from foundry.run_dir.marker import MARK, is_ours, mark
+from foundry.run_dir.marker import MARK, is_foundry_folder, mark
 from foundry.run_dir.names import CONFIG, LOG, PLAN, STATUS, TOKENIZER
 from foundry.run_dir.redact import one_line
 
@@ -93,7 +93,7 @@ def check_free(path: str, key: str) -> Path:
         return folder
     except (OSError, ValueError) as error:
         raise _directory_error(folder, key, error) from None
-    if entries and not is_ours(folder):
+    if entries and not is_foundry_folder(folder):
         message = (
             f"is {folder}, which contains files that are not foundry's, such as {entries[0].name}; "
             "choose a folder that is new, empty, or contains the run"

@@ -45,7 +45,7 @@ class Submission:
     def load(cls, run_dir: Path) -> "Submission | None":
         """Return the submission of a run directory; None if it has not been submitted, or the file cannot be read."""
         try:
-            content = read_object(run_dir / SUBMISSION, needed=_TYPES)
+            content = read_object(run_dir / SUBMISSION, required=_TYPES)
         except FileNotFoundError:
             return None
         except DamagedFileError as error:

@@ -14,7 +14,7 @@ from foundry.config.environment import detect
 from foundry.config.packages import conflict_message
 from foundry.config.schemas.root import Config
 from foundry.run_dir.lock import RunDirectoryLostError, is_held
-from foundry.run_dir.redact import known, one_line, remember
+from foundry.run_dir.redact import known_secrets, one_line, remember
 from foundry.run_dir.status import read_status, write_status
 
 if TYPE_CHECKING:
@@ -59,7 +59,9 @@ def start(
     restarts = Restarts(run_dir, config.distributed.max_restarts)
     while True:
         try:
-            result: RunResult = run_local(processes, _run_as_rank, config, run_dir, known(), job_logging, observers)
+            result: RunResult = run_local(
+                processes, _run_as_rank, config, run_dir, known_secrets(), job_logging, observers
+            )
             return result
         except WorkerFailed as failed:
             if failed.kind == RunDirectoryLostError.__name__:

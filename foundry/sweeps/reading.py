@@ -390,14 +390,14 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
     except FileNotFoundError:
         return {}, ""
     except DamagedFileError as error:
-        return {}, one_line(f"{path.name} {error.why}")
+        return {}, one_line(f"{path.name} {error.reason}")
 
 
 def _read_status(run_dir: Path) -> tuple[dict[str, Any], str]:
     try:
         status = load_status(run_dir)
     except DamagedFileError as error:
-        return {}, one_line(f"{STATUS} {error.why}")
+        return {}, one_line(f"{STATUS} {error.reason}")
     if status and status["state"] not in STATES:
         return {}, one_line(f"{STATUS} has the unknown state {status['state']!r}")
     return status, ""

@@ -175,7 +175,7 @@ def _cause(run_dir: Path, error_output: ErrorOutput) -> str | None:
         end = error_output.first_end()  # read first, since a rank writes its note before it exits
         pattern = _note_path(run_dir, "*")
         for path in pattern.parent.glob(pattern.name):
-            return str(read_object(path, needed={"reason": str})["reason"])
+            return str(read_object(path, required={"reason": str})["reason"])
         if end is not None:
             return end
         time.sleep(0.1)

@@ -14,7 +14,7 @@ from support.examples import examples
 
 from foundry.core.errors import ConfigError
 from foundry.launch.claim import check_free, claim, describe_disk_error, run_job
-from foundry.run_dir.marker import MARK, is_ours
+from foundry.run_dir.marker import MARK, is_foundry_folder
 from foundry.run_dir.status import write_status
 
 KEY = "hydra.run.dir"
@@ -145,7 +145,7 @@ def test_check_free_accepts_an_existing_run_and_sweep(tmp_path):
     sweep = {"command": [], "created": "", "launcher": "local", "metric": "val_loss", "direction": "min", "jobs": []}
     write_tree(tmp_path, {"sweep/sweep.json": (json.dumps(sweep), 0o644)})
     for name in ("killed at once", "run", "sweep"):
-        assert is_ours(tmp_path / name)
+        assert is_foundry_folder(tmp_path / name)
         assert check_free(str(tmp_path / name), KEY) == tmp_path / name
 
 

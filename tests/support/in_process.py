@@ -165,7 +165,7 @@ def _hydra():
 
 
 def _python():
-    cwd, environment, secrets = Path.cwd(), dict(os.environ), dict(redact._known)
+    cwd, environment, secrets = Path.cwd(), dict(os.environ), dict(redact._secrets)
     arguments, path = list(sys.argv), list(sys.path)
     shown = warnings.catch_warnings()
     shown.__enter__()
@@ -175,8 +175,8 @@ def _python():
         os.chdir(cwd)
         os.environ.clear()
         os.environ.update(environment)
-        redact._known.clear()
-        redact._known.update(secrets)
+        redact._secrets.clear()
+        redact._secrets.update(secrets)
         sys.argv[:], sys.path[:] = arguments, path
 
     return restore

@@ -163,7 +163,7 @@ class Destination:
         """Read the destination from the run directory; None if the file is missing or damaged."""
         try:
             optional: dict[str, Types] = dict.fromkeys(_IDS, (str, NoneType))
-            content = read_object(run_dir / MLFLOW, needed=_TYPES, optional={**optional, _STYLE: str})
+            content = read_object(run_dir / MLFLOW, required=_TYPES, optional={**optional, _STYLE: str})
         except (FileNotFoundError, DamagedFileError):
             return None
         run_id, experiment_id = (content.get(name) for name in _IDS)

@@ -24,7 +24,7 @@ from typing import IO, Any
 
 from foundry.core import stop_signals
 from foundry.core.safe_path import environment_of_module
-from foundry.run_dir.redact import known, one_line, remember
+from foundry.run_dir.redact import known_secrets, one_line, remember
 from foundry.tracking.mlflow.destination import SHORT_WAITS, Destination
 from foundry.tracking.mlflow.store import MlflowStore, Operation
 from foundry.tracking.mlflow.system_metrics import SystemMetrics
@@ -69,7 +69,7 @@ class RemoteStore:
             "directory": str(Path.cwd()),
             "run_dir": str(run_dir.absolute()),
             "destination": asdict(destination),
-            "secrets": known(),
+            "secrets": known_secrets(),
             "system_metrics": system_metrics,
         }
         self._process: subprocess.Popen[bytes] | None = None
