@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from foundry.core.errors import listed
 from foundry.sweeps.parameters import Parameter, number_text, series_of, shorten
 from foundry.sweeps.reading import JobReport, SweepReport, evaluations
-from foundry.sweeps.report import metric_text, why_no_best
+from foundry.sweeps.report import metric_text, no_best_reason
 from foundry.tracking.plot_style import BLUE, GREEN, GREY, ORANGE, RED, count_steps, head, panels, scale_logarithmically
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class _Colours:
 
     def of(self, job: JobReport) -> str:
         """Return the color of a job."""
-        return self[self.parameter.at[job.index]]
+        return self[self.parameter.positions[job.index]]
 
 
 @dataclass(frozen=True)
@@ -151,54 +151,54 @@ def _draw_parameter(
     axes.set_xlabel(shorten(parameter.name, _LONGEST_NAME), parse_math=False)
     axes.set_ylabel(shorten(sweep.metric_name, _LONGEST_NAME), parse_math=False)
     frame.apply(axes)
-    others = [one for one in parameters if one is not parameter]
-    other = min(others, key=lambda one: len(one.values), default=None)  # few colours are easy to distinguish
-    colours = None if other is None else _Colours(other)
-    place = _scale_categories(axes, parameter, others) if parameter.labels else _scale_numbers(axes, parameter)
+    grouping = [item for item in parameters if item is not parameter]
+    hue = min(grouping, key=lambda item: len(item.values), default=None)  # few colours are easy to distinguish
+    colours = None if hue is None else _Colours(hue)
+    x_of = _scale_categories(axes, parameter, grouping) if parameter.labels else _scale_numbers(axes, parameter)
     edge = 0.965 if sweep.minimize else 0.035
     transform = axes.get_xaxis_transform()
     for job in reversed(sweep.jobs):  # the best on top
         if job.has_failed or job.has_diverged:
             colour = RED if job.has_failed else GREY
-            axes.plot(place(job), edge, "x", color=colour, transform=transform, markersize=7, markeredgewidth=1.8)
+            axes.plot(x_of(job), edge, "x", color=colour, transform=transform, markersize=7, markeredgewidth=1.8)
         elif job.has_metric:
-            _draw_job(axes, place(job), sweep, job, frame, colours)
-    _draw_series(axes, place, sweep, parameter, others, colours)
+            _draw_job(axes, x_of(job), sweep, job, frame, colours)
+    _draw_series(axes, x_of, sweep, parameter, grouping, colours)
     if colours is not None:
         _name_colours(axes, colours)
 
 
 def _draw_series(
     axes: "Axes",
-    place: Callable[[JobReport], float],
+    x_of: Callable[[JobReport], float],
     sweep: SweepReport,
     parameter: Parameter,
-    others: Sequence[Parameter],
+    grouping: Sequence[Parameter],
     colours: _Colours | None,
 ) -> None:
     """Connect the jobs that differ only in the parameter, and show mean and standard deviation over several seeds."""
     series: dict[tuple[float, ...], dict[float, list[JobReport]]] = {}
     for job in sweep.jobs:
         if job.is_complete and job.has_metric:
-            alike = series.setdefault(series_of(others, job.index), {})
-            alike.setdefault(parameter.at[job.index], []).append(job)
-    if not others and all(len(jobs) == 1 for by_value in series.values() for jobs in by_value.values()):
+            jobs_by_value = series.setdefault(series_of(grouping, job.index), {})
+            jobs_by_value.setdefault(parameter.positions[job.index], []).append(job)
+    if not grouping and all(len(jobs) == 1 for by_value in series.values() for jobs in by_value.values()):
         return
     for by_value in series.values():
         colour = BLUE if colours is None else colours.of(next(iter(by_value.values()))[0])
         means = list[tuple[float, float]]()
         for _, jobs in sorted(by_value.items()):
-            values, at = [job.metric for job in jobs if job.metric is not None], [place(job) for job in jobs]
-            means.append((fmean(at), fmean(values)))
+            values, x = [job.metric for job in jobs if job.metric is not None], [x_of(job) for job in jobs]
+            means.append((fmean(x), fmean(values)))
             if len(jobs) > 1:
-                _draw_spread(axes, at, values, colour)
+                _draw_spread(axes, x, values, colour)
         if len(means) > 1 and not parameter.labels:
             axes.plot(*zip(*means, strict=True), color=colour, linewidth=1.4, alpha=0.7, zorder=2, gid="series")
 
 
-def _draw_spread(axes: "Axes", at: Sequence[float], values: Sequence[float], colour: str) -> None:
+def _draw_spread(axes: "Axes", x: Sequence[float], values: Sequence[float], colour: str) -> None:
     """Draw a dash at the mean of several seeds, and a line of one standard deviation to either side."""
-    middle, mean, spread = fmean(at), fmean(values), stdev(values)
+    middle, mean, spread = fmean(x), fmean(values), stdev(values)
     axes.plot([middle] * 2, [mean - spread, mean + spread], color=colour, linewidth=2, alpha=0.8, zorder=2, gid="std")
     axes.plot(middle, mean, "_", color=colour, markersize=14, markeredgewidth=2.4, zorder=4, gid="mean")
 
@@ -212,11 +212,11 @@ def _name_colours(axes: "Axes", colours: _Colours) -> None:
     room = _size_inches(axes)[0] / _LEGEND_INCHES - len(name) - 2
     lengths = sorted((len(parameter.label(value)) + 3.5 for value in values), reverse=True)  # with mark and gap
     number = max((n for n in range(2, len(values) + 1) if sum(lengths[:n]) <= room), default=2)
-    chosen = sorted({round(place * (len(values) - 1) / (number - 1)) for place in range(number)})
+    ranks = sorted({round(index * (len(values) - 1) / (number - 1)) for index in range(number)})
     handles = [Line2D([], [], linestyle="", label=name)]
     handles += [
         Line2D([], [], linestyle="", marker="o", markersize=6, color=colours[values[rank]], label=label)
-        for rank in chosen
+        for rank in ranks
         for label in [parameter.label(values[rank])]
     ]
     legend = axes.legend(
@@ -233,7 +233,7 @@ def _name_colours(axes: "Axes", colours: _Colours) -> None:
     )
     for text in legend.get_texts():
         text.set_parse_math(False)
-    if len(chosen) < len(values):
+    if len(ranks) < len(values):
         legend.get_texts()[0].set_text(f"{name} ({len(values)} values)")
 
 
@@ -283,34 +283,36 @@ def _scale_numbers(axes: "Axes", parameter: Parameter) -> Callable[[JobReport], 
     axes.margins(x=0.06)
     if len(values) <= _MOST_TICKS:
         inches = 0.88 * _size_inches(axes)[0]
-        axes.xaxis.set_major_locator(FixedLocator(_apart(parameter, is_log=is_log, inches=inches)))
+        axes.xaxis.set_major_locator(FixedLocator(_tick_values(parameter, is_log=is_log, inches=inches)))
     elif is_log:
         axes.xaxis.set_major_locator(LogLocator(subs=(1.0,) if values[-1] >= 100 * values[0] else (1.0, 2.0, 5.0)))
     else:
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=parameter.is_integer, min_n_ticks=1))
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: number_text(value)))
-    return lambda job: parameter.at[job.index]
+    return lambda job: parameter.positions[job.index]
 
 
-def _apart(parameter: Parameter, *, is_log: bool, inches: float) -> list[float]:
+def _tick_values(parameter: Parameter, *, is_log: bool, inches: float) -> list[float]:
     """Return the values whose labels do not overlap on an axis of this length, always with the first and the last."""
     values = parameter.values
     scaled = [math.log(value) if is_log else value for value in values]
     extent = scaled[-1] - scaled[0] or 1.0
-    kept: list[tuple[float, float, float]] = []  # value, left and right end of its label in inches
-    for value, place in zip(values, scaled, strict=True):
-        middle, half = (place - scaled[0]) / extent * inches, 0.5 * _TICK_INCHES * (len(number_text(value)) + 1)
+    labels: list[tuple[float, float, float]] = []  # value, left and right end of its label in inches
+    for value, position in zip(values, scaled, strict=True):
+        middle, half = (position - scaled[0]) / extent * inches, 0.5 * _TICK_INCHES * (len(number_text(value)) + 1)
         label = (value, middle - half, middle + half)
         if value == values[-1]:
-            while len(kept) > 1 and kept[-1][2] > label[1]:
-                kept.pop()
-        if not kept or kept[-1][2] <= label[1]:
-            kept.append(label)
-    return [value for value, _, _ in kept]
+            while len(labels) > 1 and labels[-1][2] > label[1]:
+                labels.pop()
+        if not labels or labels[-1][2] <= label[1]:
+            labels.append(label)
+    return [value for value, _, _ in labels]
 
 
-def _scale_categories(axes: "Axes", parameter: Parameter, others: Sequence[Parameter]) -> Callable[[JobReport], float]:
+def _scale_categories(
+    axes: "Axes", parameter: Parameter, grouping: Sequence[Parameter]
+) -> Callable[[JobReport], float]:
     """Set the category names, on two lines or at an angle if they are long.
 
     Jobs of a category are placed side by side, sorted by the other parameters.
@@ -319,7 +321,7 @@ def _scale_categories(axes: "Axes", parameter: Parameter, others: Sequence[Param
     slot = _size_inches(axes)[0] / (len(names) + 0.2) / _TICK_INCHES
     axes.set_xticks(range(len(names)))
     if max(map(len, names)) <= slot - 1 or slot >= _SHORTEST_TICK:
-        axes.set_xticklabels([_in_lines(name, int(slot) - 1) for name in names])
+        axes.set_xticklabels([_split_lines(name, int(slot) - 1) for name in names])
     else:
         labels = [shorten(name, _ASLANT) for name in names]
         axes.set_xticklabels(labels, rotation=25, ha="right", rotation_mode="anchor")
@@ -330,21 +332,21 @@ def _scale_categories(axes: "Axes", parameter: Parameter, others: Sequence[Param
     axes.grid(axis="x", visible=False)
     offsets = dict[int, float]()
     for value in range(len(names)):
-        alike = [index for index, at in parameter.at.items() if at == value]
-        alike.sort(key=lambda index: (series_of(others, index), index))
-        step = min(0.1, 0.44 / max(len(alike) - 1, 1))
-        offsets |= {index: step * (place - (len(alike) - 1) / 2) for place, index in enumerate(alike)}
-    return lambda job: parameter.at[job.index] + offsets[job.index]
+        indices = [index for index, position in parameter.positions.items() if position == value]
+        indices.sort(key=lambda index: (series_of(grouping, index), index))
+        step = min(0.1, 0.44 / max(len(indices) - 1, 1))
+        offsets |= {index: step * (rank - (len(indices) - 1) / 2) for rank, index in enumerate(indices)}
+    return lambda job: parameter.positions[job.index] + offsets[job.index]
 
 
-def _in_lines(name: str, longest: int) -> str:
+def _split_lines(name: str, max_length: int) -> str:
     """Split a category's name into at most two lines of a given length, between words if possible."""
-    text = shorten(name, 2 * longest)
-    if len(text) <= longest:
+    text = shorten(name, 2 * max_length)
+    if len(text) <= max_length:
         return text
-    breaks = [at for at in range(len(text) - longest, longest + 1) if text[at - 1] in " _-.,=/"]
-    at = breaks[-1] if breaks else longest
-    return f"{text[:at].rstrip()}\n{text[at:].lstrip()}"
+    breaks = [index for index in range(len(text) - max_length, max_length + 1) if text[index - 1] in " _-.,=/"]
+    index = breaks[-1] if breaks else max_length
+    return f"{text[:index].rstrip()}\n{text[index:].lstrip()}"
 
 
 def sweep_figure(sweep: SweepReport) -> "Figure":
@@ -354,10 +356,10 @@ def sweep_figure(sweep: SweepReport) -> "Figure":
         *_parameter_panels(sweep, parameters),
         partial(_draw_curves, sweep=sweep, parameters=parameters),
     ]
-    figure, found = panels(len(drawings))
-    for axes, draw in zip(found, drawings, strict=True):
+    figure, axes_list = panels(len(drawings))
+    for axes, draw in zip(axes_list, drawings, strict=True):
         draw(axes)
-    _head(figure, sweep)
+    _write_head(figure, sweep)
     return figure
 
 
@@ -365,8 +367,8 @@ def _parameter_panels(sweep: SweepReport, parameters: Sequence[Parameter]) -> It
     measured = [job for job in sweep.jobs if job.has_metric and not job.has_failed]
     if not measured:
         return
-    whole = [job for job in measured if job.is_complete] or measured
-    values = [value for job in whole for value in (job.metric, *(job.interval or ())) if value is not None]
+    complete_jobs = [job for job in measured if job.is_complete] or measured
+    values = [value for job in complete_jobs for value in (job.metric, *(job.interval or ())) if value is not None]
     frame = Frame.around(values, is_linear=_is_share_metric(sweep, values))
     for parameter in parameters[:_MOST_PARAMETERS]:
         yield partial(_draw_parameter, sweep=sweep, parameter=parameter, parameters=parameters, frame=frame)
@@ -437,20 +439,18 @@ def _curve_names(
     series: dict[tuple[float, ...], list[Curve]] = {}
     for job, points in curves:
         series.setdefault(series_of(parameters, job.index), []).append((job, points))
-    texts = {
-        places: ", ".join(one.label(place) for one, place in zip(parameters, places, strict=True)) for places in series
-    }
+    texts = {key: ", ".join(item.label(value) for item, value in zip(parameters, key, strict=True)) for key in series}
     title = ", ".join(parameter.name for parameter in parameters)
     if not title or max(map(len, texts.values())) > _LONGEST_CURVE_NAME or len(set(texts.values())) < len(texts):
         title = ""
-        numbers = {places: [job.index for job, _ in alike] for places, alike in series.items()}
-        texts = {places: f"job{'s' * (len(many) > 1)} {listed(many, 3)}" for places, many in numbers.items()}
+        numbers = {key: [job.index for job, _ in group] for key, group in series.items()}
+        texts = {key: f"job{'s' * (len(ids) > 1)} {listed(ids, 3)}" for key, ids in numbers.items()}
     colours = _Colours(parameters[0]) if parameters else None
     names = []
-    for places, alike in series.items():
-        job, points = alike[0]  # jobs are sorted, the best first
+    for key, group in series.items():
+        job, points = group[0]  # jobs are sorted, the best first
         end = next(value for _, value in reversed(points) if math.isfinite(value))
-        names.append(_CurveName(texts[places], end, _curve_colour(sweep, job, colours), job is sweep.best))
+        names.append(_CurveName(texts[key], end, _curve_colour(sweep, job, colours), job is sweep.best))
     return names, title
 
 
@@ -463,18 +463,18 @@ def _write_names(axes: "Axes", names: Sequence[_CurveName], frame: Frame, title:
         frame: vertical range of the panel.
         title: names of the parameters, shown above the names; empty for none.
     """
-    at, (width, height) = axes.get_position(), _size_inches(axes)
+    box, (width, height) = axes.get_position(), _size_inches(axes)
     room = (max(len(name.text) for name in names) + 2) * _NAME_INCHES / width if names else 0.0
-    axes.set_position((at.x0, at.y0, at.width * (1 - room), at.height))
+    axes.set_position((box.x0, box.y0, box.width * (1 - room), box.height))
     ordered = sorted(names, key=lambda name: name.end)
     heights = spread([frame.share(name.end) for name in ordered], min(_LINE_INCHES / height, 0.95 / max(len(names), 1)))
-    for name, place in zip(ordered, heights, strict=True):
-        text = axes.text(1.02, place, name.text, transform=axes.transAxes, va="center", fontsize="small")
+    for name, y in zip(ordered, heights, strict=True):
+        text = axes.text(1.02, y, name.text, transform=axes.transAxes, va="center", fontsize="small")
         text.set(color=name.colour, fontweight="bold" if name.is_best else "normal", parse_math=False)
     if title:
         right = 1 / (1 - room)
-        above = axes.text(right, 1.04, shorten(title, 45), transform=axes.transAxes, ha="right", fontsize="small")
-        above.set(color=GREY, parse_math=False)
+        title_text = axes.text(right, 1.04, shorten(title, 45), transform=axes.transAxes, ha="right", fontsize="small")
+        title_text.set(color=GREY, parse_math=False)
 
 
 def spread(places: Sequence[float], gap: float) -> list[float]:
@@ -505,24 +505,24 @@ def _curves(sweep: SweepReport) -> tuple[str, list[Curve]]:
 def _finite_curves(sweep: SweepReport, metric: str) -> list[Curve]:
     """Return the curves of a metric that have at least one finite value."""
     curves = ((job, evaluations(job, metric)) for job in sweep.jobs)
-    return [(job, _thinned(points)) for job, points in curves if any(math.isfinite(value) for _, value in points)]
+    return [(job, _thin(points)) for job, points in curves if any(math.isfinite(value) for _, value in points)]
 
 
-def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+def _thin(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     """Reduce a curve to the number of points that can be distinguished, and keep the last one."""
     stride = max(1, math.ceil(len(points) / _MOST_POINTS))
     return [*points[:-1:stride], points[-1]]
 
 
-def _head(figure: "Figure", sweep: SweepReport) -> None:
+def _write_head(figure: "Figure", sweep: SweepReport) -> None:
     """Write title and best job at the left, and the legend of the markers at the right."""
     best, number = sweep.best, len(sweep.jobs)
     title, handles = f"{sweep.metric_name} of {number} job{'s' * (number != 1)}", list(_handles(sweep))
     if best is None:
-        head(figure, title, why_no_best(sweep), handles=handles)
+        head(figure, title, no_best_reason(sweep), handles=handles)
         return
-    settled = "best" if best.is_complete else "best so far"
-    message = [f"{settled}: job {best.index}", metric_text(best.metric), sweep.settings(best)]
+    label = "best" if best.is_complete else "best so far"
+    message = [f"{label}: job {best.index}", metric_text(best.metric), sweep.settings(best)]
     head(figure, title, "   ".join(part for part in message if part), colour=ORANGE, handles=handles)
 
 

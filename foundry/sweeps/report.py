@@ -50,7 +50,7 @@ _STYLES = {
 _MOST_NUMBERS = 8  # maximum number of jobs listed for one note
 _ANY_WIDTH = 10_000
 _ROWS_BESIDES = 6  # rows of the title, header and rules around a table of jobs
-_SECONDS_BETWEEN_QUESTIONS = 15.0
+_QUERY_INTERVAL_SECONDS = 15.0
 
 
 def report(folder: Path, console: Console, *, which: Which = Which.last, picture: bool = True) -> int:
@@ -106,18 +106,18 @@ def read_settled(folder: Path, which: Which) -> SweepReport:
 
 
 @dataclass(kw_only=True)
-class _Looks:
+class _SweepPoller:
     """Repeated reads of a sweep, with a Slurm query at most every 15 seconds for jobs without a launcher process."""
 
     folder: Path
     which: Which
-    asked: float = -math.inf
+    query_time: float = -math.inf
 
     def read(self) -> SweepReport:
         """Return the current state of the sweep."""
-        if time.monotonic() - self.asked < _SECONDS_BETWEEN_QUESTIONS:
+        if time.monotonic() - self.query_time < _QUERY_INTERVAL_SECONDS:
             return read_sweep(self.folder, self.which)
-        self.asked = time.monotonic()
+        self.query_time = time.monotonic()
         return read_settled(self.folder, self.which)
 
 
@@ -125,31 +125,31 @@ def watch(folder: Path, console: Console, *, which: Which, seconds: float) -> bo
     """Show a live table, or print a line for each change, until no job is running or queued; False after Ctrl-C."""
     try:
         if console.is_terminal:
-            _watch_table(_Looks(folder=folder, which=which), console, seconds)
+            _watch_table(_SweepPoller(folder=folder, which=which), console, seconds)
         else:
-            _watch_changes(_Looks(folder=folder, which=which), console, seconds)
+            _watch_changes(_SweepPoller(folder=folder, which=which), console, seconds)
     except KeyboardInterrupt:
         return False
     return True
 
 
-def _watch_table(looks: _Looks, console: Console, seconds: float) -> None:
-    sweep = looks.read()
+def _watch_table(poller: _SweepPoller, console: Console, seconds: float) -> None:
+    sweep = poller.read()
     with Live(screen(sweep, console, scrolls=False), console=console, auto_refresh=False, transient=True) as live:
         while sweep.is_going:
             time.sleep(seconds)
-            sweep = looks.read()
+            sweep = poller.read()
             live.update(screen(sweep, console, scrolls=False), refresh=True)
 
 
-def _watch_changes(looks: _Looks, console: Console, seconds: float) -> None:
-    known = dict[int, str]()
+def _watch_changes(poller: _SweepPoller, console: Console, seconds: float) -> None:
+    states = dict[int, str]()
     while True:
-        sweep = looks.read()
+        sweep = poller.read()
         for job in sorted(sweep.jobs, key=lambda job: job.index):
-            if known.get(job.index, "queued") != job.state:
+            if states.get(job.index, "queued") != job.state:
                 _say(console, _change(sweep, job))
-            known[job.index] = job.state
+            states[job.index] = job.state
         if not sweep.is_going:
             return
         time.sleep(seconds)
@@ -173,7 +173,7 @@ def show(sweep: SweepReport, console: Console) -> None:
     if console.is_terminal:
         console.print(screen(sweep, console))
         return
-    for line in [*_plain(sweep), *_plain_seeds(sweep)]:
+    for line in [*_plain_lines(sweep), *_plain_seed_lines(sweep)]:
         console.print(line, soft_wrap=True, markup=False, highlight=False)
     for text in summary(sweep):
         console.print(text, soft_wrap=True)
@@ -187,18 +187,18 @@ def screen(sweep: SweepReport, console: Console, *, scrolls: bool = True) -> Gro
         console: console for the output; if it is narrow, the column of log files is omitted.
         scrolls: if False, omit jobs that do not fit the height of the console.
     """
-    below: list[ConsoleRenderable] = [*_seeds_table(sweep), *_notes(sweep), *summary(sweep)]
+    footer: list[ConsoleRenderable] = [*_seeds_table(sweep), *_notes(sweep), *summary(sweep)]
     jobs: Sequence[JobReport] = sweep.jobs
     if not scrolls:
-        used = _ROWS_BESIDES + len(console.render_lines(Group(*below)))
-        jobs = _most_telling(jobs, max(console.height - used, 3))
-    left_out = len(sweep.jobs) - len(jobs)
-    message: list[ConsoleRenderable] = [Text(f"and {left_out} more jobs", style="dim")] if left_out else []
+        num_rows = _ROWS_BESIDES + len(console.render_lines(Group(*footer)))
+        jobs = _select_jobs(jobs, max(console.height - num_rows, 3))
+    num_hidden = len(sweep.jobs) - len(jobs)
+    message: list[ConsoleRenderable] = [Text(f"and {num_hidden} more jobs", style="dim")] if num_hidden else []
     table = _table(sweep, jobs)
     if console.measure(table, options=console.options.update(max_width=_ANY_WIDTH)).maximum > console.width:
         table = _table(sweep, jobs, with_log=False)
     title = Text(one_line(str(sweep.folder)), style="bold", no_wrap=True, overflow="ellipsis")
-    return Group(title, table, *message, *below)
+    return Group(title, table, *message, *footer)
 
 
 def summary(sweep: SweepReport) -> Iterator[Text]:
@@ -206,24 +206,24 @@ def summary(sweep: SweepReport) -> Iterator[Text]:
     states = [Text(f"{number} {state}", style=_STYLES.get(state, "")) for state, number in sweep.counts.items()]
     number = len(sweep.jobs)
     pruned = sum(job.is_pruned for job in sweep.jobs)
-    also = f"; {pruned} of them pruned" if pruned else ""
-    yield Text(f"{number} job{'s' * (number != 1)}: ") + Text(", ").join(states) + Text(also)
+    suffix = f"; {pruned} of them pruned" if pruned else ""
+    yield Text(f"{number} job{'s' * (number != 1)}: ") + Text(", ").join(states) + Text(suffix)
     arrays = dict.fromkeys(job.slurm_id.partition("_")[0] for job in sweep.jobs if job.slurm_id)
     if arrays:
         yield Text(f"in Slurm: squeue --jobs={','.join(arrays)}")
     best = sweep.best
     if best is None:
-        yield Text(why_no_best(sweep))
+        yield Text(no_best_reason(sweep))
         return
-    settled = "best" if best.is_complete else "best so far"
+    label = "best" if best.is_complete else "best so far"
     message = [f"job {best.index}", f"{sweep.metric_name} {metric_text(best.metric)}", sweep.settings(best)]
-    yield Text(f"{settled}: ", style="bold") + Text(", ".join(part for part in message if part))
+    yield Text(f"{label}: ", style="bold") + Text(", ".join(part for part in message if part))
     if (groups := seed_groups(sweep)) and groups[0].std is not None:
-        yield Text("best over seeds: ", style="bold") + Text(_over_seeds(sweep, groups[0]))
+        yield Text("best over seeds: ", style="bold") + Text(_seeds_text(sweep, groups[0]))
     yield Text("repeat: ", style="bold") + Text(one_line(sweep.repeat(best)))
 
 
-def _over_seeds(sweep: SweepReport, group: SeedGroup) -> str:
+def _seeds_text(sweep: SweepReport, group: SeedGroup) -> str:
     """Return the result of a seed group, such as `lr=0.01, val_loss 0.3989 ± 0.0021 of 3 seeds`."""
     settings = " ".join(f"{sweep.names[key]}={brief(value)}" for key, value in group.values.items())
     measured = (
@@ -232,7 +232,7 @@ def _over_seeds(sweep: SweepReport, group: SeedGroup) -> str:
     return ", ".join(part for part in (settings, measured) if part)
 
 
-def why_no_best(sweep: SweepReport) -> str:
+def no_best_reason(sweep: SweepReport) -> str:
     """Return the reason why a sweep has no best job."""
     if not sweep.metric:
         return "no metric to compare jobs by (evaluation.metric is null)"
@@ -291,10 +291,10 @@ def _seed_rows(sweep: SweepReport) -> Iterator[list[str]]:
         yield [*settings, count, metric_text(group.mean), metric_text(group.std)]
 
 
-def _most_telling(jobs: Sequence[JobReport], number: int) -> Sequence[JobReport]:
+def _select_jobs(jobs: Sequence[JobReport], number: int) -> Sequence[JobReport]:
     """Select a number of jobs, running ones first and then from the top, and keep their order."""
-    chosen = {job.index for job in sorted(jobs, key=lambda job: job.state != "running")[:number]}
-    return [job for job in jobs if job.index in chosen]
+    indices = {job.index for job in sorted(jobs, key=lambda job: job.state != "running")[:number]}
+    return [job for job in jobs if job.index in indices]
 
 
 def _notes(sweep: SweepReport) -> Iterator[Text]:
@@ -329,7 +329,7 @@ def _swept_column(sweep: SweepReport, key: str) -> _Column:
 
 
 def _cells(sweep: SweepReport, job: JobReport) -> list[str]:
-    done = "-" if job.step is None else str(job.step)
+    step = "-" if job.step is None else str(job.step)
     measured = metric_text(job.metric)
     if job.metric is not None and not job.is_complete:
         measured += "*"  # not measured at the end of a complete run
@@ -337,7 +337,7 @@ def _cells(sweep: SweepReport, job: JobReport) -> list[str]:
         str(job.index),
         *(brief(job.values.get(key, "-")) for key in sweep.names),
         job.state,
-        done if job.total_steps is None else f"{done}/{job.total_steps}",
+        step if job.total_steps is None else f"{step}/{job.total_steps}",
         measured,
         *([_interval_text(job)] if sweep.has_intervals else []),
         "-" if job.seconds is None else duration(job.seconds),
@@ -349,18 +349,18 @@ def _interval_text(job: JobReport) -> str:
     return "-" if job.interval is None else " to ".join(map(metric_text, job.interval))
 
 
-def _plain(sweep: SweepReport) -> Iterator[str]:
-    return _aligned([*_columns(sweep), _Column("note")], [[*_cells(sweep, job), job.note] for job in sweep.jobs])
+def _plain_lines(sweep: SweepReport) -> Iterator[str]:
+    return _align([*_columns(sweep), _Column("note")], [[*_cells(sweep, job), job.note] for job in sweep.jobs])
 
 
-def _plain_seeds(sweep: SweepReport) -> Iterator[str]:
+def _plain_seed_lines(sweep: SweepReport) -> Iterator[str]:
     if rows := list(_seed_rows(sweep)):
         yield ""
-        yield from _aligned(_seed_columns(sweep), rows)
+        yield from _align(_seed_columns(sweep), rows)
         yield ""
 
 
-def _aligned(columns: Sequence[_Column], cells: Sequence[Sequence[str]]) -> Iterator[str]:
+def _align(columns: Sequence[_Column], cells: Sequence[Sequence[str]]) -> Iterator[str]:
     rows = [[column.name for column in columns], *cells]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
@@ -380,10 +380,10 @@ def write_files(sweep: SweepReport, *, picture: bool = True) -> list[Path]:
     """
     if folders := [path for name in _RECOGNIZERS if (path := sweep.folder / name).is_dir()]:
         raise UnsafeFileError(folders[0], "a folder")
-    written = [name for name in _RECOGNIZERS if picture or name != PICTURE]
-    reasons = [refusal(sweep.folder / name, is_earlier=_RECOGNIZERS[name]) for name in written]
-    if wrong := [Violation(name, why) for name, why in zip(written, reasons, strict=True) if why is not None]:
-        raise ConfigError(wrong)
+    names = [name for name in _RECOGNIZERS if picture or name != PICTURE]
+    reasons = [refusal(sweep.folder / name, is_earlier=_RECOGNIZERS[name]) for name in names]
+    if errors := [Violation(name, reason) for name, reason in zip(names, reasons, strict=True) if reason is not None]:
+        raise ConfigError(errors)
     files = [write_csv(sweep), write_json(sweep)]
     return [*files, write_picture(sweep)] if picture else files
 
