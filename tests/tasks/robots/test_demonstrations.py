@@ -27,7 +27,7 @@ SETTINGS = {
     "held_out": 0.2,
 }
 
-CODE_OF_SIMULATORS = "36acc554df1baae46504e3d29cb06766dfba303b13eb235156a8b99564d3077b"
+CODE_OF_SIMULATORS = "35e1c85bddbff399b6c3300bde7b788a15fb82be6ef504d2c41eb810591c25d5"
 
 
 class Watched(Reach):

@@ -87,7 +87,7 @@ def test_touching_another_block_ends_the_episode(task):
 
     def towards_another(simulator):
         blocks = simulator._state()[2:14].reshape(3, 4)[:, :2]
-        another = blocks[(simulator._meant + 1) % 3]
+        another = blocks[(simulator._target + 1) % 3]
         way = another - simulator._state()[:2]
         return way / np.linalg.norm(way)
 
