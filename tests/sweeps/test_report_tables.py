@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from rich.console import Console
-from support.sweep_dirs import SweepDir, held
+from support.sweep_dirs import SweepDir, hold_lock
 
 from foundry.sweeps.reading import Which, read_sweep
 from foundry.sweeps.report import metric_text, screen, show, write_csv, write_json
@@ -118,7 +118,7 @@ def test_screen_without_scrolling_shows_running_and_best_jobs(sweep_dir):
         sweep_dir.job(f"a={number}", losses=(2.0, 1.0 + number))
     sweep_dir.job("a=60", state="running", losses=(3.0,))
     console = Console(file=io.StringIO(), force_terminal=True, width=80, height=24, color_system=None)
-    with held(sweep_dir.folder / "60"):
+    with hold_lock(sweep_dir.folder / "60"):
         console.print(screen(read_sweep(sweep_dir.folder), console, scrolls=False))
     lines = console.file.getvalue().splitlines()
     assert len(lines) <= 24

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from rich.console import Console
-from support.sweep_dirs import SweepDir, held
+from support.sweep_dirs import SweepDir, hold_lock
 
 from foundry.sweeps import report as module
 from foundry.sweeps.reading import Which
@@ -75,7 +75,7 @@ def test_watch_in_a_terminal_updates_the_table_until_the_sweep_ends(sweep_dir, m
 def test_watch_does_not_wait_for_a_sweep_without_a_process(sweep_dir):
     sweep_dir.job("hparams.lr=1")
     sweep_dir.job("hparams.lr=2", state="queued")
-    with held(sweep_dir.folder):
+    with hold_lock(sweep_dir.folder):
         pass
     command = [sys.executable, "-m", "foundry.report", f"dir={sweep_dir.folder}", "watch=true", "picture=false"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
@@ -92,7 +92,7 @@ def test_watch_returns_false_after_an_interrupt(sweep_dir, meanwhile):
 
 
 def test_ctrl_c_in_watch_prints_the_state_so_far(sweep_dir):
-    with held(sweep_dir.job("hparams.lr=1", state="running", losses=(1.5,), step=80)):
+    with hold_lock(sweep_dir.job("hparams.lr=1", state="running", losses=(1.5,), step=80)):
         command = [sys.executable, "-m", "foundry.report", f"dir={sweep_dir.folder}", "watch=true", "seconds=60"]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         with subprocess.Popen(command, **pipes) as process:

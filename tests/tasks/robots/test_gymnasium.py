@@ -87,11 +87,11 @@ def test_simulator_without_an_expert_is_not_demonstrating():
 
 
 def test_success_reward_replaces_missing_success_info():
-    untold = (*LINE, "+simulator.kwargs.told=false", "simulator.expert=own_environments.expert")
+    silent = (*LINE, "+simulator.kwargs.reports_success=false", "simulator.expert=own_environments.expert")
     with pytest.raises(ConfigError) as refused:
-        build_simulator(configure(*untold).simulator)
+        build_simulator(configure(*silent).simulator)
     assert str(refused.value).startswith("simulator.success_reward: is null but info of Line-v0 has neither is_success")
-    simulator = build_simulator(configure(*untold, "simulator.success_reward=1").simulator)
+    simulator = build_simulator(configure(*silent, "simulator.success_reward=1").simulator)
     assert all(episode(simulator, seed)[1] for seed in range(10))
 
 

@@ -51,10 +51,10 @@ def test_success_rate_has_an_interval_and_a_record_per_episode(tmp_path):
 def test_success_batches_have_one_shape_and_keys_by_episode_and_replan(tmp_path):
     objective = Wandering()
     measure(tmp_path, objective=objective, episodes=5, at_a_time=4, first_episode=3)
-    assert {shape for shape, _ in objective.asked} == {((4, 2, 4))}
-    starts = [index for index, (_, keys) in enumerate(objective.asked) if keys[0] % 2**31 == 0]
+    assert {shape for shape, _ in objective.calls} == {((4, 2, 4))}
+    starts = [index for index, (_, keys) in enumerate(objective.calls) if keys[0] % 2**31 == 0]
     assert len(starts) == 2
-    first, second = objective.asked[: starts[1]], objective.asked[starts[1] :]
+    first, second = objective.calls[: starts[1]], objective.calls[starts[1] :]
     assert [keys for _, keys in first] == [[k * 2**31 + n for k in (3, 4, 5, 6)] for n in range(len(first))]
     assert [keys for _, keys in second] == [[7 * 2**31 + n, -1, -1, -1] for n in range(len(second))]
     assert len(first) <= 15  # Of 30 steps, two at a time.
