@@ -42,12 +42,12 @@ CONTENTS = ["", "{}", "[]", "state: finished\n", '{"state": "finished"}', '{"sta
 
 def snapshot(folder):
     """Return mode, modification time and content of each path below a folder."""
-    found = {}
+    entries = {}
     for path in sorted(folder.rglob("*")):
         status = path.lstat()
         content = None if path.is_dir() else path.read_bytes()
-        found[str(path.relative_to(folder))] = (status.st_mode, path.is_dir() or status.st_mtime_ns, content)
-    return found
+        entries[str(path.relative_to(folder))] = (status.st_mode, path.is_dir() or status.st_mtime_ns, content)
+    return entries
 
 
 def write_tree(folder, files):

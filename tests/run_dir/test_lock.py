@@ -28,8 +28,8 @@ def held_by_another_process(run_dir):
 
 
 def seen_by_another_process(run_dir):
-    done = subprocess.run([sys.executable, "-c", LOOK, str(run_dir)], capture_output=True, text=True, check=True)
-    return done.stdout.strip()
+    process = subprocess.run([sys.executable, "-c", LOOK, str(run_dir)], capture_output=True, text=True, check=True)
+    return process.stdout.strip()
 
 
 def test_is_held_reports_acquisition_and_release_to_other_processes(tmp_path):

@@ -268,5 +268,5 @@ def test_report_handles_five_hundred_jobs(sweep_dir):
 
 def test_report_imports_neither_torch_nor_matplotlib():
     code = "import sys, foundry.report; print({'torch', 'matplotlib', 'transformers', 'mlflow'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout == "set()\n"

@@ -78,10 +78,10 @@ def test_watch_does_not_wait_for_a_sweep_without_a_process(sweep_dir):
     with hold_lock(sweep_dir.folder):
         pass
     command = [sys.executable, "-m", "foundry.report", f"dir={sweep_dir.folder}", "watch=true", "picture=false"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    assert (done.returncode, done.stderr) == (3, "")
-    assert "job 0 finished" in done.stdout.splitlines()[0]
-    assert "the sweep is not running; the same command resumes it" in done.stdout
+    process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (process.returncode, process.stderr) == (3, "")
+    assert "job 0 finished" in process.stdout.splitlines()[0]
+    assert "the sweep is not running; the same command resumes it" in process.stdout
     assert json.loads((sweep_dir.folder / "report.json").read_text())["is_going"] is False
 
 
@@ -134,7 +134,7 @@ def test_report_is_shown_if_its_files_cannot_be_written(sweep_dir):
 )
 def test_report_command_refuses_wrong_options(tmp_path, overrides, message):
     command = [sys.executable, "-m", "foundry.report", *overrides]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(message)
-    assert len(done.stderr.splitlines()) == 1
+    process = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert (process.returncode, process.stdout) == (2, "")
+    assert process.stderr.startswith(message)
+    assert len(process.stderr.splitlines()) == 1

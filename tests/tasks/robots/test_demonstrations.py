@@ -102,7 +102,7 @@ def test_noisy_share_is_the_fraction_of_episodes_with_noise(share, low, high, tm
 
 def _episodes(watched):
     """Return the steps of each episode, by replaying them from each reset."""
-    simulator, executed, found = Reach(), list(watched.executed), []
+    simulator, executed, episodes = Reach(), list(watched.executed), []
     for seed in watched.seeds:
         simulator.reset(seed)
         at_goal, ended, steps = 0, False, []
@@ -110,9 +110,9 @@ def _episodes(watched):
             steps.append(executed.pop(0))
             _, success, ended = simulator.step(steps[-1])
             at_goal = at_goal + 1 if success else 0
-        found.append(steps)
+        episodes.append(steps)
     assert not executed
-    return found
+    return episodes
 
 
 def test_demonstrations_end_at_the_goal_and_use_reserved_seeds(tmp_path, watched):

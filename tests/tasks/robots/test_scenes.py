@@ -130,7 +130,7 @@ def test_tabletop_describes_the_locations_of_its_blocks():
     from foundry.core.simulator import Describing
     from foundry.tasks.robots.simulators.tabletop import Tabletop
 
-    simulator, said = Tabletop(task="touch"), set()
+    simulator, orders = Tabletop(task="touch"), set()
     assert isinstance(simulator, Describing)
     for seed in range(60):
         state = simulator.reset(seed)["state"]
@@ -145,6 +145,6 @@ def test_tabletop_describes_the_locations_of_its_blocks():
             column = "left" if x < -0.08 else "right" if x >= 0.08 else "middle"
             row = "near" if y < -0.08 else "far" if y >= 0.08 else "centre"
             assert dict(described)[f"where is {colour} ?"] == f"{column} {row}"
-        said.add(json.dumps([question for question, _ in described if question in asked]))
-    assert len(said) == 6  # In every order.
+        orders.add(json.dumps([question for question, _ in described if question in asked]))
+    assert len(orders) == 6  # In every order.
     simulator.close()

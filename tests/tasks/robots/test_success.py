@@ -36,13 +36,13 @@ def lines(folder):
 
 
 def test_success_rate_has_an_interval_and_a_record_per_episode(tmp_path):
-    found = measure(tmp_path, step=7, episodes=10, at_a_time=4)
+    metrics = measure(tmp_path, step=7, episodes=10, at_a_time=4)
     episodes = lines(tmp_path)
     solved = sum(episode["success"] for episode in episodes)
     assert 0 < solved < 10
-    assert (found["success_low"], found["success_high"]) == wilson_interval(solved, 10)
-    assert found["success"] == solved / 10
-    assert found["episode_length"] == np.mean([episode["length"] for episode in episodes])
+    assert (metrics["success_low"], metrics["success_high"]) == wilson_interval(solved, 10)
+    assert metrics["success"] == solved / 10
+    assert metrics["episode_length"] == np.mean([episode["length"] for episode in episodes])
     assert [(one["step"], one["episode"], one["seed"]) for one in episodes] == [(7, k, k) for k in range(10)]
     assert {one["instruction"] for one in episodes} == {"reach the goal"}
     assert all(one["length"] == 30 for one in episodes if not one["success"])
@@ -75,8 +75,8 @@ def test_noise_free_policy_succeeds_and_seeds_change_the_episodes(tmp_path):
 
 
 def test_nonfinite_action_ends_the_episode(tmp_path, caplog):
-    found = measure(tmp_path, objective=Wandering(noise=float("nan")), episodes=2)
-    assert (found["success"], found["episode_length"]) == (0.0, 0.0)
+    metrics = measure(tmp_path, objective=Wandering(noise=float("nan")), episodes=2)
+    assert (metrics["success"], metrics["episode_length"]) == (0.0, 0.0)
     assert caplog.messages[0] == "episode 0 ends: an action is not finite"
 
 

@@ -40,9 +40,9 @@ SWITCHES = [
 def browse(profile, url, *switches):
     """Open a page in Chromium; return the output after the page's scripts have run."""
     command = [CHROMIUM, *SWITCHES, f"--user-data-dir={profile}", *switches, url]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
+    process = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    assert process.returncode == 0, process.stderr[-2000:]
+    return process.stdout
 
 
 def words_of(page):
