@@ -228,36 +228,39 @@ class Obeying(Wandering):
 
     def __init__(self, tokenizer):
         super().__init__(noise=0.0)
-        self.tokenizer, self.told = tokenizer, []
+        self.tokenizer, self.instructions = tokenizer, []
 
     def act(self, model, observation, keys):
         rows = observation["instruction"]
         assert rows.shape == (len(keys), 24)
-        self.told.append([self.tokenizer.decode([i for i in row if i >= 0]) for row in rows[keys >= 0].tolist()])
+        self.instructions.append(
+            [self.tokenizer.decode([i for i in row if i >= 0]) for row in rows[keys >= 0].tolist()]
+        )
         return super().act(model, observation, keys)
 
 
-def told(folder, instruction):
+def run_policy(folder, instruction):
     tokenizer = train_tokenizer(Commanded.instructions, 300)
     objective, data = Obeying(tokenizer), replace(DATA, tokenizer=tokenizer)
     words = {"instruction": instruction, "instruction_tokens": 24}
     evaluator = Success(objective=objective, data=data, simulator=Commanded, episodes=6, at_a_time=4, **words)
     with torch.no_grad(), contextlib.closing(evaluator):
         evaluator.evaluate(GoThere().eval(), evaluation_context(folder))
-    starts = [texts for index, texts in enumerate(objective.told) if index == 0 or texts != objective.told[index - 1]]
+    batches = objective.instructions
+    starts = [texts for index, texts in enumerate(batches) if index == 0 or texts != batches[index - 1]]
     return [text for texts in starts for text in texts], lines(folder)
 
 
 def test_policy_gets_the_instruction_in_the_tokens_of_its_data(tmp_path):
-    heard, episodes = told(tmp_path, "own")
-    assert heard == [Commanded.instructions[k % 2] for k in range(6)] == [one["instruction"] for one in episodes]
+    instructions, episodes = run_policy(tmp_path, "own")
+    assert instructions == [Commanded.instructions[k % 2] for k in range(6)] == [one["instruction"] for one in episodes]
     assert not any("told" in one for one in episodes)
 
 
 def test_other_instruction_keeps_the_success_criterion_of_the_episode(tmp_path):
-    heard, episodes = told(tmp_path / "other", "other")
-    _, own = told(tmp_path / "own", "own")
-    assert heard == [one["told"] for one in episodes]
+    instructions, episodes = run_policy(tmp_path / "other", "other")
+    _, own = run_policy(tmp_path / "own", "own")
+    assert instructions == [one["told"] for one in episodes]
     assert all(one["told"] != one["instruction"] for one in episodes)
     assert len({one["told"] for one in episodes}) > 1
     assert [{**one, "told": None} for one in episodes] == [{**one, "told": None} for one in own]
