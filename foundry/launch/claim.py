@@ -209,9 +209,9 @@ def describe_disk_error(error: BaseException) -> str | None:
     """Return a message for a full or read-only disk, for any file; None for any other error."""
     if not isinstance(error, OSError) or error.errno not in _DISK_ERRORS:
         return None
-    place = "the run" if error.filename is None else one_line(os.fsdecode(error.filename))
+    subject = "the run" if error.filename is None else one_line(os.fsdecode(error.filename))
     remedy = "free some space, or choose a folder on another disk with hydra.run.dir or data.cache_dir"
-    return f"{place} cannot be written: {error.strerror}; {remedy}"
+    return f"{subject} cannot be written: {error.strerror}; {remedy}"
 
 
 def _directory_error(folder: Path, key: str, error: Exception) -> ConfigError:

@@ -181,17 +181,17 @@ def normalised_by(data: DataSplits, statistics: Statistics) -> DataSplits:
     Raises:
         ConfigError: if the data has no episodes, or states or actions have other dimensions.
     """
-    if (own := statistics_of(data)) is None:
+    if (data_statistics := statistics_of(data)) is None:
         raise ConfigError(Violation("data", "has no episodes but the run was trained on episodes; choose data=lerobot"))
     for name, key in (("state", "data.state_dim"), ("actions", "data.action_dim")):
-        have, need = (len(getattr(one, name).mean) for one in (own, statistics))
+        have, need = (len(getattr(item, name).mean) for item in (data_statistics, statistics))
         if have != need:
             raise ConfigError(Violation(key, f"is {have} but the run was trained with {need}; choose other data"))
     train, validation = data.train, data.validation
     assert isinstance(train, Windows)
     assert isinstance(validation, Windows)
-    changed = (train.normalised_by(statistics), validation.normalised_by(statistics))
-    return replace(data, train=changed[0], validation=changed[1], kept={STATISTICS: statistics})
+    windows = (train.normalised_by(statistics), validation.normalised_by(statistics))
+    return replace(data, train=windows[0], validation=windows[1], kept={STATISTICS: statistics})
 
 
 def held_out_episodes(count: int, held_out: float) -> NDArray[np.bool_]:
