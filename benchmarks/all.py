@@ -68,23 +68,23 @@ def run(benchmark: Benchmark, more: list[str]) -> bool:
 
 def main() -> int:
     """Run the selected benchmarks."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [benchmark.script for benchmark in BENCHMARKS]
-    made.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)}; default: all")
-    made.add_argument("--minutes", type=float, default=35.0, help="start nothing that would end later")
-    made.add_argument("--smoke", action="store_true", help="tiny sizes: whether they work")
-    made.add_argument("--list", action="store_true", help="print the benchmarks that would run, with their minutes")
-    options = made.parse_args()
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(names)}; default: all")
+    parser.add_argument("--minutes", type=float, default=35.0, help="start nothing that would end later")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes: whether they work")
+    parser.add_argument("--list", action="store_true", help="print the benchmarks that would run, with their minutes")
+    options = parser.parse_args()
     if unknown := set(options.names) - set(names):
-        made.error(f"no benchmark is called {', '.join(sorted(unknown))}; there are {', '.join(names)}")
-    chosen = [benchmark for benchmark in BENCHMARKS if benchmark.script in (options.names or names)]
+        parser.error(f"no benchmark is called {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    benchmarks = [benchmark for benchmark in BENCHMARKS if benchmark.script in (options.names or names)]
     if options.list:
-        for benchmark in chosen:
+        for benchmark in benchmarks:
             print(f"{benchmark.script:15s} about {benchmark.minutes:4.1f} minutes")
         return 0
     end, left_out, failed = time.monotonic() + 60 * options.minutes, list[str](), list[str]()
     with tempfile.TemporaryDirectory() as folder:
-        for benchmark in chosen:
+        for benchmark in benchmarks:
             if not options.smoke and time.monotonic() + 60 * benchmark.minutes > end:
                 left_out.append(benchmark.script)
                 continue
@@ -93,9 +93,9 @@ def main() -> int:
                 failed.append(benchmark.script)
     if not options.smoke:
         subprocess.run([sys.executable, str(HERE / "page.py")], check=True)
-    for what, scripts in (("left out for want of time", left_out), ("failed", failed)):
+    for reason, scripts in (("left out for want of time", left_out), ("failed", failed)):
         if scripts:
-            print(f"{what}: {', '.join(scripts)}")
+            print(f"{reason}: {', '.join(scripts)}")
     return 1 if failed else 0
 
 

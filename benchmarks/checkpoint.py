@@ -98,11 +98,11 @@ def memory(field: str) -> int:
 
 
 def main() -> None:
-    made = parser(__doc__)
-    made.add_argument("--megabytes", type=int, default=300)
-    made.add_argument("--repeats", type=int, default=8)
-    made.add_argument("--folder", type=Path, default=Path(), help="on the disk that is measured")
-    options = made.parse_args()
+    cli = parser(__doc__)
+    cli.add_argument("--megabytes", type=int, default=300)
+    cli.add_argument("--repeats", type=int, default=8)
+    cli.add_argument("--folder", type=Path, default=Path(), help="on the disk that is measured")
+    options = cli.parse_args()
     if options.smoke:
         options.megabytes, options.repeats = 6, 1
     size = options.megabytes * 1_000_000 // 4 // NUM_TENSORS

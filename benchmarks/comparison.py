@@ -28,7 +28,7 @@ PEERS: dict[str, tuple[str, str | None]] = {
 }
 """Peers by command-line name: display name, and the required package in addition to torch and transformers."""
 
-FOUND = "found.json"
+RESULT = "found.json"
 """File with the measurements of rank 0."""
 
 TRAINED_ALIKE = (
@@ -68,10 +68,10 @@ def call(*arguments: str | Path, threads: int = 1) -> str:
     command = [sys.executable, *map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
-    found = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    if found.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{(found.stdout + found.stderr)[-3000:]}")
-    return found.stdout
+    process = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{(process.stdout + process.stderr)[-3000:]}")
+    return process.stdout
 
 
 def default_threads() -> int:
@@ -97,7 +97,7 @@ def run_job(script: str, *words: str, job: Mapping[str, Any], threads: int) -> M
 
 
 def run_ranks(function: Callable[..., None], options: argparse.Namespace, ranks: int) -> Any:
-    """Call `function(rank, options, folder)` in one process per rank; return the content of `FOUND` that rank 0 wrote.
+    """Call `function(rank, options, folder)` in one process per rank; return the content of `RESULT` that rank 0 wrote.
 
     Args:
         function: module-level function, which calls `join_ranks` first.
@@ -108,7 +108,7 @@ def run_ranks(function: Callable[..., None], options: argparse.Namespace, ranks:
 
     with tempfile.TemporaryDirectory() as folder:
         spawn(function, (options, folder), nprocs=ranks)  # type: ignore[no-untyped-call]
-        return json.loads(Path(folder, FOUND).read_text())
+        return json.loads(Path(folder, RESULT).read_text())
 
 
 def join_ranks(rank: int, ranks: int, folder: str, backend: str = "gloo") -> None:
@@ -121,14 +121,14 @@ def join_ranks(rank: int, ranks: int, folder: str, backend: str = "gloo") -> Non
 
 def installed(sides: Iterable[str]) -> list[str]:
     """Return the sides whose packages are installed; print the others with an install command."""
-    found = list[str]()
+    names = list[str]()
     for side in sides:
         package = PEERS[side][1] if side in PEERS else None
         if package is not None and find_spec(package) is None:
             print(f"{PEERS[side][0]} is left out: {package} is not installed (pip install -e '.[bench]')")
         else:
-            found.append(side)
-    return found
+            names.append(side)
+    return names
 
 
 def in_turn(sides: Sequence[str], rounds: int, measure: Callable[[str, int], Measured]) -> dict[str, list[Measured]]:
@@ -139,32 +139,32 @@ def in_turn(sides: Sequence[str], rounds: int, measure: Callable[[str, int], Mea
         rounds: number of rounds, at least one.
         measure: function of the side and the round number.
     """
-    found: dict[str, list[Measured]] = {side: [] for side in sides}
+    measurements: dict[str, list[Measured]] = {side: [] for side in sides}
     for number in range(rounds):
         turn = number % len(sides)
         for side in [*sides[turn:], *sides[:turn]]:
-            found[side].append(measure(side, number))
-    return found
+            measurements[side].append(measure(side, number))
+    return measurements
 
 
-def losses_apart(found: Mapping[str, Sequence[Measured]], *, most: float = 0.01) -> dict[str, float]:
+def losses_apart(measurements: Mapping[str, Sequence[Measured]], *, tolerance: float = 0.01) -> dict[str, float]:
     """Return the largest relative difference of each side's losses from the first side's, over all steps.
 
     Args:
-        found: result of `in_turn`, with `losses` of each run.
-        most: largest difference that rounding may cause.
+        measurements: result of `in_turn`, with `losses` of each run.
+        tolerance: largest difference that rounding may cause.
 
     Raises:
         RuntimeError: a side has other losses, so its training differs.
     """
-    reference = next(iter(found))
-    expected, apart = found[reference][0]["losses"], dict[str, float]()
-    for side, runs in found.items():
+    reference = next(iter(measurements))
+    expected, apart = measurements[reference][0]["losses"], dict[str, float]()
+    for side, runs in measurements.items():
         losses = runs[0]["losses"]
         if len(losses) != len(expected):
             raise RuntimeError(f"{side} took {len(losses)} steps instead of {len(expected)}")
         apart[side] = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
-        if not apart[side] <= most:
+        if not apart[side] <= tolerance:
             raise RuntimeError(f"{side} does not train as {reference} does: {losses} instead of {expected}")
     return apart
 
@@ -176,7 +176,7 @@ def speeds(runs: Sequence[Measured], clock: str) -> list[float]:
 
 def best_peer(values: Mapping[str, Sequence[float]], choose: Callable[[Iterable[float]], float]) -> float:
     """Return the best median among the measured peers, by `max` or `min`; NaN without peers."""
-    medians = [median(own) for side, own in values.items() if side in PEERS]
+    medians = [median(times) for side, times in values.items() if side in PEERS]
     return choose(medians) if medians else float("nan")
 
 
@@ -188,7 +188,7 @@ def describe_peer(values: Mapping[str, Sequence[float]], best: float, word: str)
         best: result of `best_peer`.
         word: `fastest` or `least`.
     """
-    peers = {side: median(own) for side, own in values.items() if side in PEERS}
+    peers = {side: median(times) for side, times in values.items() if side in PEERS}
     names = [title(side) for side, middle in peers.items() if middle == best]
     return f"{best:,.0f} (transformers' Llama, {names[0]}, {word} of {len(peers)} peers)" if names else "no peer"
 

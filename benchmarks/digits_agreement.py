@@ -27,15 +27,15 @@ def agreement(classifier: Any, images: Tensor, labels: Tensor) -> float:
 def main(run_dir: str) -> None:
     restored = restore(run_dir, "last", ema=True)
     objective = build(restored.config.objective)
-    drawn = objective.generate(restored.model, restored.data, restored.device, samples_per_class=50, seed=1)
+    samples = objective.generate(restored.model, restored.data, restored.device, samples_per_class=50, seed=1)
     pixels, labels = load_digits(return_X_y=True)
     classifier = KNeighborsClassifier(5).fit(pixels, labels)
     odd = KNeighborsClassifier(5).fit(pixels[::2], labels[::2])
     noise = torch.randn(500, 1, 8, 8, generator=torch.Generator().manual_seed(0)).clamp(-1, 1)
     print("| images | agreement |\n|---|---|")
-    print(f"| 500 drawn | {agreement(classifier, drawn.images.cpu(), drawn.labels.cpu()):.1%} |")
+    print(f"| 500 drawn | {agreement(classifier, samples.images.cpu(), samples.labels.cpu()):.1%} |")
     print(f"| real, held out from the classifier | {float((odd.predict(pixels[1::2]) == labels[1::2]).mean()):.1%} |")
-    print(f"| noise | {agreement(classifier, noise, drawn.labels.cpu()):.1%} |")
+    print(f"| noise | {agreement(classifier, noise, samples.labels.cpu()):.1%} |")
 
 
 if __name__ == "__main__":

@@ -189,27 +189,27 @@ def write_rows(folder: Path, counts: Mapping[str, int]) -> None:
         words = " ".join(str(generator.randrange(100)) for _ in range(length // 3 + 1))
         rows["sft"].append({"prompt": f"Count to {number}", "completion": words[:length]})
         low = generator.choice((10, 100))
-        one = Sum(generator.randrange(low, 10 * low), generator.randrange(low, 10 * low))
-        wrong = one.worked(number % (len(str(one.a)) - 1))
-        rows["dpo"].append({"prompt": one.question, "chosen": one.worked(), "rejected": wrong})
-        rows["grpo"].append({"prompt": one.question, "answer": one.worked()})
+        sum_ = Sum(generator.randrange(low, 10 * low), generator.randrange(low, 10 * low))
+        wrong = sum_.worked(number % (len(str(sum_.a)) - 1))
+        rows["dpo"].append({"prompt": sum_.question, "chosen": sum_.worked(), "rejected": wrong})
+        rows["grpo"].append({"prompt": sum_.question, "answer": sum_.worked()})
     for name, count in counts.items():
-        own = rows[name][:count]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
-        (folder / f"{name}_held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own[:2]))
+        method_rows = rows[name][:count]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in method_rows))
+        (folder / f"{name}_held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in method_rows[:2]))
 
 
 def sides_of(folder: Path, name: str) -> dict[str, tuple[str, ...]]:
     """Return the overrides or settings of each side by name, TRL's sides first."""
     method = METHODS[name]
     model = folder / method.base
-    own = ("model=base", f"model.path={model}")
+    base = ("model=base", f"model.path={model}")
     # Not model=base: the row order depends on special tokens, which a folder declares and a run does not.
     hf = ("model=hf", f"model.path={model}_hf", f"data.tokenizer={model / 'tokenizer.json'}")
-    sides = dict.fromkeys(method.trl, own) | {"foundry": own, "foundry, model=hf": hf}
+    sides = dict.fromkeys(method.trl, base) | {"foundry": base, "foundry, model=hf": hf}
     if method.packs:
         packed = "data.packing=true"
-        sides |= {"foundry, packed": (*own, packed), "foundry, model=hf, packed": (*hf, packed)}
+        sides |= {"foundry, packed": (*base, packed), "foundry, model=hf, packed": (*hf, packed)}
     return sides
 
 
@@ -265,37 +265,37 @@ def compare(
         only: sides to run in addition to TRL's default; empty for all.
     """
     sides = sides_of(folder, name)
-    chosen = [side for side in sides if side == "TRL" or not only or side in only]
+    selected_sides = [side for side in sides if side == "TRL" or not only or side in only]
     for seed in seeds:
         measure(folder, name, "order", sides["foundry"], steps, seed)
     return in_turn(
-        chosen, len(seeds), lambda side, number: measure(folder, name, side, sides[side], steps, seeds[number])
+        selected_sides, len(seeds), lambda side, number: measure(folder, name, side, sides[side], steps, seeds[number])
     )
 
 
-def rows_of(name: str, found: Mapping[str, Sequence[Measured]]) -> list[Row]:
+def rows_of(name: str, measurements: Mapping[str, Sequence[Measured]]) -> list[Row]:
     """Return the rows of a method's table: speed and memory of each side, compared with the best of TRL's sides.
 
     Raises:
         RuntimeError: a side read other samples than TRL, or computed other losses from the same ones.
     """
-    peers, apart = METHODS[name].trl.keys() & found.keys(), dict[str, float]()
-    speed = {side: speeds(runs, "cpu_seconds") for side, runs in found.items()}
+    peers, apart = METHODS[name].trl.keys() & measurements.keys(), dict[str, float]()
+    speed = {side: speeds(runs, "cpu_seconds") for side, runs in measurements.items()}
     fastest = max(median(speed[side]) for side in peers)
     if name != "grpo":
-        if len({tuple(run["tokens"] for run in runs) for runs in found.values()}) > 1:
+        if len({tuple(run["tokens"] for run in runs) for runs in measurements.values()}) > 1:
             raise RuntimeError(f"the sides of {name} have counted different numbers of useful tokens")
-        rounds = range(len(found["TRL"]))
-        alike = {side: runs for side, runs in found.items() if side not in ANOTHER_ORDER}
-        each = [losses_apart({side: [runs[number]] for side, runs in alike.items()}) for number in rounds]
-        apart = {side: max(one[side] for one in each) for side in alike}
+        rounds = range(len(measurements["TRL"]))
+        same_order = {side: runs for side, runs in measurements.items() if side not in ANOTHER_ORDER}
+        each = [losses_apart({side: [runs[number]] for side, runs in same_order.items()}) for number in rounds]
+        apart = {side: max(item[side] for item in each) for side in same_order}
     rows = list[Row]()
-    for side, runs in found.items():
+    for side, runs in measurements.items():
         values: dict[str, Values] = {"speed": speed[side], "of_speed": [median(speed[side]) / fastest]}
         values["at_a_time"] = [AT_A_TIME.get(side, METHODS[name].per_gpu_batch_size)]
         values["process"] = [run["process_cpu_seconds"] for run in runs]
         for key in ("peak_mib", "grown_mib"):
-            least = min(median(run[key] for run in found[peer]) for peer in peers)
+            least = min(median(run[key] for run in measurements[peer]) for peer in peers)
             size = [run[key] for run in runs]
             values |= {key: size, f"of_{key}": [median(size) / least]}
         if side in ANOTHER_ORDER:
@@ -306,16 +306,16 @@ def rows_of(name: str, found: Mapping[str, Sequence[Measured]]) -> list[Row]:
     return rows
 
 
-def note_of(name: str, found: Mapping[str, Sequence[Measured]]) -> str:
+def note_of(name: str, measurements: Mapping[str, Sequence[Measured]]) -> str:
     """Return a sentence about the runs: losses of the first seed, or rewards of GRPO by quarters of the run."""
     if name == "grpo":
         courses = [
             f"{side} {'; '.join(' '.join(f'{mean:.3f}' for mean in quarters(run)) for run in runs)}"
-            for side, runs in found.items()
+            for side, runs in measurements.items()
         ]
         return f"GRPO: mean reward by quarters of the run, a run for each seed: {', '.join(courses)}."
-    losses = found["TRL"][0]["losses"]
-    prepared = {side: median(run["prepared_cpu_seconds"] for run in runs) for side, runs in found.items()}
+    losses = measurements["TRL"][0]["losses"]
+    prepared = {side: median(run["prepared_cpu_seconds"] for run in runs) for side, runs in measurements.items()}
     passes = ", ".join(f"{side} {seconds:.1f} s" for side, seconds in prepared.items() if seconds > 0.05)
     course = f"{name.upper()}: loss {losses[0]:.4f} to {losses[-1]:.4f} in {len(losses)} steps of TRL"
     return f"{course}; the reference's pass over all pairs before the first step: {passes}." if passes else f"{course}."
@@ -340,17 +340,17 @@ def headline_of(rows: Sequence[Row]) -> Headline:
     peers = [row for row in rows if row.side.startswith("TRL")]
     same_order = [row for row in peers if row.side not in ANOTHER_ORDER]
     hf = [row for row in rows if row.side.startswith("foundry, model=hf")]
-    own = [row for row in rows if row.side.startswith("foundry") and row not in hf]
+    native = [row for row in rows if row.side.startswith("foundry") and row not in hf]
     plain = [row for row in peers if row.side == "TRL"]
-    fastest = {max(group, key=tokens).side: max(map(tokens, group)) for group in (own, hf, peers, same_order, plain)}
+    fastest = {max(group, key=tokens).side: max(map(tokens, group)) for group in (native, hf, peers, same_order, plain)}
 
     def listed(name: str) -> str:
         """Return the fastest sides of foundry or TRL, each with its settings."""
         words = {"foundry": "own decoder", "TRL": "default"} | {
             side: f"{side}, another order" for side in ANOTHER_ORDER
         }
-        shown = {side: words.get(side, side) for side in fastest if side.startswith(name)}
-        return ", ".join(f"{fastest[side]:,.0f} ({each.removeprefix(f'{name}, ')})" for side, each in shown.items())
+        labels = {side: words.get(side, side) for side in fastest if side.startswith(name)}
+        return ", ".join(f"{fastest[side]:,.0f} ({each.removeprefix(f'{name}, ')})" for side, each in labels.items())
 
     return Headline(
         what=f"{TITLES[rows[0].case]}, useful tokens per CPU-second",
@@ -361,17 +361,17 @@ def headline_of(rows: Sequence[Row]) -> Headline:
 
 def main() -> None:
     """Compare the sides."""
-    made = parser(__doc__)
-    made.add_argument("methods", nargs="*", metavar="sft|dpo|grpo", default=list(METHODS))
-    made.add_argument("--steps", type=int, default=50)
-    made.add_argument("--sft-steps", type=int, help="another number of steps for SFT")
-    made.add_argument("--grpo-steps", type=int, help="another number of steps for GRPO")
-    made.add_argument("--seeds", type=int, nargs="+", default=[42, 1], help="a round for each")
-    made.add_argument(
+    cli = parser(__doc__)
+    cli.add_argument("methods", nargs="*", metavar="sft|dpo|grpo", default=list(METHODS))
+    cli.add_argument("--steps", type=int, default=50)
+    cli.add_argument("--sft-steps", type=int, help="another number of steps for SFT")
+    cli.add_argument("--grpo-steps", type=int, help="another number of steps for GRPO")
+    cli.add_argument("--seeds", type=int, nargs="+", default=[42, 1], help="a round for each")
+    cli.add_argument(
         "--only", nargs="+", default=[], help="sides in addition to TRL's default, such as 'foundry, packed'"
     )
-    made.add_argument("--bases", type=Path, help="folder of bases: missing ones are trained and kept there")
-    options = made.parse_args()
+    cli.add_argument("--bases", type=Path, help="folder of bases: missing ones are trained and kept there")
+    options = cli.parse_args()
     names, seeds = options.methods, options.seeds[:1] if options.smoke else options.seeds
     steps_of = dict.fromkeys(METHODS, 2 if options.smoke else options.steps)
     for name in () if options.smoke else ("sft", "grpo"):
@@ -381,19 +381,19 @@ def main() -> None:
         folder = Path(temporary)
         bases = folder if options.bases is None else options.bases.absolute()
         bases.mkdir(exist_ok=True)
-        needed = {METHODS[name].base for name in names}
-        missing = {name for name in needed if not (bases / f"{name}_hf").exists()}
+        bases_of_methods = {METHODS[name].base for name in names}
+        missing = {name for name in bases_of_methods if not (bases / f"{name}_hf").exists()}
         make_bases(bases, missing, ("debug=fast",) if options.smoke else ())
-        for name in needed if bases != folder else ():
+        for name in bases_of_methods if bases != folder else ():
             for suffix in ("", "_hf"):
                 (folder / f"{name}{suffix}").symlink_to(bases / f"{name}{suffix}")
         write_rows(folder, {name: steps_of[name] * METHODS[name].read_each_step for name in names})
         for name in names:
-            found = compare(folder, name, steps_of[name], seeds, options.only)
-            own = rows_of(name, found)
-            rows += own
-            notes.append(note_of(name, found))
-            headlines += [] if options.only else [headline_of(own)]
+            measurements = compare(folder, name, steps_of[name], seeds, options.only)
+            method_rows = rows_of(name, measurements)
+            rows += method_rows
+            notes.append(note_of(name, measurements))
+            headlines += [] if options.only else [headline_of(method_rows)]
     finish(options, case="method", columns=COLUMNS, rows=rows, chart="speed", notes=notes, headlines=headlines)
 
 

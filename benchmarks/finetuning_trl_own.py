@@ -60,7 +60,7 @@ def write_order(job: dict[str, Any], file: Path) -> None:
     data: Any = build_data(config)
     order = GlobalOrder(num_samples=len(data.train), fingerprint=data.fingerprint, seed=config.hparams.seed)
     indices = order.indices(range(job["steps"] * job["read_each_step"])).tolist()
-    rows, given = list[dict[str, Any]](), [json.loads(line) for line in Path(job["rows"]).read_text().splitlines()]
+    rows, source = list[dict[str, Any]](), [json.loads(line) for line in Path(job["rows"]).read_text().splitlines()]
     for index in indices:
         if job["method"] == "grpo":
             prompt = data.train_prompts[index]
@@ -71,7 +71,7 @@ def write_order(job: dict[str, Any], file: Path) -> None:
             trained = data.train.trained[begin:end].astype(int).tolist()
             rows.append({"input_ids": data.train.tokens[begin:end].tolist(), "completion_mask": trained})
         else:
-            row = given[index]
+            row = source[index]
             rows.append({**row, "prompt": f"user: {row['prompt']}\nassistant: "})
     file.write_text(json.dumps(rows))
 

@@ -29,11 +29,11 @@ class Measured(TrainerCallback):
     def __init__(self, tokens: int) -> None:
         self.meter, self.rewards, self._uncounted = Meter(), list[float](), tokens
 
-    def reward(self, prompts: Any, completions: Any, completion_ids: Any, answer: Any, **others: Any) -> list[float]:
+    def reward(self, prompts: Any, completions: Any, completion_ids: Any, answer: Any, **columns: Any) -> list[float]:
         """Reward function for GRPOTrainer, which calls foundry's environment."""
-        asked = zip(completions, prompts, answer, strict=True)
-        scores = Arithmetic().score([Answer(text, prompt, {"answer": right}, False) for text, prompt, right in asked])
-        rewards = [float(one["correct"] or 0) for one in scores]
+        items = zip(completions, prompts, answer, strict=True)
+        scores = Arithmetic().score([Answer(text, prompt, {"answer": right}, False) for text, prompt, right in items])
+        rewards = [float(score["correct"] or 0) for score in scores]
         self.rewards.append(sum(rewards) / len(rewards))
         self._uncounted = sum(map(len, completion_ids))
         return rewards
@@ -99,22 +99,22 @@ def build(job: dict[str, Any], folder: Path, rows: list[dict[str, Any]]) -> tupl
         "model": AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32),
         "processing_class": tokenizer,
     }
-    told, method = settings(job, folder), job["method"]
+    options, method = settings(job, folder), job["method"]
     if method == "grpo":
         measured = Measured(0)
         assert [len(tokenizer(row["prompt"])["input_ids"]) for row in rows] == [row["tokens"] for row in rows]
         filters = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_completion_length": job["max_new_tokens"]}
         args = GRPOConfig(
-            num_generations=job["num_generations"], beta=job["beta"], shuffle_dataset=False, **filters, **told
+            num_generations=job["num_generations"], beta=job["beta"], shuffle_dataset=False, **filters, **options
         )
         trainer = GRPOTrainer(reward_funcs=measured.reward, args=args, train_dataset=Dataset.from_list(rows), **common)
     elif method == "sft":
         measured = Measured(sum(len(row["input_ids"]) - 1 for row in rows))
-        args = SFTConfig(completion_only_loss=True, **{"max_length": None, **told})
+        args = SFTConfig(completion_only_loss=True, **{"max_length": None, **options})
         trainer = in_order(SFTTrainer, measured.meter)(args=args, train_dataset=Dataset.from_list(rows), **common)
     else:
         measured = Measured(sum(len(row["prompt"] + row[name]) for row in rows for name in ("chosen", "rejected")))
-        args = DPOConfig(beta=job["beta"], max_length=None, **told)
+        args = DPOConfig(beta=job["beta"], max_length=None, **options)
         trainer = in_order(DPOTrainer, measured.meter)(args=args, train_dataset=Dataset.from_list(rows), **common)
     trainer.add_callback(measured)
     return trainer, measured

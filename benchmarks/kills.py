@@ -84,13 +84,13 @@ class Life:
     def __init__(self, folder: Path, words: list[str]) -> None:
         self.mark = uuid.uuid4().hex
         environment = {**os.environ, MARK: self.mark, "FOUNDRY_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
-        self.said = (folder / "said.txt").open("w+")
+        self.output = (folder / "said.txt").open("w+")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "foundry", *words],
             cwd=folder,
             env=environment,
             stdin=subprocess.DEVNULL,
-            stdout=self.said,
+            stdout=self.output,
             stderr=subprocess.STDOUT,
         )
 
@@ -103,10 +103,10 @@ class Life:
                     found.append(int(entry.name))
         return found
 
-    def kill(self, known: Sequence[int] = ()) -> bool:
-        """Kill all processes at once, the `known` ones first; return True if the command was still running."""
+    def kill(self, pids: Sequence[int] = ()) -> bool:
+        """Kill all processes at once, `pids` first; return True if the command was still running."""
         alive = self.process.poll() is None
-        targets = list(known)
+        targets = list(pids)
         while targets := targets or self.tree():
             for pid in targets:
                 with suppress(ProcessLookupError):
@@ -119,8 +119,8 @@ class Life:
         """Return True if the command has ended; it must have succeeded."""
         if self.process.poll() is None:
             return False
-        self.said.seek(0)
-        assert self.process.returncode == 0, self.said.read()
+        self.output.seek(0)
+        assert self.process.returncode == 0, self.output.read()
         return True
 
 
@@ -153,12 +153,12 @@ def wait_and_kill(life: Life, run_dir: Path, moment: str, rng: random.Random, se
         # A restart truncates the records of steps that it repeats.
         size = min(size, metrics.stat().st_size) if metrics.is_file() else 0
         time.sleep(0.005)
-    known, end = life.tree(), time.monotonic() + rng.uniform(0, training / 2)
+    pids, end = life.tree(), time.monotonic() + rng.uniform(0, training / 2)
     while time.monotonic() < end and not life.ended():
         time.sleep(0.005)
     while moment == "save" and not life.ended() and not unfinished(run_dir / "checkpoints"):
         time.sleep(0.0002)
-    return life.kill(known)
+    return life.kill(pids)
 
 
 def check_checkpoints(run_dir: Path, newest_before: int) -> int:
@@ -239,7 +239,7 @@ def disturbed(
                 killed = wait_and_kill(life, run_dir, moments[count.kills % len(moments)], rng, seconds)
         finally:
             life.kill()
-            life.said.close()
+            life.output.close()
         count.kills += killed
         count.inside_a_save += killed and bool(unfinished(run_dir / "checkpoints"))
         newest = check_checkpoints(run_dir, newest)
@@ -262,9 +262,9 @@ def main() -> None:
         while count.kills < options.kills:
             run_dir = disturbed(options.case, folder, count.runs, options.kills, rng, seconds, count, options.moments)
             count.runs += 1
-            found = outcome(run_dir)
+            result = outcome(run_dir)
             for name, expected in reference.items():
-                assert found[name] == expected, f"{run_dir.name}: {name} differ from the undisturbed run's"
+                assert result[name] == expected, f"{run_dir.name}: {name} differ from the undisturbed run's"
     restarts = count.starts - count.runs
     print(
         f"{options.case}: {count.kills} kills, {count.inside_a_save} of them inside a save; {count.runs} runs, "

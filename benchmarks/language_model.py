@@ -140,14 +140,14 @@ def comparison_parser(description: str | None, *, cases: Sequence[str], steps: i
         cases: default cases, from `CASES`.
         steps: default number of steps of a run.
     """
-    made = parser(description)
+    cli = parser(description)
     sides = [*PEERS, OWN, HF]
-    made.add_argument("--cases", nargs="+", choices=CASES, default=cases, metavar="CASE")
-    made.add_argument("--sides", nargs="+", choices=sides, default=sides, metavar="SIDE", help=", ".join(sides))
-    made.add_argument("--steps", type=int, default=steps)
-    made.add_argument("--rounds", type=int, default=3)
-    made.add_argument("--threads", type=int, default=default_threads())
-    return made
+    cli.add_argument("--cases", nargs="+", choices=CASES, default=cases, metavar="CASE")
+    cli.add_argument("--sides", nargs="+", choices=sides, default=sides, metavar="SIDE", help=", ".join(sides))
+    cli.add_argument("--steps", type=int, default=steps)
+    cli.add_argument("--rounds", type=int, default=3)
+    cli.add_argument("--threads", type=int, default=default_threads())
+    return cli
 
 
 def train_chosen(options: argparse.Namespace) -> dict[str, dict[str, list[Measured]]]:
@@ -179,14 +179,14 @@ def train_sides(
         rounds: runs of each side.
         threads: number of threads for torch.
     """
-    taking_part, found = installed(sides), dict[str, dict[str, list[Measured]]]()
+    taking_part, measurements = installed(sides), dict[str, dict[str, list[Measured]]]()
     for number, (name, case) in enumerate(cases.items()):
-        own = folder / str(number)
-        weights = write_weights(case, own, threads)
+        base = folder / str(number)
+        weights = write_weights(case, base, threads)
 
-        def measure(side: str, turn: int, own: Path = own, case: Case = case, weights: Path = weights) -> Measured:
-            job = case.job(side, weights, own / f"{side.replace(', ', '_')}_{turn}" / "measured.json")
+        def measure(side: str, turn: int, base: Path = base, case: Case = case, weights: Path = weights) -> Measured:
+            job = case.job(side, weights, base / f"{side.replace(', ', '_')}_{turn}" / "measured.json")
             return run_job(SCRIPT, side.partition(",")[0], job=job, threads=threads)
 
-        found[name] = in_turn(taking_part, rounds, measure)
-    return found
+        measurements[name] = in_turn(taking_part, rounds, measure)
+    return measurements

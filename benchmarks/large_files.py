@@ -60,10 +60,10 @@ def lengthen(file: Path, count: int) -> None:
 
 def main() -> None:
     """Measure each command and write a row for it."""
-    made = parser(__doc__)
-    made.add_argument("--rows", type=int, default=5_000_000, help="of conversations")
-    made.add_argument("--metrics", type=int, default=1_000_000, help="lines of each metrics.jsonl")
-    options = made.parse_args()
+    cli = parser(__doc__)
+    cli.add_argument("--rows", type=int, default=5_000_000, help="of conversations")
+    cli.add_argument("--metrics", type=int, default=1_000_000, help="lines of each metrics.jsonl")
+    options = cli.parse_args()
     num_rows, num_lines = (200, 100) if options.smoke else (options.rows, options.metrics)
     rows = list[Row]()
     with tempfile.TemporaryDirectory() as name:

@@ -39,10 +39,10 @@ def main() -> None:
             values = {"peak": peak[side], "grown": grown[side], **ratios, "apart": [apart[side]]}
             rows.append(Row(case=case, side=title(side), values=values))
         if OWN in by_side:
-            what = f"Peak memory of training above `import torch`, {case}, MiB"
-            own = f"{median(peak[OWN]):,.0f} (own decoder)"
-            own += f", {median(peak[HF]):,.0f} (model=hf)" if HF in peak else ""
-            headlines.append(Headline(what=what, foundry=own, beside=describe_peer(peak, least_peak, "least")))
+            label = f"Peak memory of training above `import torch`, {case}, MiB"
+            text = f"{median(peak[OWN]):,.0f} (own decoder)"
+            text += f", {median(peak[HF]):,.0f} (model=hf)" if HF in peak else ""
+            headlines.append(Headline(what=label, foundry=text, beside=describe_peer(peak, least_peak, "least")))
     notes = [f"A process that has imported torch and nothing else has {imported:,.0f} MiB."]
     finish(
         options,

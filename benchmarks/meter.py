@@ -74,5 +74,5 @@ def _clocks() -> tuple[float, float]:
 
 def _cpu_seconds_with_children() -> float:
     """Return the CPU time of this process since its start, imports included, and of its ended children."""
-    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    usages = [resource.getrusage(scope) for scope in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)

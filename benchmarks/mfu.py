@@ -82,10 +82,10 @@ def measure(case: Case, side: str, weights: Path | None, folder: Path, threads: 
         return {TOO_LARGE: True}
 
 
-def rows_of(name: str, case: Case, found: dict[str, list[Measured]]) -> list[Row]:
+def rows_of(name: str, case: Case, sides: dict[str, list[Measured]]) -> list[Row]:
     """Return the rows of one combination; sides that ran out of memory come last."""
-    fit = {side: runs for side, runs in found.items() if not any(TOO_LARGE in run for run in runs)}
-    apart, flops = losses_apart(fit, most=0.02) if fit else {}, flops_per_token(case.shape)
+    fit = {side: runs for side, runs in sides.items() if not any(TOO_LARGE in run for run in runs)}
+    apart, flops = losses_apart(fit, tolerance=0.02) if fit else {}, flops_per_token(case.shape)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     peak, rows = peak_flops(device, PrecisionMode.amp_bfloat16), list[Row]()
     for side, runs in fit.items():
@@ -97,23 +97,23 @@ def rows_of(name: str, case: Case, found: dict[str, list[Measured]]) -> list[Row
             "apart": [apart[side]],
         }
         rows.append(Row(case=name, side=title(side), values=values))
-    return rows + [Row(case=name, side=title(side), values={"speed": TOO_LARGE}) for side in found.keys() - fit.keys()]
+    return rows + [Row(case=name, side=title(side), values={"speed": TOO_LARGE}) for side in sides.keys() - fit.keys()]
 
 
 def main() -> None:
     """Compare the sides."""
-    made = parser(__doc__)
+    cli = parser(__doc__)
     sides = [OWN, *PEERS]
     kernels = ["any", "math", "mem_efficient", "flash", "cudnn"]
-    made.add_argument("--sizes", nargs="+", choices=SIZES, default=["100m", "1b"])
-    made.add_argument("--sides", nargs="+", choices=sides, default=[OWN, "raw", "hf"])
-    made.add_argument("--modes", nargs="+", choices=["eager", "compile"], default=["eager", "compile"])
-    made.add_argument("--checkpointing", nargs="+", choices=["none", "selective", "full"], default=["none", "full"])
-    made.add_argument("--attention", nargs="+", choices=kernels, default=["any"])
-    made.add_argument("--steps", type=int, default=12)
-    made.add_argument("--rounds", type=int, default=1)
-    made.add_argument("--threads", type=int, default=default_threads())
-    options = made.parse_args()
+    cli.add_argument("--sizes", nargs="+", choices=SIZES, default=["100m", "1b"])
+    cli.add_argument("--sides", nargs="+", choices=sides, default=[OWN, "raw", "hf"])
+    cli.add_argument("--modes", nargs="+", choices=["eager", "compile"], default=["eager", "compile"])
+    cli.add_argument("--checkpointing", nargs="+", choices=["none", "selective", "full"], default=["none", "full"])
+    cli.add_argument("--attention", nargs="+", choices=kernels, default=["any"])
+    cli.add_argument("--steps", type=int, default=12)
+    cli.add_argument("--rounds", type=int, default=1)
+    cli.add_argument("--threads", type=int, default=default_threads())
+    options = cli.parse_args()
     smoke = options.smoke or not torch.cuda.is_available()
     if smoke:
         print("no GPU or --smoke: sizes, modes and kernels of a smoke test; the numbers are not MFU")
@@ -141,8 +141,8 @@ def main() -> None:
                     folder = Path(root, f"{side}_{turn}")
                     return measure(case, side, weights, folder, options.threads)
 
-                found = in_turn(able, options.rounds, run)
-                rows += rows_of(f"{size}, {mode}, {checkpointing}, {attention}", case, found)
+                results = in_turn(able, options.rounds, run)
+                rows += rows_of(f"{size}, {mode}, {checkpointing}, {attention}", case, results)
     headlines = [headline for size in sizes if (headline := _headline(size, rows)) is not None]
     finish(
         options,

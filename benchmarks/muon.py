@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from comparison import FOUND, join_ranks, run_ranks
+from comparison import RESULT, join_ranks, run_ranks
 from records import Column, Row, finish, parser
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -61,10 +61,10 @@ def everywhere(matrices: list[nn.Parameter], momentum: list[Tensor], dtype: torc
         ahead = grad.lerp(buffer, OPTIONS["momentum"])
         part = DTensor.from_local(ahead, mesh, placements, run_check=False, shape=matrix.shape, stride=matrix.stride())
         direction = orthogonalise(part.full_tensor(), OPTIONS["ns_steps"], dtype)
-        whole = DTensor.from_local(direction, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        full_direction = DTensor.from_local(direction, mesh, [Replicate()] * mesh.ndim, run_check=False)
         rate = OPTIONS["lr"] * 0.2 * max(matrix.shape) ** 0.5
         decayed = weight.float() * (1 - OPTIONS["lr"] * OPTIONS["weight_decay"])
-        weight.copy_(decayed.add_(whole.redistribute(placements=placements).to_local(), alpha=-rate))
+        weight.copy_(decayed.add_(full_direction.redistribute(placements=placements).to_local(), alpha=-rate))
 
 
 def measure(rank: int, arguments: argparse.Namespace, folder: str) -> None:
@@ -78,8 +78,8 @@ def measure(rank: int, arguments: argparse.Namespace, folder: str) -> None:
     attention = [(width, width), (width // 4, width), (width // 4, width), (width, width)]
     shapes = [*attention, (hidden, width), (hidden, width), (width, hidden)] * arguments.layers
     torch.manual_seed(0)
-    drawn = [torch.randn(each) for each in shapes]
-    sides = [[nn.Parameter(distribute_tensor(each, mesh, layout)) for each in drawn] for _ in range(2)]
+    initial_values = [torch.randn(each) for each in shapes]
+    sides = [[nn.Parameter(distribute_tensor(each, mesh, layout)) for each in initial_values] for _ in range(2)]
     momentum = [torch.zeros_like(each.to_local()) for each in sides[0] if isinstance(each, DTensor)]
     optimizer = Muon(sides[1], **OPTIONS, ns_dtype=dtype)
     steps: dict[str, Callable[[], object]] = {
@@ -103,40 +103,40 @@ def measure(rank: int, arguments: argparse.Namespace, folder: str) -> None:
             take()
             dist.barrier()
             seconds[name].append([time.perf_counter() - start[0], time.process_time() - start[1]])
-    equal = all(torch.equal(one.to_local(), other.to_local()) for one, other in zip(*sides, strict=True))
+    equal = all(torch.equal(first.to_local(), other.to_local()) for first, other in zip(*sides, strict=True))
     everyone: list[Any] = [None] * arguments.ranks
     dist.all_gather_object(everyone, (equal, counts, seconds))
     if rank == 0:
         assert all(each[0] for each in everyone), "ranks or ways end with other bits"
-        found = dict[str, dict[str, list[float]]]()
+        times = dict[str, dict[str, list[float]]]()
         for name in steps:
-            taken = torch.tensor([each[2][name] for each in everyone])  # (ranks, steps, 2)
-            found[name] = {
+            samples = torch.tensor([each[2][name] for each in everyone])  # (ranks, steps, 2)
+            times[name] = {
                 "received": [max(each[1][name][0] for each in everyone) / 1e6],
                 "flops": [max(each[1][name][1] for each in everyone) / 1e9],
-                "cpu": taken[..., 1].sum(0).tolist(),
-                "wall": taken[..., 0].amax(0).tolist(),
+                "cpu": samples[..., 1].sum(0).tolist(),
+                "wall": samples[..., 0].amax(0).tolist(),
             }
-        Path(folder, FOUND).write_text(json.dumps([sum(map(Tensor.numel, drawn)), found]))
+        Path(folder, RESULT).write_text(json.dumps([sum(map(Tensor.numel, initial_values)), times]))
     dist.barrier()
     dist.destroy_process_group()
 
 
 def main() -> None:
-    made = parser(__doc__)
+    cli = parser(__doc__)
     for name, default in (("ranks", 4), ("replicas", 1), ("width", 512), ("layers", 4), ("steps", 5)):
-        made.add_argument(f"--{name}", type=int, default=default)
-    made.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    options = made.parse_args()
+        cli.add_argument(f"--{name}", type=int, default=default)
+    cli.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    options = cli.parse_args()
     if options.smoke:
         options.width, options.layers, options.steps = 32, 1, 1
-    num_parameters, found = run_ranks(measure, options, options.ranks)
+    num_parameters, times = run_ranks(measure, options, options.ranks)
     layout = (
         f"FSDP2 x {options.ranks}"
         if options.replicas == 1
         else f"HSDP {options.replicas} x {options.ranks // options.replicas}"
     )
-    rows = [Row(case=f"{layout}, {options.dtype}", side=name, values=values) for name, values in found.items()]
+    rows = [Row(case=f"{layout}, {options.dtype}", side=name, values=values) for name, values in times.items()]
     notes = [f"{num_parameters:,} parameters. Both ways end with equal bits on all ranks."]
     finish(options, case="layout", side="way", columns=COLUMNS, rows=rows, notes=notes)
 

@@ -74,20 +74,20 @@ class Setting:
         window = Window(microbatches, hparams.global_batch_size)
 
         def run() -> None:
-            spent = 0.0
+            elapsed = 0.0
 
             def timed(matrix: Tensor, num_steps: int, dtype: torch.dtype) -> Tensor:
-                nonlocal spent
+                nonlocal elapsed
                 start = time.perf_counter()
                 result = orthogonalise(matrix, num_steps, dtype)
-                spent += time.perf_counter() - start
+                elapsed += time.perf_counter() - start
                 return result
 
             muon.orthogonalise = timed
             start = time.perf_counter()
             step(window, hparams.lr, 1)
             self.steps.append(time.perf_counter() - start)
-            self.iterations.append(spent)
+            self.iterations.append(elapsed)
 
         return run
 
@@ -96,9 +96,9 @@ orthogonalise = muon.orthogonalise
 
 
 def main() -> None:
-    made = parser(__doc__)
-    made.add_argument("--steps", type=int, default=15)
-    options = made.parse_args()
+    cli = parser(__doc__)
+    cli.add_argument("--steps", type=int, default=15)
+    options = cli.parse_args()
     install()
     torch.manual_seed(0)
     settings = [Setting(*choice) for choice in product(("amp_bfloat16", "fp32"), ("bf16", "fp32"))]
@@ -113,7 +113,7 @@ def main() -> None:
         values = {
             "step": [1e3 * seconds for seconds in steps],
             "iterations": [1e3 * seconds for seconds in iterations],
-            "share": [part / whole for part, whole in zip(iterations, steps, strict=True)],
+            "share": [part / step for part, step in zip(iterations, steps, strict=True)],
         }
         rows.append(Row(case=f"`{setting.precision}`", side=setting.ns_dtype, values=values))
     finish(options, case="`precision`", side="`optimizer.ns_dtype`", columns=COLUMNS, rows=rows)

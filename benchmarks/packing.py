@@ -70,10 +70,10 @@ def pass_window(model: nn.Module, objective: Objective, loader: Loader) -> tuple
 
 
 def main() -> None:
-    made = parser(__doc__)
-    made.add_argument("--windows", type=int, default=8)
-    made.add_argument("--batch", type=int, default=32, help="pairs of a window")
-    args = made.parse_args()
+    cli = parser(__doc__)
+    cli.add_argument("--windows", type=int, default=8)
+    cli.add_argument("--batch", type=int, default=32, help="pairs of a window")
+    args = cli.parse_args()
     if args.smoke:
         args.windows, args.batch = 1, 4
     keep_freed_memory()
@@ -150,7 +150,7 @@ def measure(config: Any, num_windows: int, batch: int, sizes_at_once: Sequence[i
                 optimizer.zero_grad()
                 window, loss, seconds = pass_window(model, objective, loader)
                 losses.append(loss)
-                gradients.append([own.grad.clone() for own in model.parameters() if own.grad is not None])
+                gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
                 if number >= WARM:
                     assert window.num_tokens is not None
                     computed = sum(microbatch["tokens"].numel() for microbatch in window.microbatches)
@@ -166,7 +166,8 @@ def measure(config: Any, num_windows: int, batch: int, sizes_at_once: Sequence[i
         packed: dict[str, Values] = {"speed": speeds[1], "share": shares[1], "ratio": [ratio]}
         packed |= {"apart": [apart], "gradients": [gradients_apart]}
         rows += [
-            Row(case=str(per_gpu), side=side, values=own) for side, own in (("unpacked", plain), ("packed", packed))
+            Row(case=str(per_gpu), side=side, values=values)
+            for side, values in (("unpacked", plain), ("packed", packed))
         ]
     return rows, note
 

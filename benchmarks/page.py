@@ -43,7 +43,7 @@ def readme_with_table(text: str, records: Mapping[str, Record]) -> str:
     lines = ["| | foundry | compared with |", "|---|---|---|"]
     for name in README_RECORDS:
         if name in records:
-            lines += [f"| {one.what} | {one.foundry} | {one.beside} |" for one in records[name].headlines]
+            lines += [f"| {item.what} | {item.foundry} | {item.beside} |" for item in records[name].headlines]
     return _SHORT.sub(lambda _: "\n\n".join(["<!-- benchmarks/results -->", "\n".join(lines), END]), text)
 
 

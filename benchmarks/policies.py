@@ -149,9 +149,9 @@ def call(module: str, words: Sequence[str], cache: Path) -> float:
     """Run a foundry command on one thread, which must succeed; return its processor seconds."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "FOUNDRY_CACHE": str(cache)}
     before = processor_seconds()
-    done = subprocess.run([sys.executable, "-m", module, *words], env=environment, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise RuntimeError(f"{module} {' '.join(words)} failed:\n{done.stdout}{done.stderr}")
+    process = subprocess.run([sys.executable, "-m", module, *words], env=environment, capture_output=True, text=True)
+    if process.returncode != 0:
+        raise RuntimeError(f"{module} {' '.join(words)} failed:\n{process.stdout}{process.stderr}")
     return processor_seconds() - before
 
 
@@ -176,39 +176,39 @@ def measure(row: Measured, runs: Path, episodes: int, first: int) -> dict[str, A
     out = runs / "eval.json"
     words = [f"run={runs / row.of}", f"episodes={episodes}", f"first_episode={first}", f"out={out}", *row.words]
     call("foundry.eval", words, runs / "cache")
-    found: dict[str, Any] = json.loads(out.read_text())
-    return found
+    result: dict[str, Any] = json.loads(out.read_text())
+    return result
 
 
 def main() -> None:
-    made = parser(__doc__)
-    made.add_argument("table", nargs="?", choices=TABLES, default="policies", help="default: policies")
-    made.add_argument("--only", nargs="+", metavar="TRAINING", help="these, and the trainings that they start from")
-    options = made.parse_args()
+    cli = parser(__doc__)
+    cli.add_argument("table", nargs="?", choices=TABLES, default="policies", help="default: policies")
+    cli.add_argument("--only", nargs="+", metavar="TRAINING", help="these, and the trainings that they start from")
+    options = cli.parse_args()
     table, rows = TABLES[options.table], list[Row]()
     processor, measured = dict[str, float](), dict[tuple[str, str], dict[str, float]]()
     if unknown := set(options.only or ()) - set(table.trainings):
-        made.error(f"no training is called {', '.join(sorted(unknown))}; there are {', '.join(table.trainings)}")
-    chosen = {name: one for name, one in table.trainings.items() if name in (options.only or table.trainings)}
-    there = {name: one for name, one in chosen.items() if find_spec(one.needs) is not None}
-    left_out = sorted({one.needs for name, one in chosen.items() if name not in there})
+        cli.error(f"no training is called {', '.join(sorted(unknown))}; there are {', '.join(table.trainings)}")
+    trainings = {name: item for name, item in table.trainings.items() if name in (options.only or table.trainings)}
+    available = {name: item for name, item in trainings.items() if find_spec(item.needs) is not None}
+    left_out = sorted({item.needs for name, item in trainings.items() if name not in available})
     with tempfile.TemporaryDirectory(prefix="policies-") as folder:
         runs = Path(folder)
-        for name, training in there.items():
+        for name, training in available.items():
             processor[name] = train(training, runs, name, is_small=options.smoke)
             print(f"{name}: {processor[name]:.0f} CPU-seconds", flush=True)
         for row in table.rows:
-            if row.of not in there:
+            if row.of not in available:
                 continue
-            found = measure(row, runs, 2 if options.smoke else row.episodes, table.first_episode)
-            shown = {"success": found["success"], "low": found["success_low"], "high": found["success_high"]}
-            values = {"episodes": found["num_episodes"], **shown, "cpu": processor[row.of]}
+            result = measure(row, runs, 2 if options.smoke else row.episodes, table.first_episode)
+            rates = {"success": result["success"], "low": result["success_low"], "high": result["success_high"]}
+            values = {"episodes": result["num_episodes"], **rates, "cpu": processor[row.of]}
             measured[row.case, row.side] = values
-            rows.append(Row(case=f"`{row.case}`", side=row.side, values={key: [one] for key, one in values.items()}))
-            print(f"{row.of} {' '.join(row.words)}: {found['success']:.3f}", flush=True)
+            rows.append(Row(case=f"`{row.case}`", side=row.side, values={key: [item] for key, item in values.items()}))
+            print(f"{row.of} {' '.join(row.words)}: {result['success']:.3f}", flush=True)
     notes = [f"Skipped trainings that need missing packages: {', '.join(left_out)}."] if left_out else []
-    for name in there.keys() - {row.of for row in table.rows}:
-        notes.append(f"`{' '.join(there[name].words)}` takes {processor[name]:.0f} CPU-seconds.")
+    for name in available.keys() - {row.of for row in table.rows}:
+        notes.append(f"`{' '.join(available[name].words)}` takes {processor[name]:.0f} CPU-seconds.")
     finish(
         options,
         name=options.table,
@@ -223,14 +223,14 @@ def main() -> None:
 
 def headlines(measured: Mapping[tuple[str, str], Mapping[str, float]]) -> list[Headline]:
     """Return the headlines of the table `policies`: success rate with its interval, and the cost of training."""
-    own, beside = (measured.get((AROUND, side)) for side in (DIFFUSION, REGRESSION))
-    if own is None or beside is None:
+    first, beside = (measured.get((AROUND, side)) for side in (DIFFUSION, REGRESSION))
+    if first is None or beside is None:
         return []
-    success, other = (f"{one['success']:.2f} ({one['low']:.2f} to {one['high']:.2f})" for one in (own, beside))
+    success, other = (f"{item['success']:.2f} ({item['low']:.2f} to {item['high']:.2f})" for item in (first, beside))
     return [
         Headline(
             what="A diffusion policy from nothing, share of episodes with success (95 % interval)",
-            foundry=f"{success} after {own['cpu']:.0f} CPU-seconds",
+            foundry=f"{success} after {first['cpu']:.0f} CPU-seconds",
             beside=f"{other} foundry's regression after {beside['cpu']:.0f}",
         )
     ]

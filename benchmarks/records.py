@@ -128,8 +128,8 @@ class Record:
         where = [f"{machine['cores']} cores of {machine['cpu']}", f"{machine['memory_gib']} GiB"]
         where += [machine["gpu"]] if machine.get("gpu") else []
         installed = ", ".join(f"{name} {number}" for name, number in self.versions.items())
-        said = f"`{self.command}`, {self.date}, commit {self.commit}; {', '.join(where)}; {installed}"
-        return f"{said}; {self.conditions}" if self.conditions else said
+        text = f"`{self.command}`, {self.date}, commit {self.commit}; {', '.join(where)}; {installed}"
+        return f"{text}; {self.conditions}" if self.conditions else text
 
     def to_json(self) -> str:
         """Return the JSON text of the record's file."""
@@ -141,7 +141,7 @@ class Record:
         fields: dict[str, Any] = json.loads(text)
         kinds: dict[str, type[Any]] = {"columns": Column, "rows": Row, "headlines": Headline}
         for key, kind in kinds.items():
-            fields[key] = [kind(**one) for one in fields[key]]
+            fields[key] = [kind(**item) for item in fields[key]]
         return cls(**fields)
 
 
@@ -151,11 +151,11 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     Args:
         description: docstring of the script.
     """
-    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--smoke", action="store_true", help="tiny sizes, to see that it works: its figures mean nothing")
-    made.add_argument("--out", type=Path, help="the record's file; default: benchmarks/results, with --smoke none")
-    made.add_argument("--conditions", help="state of the machine for the record, such as 'beside other busy processes'")
-    return made
+    cli = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cli.add_argument("--smoke", action="store_true", help="tiny sizes, to see that it works: its figures mean nothing")
+    cli.add_argument("--out", type=Path, help="the record's file; default: benchmarks/results, with --smoke none")
+    cli.add_argument("--conditions", help="state of the machine for the record, such as 'beside other busy processes'")
+    return cli
 
 
 def finish(options: argparse.Namespace, **fields: Any) -> Record:
@@ -165,7 +165,7 @@ def finish(options: argparse.Namespace, **fields: Any) -> Record:
         options: result of a parser built by `parser`.
         fields: fields of `Record` that are not determined here; the default of `name` is the script's name.
     """
-    known: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "name": Path(sys.argv[0]).stem,
         "command": _command(),
         "date": datetime.date.today().isoformat(),
@@ -174,7 +174,7 @@ def finish(options: argparse.Namespace, **fields: Any) -> Record:
         "machine": describe_machine(),
         "versions": _versions(),
     }
-    record = Record(**known | fields)
+    record = Record(**facts | fields)
     print(f"{record.origin()}\n\n{record.table()}")
     for note in record.notes:
         print(f"\n{note}")
@@ -230,10 +230,10 @@ def _git(*words: str) -> str:
 
 
 def _versions() -> dict[str, str]:
-    found = {"Python": platform.python_version()}
+    versions = {"Python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return versions

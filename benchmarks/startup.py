@@ -105,10 +105,10 @@ def measure_first_step(command: Sequence[str], folder: Path) -> Measured:
 
 
 def main() -> None:
-    made = parser(__doc__)
-    made.add_argument("--repeats", type=int, default=5)
-    made.add_argument("--sides", nargs="*", choices=PEERS, default=list(PEERS), metavar="SIDE", help=", ".join(PEERS))
-    options = made.parse_args()
+    cli = parser(__doc__)
+    cli.add_argument("--repeats", type=int, default=5)
+    cli.add_argument("--sides", nargs="*", choices=PEERS, default=list(PEERS), metavar="SIDE", help=", ".join(PEERS))
+    options = cli.parse_args()
     commands, runs, repeats = COMMANDS, dict(RUNS), options.repeats
     if options.smoke:
         commands, repeats = {}, 0

@@ -81,9 +81,9 @@ def measure(size: str, how: str, ranks: int) -> dict[str, float]:
             fill=None if is_empty else initial.fill,
         )
     seconds = time.perf_counter() - began
-    held = sum(local_part(p).nbytes for p in parallel.model.parameters() if not p.is_meta)
+    shard_bytes = sum(local_part(p).nbytes for p in parallel.model.parameters() if not p.is_meta)
     peak_mib = _peak_resident_mib() - before
-    return {"seconds": seconds, "held_mib": held / _MIB, "peak_mib": peak_mib}
+    return {"seconds": seconds, "held_mib": shard_bytes / _MIB, "peak_mib": peak_mib}
 
 
 def _resident_mib() -> float:
@@ -100,10 +100,10 @@ def _peak_resident_mib() -> float:
 
 def main() -> None:
     """Measure each case in its own process."""
-    made = parser(__doc__)
-    made.add_argument("cases", nargs="*", default=list(CASES), metavar="CASE", help=", ".join(CASES))
-    made.add_argument("--one", metavar="CASE", help="the process that is measured")
-    options = made.parse_args()
+    cli = parser(__doc__)
+    cli.add_argument("cases", nargs="*", default=list(CASES), metavar="CASE", help=", ".join(CASES))
+    cli.add_argument("--one", metavar="CASE", help="the process that is measured")
+    options = cli.parse_args()
     if options.one:
         size, how, ranks = options.one.split()
         print(json.dumps(measure(size, how, int(ranks))))
@@ -112,8 +112,8 @@ def main() -> None:
     for case in ["70B wrapped 256"] if options.smoke else options.cases:
         command = [sys.executable, __file__, "--one", case]
         printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-        found = json.loads(printed.splitlines()[-1])
-        rows.append(Row(side=CASES.get(case, case), values={key: [value] for key, value in found.items()}))
+        measurements = json.loads(printed.splitlines()[-1])
+        rows.append(Row(side=CASES.get(case, case), values={key: [value] for key, value in measurements.items()}))
     finish(options, side="start", columns=COLUMNS, rows=rows, chart="peak_mib")
 
 

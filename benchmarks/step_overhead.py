@@ -103,8 +103,8 @@ def build_raw_step(points: Points, microbatches: int) -> Callable[[], Tensor]:
             indices = order._permutation(epoch).tolist()
         total = torch.zeros(())
         for start in range(position, position + BATCH, size):
-            chosen = indices[start : start + size]
-            loss = (model(points.x[chosen]) - points.y[chosen]).square().sum() / BATCH
+            batch = indices[start : start + size]
+            loss = (model(points.x[batch]) - points.y[batch]).square().sum() / BATCH
             loss.backward()
             total += loss.detach()
         torch.nn.utils.clip_grad_norm_(parameters, CLIP)
@@ -201,10 +201,10 @@ def quantiles(times: list[float]) -> tuple[float, float]:
 
 
 def main() -> None:
-    made = parser(__doc__)
-    made.add_argument("--microbatches", type=int, default=1)
-    made.add_argument("--profile", action="store_true", help="profile foundry's steps instead")
-    options = made.parse_args()
+    cli = parser(__doc__)
+    cli.add_argument("--microbatches", type=int, default=1)
+    cli.add_argument("--profile", action="store_true", help="profile foundry's steps instead")
+    options = cli.parse_args()
     blocks = 1 if options.smoke else BLOCKS
     torch.set_num_threads(1)
     points = Points()
@@ -229,17 +229,17 @@ def main() -> None:
                 times[name] += block_times
         if block == 0:  # in later blocks, rounding differences have grown
             assert abs(losses[0] - losses[1]) <= 1e-3 * losses[0], f"the two sides do not train alike: {losses}"
-    found = {name: quantiles(values) for name, values in times.items()}
-    difference = tuple(b - a for a, b in zip(*found.values(), strict=True))
+    percentiles = {name: quantiles(values) for name, values in times.items()}
+    difference = tuple(b - a for a, b in zip(*percentiles.values(), strict=True))
     rows = [
         Row(side=name, values={"p10": [p10], "p50": [p50]})
-        for name, (p10, p50) in {**found, "difference": difference}.items()
+        for name, (p10, p50) in {**percentiles, "difference": difference}.items()
     ]
-    loop, own = (values[1] for values in found.values())
+    loop, foundry = (values[1] for values in percentiles.values())
     headlines = [
         Headline(
             what="An optimizer step of a tiny model without trackers, median",
-            foundry=f"{own:.3f} ms, {1e3 * difference[1]:.0f} µs more than the loop",
+            foundry=f"{foundry:.3f} ms, {1e3 * difference[1]:.0f} µs more than the loop",
             beside=f"{loop:.3f} ms PyTorch loop",
         )
     ]

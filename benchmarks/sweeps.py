@@ -65,14 +65,14 @@ COLUMNS = [
 def start(folder: Path, *words: str) -> subprocess.Popen[bytes]:
     """Start `python -m foundry` in a folder, with its output in a file there."""
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "FOUNDRY_CACHE": str(folder / "cache")}
-    with (folder / "said.txt").open("w") as said:
+    with (folder / "said.txt").open("w") as output:
         return subprocess.Popen(
             [sys.executable, "-m", "foundry", *words, *RUN],
             cwd=folder,
             env=environment,
             stdin=subprocess.DEVNULL,
-            stdout=said,
-            stderr=said,
+            stdout=output,
+            stderr=output,
         )
 
 
@@ -85,9 +85,9 @@ def seconds(folder: Path, *words: str) -> float:
     """Return the seconds that a command takes; its run directories are removed."""
     begin = time.perf_counter()
     wait(folder, start(folder, *words))
-    taken = time.perf_counter() - begin
+    elapsed = time.perf_counter() - begin
     shutil.rmtree(folder / "out")
-    return taken
+    return elapsed
 
 
 def seeds(number: int) -> str:
@@ -99,7 +99,7 @@ def cost(options: argparse.Namespace, jobs: int, rounds: int) -> None:
     """Write a table of the seconds per job and per further job, with their ratios to a run alone, by launcher."""
     ways = {name: words for name, words in LAUNCHERS.items() if name != "`slurm`" or os.environ.get("SLURM_CONF")}
     alone = list[float]()
-    whole: dict[str, list[float]] = {name: [] for name in ways}
+    sweep_seconds: dict[str, list[float]] = {name: [] for name in ways}
     single: dict[str, list[float]] = {name: [] for name in ways}
     with tempfile.TemporaryDirectory(prefix="sweeps-") as temporary:
         folder = Path(temporary)
@@ -108,11 +108,11 @@ def cost(options: argparse.Namespace, jobs: int, rounds: int) -> None:
             for name, words in ways.items():
                 sweep = ["-m", "hparams.max_steps=1", *words, "hydra.sweep.dir=out"]
                 single[name].append(seconds(folder, *sweep, seeds(1)))
-                whole[name].append(seconds(folder, *sweep, seeds(jobs)))
+                sweep_seconds[name].append(seconds(folder, *sweep, seeds(jobs)))
     run, rows = statistics.median(alone), [Row(side=ALONE, values={"job": alone, "further": alone})]
     for name in ways:
-        job = [taken / jobs for taken in whole[name]]
-        further = [(n - one) / (jobs - 1) for n, one in zip(whole[name], single[name], strict=True)]
+        job = [elapsed / jobs for elapsed in sweep_seconds[name]]
+        further = [(n - first) / (jobs - 1) for n, first in zip(sweep_seconds[name], single[name], strict=True)]
         of_job, of_further = statistics.median(job) / run, statistics.median(further) / run
         rows.append(
             Row(side=name, values={"job": job, "of_job": [of_job], "further": further, "of_further": [of_further]})
@@ -179,12 +179,12 @@ def kills(jobs: int, number: int) -> None:
 
 
 def main() -> None:
-    made = parser(__doc__)
-    made.add_argument("what", choices=("cost", "kills"))
-    made.add_argument("--jobs", type=int)
-    made.add_argument("--rounds", type=int, default=5)
-    made.add_argument("--kills", type=int, default=3)
-    options = made.parse_args()
+    cli = parser(__doc__)
+    cli.add_argument("what", choices=("cost", "kills"))
+    cli.add_argument("--jobs", type=int)
+    cli.add_argument("--rounds", type=int, default=5)
+    cli.add_argument("--kills", type=int, default=3)
+    options = cli.parse_args()
     if options.what == "cost":
         cost(options, options.jobs or 11, options.rounds)
     else:

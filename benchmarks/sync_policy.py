@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from comparison import FOUND, Measured, in_turn, join_ranks, losses_apart, run_ranks
+from comparison import RESULT, Measured, in_turn, join_ranks, losses_apart, run_ranks
 from language_model import Shape
 from records import Column, Headline, Row, finish, parser
 from torch import Tensor, nn
@@ -104,8 +104,8 @@ class Rank:
         """Return this rank's random tokens, which depend only on the step."""
         generator = torch.Generator().manual_seed(1000 * step + self.world.rank)
         size = ROWS, self.shape.max_seq_len + 1
-        drawn = [torch.randint(self.shape.vocab_size, size, generator=generator) for _ in range(self.num_microbatches)]
-        rows = [each.to(self.world.device) for each in drawn]
+        tokens = [torch.randint(self.shape.vocab_size, size, generator=generator) for _ in range(self.num_microbatches)]
+        rows = [each.to(self.world.device) for each in tokens]
         position = torch.arange(ROWS)
         return [{"tokens": row[:, :-1], "targets": row[:, 1:], "position": position} for row in rows]
 
@@ -223,9 +223,9 @@ def run_rank(number: int, options: argparse.Namespace, folder: str) -> None:
     world = World(number, number, options.ranks, options.ranks, device)
     precision = PrecisionMode.amp_bfloat16 if cuda else PrecisionMode.fp32
     rank = Rank(world, shape(options), options.microbatches, precision)
-    found = in_turn(list(ways()), options.rounds, lambda way, _: measure(rank, way, options.steps))
+    measurements = in_turn(list(ways()), options.rounds, lambda way, _: measure(rank, way, options.steps))
     if number == 0:
-        Path(folder, FOUND).write_text(json.dumps(found))
+        Path(folder, RESULT).write_text(json.dumps(measurements))
     world.barrier()
     dist.destroy_process_group()
 
@@ -244,18 +244,18 @@ def _has_gpus(ranks: int) -> bool:
 
 def main() -> None:
     """Compare the sides."""
-    made = parser(__doc__)
+    cli = parser(__doc__)
     sizes = {"ranks": 2, "microbatches": 4, "steps": 6, "rounds": 3, "width": 256, "layers": 4, "seq_len": 128}
     for name, default in sizes.items():
-        made.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
-    options = made.parse_args()
+        cli.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    options = cli.parse_args()
     if options.smoke:
         options.steps, options.rounds, options.width, options.layers, options.seq_len = 1, 1, 32, 1, 16
-    found: dict[str, list[Measured]] = run_ranks(run_rank, options, options.ranks)
-    alone = found.pop(f"foundry {NONE} {NONE}")
-    apart: dict[str, float | None] = {**losses_apart(found), f"foundry {NONE} {NONE}": None}
+    measurements: dict[str, list[Measured]] = run_ranks(run_rank, options, options.ranks)
+    alone = measurements.pop(f"foundry {NONE} {NONE}")
+    apart: dict[str, float | None] = {**losses_apart(measurements), f"foundry {NONE} {NONE}": None}
     rows = list[Row]()
-    for way, runs in {f"foundry {NONE} {NONE}": alone, **found}.items():
+    for way, runs in {f"foundry {NONE} {NONE}": alone, **measurements}.items():
         side, strategy, policy = way.split()
         difference = apart[way]
         values = {
@@ -267,7 +267,7 @@ def main() -> None:
         }
         rows.append(Row(case=strategy, side=f"{side}, {policy}" if strategy != NONE else "no exchange", values=values))
     last, every, peer_last, peer_every = (
-        f"{found[f'{side} fsdp {policy}'][0]['received'] / 1e6:,.0f}"
+        f"{measurements[f'{side} fsdp {policy}'][0]['received'] / 1e6:,.0f}"
         for side in ("foundry", "PyTorch")
         for policy in ("last", "every")
     )

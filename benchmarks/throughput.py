@@ -39,8 +39,8 @@ def main() -> None:
             values = {"wall": wall[side], "cpu": cpu[side], **ratios, "apart": [apart[side]]}
             rows.append(Row(case=case, side=title(side), values=values))
         if OWN in by_side:
-            own, beside = f"{median(wall[OWN]):,.0f} (own decoder)", describe_peer(wall, most_wall, "fastest")
-            headlines.append(Headline(what=f"Training a language model, {case}, tokens/s", foundry=own, beside=beside))
+            text, beside = f"{median(wall[OWN]):,.0f} (own decoder)", describe_peer(wall, most_wall, "fastest")
+            headlines.append(Headline(what=f"Training a language model, {case}, tokens/s", foundry=text, beside=beside))
     finish(options, case="precision, vocabulary", columns=COLUMNS, rows=rows, chart="wall", headlines=headlines)
 
 

@@ -45,16 +45,16 @@ def measure(file: str, cache: str) -> None:
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
     splits = text_files(seed=0, path=file, seq_len=512, vocab_size=4096, tokenizer=None, held_out=0.05, cache_dir=cache)
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    found = {"peak_mib": (after - before) / 1024, "seconds": time.perf_counter() - start}
-    sys.stdout.write(json.dumps({**found, "tokens": (splits.notes or {})["train_tokens"]}) + "\n")
+    values = {"peak_mib": (after - before) / 1024, "seconds": time.perf_counter() - start}
+    sys.stdout.write(json.dumps({**values, "tokens": (splits.notes or {})["train_tokens"]}) + "\n")
 
 
 def main() -> None:
     """Measure each size and write a row for it."""
-    made = parser(__doc__)
-    made.add_argument("sizes", nargs="*", type=int, default=[10, 40], metavar="MB")
-    made.add_argument("--measure", nargs=2, metavar=("FILE", "CACHE"), help="the process that is measured")
-    options = made.parse_args()
+    cli = parser(__doc__)
+    cli.add_argument("sizes", nargs="*", type=int, default=[10, 40], metavar="MB")
+    cli.add_argument("--measure", nargs=2, metavar=("FILE", "CACHE"), help="the process that is measured")
+    options = cli.parse_args()
     if options.measure:
         measure(*options.measure)
         return
@@ -63,8 +63,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             write_corpus(Path(folder, "corpus.jsonl"), size * 10**6)
             command = [sys.executable, __file__, "--measure", str(Path(folder, "corpus.jsonl")), str(Path(folder, "c"))]
-            found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
-        rows.append(Row(side=str(size), values={key: [value] for key, value in found.items()}))
+            values = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+        rows.append(Row(side=str(size), values={key: [value] for key, value in values.items()}))
     finish(options, side="MB", columns=COLUMNS, rows=rows)
 
 

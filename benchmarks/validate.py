@@ -26,13 +26,13 @@ MISTAKES = {
 def refuse(words: list[str], folder: Path) -> tuple[float, int]:
     """Return the seconds until the command has ended, and its error lines."""
     begin = time.perf_counter()
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "foundry", *words], cwd=folder, capture_output=True, text=True, check=False
     )
     seconds = time.perf_counter() - begin
-    assert done.returncode == 2, done.stderr
+    assert process.returncode == 2, process.stderr
     assert not any(folder.iterdir()), "a refused run leaves nothing behind"
-    return seconds, len(done.stderr.splitlines())
+    return seconds, len(process.stderr.splitlines())
 
 
 COLUMNS = [
@@ -43,9 +43,9 @@ COLUMNS = [
 
 
 def main() -> None:
-    made = parser(__doc__)
-    made.add_argument("--repeats", type=int, default=5)
-    options = made.parse_args()
+    cli = parser(__doc__)
+    cli.add_argument("--repeats", type=int, default=5)
+    options = cli.parse_args()
     mistakes = dict(list(MISTAKES.items())[:1]) if options.smoke else MISTAKES
     repeats = 1 if options.smoke else options.repeats
     rows = list[Row]()
@@ -54,8 +54,8 @@ def main() -> None:
             answers = [refuse(words, Path(folder)) for _ in range(repeats)]
             values: dict[str, Values] = {"words": f"`{' '.join(words)}`", "lines": [answers[0][1]]}
             rows.append(Row(side=name, values={**values, "seconds": [seconds for seconds, _ in answers]}))
-    said = COLUMNS[1].cell(rows[0].values["seconds"]).partition(" ")[0]
-    headline = Headline(what="A misspelt override is refused", foundry=f"after {said} s", beside="")
+    text = COLUMNS[1].cell(rows[0].values["seconds"]).partition(" ")[0]
+    headline = Headline(what="A misspelt override is refused", foundry=f"after {text} s", beside="")
     finish(options, side="error", columns=COLUMNS, rows=rows, chart="seconds", headlines=[headline])
 
 

@@ -25,7 +25,7 @@ from foundry.config.sources import local_path
 from foundry.core.errors import ConfigError, Violation, first_line
 from foundry.core.events import Observer
 from foundry.core.stop_signals import restored
-from foundry.launch.claim import claimed
+from foundry.launch.claim import claim_or_release
 from foundry.launch.local import format_trace
 from foundry.launch.start import start
 from foundry.run_dir.log import NOTICE, RunLog, Terminal, log_to_file
@@ -114,7 +114,7 @@ def _run(config: Config, run_dir: str | Path | None, observers: Sequence[Observe
     given = composed.hydra.run.dir if composed is not None and run_dir is None else run_dir
     local_path("run_dir", str(given))  # refuses URLs
     try:
-        with claimed(str(given), "run_dir") as taken, _logged(taken.folder):
+        with claim_or_release(str(given), "run_dir") as taken, _logged(taken.folder):
             job_logging = None if composed is None else _job_logging(composed, taken.folder)
             return start(config, taken.folder, job_logging, observers)
     except ConfigError as error:

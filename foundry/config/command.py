@@ -292,7 +292,7 @@ def check_output(key: str, path: Path, *, own: str | None = None, is_earlier: Re
         ConfigError: states reason and remedy.
     """
     check_writable(key, path.parent)
-    if (reason := refusal(path, own=own, is_earlier=is_earlier)) is not None:
+    if (reason := refusal(path, own_output=own, is_earlier=is_earlier)) is not None:
         raise ConfigError(Violation(key, reason))
 
 

@@ -43,7 +43,7 @@ from foundry.parts.data import samples_per_epoch
 from foundry.parts.optimization import constant_weight_decay
 from foundry.planning.derive import build_plan, planned_updates, resolve_phases, select_steps
 from foundry.rollouts.source import RolloutSource
-from foundry.run_dir.lock import check_ours
+from foundry.run_dir.lock import check_locked
 from foundry.run_dir.names import PLOTS, PROFILE
 from foundry.training.best import Best
 from foundry.training.block_norms import BlockNorms, group_by_block
@@ -212,7 +212,7 @@ def _build_checkpoints(run: RunContext, trained: Trained, watchdog: Watchdog) ->
         keep_last=wanted.keep_last,
         keep_every_steps=wanted.keep_every,
         strict=wanted.strict_saves,
-        check_run_dir=partial(check_ours, run.run_dir),
+        check_run_dir=partial(check_locked, run.run_dir),
         alive=watchdog.alive,
         model=trained.parallel.model,
         ema=trained.ema,

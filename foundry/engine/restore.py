@@ -342,7 +342,7 @@ def _special_tokens(file: Path, tokenizer: Any) -> dict[str, Any]:
         end = usual_end(tokenizer)
         return {"stop_ids": () if end is None else (end,)}
     with _file_explained(file):
-        content = read_object(file, needed={"eos_token_id": list})
+        content = read_object(file, required={"eos_token_id": list})
     stop, first = content["eos_token_id"], content.get("bos_token_id")
     known = count_ids(tokenizer)
     for item in stop if first is None else [*stop, first]:
@@ -365,7 +365,7 @@ def _tokens_per_sample(plan: Path) -> int:
         ConfigError: the file or its value is invalid.
     """
     with _file_explained(plan):
-        tokens: int = read_object(plan, needed={"tokens_per_sample": int})["tokens_per_sample"]
+        tokens: int = read_object(plan, required={"tokens_per_sample": int})["tokens_per_sample"]
     if not 1 <= tokens < 2**63:
         raise ConfigError(Violation("run", f"{plan} has tokens_per_sample={shown(tokens)}, not a whole number above 0"))
     return tokens

@@ -35,7 +35,7 @@ from foundry.parallel.process_group import Join, World, process_group
 from foundry.parallel.watchdog import CollectiveError
 from foundry.parts.data import build_data
 from foundry.run_dir.ends import record_if_dead
-from foundry.run_dir.lock import RunDirectoryLostError, check_ours, lock
+from foundry.run_dir.lock import RunDirectoryLostError, check_locked, lock
 from foundry.run_dir.result import find_result
 from foundry.run_dir.status import read_status
 from foundry.tracking.observers import build_observers
@@ -127,7 +127,7 @@ def _train(run: RunContext, observers: list[Observer], held: ExitStack) -> RunRe
     held.callback(trainer.evaluation.close)
     if run.world.is_main:
         write_run_files(run.config, started.plan, run.data, run.run_dir)
-        trainer.check_run_dir = partial(check_ours, run.run_dir)
+        trainer.check_run_dir = partial(check_locked, run.run_dir)
     trainer.observers = observers
     held.callback(trainer.checkpoints.close)
     with trainer.watchdog, trainer.signals:
@@ -206,7 +206,7 @@ def _failure_reported(observers: Sequence[Observer], run_dir: Path) -> Iterator[
         raise
     except BaseException as error:
         if observers:
-            check_ours(run_dir)
+            check_locked(run_dir)
         if isinstance(error, KeyboardInterrupt):
             ended = RunEnded(state="stopped", reason="interrupted", result={})
         else:

@@ -20,13 +20,13 @@ from foundry.config.environment import detect
 from foundry.core.errors import ConfigError, Violation
 from foundry.run_dir.files import UnsafeFileError, open_regular, replaced_atomically
 from foundry.run_dir.lock import LOCK, is_held
-from foundry.run_dir.marker import MARK, is_ours, mark
+from foundry.run_dir.marker import MARK, is_foundry_folder, mark
 from foundry.run_dir.names import CONFIG, LOG, PLAN, STATUS, TOKENIZER
 from foundry.run_dir.redact import one_line
 
-_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _HYDRA_FILES = ("config.yaml", "hydra.yaml", "overrides.yaml")
-_OWN_FILES = (LOCK, MARK, CONFIG, PLAN, TOKENIZER)
+_RUN_FILES = (LOCK, MARK, CONFIG, PLAN, TOKENIZER)
 
 
 class Refused(BaseException):
@@ -39,14 +39,14 @@ class Claim:
 
     Attributes:
         folder: absolute path of the directory.
-        made: the directory and its parents that this process had to create, innermost first.
-        before: previous content of each file that the command may have written by the time it is refused, by path; None
-            if the file did not exist.
+        created_folders: the directory and its parents that this process had to create, innermost first.
+        contents: previous content of each file that the command may have written by the time it is refused, by path;
+            None if the file did not exist.
     """
 
     folder: Path
-    made: tuple[Path, ...]
-    before: dict[Path, bytes | None]
+    created_folders: tuple[Path, ...]
+    contents: dict[Path, bytes | None]
 
     def release(self) -> None:
         """Remove the files and folders that this process created, and restore the files that Hydra replaced.
@@ -55,58 +55,58 @@ class Claim:
         """
         if is_held(self.folder):
             return
-        for path, content in self.before.items():
+        for path, content in self.contents.items():
             with suppress(OSError):  # the user must see the refusal, not an error of the cleanup
                 if content is None:
                     path.unlink(missing_ok=True)
                 elif _content(path) != content:
                     with replaced_atomically(path) as file:
                         file.write(content)
-        subfolders = {parent for path in self.before for parent in path.parents if self.folder in parent.parents}
-        for folder in (*sorted(subfolders, reverse=True), *self.made):
+        subfolders = {parent for path in self.contents for parent in path.parents if self.folder in parent.parents}
+        for folder in (*sorted(subfolders, reverse=True), *self.created_folders):
             with suppress(OSError):  # not empty
                 folder.rmdir()
 
 
-def check_free(given: str, key: str) -> Path:
+def check_free(path: str, key: str) -> Path:
     """Return the absolute directory of a run, plan or sweep that is about to begin or resume; writes nothing.
 
     Args:
-        given: the directory as given by the user.
+        path: the directory as given by the user.
         key: config key of the directory.
 
     Raises:
         ConfigError: the path is empty, has control characters, is not a directory, cannot be read, or contains files
             that are not foundry's.
     """
-    if not given:
+    if not path:
         raise ConfigError(Violation(key, "is empty; set the path of a folder that is new, empty, or contains the run"))
-    if any(unicodedata.category(character) in ("Cc", "Zl", "Zp") for character in given.replace("\0", "")):
-        message = f"is {given!r}, which contains a line break or another control character; choose a path without them"
+    if any(unicodedata.category(character) in ("Cc", "Zl", "Zp") for character in path.replace("\0", "")):
+        message = f"is {path!r}, which contains a line break or another control character; choose a path without them"
         raise ConfigError(Violation(key, message))
-    folder = Path(os.path.abspath(given))  # noqa: PTH100 # does not resolve symlinks, like Hydra
+    folder = Path(os.path.abspath(path))  # noqa: PTH100 # does not resolve symlinks, like Hydra
     try:
-        found = sorted(folder.iterdir())
+        entries = sorted(folder.iterdir())
     except (FileNotFoundError, NotADirectoryError) as error:
         if isinstance(error, NotADirectoryError) or folder.is_symlink():
             raise ConfigError(Violation(key, f"is {folder}, which is not a folder; choose another path")) from None
         return folder
     except (OSError, ValueError) as error:
-        raise _unusable(folder, key, error) from None
-    if found and not is_ours(folder):
+        raise _directory_error(folder, key, error) from None
+    if entries and not is_foundry_folder(folder):
         message = (
-            f"is {folder}, which contains files that are not foundry's, such as {found[0].name}; "
+            f"is {folder}, which contains files that are not foundry's, such as {entries[0].name}; "
             "choose a folder that is new, empty, or contains the run"
         )
         raise ConfigError(Violation(key, message))
     return folder
 
 
-def claim(given: str, key: str, *, output_subdir: str | None = None, log_name: str = LOG) -> Claim:
+def claim(path: str, key: str, *, output_subdir: str | None = None, log_name: str = LOG) -> Claim:
     """Create a directory if it does not exist, and mark it as foundry's.
 
     Args:
-        given: the directory as given by the user.
+        path: the directory as given by the user.
         key: config key of the directory.
         output_subdir: subfolder for Hydra's copy of the configuration; None if Hydra does not write it.
         log_name: name of the file that Hydra will log to.
@@ -115,47 +115,49 @@ def claim(given: str, key: str, *, output_subdir: str | None = None, log_name: s
         ConfigError: as in `check_free`; or the directory cannot be created or written to, or contains a symlink or a
             device in place of a file of foundry.
     """
-    folder = check_free(given, key)
+    folder = check_free(path, key)
     missing = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
     hydra_files = [] if output_subdir is None else [folder / output_subdir / name for name in _HYDRA_FILES]
     try:
         if output_subdir is not None and (folder / output_subdir).is_symlink():
             raise UnsafeFileError(folder / output_subdir, "a symbolic link", "a folder")
-        before = {path: _content(path) for path in hydra_files}
-        own_files = {path: _content(path, max_bytes=0) for path in (folder / name for name in (*_OWN_FILES, log_name))}
+        contents = {path: _content(path) for path in hydra_files}
+        run_files = {path: _content(path, max_bytes=0) for path in (folder / name for name in (*_RUN_FILES, log_name))}
         # If a run is resumed, its existing files must not be removed.
-        claimed = Claim(folder, tuple(missing), before | {path: None for path, was in own_files.items() if was is None})
+        new_claim = Claim(
+            folder, tuple(missing), contents | {path: None for path, content in run_files.items() if content is None}
+        )
     except OSError as error:
-        raise _unusable(folder, key, error) from None
+        raise _directory_error(folder, key, error) from None
     try:
         folder.mkdir(parents=True, exist_ok=True)
         mark(folder)
     except (OSError, ValueError) as error:
-        claimed.release()
-        raise _unusable(folder, key, error) from None
-    return claimed
+        new_claim.release()
+        raise _directory_error(folder, key, error) from None
+    return new_claim
 
 
 @contextmanager
-def claimed(given: str, key: str, *, output_subdir: str | None = None, log_name: str = LOG) -> Iterator[Claim]:
+def claim_or_release(path: str, key: str, *, output_subdir: str | None = None, log_name: str = LOG) -> Iterator[Claim]:
     """Claim a directory like `claim`, and release it if the body is refused before a run has begun in it.
 
     Raises:
         ConfigError: as in `claim`.
     """
-    taken = claim(given, key, output_subdir=output_subdir, log_name=log_name)
-    status = taken.folder / STATUS
+    new_claim = claim(path, key, output_subdir=output_subdir, log_name=log_name)
+    status = new_claim.folder / STATUS
     had_status = status.exists()
     try:
-        yield taken
+        yield new_claim
     except (ConfigError, Refused):
         if had_status or not status.exists():
-            taken.release()
+            new_claim.release()
         raise
 
 
 def run_job(
-    *, config: DictConfig, job_dir_key: str, job_subdir_key: str | None, hydra_context: HydraContext, **more: Any
+    *, config: DictConfig, job_dir_key: str, job_subdir_key: str | None, hydra_context: HydraContext, **arguments: Any
 ) -> JobReturn:
     """Call Hydra's `run_job` in a directory that is claimed before Hydra writes to it, and released if it is refused.
 
@@ -168,29 +170,29 @@ def run_job(
         job_dir_key=job_dir_key,
         job_subdir_key=job_subdir_key,
         hydra_context=hydra_context,
-        **more,
+        **arguments,
     )
     if detect().rank > 0:
         return run()
-    given, key = _resolve_directory(config, job_dir_key, job_subdir_key)
+    path, key = _resolve_directory(config, job_dir_key, job_subdir_key)
     log_name = f"{config.hydra.job.name}.log"
-    with claimed(given, key, output_subdir=config.hydra.output_subdir, log_name=log_name) as taken:
+    with claim_or_release(path, key, output_subdir=config.hydra.output_subdir, log_name=log_name) as new_claim:
         try:
             result = run()  # errors of the job are stored in the result, not raised
         except OSError as error:
-            raise _unusable(taken.folder, key, error) from error
-    if isinstance(error_of(result), ConfigError) and not (taken.folder / STATUS).exists():
-        taken.release()
+            raise _directory_error(new_claim.folder, key, error) from error
+    if isinstance(error_of(result), ConfigError) and not (new_claim.folder / STATUS).exists():
+        new_claim.release()
     return result
 
 
 def _resolve_directory(config: DictConfig, job_dir_key: str, job_subdir_key: str | None) -> tuple[str, str]:
     """Return the directory of a run or of a sweep's job, and its config key."""
     with current_config(config):
-        given = str(OmegaConf.select(config, job_dir_key))
+        path = str(OmegaConf.select(config, job_dir_key))
         if job_subdir_key is None:
-            return given, job_dir_key
-        return str(Path(given, str(OmegaConf.select(config, job_subdir_key)))), job_subdir_key
+            return path, job_dir_key
+        return str(Path(path, str(OmegaConf.select(config, job_subdir_key)))), job_subdir_key
 
 
 def _content(path: Path, *, max_bytes: int | None = None) -> bytes | None:
@@ -205,13 +207,13 @@ def _content(path: Path, *, max_bytes: int | None = None) -> bytes | None:
 
 def describe_disk_error(error: BaseException) -> str | None:
     """Return a message for a full or read-only disk, for any file; None for any other error."""
-    if not isinstance(error, OSError) or error.errno not in _OF_THE_DISK:
+    if not isinstance(error, OSError) or error.errno not in _DISK_ERRORS:
         return None
-    place = "the run" if error.filename is None else one_line(os.fsdecode(error.filename))
+    subject = "the run" if error.filename is None else one_line(os.fsdecode(error.filename))
     remedy = "free some space, or choose a folder on another disk with hydra.run.dir or data.cache_dir"
-    return f"{place} cannot be written: {error.strerror}; {remedy}"
+    return f"{subject} cannot be written: {error.strerror}; {remedy}"
 
 
-def _unusable(folder: Path, key: str, error: Exception) -> ConfigError:
+def _directory_error(folder: Path, key: str, error: Exception) -> ConfigError:
     reason = error.strerror if isinstance(error, OSError) and not isinstance(error, UnsafeFileError) else str(error)
     return ConfigError(Violation(key, f"is {folder}, which cannot be used: {reason}; choose a writable folder"))

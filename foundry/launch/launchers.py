@@ -81,14 +81,14 @@ class FrozenLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Compose the jobs of a sweeper that is not foundry's, and run them as `start` does."""
-        common = set.intersection(*map(set, job_overrides))
+        shared_overrides = set.intersection(*map(set, job_overrides))
         jobs = []
         for index, overrides in enumerate(map(tuple, job_overrides), initial_job_idx):
             config = self._context.config_loader.load_sweep_config(self._master, list(overrides))
             set_number(config, index)
             with current_config(config):
                 run_dir = Path(str(config.hydra.sweep.dir), str(config.hydra.sweep.subdir)).absolute()
-            label = " ".join(override for override in overrides if override not in common)
+            label = " ".join(override for override in overrides if override not in shared_overrides)
             jobs.append(ComposedJob(index=index, overrides=overrides, label=label, run_dir=run_dir, config=config))
         return self.start(jobs)
 
@@ -114,8 +114,8 @@ class FrozenLauncher(Launcher):
                 composed.hydra.runtime.output_dir = str(job.run_dir)
             hydra_dir = job.run_dir / (composed.hydra.output_subdir or HYDRA)
             make_folder(hydra_dir, parents=True)
-            own = [str(key) for key in composed if key != "hydra"]
-            save_yaml(OmegaConf.masked_copy(composed, own), hydra_dir / "config.yaml")
+            foundry_keys = [str(key) for key in composed if key != "hydra"]
+            save_yaml(OmegaConf.masked_copy(composed, foundry_keys), hydra_dir / "config.yaml")
             save_yaml(OmegaConf.masked_copy(composed, ["hydra"]), hydra_dir / "hydra.yaml")
             save_yaml(composed.hydra.overrides.task, hydra_dir / "overrides.yaml")
             config = to_config(composed)
@@ -136,19 +136,19 @@ class Ledger:
     """
 
     def __init__(self, jobs: Iterable[ComposedJob], *, stream: TextIO | None = None) -> None:
-        self._known = {job.index: ("queued", "") for job in jobs}
+        self._states = {job.index: ("queued", "") for job in jobs}
         self._stream = stream
 
     def note(self, job: ComposedJob, state: str, reason: str = "") -> None:
         """Record the current state of a job."""
-        if self._known[job.index] == (state, reason):
+        if self._states[job.index] == (state, reason):
             return
-        self._known[job.index] = (state, reason)
-        counts = Counter(state for state, _ in self._known.values())
+        self._states[job.index] = (state, reason)
+        counts = Counter(state for state, _ in self._states.values())
         summary = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
         say(f"{job}: {state}{f' ({reason})' if reason else ''}; {summary}", self._stream)
 
-    def settled(self, job: ComposedJob) -> None:
+    def note_end(self, job: ComposedJob) -> None:
         """Record how a job ended, according to its status.json."""
         status = read_status(job.run_dir)
         state = status.get("state", "lost")

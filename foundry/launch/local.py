@@ -31,7 +31,7 @@ _PATIENCE_SECONDS = 5.0  # from the first failure until SIGTERM to the other ran
 _LAST_PATIENCE_SECONDS = 15.0  # from the first failure until SIGKILL; a process that is suspended ignores SIGTERM
 START = multiprocessing.get_context("spawn")  # CUDA's state does not survive a fork
 _PROCESS = ".process"
-_ANSWER = "answer"
+_RESULT = "answer"
 # Error classes and texts of a rank that failed because a peer died; the error of the peer is reported instead.
 _CONSEQUENCES = ("CollectiveError", "DistBackendError", "DistNetworkError", "DistStoreError")
 _CONSEQUENCE_TEXTS = ("Connection closed by peer", "Connection reset by peer", "Connection refused", "Broken pipe")
@@ -95,7 +95,7 @@ def run_local(nproc: int, function: Callable[..., Any], *args: Any) -> Any:
     with default_variables({VARIABLE: "1"}):
         resource_tracker.ensure_running()
     with (
-        noted_signals() as noted,
+        collect_signals() as signals,
         tempfile.TemporaryDirectory(prefix="foundry-") as name,  # its mode is 0700
         # Inherited by the processes, which share the cores.
         default_variables({"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // nproc))}),
@@ -103,28 +103,28 @@ def run_local(nproc: int, function: Callable[..., Any], *args: Any) -> Any:
         folder, ranks = Path(name), list[BaseProcess]()
         try:
             _start(ranks, nproc, (function, args, folder))
-            ends, killed = _wait(ranks, noted, folder)
+            ends, killed = _wait(ranks, signals, folder)
         finally:
             for rank in ranks:
                 if rank.is_alive():
                     rank.kill()
                 rank.join()
         if any(ends.values()):
-            if killed or _is_due_to_signal(noted, folder, ends):
-                raise ended_by(noted[0])
+            if killed or _is_due_to_signal(signals, folder, ends):
+                raise signal_exception(signals[0])
             cause = _first_cause(folder, ends)
             if isinstance(cause, WorkerFailed):
-                cause.was_stopped = bool(noted)
+                cause.was_stopped = bool(signals)
             raise cause
-        answer = pickle.loads((folder / _ANSWER).read_bytes())  # trusted: the folder has mode 0700
-    if isinstance(answer, Stopped):
-        raise answer
-    return answer
+        result = pickle.loads((folder / _RESULT).read_bytes())  # trusted: the folder has mode 0700
+    if isinstance(result, Stopped):
+        raise result
+    return result
 
 
 def _start(ranks: list[BaseProcess], nproc: int, work: tuple[Any, ...]) -> None:
     """Start the processes with SIGINT blocked in them and, meanwhile, in this process."""
-    with interrupts_held(), default_variables({VARIABLE: "1"}):
+    with block_interrupts(), default_variables({VARIABLE: "1"}):
         for rank in range(nproc):
             process = START.Process(target=_work, args=(rank, nproc, *work))
             process.start()
@@ -132,13 +132,13 @@ def _start(ranks: list[BaseProcess], nproc: int, work: tuple[Any, ...]) -> None:
 
 
 @contextmanager
-def interrupts_held() -> Iterator[None]:
+def block_interrupts() -> Iterator[None]:
     """Block Ctrl-C during the body, in this process and in the processes that it starts, until they unblock it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
 
 
 def begin_session() -> None:
@@ -164,18 +164,18 @@ def _work(rank: int, nproc: int, function: Callable[..., Any], args: tuple[Any, 
     try:
         _join_session(folder)
         try:
-            answer = function(*args)
+            result = function(*args)
         except Stopped as stopped:
-            answer = stopped
+            result = stopped
         if rank == 0:
-            (folder / _ANSWER).write_bytes(pickle.dumps(answer))
+            (folder / _RESULT).write_bytes(pickle.dumps(result))
     except KeyboardInterrupt:
         codes.append(128 + signal.SIGINT)
         sys.exit(codes[0])
     except BaseException as error:
         if isinstance(error, SystemExit) and error.code in (0, None):
             raise
-        _note(error)
+        _write_note(error)
         codes.append(1)
         sys.exit(codes[0])  # do not raise: multiprocessing would print the traceback, which the parent reports
 
@@ -203,21 +203,21 @@ def _join_session(folder: Path) -> None:
 
 
 @contextmanager
-def noted_signals() -> Iterator[list[signal.Signals]]:
+def collect_signals() -> Iterator[list[signal.Signals]]:
     """Collect the stop signals that arrive during the body, in order; ignored signals (nohup) stay ignored."""
-    noted: list[signal.Signals] = []
+    signals: list[signal.Signals] = []
 
     def note(signum: int, frame: FrameType | None) -> None:
-        noted.append(signal.Signals(signum))
+        signals.append(signal.Signals(signum))
 
     with restored():
         for signum in STOP_SIGNALS:
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 signal.signal(signum, note)
-        yield noted
+        yield signals
 
 
-def _wait(ranks: list[BaseProcess], noted: list[signal.Signals], folder: Path) -> tuple[dict[int, int], bool]:
+def _wait(ranks: list[BaseProcess], signals: list[signal.Signals], folder: Path) -> tuple[dict[int, int], bool]:
     """Wait for all processes to end, and forward each signal to all of them.
 
     After the first failure the other processes get a few seconds to fail too, because their errors may contain the
@@ -231,7 +231,7 @@ def _wait(ranks: list[BaseProcess], noted: list[signal.Signals], folder: Path) -
     failed_at = math.inf
     is_ending = False
     num_passed = 0
-    killing = False
+    is_killing = False
     while True:
         alive = []
         for number, rank in enumerate(ranks):
@@ -240,38 +240,38 @@ def _wait(ranks: list[BaseProcess], noted: list[signal.Signals], folder: Path) -
             elif not is_ending:
                 ends.setdefault(number, rank.exitcode)
         if not alive:
-            return ends, killing
+            return ends, is_killing
         if any(ends.values()):
             failed_at = min(failed_at, time.monotonic())
-        new = noted[num_passed:]
-        num_passed += len(new)
+        new_signals = signals[num_passed:]
+        num_passed += len(new_signals)
         num_ready = len(list(folder.glob(f"*{_PROCESS}")))
-        killing = killing or noted.count(signal.SIGINT) > 1 or (bool(new) and num_ready < len(ranks))
-        late = time.monotonic() - failed_at
-        if late > _PATIENCE_SECONDS and not is_ending:
-            new, is_ending = [*new, signal.SIGTERM], True
+        is_killing = is_killing or signals.count(signal.SIGINT) > 1 or (bool(new_signals) and num_ready < len(ranks))
+        elapsed_seconds = time.monotonic() - failed_at
+        if elapsed_seconds > _PATIENCE_SECONDS and not is_ending:
+            new_signals, is_ending = [*new_signals, signal.SIGTERM], True
         for rank in alive:
-            if killing or late > _LAST_PATIENCE_SECONDS:
+            if is_killing or elapsed_seconds > _LAST_PATIENCE_SECONDS:
                 rank.kill()
             elif rank.pid is not None:
-                for signum in new:
+                for signum in new_signals:
                     os.kill(rank.pid, signum)  # the pid is still valid, because the process has not been reaped
         connection.wait([rank.sentinel for rank in alive], _POLL_SECONDS)
 
 
-def _is_due_to_signal(noted: list[signal.Signals], folder: Path, ends: dict[int, int]) -> bool:
+def _is_due_to_signal(signals: list[signal.Signals], folder: Path, ends: dict[int, int]) -> bool:
     """Return whether a signal ended the processes before a run could save, and no process failed with its own error."""
-    expected = {code for signum in noted for code in (-signum, 128 + signum)}
-    silent_ones_too = all(code in expected for code in _silent(folder, ends).values())
-    return bool(noted) and silent_ones_too and all(map(_is_consequence, _notes(folder)))
+    signal_codes = {code for signum in signals for code in (-signum, 128 + signum)}
+    are_silent_ends_due = all(code in signal_codes for code in _ends_without_note(folder, ends).values())
+    return bool(signals) and are_silent_ends_due and all(map(_is_consequence, _read_notes(folder)))
 
 
-def ended_by(signum: signal.Signals) -> BaseException:
+def signal_exception(signum: signal.Signals) -> BaseException:
     """Return the exception to raise in a process that a signal ends; it gives the shell's exit code for the signal."""
     return KeyboardInterrupt() if signum is signal.SIGINT else SystemExit(128 + signum)
 
 
-def _note(error: BaseException) -> None:
+def _write_note(error: BaseException) -> None:
     """Write a failure note for the parent process."""
     violations = error.violations if isinstance(error, ConfigError) else ()
     leave_note(
@@ -284,22 +284,22 @@ def _note(error: BaseException) -> None:
 
 def _first_cause(folder: Path, ends: dict[int, int]) -> Exception:
     """Return the error to report: a config error, else the earliest one that is not a consequence of a peer's death."""
-    notes = _notes(folder)
+    notes = _read_notes(folder)
     for note in notes:
         if note["violations"]:
             return ConfigError([Violation(key, message) for key, message in note["violations"]])
     causes = [note for note in notes if not _is_consequence(note)]
-    for rank, code in () if causes else _silent(folder, ends).items():
-        return WorkerFailed(rank, how_it_ended(code))
+    for rank, code in () if causes else _ends_without_note(folder, ends).items():
+        return WorkerFailed(rank, describe_exit(code))
     first = min(causes or notes, key=lambda note: note["time"])
     return WorkerFailed(first["rank"], first["reason"], first["trace"], first["exit_code"], first["kind"])
 
 
-def _notes(folder: Path) -> list[dict[str, Any]]:
+def _read_notes(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("rank*.json")]
 
 
-def _silent(folder: Path, ends: dict[int, int]) -> dict[int, int]:
+def _ends_without_note(folder: Path, ends: dict[int, int]) -> dict[int, int]:
     """Return the exit codes by rank of the processes that failed without a note."""
     return {rank: code for rank, code in ends.items() if code and not (folder / f"rank{rank}.json").exists()}
 
@@ -313,7 +313,7 @@ def _is_consequence(note: dict[str, Any]) -> bool:
     return is_consequence(note["kind"], note["reason"])
 
 
-def how_it_ended(exitcode: int) -> str:
+def describe_exit(exitcode: int) -> str:
     """Describe the end of a process that recorded no reason, from its exit code (negative for a signal)."""
     if exitcode < 0:
         name = signal.Signals(-exitcode).name

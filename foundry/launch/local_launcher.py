@@ -30,7 +30,7 @@ from foundry.core.errors import ConfigError, Violation, counted
 from foundry.core.part_names import place_of
 from foundry.core.safe_path import VARIABLE
 from foundry.launch.launchers import ComposedJob, FrozenLauncher, Ledger, say
-from foundry.launch.local import begin_session, ended_by, how_it_ended, interrupts_held, noted_signals
+from foundry.launch.local import begin_session, block_interrupts, collect_signals, describe_exit, signal_exception
 from foundry.run_dir.files import open_regular
 from foundry.run_dir.names import OUTPUT
 from foundry.run_dir.status import read_status, write_status
@@ -83,10 +83,10 @@ class LocalLauncher(FrozenLauncher):
         try:
             with _threads(shares, nproc):
                 server = _start_server(jobs, self.work)
-                with noted_signals() as noted:
-                    _Pool(self.work, jobs, shares, server, noted).run()
-            if noted:
-                raise ended_by(noted[0])
+                with collect_signals() as signals:
+                    _Pool(self.work, jobs, shares, server, signals).run()
+            if signals:
+                raise signal_exception(signals[0])
         except (KeyboardInterrupt, SystemExit):
             say(f"the same command with hydra.sweep.dir={self._master.hydra.sweep.dir} resumes from there")
             raise
@@ -101,21 +101,21 @@ class _Pool:
         jobs: Sequence[ComposedJob],
         shares: Sequence[Share],
         server: ForkServerContext,
-        noted: Sequence[signal.Signals],
+        signals: Sequence[signal.Signals],
     ) -> None:
         self._work = work
         self._waiting = deque(jobs)
         self._free = deque(shares)
         self._server = server
-        self._noted = noted
+        self._signals = signals
         self._running: dict[ForkServerProcess, tuple[ComposedJob, Share]] = {}
         self._ledger = Ledger(jobs)
         self._stopping = False
 
     def run(self) -> None:
         """Start and watch jobs until all have ended; after a signal, until all running jobs have ended."""
-        while self._running or (self._waiting and not self._noted):
-            while self._waiting and self._free and not self._noted:
+        while self._running or (self._waiting and not self._signals):
+            while self._waiting and self._free and not self._signals:
                 self._start(self._waiting.popleft(), self._free.popleft())
             wait([process.sentinel for process in self._running], _POLL_SECONDS)
             self._obey_signals()
@@ -124,20 +124,20 @@ class _Pool:
 
     def _start(self, job: ComposedJob, share: Share) -> None:
         write_status(job.run_dir, state="queued", reason="")
-        process = self._server.Process(target=_be_job, args=(self._work, job.run_dir, share), name=str(job))
+        process = self._server.Process(target=_run_job, args=(self._work, job.run_dir, share), name=str(job))
         process.start()
         self._running[process] = job, share
         self._ledger.note(job, "running")
 
     def _obey_signals(self) -> None:
         """Terminate the jobs after the first signal, so that they save and stop; kill them after a second Ctrl-C."""
-        if self._noted and not self._stopping:
+        if self._signals and not self._stopping:
             self._stopping = True
             text = f"{len(self._running)} running (saving and stopping), {len(self._waiting)} queued"
-            say(f"{self._noted[0].name}: {text}; a second Ctrl-C kills the running jobs")
+            say(f"{self._signals[0].name}: {text}; a second Ctrl-C kills the running jobs")
             for process in self._running:
                 process.terminate()
-        if list(self._noted).count(signal.SIGINT) > 1:
+        if list(self._signals).count(signal.SIGINT) > 1:
             for process in self._running:
                 process.kill()
 
@@ -149,10 +149,10 @@ class _Pool:
         assert process.exitcode is not None
         state = read_status(job.run_dir).get("state")
         if self._stopping and state not in ("finished", "failed"):
-            write_status(job.run_dir, state="stopped", reason=self._noted[0].name)
+            write_status(job.run_dir, state="stopped", reason=self._signals[0].name)
         elif state not in ("finished", "failed", "stopped"):
-            write_status(job.run_dir, state="failed", reason=how_it_ended(process.exitcode))
-        self._ledger.settled(job)
+            write_status(job.run_dir, state="failed", reason=describe_exit(process.exitcode))
+        self._ledger.note_end(job)
         process.close()
 
 
@@ -167,14 +167,14 @@ def divide(settings: Local, nproc: int, cores: Sequence[int], gpus: Sequence[str
         num_jobs: number of jobs, the upper limit of the number of shares.
     """
     if settings.n_jobs is not None:
-        wanted = settings.n_jobs
+        parallel_jobs = settings.n_jobs
     else:
-        wanted = len(gpus) // nproc if gpus else max(1, len(cores) // max(settings.cores_per_job, nproc))
-    count = min(wanted, num_jobs)
-    each, gpus_each = len(cores) // count, max(nproc, len(gpus) // count)
+        parallel_jobs = len(gpus) // nproc if gpus else max(1, len(cores) // max(settings.cores_per_job, nproc))
+    count = min(parallel_jobs, num_jobs)
+    cores_each, gpus_each = len(cores) // count, max(nproc, len(gpus) // count)
     return [
         Share(
-            cores=tuple(cores[i * each : (i + 1) * each]),
+            cores=tuple(cores[i * cores_each : (i + 1) * cores_each]),
             # Jobs share a GPU only if `n_jobs` is larger than the number of jobs that fit.
             gpus=tuple(gpus[(i * gpus_each + k) % len(gpus)] for k in range(gpus_each)) if gpus else (),
         )
@@ -192,11 +192,11 @@ def _start_server(jobs: Iterable[ComposedJob], work: Callable[[Path], int]) -> F
     server.set_forkserver_preload(sorted({work.__module__, *_modules(jobs)}))
     # Start it now: starting it unblocks SIGINT, which must be blocked below.
     resource_tracker.ensure_running()
-    with interrupts_held():
+    with block_interrupts():
         forkserver.ensure_running()
-    first = server.Process()  # an empty process: its end is the only signal that the server is ready
-    first.start()
-    first.join()
+    warmup = server.Process()  # an empty process: its end is the only signal that the server is ready
+    warmup.start()
+    warmup.join()
     return server
 
 
@@ -208,8 +208,8 @@ def _modules(jobs: Iterable[ComposedJob]) -> set[str]:
         if not str(OmegaConf.select(job.config, "optimizer._target_")).startswith("foundry."):
             modules.add("torch._dynamo")
         targets = (OmegaConf.select(job.config, f"{group!s}._target_") for group in job.config)
-        own = (place_of(str(target)) for target in targets if str(target).startswith("foundry."))
-        modules |= {place.rpartition(".")[0] for place in own}
+        paths = (place_of(str(target)) for target in targets if str(target).startswith("foundry."))
+        modules |= {path.rpartition(".")[0] for path in paths}
     return modules
 
 
@@ -228,7 +228,7 @@ def _threads(shares: Sequence[Share], nproc: int) -> AbstractContextManager[None
     )
 
 
-def _be_job(work: Callable[[Path], int], run_dir: Path, share: Share) -> None:
+def _run_job(work: Callable[[Path], int], run_dir: Path, share: Share) -> None:
     """Entry point of a job's process: take the job's cores and GPUs, and work.
 
     SIGINT is still blocked here, as in the server. A SIGINT from the terminal that arrived before the new session began
@@ -236,7 +236,7 @@ def _be_job(work: Callable[[Path], int], run_dir: Path, share: Share) -> None:
     """
     begin_session()
     _end_with_launcher()
-    _print_to(run_dir / OUTPUT)
+    _redirect_output(run_dir / OUTPUT)
     if share.cores:
         os.sched_setaffinity(0, share.cores)
     if share.gpus:
@@ -244,7 +244,7 @@ def _be_job(work: Callable[[Path], int], run_dir: Path, share: Share) -> None:
     sys.exit(work(run_dir))
 
 
-def _print_to(path: Path) -> None:
+def _redirect_output(path: Path) -> None:
     """Redirect the output of this process to a file; if that is not a regular file, print to the launcher's output."""
     try:
         with open_regular(path, "ab", buffering=0) as output:

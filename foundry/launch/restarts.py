@@ -9,7 +9,7 @@ from foundry.run_dir.redact import one_line
 from foundry.run_dir.status import read_status, write_status
 
 log = logging.getLogger(__name__)
-_SAME_EACH_TIME = ("NonFiniteError", "LossSpike", "PersistentSpikeError", "OutOfMemoryError", "RanksDifferError")
+_REPEATING_ERRORS = ("NonFiniteError", "LossSpike", "PersistentSpikeError", "OutOfMemoryError", "RanksDifferError")
 
 
 class Restarts:
@@ -26,21 +26,21 @@ class Restarts:
     def __init__(self, run_dir: Path, limit: int) -> None:
         self._run_dir, self._limit = run_dir, limit
         self._count = 0
-        self._last: tuple[int | None, str] | None = None
+        self._last_failure: tuple[int | None, str] | None = None
 
     def allow(self, failed: WorkerFailed) -> bool:
         """Return whether to restart all processes after this failure."""
-        if self._count >= self._limit or failed.was_stopped or failed.kind in _SAME_EACH_TIME:
+        if self._count >= self._limit or failed.was_stopped or failed.kind in _REPEATING_ERRORS:
             return False
         status = read_status(self._run_dir)
         if status.get("state") == "finished":
             return False
         reason = one_line(str(failed))
         step = next(map(parse_step, list_checkpoints(self._run_dir)), None)
-        if self._last == (step, reason):
+        if self._last_failure == (step, reason):
             log.error("%s again, without a newer checkpoint: the run is not restarted", reason)
             return False
-        self._last = (step, reason)
+        self._last_failure = (step, reason)
         self._count += 1
         start = "from the start" if step is None else f"from the checkpoint of step {step}"
         log.warning("%s; restart %d of %d, %s", reason, self._count, self._limit, start)

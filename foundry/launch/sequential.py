@@ -56,7 +56,7 @@ class SequentialLauncher(FrozenLauncher):
                 _record(job, result)
             hydra = self._master.hydra
             configure_log(hydra.hydra_logging, hydra.verbose)
-            ledger.settled(job)
+            ledger.note_end(job)
 
 
 def _record(job: ComposedJob, result: JobReturn) -> None:

@@ -45,7 +45,7 @@ class Submission:
     def load(cls, run_dir: Path) -> "Submission | None":
         """Return the submission of a run directory; None if it has not been submitted, or the file cannot be read."""
         try:
-            content = read_object(run_dir / SUBMISSION, needed=_TYPES)
+            content = read_object(run_dir / SUBMISSION, required=_TYPES)
         except FileNotFoundError:
             return None
         except DamagedFileError as error:
@@ -84,27 +84,27 @@ class ErrorOutput:
         return f"rank {text['ranks']} on {text['node']}: {text['how']}{hint}"
 
 
-def settle(run_dir: Path, job_id: str, found: QueuedJob | None) -> None:
+def settle(run_dir: Path, job_id: str, job: QueuedJob | None) -> None:
     """Update the status.json of a job that has ended.
 
     Args:
         run_dir: run directory of the job.
         job_id: job id of Slurm.
-        found: the job's state in Slurm; None if Slurm no longer knows the job.
+        job: the job's state in Slurm; None if Slurm no longer knows the job.
     """
     status = read_status(run_dir)
     if status.get("state") in ENDED:
-        if found is not None and found.state in _ENDED_BY_SLURM and status["state"] == "stopped":
-            write_status(run_dir, reason=f"{status.get('reason', '')}; {found}")
+        if job is not None and job.state in _ENDED_BY_SLURM and status["state"] == "stopped":
+            write_status(run_dir, reason=f"{status.get('reason', '')}; {job}")
         return
-    if found is None:
+    if job is None:
         # The controller keeps no record of an array task that is canceled before it starts.
-        why = "was it canceled before it started?" if status.get("state") == "queued" else "it recorded no end"
-        write_status(run_dir, state="lost", reason=f"Slurm no longer knows job {job_id}; {why}")
+        explanation = "was it canceled before it started?" if status.get("state") == "queued" else "it recorded no end"
+        write_status(run_dir, state="lost", reason=f"Slurm no longer knows job {job_id}; {explanation}")
         return
     text = _last_output(run_dir)
-    state = "lost" if found.state in _LOST else "stopped" if found.state == "CANCELLED" else "failed"
-    write_status(run_dir, state=state, reason=f"{found}{f'; last output: {text}' if text else ''}")
+    state = "lost" if job.state in _LOST else "stopped" if job.state == "CANCELLED" else "failed"
+    write_status(run_dir, state=state, reason=f"{job}{f'; last output: {text}' if text else ''}")
 
 
 def _last_output(run_dir: Path) -> str:

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from foundry.config.schemas.launcher import GROUP, Slurm, resolve_launcher
 from foundry.core.errors import ConfigError, Violation, counted
 from foundry.launch.launchers import ComposedJob, FrozenLauncher, Ledger, say
-from foundry.launch.local import interrupts_held
+from foundry.launch.local import block_interrupts
 from foundry.launch.slurm_end import Submission, settle
 from foundry.launch.slurm_queue import QueuedJob, Unreachable, cancel, cluster_name, partitions, query
 from foundry.launch.slurm_submission import check_script, submit
@@ -33,7 +33,7 @@ class SlurmLauncher(FrozenLauncher):
 
     def __init__(self, work: Callable[[Path], int], **settings: Any) -> None:
         super().__init__(work, **settings)
-        self._checked: list[Slurm] = []
+        self._checked_settings: list[Slurm] = []
 
     def check(self, configs: Sequence[DictConfig]) -> None:
         """Check that the cluster accepts the jobs.
@@ -41,17 +41,17 @@ class SlurmLauncher(FrozenLauncher):
         Raises:
             ConfigError: the cluster does not accept them, with the reason.
         """
-        for settings, places in _grouped(configs):
-            if settings in self._checked:
+        for settings, indices in _group_by_settings(configs):
+            if settings in self._checked_settings:
                 continue
-            at_a_time = OmegaConf.select(configs[places[0]], "hydra.sweeper.max_batch_size") or len(places)
+            at_a_time = OmegaConf.select(configs[indices[0]], "hydra.sweeper.max_batch_size") or len(indices)
             try:
                 check_partition(settings)
-                check_script(settings, min(at_a_time, len(places)))
+                check_script(settings, min(at_a_time, len(indices)))
             except Unreachable as error:
                 message = f"is {settings.option} but Slurm does not respond: {_last_line(error)}"
                 raise ConfigError(Violation(GROUP, message)) from None
-            self._checked.append(settings)
+            self._checked_settings.append(settings)
 
     def run(self, jobs: Sequence[ComposedJob]) -> None:
         """Submit the jobs that are not in the queue yet, and wait for all.
@@ -61,32 +61,32 @@ class SlurmLauncher(FrozenLauncher):
         """
         self.check([job.config for job in jobs])
         sweep_dir = Path(str(self._master.hydra.sweep.dir)).absolute()
-        ids = _still_queued(jobs)
+        ids = _find_queued(jobs)
         for job in jobs:
             if job.index in ids:
                 say(f"{job} is already in the queue as {ids[job.index]}")
         try:
-            with interrupts_held():  # a job that was submitted but not recorded would be submitted again
+            with block_interrupts():  # a job that was submitted but not recorded would be submitted again
                 ids |= _submit(self.work, [job for job in jobs if job.index not in ids], sweep_dir)
             if _resolve_settings(self._master).detach:
-                self._leave(ids, sweep_dir)
+                self._detach(ids, sweep_dir)
                 return
-            say(f"{_counted(ids)} in the queue: {_listed(ids.values())}")
+            say(f"{_count_text(ids)} in the queue: {_ids_text(ids.values())}")
             _Watch(jobs, ids).run()
         except KeyboardInterrupt:
-            if _is_to_cancel():
+            if _ask_to_cancel():
                 cancel(ids.values())
                 say("canceled; running jobs save a checkpoint first")
                 _Watch(jobs, ids).run()
             else:
-                self._leave(ids, sweep_dir)
+                self._detach(ids, sweep_dir)
             raise
 
-    def _leave(self, ids: dict[int, str], sweep_dir: Path) -> None:
+    def _detach(self, ids: dict[int, str], sweep_dir: Path) -> None:
         self.detached = True
-        say(f"{_counted(ids)} left in the queue: {_listed(ids.values())}")
+        say(f"{_count_text(ids)} left in the queue: {_ids_text(ids.values())}")
         say(f"to watch them: python -m foundry.report dir={sweep_dir.absolute()} watch=true")
-        say(f"to cancel them: scancel {_listed(ids.values(), ' ')}")
+        say(f"to cancel them: scancel {_ids_text(ids.values(), ' ')}")
 
 
 def check_partition(settings: Slurm) -> None:
@@ -101,20 +101,20 @@ def check_partition(settings: Slurm) -> None:
         message = "but there is no sbatch on this machine; submit from a login node, or choose hydra/launcher=local"
         raise ConfigError(Violation(GROUP, f"is {settings.option} {message}"))
     limits, default = partitions()
-    wanted = settings.partition or default
-    listed = f"available partitions: {', '.join(limits)}"
-    if wanted is None:
+    partition = settings.partition or default
+    available = f"available partitions: {', '.join(limits)}"
+    if partition is None:
         raise ConfigError(
-            Violation("hydra.launcher.partition", f"has no value and the cluster has no default; {listed}")
+            Violation("hydra.launcher.partition", f"has no value and the cluster has no default; {available}")
         )
-    if unknown := [name for name in wanted.split(",") if name not in limits]:
+    if unknown := [name for name in partition.split(",") if name not in limits]:
         raise ConfigError(
-            Violation("hydra.launcher.partition", f"is {unknown[0]}, which is not a partition here; {listed}")
+            Violation("hydra.launcher.partition", f"is {unknown[0]}, which is not a partition here; {available}")
         )
-    limit = max(limits[name] for name in wanted.split(","))
+    limit = max(limits[name] for name in partition.split(","))
     if settings.timeout_min > limit:
         message = (
-            f"is {settings.timeout_min} but partition {wanted} allows {limit:g}; lower it: jobs are queued again "
+            f"is {settings.timeout_min} but partition {partition} allows {limit:g}; lower it: jobs are queued again "
             "after their limit"
         )
         raise ConfigError(Violation("hydra.launcher.timeout_min", message))
@@ -124,51 +124,51 @@ class _Watch:
     """Waits for jobs, and prints each change of their states."""
 
     def __init__(self, jobs: Sequence[ComposedJob], ids: dict[int, str]) -> None:
-        self._going = {job: ids[job.index] for job in jobs}
+        self._active = {job: ids[job.index] for job in jobs}
         self._ledger = Ledger(jobs)
         self._suspects: set[str] = set()
         self._interval = _FIRST_POLL_SECONDS
-        self._complained = False
+        self._has_warned = False
         self._states = dict[ComposedJob, str | None]()
 
     def run(self) -> None:
         """Poll Slurm until every job has ended."""
-        while self._going:
+        while self._active:
             self._wait()
             try:
-                found = query(list(self._going.values()))
+                queued_jobs = query(list(self._active.values()))
             except Unreachable as error:
-                if not self._complained:
+                if not self._has_warned:
                     say(f"Slurm does not respond, the wait continues: {error}")
-                self._complained = True
+                self._has_warned = True
                 continue
-            for job, job_id in list(self._going.items()):
-                self._look_at(job, job_id, found.get(job_id))
+            for job, job_id in list(self._active.items()):
+                self._update(job, job_id, queued_jobs.get(job_id))
 
     def _wait(self) -> None:
         """Wait until the next query of Slurm is due, at growing intervals, or a job's status.json changes."""
-        until = time.monotonic() + self._interval
+        deadline = time.monotonic() + self._interval
         self._interval = min(1.1 * self._interval, _LAST_POLL_SECONDS)
-        glance = max(_FIRST_POLL_SECONDS, _GLANCE_SECONDS * len(self._going))
-        while (left := until - time.monotonic()) > 0:
-            time.sleep(min(glance, left))
-            states = {job: read_status(job.run_dir).get("state") for job in self._going}
+        interval = max(_FIRST_POLL_SECONDS, _GLANCE_SECONDS * len(self._active))
+        while (remaining := deadline - time.monotonic()) > 0:
+            time.sleep(min(interval, remaining))
+            states = {job: read_status(job.run_dir).get("state") for job in self._active}
             if states != self._states:
                 self._states = states
                 return
 
-    def _look_at(self, job: ComposedJob, job_id: str, found: QueuedJob | None) -> None:
+    def _update(self, job: ComposedJob, job_id: str, queued_job: QueuedJob | None) -> None:
         state = read_status(job.run_dir).get("state", "queued")
-        if found is not None and not found.has_ended:
+        if queued_job is not None and not queued_job.has_ended:
             self._suspects.discard(job_id)
-            if found.is_waiting:
-                self._ledger.note(job, "requeued" if state == "requeued" else "queued", found.reason)
+            if queued_job.is_waiting:
+                self._ledger.note(job, "requeued" if state == "requeued" else "queued", queued_job.reason)
             else:
-                self._ledger.note(job, "running", found.nodes)
+                self._ledger.note(job, "running", queued_job.nodes)
         elif state in ENDED or job_id in self._suspects:
-            settle(job.run_dir, job_id, found)
-            self._ledger.settled(job)
-            del self._going[job]
+            settle(job.run_dir, job_id, queued_job)
+            self._ledger.note_end(job)
+            del self._active[job]
         else:  # look twice: Slurm briefly reports a job that it is about to requeue as ended
             self._suspects.add(job_id)
             self._interval = _FIRST_POLL_SECONDS
@@ -180,16 +180,16 @@ def _resolve_settings(config: DictConfig) -> Slurm:
     return settings
 
 
-def _grouped(configs: Iterable[DictConfig]) -> list[tuple[Slurm, list[int]]]:
+def _group_by_settings(configs: Iterable[DictConfig]) -> list[tuple[Slurm, list[int]]]:
     """Group jobs with the same settings, which can share an array; returns settings and job indices of each group."""
     groups: list[tuple[Slurm, list[int]]] = []
-    for place, config in enumerate(configs):
+    for index, config in enumerate(configs):
         settings = _resolve_settings(config)
-        group = next((group for known, group in groups if known == settings), None)
+        group = next((group for key, group in groups if key == settings), None)
         if group is None:
-            groups.append((settings, [place]))
+            groups.append((settings, [index]))
         else:
-            group.append(place)
+            group.append(index)
     return groups
 
 
@@ -202,8 +202,8 @@ def _submit(work: Callable[[Path], int], jobs: Sequence[ComposedJob], sweep_dir:
     if not jobs:
         return {}
     ids, cluster = dict[int, str](), cluster_name()
-    for settings, places in _grouped(job.config for job in jobs):
-        group = [jobs[place] for place in places]
+    for settings, indices in _group_by_settings(job.config for job in jobs):
+        group = [jobs[index] for index in indices]
         code = snapshot(sweep_dir) if settings.snapshot_code else None
         submitted = submit(SlurmTask(work), settings, [job.run_dir for job in group], code)
         for job, (job_id, error_output) in zip(group, submitted, strict=True):
@@ -212,7 +212,7 @@ def _submit(work: Callable[[Path], int], jobs: Sequence[ComposedJob], sweep_dir:
     return ids
 
 
-def _still_queued(jobs: Iterable[ComposedJob]) -> dict[int, str]:
+def _find_queued(jobs: Iterable[ComposedJob]) -> dict[int, str]:
     """Return the Slurm ids of jobs that an earlier start of the sweep submitted and that have not ended.
 
     Deletes the submissions of the other jobs from their run directories.
@@ -220,18 +220,18 @@ def _still_queued(jobs: Iterable[ComposedJob]) -> dict[int, str]:
     notes = {job: note for job in jobs if (note := Submission.load(job.run_dir)) is not None}
     if not notes:
         return {}
-    here = cluster_name()
-    found = query([note.job_id for note in notes.values()])
+    cluster = cluster_name()
+    queued_jobs = query([note.job_id for note in notes.values()])
     ids = {}
     for job, note in notes.items():
-        if note.cluster == here and note.job_id in found and not found[note.job_id].has_ended:
+        if note.cluster == cluster and note.job_id in queued_jobs and not queued_jobs[note.job_id].has_ended:
             ids[job.index] = note.job_id
         else:
             Submission.forget(job.run_dir)
     return ids
 
 
-def _is_to_cancel() -> bool:
+def _ask_to_cancel() -> bool:
     """Ask the user whether to cancel the jobs; False without a terminal, or on another Ctrl-C."""
     if not sys.stdin.isatty():
         return False
@@ -247,10 +247,10 @@ def _last_line(error: Unreachable) -> str:
     return (str(error).splitlines() or [""])[-1]
 
 
-def _counted(ids: Collection[int]) -> str:
+def _count_text(ids: Collection[int]) -> str:
     return counted(len(ids), "job")
 
 
-def _listed(ids: Iterable[str], separator: str = ", ") -> str:
+def _ids_text(ids: Iterable[str], separator: str = ", ") -> str:
     """Join the Slurm ids of jobs, listing each array once."""
     return separator.join(dict.fromkeys(job_id.partition("_")[0] for job_id in ids))

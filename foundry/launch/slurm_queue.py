@@ -55,11 +55,11 @@ def query(job_ids: Collection[str]) -> dict[str, QueuedJob]:
         Unreachable: Slurm does not respond.
     """
     arrays = sorted({job_id.partition("_")[0] for job_id in job_ids})
-    known = {name: job for array in arrays for name, job in _from_controller(array)}
-    forgotten = sorted(set(job_ids) - set(known))
-    if forgotten:
-        known |= dict(_from_accounting(forgotten))
-    return {name: known[name] for name in job_ids if name in known}
+    states = {name: job for array in arrays for name, job in _from_controller(array)}
+    missing_ids = sorted(set(job_ids) - set(states))
+    if missing_ids:
+        states |= dict(_from_accounting(missing_ids))
+    return {name: states[name] for name in job_ids if name in states}
 
 
 def partitions() -> tuple[dict[str, float], str | None]:
@@ -147,9 +147,9 @@ def _from_controller(array: str) -> Iterator[tuple[str, QueuedJob]]:
             continue
         job = QueuedJob(
             state=fields["JobState"],
-            reason=_named(fields.get("Reason")),
+            reason=_text_or_empty(fields.get("Reason")),
             exit_code=fields.get("ExitCode", "0:0"),
-            nodes=_named(fields.get("NodeList")),
+            nodes=_text_or_empty(fields.get("NodeList")),
         )
         for task in _tasks(fields.get("ArrayTaskId", "")):
             yield (f"{fields['ArrayJobId']}_{task}" if task else fields["JobId"]), job
@@ -187,10 +187,10 @@ def _from_accounting(job_ids: Collection[str]) -> Iterator[tuple[str, QueuedJob]
         if len(values) == 5 and "." not in values[0]:
             job_id, state, reason, exit_code, nodes = values
             # "CANCELLED by 1000"
-            yield job_id, QueuedJob(state.split()[0], _named(reason), exit_code, _named(nodes))
+            yield job_id, QueuedJob(state.split()[0], _text_or_empty(reason), exit_code, _text_or_empty(nodes))
 
 
-def _named(text: str | None) -> str:
+def _text_or_empty(text: str | None) -> str:
     return "" if text in (None, "None", "(null)", "None assigned", "Unknown") else str(text)
 
 

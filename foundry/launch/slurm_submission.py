@@ -19,10 +19,10 @@ from foundry.launch.snapshot import copied_folders
 # ignored (POSIX).
 _HARDENED_PYTHON = f'sh -c \'trap "" USR1 USR2 TERM; exec "$@"\' sh {shlex.quote(sys.executable)}'
 # Settings that are not passed to submitit.
-_OURS = {"_target_", "submitit_folder", "detach", "snapshot_code", "max_num_timeout", "setup"}
+_EXCLUDED = {"_target_", "submitit_folder", "detach", "snapshot_code", "max_num_timeout", "setup"}
 # Options that submitit has for all executors, so their names do not begin with "slurm_".
-_SHARED = {"name", "timeout_min", "nodes", "tasks_per_node", "gpus_per_node", "cpus_per_task", "mem_gb"}
-_SHARED |= {"stderr_to_stdout"}
+_COMMON_OPTIONS = {"name", "timeout_min", "nodes", "tasks_per_node", "gpus_per_node", "cpus_per_task", "mem_gb"}
+_COMMON_OPTIONS |= {"stderr_to_stdout"}
 
 
 def check_script(settings: Slurm, num_jobs: int) -> None:
@@ -37,7 +37,7 @@ def check_script(settings: Slurm, num_jobs: int) -> None:
         if num_jobs > 1:
             executor.parameters["map_count"] = num_jobs
         if text := refusal(executor._make_submission_file_text(executor._submitit_command_str, "")):
-            raise _refused(text)
+            raise _rejection(text)
 
 
 def submit(
@@ -63,11 +63,11 @@ def submit(
         with clean_environment():
             jobs = _executor(settings, code).map_array(task, list(map(str, run_dirs)))
     except (UncompletedJobError, FailedSubmissionError) as error:
-        raise _refused(str(error).strip().splitlines()[-1]) from None
+        raise _rejection(str(error).strip().splitlines()[-1]) from None
     return [(job.job_id, job.paths.stderr) for job in jobs]
 
 
-def _refused(text: str) -> ConfigError:
+def _rejection(text: str) -> ConfigError:
     return ConfigError(Violation("hydra.launcher", f"Slurm rejects the jobs: {text}"))
 
 
@@ -81,11 +81,11 @@ def _executor(settings: Slurm, code: Path | None) -> Any:
         slurm_max_num_timeout=settings.max_num_timeout,
         slurm_python=_HARDENED_PYTHON,
     )
-    given = {item.name: getattr(settings, item.name) for item in fields(settings) if item.name not in _OURS}
+    options = {item.name: getattr(settings, item.name) for item in fields(settings) if item.name not in _EXCLUDED}
     # Drop None: submitit would write it into the script as text.
-    parameters = {name: value for name, value in given.items() if value is not None}
+    parameters = {name: value for name, value in options.items() if value is not None}
     executor.update_parameters(
-        **{name if name in _SHARED else f"slurm_{name}": value for name, value in parameters.items()},
+        **{name if name in _COMMON_OPTIONS else f"slurm_{name}": value for name, value in parameters.items()},
         slurm_setup=[*_environment_of_job(code), *(settings.setup or [])],
         # Otherwise the other ranks would wait for a rank that has failed.
         slurm_srun_args=["--kill-on-bad-exit=1"],
@@ -99,8 +99,8 @@ def _environment_of_job(code: Path | None) -> list[str]:
     # Otherwise `python -m` would search the working directory first, as would an empty entry of PYTHONPATH.
     lines += ["export PYTHONSAFEPATH=1"]
     if code is not None:
-        copied = ":".join(shlex.quote(str(folder)) for folder in (code, *copied_folders(code)))
-        lines += [f'export PYTHONPATH={copied}"${{PYTHONPATH:+:$PYTHONPATH}}"']
+        import_path = ":".join(shlex.quote(str(folder)) for folder in (code, *copied_folders(code)))
+        lines += [f'export PYTHONPATH={import_path}"${{PYTHONPATH:+:$PYTHONPATH}}"']
     return lines
 
 

@@ -47,7 +47,7 @@ class SlurmTask:
         """Execute the run, and exit with its exit code, which lets Slurm recognize a failed job."""
         if cpus := os.environ.get("SLURM_CPUS_PER_TASK"):
             os.environ.setdefault("OMP_NUM_THREADS", cpus)
-        _leave_in_order()
+        _wrap_signal_handlers()
         if code := self._work(Path(run_dir)):
             sys.exit(code)
 
@@ -58,7 +58,7 @@ class SlurmTask:
         return DelayedSubmission(self, run_dir)
 
 
-def _leave_in_order() -> None:
+def _wrap_signal_handlers() -> None:
     """Wrap submitit's signal handlers so that they exit the process even if the job cannot be requeued.
 
     The unwrapped handlers raise an exception in that case, and the code that runs at that moment might catch it.
@@ -66,15 +66,15 @@ def _leave_in_order() -> None:
     for signum in (signal.SIGUSR1, signal.SIGUSR2):
         handler = signal.getsignal(signum)
         if callable(handler) and getattr(handler, "__name__", "").startswith("checkpoint_and_"):
-            signal.signal(signum, _leaving(handler))
+            signal.signal(signum, _exiting_handler(handler))
 
 
-def _leaving(handler: Callable[[int, FrameType | None], Any]) -> Callable[[int, FrameType | None], Any]:
+def _exiting_handler(handler: Callable[[int, FrameType | None], Any]) -> Callable[[int, FrameType | None], Any]:
     from submitit.core.utils import UncompletedJobError
 
     @functools.wraps(handler)
     def handle(signum: int, frame: FrameType | None) -> None:
-        before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         ignore()  # Slurm signals each process of a task, and may repeat the signal, also during `scontrol requeue`
         try:
             handler(signum, frame)
@@ -85,7 +85,7 @@ def _leaving(handler: Callable[[int, FrameType | None], Any]) -> Callable[[int, 
             if will_restart() is False:
                 raise NotRequeued(signum, _NOT_REQUEUED.format(error)) from None
             sys.exit(128 + signum)
-        for number, handler_before in before.items():  # on ranks other than 0 the handler returns, and they continue
-            signal.signal(number, handler_before)
+        for number, previous in handlers.items():  # on ranks other than 0 the handler returns, and they continue
+            signal.signal(number, previous)
 
     return handle

@@ -22,27 +22,27 @@ def settle_unwatched(run_dirs: Iterable[Path]) -> bool:
     Returns:
         Whether any job may have ended.
     """
-    going = [run_dir for run_dir in run_dirs if read_status(run_dir).get("state") not in ENDED]
-    notes = {run_dir: note for run_dir in going if (note := Submission.load(run_dir)) is not None}
+    unfinished = [run_dir for run_dir in run_dirs if read_status(run_dir).get("state") not in ENDED]
+    notes = {run_dir: note for run_dir in unfinished if (note := Submission.load(run_dir)) is not None}
     if not notes:
         return False
     try:
-        here = cluster_name()
-        jobs = {run_dir: note.job_id for run_dir, note in notes.items() if note.cluster == here}
-        suspects = _ended(jobs)
+        cluster = cluster_name()
+        jobs = {run_dir: note.job_id for run_dir, note in notes.items() if note.cluster == cluster}
+        suspects = _find_ended(jobs)
         if not suspects:
             return False
         time.sleep(_SECOND_LOOK_SECONDS)  # Slurm briefly reports a job that it is about to requeue as ended
-        ended = {run_dir: found for run_dir, found in _ended(jobs).items() if run_dir in suspects}
+        ended_jobs = {run_dir: job for run_dir, job in _find_ended(jobs).items() if run_dir in suspects}
     except Unreachable:
         return False
-    for run_dir, found in ended.items():
-        settle(run_dir, jobs[run_dir], found)
+    for run_dir, job in ended_jobs.items():
+        settle(run_dir, jobs[run_dir], job)
     return True
 
 
-def _ended(jobs: dict[Path, str]) -> dict[Path, QueuedJob | None]:
+def _find_ended(jobs: dict[Path, str]) -> dict[Path, QueuedJob | None]:
     """Return the jobs that will not run any more, with their states in Slurm (None if unknown to Slurm)."""
-    known = query(list(jobs.values()))
-    found = {run_dir: known.get(job_id) for run_dir, job_id in jobs.items()}
-    return {run_dir: job for run_dir, job in found.items() if job is None or job.has_ended}
+    states = query(list(jobs.values()))
+    queued_jobs = {run_dir: states.get(job_id) for run_dir, job_id in jobs.items()}
+    return {run_dir: job for run_dir, job in queued_jobs.items() if job is None or job.has_ended}

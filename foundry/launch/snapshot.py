@@ -33,7 +33,7 @@ def snapshot(sweep_dir: Path) -> Path:
     shutil.rmtree(partial, ignore_errors=True)
     make_folder(partial, parents=True)
     package = Path(__file__).resolve().parent.parent
-    for name in _tracked():
+    for name in _tracked_files():
         if Path(name).parts[0] != package.name:
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(name, partial / name)
@@ -46,8 +46,8 @@ def snapshot(sweep_dir: Path) -> Path:
 
 def copied_folders(code: Path) -> list[Path]:
     """Return the folders of a copy that correspond to `sys.path` entries in the working directory."""
-    copied = [code / folder for folder in _import_folders() if folder != Path()]
-    return [folder for folder in copied if folder.is_dir()]
+    folders = [code / folder for folder in _import_folders() if folder != Path()]
+    return [folder for folder in folders if folder.is_dir()]
 
 
 def _import_folders() -> list[Path]:
@@ -57,7 +57,7 @@ def _import_folders() -> list[Path]:
     return [entry.relative_to(here) for entry in entries if entry.is_relative_to(here) and entry.is_dir()]
 
 
-def _tracked() -> list[str]:
+def _tracked_files() -> list[str]:
     """Return the existing Python files in `_import_folders` that git tracks; empty outside of a git repository."""
     try:
         message = subprocess.run(["git", "ls-files", "-z", "--", "*.py"], capture_output=True, text=True, check=True)

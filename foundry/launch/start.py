@@ -14,7 +14,7 @@ from foundry.config.environment import detect
 from foundry.config.packages import conflict_message
 from foundry.config.schemas.root import Config
 from foundry.run_dir.lock import RunDirectoryLostError, is_held
-from foundry.run_dir.redact import known, one_line, remember
+from foundry.run_dir.redact import known_secrets, one_line, remember
 from foundry.run_dir.status import read_status, write_status
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def start(
         ConfigError: a setting proved invalid before training.
         Stopped: a signal stopped the run after saving.
     """
-    _yield_to_others()
+    _limit_spinning()
     if detect().rank == 0 and (conflict := conflict_message()):
         log.warning("%s", conflict)
     from foundry.engine.train import train
@@ -59,7 +59,9 @@ def start(
     restarts = Restarts(run_dir, config.distributed.max_restarts)
     while True:
         try:
-            result: RunResult = run_local(processes, _run_as_rank, config, run_dir, known(), job_logging, observers)
+            result: RunResult = run_local(
+                processes, _run_as_rank, config, run_dir, known_secrets(), job_logging, observers
+            )
             return result
         except WorkerFailed as failed:
             if failed.kind == RunDirectoryLostError.__name__:
@@ -87,7 +89,7 @@ def _run_as_rank(
     return train(config, run_dir, observers)
 
 
-def _yield_to_others() -> None:
+def _limit_spinning() -> None:
     """Limit the busy-waiting of OpenMP's idle threads if the user has not set it; call this before torch loads OpenMP.
 
     By default idle threads spin for milliseconds. If one other process is busy on the machine, each of a small model's

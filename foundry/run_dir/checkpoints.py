@@ -76,13 +76,13 @@ def find(run_dir: Path, which: str = "last") -> Path:
     """
     # Read the link before listing: a training run publishes a checkpoint, moves the link, then deletes older ones.
     step = linked_step(run_dir, BEST if which == "best" else LATEST)
-    there = [folder for folder in list_checkpoints(run_dir) if MANIFEST in names_in(folder)]
+    folders = [folder for folder in list_checkpoints(run_dir) if MANIFEST in names_in(folder)]
     if which in ("last", "best"):
         # A run killed between publishing its first checkpoint and creating the link has a checkpoint without a link.
-        found = there[:1] if which == "last" and step is None else [f for f in there if parse_step(f) == step]
+        matches = folders[:1] if which == "last" and step is None else [f for f in folders if parse_step(f) == step]
     else:
-        found = [folder for folder in there if which.isdecimal() and parse_step(folder) == int(which)]
-    if not found:
-        names = ", ".join(folder.name for folder in reversed(there)) or "none"
+        matches = [folder for folder in folders if which.isdecimal() and parse_step(folder) == int(which)]
+    if not matches:
+        names = ", ".join(folder.name for folder in reversed(folders)) or "none"
         raise FileNotFoundError(f"{run_dir} has no checkpoint {which!r}; available: {names}")
-    return found[0].resolve()
+    return matches[0].resolve()

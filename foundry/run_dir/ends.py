@@ -42,9 +42,9 @@ def leave_note(
     """
     if (folder := os.environ.get(NOTES)) is None:
         return
-    own = int(os.environ["RANK"])
+    own_rank = int(os.environ["RANK"])
     note = {
-        "rank": own if rank is None else rank,
+        "rank": own_rank if rank is None else rank,
         "time": time.time(),
         "kind": kind,
         "reason": reason,
@@ -52,7 +52,7 @@ def leave_note(
         "exit_code": exit_code,
         "violations": list(violations),
     }
-    write_atomically(Path(folder) / f"rank{own}.json", json.dumps(note))
+    write_atomically(Path(folder) / f"rank{own_rank}.json", json.dumps(note))
 
 
 def record_end(run_dir: Path, reason: str, details: str = "") -> None:
@@ -98,18 +98,18 @@ def read_positions(run_dir: Path, rank: int, world_size: int, seconds: float) ->
     Returns:
         Step and activity by rank; None if this rank has no file.
     """
-    found = dict[int, tuple[int, str]]()
+    positions = dict[int, tuple[int, str]]()
     try:
         earliest = _stacks(run_dir, rank).stat().st_mtime - seconds
     except OSError:
         return None
-    for other in range(world_size):
-        path = _stacks(run_dir, other)
+    for other_rank in range(world_size):
+        path = _stacks(run_dir, other_rank)
         with suppress(OSError, ValueError):
             position = re.match(r"step (\d+), (.*)", read_text(path))
             if position is not None and path.stat().st_mtime > earliest:
-                found[other] = int(position[1]), one_line(position[2])
-    return found
+                positions[other_rank] = int(position[1]), one_line(position[2])
+    return positions
 
 
 def _stacks(run_dir: Path, rank: int) -> Path:

@@ -35,8 +35,8 @@ _KINDS = (
 class UnsafeFileError(OSError):
     """A path is not the expected regular file or folder."""
 
-    def __init__(self, path: Path, kind: str, wanted: str = "a regular file") -> None:
-        super().__init__(errno.EINVAL, f"is {kind}, not {wanted}; remove it", str(path))
+    def __init__(self, path: Path, kind: str, expected: str = "a regular file") -> None:
+        super().__init__(errno.EINVAL, f"is {kind}, not {expected}; remove it", str(path))
 
     def __str__(self) -> str:
         return f"{self.filename} {self.strerror}"
@@ -63,9 +63,9 @@ def open_regular(path: Path, mode: str = "r", *, permissions: int = 0o666, **opt
             raise _unsafe(path, os.lstat(path).st_mode) from None
         raise
     try:
-        found = os.fstat(descriptor).st_mode
-        if not stat.S_ISREG(found):
-            raise _unsafe(path, found)
+        mode_bits = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode_bits):
+            raise _unsafe(path, mode_bits)
         os.set_blocking(descriptor, True)
         if mode.startswith("w"):
             os.truncate(descriptor, 0)  # not O_TRUNC: it would come before the check

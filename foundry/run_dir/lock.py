@@ -16,7 +16,7 @@ LOCK = ".lock"
 _HELD = (errno.EACCES, errno.EAGAIN)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _LONGEST_NAME = 1024  # of a machine
-_ours = dict[Path, tuple[int, int]]()
+_locked_folders = dict[Path, tuple[int, int]]()
 """Directories that this process has locked, with device and inode of their lock files."""
 log = logging.getLogger(__name__)
 
@@ -31,8 +31,8 @@ class RunDirectoryLostError(RuntimeError):
         )
 
 
-def lock(folder: Path, held: ExitStack) -> bool:
-    """Create a directory if necessary and lock it until `held` is closed or this process ends.
+def lock(folder: Path, stack: ExitStack) -> bool:
+    """Create a directory if necessary and lock it until `stack` is closed or this process ends.
 
     Uses a POSIX lock because forked processes do not inherit it: data workers can outlive a killed parent by seconds.
     If the file system does not support locks, the function logs a warning and succeeds without one.
@@ -44,9 +44,9 @@ def lock(folder: Path, held: ExitStack) -> bool:
         UnsafeFileError: `.lock` is not a regular file.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    if (resolved := folder.resolve()) in _ours:
+    if (resolved := folder.resolve()) in _locked_folders:
         return False
-    file = held.enter_context(open_regular(folder / LOCK, "a"))
+    file = stack.enter_context(open_regular(folder / LOCK, "a"))
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -59,23 +59,23 @@ def lock(folder: Path, held: ExitStack) -> bool:
         file.truncate(0)
         file.write(socket.gethostname())  # a lock taken on another machine may not be seen from this one
         file.flush()
-    opened = os.fstat(file.fileno())
-    _ours[resolved] = (opened.st_dev, opened.st_ino)
-    held.callback(_ours.pop, resolved)
+    lock_stat = os.fstat(file.fileno())
+    _locked_folders[resolved] = (lock_stat.st_dev, lock_stat.st_ino)
+    stack.callback(_locked_folders.pop, resolved)
     return True
 
 
-def check_ours(folder: Path) -> None:
+def check_locked(folder: Path) -> None:
     """Check that a directory is still one that this process has locked, before something is written into it.
 
     Raises:
         RunDirectoryLostError: it is not.
     """
     try:
-        found = os.lstat(folder / LOCK)
+        lock_stat = os.lstat(folder / LOCK)
     except (FileNotFoundError, NotADirectoryError):
-        found = None
-    if found is None or (found.st_dev, found.st_ino) not in _ours.values():
+        lock_stat = None
+    if lock_stat is None or (lock_stat.st_dev, lock_stat.st_ino) not in _locked_folders.values():
         raise RunDirectoryLostError(folder)
 
 
@@ -84,7 +84,8 @@ def is_held(folder: Path) -> bool | None:
 
     A lock taken on another machine may not be visible here, so its absence proves nothing if that machine locked last.
     """
-    if folder.resolve() in _ours:  # to look would be to let go: a POSIX lock ends when any handle to the file is closed
+    # To look would be to let go: a POSIX lock ends when any handle to the file is closed.
+    if folder.resolve() in _locked_folders:
         return True
     try:
         with open_regular(folder / LOCK) as file:

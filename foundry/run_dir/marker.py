@@ -19,13 +19,13 @@ def mark(folder: Path) -> None:
         write_atomically(folder / MARK, _TEXT)
 
 
-def is_ours(folder: Path) -> bool:
+def is_foundry_folder(folder: Path) -> bool:
     """Return whether a directory is a run, plan or sweep directory: it has the marker, or a status or sweep file.
 
     The content of these files is checked, because a user's folder may contain its own status.json. Other files of a
     run, such as config.yaml and tokenizer.json, do not count.
     """
-    return _is_marked(folder) or any(_holds(folder / name, keys) for name, keys in _RECORDS.items())
+    return _is_marked(folder) or any(_has_keys(folder / name, keys) for name, keys in _RECORDS.items())
 
 
 def _is_marked(folder: Path) -> bool:
@@ -35,7 +35,7 @@ def _is_marked(folder: Path) -> bool:
         return False
 
 
-def _holds(path: Path, keys: set[str]) -> bool:
+def _has_keys(path: Path, keys: set[str]) -> bool:
     """Return whether a file is a JSON object with these keys."""
     try:
         content = json.loads(read_text(path))

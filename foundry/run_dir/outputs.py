@@ -12,7 +12,7 @@ from pathlib import Path
 
 from foundry.run_dir import names
 from foundry.run_dir.files import open_regular, read_text
-from foundry.run_dir.marker import MARK, is_ours
+from foundry.run_dir.marker import MARK, is_foundry_folder
 
 Recognizer = Callable[[Path], bool]
 """Callable that returns whether a file is an earlier output of the same kind."""
@@ -24,20 +24,20 @@ _RESERVED = {value for name, value in vars(names).items() if name.isupper() and 
 _HEAD_BYTES = 4096
 
 
-def refusal(path: Path, *, own: str | None = None, is_earlier: Recognizer | None = None) -> str | None:
+def refusal(path: Path, *, own_output: str | None = None, is_earlier: Recognizer | None = None) -> str | None:
     """Return why an output may not be written to a path, with the remedy; None if it may.
 
     Args:
         path: file or folder to write.
-        own: name of the command's output in a run directory, which is not reserved for this command.
+        own_output: name of the command's output in a run directory, which is not reserved for this command.
         is_earlier: recognizes a file that may be replaced; None if no file may be replaced.
     """
-    if (run_dir := _reserving(path, own)) is not None:
+    if (run_dir := _reserving_folder(path, own_output)) is not None:
         return f"is {path}, which is reserved for the files of {run_dir}; choose another path"
-    place = _place(path)
-    if not os.path.lexists(place):
+    resolved = _resolve(path)
+    if not os.path.lexists(resolved):
         return None
-    if is_earlier is not None and is_earlier(place):
+    if is_earlier is not None and is_earlier(resolved):
         return None
     kind = "exists" if is_earlier is None else "exists and is not an earlier output of this command"
     return f"is {path}, which {kind}; choose another path, or move it away"
@@ -49,10 +49,10 @@ def folder_refusal(folder: Path) -> str | None:
     Args:
         folder: the folder to create, or to fill if it is empty.
     """
-    if (run_dir := _reserving(folder, None)) is not None:
+    if (run_dir := _reserving_folder(folder, None)) is not None:
         return f"is {folder}, which is reserved for the files of {run_dir}; choose another"
-    place = _place(folder)
-    if os.path.lexists(place) and (not place.is_dir() or any(place.iterdir())):
+    resolved = _resolve(folder)
+    if os.path.lexists(resolved) and (not resolved.is_dir() or any(resolved.iterdir())):
         return f"is {folder}, which exists and is not an empty folder; choose another"
     return None
 
@@ -92,17 +92,17 @@ def _head(path: Path) -> bytes:
     return content
 
 
-def _place(path: Path) -> Path:
+def _resolve(path: Path) -> Path:
     """Return the resolved path, even if `..` follows a folder that does not exist yet."""
     return path.parent.resolve() / path.name
 
 
-def _reserving(path: Path, own: str | None) -> Path | None:
+def _reserving_folder(path: Path, own_output: str | None) -> Path | None:
     """Return the run, plan or sweep directory that reserves a path for its own files; None if it is not reserved."""
-    place = _place(path)
-    for folder in place.parents:
-        first, *rest = place.relative_to(folder).parts
-        is_own = first == names.PLOTS if rest else first == own
-        if first in _RESERVED and not is_own and is_ours(folder):
+    resolved = _resolve(path)
+    for folder in resolved.parents:
+        first, *rest = resolved.relative_to(folder).parts
+        is_own = first == names.PLOTS if rest else first == own_output
+        if first in _RESERVED and not is_own and is_foundry_folder(folder):
             return folder
     return None

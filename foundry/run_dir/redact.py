@@ -12,10 +12,10 @@ from typing import Any
 MASK = "***"
 
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
-_ALWAYS = frozenset({"password", "passwd", "passphrase", "pwd", "pw", "secret", "secrets", "credential", "credentials"})
+_SECRET = frozenset({"password", "passwd", "passphrase", "pwd", "pw", "secret", "secrets", "credential", "credentials"})
 _KEYS = frozenset({"api", "access", "private", "auth", "account", "encryption", "signing", "ssh", "license", "service"})
 # Keys that end with these words hold the location or the size of a secret, not the secret.
-_ABOUT = frozenset({"file", "path", "dir", "folder", "name", "env", "length", "size", "dim", "id", "ids"})
+_METADATA = frozenset({"file", "path", "dir", "folder", "name", "env", "length", "size", "dim", "id", "ids"})
 # The special tokens of a vocabulary (bos_token) have names like secrets.
 _VOCABULARY = frozenset({"bos", "eos", "pad", "unk", "mask", "sep", "cls", "special", "image", "stop", "per", "next"})
 
@@ -45,7 +45,7 @@ _SHORT = 8  # shorter secrets are masked as whole words only
 
 _CACHED = 4096  # longer texts are not cached
 
-_known: dict[str, str] = {}
+_secrets: dict[str, str] = {}
 
 
 def remember(secret: str, reference: str = MASK) -> None:
@@ -56,23 +56,23 @@ def remember(secret: str, reference: str = MASK) -> None:
         reference: text that replaces it in files, such as `${oc.env:API_KEY}`.
     """
     if secret:
-        _known[secret] = reference
+        _secrets[secret] = reference
 
 
-def known() -> dict[str, str]:
+def known_secrets() -> dict[str, str]:
     """Return the secrets of this process with their references, to pass to a child process."""
-    return dict(_known)
+    return dict(_secrets)
 
 
 def recorded(text: str) -> str:
     """Return the text to write to a file in place of a value: the reference of a secret, any other value unchanged."""
-    return _known.get(text, text)
+    return _secrets.get(text, text)
 
 
 def masked_text(text: str) -> str:
     """Return `text` with secrets masked: in URLs, known token formats, values of secret keys, and remembered values."""
     text = _masked_by_form(text) if len(text) <= _CACHED else _masked_by_form.__wrapped__(text)
-    for secret in sorted(_known, key=len, reverse=True):
+    for secret in sorted(_secrets, key=len, reverse=True):
         if len(secret) >= _SHORTEST and secret in text:
             word = re.escape(secret)
             text = re.sub(word if len(secret) >= _SHORT else rf"(?<!\w){word}(?!\w)", MASK, text)
@@ -81,7 +81,7 @@ def masked_text(text: str) -> str:
 
 @lru_cache(1024)  # a sweep masks the same settings many times
 def _masked_by_form(text: str) -> str:
-    text = _JWT.sub(lambda found: MASK if found["rest"] else found[0], text)
+    text = _JWT.sub(lambda match: MASK if match["rest"] else match[0], text)
     text = _ISSUED.sub(MASK, _QUERY.sub(rf"\1{MASK}", _masked_userinfo(text)))
     return _ASSIGNED.sub(_masked_assignment, text) if "=" in text else text
 
@@ -93,11 +93,11 @@ def _masked_userinfo(text: str) -> str:
     return text
 
 
-def _masked_assignment(found: re.Match[str]) -> str:
-    value = found["value"].strip("'\"")
-    if value.startswith("${") or not is_secret(found["name"].rpartition(".")[2], value):
-        return found[0]
-    return f"{found['name']}{found['sign']}{MASK}"
+def _masked_assignment(match: re.Match[str]) -> str:
+    value = match["value"].strip("'\"")
+    if value.startswith("${") or not is_secret(match["name"].rpartition(".")[2], value):
+        return match[0]
+    return f"{match['name']}{match['sign']}{MASK}"
 
 
 def printable(text: str) -> str:
@@ -135,16 +135,16 @@ def is_secret(name: str, value: Any) -> bool:
     if value in (None, "") or isinstance(value, bool):
         return False
     words = _words(name)
-    if words and words[-1] in _ABOUT:
+    if words and words[-1] in _METADATA:
         return False
-    if _ALWAYS.intersection(words):
+    if _SECRET.intersection(words):
         return True
     if not words or not isinstance(value, str):
         return False
-    before = set(words[:-1])
+    qualifiers = set(words[:-1])
     if words[-1] in ("token", "jwt", "bearer"):
-        return not before & _VOCABULARY
-    return words[-1] == "apikey" or (words[-1] == "key" and (bool(before & _KEYS) or _looks_random(value)))
+        return not qualifiers & _VOCABULARY
+    return words[-1] == "apikey" or (words[-1] == "key" and (bool(qualifiers & _KEYS) or _looks_random(value)))
 
 
 @lru_cache(4096)

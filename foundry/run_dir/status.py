@@ -48,7 +48,7 @@ def load_status(run_dir: Path) -> dict[str, Any]:
         DamagedFileError: the file was not written by foundry, or a power failure left it empty.
     """
     try:
-        return read_object(run_dir / STATUS, needed={"state": str}, optional=_TYPES)
+        return read_object(run_dir / STATUS, required={"state": str}, optional=_TYPES)
     except FileNotFoundError:
         return {}
 

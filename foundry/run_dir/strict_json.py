@@ -10,25 +10,25 @@ from foundry.run_dir.files import UnsafeFileError, read_text
 
 Types = type | tuple[type, ...]
 
-_SPELLED = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_SPECIAL_FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class DamagedFileError(ValueError):
     """A JSON file was not written by foundry; the message contains the path and the reason."""
 
-    def __init__(self, path: Path, why: str) -> None:
-        super().__init__(f"{path} {why}")
-        self.why = why
+    def __init__(self, path: Path, reason: str) -> None:
+        super().__init__(f"{path} {reason}")
+        self.reason = reason
 
 
 def read_object(
-    path: Path, *, needed: Mapping[str, Types] | None = None, optional: Mapping[str, Types] | None = None
+    path: Path, *, required: Mapping[str, Types] | None = None, optional: Mapping[str, Types] | None = None
 ) -> dict[str, Any]:
     """Return the JSON object in a file of a run directory, which may be damaged or written by someone else.
 
     Args:
         path: the file.
-        needed: types of the required values.
+        required: types of the required values.
         optional: types of the optional values.
 
     Raises:
@@ -47,7 +47,7 @@ def read_object(
         raise DamagedFileError(path, "is empty or not JSON") from None
     if not isinstance(value, dict):
         raise DamagedFileError(path, "contains no JSON object")
-    check_types(path, value, needed=needed, optional=optional)
+    check_types(path, value, required=required, optional=optional)
     return value
 
 
@@ -72,7 +72,7 @@ def check_types(
     path: Path,
     value: Mapping[str, Any],
     *,
-    needed: Mapping[str, Types] | None = None,
+    required: Mapping[str, Types] | None = None,
     optional: Mapping[str, Types] | None = None,
 ) -> None:
     """Check that an object from a file has all required values, and the types that foundry writes.
@@ -80,9 +80,9 @@ def check_types(
     Raises:
         DamagedFileError: a value is missing or has another type; the message names the first one.
     """
-    for name, types in {**(optional or {}), **(needed or {})}.items():
+    for name, types in {**(optional or {}), **(required or {})}.items():
         if name not in value:
-            if needed and name in needed:
+            if required and name in required:
                 raise DamagedFileError(path, f"has no {name}")
         elif not isinstance(value[name], types):
             raise DamagedFileError(path, f"has a {name} of type {type(value[name]).__name__}")
@@ -93,16 +93,16 @@ def encode(value: Any) -> str:
     try:
         return json.dumps(value, allow_nan=False, default=str)
     except ValueError:
-        return json.dumps(_spelled(value), allow_nan=False, default=str)
+        return json.dumps(_encode_floats(value), allow_nan=False, default=str)
 
 
-def _spelled(value: Any) -> Any:
+def _encode_floats(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
     if isinstance(value, Mapping):
-        return {str(key): _spelled(item) for key, item in value.items()}
+        return {str(key): _encode_floats(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_spelled(item) for item in value]
+        return [_encode_floats(item) for item in value]
     return value
 
 
@@ -113,14 +113,14 @@ def decode(line: str) -> Any:
         ValueError: the line is not JSON.
     """
     value = json.loads(line)
-    return _floats(value) if any(word in line for word in _SPELLED) else value
+    return _decode_floats(value) if any(word in line for word in _SPECIAL_FLOATS) else value
 
 
-def _floats(value: Any) -> Any:
+def _decode_floats(value: Any) -> Any:
     if isinstance(value, str):
-        return _SPELLED.get(value, value)
+        return _SPECIAL_FLOATS.get(value, value)
     if isinstance(value, dict):
-        return {key: _floats(item) for key, item in value.items()}
+        return {key: _decode_floats(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_floats(item) for item in value]
+        return [_decode_floats(item) for item in value]
     return value

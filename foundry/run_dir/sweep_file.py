@@ -26,12 +26,12 @@ def read_sweep_file(sweep_dir: Path, *, to_resume: bool = False) -> dict[str, An
         DamagedFileError: the file was not written by foundry, or names a directory outside of the sweep directory.
     """
     path = sweep_dir / SWEEP
-    needed = {"jobs": list, **(_FACTS if to_resume else {})}
-    content = read_object(path, needed=needed, optional=_FACTS)
+    required = {"jobs": list, **(_FACTS if to_resume else {})}
+    content = read_object(path, required=required, optional=_FACTS)
     for job in content["jobs"]:
         if not isinstance(job, dict):
             raise DamagedFileError(path, "has a job that is not a JSON object")
-        check_types(path, job, needed=_JOB | (_JOB_TO_RESUME if to_resume else {}))
+        check_types(path, job, required=_JOB | (_JOB_TO_RESUME if to_resume else {}))
         try:
             inside(sweep_dir, job["dir"])
         except ValueError as error:

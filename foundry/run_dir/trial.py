@@ -46,7 +46,7 @@ class TrialLink:
             DamagedFileError: the file was not written by a search.
         """
         try:
-            content = read_object(run_dir / TRIAL, needed=_TYPES)
+            content = read_object(run_dir / TRIAL, required=_TYPES)
         except FileNotFoundError:
             return None
         return cls(**{name: content[name] for name in _TYPES})

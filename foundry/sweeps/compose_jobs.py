@@ -56,9 +56,9 @@ class _Composer:
         self._loader = require_loader(loader)
         self._master = master
         # Iterating over the DictConfig would resolve interpolations in the overrides.
-        given = OmegaConf.to_container(master.hydra.overrides.hydra, resolve=False)
-        assert isinstance(given, list)
-        self.hydra_overrides: Overrides = tuple(map(str, given))
+        hydra_lines = OmegaConf.to_container(master.hydra.overrides.hydra, resolve=False)
+        assert isinstance(hydra_lines, list)
+        self.hydra_overrides: Overrides = tuple(map(str, hydra_lines))
         parsed = OverridesParser.create().parse_overrides(list(self.hydra_overrides))
         # This repository includes the folders of hydra.searchpath.
         self._repository, error = open_repository(loader, master.hydra.job.config_name, parsed)
@@ -94,13 +94,13 @@ class _Composer:
 
     def _compose(self, lines: Overrides) -> DictConfig:
         overrides = [self._parse(line) for line in lines]
-        own = [override for override in overrides if not override.is_hydra_override()]
-        values = [override for override in own if not self._is_choice(override)]
+        task_overrides = [override for override in overrides if not override.is_hydra_override()]
+        values = [override for override in task_overrides if not self._is_choice(override)]
         config = self._base(tuple(choice_line(self._repository, o) for o in overrides if o not in values))
         apply_overrides(values, config)
         with open_dict(config.hydra):
-            config.hydra.overrides.task = [override.input_line for override in own]
-            config.hydra.job.override_dirname = override_dirname(own, config)
+            config.hydra.overrides.task = [override.input_line for override in task_overrides]
+            config.hydra.job.override_dirname = override_dirname(task_overrides, config)
         # Keep values that were resolved once for the sweep, such as the time in its directory's name.
         OmegaConf.copy_cache(from_config=self._master, to_config=config)
         return config

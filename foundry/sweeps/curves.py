@@ -74,7 +74,7 @@ def _curve_names(parameters: Sequence[Parameter], series: Sequence[Sequence[JobR
 
     A name is the values of the parameters, under the parameters' names, or the job's number if these are too long.
     """
-    texts = [", ".join(one.label(one.at[jobs[0].index]) for one in parameters) for jobs in series]
+    texts = [", ".join(one.label(one.positions[jobs[0].index]) for one in parameters) for jobs in series]
     if parameters and max(map(len, texts)) <= _LONGEST_CURVE_NAME and len(set(texts)) == len(texts):
         return texts, ", ".join(parameter.name for parameter in parameters)
     return [f"job{'s' * (len(jobs) > 1)} {listed([job.index for job in jobs], 3)}" for jobs in series], ""
@@ -143,10 +143,10 @@ def _curves(sweep: SweepReport) -> tuple[str, list[Curve]]:
 def _finite_curves(sweep: SweepReport, metric: str) -> list[Curve]:
     """Return the curves of a metric that have at least one finite value."""
     curves = ((job, evaluations(job, metric)) for job in sweep.jobs)
-    return [(job, _thinned(points)) for job, points in curves if any(math.isfinite(value) for _, value in points)]
+    return [(job, _thin(points)) for job, points in curves if any(math.isfinite(value) for _, value in points)]
 
 
-def _thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+def _thin(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     """Reduce a curve to the number of points that can be distinguished, and keep the last one."""
     stride = max(1, math.ceil(len(points) / _MOST_POINTS))
     return [*points[:-1:stride], points[-1]]

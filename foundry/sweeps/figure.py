@@ -8,7 +8,7 @@ from statistics import fmean, median_low, stdev
 from typing import TYPE_CHECKING
 
 from foundry.sweeps.curves import draw_curves
-from foundry.sweeps.parameters import Parameter, metric_text, number_text, series_of, shorten, why_no_best
+from foundry.sweeps.parameters import Parameter, metric_text, no_best_reason, number_text, series_of, shorten
 from foundry.sweeps.reading import JobReport, SweepReport
 from foundry.sweeps.scales import (
     LONGEST_CATEGORY,
@@ -79,7 +79,7 @@ def _draw_series(
     for job in sweep.jobs:
         if job.is_complete and job.has_metric:
             alike = series.setdefault(series_of(others, job.index), {})
-            alike.setdefault(parameter.at[job.index], []).append(job)
+            alike.setdefault(parameter.positions[job.index], []).append(job)
     if not others and all(len(jobs) == 1 for by_value in series.values() for jobs in by_value.values()):
         return
     for by_value in series.values():
@@ -154,7 +154,7 @@ def _scale_numbers(axes: "Axes", parameter: Parameter) -> Callable[[JobReport], 
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=parameter.is_integer, min_n_ticks=1))
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: number_text(value)))
-    return lambda job: parameter.at[job.index]
+    return lambda job: parameter.positions[job.index]
 
 
 def _scale_categories(axes: "Axes", parameter: Parameter, others: Sequence[Parameter]) -> Callable[[JobReport], float]:
@@ -175,11 +175,11 @@ def _scale_categories(axes: "Axes", parameter: Parameter, others: Sequence[Param
     axes.grid(axis="x", visible=False)
     offsets = dict[int, float]()
     for value in range(len(names)):
-        alike = [index for index, at in parameter.at.items() if at == value]
+        alike = [index for index, at in parameter.positions.items() if at == value]
         alike.sort(key=lambda index: (series_of(others, index), index))
         step = min(0.1, 0.44 / max(len(alike) - 1, 1))
         offsets |= {index: step * (place - (len(alike) - 1) / 2) for place, index in enumerate(alike)}
-    return lambda job: parameter.at[job.index] + offsets[job.index]
+    return lambda job: parameter.positions[job.index] + offsets[job.index]
 
 
 def sweep_figure(sweep: SweepReport) -> "Figure":
@@ -192,7 +192,7 @@ def sweep_figure(sweep: SweepReport) -> "Figure":
     figure, found = panels(len(drawings))
     for axes, draw in zip(found, drawings, strict=True):
         draw(axes)
-    _head(figure, sweep)
+    _write_head(figure, sweep)
     return figure
 
 
@@ -207,12 +207,12 @@ def _parameter_panels(sweep: SweepReport, parameters: Sequence[Parameter]) -> It
         yield partial(_draw_parameter, sweep=sweep, parameter=parameter, parameters=parameters, frame=frame)
 
 
-def _head(figure: "Figure", sweep: SweepReport) -> None:
+def _write_head(figure: "Figure", sweep: SweepReport) -> None:
     """Write title and best job at the left, and the legend of the markers at the right."""
     best, number = sweep.best, len(sweep.jobs)
     title, handles = f"{sweep.metric_name} of {number} job{'s' * (number != 1)}", list(_handles(sweep))
     if best is None:
-        head(figure, title, why_no_best(sweep), handles=handles)
+        head(figure, title, no_best_reason(sweep), handles=handles)
         return
     settled = "best" if best.is_complete else "best so far"
     message = [f"{settled}: job {best.index}", metric_text(best.metric), sweep.settings(best)]

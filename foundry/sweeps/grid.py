@@ -39,14 +39,14 @@ def expand(overrides: Sequence[Override], options: Sweep) -> list[Job]:
     zipped = options.zip
     swept = {key: override for key, override in by_key.items() if override.is_sweep_override()}
     # Check the size before anything is enumerated: range(1000000) is quickly typed.
-    if too_many := list(_check_size(swept, zipped, options.max_jobs)):
-        raise ConfigError(too_many)
+    if size_violations := list(_check_size(swept, zipped, options.max_jobs)):
+        raise ConfigError(size_violations)
     values = {key: [f"{key}={value}" for value in o.sweep_string_iterator()] for key, o in swept.items()}
-    violations = [*_check_empty(values, by_key), *_check_twice(values), *_check_zip(zipped, values)]
+    violations = [*_check_empty(values, by_key), *_check_duplicates(values), *_check_zip(zipped, values)]
     if violations:
         raise ConfigError(violations)
     jobs = list(_product(by_key, values, zipped))
-    return _without(jobs, options.exclude)
+    return _exclude(jobs, options.exclude)
 
 
 def count_values(override: Override) -> int:
@@ -68,7 +68,7 @@ def count_values(override: Override) -> int:
         return max(0, int(((stop - start) / step).to_integral_value(ROUND_CEILING)))
 
 
-def _check_size(swept: dict[str, Override], zipped: Sequence[Sequence[str]], most: int) -> Iterator[Violation]:
+def _check_size(swept: dict[str, Override], zipped: Sequence[Sequence[str]], max_jobs: int) -> Iterator[Violation]:
     lengths = dict[str, int]()
     for key, override in swept.items():
         try:
@@ -78,13 +78,15 @@ def _check_size(swept: dict[str, Override], zipped: Sequence[Sequence[str]], mos
     group_of = {key: tuple(group) for group in zipped for key in group}
     axes = dict.fromkeys(group_of.get(key, (key,)) for key in lengths)
     total = math.prod(max(lengths.get(key, 1) for key in axis) for axis in axes)
-    if total > most:
-        lines = ", ".join(f"{key} has {_written(length)} values" for key, length in lengths.items() if length > 1)
-        message = f"is {most} but the sweep has {_written(total)} jobs ({lines}); sweep over fewer values, or raise it"
+    if total > max_jobs:
+        lines = ", ".join(f"{key} has {_format(length)} values" for key, length in lengths.items() if length > 1)
+        message = (
+            f"is {max_jobs} but the sweep has {_format(total)} jobs ({lines}); sweep over fewer values, or raise it"
+        )
         yield Violation("hydra.sweeper.max_jobs", message)
 
 
-def _written(number: int) -> str:
+def _format(number: int) -> str:
     return str(number) if number < 10**12 else f"about 10^{math.log10(number):.0f}"
 
 
@@ -94,7 +96,7 @@ def _check_empty(values: dict[str, list[str]], by_key: dict[str, Override]) -> I
             yield Violation(key, f"is {by_key[key].get_value_string()}, which gives no value; give at least one")
 
 
-def _check_twice(values: dict[str, list[str]]) -> Iterator[Violation]:
+def _check_duplicates(values: dict[str, list[str]]) -> Iterator[Violation]:
     for key, lines in values.items():
         for line in [line for line, count in Counter(lines).items() if count > 1]:
             yield Violation(key, f"sweeps over {line.removeprefix(f'{key}=')} twice")
@@ -123,8 +125,8 @@ def _product(
     axes = dict.fromkeys(group_of.get(key, (key,)) for key in values)
     choices = [list(zip(*(values[key] for key in axis), strict=True)) for axis in axes]
     names = [key for axis in axes for key in axis]
-    for chosen in itertools.product(*choices):
-        swept = dict(zip(names, itertools.chain.from_iterable(chosen), strict=True))
+    for combination in itertools.product(*choices):
+        swept = dict(zip(names, itertools.chain.from_iterable(combination), strict=True))
         overrides = tuple(swept[key] if key in swept else format_override(override) for key, override in by_key.items())
         yield Job(overrides=overrides, swept=tuple(swept[key] for key in values))
 
@@ -134,13 +136,13 @@ def format_override(override: Override) -> str:
     return f"{override.get_key_element()}={override.get_value_element_as_str()}"
 
 
-def _without(jobs: list[Job], excluded: Iterable[str]) -> list[Job]:
+def _exclude(jobs: list[Job], exclusions: Iterable[str]) -> list[Job]:
     """Return the jobs that no exclusion matches.
 
     An exclusion without a match is an error, since it is probably a typo.
     """
-    violations, left = [], jobs
-    for text in map(str, excluded):
+    violations, remaining = [], jobs
+    for text in map(str, exclusions):
         try:
             parsed = OverridesParser.create().parse_overrides(_OVERRIDE.findall(text))
             combination = set(map(format_override, parsed))
@@ -149,9 +151,9 @@ def _without(jobs: list[Job], excluded: Iterable[str]) -> list[Job]:
             continue
         if not combination or not any(combination <= set(job.overrides) for job in jobs):
             violations.append(Violation(_EXCLUDE, f"has {text!r}, which matches no job of the sweep"))
-        left = [job for job in left if not combination <= set(job.overrides)]
-    if not left and not violations:
+        remaining = [job for job in remaining if not combination <= set(job.overrides)]
+    if not remaining and not violations:
         violations.append(Violation(_EXCLUDE, f"excludes all {len(jobs)} jobs"))
     if violations:
         raise ConfigError(violations)
-    return left
+    return remaining

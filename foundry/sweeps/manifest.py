@@ -62,9 +62,9 @@ class SweepManifest:
     ) -> "SweepManifest":
         """Return the manifest of a new start, including the jobs of an existing sweep in the directory."""
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        fresh = cls(command=tuple(command), created=now, launcher=launcher, metric=metric, direction=direction)
-        earlier = cls.load(sweep_dir)
-        return fresh if earlier is None else replace(fresh, created=earlier.created, jobs=earlier.jobs)
+        manifest = cls(command=tuple(command), created=now, launcher=launcher, metric=metric, direction=direction)
+        previous = cls.load(sweep_dir)
+        return manifest if previous is None else replace(manifest, created=previous.created, jobs=previous.jobs)
 
     def save(self, sweep_dir: Path) -> None:
         """Write `sweep.json`."""
@@ -72,14 +72,14 @@ class SweepManifest:
 
     def number(self, jobs: Sequence[Job]) -> list[int]:
         """Return the index of each job: its existing index, or the next free one."""
-        known = {job.id: job.index for job in self.jobs}
-        free = itertools.count(1 + max(known.values(), default=-1))
-        return [known[job.id] if job.id in known else next(free) for job in jobs]
+        indices = {job.id: job.index for job in self.jobs}
+        free = itertools.count(1 + max(indices.values(), default=-1))
+        return [indices[job.id] if job.id in indices else next(free) for job in jobs]
 
     def with_jobs(self, jobs: Sequence[Job]) -> "SweepManifest":
         """Return the manifest with these jobs added or updated."""
-        merged = {job.index: job for job in (*self.jobs, *jobs)}
-        return replace(self, jobs=tuple(merged[index] for index in sorted(merged)))
+        jobs_by_index = {job.index: job for job in (*self.jobs, *jobs)}
+        return replace(self, jobs=tuple(jobs_by_index[index] for index in sorted(jobs_by_index)))
 
     def check(self, sweep_dir: Path, jobs: Sequence[Job], configs: Sequence[Config]) -> None:
         """Check that the jobs of a resumed sweep have the same configurations as before.
@@ -87,19 +87,19 @@ class SweepManifest:
         Raises:
             ConfigError: with each changed setting and the affected jobs.
         """
-        known = {job.id: job for job in self.jobs}
-        changed: dict[str, list[Job]] = {}
+        jobs_by_id = {job.id: job for job in self.jobs}
+        affected_jobs: dict[str, list[Job]] = {}
         for job, config in zip(jobs, configs, strict=True):
-            if job.id in known and known[job.id].config_hash != job.config_hash:
-                for difference in _changes(sweep_dir / known[job.id].dir, config):
-                    changed.setdefault(str(difference), []).append(job)
+            if job.id in jobs_by_id and jobs_by_id[job.id].config_hash != job.config_hash:
+                for difference in _changes(sweep_dir / jobs_by_id[job.id].dir, config):
+                    affected_jobs.setdefault(str(difference), []).append(job)
         lines = [
             f"contains this sweep with {text} in {listed(jobs, _MOST_JOBS_NAMED)}; restore the old value"
-            for text, jobs in changed.items()
+            for text, jobs in affected_jobs.items()
         ]
         for job in jobs:
             status = read_status(sweep_dir / job.dir)
-            if job.id not in known and status and status.get("config_hash") != job.config_hash:
+            if job.id not in jobs_by_id and status and status.get("config_hash") != job.config_hash:
                 lines.append(f"contains another run in {job.dir}, the directory of {job}")
         if lines:
             raise ConfigError([Violation(_KEY, f"{sweep_dir} {text}, or choose another directory") for text in lines])
@@ -107,9 +107,9 @@ class SweepManifest:
 
 def _changes(run_dir: Path, config: Config) -> Iterator[Difference]:
     """Return the differences between a job's configuration and the one recorded in its run directory."""
-    now = plain(config)
-    del now["hparams"]["accum_freq"]
-    was = read_recorded(run_dir) or {}
-    if isinstance(hparams := was.get("hparams"), dict):
+    new = plain(config)
+    del new["hparams"]["accum_freq"]
+    old = read_recorded(run_dir) or {}
+    if isinstance(hparams := old.get("hparams"), dict):
         hparams.pop("accum_freq", None)
-    return differences({str(key): value for key, value in was.items()}, now)
+    return differences({str(key): value for key, value in old.items()}, new)

@@ -17,7 +17,7 @@ from foundry.sweeps.report_files import write_files
 from foundry.tracking.mlflow.destination import Destination, short_waits, tracking_uri
 from foundry.tracking.mlflow.parent_link import ParentLink, join_settings, masked_values
 
-_GOING = ("running", *WAITING)
+_ACTIVE_STATES = ("running", *WAITING)
 _DESCRIPTION = "mlflow.note.content"
 _log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ def close_parent(sweep_dir: Path, *, uri: str | None = None, stopped: bool = Fal
         Exception: any error of MLflow.
     """
     parent = Destination.load(sweep_dir)
-    if parent is None or parent.run_id is None or (not stopped and _is_going(sweep_dir)):
+    if parent is None or parent.run_id is None or (not stopped and _has_active_jobs(sweep_dir)):
         return
     if parent.uri != masked_text(tracking_uri(uri)):  # the directory may come from another user with another store
         _log.warning("the sweep's run in MLflow stays open: %s is not the store in use here", parent.uri)
@@ -49,10 +49,10 @@ def close_parent(sweep_dir: Path, *, uri: str | None = None, stopped: bool = Fal
     tags = _outcome(sweep)
     store = MlflowStore(sweep_dir, parent)
     client, run_id = store.connect()
-    known = client.get_run(run_id)
-    if known.info.status == status and tags.items() <= known.data.tags.items():
+    run = client.get_run(run_id)
+    if run.info.status == status and tags.items() <= run.data.tags.items():
         return  # already done by the last job's process
-    for operation in _closing(sweep, parent.evaluation_name(sweep.metric), tags, status):
+    for operation in _end_operations(sweep, parent.evaluation_name(sweep.metric), tags, status):
         store.apply([operation])
 
 
@@ -72,10 +72,10 @@ def close_parent_of_job(run_dir: Path, *, uri: str | None = None) -> None:
         try_to_close_parent(run_dir / link.sweep, uri=uri)
 
 
-def _is_going(sweep_dir: Path) -> bool:
+def _has_active_jobs(sweep_dir: Path) -> bool:
     """Return whether a job is running or queued, according to the status files."""
     folders = [job["dir"] for job in read_sweep_file(sweep_dir)["jobs"]]
-    return any(read_status(sweep_dir / folder).get("state") in _GOING for folder in reversed(folders))
+    return any(read_status(sweep_dir / folder).get("state") in _ACTIVE_STATES for folder in reversed(folders))
 
 
 def _outcome(sweep: SweepReport) -> dict[str, str]:
@@ -91,7 +91,7 @@ def _outcome(sweep: SweepReport) -> dict[str, str]:
     return tags
 
 
-def _closing(sweep: SweepReport, metric: str, tags: Mapping[str, str], status: str) -> Iterator[dict[str, Any]]:
+def _end_operations(sweep: SweepReport, metric: str, tags: Mapping[str, str], status: str) -> Iterator[dict[str, Any]]:
     """Yield the operations that end a parent; its metric is the best job's, for comparisons between sweeps."""
     now = time.time_ns() // 1_000_000
     yield {"op": "tags", "values": tags}

@@ -17,12 +17,12 @@ class Parameter:
 
     Attributes:
         name: displayed name.
-        at: position of each job on the axis, by job index: its value, or the number of its category.
+        positions: position of each job on the axis, by job index: its value, or the number of its category.
         labels: names of the categories; empty for numbers.
     """
 
     name: str
-    at: Mapping[int, float]
+    positions: Mapping[int, float]
     labels: tuple[str, ...]
 
     @classmethod
@@ -44,36 +44,38 @@ class Parameter:
         If no value occurs twice, as in a random search, parameters are never joined. A seed is a parameter only if
         nothing else is swept, since its values repeat the settings of other parameters.
         """
-        together: dict[tuple[float, ...], list[Parameter]] = {}
+        groups: dict[tuple[float, ...], list[Parameter]] = {}
         for key in [key for key in sweep.names if not is_seed(key)] or sweep.names:
             parameter = cls.read(sweep, key)
-            order = list(parameter.at.values())
-            alike = tuple(order.index(place) for place in order)
-            together.setdefault(alike if len(set(alike)) < len(order) else (len(together), -1), []).append(parameter)
-        return [parameters[0] if len(parameters) == 1 else cls._joined(parameters) for parameters in together.values()]
+            values = list(parameter.positions.values())
+            shape = tuple(values.index(value) for value in values)
+            groups.setdefault(shape if len(set(shape)) < len(values) else (len(groups), -1), []).append(parameter)
+        return [parameters[0] if len(parameters) == 1 else cls._join(parameters) for parameters in groups.values()]
 
     @classmethod
-    def _joined(cls, parameters: Sequence["Parameter"]) -> "Parameter":
+    def _join(cls, parameters: Sequence["Parameter"]) -> "Parameter":
         """Join parameters into categories that are named by their combined values."""
         first = parameters[0]
-        names = {index: ", ".join(one.label(one.at[index]) for one in parameters) for index in first.at}
+        names = {
+            index: ", ".join(item.label(item.positions[index]) for item in parameters) for index in first.positions
+        }
         labels = tuple(dict.fromkeys(names.values()))
-        places = {index: float(labels.index(name)) for index, name in names.items()}
-        return cls(", ".join(one.name for one in parameters), places, labels)
+        positions = {index: float(labels.index(name)) for index, name in names.items()}
+        return cls(", ".join(item.name for item in parameters), positions, labels)
 
     @property
     def values(self) -> list[float]:
         """Distinct axis positions in ascending order."""
-        return sorted(set(self.at.values()))
+        return sorted(set(self.positions.values()))
 
     @property
     def is_integer(self) -> bool:
         """Whether all values are whole numbers."""
         return not self.labels and all(value.is_integer() for value in self.values)
 
-    def label(self, value: float, longest: int = _LONGEST_LABEL) -> str:
+    def label(self, value: float, max_length: int = _LONGEST_LABEL) -> str:
         """Return the name of an axis position, shortened to a number of characters."""
-        return shorten(self.labels[int(value)] if self.labels else number_text(value, digits=4), longest)
+        return shorten(self.labels[int(value)] if self.labels else number_text(value, digits=4), max_length)
 
 
 def number_text(value: float, digits: int = 6) -> str:
@@ -81,21 +83,21 @@ def number_text(value: float, digits: int = 6) -> str:
     return f"{value:.0f}" if value.is_integer() and abs(value) < 1e6 else f"{value:.{digits}g}"
 
 
-def shorten(text: str, longest: int) -> str:
+def shorten(text: str, max_length: int) -> str:
     """Shorten a text in its middle, since names often share their beginnings and files their endings."""
-    if len(text) <= longest:
+    if len(text) <= max_length:
         return text
-    head = longest // 2
-    tail = max(longest - 1 - head, 0)
+    head = max_length // 2
+    tail = max(max_length - 1 - head, 0)
     return f"{text[:head]}…{text[len(text) - tail :]}"
 
 
 def series_of(parameters: Iterable[Parameter], index: int) -> tuple[float, ...]:
     """Return a job's axis positions for the given parameters; jobs with equal positions form a series."""
-    return tuple(parameter.at[index] for parameter in parameters)
+    return tuple(parameter.positions[index] for parameter in parameters)
 
 
-def why_no_best(sweep: SweepReport) -> str:
+def no_best_reason(sweep: SweepReport) -> str:
     """Return the reason why a sweep has no best job."""
     if not sweep.metric:
         return "no metric to compare jobs by (evaluation.metric is null)"

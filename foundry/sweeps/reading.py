@@ -119,7 +119,7 @@ class JobReport:
     def rank(self, *, minimize: bool) -> tuple[int, bool, bool, float, int]:
         """Return a sort key: the best job first, failed jobs last."""
         value = self.metric if self.metric is not None and self.has_metric else 0.0
-        return _place(self.state), self.is_pruned, not self.has_metric, value if minimize else -value, self.index
+        return _state_rank(self.state), self.is_pruned, not self.has_metric, value if minimize else -value, self.index
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,8 +162,8 @@ class SweepReport:
     @property
     def counts(self) -> dict[str, int]:
         """Number of jobs by state, in the order of the table."""
-        counted = Counter(job.state for job in self.jobs)
-        return {state: counted[state] for state in sorted(counted, key=_place)}
+        counter = Counter(job.state for job in self.jobs)
+        return {state: counter[state] for state in sorted(counter, key=_state_rank)}
 
     @property
     def is_going(self) -> bool:
@@ -188,17 +188,17 @@ class SweepReport:
         return " ".join(f"{name}={brief(job.values[key])}" for key, name in self.names.items() if key in job.values)
 
 
-def _place(state: str) -> int:
+def _state_rank(state: str) -> int:
     return STATES.index(state) if state in STATES else len(STATES)
 
 
 def evaluations(job: JobReport, metric: str) -> list[tuple[int, float]]:
     """Return the (optimizer step, value) pairs of a metric in metrics.jsonl, in ascending order."""
     try:
-        found = [(step, _float(value)) for step, value in read_curve(job.run_dir, metric)]
+        points = [(step, _float(value)) for step, value in read_curve(job.run_dir, metric)]
     except (OSError, ValueError):
         return []
-    return [(step, value) for step, value in found if value is not None]
+    return [(step, value) for step, value in points if value is not None]
 
 
 def read_sweep(
@@ -240,7 +240,7 @@ def read_sweep(
         minimize=minimize,
         which=which,
         jobs=tuple(jobs),
-        names=short_names(_differing(jobs)),
+        names=short_names(_differing_keys(jobs)),
         command=tuple(one_line(str(word)) for word in facts.get("command", ())),
     )
 
@@ -266,12 +266,12 @@ class _Reader:
         """Return the state of a job."""
         state, status, problem = self._state(run_dir)
         is_waiting = state in WAITING
-        submitted = (
+        submission = (
             _read(run_dir / SUBMISSION)[0] if self.may_be_on_slurm and (is_waiting or state == "running") else {}
         )
-        slurm_id = one_line(str(submitted.get("job_id", "")))
+        slurm_id = one_line(str(submission.get("job_id", "")))
         total_steps = _read(run_dir / PLAN)[0].get("total_steps")
-        result, damaged = _read(run_dir / RESULT) if state == "finished" else ({}, "")
+        result, result_problem = _read(run_dir / RESULT) if state == "finished" else ({}, "")
         updated = _time(status.get("updated"))
         report = JobReport(
             job=job,
@@ -286,7 +286,7 @@ class _Reader:
             result=result,
             slurm_id=slurm_id,
         )
-        note = problem or damaged or self._note(report, status.get("reason", ""), updated)
+        note = problem or result_problem or self._note(report, status.get("reason", ""), updated)
         metric = self._metric(report) if status else None
         return replace(report, note=note, metric=metric, interval=self._interval(report))
 
@@ -295,23 +295,23 @@ class _Reader:
         status, problem = _read_status(run_dir)
         state = "unknown" if problem else status.get("state", "queued")
         if self.locks and state != "finished":
-            held = is_held(run_dir)
-            if held:
+            is_locked = is_held(run_dir)
+            if is_locked:
                 return "running", status, problem
-            if state == "running" and held is False:
+            if state == "running" and is_locked is False:
                 status, problem = _read_status(run_dir)  # read again: it may have ended before the lock was checked
                 state = "unknown" if problem else status.get("state", "queued")
                 return ("lost" if state == "running" else state), status, problem
         return state, status, problem
 
     def _note(self, job: JobReport, reason: str, updated: datetime | None) -> str:
-        silent = (self.now - updated).total_seconds() if updated is not None else 0.0
+        silent_seconds = (self.now - updated).total_seconds() if updated is not None else 0.0
         if job.is_pruned:
             return one_line(str(job.result["pruned"]))
         if job.state == "lost" and not reason:
-            return f"its process has ended; last update {duration(silent)} ago"
+            return f"its process has ended; last update {duration(silent_seconds)} ago"
         if job.state == "running":
-            return f"no update for {duration(silent)}" if silent > _QUIET_SECONDS else ""
+            return f"no update for {duration(silent_seconds)}" if silent_seconds > _QUIET_SECONDS else ""
         if job.state in WAITING and not job.is_going:
             return NOT_RUNNING
         return one_line(reason) or (_last_line(job.log) if job.state == "failed" else "")
@@ -323,8 +323,8 @@ class _Reader:
         return None if started is None or end is None else max((end - started).total_seconds(), 0.0)
 
     def _metric(self, job: JobReport) -> float | None:
-        known = job.result.get("best") if self.which is Which.best else job.result
-        if isinstance(known, dict) and (value := _float(known.get(self.metric))) is not None:
+        metrics = job.result.get("best") if self.which is Which.best else job.result
+        if isinstance(metrics, dict) and (value := _float(metrics.get(self.metric))) is not None:
             return value
         values = [value for _, value in evaluations(job, self.metric)]
         if self.which is Which.best:
@@ -363,14 +363,14 @@ def _list_jobs(folder: Path, facts: Mapping[str, Any]) -> list[Job]:
         jobs = map(Job.recorded, facts["jobs"])
         return [replace(job, swept=tuple(map(one_line, job.swept))) for job in jobs]
     try:
-        found = [entry.name for entry in os.scandir(folder) if os.path.lexists(Path(entry.path, STATUS))]
+        names = [entry.name for entry in os.scandir(folder) if os.path.lexists(Path(entry.path, STATUS))]
     except OSError as error:
         raise ConfigError(Violation("dir", f"is {folder}, whose jobs cannot be listed: {error}")) from None
-    are_numbered = all(name.isdecimal() for name in found)
-    found.sort(key=lambda name: (int(name) if are_numbered else 0, name))
+    are_numbered = all(name.isdecimal() for name in names)
+    names.sort(key=lambda name: (int(name) if are_numbered else 0, name))
     return [
         Job(swept=recorded_overrides(folder / name), index=int(name) if are_numbered else number, dir=name)
-        for number, name in enumerate(found)
+        for number, name in enumerate(names)
     ]
 
 
@@ -384,14 +384,14 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
     except FileNotFoundError:
         return {}, ""
     except DamagedFileError as error:
-        return {}, one_line(f"{path.name} {error.why}")
+        return {}, one_line(f"{path.name} {error.reason}")
 
 
 def _read_status(run_dir: Path) -> tuple[dict[str, Any], str]:
     try:
         status = load_status(run_dir)
     except DamagedFileError as error:
-        return {}, one_line(f"{STATUS} {error.why}")
+        return {}, one_line(f"{STATUS} {error.reason}")
     if status and status["state"] not in STATES:
         return {}, one_line(f"{STATUS} has the unknown state {status['state']!r}")
     return status, ""
@@ -417,7 +417,7 @@ def _last_line(path: Path) -> str:
     return next((line for text in reversed(read_tail(path).split("\n")) if (line := one_line(text))), "")
 
 
-def _differing(jobs: Sequence[JobReport]) -> list[str]:
+def _differing_keys(jobs: Sequence[JobReport]) -> list[str]:
     """Return the keys whose values differ between jobs, in the order of the overrides."""
     keys = dict.fromkeys(key for job in jobs for key in job.values)
     return [key for key in keys if len({job.values.get(key) for job in jobs}) > 1]

@@ -11,7 +11,7 @@ _ALIKE_IN_FULL = 3
 """If more messages than this differ only in the jobs' own values, only the first of them is printed."""
 _NUMBERS_SHOWN = 3
 
-Found = tuple[int, Job, Violation]
+Occurrence = tuple[int, Job, Violation]
 """Number of a job, the job, and one of its violations."""
 
 
@@ -22,35 +22,35 @@ def refusals(jobs: Sequence[Job], results: Sequence[object]) -> list[Violation]:
         jobs: the jobs of a sweep.
         results: the composed configuration of each job, or its ConfigError.
     """
-    equal: dict[Violation, list[Found]] = {}
+    occurrences_of: dict[Violation, list[Occurrence]] = {}
     for number, (job, result) in enumerate(zip(jobs, results, strict=True)):
         for violation in dict.fromkeys(result.violations) if isinstance(result, ConfigError) else ():
-            equal.setdefault(violation, []).append((number, job, violation))
-    alike: dict[tuple[str, str], list[list[Found]]] = {}
-    for violation, found in equal.items():
-        alike.setdefault((violation.key, _shape(violation.message, found[0][1])), []).append(found)
-    return [violation for _, violation in sorted(_lines(alike.values(), len(jobs)), key=lambda line: line[0])]
+            occurrences_of.setdefault(violation, []).append((number, job, violation))
+    groups: dict[tuple[str, str], list[list[Occurrence]]] = {}
+    for violation, cases in occurrences_of.items():
+        groups.setdefault((violation.key, _shape(violation.message, cases[0][1])), []).append(cases)
+    return [violation for _, violation in sorted(_lines(groups.values(), len(jobs)), key=lambda line: line[0])]
 
 
-def _lines(alike: Iterable[list[list[Found]]], total: int) -> Iterator[tuple[int, Violation]]:
+def _lines(groups: Iterable[list[list[Occurrence]]], total: int) -> Iterator[tuple[int, Violation]]:
     """Yield the violations, each with the number of its first affected job."""
-    for groups in alike:
-        if len(groups) <= _ALIKE_IN_FULL:
-            yield from ((found[0][0], _line(found, total, "")) for found in groups)
+    for group in groups:
+        if len(group) <= _ALIKE_IN_FULL:
+            yield from ((cases[0][0], _line(cases, total, "")) for cases in group)
         else:
-            together = sorted((each for found in groups for each in found), key=lambda each: each[0])
-            yield together[0][0], _line(together, total, ", with different values")
+            merged = sorted((case for cases in group for case in cases), key=lambda case: case[0])
+            yield merged[0][0], _line(merged, total, ", with different values")
 
 
-def _line(found: list[Found], total: int, how: str) -> Violation:
-    number, job, violation = found[0]
-    if len(found) == 1:
+def _line(cases: list[Occurrence], total: int, suffix: str) -> Violation:
+    number, job, violation = cases[0]
+    if len(cases) == 1:
         return Violation(f"job {number} ({job.settings})" if job.swept else f"job {number}", str(violation))
-    if len(found) == total and not how:
+    if len(cases) == total and not suffix:
         return Violation(violation.key, f"{violation.message} (all {total} jobs)")
-    numbers = ", ".join(str(number) for number, _, _ in found[:_NUMBERS_SHOWN])
-    more = ", …" if len(found) > _NUMBERS_SHOWN else ""
-    jobs = f"{len(found)} of {total} jobs{how}: {numbers}{more}; the first, job {number}: {job.settings}"
+    numbers = ", ".join(str(number) for number, _, _ in cases[:_NUMBERS_SHOWN])
+    ellipsis = ", …" if len(cases) > _NUMBERS_SHOWN else ""
+    jobs = f"{len(cases)} of {total} jobs{suffix}: {numbers}{ellipsis}; the first, job {number}: {job.settings}"
     return Violation(violation.key, f"{violation.message} ({jobs})")
 
 

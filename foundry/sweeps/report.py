@@ -19,7 +19,7 @@ from foundry.config.composition.job_overrides import brief, parse_number
 from foundry.core.errors import ConfigError, listed
 from foundry.launch.slurm_unwatched import settle_unwatched
 from foundry.run_dir.redact import one_line
-from foundry.sweeps.parameters import metric_text, why_no_best
+from foundry.sweeps.parameters import metric_text, no_best_reason
 from foundry.sweeps.reading import JobReport, SweepReport, Which, read_sweep
 from foundry.sweeps.report_files import write_files
 from foundry.sweeps.seeds import SeedGroup, is_seed, seed_groups
@@ -93,7 +93,7 @@ def read_settled(folder: Path, which: Which) -> SweepReport:
 
 
 @dataclass(kw_only=True)
-class _Looks:
+class _SweepPoller:
     """Repeated reads of a sweep, with a Slurm query at most every 15 seconds for jobs without a launcher process."""
 
     folder: Path
@@ -112,27 +112,27 @@ def watch(folder: Path, console: Console, *, which: Which, seconds: float) -> bo
     """Show a live table, or print a line for each change, until no job is running or queued; False after Ctrl-C."""
     try:
         if console.is_terminal:
-            _watch_table(_Looks(folder=folder, which=which), console, seconds)
+            _watch_table(_SweepPoller(folder=folder, which=which), console, seconds)
         else:
-            _watch_changes(_Looks(folder=folder, which=which), console, seconds)
+            _watch_changes(_SweepPoller(folder=folder, which=which), console, seconds)
     except KeyboardInterrupt:
         return False
     return True
 
 
-def _watch_table(looks: _Looks, console: Console, seconds: float) -> None:
-    sweep = looks.read()
+def _watch_table(poller: _SweepPoller, console: Console, seconds: float) -> None:
+    sweep = poller.read()
     with Live(screen(sweep, console, scrolls=False), console=console, auto_refresh=False, transient=True) as live:
         while sweep.is_going:
             time.sleep(seconds)
-            sweep = looks.read()
+            sweep = poller.read()
             live.update(screen(sweep, console, scrolls=False), refresh=True)
 
 
-def _watch_changes(looks: _Looks, console: Console, seconds: float) -> None:
+def _watch_changes(poller: _SweepPoller, console: Console, seconds: float) -> None:
     known = dict[int, str]()
     while True:
-        sweep = looks.read()
+        sweep = poller.read()
         for job in sorted(sweep.jobs, key=lambda job: job.index):
             if known.get(job.index, "queued") != job.state:
                 _say(console, _change(sweep, job))
@@ -160,7 +160,7 @@ def show(sweep: SweepReport, console: Console) -> None:
     if console.is_terminal:
         console.print(screen(sweep, console))
         return
-    for line in [*_plain(sweep), *_plain_seeds(sweep)]:
+    for line in [*_plain_lines(sweep), *_plain_seed_lines(sweep)]:
         console.print(line, soft_wrap=True, markup=False, highlight=False)
     for text in summary(sweep):
         console.print(text, soft_wrap=True)
@@ -178,7 +178,7 @@ def screen(sweep: SweepReport, console: Console, *, scrolls: bool = True) -> Gro
     jobs: Sequence[JobReport] = sweep.jobs
     if not scrolls:
         used = _ROWS_BESIDES + len(console.render_lines(Group(*below)))
-        jobs = _most_telling(jobs, max(console.height - used, 3))
+        jobs = _select_jobs(jobs, max(console.height - used, 3))
     left_out = len(sweep.jobs) - len(jobs)
     message: list[ConsoleRenderable] = [Text(f"and {left_out} more jobs", style="dim")] if left_out else []
     table = _table(sweep, jobs)
@@ -200,17 +200,17 @@ def summary(sweep: SweepReport) -> Iterator[Text]:
         yield Text(f"in Slurm: squeue --jobs={','.join(arrays)}")
     best = sweep.best
     if best is None:
-        yield Text(why_no_best(sweep))
+        yield Text(no_best_reason(sweep))
         return
     settled = "best" if best.is_complete else "best so far"
     message = [f"job {best.index}", f"{sweep.metric_name} {metric_text(best.metric)}", sweep.settings(best)]
     yield Text(f"{settled}: ", style="bold") + Text(", ".join(part for part in message if part))
     if (groups := seed_groups(sweep)) and groups[0].std is not None:
-        yield Text("best over seeds: ", style="bold") + Text(_over_seeds(sweep, groups[0]))
+        yield Text("best over seeds: ", style="bold") + Text(_seeds_text(sweep, groups[0]))
     yield Text("repeat: ", style="bold") + Text(one_line(sweep.repeat(best)))
 
 
-def _over_seeds(sweep: SweepReport, group: SeedGroup) -> str:
+def _seeds_text(sweep: SweepReport, group: SeedGroup) -> str:
     """Return the result of a seed group, such as `lr=0.01, val_loss 0.3989 ± 0.0021 of 3 seeds`."""
     settings = " ".join(f"{sweep.names[key]}={brief(value)}" for key, value in group.values.items())
     measured = (
@@ -261,7 +261,7 @@ def _seed_rows(sweep: SweepReport) -> Iterator[list[str]]:
         yield [*settings, count, metric_text(group.mean), metric_text(group.std)]
 
 
-def _most_telling(jobs: Sequence[JobReport], number: int) -> Sequence[JobReport]:
+def _select_jobs(jobs: Sequence[JobReport], number: int) -> Sequence[JobReport]:
     """Select a number of jobs, running ones first and then from the top, and keep their order."""
     chosen = {job.index for job in sorted(jobs, key=lambda job: job.state != "running")[:number]}
     return [job for job in jobs if job.index in chosen]
@@ -319,18 +319,18 @@ def _interval_text(job: JobReport) -> str:
     return "-" if job.interval is None else " to ".join(map(metric_text, job.interval))
 
 
-def _plain(sweep: SweepReport) -> Iterator[str]:
-    return _aligned([*_columns(sweep), _Column("note")], [[*_cells(sweep, job), job.note] for job in sweep.jobs])
+def _plain_lines(sweep: SweepReport) -> Iterator[str]:
+    return _align([*_columns(sweep), _Column("note")], [[*_cells(sweep, job), job.note] for job in sweep.jobs])
 
 
-def _plain_seeds(sweep: SweepReport) -> Iterator[str]:
+def _plain_seed_lines(sweep: SweepReport) -> Iterator[str]:
     if rows := list(_seed_rows(sweep)):
         yield ""
-        yield from _aligned(_seed_columns(sweep), rows)
+        yield from _align(_seed_columns(sweep), rows)
         yield ""
 
 
-def _aligned(columns: Sequence[_Column], cells: Sequence[Sequence[str]]) -> Iterator[str]:
+def _align(columns: Sequence[_Column], cells: Sequence[Sequence[str]]) -> Iterator[str]:
     rows = [[column.name for column in columns], *cells]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:

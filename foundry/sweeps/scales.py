@@ -62,7 +62,7 @@ class Colours:
 
     def of(self, job: JobReport) -> str:
         """Return the color of a job."""
-        return self[self.parameter.at[job.index]]
+        return self[self.parameter.positions[job.index]]
 
 
 @dataclass(frozen=True)

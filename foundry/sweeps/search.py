@@ -45,7 +45,7 @@ class OptunaSweeper(CheckedSweeper):
     def __init__(self, **settings: Any) -> None:
         self.options = self._search = Search(**without_nodes(settings))
         self._metric = self._search.metric or ""
-        self._failures, self._left = 0, set[int]()
+        self._failures, self._stopped_trials = 0, set[int]()
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Check the requirements of a search, then set up the launcher as in the base class.
@@ -72,16 +72,16 @@ class OptunaSweeper(CheckedSweeper):
         manifest = self.begin()
         self._check(space, manifest)
         jobs, results = dict[int, Job](), list[Sequence[JobReturn]]()
-        with self.running():
+        with self.hold_lock():
             study = self._open(space)
-            while numbers := self._next(study, space):
+            while numbers := self._next_trials(study, space):
                 batch = dict[int, Job]()
                 for number in numbers:
                     if (job := self._prepare(study, space, number, manifest)) is not None:
                         batch[number] = job
                         manifest = manifest.with_jobs([job])
                 self.record(manifest, list(batch.values()))
-                if waiting := self._waiting(batch):
+                if waiting := self._unfinished_jobs(batch):
                     results.append(self.launch(waiting))
                 for number, job in batch.items():
                     self._tell(study, number, job)
@@ -104,18 +104,18 @@ class OptunaSweeper(CheckedSweeper):
             storage = open_storage(self.sweep_dir / STUDY)
             if _STUDY in optuna.get_all_study_names(storage):  # missing if the process was killed before
                 study = optuna.load_study(study_name=_STUDY, storage=storage)
-                self._check_same(study, space)
+                self._check_resumed(study, space)
                 points = [trial.params for trial in study.get_trials(deepcopy=False)]
         elif manifest.jobs:
             message = f"is {self.sweep_dir}, which contains a sweep that is not a search; choose another"
             raise ConfigError(Violation("hydra.sweep.dir", message))
-        sampler = self._built("sampler", self._sampler_node(0))
+        sampler = self._build("sampler", self._sampler_node(0))
         if self._search.pruner is not None:
-            self._built("pruner", self._search.pruner)
+            self._build("pruner", self._search.pruner)
         first = optuna.create_study(sampler=sampler).ask(space.distributions)
         self._check_corners(space, first.params)
-        known = {job.id: job for job in map(space.job, [first.params, *points])}
-        self.prepare(list(known.values()), manifest)
+        jobs_by_id = {job.id: job for job in map(space.job, [first.params, *points])}
+        self.prepare(list(jobs_by_id.values()), manifest)
 
     def _check_corners(self, space: "Space", values: dict[str, Any]) -> None:
         """Compose one point, and the points that differ from it in one key, at each extreme of its values.
@@ -125,35 +125,35 @@ class OptunaSweeper(CheckedSweeper):
         """
         corners = list(space.corners(values))
         results = compose_jobs(self.hydra_context.config_loader, self.config, [job.overrides for job in corners])
-        wrong = dict[Violation, list[Job]]()
+        affected_jobs = dict[Violation, list[Job]]()
         for job, result in zip(corners, results, strict=True):
             for violation in dict.fromkeys(result.violations) if isinstance(result, ConfigError) else ():
-                wrong.setdefault(violation, []).append(job)
-        if wrong:
+                affected_jobs.setdefault(violation, []).append(job)
+        if affected_jobs:
             raise ConfigError(
                 violation
                 if len(jobs) == len(corners)
-                else Violation(f"with {', '.join(_others(jobs[0], corners[0]))}", str(violation))
-                for violation, jobs in wrong.items()
+                else Violation(f"with {', '.join(_differing_overrides(jobs[0], corners[0]))}", str(violation))
+                for violation, jobs in affected_jobs.items()
             )
 
-    def _check_same(self, study: "optuna.Study", space: "Space") -> None:
+    def _check_resumed(self, study: "optuna.Study", space: "Space") -> None:
         """Check that a resumed search has the same search space and metric.
 
         Raises:
             ConfigError: if they differ.
         """
-        now = self._facts(space)
-        was = study.user_attrs.get(_FACTS, now)
-        text = [f"{key} {was.get(key, 'not searched')}" for key in {**was, **now} if was.get(key) != now.get(key)]
-        if text:
-            message = f"is {self.sweep_dir}, which contains a search with {', '.join(text)}"
+        new = self._facts(space)
+        old = study.user_attrs.get(_FACTS, new)
+        changes = [f"{key} {old.get(key, 'not searched')}" for key in {**old, **new} if old.get(key) != new.get(key)]
+        if changes:
+            message = f"is {self.sweep_dir}, which contains a search with {', '.join(changes)}"
             raise ConfigError(Violation("hydra.sweep.dir", f"{message}; use these settings, or another folder"))
 
     def _facts(self, space: "Space") -> dict[str, str]:
         """Return the properties that must not change when a search is resumed."""
-        searched = {dimension.key: str(dimension.distribution) for dimension in space.dimensions}
-        return {**searched, "metric": self._metric, "direction": self._search.direction.value}
+        distributions = {dimension.key: str(dimension.distribution) for dimension in space.dimensions}
+        return {**distributions, "metric": self._metric, "direction": self._search.direction.value}
 
     def _open(self, space: "Space") -> "optuna.Study":
         """Load the study from the sweep's directory, or create it."""
@@ -178,7 +178,7 @@ class OptunaSweeper(CheckedSweeper):
         digest = hashlib.sha256(f"{seed} {number}".encode()).digest()
         return {**node, "seed": int.from_bytes(digest[:4])}
 
-    def _built(self, name: str, node: Mapping[str, Any]) -> Any:
+    def _build(self, name: str, node: Mapping[str, Any]) -> Any:
         """Build a sampler or pruner of Optuna.
 
         Raises:
@@ -190,22 +190,22 @@ class OptunaSweeper(CheckedSweeper):
             text = " ".join(str(error.__cause__ or error).splitlines()[:2])
             raise ConfigError(Violation(f"hydra.sweeper.{name}", f"cannot be built: {text}")) from None
 
-    def _next(self, study: "optuna.Study", space: "Space") -> list[int]:
+    def _next_trials(self, study: "optuna.Study", space: "Space") -> list[int]:
         """Return the trials to run now, interrupted ones first, then new ones; empty if there are enough."""
         from optuna.trial import TrialState
 
         trials = study.get_trials(deepcopy=False)
         running = [trial.number for trial in trials if trial.state is TrialState.RUNNING]
-        if interrupted := [number for number in running if number not in self._left]:
+        if interrupted := [number for number in running if number not in self._stopped_trials]:
             return interrupted[: self._search.n_jobs]
         if self._search.max_failures is not None and self._failures >= self._search.max_failures:
             sys.stderr.write(f"the search ends: {self._failures} jobs have failed (hydra.sweeper.max_failures)\n")
             return []
-        new = range(len(trials), min(len(trials) + self._search.n_jobs, self._search.n_trials))
-        return [self._ask(study, space, number) for number in new]
+        numbers = range(len(trials), min(len(trials) + self._search.n_jobs, self._search.n_trials))
+        return [self._ask(study, space, number) for number in numbers]
 
     def _ask(self, study: "optuna.Study", space: "Space", number: int) -> int:
-        study.sampler = self._built("sampler", self._sampler_node(number))
+        study.sampler = self._build("sampler", self._sampler_node(number))
         return study.ask(space.distributions).number
 
     def _prepare(self, study: "optuna.Study", space: "Space", number: int, manifest: SweepManifest) -> Job | None:
@@ -221,7 +221,7 @@ class OptunaSweeper(CheckedSweeper):
             return None
         return prepared
 
-    def _waiting(self, batch: Mapping[int, Job]) -> list[Job]:
+    def _unfinished_jobs(self, batch: Mapping[int, Job]) -> list[Job]:
         """Return the unfinished jobs of a batch, without duplicates, and write their trial numbers for the pruner."""
         waiting = dict[int, Job]()
         for number, job in batch.items():
@@ -252,8 +252,8 @@ class OptunaSweeper(CheckedSweeper):
             result = read_result(self.run_dir(job))
             value = result.get(self._metric) if self._metric.startswith("val_") else None
             if not isinstance(value, (int, float)):
-                known = [name for name in result if name.startswith("val_")]
-                raise ConfigError(check_metric("hydra.sweeper.metric", self._metric, known))
+                metric_names = [name for name in result if name.startswith("val_")]
+                raise ConfigError(check_metric("hydra.sweeper.metric", self._metric, metric_names))
             if result.get("pruned"):
                 study.tell(number, state=TrialState.PRUNED)
             elif math.isfinite(value):
@@ -263,7 +263,7 @@ class OptunaSweeper(CheckedSweeper):
         elif state in FAILED:
             self._fail(study, number)
         else:  # stopped: it continues when the search is started again
-            self._left.add(number)
+            self._stopped_trials.add(number)
 
     def _fail(self, study: "optuna.Study", number: int) -> None:
         from optuna.trial import TrialState
@@ -272,6 +272,6 @@ class OptunaSweeper(CheckedSweeper):
         self._failures += 1
 
 
-def _others(job: Job, first: Job) -> Sequence[str]:
+def _differing_overrides(job: Job, first: Job) -> Sequence[str]:
     """Return the swept overrides of a job that the first job does not have; for the first job itself, all of them."""
     return [override for override in job.swept if override not in first.swept] or job.swept

@@ -56,19 +56,19 @@ def seed_groups(sweep: SweepReport) -> list[SeedGroup]:
 
     The list is empty if no setting has several seeds.
     """
-    others = [key for key in sweep.names if not is_seed(key)]
-    if len(others) == len(sweep.names):
+    keys = [key for key in sweep.names if not is_seed(key)]
+    if len(keys) == len(sweep.names):
         return []
-    found: dict[tuple[str | None, ...], list[JobReport]] = {}
+    jobs_by_values: dict[tuple[str | None, ...], list[JobReport]] = {}
     for job in sweep.jobs:
-        found.setdefault(tuple(job.values.get(key) for key in others), []).append(job)
-    if all(len(jobs) == 1 for jobs in found.values()):
+        jobs_by_values.setdefault(tuple(job.values.get(key) for key in keys), []).append(job)
+    if all(len(jobs) == 1 for jobs in jobs_by_values.values()):
         return []
     groups = [
         SeedGroup(
-            values={key: value for key, value in zip(others, values, strict=True) if value is not None},
+            values={key: value for key, value in zip(keys, values, strict=True) if value is not None},
             jobs=tuple(jobs),
         )
-        for values, jobs in found.items()
+        for values, jobs in jobs_by_values.items()
     ]
     return sorted(groups, key=lambda group: group.rank(minimize=sweep.minimize))

@@ -88,16 +88,16 @@ class CheckedSweeper(Sweeper):
         if violations := list(check_fields(self.options, "hydra.sweeper")) or list(self.options.check()):
             raise ConfigError(violations)
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
-        given, violations = list[Override](), list[Violation]()
+        param_overrides, violations = list[Override](), list[Violation]()
         for key, value in self.options.params.items():
             try:
-                given += parser.parse_overrides([f"{key}={value}"])
+                param_overrides += parser.parse_overrides([f"{key}={value}"])
             except HydraException:
                 message = f"is {value!r}, which is not a valid override value, such as '1,2', 'range(3)' or \"'a b'\""
                 violations.append(Violation(f"hydra.sweeper.params.{key}", message))
         if violations:
             raise ConfigError(violations)
-        return self.run([*given, *parser.parse_overrides(arguments)])
+        return self.run([*param_overrides, *parser.parse_overrides(arguments)])
 
     @abstractmethod
     def run(self, overrides: Sequence[Override]) -> list[Sequence[JobReturn]]:
@@ -117,12 +117,12 @@ class CheckedSweeper(Sweeper):
                 or cluster cannot run the jobs.
         """
         composed = self._compose(jobs)
-        numbered, configs = self._number(jobs, composed, manifest)
-        self._check_folders(numbered)
-        manifest.check(self.sweep_dir, numbered, configs)
+        numbered_jobs, configs = self._number(jobs, composed, manifest)
+        self._check_folders(numbered_jobs)
+        manifest.check(self.sweep_dir, numbered_jobs, configs)
         self._check_launcher(manifest, composed)
-        self._composed |= {job.index: config for job, config in zip(numbered, composed, strict=True)}
-        return numbered
+        self._composed |= {job.index: config for job, config in zip(numbered_jobs, composed, strict=True)}
+        return numbered_jobs
 
     def record(self, manifest: SweepManifest, jobs: Sequence[Job]) -> SweepManifest:
         """Add jobs to the manifest, write it, and create the run directories; returns the new manifest."""
@@ -164,7 +164,7 @@ class CheckedSweeper(Sweeper):
         return read_status(self.run_dir(job)).get("state")
 
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def hold_lock(self) -> Iterator[None]:
         """Lock the directory while jobs run.
 
         On exit, end the sweep's run in MLflow, if it has one, unless detached jobs are still queued or running.
@@ -175,15 +175,15 @@ class CheckedSweeper(Sweeper):
         from foundry.sweeps.mlflow_parent import try_to_close_parent
 
         claim(str(self.config.hydra.sweep.dir), _KEY)
-        with _held(self.sweep_dir):
+        with _lock_sweep(self.sweep_dir):
             stopped = True
             try:
                 yield
                 stopped = False
             finally:
-                are_left = isinstance(self.launcher, FrozenLauncher) and self.launcher.detached
+                has_detached_jobs = isinstance(self.launcher, FrozenLauncher) and self.launcher.detached
                 uri = self.config.tracking.uri
-                try_to_close_parent(self.sweep_dir, uri=uri, stopped=stopped and not are_left)
+                try_to_close_parent(self.sweep_dir, uri=uri, stopped=stopped and not has_detached_jobs)
 
     def report(self, jobs: Sequence[Job]) -> None:
         """Print the table, write the plot, and print a line for each failed job.
@@ -221,13 +221,13 @@ class CheckedSweeper(Sweeper):
         self, jobs: Sequence[Job], composed: Sequence[DictConfig], manifest: SweepManifest
     ) -> tuple[list[Job], list[Config]]:
         """Assign numbers and directories to the jobs and write them into their composed configurations."""
-        known = {job.id: job.dir for job in manifest.jobs}
-        taken = {folder: id for id, folder in known.items()}
-        numbered, configs = list[Job](), list[Config]()
+        folders = {job.id: job.dir for job in manifest.jobs}
+        owners = {folder: id for id, folder in folders.items()}
+        numbered_jobs, configs = list[Job](), list[Config]()
         for job, config, index in zip(jobs, composed, manifest.number(jobs), strict=True):
             set_number(config, index)
-            folder = known.get(job.id) or _subdir(config)
-            if taken.setdefault(folder, job.id) != job.id:
+            folder = folders.get(job.id) or _subdir(config)
+            if owners.setdefault(folder, job.id) != job.id:
                 message = (
                     f"gives job {index} ({job.settings}) the directory {folder}, which another job has; "
                     "use ${hydra.job.num}"
@@ -236,8 +236,8 @@ class CheckedSweeper(Sweeper):
             with read_write(config.hydra.sweep):
                 config.hydra.sweep.subdir = folder
             configs.append(to_config(config))
-            numbered.append(replace(job, index=index, dir=folder, config_hash=hash_config(configs[-1])))
-        return numbered, configs
+            numbered_jobs.append(replace(job, index=index, dir=folder, config_hash=hash_config(configs[-1])))
+        return numbered_jobs, configs
 
     def _check_folders(self, jobs: Sequence[Job]) -> None:
         """Check that no directory contains unrelated files.
@@ -261,8 +261,8 @@ class CheckedSweeper(Sweeper):
         if isinstance(self.launcher, FrozenLauncher):
             self.launcher.check(configs)
         elif manifest.jobs:
-            chosen = self.config.hydra.runtime.choices["hydra/launcher"]
-            message = f"is {chosen}, which cannot resume a sweep; choose sequential, local or slurm"
+            launcher = self.config.hydra.runtime.choices["hydra/launcher"]
+            message = f"is {launcher}, which cannot resume a sweep; choose sequential, local or slurm"
             raise ConfigError(Violation("hydra/launcher", message))
 
 
@@ -276,7 +276,7 @@ class GridSweeper(CheckedSweeper):
         """Check all jobs, then run the unfinished ones."""
         manifest = self.begin()
         jobs = self.prepare(expand(overrides, self._grid), manifest)
-        with self.running():
+        with self.hold_lock():
             self.record(manifest, jobs)
             waiting = [job for job in jobs if self.state(job) != "finished"]
             if finished := len(jobs) - len(waiting):
@@ -301,14 +301,14 @@ def _subdir(config: DictConfig) -> str:
 
 
 @contextmanager
-def _held(sweep_dir: Path) -> Iterator[None]:
+def _lock_sweep(sweep_dir: Path) -> Iterator[None]:
     """Lock a sweep's directory.
 
     Raises:
         ConfigError: if another process runs a sweep there.
     """
-    with ExitStack() as held:
-        if not lock(sweep_dir, held):
+    with ExitStack() as stack:
+        if not lock(sweep_dir, stack):
             message = f"is {sweep_dir}, where another process runs a sweep; wait for it, or choose another"
             raise ConfigError(Violation(_KEY, message))
         yield

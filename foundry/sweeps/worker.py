@@ -69,7 +69,7 @@ def work(run_dir: Path) -> int:
     """
     rank = detect().rank
     error_output = ErrorOutput(run_dir)
-    job_logging = _become_job(run_dir, rank)
+    job_logging = _set_up_job(run_dir, rank)
     try:
         if rank == 0:
             _wait_for_last_attempt(run_dir)
@@ -110,16 +110,16 @@ def start_job(config: Config, run_dir: Path, job_logging: Mapping[str, Any] | No
             close_parent_of_job(run_dir, uri=config.tracking.uri)
 
 
-def _become_job(run_dir: Path, rank: int) -> dict[str, Any]:
+def _set_up_job(run_dir: Path, rank: int) -> dict[str, Any]:
     """Set the environment and logging that Hydra would set for the job, and return the logging configuration."""
     register_resolvers()
-    saved = OmegaConf.create(read_yaml(run_dir / HYDRA / "hydra.yaml"))
-    assert isinstance(saved, DictConfig)
-    for name, value in saved.hydra.job.env_set.items():
+    hydra_config = OmegaConf.create(read_yaml(run_dir / HYDRA / "hydra.yaml"))
+    assert isinstance(hydra_config, DictConfig)
+    for name, value in hydra_config.hydra.job.env_set.items():
         os.environ[str(name)] = str(value)
-    if saved.hydra.job.chdir:
+    if hydra_config.hydra.job.chdir:
         os.chdir(run_dir)
-    job_logging: Any = OmegaConf.to_container(saved.hydra.job_logging, resolve=True)
+    job_logging: Any = OmegaConf.to_container(hydra_config.hydra.job_logging, resolve=True)
     if rank == 0:
         logging.config.dictConfig(job_logging)
     return dict(job_logging)
@@ -136,16 +136,16 @@ def _record(error: Exception, run_dir: Path, rank: int, error_output: ErrorOutpu
     """Record why this rank failed, or on rank 0 why the run failed, and return the exit code."""
     trace = format_trace(error)
     reason = str(error) if isinstance(error, WorkerFailed) else format_reason(error)
-    consequence = is_consequence(type(error).__name__, reason)
+    is_secondary = is_consequence(type(error).__name__, reason)
     if rank > 0:
         with suppress(OSError), open_regular(run_dir / LOG, "a") as file:
             file.write(printable(f"rank {rank} failed:\n{trace}"))
         sys.stderr.write(printable(trace))
-        if not consequence:
+        if not is_secondary:
             _leave_note(run_dir, rank, reason)
         return 1
     log.error("failed:\n%s", trace)
-    if consequence and detect().world_size > 1:
+    if is_secondary and detect().world_size > 1:
         reason = _cause(run_dir, error_output) or reason
     # When Slurm preempts or requeues a job, ranks exit in any order and report errors about missing peers.
     state = "requeued" if will_restart() else "failed"
@@ -175,7 +175,7 @@ def _cause(run_dir: Path, error_output: ErrorOutput) -> str | None:
         end = error_output.first_end()  # read first, since a rank writes its note before it exits
         pattern = _note_path(run_dir, "*")
         for path in pattern.parent.glob(pattern.name):
-            return str(read_object(path, needed={"reason": str})["reason"])
+            return str(read_object(path, required={"reason": str})["reason"])
         if end is not None:
             return end
         time.sleep(0.1)

@@ -14,7 +14,7 @@ from foundry.core.tasks import installed_tasks
 from foundry.run_dir.names import LOG, PLOTS
 from foundry.run_dir.redact import one_line, printable
 from foundry.tracking.humanize import count, duration, number
-from foundry.tracking.mlflow.destination import how_to_look, local_page
+from foundry.tracking.mlflow.destination import local_page, viewing_hint
 from foundry.tracking.safe_observer import tolerant
 
 _BAR_WIDTH = 16
@@ -29,22 +29,22 @@ class Progress:
 
     def __init__(self, *, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False)
-        self._on_terminal = self._console.is_terminal and not self._console.is_dumb_terminal
+        self._is_terminal = self._console.is_terminal and not self._console.is_dumb_terminal
         self._bar: Bar | None = None
         self._task: TaskID | None = None
-        self._started: RunStarted | None = None
-        self._since = time.monotonic()
+        self._start_event: RunStarted | None = None
+        self._start_time = time.monotonic()
         self._total: int | None = None
-        self._last: StepLogged | None = None
-        self._judged: float | None = None
+        self._last_step: StepLogged | None = None
+        self._metric_value: float | None = None
 
     @tolerant
     def on_start(self, event: RunStarted) -> None:
         """Print the header of the run."""
-        self._started, self._since = event, time.monotonic()
+        self._start_event, self._start_time = event, time.monotonic()
         self._total = event.plan.get("total_steps")
         self._say(header(event))
-        if self._on_terminal:
+        if self._is_terminal:
             self._bar = Bar(
                 TextColumn("step"),
                 MofNCompleteColumn(),
@@ -59,13 +59,13 @@ class Progress:
     @tolerant
     def on_step(self, event: StepLogged) -> None:
         """Print the numbers of the step."""
-        self._last = event
-        judged = None
-        if self._bar is not None and self._metric is not None and self._judged is not None:
-            judged = f"{_label(self._metric, short=True)} {number(self._judged)}"
-        numbers = step_numbers(event, self._total, judged)
+        self._last_step = event
+        metric_text = None
+        if self._bar is not None and self._metric is not None and self._metric_value is not None:
+            metric_text = f"{_label(self._metric, short=True)} {number(self._metric_value)}"
+        numbers = step_numbers(event, self._total, metric_text)
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=event.step, numbers=self._fitting(numbers))
+            self._bar.update(self._task, completed=event.step, numbers=self._fit(numbers))
             return
         total = "" if self._total is None else f"/{self._total}"
         width = len(str(self._total or "")) or 6
@@ -74,7 +74,7 @@ class Progress:
     @tolerant
     def on_evaluation(self, event: Evaluated) -> None:
         """Print the metrics of the evaluation, and the path of the samples."""
-        self._judged = event.metrics.get(self._metric or "")
+        self._metric_value = event.metrics.get(self._metric or "")
         parts = [f"step {event.step}"]
         parts += [f"{_label(name)} {number(float(value))}" for name, value in event.metrics.items()]
         if event.samples_file is not None:
@@ -89,38 +89,38 @@ class Progress:
             self._bar = None
         self._say(self._summary(event))
 
-    def _fitting(self, numbers: list[str]) -> str:
+    def _fit(self, numbers: list[str]) -> str:
         """Return as many of the numbers as fit on the line beside the bar."""
-        room = self._console.width - _BAR_WIDTH - len("step ") - 2 * len(str(self._total)) - 4
-        while len(numbers) > 1 and len("  ".join(numbers)) > room:
+        width = self._console.width - _BAR_WIDTH - len("step ") - 2 * len(str(self._total)) - 4
+        while len(numbers) > 1 and len("  ".join(numbers)) > width:
             numbers = numbers[:-1]
         return "  ".join(numbers)
 
     def _summary(self, event: RunEnded) -> dict[str, str]:
-        rows = {event.state: event.reason or f"after {duration(time.monotonic() - self._since)}"}
-        loss = event.result.get("loss", self._last.loss if self._last else None)
-        judged = event.result.get(self._metric or "", self._judged)
+        rows = {event.state: event.reason or f"after {duration(time.monotonic() - self._start_time)}"}
+        loss = event.result.get("loss", self._last_step.loss if self._last_step else None)
+        metric_value = event.result.get(self._metric or "", self._metric_value)
         if loss is not None:
             rows["final loss"] = number(loss)
-        if judged is not None and self._metric is not None:
-            rows[_label(self._metric)] = number(judged)
-        if self._started is not None:
-            if (entropy := unigram_entropy(self._started.plan)) is not None:
+        if metric_value is not None and self._metric is not None:
+            rows[_label(self._metric)] = number(metric_value)
+        if self._start_event is not None:
+            if (entropy := unigram_entropy(self._start_event.plan)) is not None:
                 rows["unigram entropy"] = f"{entropy:.4f}  (loss from token frequencies alone)"
-            rows["run directory"] = str(self._started.run_dir)
-            rows |= where_to_look(self._started)
+            rows["run directory"] = str(self._start_event.run_dir)
+            rows |= result_paths(self._start_event)
             if event.state == "failed":
-                rows["traceback"] = str(self._started.run_dir / LOG)
+                rows["traceback"] = str(self._start_event.run_dir / LOG)
         return rows
 
     @property
     def _metric(self) -> str | None:
-        return None if self._started is None else self._started.metric
+        return None if self._start_event is None else self._start_event.metric
 
     def _say(self, rows: Mapping[str, str]) -> None:
         """Print a block of names and values."""
         rows = {name: one_line(value) for name, value in rows.items()}
-        if not self._on_terminal:
+        if not self._is_terminal:
             width = max(map(len, rows), default=0)
             for name, value in rows.items():
                 self._line(f"{name:<{width}}  {value}")
@@ -134,7 +134,7 @@ class Progress:
 
     def _line(self, text: str) -> None:
         text = text if text.isprintable() and "=" not in text else printable(text)
-        if self._on_terminal:
+        if self._is_terminal:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
             return
         self._console.file.write(f"{text}\n")  # rich would take 0.3 ms to find that there is nothing to style
@@ -147,17 +147,17 @@ def header(event: RunStarted) -> dict[str, str]:
     rows: dict[str, str] = {}
     precision = plan.get("precision") or (event.config.get("precision") or {}).get("mode")
     devices = event.devices or plan.get("device")
-    if place := [str(part) for part in (devices, getattr(precision, "value", precision)) if part]:
-        rows["device"] = ", ".join(place)
+    if parts := [str(part) for part in (devices, getattr(precision, "value", precision)) if part]:
+        rows["device"] = ", ".join(parts)
     if (parameters := plan.get("parameters")) is not None:
         trainable = plan.get("trainable_parameters", parameters)
         rows["parameters"] = count(parameters) + ("" if trainable == parameters else f", {count(trainable)} trainable")
     factors = (plan.get("world_size"), hparams.get("per_gpu_batch_size"), plan.get("accum_freq"))
     if all(isinstance(factor, int) for factor in factors):
-        world_size, batch, accumulated = (int(factor) for factor in factors if factor is not None)
-        samples = plan.get("global_batch_size", hparams.get("global_batch_size", world_size * batch * accumulated))
+        world_size, batch, accum_freq = (int(factor) for factor in factors if factor is not None)
+        samples = plan.get("global_batch_size", hparams.get("global_batch_size", world_size * batch * accum_freq))
         ranks = f"{world_size} rank{'' if world_size == 1 else 's'}"
-        rows["batch"] = f"{ranks} x {batch} per rank x {accumulated} accumulated = {samples} samples per step"
+        rows["batch"] = f"{ranks} x {batch} per rank x {accum_freq} accumulated = {samples} samples per step"
         if tokens := plan.get("tokens_per_sample"):
             rows["batch"] += f", {count(samples * tokens)} tokens"
     if (steps := plan.get("total_steps")) is not None:
@@ -175,13 +175,13 @@ def _label(metric: str, *, short: bool = False) -> str:
     return metric if metric != "val_loss" else "held-out" if short else "held-out loss"
 
 
-def step_numbers(event: StepLogged, total: int | None, judged: str | None) -> list[str]:
+def step_numbers(event: StepLogged, total: int | None, metric_text: str | None) -> list[str]:
     """Format the numbers of a logged step.
 
     Args:
         event: the logged step.
         total: optimizer steps of the run; None omits the remaining time.
-        judged: name and value of the run's metric; None omits them.
+        metric_text: name and value of the run's metric; None omits them.
     """
     if event.tokens_per_second is not None:
         speed = f"{count(event.tokens_per_second)} tokens/s"
@@ -190,8 +190,8 @@ def step_numbers(event: StepLogged, total: int | None, judged: str | None) -> li
     numbers = [f"loss {number(event.loss)}"]
     if total is not None:
         numbers.insert(0, f"ETA {duration((total - event.step) * event.step_seconds)}")
-    if judged is not None:
-        numbers.append(judged)
+    if metric_text is not None:
+        numbers.append(metric_text)
     numbers += [f"lr {event.lr:.2e}", speed]
     if event.mfu is not None:
         numbers.append(f"MFU {event.mfu:.1%}")
@@ -205,19 +205,19 @@ def unigram_entropy(plan: Mapping[str, Any]) -> float | None:
     return float(value) if value is not None else None
 
 
-def where_to_look(event: RunStarted) -> dict[str, str]:
+def result_paths(event: RunStarted) -> dict[str, str]:
     """Return the paths of the figures and samples, and the page or command that shows the run in MLflow."""
     rows: dict[str, str] = {}
     plots = event.run_dir / PLOTS
-    of_tasks = (picture for task in installed_tasks() for picture in task.pictures)
-    pictures = ("loss.png", "metrics.png", "norms.png", "schedule.png", *of_tasks, "samples.*")
+    task_pictures = (picture for task in installed_tasks() for picture in task.pictures)
+    pictures = ("loss.png", "metrics.png", "norms.png", "schedule.png", *task_pictures, "samples.*")
     for name in pictures:
         label = name.partition(".")[0]
         for path in sorted(plots.glob(name)):
             rows[label] = str(path)
     tracking = event.config.get("tracking") or {}
     if tracking.get("mlflow"):
-        rows["MLflow"] = how_to_look(event.run_dir, tracking.get("uri"))
+        rows["MLflow"] = viewing_hint(event.run_dir, tracking.get("uri"))
         if (page := local_page(event.run_dir, tracking.get("uri"))) is not None:
             rows["runs in MLflow"] = page
     return rows

@@ -10,10 +10,10 @@ from foundry.core.events import Evaluated, RunEnded, RunStarted, StepLogged
 from foundry.run_dir.redact import masked, printable
 from foundry.run_dir.strict_json import encode
 from foundry.tracking.metrics_file import evaluation_record, step_record
-from foundry.tracking.mlflow.destination import how_to_look
+from foundry.tracking.mlflow.destination import viewing_hint
 from foundry.tracking.safe_observer import tolerant
 
-_OF_PLAN = (
+_PLAN_FIELDS = (
     "total_steps",
     "total_samples",
     "tokens_per_sample",
@@ -38,23 +38,23 @@ class JsonProgress:
 
     def __init__(self, *, stream: TextIO | None = None) -> None:
         self._stream = stream
-        self._started: RunStarted | None = None
-        self._since = time.monotonic()
+        self._start_event: RunStarted | None = None
+        self._start_time = time.monotonic()
 
     @tolerant
     def on_start(self, event: RunStarted) -> None:
         """Write a short form of the plan."""
-        self._started, self._since = event, time.monotonic()
-        plan = {name: event.plan[name] for name in _OF_PLAN if name in event.plan}
-        judged = {"metric": event.metric, "config_hash": event.config_hash, "devices": event.devices}
-        self._write("start", {"step": event.step, **plan, **judged})
+        self._start_event, self._start_time = event, time.monotonic()
+        plan = {name: event.plan[name] for name in _PLAN_FIELDS if name in event.plan}
+        metadata = {"metric": event.metric, "config_hash": event.config_hash, "devices": event.devices}
+        self._write("start", {"step": event.step, **plan, **metadata})
 
     @tolerant
     def on_step(self, event: StepLogged) -> None:
         """Write the step's fields of metrics.jsonl, the number of steps of the run, and the remaining seconds."""
-        total = None if self._started is None else self._started.plan.get("total_steps")
-        left = None if total is None else (total - event.step) * event.step_seconds
-        self._write("step", step_record(event) | {"total_steps": total, "eta_seconds": left})
+        total = None if self._start_event is None else self._start_event.plan.get("total_steps")
+        eta_seconds = None if total is None else (total - event.step) * event.step_seconds
+        self._write("step", step_record(event) | {"total_steps": total, "eta_seconds": eta_seconds})
 
     @tolerant
     def on_evaluation(self, event: Evaluated) -> None:
@@ -66,17 +66,21 @@ class JsonProgress:
     def on_end(self, event: RunEnded) -> None:
         """Write the final state of the run and its result."""
         fields: dict[str, Any] = {"state": event.state, "reason": printable(event.reason), "result": event.result}
-        fields["seconds"] = round(time.monotonic() - self._since, 3)
-        tracking = {} if self._started is None else self._started.config.get("tracking") or {}
-        if self._started is not None and tracking.get("mlflow"):
-            fields["mlflow"] = how_to_look(self._started.run_dir, tracking.get("uri"))
+        fields["seconds"] = round(time.monotonic() - self._start_time, 3)
+        tracking = {} if self._start_event is None else self._start_event.config.get("tracking") or {}
+        if self._start_event is not None and tracking.get("mlflow"):
+            fields["mlflow"] = viewing_hint(self._start_event.run_dir, tracking.get("uri"))
         self._write("end", fields)
 
     def _write(self, event: str, fields: Mapping[str, Any]) -> None:
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        own = {"event": event, "time": now, "run_dir": None if self._started is None else str(self._started.run_dir)}
+        base = {
+            "event": event,
+            "time": now,
+            "run_dir": None if self._start_event is None else str(self._start_event.run_dir),
+        }
         stream = self._stream or sys.stdout
         stream.write(
-            encode(masked({**own, **{name: value for name, value in fields.items() if name not in own}})) + "\n"
+            encode(masked({**base, **{name: value for name, value in fields.items() if name not in base}})) + "\n"
         )
         stream.flush()

@@ -60,7 +60,7 @@ def evaluation_values(event: Evaluated, *, is_grouped: bool) -> dict[str, Any]:
     return {evaluation_name(name): value for name, value in record.items()} if is_grouped else record
 
 
-def begins_grouped(folder: Path) -> bool:
+def uses_grouped_names(folder: Path) -> bool:
     """Return True if the metrics in a tracker's folder have grouped names. Marks an empty folder as grouped.
 
     Args:

@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_OF_EVERY_RUN = {
+_COMMON_METRICS = {
     "grad_norm": "gradient norm",
     "lr": "learning rate",
     "tokens_per_second": "tokens/s",
     "samples_per_second": "samples/s",
     "allocator_retries": "allocator retries",
 }
-_ELSEWHERE = {"step", "samples", "tokens", "epoch", "loss", "weight_decay", "global_batch_size", "step_seconds"}
-_ELSEWHERE |= {"tflops", "mfu", "peak_memory_bytes", "reserved_memory_bytes", LOSS}
+_EXCLUDED = {"step", "samples", "tokens", "epoch", "loss", "weight_decay", "global_batch_size", "step_seconds"}
+_EXCLUDED |= {"tflops", "mfu", "peak_memory_bytes", "reserved_memory_bytes", LOSS}
 """Metrics without a panel: they are in other figures, or repeat a curve in another unit."""
 _MOST_PANELS = 12
 _WIDE = 30.0  # ratio of the largest to the smallest gradient norm that makes the axis logarithmic
@@ -42,31 +42,31 @@ def metrics_figure(
     Returns:
         The figure; None if no metric changes.
     """
-    shown = [name for name in _choose(logged, measured) if _changes(logged.get(name), measured.get(_paired(name)))]
-    if not shown:
+    names = [name for name in _choose(logged, measured) if _changes(logged.get(name), measured.get(_counterpart(name)))]
+    if not names:
         return None
-    figure, found = panels(len(shown[:_MOST_PANELS]))
-    for axes, name in zip(found, shown, strict=False):
-        own, held_out = sorted(logged.get(name, {}).items()), sorted(measured.get(_paired(name), {}).items())
-        _draw(axes, name, own, held_out)
-    more = len(shown) - _MOST_PANELS
-    text = run_name if more <= 0 else f"{run_name} ({more} more in metrics.jsonl)"
-    handles = {handle.get_label(): handle for axes in found for handle in axes.get_legend_handles_labels()[0]}
-    kinds = [handle for label, handle in handles.items() if not str(label).startswith("not finite")]
-    head(figure, "Metrics", text, handles=kinds)
+    figure, axes_list = panels(len(names[:_MOST_PANELS]))
+    for axes, name in zip(axes_list, names, strict=False):
+        training, held_out = sorted(logged.get(name, {}).items()), sorted(measured.get(_counterpart(name), {}).items())
+        _draw(axes, name, training, held_out)
+    num_hidden = len(names) - _MOST_PANELS
+    text = run_name if num_hidden <= 0 else f"{run_name} ({num_hidden} more in metrics.jsonl)"
+    handles = {handle.get_label(): handle for axes in axes_list for handle in axes.get_legend_handles_labels()[0]}
+    legend_handles = [handle for label, handle in handles.items() if not str(label).startswith("not finite")]
+    head(figure, "Metrics", text, handles=legend_handles)
     return figure
 
 
 def _choose(logged: Mapping[str, object], measured: Mapping[str, object]) -> list[str]:
     """Return the names of the panels: metrics of every run, other training metrics, evaluation-only metrics."""
-    elsewhere = _ELSEWHERE.union(*(plot.metrics for plot in plots().values()))
-    own = [name for name in logged if name not in _OF_EVERY_RUN and name not in elsewhere and "/" not in name]
-    paired = {_paired(name) for name in own}
-    alone = [name for name in measured if name not in paired and name not in elsewhere]
-    return [*(name for name in _OF_EVERY_RUN if name in logged), *own, *alone]
+    excluded = _EXCLUDED.union(*(plot.metrics for plot in plots().values()))
+    training = [name for name in logged if name not in _COMMON_METRICS and name not in excluded and "/" not in name]
+    counterparts = {_counterpart(name) for name in training}
+    evaluation_only = [name for name in measured if name not in counterparts and name not in excluded]
+    return [*(name for name in _COMMON_METRICS if name in logged), *training, *evaluation_only]
 
 
-def _paired(name: str) -> str:
+def _counterpart(name: str) -> str:
     """Return the evaluation name of a training metric. Evaluation metrics keep their name."""
     return name if name.startswith("val_") else val_metric_name(name)
 
@@ -78,15 +78,15 @@ def _changes(*series: Mapping[int, float] | None) -> bool:
     )
 
 
-def _draw(axes: "Axes", name: str, own: Points, held_out: Points) -> None:
-    axes.set_title(_OF_EVERY_RUN.get(name, name), loc="left", fontsize="medium", parse_math=False)
+def _draw(axes: "Axes", name: str, training: Points, held_out: Points) -> None:
+    axes.set_title(_COMMON_METRICS.get(name, name), loc="left", fontsize="medium", parse_math=False)
     count_steps(axes)
-    if own:
-        draw_series(axes, own)
+    if training:
+        draw_series(axes, training)
     if held_out:
         steps, measured = zip(*held_out, strict=True)
         axes.plot(steps, measured, color=ORANGE, linewidth=1.2, marker="o", markersize=4, label=_HELD_OUT)
-    values = [value for _, value in own]
+    values = [value for _, value in training]
     finite = [value for value in values if math.isfinite(value)]
     if name == "grad_norm" and finite and 0 < min(finite) < max(finite) / _WIDE:
         scale_logarithmically(axes)
@@ -94,5 +94,5 @@ def _draw(axes: "Axes", name: str, own: Points, held_out: Points) -> None:
         fit(axes, values, [value for _, value in held_out])
     if name == "lr":
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    if broken := len(values) - len(finite):
-        axes.set_title(f"{broken} not finite", loc="right", fontsize="medium", color=RED)
+    if num_non_finite := len(values) - len(finite):
+        axes.set_title(f"{num_non_finite} not finite", loc="right", fontsize="medium", color=RED)

@@ -39,17 +39,17 @@ def evaluation_record(event: Evaluated) -> dict[str, Any]:
     return record | {name: value for name, value in event.metrics.items() if name not in record}
 
 
-def read_metrics(path: Path, *, having: str | None = None) -> list[dict[str, Any]]:
+def read_metrics(path: Path, *, field: str | None = None) -> list[dict[str, Any]]:
     """Return the records of a metrics.jsonl in the order of their steps, all of them in memory.
 
     A run that resumed from an earlier step wrote some steps twice; the later record is kept.
 
     Args:
         path: see `iterate_metrics`, also for exceptions.
-        having: see `iterate_metrics`.
+        field: see `iterate_metrics`.
     """
     records: dict[tuple[bool, int], dict[str, Any]] = {}
-    for record in iterate_metrics(path, having=having):
+    for record in iterate_metrics(path, field=field):
         key = (is_evaluation(record), record["step"])
         records.pop(key, None)
         records[key] = record
@@ -61,24 +61,24 @@ def read_curve(path: Path, name: str) -> list[tuple[int, Any]]:
 
     Takes less memory than `read_metrics`, which keeps all fields.
     """
-    found: tuple[dict[int, Any], dict[int, Any]] = ({}, {})
-    for record in iterate_metrics(path, having=name):
+    curves: tuple[dict[int, Any], dict[int, Any]] = ({}, {})
+    for record in iterate_metrics(path, field=name):
         if name in record:
-            found[is_evaluation(record)][record["step"]] = record[name]
-    logged, measured = found
+            curves[is_evaluation(record)][record["step"]] = record[name]
+    logged, measured = curves
     if logged and measured:
-        return [(step, kind[step]) for step in sorted({*logged, *measured}) for kind in found if step in kind]
+        return [(step, curve[step]) for step in sorted({*logged, *measured}) for curve in curves if step in curve]
     return sorted((logged or measured).items(), key=lambda point: point[0])
 
 
 def read_step(path: Path, step: int) -> list[dict[str, Any]]:
     """Return the records of one optimizer step in the order of the file. Other lines are not decoded."""
-    wanted = re.compile(rb'"step":\s*%d\b' % step)
-    return [record for record in iterate_metrics(path, matching=wanted) if record["step"] == step]
+    pattern = re.compile(rb'"step":\s*%d\b' % step)
+    return [record for record in iterate_metrics(path, pattern=pattern) if record["step"] == step]
 
 
 def iterate_metrics(
-    path: Path, *, having: str | None = None, matching: "re.Pattern[bytes] | None" = None
+    path: Path, *, field: str | None = None, pattern: "re.Pattern[bytes] | None" = None
 ) -> Iterator[dict[str, Any]]:
     """Yield the records of a metrics.jsonl in the order of the file, NaN and infinities as floats.
 
@@ -86,19 +86,19 @@ def iterate_metrics(
 
     Args:
         path: the file, or its run directory.
-        having: name of a field; lines without it are skipped without decoding, which is much faster.
-        matching: regular expression; lines that do not match are skipped without decoding.
+        field: name of a field; lines without it are skipped without decoding, which is much faster.
+        pattern: regular expression; lines that do not match are skipped without decoding.
 
     Raises:
         ValueError: if a complete line is not a record.
         OSError: if the path is not a regular file, or cannot be read.
     """
     path = path / METRICS if path.is_dir() else path
-    wanted = b"" if having is None else f'"{having}":'.encode()
+    key = b"" if field is None else f'"{field}":'.encode()
     with open_regular(path, "rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(_LONGEST_LINE), b""), start=1):
-            is_wanted = wanted in line and (matching is None or matching.search(line))
-            if not is_wanted and len(line) < _LONGEST_LINE:
+            is_match = key in line and (pattern is None or pattern.search(line))
+            if not is_match and len(line) < _LONGEST_LINE:
                 continue
             if not line.endswith(b"\n"):
                 if len(line) < _LONGEST_LINE:
@@ -193,8 +193,8 @@ def _cut_after(path: Path, step: int) -> None:
         if all(_is_until(line, step) for line in _bounded_lines(file)):
             return
         file.seek(0)
-        with replaced_atomically(path, durable=True) as kept:
-            kept.writelines(line for line in _bounded_lines(file) if _is_until(line, step))
+        with replaced_atomically(path, durable=True) as output:
+            output.writelines(line for line in _bounded_lines(file) if _is_until(line, step))
 
 
 def _bounded_lines(file: IO[bytes]) -> Iterator[bytes]:

@@ -37,8 +37,8 @@ def norms_figure(logged: Curves, run_name: str = "") -> "Figure | None":
     figure.subplots_adjust(right=0.8)
     _draw(left, "gradient norm, before clipping", gradients)
     _draw(right, "update norm / weight norm", shares)
-    named = _spread(len(blocks), _MOST_NAMES)
-    lines = [left.lines[number] for number in named]
+    indices = _spread(len(blocks), _MOST_NAMES)
+    lines = [left.lines[number] for number in indices]
     legend = figure.legend(handles=lines, loc="center left", bbox_to_anchor=(0.81, 0.5), frameon=False)
     for text in legend.get_texts():
         text.set_parse_math(False)
@@ -58,20 +58,20 @@ def _draw(axes: "Axes", title: str, curves: Curves) -> None:
     colours = colormaps["viridis"]
     axes.set_title(title, loc="left", fontsize="medium")
     count_steps(axes)
-    seen = [value for values in curves.values() for value in values.values() if value > 0 and math.isfinite(value)]
-    is_log = bool(seen) and max(seen) > _WIDE * min(seen)
+    norms = [value for values in curves.values() for value in values.values() if value > 0 and math.isfinite(value)]
+    is_log = bool(norms) and max(norms) > _WIDE * min(norms)
     for number, (block, values) in enumerate(curves.items()):
         steps = sorted(values)
         colour = colours(0.9 * number / max(1, len(curves) - 1))
         marker = "o" if len(steps) <= _FEW_POINTS else ""
-        drawn = [values[step] if values[step] > 0 or not is_log else math.nan for step in steps]  # 0 leaves a gap
-        axes.plot(steps, drawn, color=colour, linewidth=1.4, marker=marker, markersize=3.5, label=block)
+        heights = [values[step] if values[step] > 0 or not is_log else math.nan for step in steps]  # 0 leaves a gap
+        axes.plot(steps, heights, color=colour, linewidth=1.4, marker=marker, markersize=3.5, label=block)
     if is_log:
         scale_logarithmically(axes)
 
 
-def _spread(count: int, most: int) -> Sequence[int]:
-    """Return at most `most` numbers below `count`, evenly spaced, including the first and the last."""
-    if count <= most:
+def _spread(count: int, max_count: int) -> Sequence[int]:
+    """Return at most `max_count` numbers below `count`, evenly spaced, including the first and the last."""
+    if count <= max_count:
         return range(count)
-    return [round(number * (count - 1) / (most - 1)) for number in range(most)]
+    return [round(number * (count - 1) / (max_count - 1)) for number in range(max_count)]

@@ -73,17 +73,17 @@ def blank(size: tuple[float, float], *, bottom: float, top: float) -> "Figure":
 
 def panels(count: int) -> "tuple[Figure, list[Axes]]":
     """Return a figure with several panels, at most three per row. Figures with one or two panels are larger."""
-    across = count if count <= 3 else (2 if count == 4 else 3)
-    down = math.ceil(count / across)
-    scale = 1.5 if count == 1 else (1.22 if across == 2 else 1.0)
-    width = across * _PANEL_INCHES[0] * scale
-    height = down * _PANEL_INCHES[1] * min(scale, 1.15) + _HEADER_INCHES
+    num_columns = count if count <= 3 else (2 if count == 4 else 3)
+    num_rows = math.ceil(count / num_columns)
+    scale = 1.5 if count == 1 else (1.22 if num_columns == 2 else 1.0)
+    width = num_columns * _PANEL_INCHES[0] * scale
+    height = num_rows * _PANEL_INCHES[1] * min(scale, 1.15) + _HEADER_INCHES
     figure = blank((width, height), bottom=0.7 / height, top=1 - _HEADER_INCHES / height)
     figure.subplots_adjust(left=_LEFT_INCHES / width, right=1 - 0.3 / width, wspace=0.22, hspace=0.28)
-    found = [figure.add_subplot(down, across, number) for number in range(1, count + 1)]
-    for axes in found:
+    axes_list = [figure.add_subplot(num_rows, num_columns, number) for number in range(1, count + 1)]
+    for axes in axes_list:
         dress(axes)
-    return figure, found
+    return figure, axes_list
 
 
 def head(figure: "Figure", title: str, below: str = "", *, colour: str = GREY, handles: Sequence[Any] = ()) -> None:
@@ -98,8 +98,8 @@ def head(figure: "Figure", title: str, below: str = "", *, colour: str = GREY, h
     """
     width, height = figure.get_size_inches()
     left, line = 0.3 / width, 0.3 / height
-    longest = int(11.5 * width)
-    text = below if len(below) <= longest else f"{below[: longest - 1]}…"
+    max_length = int(11.5 * width)
+    text = below if len(below) <= max_length else f"{below[: max_length - 1]}…"
     figure.text(left, 1 - line, title, fontsize=14, fontweight="bold", va="center", parse_math=False)
     figure.text(left, 1 - 1.85 * line, text, color=colour, va="center", parse_math=False)
     if handles:
@@ -151,7 +151,7 @@ def step_text(step: float) -> str:
 def legend_above(axes: "Axes") -> None:
     """Place the legend between header and panel, so that it covers no curve. Includes the curves of twin axes."""
     twins = sorted(axes.get_shared_x_axes().get_siblings(axes), key=axes.figure.axes.index)
-    handles = [handle for one in twins for handle in one.get_legend_handles_labels()[0]]
+    handles = [handle for twin in twins for handle in twin.get_legend_handles_labels()[0]]
     if handles:
         axes.legend(
             handles=handles,
@@ -184,19 +184,19 @@ def draw_series(
     """
     steps, values = [step for step, _ in points], [value for _, value in points]
     stride = max(1, math.ceil(len(points) / _MOST_POINTS))
-    shown = sorted({*range(0, len(points), stride), len(points) - 1}) if points else []
-    at, own = [steps[index] for index in shown], [values[index] for index in shown]
+    indices = sorted({*range(0, len(points), stride), len(points) - 1}) if points else []
+    x, y = [steps[index] for index in indices], [values[index] for index in indices]
     if len(points) <= _FEW_POINTS:
-        axes.plot(at, own, color=colour, linewidth=1.8, marker="o", markersize=3.5, label=raw)
+        axes.plot(x, y, color=colour, linewidth=1.8, marker="o", markersize=3.5, label=raw)
     else:
-        axes.plot(at, own, color=colour, alpha=0.3, linewidth=0.8, label=raw)
-        inner = [index for index in shown if _reach(len(points), index) >= _half(len(points)) // 4]
+        axes.plot(x, y, color=colour, alpha=0.3, linewidth=0.8, label=raw)
+        inner = [index for index in indices if _reach(len(points), index) >= _half(len(points)) // 4]
         medians = smoothed(values, inner)
         axes.plot([steps[index] for index in inner], medians, color=colour, linewidth=1.8, label=smooth)
-    if broken := [step for step, value in points if not math.isfinite(value)]:
+    if bad_steps := [step for step, value in points if not math.isfinite(value)]:
         transform = axes.get_xaxis_transform()
-        label = f"not finite: {len(broken)}"
-        axes.plot(broken, [0.02] * len(broken), "x", color=RED, transform=transform, label=label, clip_on=False)
+        label = f"not finite: {len(bad_steps)}"
+        axes.plot(bad_steps, [0.02] * len(bad_steps), "x", color=RED, transform=transform, label=label, clip_on=False)
 
 
 def smoothed(values: Sequence[float], indices: Sequence[int]) -> list[float]:
@@ -207,8 +207,8 @@ def smoothed(values: Sequence[float], indices: Sequence[int]) -> list[float]:
     result = []
     for index in indices:
         reach = _reach(len(values), index)
-        around = [value for value in values[index - reach : index + reach + 1] if math.isfinite(value)]
-        result.append(median(around) if around else math.nan)
+        window = [value for value in values[index - reach : index + reach + 1] if math.isfinite(value)]
+        result.append(median(window) if window else math.nan)
     return result
 
 
@@ -221,7 +221,7 @@ def _reach(count: int, index: int) -> int:
     return min(_half(count), index, count - 1 - index)
 
 
-def fit(axes: "Axes", values: Sequence[float], others: Sequence[float] = ()) -> None:
+def fit(axes: "Axes", values: Sequence[float], references: Sequence[float] = ()) -> None:
     """Choose y-limits that a few spikes cannot flatten, and write how many points lie above them.
 
     With few points, a point counts as a spike only if it is several times as high as the rest.
@@ -229,20 +229,20 @@ def fit(axes: "Axes", values: Sequence[float], others: Sequence[float] = ()) -> 
     Args:
         axes: axes of the panel.
         values: values of a curve in order; the first is always within the limits.
-        others: further values that must be within the limits.
+        references: further values that must be within the limits.
     """
     finite = sorted(value for value in values if math.isfinite(value))
     if not finite:
         return
     first = next(value for value in values if math.isfinite(value))
-    shown = [first, *(value for value in others if math.isfinite(value))]
+    required = [first, *(value for value in references if math.isfinite(value))]
     typical = finite[int(0.98 * (len(finite) - 1))]
-    low, high = min([finite[0], *shown]), max([typical, *shown])
+    low, high = min([finite[0], *required]), max([typical, *required])
     is_rare = len(finite) > _FEW or finite[-1] > _SPIKE * abs(high)
     if is_rare and finite[-1] - low > _SPIKE * (high - low) > 0:
         high += 0.5 * (high - low)
-        above = sum(value > high for value in finite)
-        axes.text(0.01, 0.97, f"{above} above, up to {finite[-1]:.3g}", transform=axes.transAxes, va="top", color=RED)
+        count = sum(value > high for value in finite)
+        axes.text(0.01, 0.97, f"{count} above, up to {finite[-1]:.3g}", transform=axes.transAxes, va="top", color=RED)
     else:
         high = max(high, finite[-1])
     margin = 0.05 * (high - low) or 0.05 * abs(high) or 0.5

@@ -96,15 +96,15 @@ class Plots:
         folder, name = make_folder(self._run_dir / PLOTS), self._name()
         points = sorted(self._logged.get("loss", {}).items())
         held_out = sorted(self._measured.get(LOSS, {}).items())
-        judged = None if self._metric in (None, LOSS) else sorted(self._measured.get(self._metric or "", {}).items())
+        curve = None if self._metric in (None, LOSS) else sorted(self._measured.get(self._metric or "", {}).items())
         pictures: dict[str, Figure | None] = {
             "metrics": metrics_figure(self._logged, self._measured, name),
             "norms": norms_figure(self._logged, name),
         }
-        if points or held_out or judged:
+        if points or held_out or curve:
             pictures["loss"] = losses = loss_figure(points, held_out, self._entropy, name)
-            if judged and self._metric is not None:
-                add_metric(losses, self._metric, judged)
+            if curve and self._metric is not None:
+                add_metric(losses, self._metric, curve)
         for stem, plot in plots().items():
             pictures[stem] = resolve_name(plot.draw)(self._measured, name)
         if self._updates:

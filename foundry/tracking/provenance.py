@@ -29,18 +29,18 @@ def provenance(directory: Path) -> dict[str, str]:
     }
     with suppress(OSError, KeyError):  # a container's user may have no name
         tags["mlflow.user"] = getpass.getuser()
-    for place in (directory, Path(foundry.__file__).parent):
-        if commit := _git(place, "rev-parse", "HEAD"):
-            dirty = bool(_git(place, "status", "--porcelain", "--untracked-files=no"))
+    for folder in (directory, Path(foundry.__file__).parent):
+        if commit := _git(folder, "rev-parse", "HEAD"):
+            dirty = bool(_git(folder, "status", "--porcelain", "--untracked-files=no"))
             tags |= {"git_commit": commit, "git_dirty": str(dirty).lower(), "mlflow.source.git.commit": commit}
             break
     return tags
 
 
-def _git(place: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(place), *arguments]
+def _git(folder: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(folder), *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
     except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+    return process.stdout.strip() if process.returncode == 0 else ""

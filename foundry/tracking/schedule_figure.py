@@ -32,16 +32,16 @@ def schedule_figure(
         ("weight decay", [update.weight_decay for update in updates], "default"),
         ("global batch", [float(update.global_batch_size) for update in updates], "steps-mid"),
     ]
-    drawn = [row for row in rows if row is rows[0] or len(set(row[1])) > 1]
-    constant = [f"{label} {values[0]:g}" for label, values, _ in rows if (label, values, _) not in drawn]
-    height = 4.2 + 1.3 * (len(drawn) - 1)
+    curves = [row for row in rows if row is rows[0] or len(set(row[1])) > 1]
+    constant = [f"{label} {values[0]:g}" for label, values, _ in rows if (label, values, _) not in curves]
+    height = 4.2 + 1.3 * (len(curves) - 1)
     figure = blank((8, height), bottom=0.55 / height, top=1 - 1.05 / height)
     head(figure, "Schedule", ", ".join([*([run_name] if run_name else []), *constant]))
-    heights = (3, 1, 1)[: len(drawn)]
-    grid = figure.subplots(len(drawn), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})
+    heights = (3, 1, 1)[: len(curves)]
+    grid = figure.subplots(len(curves), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})
     figure.subplots_adjust(hspace=0.2)
     panels: list[Axes] = list(grid[:, 0])
-    for axes, (label, values, drawstyle) in zip(panels, drawn, strict=True):
+    for axes, (label, values, drawstyle) in zip(panels, curves, strict=True):
         dress(axes)
         _shade(axes, phases)
         marker = "o" if len(steps) == 1 else None
@@ -69,10 +69,10 @@ def _shade(axes: "Axes", phases: Sequence[Phase]) -> None:
 
 def _name(axes: "Axes", phases: Sequence[Phase]) -> None:
     """Write each phase's name and steps at the top of its area, or beside the title if the area is too narrow."""
-    whole = phases[-1].last_step - phases[0].first_step + 1 if phases else 1
+    num_steps = phases[-1].last_step - phases[0].first_step + 1 if phases else 1
     narrow = list[str]()
     for phase in phases:
-        share = (phase.last_step - phase.first_step + 1) / whole
+        share = (phase.last_step - phase.first_step + 1) / num_steps
         text = f"{phase.name} {phase.first_step}-{phase.last_step}"
         if share > 0.012 * len(text):
             middle = (phase.first_step + phase.last_step) / 2

@@ -30,7 +30,7 @@ class StatusFile:
         self._run_dir = Path(run_dir)
         self._interval = seconds_between_updates
         self._clock = clock
-        self._written = float("-inf")
+        self._write_time = float("-inf")
         self._status: dict[str, Any] = {}
 
     @tolerant
@@ -52,7 +52,7 @@ class StatusFile:
     def on_step(self, event: StepLogged) -> None:
         """Record the current step."""
         self._status["step"] = event.step
-        if self._clock() - self._written >= self._interval:
+        if self._clock() - self._write_time >= self._interval:
             self._write()
 
     @tolerant
@@ -71,10 +71,10 @@ class StatusFile:
             write_result(self._run_dir, event.result)
             self._end(event)
         else:
-            self._end_if_it_can(event)
+            self._try_to_end(event)
 
     @tolerant
-    def _end_if_it_can(self, event: RunEnded) -> None:
+    def _try_to_end(self, event: RunEnded) -> None:
         self._end(event)
 
     def _end(self, event: RunEnded) -> None:
@@ -84,4 +84,4 @@ class StatusFile:
 
     def _write(self, *, durable: bool = False) -> None:
         replace_status(self._run_dir, self._status, durable=durable)
-        self._written = self._clock()
+        self._write_time = self._clock()

@@ -9,7 +9,7 @@ from foundry.config.configured import configured_by
 from foundry.config.schemas.own_trackers import TensorBoard as TensorBoardSettings
 from foundry.core.events import Evaluated, RunEnded, RunStarted, StepLogged
 from foundry.run_dir.redact import masked
-from foundry.tracking.metric_groups import begins_grouped, evaluation_values, step_values
+from foundry.tracking.metric_groups import evaluation_values, step_values, uses_grouped_names
 
 
 class TensorBoard:
@@ -34,7 +34,7 @@ class TensorBoard:
         from tensorboard.plugins.text.summary_v2 import text_pb
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._is_grouped = begins_grouped(self._folder)
+        self._is_grouped = uses_grouped_names(self._folder)
         self._writer = EventFileWriter(str(self._folder), flush_secs=self._flush_seconds)
         self._write(event.step + 1, session_log=SessionLog(status=SessionLog.START))
         text = json.dumps(masked(event.config), indent=2, default=str)

@@ -12,7 +12,7 @@ from foundry.config.configured import configured_by
 from foundry.config.schemas.own_trackers import WandB as WandBSettings
 from foundry.core.events import Evaluated, RunEnded, RunStarted, StepLogged
 from foundry.run_dir.redact import masked
-from foundry.tracking.metric_groups import begins_grouped, evaluation_values, step_values
+from foundry.tracking.metric_groups import evaluation_values, step_values, uses_grouped_names
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class WandB:
             )
             log.warning(message, f"wandb sync {self._run_dir}/wandb/offline-run-*")
             self._mode = "offline"
-        self._is_grouped = begins_grouped(self._run_dir / "wandb")
+        self._is_grouped = uses_grouped_names(self._run_dir / "wandb")
         begin: Any = wandb.init
         self._run = begin(
             project=self.settings.experiment_name,

@@ -102,7 +102,7 @@ def test_accepted_values_have_the_declared_type_and_bounds(setting, value):
         "list": list,
         "dict": dict,
     }
-    kinds["Told"] = str
+    kinds["InstructionChoice"] = str
     assert any(name in text and isinstance(value, kind) for name, kind in kinds.items())
     assert isinstance(value, bool) == (isinstance(value, bool) and "bool" in text)
     if bounds and value is not None:

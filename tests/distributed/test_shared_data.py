@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from support.harness import run_ranks
-from support.toy import FP32, whole
+from support.toy import FP32, full_tensor
 
 from foundry.config.schemas.distributed import DDP, FSDP, Single
 
@@ -97,7 +97,7 @@ def train(world):
         folder=Path(),
     )
     measured, _ = evaluation.measure(0, lambda what: None)
-    weights = [whole(parameter.detach()) for parameter in parallel.inner.parameters()]
+    weights = [full_tensor(parameter.detach()) for parameter in parallel.inner.parameters()]
     logged += [measured["val_loss"], measured["val_absolute"]]
     return positions, logged, [float(value) for weight in weights for value in weight.flatten()]
 

@@ -14,7 +14,7 @@ from support.examples import examples
 
 from foundry.core.errors import ConfigError
 from foundry.launch.claim import check_free, claim, describe_disk_error, run_job
-from foundry.run_dir.marker import MARK, is_ours
+from foundry.run_dir.marker import MARK, is_foundry_folder
 from foundry.run_dir.status import write_status
 
 KEY = "hydra.run.dir"
@@ -42,12 +42,12 @@ CONTENTS = ["", "{}", "[]", "state: finished\n", '{"state": "finished"}', '{"sta
 
 def snapshot(folder):
     """Return mode, modification time and content of each path below a folder."""
-    found = {}
+    entries = {}
     for path in sorted(folder.rglob("*")):
         status = path.lstat()
         content = None if path.is_dir() else path.read_bytes()
-        found[str(path.relative_to(folder))] = (status.st_mode, path.is_dir() or status.st_mtime_ns, content)
-    return found
+        entries[str(path.relative_to(folder))] = (status.st_mode, path.is_dir() or status.st_mtime_ns, content)
+    return entries
 
 
 def write_tree(folder, files):
@@ -95,9 +95,9 @@ def test_release_removes_new_files_and_keeps_files_next_to_the_folder(files, pat
     with TemporaryDirectory() as parent:
         write_tree(Path(parent), files)
         before = snapshot(Path(parent))
-        claimed = claim(str(Path(parent, path)), KEY, output_subdir=".hydra")
-        write_as_hydra(claimed.folder)
-        claimed.release()
+        new_claim = claim(str(Path(parent, path)), KEY, output_subdir=".hydra")
+        write_as_hydra(new_claim.folder)
+        new_claim.release()
         assert snapshot(Path(parent)) == before
 
 
@@ -111,9 +111,9 @@ def test_release_keeps_a_run_and_its_user_files(files):
         write_status(folder, state="stopped", reason="SIGTERM")
         claim(str(folder), KEY)  # the earlier start of the run
         before = snapshot(folder)
-        claimed = claim(str(folder), KEY, output_subdir=".hydra")
+        new_claim = claim(str(folder), KEY, output_subdir=".hydra")
         write_as_hydra(folder)
-        claimed.release()
+        new_claim.release()
         after = snapshot(folder)
         assert set(after) == set(before)
         for name in set(before) - {"foundry.log", MARK, ".lock"}:
@@ -123,17 +123,17 @@ def test_release_keeps_a_run_and_its_user_files(files):
 def test_release_keeps_an_empty_folder_and_empty_parents(tmp_path):
     (tmp_path / "runs" / "empty").mkdir(parents=True)
     for path in ("runs/empty", "runs/new"):
-        claimed = claim(str(tmp_path / path), KEY, output_subdir=".hydra")
-        write_as_hydra(claimed.folder)
-        claimed.release()
+        new_claim = claim(str(tmp_path / path), KEY, output_subdir=".hydra")
+        write_as_hydra(new_claim.folder)
+        new_claim.release()
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["runs", "runs/empty"]
 
 
 def test_release_keeps_files_that_other_programs_wrote_meanwhile(tmp_path):
-    claimed = claim(str(tmp_path / "run"), KEY, output_subdir=".hydra")
-    write_as_hydra(claimed.folder)
+    new_claim = claim(str(tmp_path / "run"), KEY, output_subdir=".hydra")
+    write_as_hydra(new_claim.folder)
     (tmp_path / "run" / "theirs.txt").write_text("kept")
-    claimed.release()
+    new_claim.release()
     assert snapshot(tmp_path).keys() == {"run", "run/theirs.txt"}
 
 
@@ -145,7 +145,7 @@ def test_check_free_accepts_an_existing_run_and_sweep(tmp_path):
     sweep = {"command": [], "created": "", "launcher": "local", "metric": "val_loss", "direction": "min", "jobs": []}
     write_tree(tmp_path, {"sweep/sweep.json": (json.dumps(sweep), 0o644)})
     for name in ("killed at once", "run", "sweep"):
-        assert is_ours(tmp_path / name)
+        assert is_foundry_folder(tmp_path / name)
         assert check_free(str(tmp_path / name), KEY) == tmp_path / name
 
 

@@ -23,25 +23,25 @@ def steps(run_dir):
     return [line["step"] for line in read_metrics(run_dir) if "loss" in line]
 
 
-def cut(cores=8, gpus=0, nproc=1, num_jobs=100, **settings):
+def divided_shares(cores=8, gpus=0, nproc=1, num_jobs=100, **settings):
     shares = divide(Local(**settings), nproc, range(cores), [str(number) for number in range(gpus)], num_jobs)
     return [(share.cores, share.gpus) for share in shares]
 
 
 def test_divide_splits_cores_among_jobs():
-    assert cut(cores=8, n_jobs=2) == [((0, 1, 2, 3), ()), ((4, 5, 6, 7), ())]
-    assert len(cut(cores=8)) == 2
-    assert len(cut(cores=8, cores_per_job=1)) == 8
-    assert len(cut(cores=8, cores_per_job=1, nproc=3)) == 2
-    assert cut(cores=2) == [((0, 1), ())]
-    assert cut(cores=2, n_jobs=3) == [((), ())] * 3
+    assert divided_shares(cores=8, n_jobs=2) == [((0, 1, 2, 3), ()), ((4, 5, 6, 7), ())]
+    assert len(divided_shares(cores=8)) == 2
+    assert len(divided_shares(cores=8, cores_per_job=1)) == 8
+    assert len(divided_shares(cores=8, cores_per_job=1, nproc=3)) == 2
+    assert divided_shares(cores=2) == [((0, 1), ())]
+    assert divided_shares(cores=2, n_jobs=3) == [((), ())] * 3
 
 
 def test_divide_splits_gpus_among_jobs():
-    assert [gpus for _, gpus in cut(gpus=4)] == [("0",), ("1",), ("2",), ("3",)]
-    assert [gpus for _, gpus in cut(gpus=4, nproc=2)] == [("0", "1"), ("2", "3")]
-    assert [gpus for _, gpus in cut(gpus=4, num_jobs=1)] == [("0", "1", "2", "3")]
-    assert [gpus for _, gpus in cut(gpus=2, n_jobs=4)] == [("0",), ("1",), ("0",), ("1",)]
+    assert [gpus for _, gpus in divided_shares(gpus=4)] == [("0",), ("1",), ("2",), ("3",)]
+    assert [gpus for _, gpus in divided_shares(gpus=4, nproc=2)] == [("0", "1"), ("2", "3")]
+    assert [gpus for _, gpus in divided_shares(gpus=4, num_jobs=1)] == [("0", "1", "2", "3")]
+    assert [gpus for _, gpus in divided_shares(gpus=2, n_jobs=4)] == [("0",), ("1",), ("0",), ("1",)]
 
 
 def test_visible_gpus_follow_cuda_visible_devices(monkeypatch):

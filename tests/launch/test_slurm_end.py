@@ -24,7 +24,7 @@ def submitted(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("found", "state", "reason"),
+    ("job", "state", "reason"),
     [
         (QueuedJob("TIMEOUT", "TimeLimit"), "failed", "Slurm: TIMEOUT (reason TimeLimit)"),
         (QueuedJob("NODE_FAIL", nodes="n1"), "lost", "Slurm: NODE_FAIL (on n1)"),
@@ -32,9 +32,9 @@ def submitted(tmp_path):
         (None, "lost", "Slurm no longer knows job 7; it recorded no end"),
     ],
 )
-def test_settle_records_the_state_that_slurm_reports(tmp_path, found, state, reason):
+def test_settle_records_the_state_that_slurm_reports(tmp_path, job, state, reason):
     write_status(tmp_path, state="running", reason="", step=7)
-    settle(tmp_path, "7", found)
+    settle(tmp_path, "7", job)
     status = read_status(tmp_path)
     assert (status["state"], status["reason"], status["step"]) == (state, reason, 7)
 
@@ -51,9 +51,9 @@ def test_settle_keeps_the_state_that_the_job_recorded(tmp_path):
     write_status(tmp_path, state="finished", reason="")
     settle(tmp_path, "7", QueuedJob("FAILED", exit_code="1:0"))
     assert read_status(tmp_path)["state"] == "finished"
-    for found, reason in (("FAILED", "SIGTERM"), ("CANCELLED", "SIGTERM; Slurm: CANCELLED")):
+    for slurm_state, reason in (("FAILED", "SIGTERM"), ("CANCELLED", "SIGTERM; Slurm: CANCELLED")):
         write_status(tmp_path, state="stopped", reason="SIGTERM")
-        settle(tmp_path, "7", QueuedJob(found))
+        settle(tmp_path, "7", QueuedJob(slurm_state))
         assert read_status(tmp_path)["reason"] == reason
 
 

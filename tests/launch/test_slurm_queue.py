@@ -28,12 +28,12 @@ def commands(tmp_path, monkeypatch):
 
 def test_query_reads_array_tasks_from_scontrol(commands):
     commands(scontrol=f"cat <<'EOF'\n{ARRAY}EOF")
-    found = query(["31_0", "31_1", "31_2", "31_3", "31_4", "31_5"])
-    assert sorted(found) == ["31_0", "31_1", "31_2", "31_3", "31_5"]
-    assert found["31_1"] == QueuedJob("RUNNING", "", "0:0", "n2")
-    assert found["31_5"].is_waiting
-    assert found["31_0"].has_ended
-    assert str(found["31_0"]) == "Slurm: OUT_OF_MEMORY (exit code 0:125, reason OutOfMemory, on n1)"
+    jobs = query(["31_0", "31_1", "31_2", "31_3", "31_4", "31_5"])
+    assert sorted(jobs) == ["31_0", "31_1", "31_2", "31_3", "31_5"]
+    assert jobs["31_1"] == QueuedJob("RUNNING", "", "0:0", "n2")
+    assert jobs["31_5"].is_waiting
+    assert jobs["31_0"].has_ended
+    assert str(jobs["31_0"]) == "Slurm: OUT_OF_MEMORY (exit code 0:125, reason OutOfMemory, on n1)"
 
 
 def test_query_falls_back_to_sacct_for_forgotten_jobs(commands):

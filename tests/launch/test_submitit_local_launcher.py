@@ -38,13 +38,13 @@ def composed(*overrides):
 
 def tasks(folder):
     """Return the process ids of submitit tasks whose job files are in a folder."""
-    found = []
+    pids = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             command = (process / "cmdline").read_bytes().split(b"\0")
             if b"submitit.core._submit" in command and any(str(folder).encode() in word for word in command):
-                found.append(int(process.name))
-    return found
+                pids.append(int(process.name))
+    return pids
 
 
 def shards(run_dir):
@@ -57,10 +57,12 @@ def test_submitit_local_tasks_are_ranks(tmp_path, monkeypatch):
         from foundry.run_dir.result import write_result
         from foundry.run_dir.status import write_status
 
-        found = detect()
-        (run_dir / f"rank {found.rank}").write_text(f"{found.launcher} {found.local_rank} {found.master_port}")
-        if found.rank == 0:
-            write_result(run_dir, {"metric": found.world_size})
+        environment = detect()
+        (run_dir / f"rank {environment.rank}").write_text(
+            f"{environment.launcher} {environment.local_rank} {environment.master_port}"
+        )
+        if environment.rank == 0:
+            write_result(run_dir, {"metric": environment.world_size})
             write_status(run_dir, state="finished")
         return 0
 

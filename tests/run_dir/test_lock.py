@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from foundry.run_dir.lock import LOCK, RunDirectoryLostError, check_ours, is_held, lock
+from foundry.run_dir.lock import LOCK, RunDirectoryLostError, check_locked, is_held, lock
 
 LOOK = "import sys, pathlib, foundry.run_dir.lock as it; print(it.is_held(pathlib.Path(sys.argv[1])))"
 
@@ -28,8 +28,8 @@ def held_by_another_process(run_dir):
 
 
 def seen_by_another_process(run_dir):
-    done = subprocess.run([sys.executable, "-c", LOOK, str(run_dir)], capture_output=True, text=True, check=True)
-    return done.stdout.strip()
+    process = subprocess.run([sys.executable, "-c", LOOK, str(run_dir)], capture_output=True, text=True, check=True)
+    return process.stdout.strip()
 
 
 def test_is_held_reports_acquisition_and_release_to_other_processes(tmp_path):
@@ -89,32 +89,32 @@ LOST = [shutil.rmtree, moved, made_anew, replaced_by_another_run, replaced_by_a_
 
 
 @pytest.mark.parametrize("lose", LOST)
-def test_check_ours_detects_a_lost_run_directory(tmp_path, lose):
+def test_check_locked_detects_a_lost_run_directory(tmp_path, lose):
     run_dir = tmp_path / "run"
     with ExitStack() as stack:
         assert lock(run_dir, stack)
-        check_ours(run_dir)
+        check_locked(run_dir)
         lose(run_dir)
         with pytest.raises(RunDirectoryLostError, match=f"^{run_dir} was deleted, moved or replaced"):
-            check_ours(run_dir)
+            check_locked(run_dir)
 
 
-def test_check_ours_accepts_a_moved_and_linked_run_directory(tmp_path):
+def test_check_locked_accepts_a_moved_and_linked_run_directory(tmp_path):
     run_dir = tmp_path / "run"
     with ExitStack() as stack:
         assert lock(run_dir, stack)
         run_dir.symlink_to(moved(run_dir))
-        check_ours(run_dir)
+        check_locked(run_dir)
 
 
-def test_check_ours_works_without_file_system_locks(tmp_path, monkeypatch):
+def test_check_locked_works_without_file_system_locks(tmp_path, monkeypatch):
     def refuse(*args):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "lockf", refuse)
     with ExitStack() as stack:
         assert lock(tmp_path, stack)
-        check_ours(tmp_path)
+        check_locked(tmp_path)
         (tmp_path / LOCK).unlink()
         with pytest.raises(RunDirectoryLostError):
-            check_ours(tmp_path)
+            check_locked(tmp_path)

@@ -21,8 +21,8 @@ def test_positions_include_only_recently_written_ranks(tmp_path):
     written = (tmp_path / "stacks" / "rank-00000.txt").stat().st_mtime
     os.utime(tmp_path / "stacks" / "rank-00001.txt", (written - 9, written - 9))
     os.utime(tmp_path / "stacks" / "rank-00002.txt", (written - 11, written - 11))  # written before a restart
-    found = read_positions(tmp_path, 0, 5, seconds=10.0)
-    assert found == {0: (5, "training"), 1: (6, "reading samples")}
+    positions = read_positions(tmp_path, 0, 5, seconds=10.0)
+    assert positions == {0: (5, "training"), 1: (6, "reading samples")}
 
 
 @pytest.mark.parametrize("is_there", [True, False])

@@ -78,7 +78,7 @@ def test_new_paths_and_earlier_outputs_are_accepted(home):
     (run / "eval.json").write_text(earlier.read_text())
     known = has_keys("checkpoint")
     assert refusal(earlier, is_earlier=known) is None
-    assert refusal(run / "eval.json", own="eval.json", is_earlier=known) is None
+    assert refusal(run / "eval.json", own_output="eval.json", is_earlier=known) is None
     assert refusal(run / "eval.json") is not None
     assert refusal(run / "mine.json") is refusal(run / "plots" / "mine.png") is None
     assert folder_refusal(run / "exported") is folder_refusal(home / "new") is None

@@ -20,7 +20,7 @@ OWN_MODEL = "model=with_key"
 def own_model(monkeypatch):
     """A model option with secret settings, and environment variables that hold secrets."""
     install()
-    monkeypatch.setattr(redact, "_known", {})
+    monkeypatch.setattr(redact, "_secrets", {})
     configure.cache_clear()  # composition registers the secrets
     node = {
         "_target_": "builtins.dict",

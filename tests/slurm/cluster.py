@@ -81,8 +81,10 @@ class Cluster:
         self.environment, self.cwd, self.drivers = environment, cwd, []
 
     def ask(self, *command):
-        done = subprocess.run(command, env=self.environment, cwd=self.cwd, capture_output=True, text=True, check=False)
-        return done.stdout
+        process = subprocess.run(
+            command, env=self.environment, cwd=self.cwd, capture_output=True, text=True, check=False
+        )
+        return process.stdout
 
     def sweep(self, *overrides):
         """Start a sweep whose output goes into said.txt."""
@@ -103,8 +105,8 @@ class Cluster:
 
     def _command(self, *overrides):
         flags = [word for word in overrides if word.startswith("-")]
-        others = [word for word in overrides if word not in flags]
-        return [sys.executable, "-m", "foundry", "-m", *flags, *TINY, *others]
+        settings = [word for word in overrides if word not in flags]
+        return [sys.executable, "-m", "foundry", "-m", *flags, *TINY, *settings]
 
     def own_objective(self, *, slow=True):
         """Write an objective that takes 0.3 s while the file `slow` exists; rank 1 of job n fails if `raise`n exists.
@@ -123,10 +125,10 @@ class Cluster:
     def report(self, sweep="s"):
         """Return the output of the report and its exit code."""
         command = [sys.executable, "-m", "foundry.report", f"dir={sweep}", "picture=false"]
-        done = subprocess.run(
+        process = subprocess.run(
             command, env=self.environment, cwd=self.cwd, capture_output=True, text=True, timeout=300, check=False
         )
-        return done.stdout, done.returncode
+        return process.stdout, process.returncode
 
     def mlflow_runs(self):
         """Return name and status of each run in the folder's MLflow database."""
@@ -188,8 +190,8 @@ def weights(run_dir):
     }
 
 
-def assert_same_weights(one, other):
-    one, other = weights(one), weights(other)
-    assert one.keys() == other.keys()
-    assert len(one) > 10
-    assert [name for name in one if not one[name].equal(other[name])] == []
+def assert_same_weights(first, second):
+    first, second = weights(first), weights(second)
+    assert first.keys() == second.keys()
+    assert len(first) > 10
+    assert [name for name in first if not first[name].equal(second[name])] == []

@@ -87,8 +87,8 @@ def slurm(tmp_path_factory, worker_id):
 def _name_nodes(host):
     """Add the host and both nodes to /etc/hosts, since Slurm and torch look hosts up by name."""
     hosts = Path("/etc/hosts")
-    known = hosts.read_text().split()
-    missing = [name for name in (host, "n1", "n2") if name not in known]
+    names = hosts.read_text().split()
+    missing = [name for name in (host, "n1", "n2") if name not in names]
     with hosts.open("a") as file:
         file.writelines(f"127.0.0.1 {name}\n" for name in missing)
 
@@ -98,13 +98,13 @@ def _neighbouring_ports(candidates):
     for first in candidates:
         sockets = [socket.socket() for _ in range(3)]
         try:
-            for offset, one in enumerate(sockets):
-                one.bind(("127.0.0.1", first + offset))
+            for offset, listener in enumerate(sockets):
+                listener.bind(("127.0.0.1", first + offset))
         except OSError:
             continue
         finally:
-            for one in sockets:
-                one.close()
+            for listener in sockets:
+                listener.close()
         return first, first + 1, first + 2
     raise AssertionError("no free ports")
 

@@ -12,11 +12,11 @@ def built_once(name, build, cache, tmp_path_factory):
     """
     original = cache.parent / "built" / name
     original.parent.mkdir(exist_ok=True)
-    done = original.with_suffix(".done")
+    marker = original.with_suffix(".done")
     with FileLock(original.with_suffix(".lock")):
-        if not done.exists():
+        if not marker.exists():
             shutil.rmtree(original, ignore_errors=True)
             original.mkdir()
             build(original)
-            done.touch()
+            marker.touch()
     return shutil.copytree(original, tmp_path_factory.mktemp(name) / name, symlinks=True)

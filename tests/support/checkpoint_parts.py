@@ -57,10 +57,10 @@ def stepped(model, optimizer, steps=3):
     return optimizer
 
 
-def assert_same(one, other):
-    assert one.keys() == other.keys()
-    for name in one:
-        assert torch.equal(one[name], other[name]), name
+def assert_same(first, second):
+    assert first.keys() == second.keys()
+    for name in first:
+        assert torch.equal(first[name], second[name]), name
 
 
 def rewrite_manifest(folder, **changes):

@@ -11,7 +11,7 @@ from foundry.parallel.precision import PrecisionPolicy
 from foundry.parallel.process_group import World
 
 
-def run_context(*, config=None, world=None, data=None, judge=None, seed=0, per_gpu_batch_size=4, **others):
+def run_context(*, config=None, world=None, data=None, judge=None, seed=0, per_gpu_batch_size=4, **fields):
     """Return the context of a run in fp32; `world` defaults to a single process."""
     hparams = SimpleNamespace(seed=seed, per_gpu_batch_size=per_gpu_batch_size)
     return RunContext(
@@ -22,10 +22,10 @@ def run_context(*, config=None, world=None, data=None, judge=None, seed=0, per_g
         data=data,
         judge=judge,
         run_dir=Path(),
-        **others,
+        **fields,
     )
 
 
-def evaluation_context(folder=Path(), *, step=0, **others):
+def evaluation_context(folder=Path(), *, step=0, **fields):
     """Return the context of an evaluation that writes to `folder`; other arguments as for `run_context`."""
-    return EvaluationContext.of(run_context(**others), step=step, folder=folder)
+    return EvaluationContext.of(run_context(**fields), step=step, folder=folder)

@@ -7,7 +7,7 @@ from foundry.core.protocols import LossSum
 from foundry.objectives.next_token import NextToken
 from foundry.training.step import TrainStep
 
-kept = []
+tensors = []
 
 
 def read_the_loss():
@@ -38,7 +38,7 @@ def keep_a_whole_model():
 
     def keeping(self, window, lr, number, **options):
         num_weights = sum(parameter.numel() for parameter in self._parameters)
-        kept.append(torch.empty(num_weights, device=self._world.device))
+        tensors.append(torch.empty(num_weights, device=self._world.device))
         return step(self, window, lr, number, **options)
 
     TrainStep.__call__ = keeping

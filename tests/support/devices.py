@@ -33,9 +33,9 @@ class Operations(TorchDispatchMode):
         self.seen = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        found = function(*args, **(kwargs or {}))
-        self.seen.append((function.name(), getattr(found, "dtype", None)))
-        return found
+        output = function(*args, **(kwargs or {}))
+        self.seen.append((function.name(), getattr(output, "dtype", None)))
+        return output
 
     @property
     def names(self):

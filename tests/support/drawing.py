@@ -16,6 +16,8 @@ def reason_not_to_draw() -> str | None:
     foundry's code, so that a defect of foundry fails the tests instead of skipping them.
     """
     environment = {"MUJOCO_GL": "egl", **os.environ}
-    done = subprocess.run([sys.executable, "-c", _DRAW], env=environment, capture_output=True, text=True, check=False)
-    errors = [line for line in done.stderr.splitlines() if "Error: " in line]
-    return None if done.returncode == 0 else (errors or ["MuJoCo does not draw"])[0]
+    process = subprocess.run(
+        [sys.executable, "-c", _DRAW], env=environment, capture_output=True, text=True, check=False
+    )
+    errors = [line for line in process.stderr.splitlines() if "Error: " in line]
+    return None if process.returncode == 0 else (errors or ["MuJoCo does not draw"])[0]

@@ -184,9 +184,9 @@ def _restored_state():
     for number, handler in handlers.items():
         signal.signal(number, handler)
     for logger in _loggers():
-        level, own = loggers.get(logger, (logging.NOTSET, []))
+        level, handlers_before = loggers.get(logger, (logging.NOTSET, []))
         logger.setLevel(level)
-        logger.handlers[:] = own
+        logger.handlers[:] = handlers_before
     _forget_groups()
 
 
@@ -214,9 +214,9 @@ def _forget_groups():
 
 def count_collectives(function):
     """Call `function()` and count the collectives that reach a process group, by the name of the c10d operator."""
-    with recorded_collectives() as sent:
+    with recorded_collectives() as operations:
         function()
-    return dict(Counter(name for name, _ in sent))
+    return dict(Counter(name for name, _ in operations))
 
 
 @contextmanager
@@ -226,14 +226,14 @@ def recorded_collectives():
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
-    sent = []
+    operations = []
 
     class Record(TorchDispatchMode):
         def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
             if operator.namespace == "c10d":
-                *_, given = (leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
-                sent.append((operator.name().removeprefix("c10d::").strip("_"), given.dtype))
+                *_, tensor = (leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
+                operations.append((operator.name().removeprefix("c10d::").strip("_"), tensor.dtype))
             return operator(*args, **(kwargs or {}))
 
     with Record():
-        yield sent
+        yield operations

@@ -105,10 +105,10 @@ def _components(below: dict[str, set[str]]) -> list[frozenset[str]]:
 
 
 def _reach(room: str, below: dict[str, set[str]]) -> set[str]:
-    seen, left = set[str](), [room]
-    while left:
-        for low in below[left.pop()]:
+    seen, queue = set[str](), [room]
+    while queue:
+        for low in below[queue.pop()]:
             if low not in seen:
                 seen.add(low)
-                left.append(low)
+                queue.append(low)
     return seen

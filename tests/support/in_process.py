@@ -62,10 +62,10 @@ class Commands:
                 os.environ.update(environment)
                 os.chdir(self.cwd)
                 sys.argv = [module, *overrides]
-                own = [
+                entries = [
                     str(Path(path).absolute()) for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path
                 ]
-                sys.path[:0] = own if environment.get("PYTHONSAFEPATH") else [str(Path.cwd()), *own]
+                sys.path[:0] = entries if environment.get("PYTHONSAFEPATH") else [str(Path.cwd()), *entries]
                 importlib.invalidate_caches()
                 ended = _run(module)
             out, err = _text(stdout), _text(stderr)
@@ -101,9 +101,9 @@ def _captured(*files):
     with contextlib.ExitStack() as stack:
         for number, stream, file in zip((1, 2), (sys.stdout, sys.stderr), files, strict=True):
             stream.flush()
-            kept = os.dup(number)
-            stack.callback(os.close, kept)
-            stack.callback(os.dup2, kept, number)
+            descriptor = os.dup(number)
+            stack.callback(os.close, descriptor)
+            stack.callback(os.dup2, descriptor, number)
             os.dup2(file.fileno(), number)
         stack.enter_context(contextlib.redirect_stdout(files[0]))
         stack.enter_context(contextlib.redirect_stderr(files[1]))
@@ -165,18 +165,18 @@ def _hydra():
 
 
 def _python():
-    cwd, environment, secrets = Path.cwd(), dict(os.environ), dict(redact._known)
+    cwd, environment, secrets = Path.cwd(), dict(os.environ), dict(redact._secrets)
     arguments, path = list(sys.argv), list(sys.path)
-    shown = warnings.catch_warnings()
-    shown.__enter__()
+    catcher = warnings.catch_warnings()
+    catcher.__enter__()
 
     def restore():
-        shown.__exit__(None, None, None)
+        catcher.__exit__(None, None, None)
         os.chdir(cwd)
         os.environ.clear()
         os.environ.update(environment)
-        redact._known.clear()
-        redact._known.update(secrets)
+        redact._secrets.clear()
+        redact._secrets.update(secrets)
         sys.argv[:], sys.path[:] = arguments, path
 
     return restore

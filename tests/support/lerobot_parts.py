@@ -65,10 +65,10 @@ def write_by_hand(folder, *, kind=None, change_info=None):
     files = [(0, 0, (0, 1)), (1, 3, (2, 3))]
     table, rows = pa.table(columns), []
     for chunk, file, members in files:
-        own = np.flatnonzero(np.isin(episode, members))
-        _write(table.take(own[::-1]), folder / f"data/chunk-{chunk:03d}/file-{file:03d}.parquet", row_group_size=2)
+        indices = np.flatnonzero(np.isin(episode, members))
+        _write(table.take(indices[::-1]), folder / f"data/chunk-{chunk:03d}/file-{file:03d}.parquet", row_group_size=2)
         if kind == "video":
-            _write_video(pictures[own], folder / f"videos/{CAMERA}/chunk-{chunk:03d}/file-{file:03d}.mp4")
+            _write_video(pictures[indices], folder / f"videos/{CAMERA}/chunk-{chunk:03d}/file-{file:03d}.mp4")
         for number in members:
             place = {"chunk_index": chunk, "file_index": file}
             row = {"episode_index": number, "tasks": [f"task {number % 2}"], "length": LENGTHS[number]}

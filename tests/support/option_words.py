@@ -49,10 +49,10 @@ FREE = ("checkpoint", "device", "distributed", "guard", "optimizer", "precision"
 """Groups whose options compose in any combination."""
 
 
-def free_words(place):
-    """Return overrides that choose the option at index `place` in each free group, modulo the number of options."""
-    chosen = {group: OPTIONS[group][place % len(OPTIONS[group])] for group in FREE}
-    return [word for choice in chosen.items() for word in words_for(*choice)]
+def free_words(index):
+    """Return overrides that choose the option at index `index` in each free group, modulo the number of options."""
+    options = {group: OPTIONS[group][index % len(OPTIONS[group])] for group in FREE}
+    return [word for choice in options.items() for word in words_for(*choice)]
 
 
 def has_no_value(group, option):

@@ -119,10 +119,10 @@ class Wandering:
     action_steps = 2
 
     def __init__(self, seed=1, noise=1.5):
-        self.seed, self.noise, self.asked = seed, noise, []
+        self.seed, self.noise, self.calls = seed, noise, []
 
     def act(self, model, observation, keys):
-        self.asked.append((tuple(observation["state"].shape), keys.tolist()))
+        self.calls.append((tuple(observation["state"].shape), keys.tolist()))
         return model(observation["state"]) + self.noise * keyed_normal(self.seed, keys, (4, 2), stream="act")
 
 

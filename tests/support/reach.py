@@ -33,8 +33,8 @@ class Reach:
 
     def render(self, size):
         picture = np.full((size, size, 3), 255, dtype=np.uint8)
-        for place, colour in ((self._now.goal, (0, 160, 0)), (self._now.point, (200, 0, 0))):
-            column, row = np.clip((place * (0.5, -0.5) + 0.5) * size, 1, size - 2).astype(int)
+        for position, colour in ((self._now.goal, (0, 160, 0)), (self._now.point, (200, 0, 0))):
+            column, row = np.clip((position * (0.5, -0.5) + 0.5) * size, 1, size - 2).astype(int)
             picture[row - 1 : row + 2, column - 1 : column + 2] = colour
         return picture
 
@@ -42,5 +42,5 @@ class Reach:
         pass
 
     def _observe(self):
-        seen = {"state": np.concatenate([self._now.point, self._now.goal]).astype(np.float32)}
-        return seen if self.image_size is None else {**seen, "image": self.render(self.image_size)}
+        observation = {"state": np.concatenate([self._now.point, self._now.goal]).astype(np.float32)}
+        return observation if self.image_size is None else {**observation, "image": self.render(self.image_size)}

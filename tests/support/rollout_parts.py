@@ -58,8 +58,8 @@ def make_source(
 
 def make_student(teacher, **settings):
     """Return an on-policy distillation objective."""
-    own = {"teacher": "teacher", "vocab_size": 280, "max_seq_len": 32, "mode": DistillationMode.on_policy}
-    objective = Distillation(**{**own, **SETTINGS, **settings})
+    defaults = {"teacher": "teacher", "vocab_size": 280, "max_seq_len": 32, "mode": DistillationMode.on_policy}
+    objective = Distillation(**{**defaults, **SETTINGS, **settings})
     objective.compare({"teacher": teacher.requires_grad_(False).eval()})
     return objective
 

@@ -23,12 +23,12 @@ class RunOnce:
     def __init__(self, file: Path) -> None:
         self._file = file
         lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-        self._done = {line.removeprefix("ran ") for line in lines if line.startswith("ran ")}
+        self._completed = {line.removeprefix("ran ") for line in lines if line.startswith("ran ")}
         self._lines: dict[str, str] = {}
 
     def pytest_collection_modifyitems(self, config, items):
-        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in self._done])
-        items[:] = [item for item in items if item.nodeid not in self._done]
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in self._completed])
+        items[:] = [item for item in items if item.nodeid not in self._completed]
         for item in items:
             if not selection.is_all and getattr(item.module, "examples", None) is examples:
                 item.user_properties.append((_PART, True))

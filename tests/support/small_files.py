@@ -24,17 +24,19 @@ def write_small_files(folder: Path) -> None:
     pairs = [{"prompt": f"{n} times 7?", "completion": f"{7 * n}", "answer": f"{7 * n}"} for n in numbers]
     _write_rows(folder / "chats.jsonl", pairs)
     _write_rows(folder / "prompts.jsonl", [{key: row[key] for key in ("prompt", "answer")} for row in pairs])
-    chosen = [
+    preferences = [
         {"prompt": row["prompt"], "chosen": row["answer"], "rejected": f"{row['answer']}0 or so"} for row in pairs
     ]
-    _write_rows(folder / "preferences.jsonl", chosen)
+    _write_rows(folder / "preferences.jsonl", preferences)
     np.tile(np.arange(257, dtype="<u2"), 8).tofile(folder / "tokens.bin")
     for label in ("dark", "light"):
         (folder / "images" / label).mkdir(parents=True)
         for n in range(4):
             (folder / "images" / label / f"{n}.png").write_bytes(_grey_png(16, 10 * n + 200 * (label == "light")))
-    asked = [{"image": f"images/dark/{n % 4}.png", "prompt": "How dark?", "completion": f"{n % 4}"} for n in numbers]
-    _write_rows(folder / "looked.jsonl", asked)
+    questions = [
+        {"image": f"images/dark/{n % 4}.png", "prompt": "How dark?", "completion": f"{n % 4}"} for n in numbers
+    ]
+    _write_rows(folder / "looked.jsonl", questions)
     shutil.copytree(STORED / "lerobot-0.4.4" / "image", folder / "lerobot")
     shutil.copytree(STORED / "run-0.1", folder / "base", symlinks=True)
     config = folder / "base" / "config.yaml"

@@ -43,10 +43,12 @@ class SweepDir:
         """Add a confidence interval of the loss to the evaluations and the result of a finished job."""
         for end, values in zip(("low", "high"), zip(*ends, strict=True), strict=True):
             records = (run_dir / "metrics.jsonl").read_text().splitlines()
-            left = iter(values)
-            made = [json.loads(record) for record in records]
-            made = [one | ({f"val_loss_{end}": next(left)} if "val_loss" in one else {}) for one in made]
-            (run_dir / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in made))
+            losses = iter(values)
+            contents = [json.loads(record) for record in records]
+            contents = [
+                content | ({f"val_loss_{end}": next(losses)} if "val_loss" in content else {}) for content in contents
+            ]
+            (run_dir / "metrics.jsonl").write_text("".join(json.dumps(content) + "\n" for content in contents))
             path = run_dir / "result.json"
             path.write_text(json.dumps(json.loads(path.read_text()) | {f"val_loss_{end}": values[-1]}))
 
@@ -85,7 +87,7 @@ sys.stdin.read()
 
 
 @contextmanager
-def held(run_dir, host=""):
+def hold_lock(run_dir, host=""):
     """Hold the lock of a run directory in another process, as a training run does."""
     run_dir.mkdir(exist_ok=True)
     command = [sys.executable, "-c", _HOLDER, str(run_dir / LOCK), host]

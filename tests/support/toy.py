@@ -85,17 +85,17 @@ def train(parallel, policy, world, *, num_steps=3, num_microbatches=2, clip=0.5)
     for step in range(num_steps):
         optimizer.zero_grad()
         backward_window(parallel, policy, world, step, num_microbatches)
-        grads = {name: whole(parameter.grad) for name, parameter in parallel.inner.named_parameters()}
+        grads = {name: full_tensor(parameter.grad) for name, parameter in parallel.inner.named_parameters()}
         norms.append(clip_grad_norm_(parallel.model.parameters(), clip))
         optimizer.step()
     return grads, torch.stack(norms), whole_parameters(parallel)
 
 
 def whole_parameters(parallel):
-    return {name: whole(parameter.detach()) for name, parameter in parallel.inner.named_parameters()}
+    return {name: full_tensor(parameter.detach()) for name, parameter in parallel.inner.named_parameters()}
 
 
-def whole(tensor):
+def full_tensor(tensor):
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 

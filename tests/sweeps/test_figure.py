@@ -18,7 +18,7 @@ def sweep_dir(tmp_path, events):
     return SweepDir(tmp_path / "sweep", type(events))
 
 
-def drawn(sweep_dir):
+def draw_panels(sweep_dir):
     """Draw the figure, check that it is saved as a PNG, and return its panels."""
     figure = sweep_figure(read_sweep(sweep_dir.folder))
     path = sweep_dir.folder / "report.png"
@@ -48,7 +48,7 @@ def message(axes):
 def test_numeric_parameter_with_a_wide_range_has_a_log_axis(sweep_dir):
     for lr, loss in (("1e-4", 2.5), ("1e-3", 1.5), ("1e-2", 2.0)):
         sweep_dir.job(f"hparams.lr={lr}", losses=(3.0, loss))
-    panel, curves = drawn(sweep_dir)
+    panel, curves = draw_panels(sweep_dir)
     assert (panel.get_xscale(), panel.get_xlabel(), panel.get_ylabel()) == ("log", "lr", "val_loss")
     assert marks(panel, "*") == [(1e-3, 1.5)]
     assert sorted(marks(panel, "o")) == [(1e-4, 2.5), (1e-2, 2.0)]
@@ -61,7 +61,7 @@ def test_numeric_parameter_with_a_wide_range_has_a_log_axis(sweep_dir):
 def test_metric_interval_is_drawn_as_a_vertical_line(sweep_dir):
     for lr, loss in (("1e-3", 1.5), ("2e-3", 2.0)):
         sweep_dir.add_interval(sweep_dir.job(f"hparams.lr={lr}", losses=(3.0, loss)), (2.5, 3.5), (loss - 1, loss + 1))
-    panel, _ = drawn(sweep_dir)
+    panel, _ = draw_panels(sweep_dir)
     lines = [list(line.get_ydata()) for line in panel.lines if len(line.get_xdata()) == 2]
     assert sorted(lines) == [[0.5, 2.5], [1.0, 3.0]]
     low, high = panel.get_ylim()
@@ -72,14 +72,14 @@ def test_metric_interval_is_drawn_as_a_vertical_line(sweep_dir):
 def test_numeric_parameter_with_a_narrow_range_has_a_linear_axis(sweep_dir):
     for lr in ("1e-3", "2e-3", "3e-3"):
         sweep_dir.job(f"hparams.lr={lr}")
-    assert drawn(sweep_dir)[0].get_xscale() == "linear"
+    assert draw_panels(sweep_dir)[0].get_xscale() == "linear"
 
 
 def test_failed_job_is_drawn_as_a_cross_at_the_worst_end(sweep_dir):
     sweep_dir.job("hparams.lr=1", losses=(3.0, 2.0))
     sweep_dir.job("hparams.lr=2", losses=(3.0, 2.2))
     sweep_dir.job("hparams.lr=3", state="failed", losses=(3.0, math.nan))
-    panel, curves = drawn(sweep_dir)
+    panel, curves = draw_panels(sweep_dir)
     ((x, height),) = marks(panel, "x")
     assert x == 3
     assert height > 0.9
@@ -90,7 +90,7 @@ def test_failed_job_is_drawn_as_a_cross_at_the_worst_end(sweep_dir):
 def test_job_with_a_non_finite_metric_is_drawn_as_a_cross(sweep_dir):
     for lr, loss in (("1", 2.0), ("2", 2.5), ("3", math.nan), ("4", math.inf)):
         sweep_dir.job(f"hparams.lr={lr}", losses=(3.0, loss))
-    panel, _ = drawn(sweep_dir)
+    panel, _ = draw_panels(sweep_dir)
     assert [x for x, _ in marks(panel, "x")] == [4, 3] or [x for x, _ in marks(panel, "x")] == [3, 4]
     assert panel.get_xlim()[1] > 4
     legend = [text.get_text() for text in panel.figure.legends[0].get_texts()]
@@ -101,7 +101,7 @@ def test_pruned_jobs_are_hollow_and_do_not_extend_the_axis(sweep_dir):
     for lr in range(1, 4):
         sweep_dir.job(f"hparams.lr={lr}", losses=(3.0, 1.0 + lr / 10))
     sweep_dir.prune(sweep_dir.job("hparams.lr=9", losses=(3.0,)))
-    panel, _ = drawn(sweep_dir)
+    panel, _ = draw_panels(sweep_dir)
     assert panel.get_ylim()[1] < 1.5
     (pruned,) = [line for line in panel.lines if line.get_marker() == "^"]
     assert (list(pruned.get_xdata()), to_hex(pruned.get_markerfacecolor())) == ([9], "#ffffff")
@@ -113,7 +113,7 @@ def test_zipped_keys_share_one_panel(sweep_dir):
         for seed, loss in ((0, 1.0), (1, math.nan)):
             overrides = (f"hparams.lr={lr}", f"hparams.grad_clip_norm={clip}", f"hparams.seed={seed}")
             sweep_dir.job(*overrides, losses=(3.0, loss + float(lr)))
-    panel, curves = drawn(sweep_dir)
+    panel, curves = draw_panels(sweep_dir)
     assert (panel.get_xlabel(), curves.get_xlabel()) == ("lr, grad_clip_norm", "optimizer step")
     assert [label.get_text() for label in panel.get_xticklabels()] == ["0.001, 1", "0.003, 0.5"]
     assert len(marks(panel, "x")) == 2
@@ -122,7 +122,7 @@ def test_zipped_keys_share_one_panel(sweep_dir):
 def test_evenly_spaced_values_with_one_small_value_have_a_linear_axis(sweep_dir):
     for number in (0.001, 0.1, 0.2, 0.3, 0.4):
         sweep_dir.job(f"optimizer.weight_decay={number}")
-    assert drawn(sweep_dir)[0].get_xscale() == "linear"
+    assert draw_panels(sweep_dir)[0].get_xscale() == "linear"
 
 
 def series(axes, kind="series"):
@@ -325,7 +325,7 @@ def test_spread_moves_positions_as_little_as_necessary():
 def test_each_of_two_parameters_has_a_panel(sweep_dir):
     for number in range(6):
         sweep_dir.job(f"hparams.lr={0.1 * number}", f"optimizer.weight_decay={number**2}", losses=(2.0, number + 1.0))
-    assert [axes.get_xlabel() for axes in drawn(sweep_dir)] == ["lr", "weight_decay", "optimizer step"]
+    assert [axes.get_xlabel() for axes in draw_panels(sweep_dir)] == ["lr", "weight_decay", "optimizer step"]
 
 
 def test_categorical_parameter_spreads_its_jobs_side_by_side(sweep_dir):
@@ -335,7 +335,7 @@ def test_categorical_parameter_spreads_its_jobs_side_by_side(sweep_dir):
                 sweep_dir.job(
                     f"optimizer={optimizer}", f"hparams.lr={lr}", f"hparams.seed={seed}", losses=(2.0, lr + seed)
                 )
-    panels = drawn(sweep_dir)
+    panels = draw_panels(sweep_dir)
     assert [axes.get_xlabel() for axes in panels] == ["optimizer", "lr", "optimizer step"]
     assert [label.get_text() for label in panels[0].get_xticklabels()] == ["adamw", "muon"]
     places = sorted(x for x, _ in marks(panels[0], "o") + marks(panels[0], "*"))
@@ -346,21 +346,21 @@ def test_categorical_parameter_spreads_its_jobs_side_by_side(sweep_dir):
 @pytest.mark.parametrize("state", ["finished", "queued", "failed", "stopped"])
 def test_figure_of_a_single_job_is_drawn_in_any_state(sweep_dir, state):
     sweep_dir.job("hparams.lr=1", state=state)
-    (panel,) = drawn(sweep_dir)
+    (panel,) = draw_panels(sweep_dir)
     assert message(panel) == (["no learning curves"] if state == "queued" else ["job 0"])
 
 
 def test_training_loss_is_drawn_before_the_first_evaluation(sweep_dir):
     sweep_dir.job("hparams.lr=1", state="stopped", losses=(3.0,))
     sweep_dir.job("hparams.lr=2", state="queued")
-    assert drawn(sweep_dir)[-1].get_ylabel() == "training loss"
+    assert draw_panels(sweep_dir)[-1].get_ylabel() == "training loss"
 
 
 @pytest.mark.long
 def test_figure_of_many_parameters_limits_its_panels(sweep_dir):
     for number in range(40):
         sweep_dir.job(*(f"group.key_{key}={number * key}" for key in range(1, 12)), losses=(2.0, 1.0 + number))
-    assert len(drawn(sweep_dir)) == 9
+    assert len(draw_panels(sweep_dir)) == 9
 
 
 def test_axis_range_ignores_outliers():

@@ -42,7 +42,7 @@ def as_read(job):
     return replace(job, overrides=())
 
 
-def begun(folder, config_of, jobs):
+def begin_sweep(folder, config_of, jobs):
     manifest = SweepManifest.begin(folder, ["-m", "some=words"], launcher="sequential", **LOSS)
     entries = [placed(k, job, config_of(job)) for k, job in enumerate(jobs)]
     for entry, job in zip(entries, jobs, strict=True):
@@ -53,7 +53,7 @@ def begun(folder, config_of, jobs):
 
 
 def test_manifest_round_trips_through_sweep_json(tmp_path, config_of):
-    manifest = begun(tmp_path, config_of, points("hparams.lr=1e-3,2e-3"))
+    manifest = begin_sweep(tmp_path, config_of, points("hparams.lr=1e-3,2e-3"))
     assert SweepManifest.load(tmp_path) == replace(manifest, jobs=tuple(map(as_read, manifest.jobs)))
     content = json.loads((tmp_path / "sweep.json").read_text())
     assert set(content) == {"command", "created", "launcher", "jobs", "metric", "direction"}
@@ -64,7 +64,7 @@ def test_manifest_round_trips_through_sweep_json(tmp_path, config_of):
 
 
 def test_known_jobs_keep_their_numbers_and_new_jobs_get_the_next(tmp_path, config_of):
-    begun(tmp_path, config_of, points("hparams.lr=1e-3,2e-3"))
+    begin_sweep(tmp_path, config_of, points("hparams.lr=1e-3,2e-3"))
     again = SweepManifest.begin(tmp_path, ["-m", "other=words"], launcher="local", **LOSS)
     assert again.number(points("hparams.lr=5e-4,2e-3,1e-3,4e-3")) == [2, 1, 0, 3]
     assert (again.command, again.launcher) == (("-m", "other=words"), "local")
@@ -72,7 +72,7 @@ def test_known_jobs_keep_their_numbers_and_new_jobs_get_the_next(tmp_path, confi
 
 
 def test_jobs_of_an_earlier_start_stay_in_the_sweep(tmp_path, config_of):
-    manifest = begun(tmp_path, config_of, points("hparams.lr=1e-3,2e-3"))
+    manifest = begin_sweep(tmp_path, config_of, points("hparams.lr=1e-3,2e-3"))
     (job,) = points("hparams.lr=4e-3")
     more = manifest.with_jobs([placed(2, job, config_of(job))])
     assert [entry.index for entry in more.jobs] == [0, 1, 2]
@@ -80,7 +80,7 @@ def test_jobs_of_an_earlier_start_stay_in_the_sweep(tmp_path, config_of):
 
 def test_manifest_refuses_jobs_with_changed_settings(tmp_path, config_of):
     jobs = points("hparams.lr=1e-3,2e-3")
-    manifest = begun(tmp_path, config_of, jobs)
+    manifest = begin_sweep(tmp_path, config_of, jobs)
     configs = [config_of(job) for job in jobs]
     entries = [placed(k, job, config) for k, (job, config) in enumerate(zip(jobs, configs, strict=True))]
     manifest.check(tmp_path, entries, configs)

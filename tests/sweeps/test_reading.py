@@ -3,7 +3,7 @@ import math
 from datetime import UTC, datetime, timedelta
 
 import pytest
-from support.sweep_dirs import SweepDir, held
+from support.sweep_dirs import SweepDir, hold_lock
 
 from foundry.core.errors import ConfigError
 from foundry.sweeps.reading import Which, evaluations, read_sweep
@@ -29,7 +29,7 @@ def test_read_sweep_sorts_best_first_and_failed_last(sweep_dir):
     sweep_dir.job("hparams.lr=3e-3", losses=(3.0, 1.5))
     sweep_dir.job("hparams.lr=4e-3", state="queued")
     sweep_dir.job("hparams.lr=5e-3", losses=(3.0, math.nan))
-    with held(sweep_dir.job("hparams.lr=6e-3", state="running", losses=(1.0,), step=100)):
+    with hold_lock(sweep_dir.job("hparams.lr=6e-3", state="running", losses=(1.0,), step=100)):
         sweep = read_sweep(sweep_dir.folder)
     assert order(sweep) == [
         (2, "finished"), (0, "finished"), (4, "finished"), (5, "running"), (3, "queued"), (1, "failed"),
@@ -52,7 +52,7 @@ def test_read_sweep_sorts_by_direction_maximize(tmp_path, events):
 def test_which_best_compares_the_best_evaluations(sweep_dir):
     sweep_dir.job("a=1", losses=(1.0, 2.0))
     sweep_dir.job("a=2", losses=(1.8, 1.5))
-    with held(sweep_dir.job("a=3", state="running", losses=(2.0, math.nan, 1.2, 1.9), step=80)):
+    with hold_lock(sweep_dir.job("a=3", state="running", losses=(2.0, math.nan, 1.2, 1.9), step=80)):
         last = read_sweep(sweep_dir.folder)
         best = read_sweep(sweep_dir.folder, Which.best)
     assert [(job.index, job.metric) for job in last.jobs] == [(1, 1.5), (0, 2.0), (2, 1.9)]
@@ -119,7 +119,7 @@ def last_sign(run_dir):
 
 def test_running_job_without_a_process_is_lost(sweep_dir):
     run_dir = sweep_dir.job("a=1", state="running")
-    with held(run_dir):
+    with hold_lock(run_dir):
         assert order(read_sweep(sweep_dir.folder)) == [(0, "running")]
     sweep = read_sweep(sweep_dir.folder, now=last_sign(run_dir) + timedelta(minutes=12))
     assert order(sweep) == [(0, "lost")]
@@ -137,15 +137,15 @@ def test_queued_jobs_of_an_ended_sweep_are_not_going(sweep_dir, state):
     sweep_dir.job("a=1")
     run_dir = sweep_dir.job("a=2", state="failed", reason="was")
     change(run_dir, state=state)
-    with held(sweep_dir.folder):
+    with hold_lock(sweep_dir.folder):
         sweep = read_sweep(sweep_dir.folder)
         assert (order(sweep), sweep.is_going) == ([(0, "finished"), (1, state)], True)
     sweep = read_sweep(sweep_dir.folder)
     assert (order(sweep), sweep.is_going, sweep.exit_code) == ([(0, "finished"), (1, state)], False, 3)
     assert sweep.jobs[1].note == "the sweep is not running; the same command resumes it"
-    with held(run_dir):
+    with hold_lock(run_dir):
         assert read_sweep(sweep_dir.folder).is_going  # a job outlives the sweep that started it
-    with held(sweep_dir.folder, host="elsewhere"):
+    with hold_lock(sweep_dir.folder, host="elsewhere"):
         pass
     assert read_sweep(sweep_dir.folder).is_going  # unknown, so assume that it is going
 
@@ -155,7 +155,7 @@ def test_jobs_submitted_to_slurm_are_going_without_the_sweep(tmp_path, events):
     submitted = sweep_dir.job("a=1", state="failed")
     change(submitted, state="queued")
     (submitted / "slurm.json").write_text(json.dumps({"job_id": "31_0", "error_output": "x"}))
-    with held(sweep_dir.folder):
+    with hold_lock(sweep_dir.folder):
         pass
     assert read_sweep(sweep_dir.folder).is_going
     change(sweep_dir.job("a=2", state="failed"), state="queued")  # the sweep died before this submission
@@ -167,7 +167,7 @@ def test_jobs_submitted_to_slurm_are_going_without_the_sweep(tmp_path, events):
 
 
 def test_read_sweep_without_locks_keeps_held_locks(sweep_dir):
-    with held(sweep_dir.job("a=1", state="failed", reason="was")):
+    with hold_lock(sweep_dir.job("a=1", state="failed", reason="was")):
         assert order(read_sweep(sweep_dir.folder, locks=False)) == [(0, "failed")]
         assert order(read_sweep(sweep_dir.folder)) == [(0, "running")]
 
@@ -185,7 +185,7 @@ def test_pruned_job_ranks_behind_complete_jobs(sweep_dir):
 
 def test_silent_job_on_another_machine_stays_running_with_a_note(sweep_dir):
     run_dir = sweep_dir.job("a=1", state="running")
-    with held(run_dir, host="elsewhere"):
+    with hold_lock(run_dir, host="elsewhere"):
         pass
     now = last_sign(run_dir)
     assert read_sweep(sweep_dir.folder, now=now).jobs[0].note == ""
@@ -195,7 +195,7 @@ def test_silent_job_on_another_machine_stays_running_with_a_note(sweep_dir):
 
 
 def test_job_with_a_held_lock_is_running_before_its_status_changes(sweep_dir):
-    with held(sweep_dir.job("a=1", state="queued")), held(sweep_dir.job("a=2", state="failed", reason="was")):
+    with hold_lock(sweep_dir.job("a=1", state="queued")), hold_lock(sweep_dir.job("a=2", state="failed", reason="was")):
         assert [(job.state, job.note) for job in read_sweep(sweep_dir.folder).jobs] == [("running", "")] * 2
 
 
@@ -203,7 +203,7 @@ def test_job_seconds_are_the_time_since_its_start(sweep_dir):
     run_dir = sweep_dir.job("a=1")
     change(run_dir, started="2026-01-01T10:00:00.000+00:00", updated="2026-01-01T11:00:01.000+00:00")
     assert read_sweep(sweep_dir.folder).jobs[0].seconds == 3601.0
-    with held(sweep_dir.job("a=2", state="running")):
+    with hold_lock(sweep_dir.job("a=2", state="running")):
         later = datetime.now(UTC) + timedelta(seconds=100)
         assert read_sweep(sweep_dir.folder, now=later).jobs[1].seconds == pytest.approx(100, abs=5)
     queued = sweep_dir.job("a=3", state="failed")

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from rich.console import Console
-from support.sweep_dirs import SweepDir, held
+from support.sweep_dirs import SweepDir, hold_lock
 
 from foundry.sweeps.parameters import metric_text
 from foundry.sweeps.reading import Which, read_sweep
@@ -21,7 +21,7 @@ def sweep_dir(tmp_path, events):
     return SweepDir(tmp_path / "sweep", type(events))
 
 
-def shown(sweep, **options):
+def render(sweep, **options):
     console = Console(file=io.StringIO(), **options)
     show(sweep, console)
     return console.file.getvalue().splitlines()
@@ -38,7 +38,7 @@ def mixed(sweep_dir):
 
 
 def test_report_to_a_file_has_plain_lines(mixed):
-    lines = shown(read_sweep(mixed))
+    lines = render(read_sweep(mixed))
     assert lines[0].split() == ["job", "lr", "optimizer", "state", "step", "val_loss", "time", "log", "note"]
     assert lines[1].split() == [
         "1",
@@ -66,16 +66,16 @@ def test_report_to_a_file_has_plain_lines(mixed):
 def test_report_shows_intervals_in_a_column(sweep_dir):
     sweep_dir.add_interval(sweep_dir.job("a=1", losses=(0.9, 0.95)), (0.85, 0.95), (0.9, 0.975))
     sweep_dir.job("a=2", losses=(0.9, 0.99))
-    head, first, second, *_ = shown(read_sweep(sweep_dir.folder))
+    head, first, second, *_ = render(read_sweep(sweep_dir.folder))
     assert head.split()[:6] == ["job", "a", "state", "step", "val_loss", "interval"]
     assert "  0.9500  0.9000 to 0.9750  " in first
     assert second.split()[4:6] == ["0.9900", "-"]
-    on_screen = "\n".join(shown(read_sweep(sweep_dir.folder), force_terminal=True, width=200, no_color=True))
+    on_screen = "\n".join(render(read_sweep(sweep_dir.folder), force_terminal=True, width=200, no_color=True))
     assert "0.9000 to 0.9750" in on_screen
 
 
 def test_narrow_terminal_still_shows_values_states_and_errors(mixed):
-    lines = shown(read_sweep(mixed), force_terminal=True, width=80, color_system=None)
+    lines = render(read_sweep(mixed), force_terminal=True, width=80, color_system=None)
     assert max(map(len, lines)) <= 80
     text = " ".join(" ".join(lines).split())
     for message in (
@@ -95,7 +95,7 @@ def test_narrow_terminal_drops_log_paths_first_and_then_cuts_long_values(sweep_d
     for number in range(2):
         sweep_dir.job(*(f"group.a_long_name_{key}={'value_' * 5}{number}" for key in range(2)))
     wide, narrow = (
-        shown(read_sweep(sweep_dir.folder), force_terminal=True, width=width, color_system=None) for width in (160, 80)
+        render(read_sweep(sweep_dir.folder), force_terminal=True, width=width, color_system=None) for width in (160, 80)
     )
     assert [column in wide[2] for column in ("log", "a_long_name_0")] == [True, True]
     assert [column in narrow[2] for column in ("job", "log", "a_long_na", "state", "val_loss", "time")] == [
@@ -108,7 +108,7 @@ def test_report_merges_equal_failures_of_several_jobs(sweep_dir):
     for number in range(10):
         sweep_dir.job(f"a={number}", state="failed", reason="ValueError: as ever")
     sweep_dir.job("a=10", state="failed", reason="KeyError: another")
-    lines = shown(read_sweep(sweep_dir.folder), force_terminal=True, width=300, color_system=None)
+    lines = render(read_sweep(sweep_dir.folder), force_terminal=True, width=300, color_system=None)
     message = [line for line in lines if "Error" in line]
     assert message[0].startswith("jobs 0, 1, 2, 3, 4, 5, 6, 7 and 2 more: ValueError: as ever; ")
     assert message[0].endswith("sweep/0/foundry.log")
@@ -120,7 +120,7 @@ def test_screen_without_scrolling_shows_running_and_best_jobs(sweep_dir):
         sweep_dir.job(f"a={number}", losses=(2.0, 1.0 + number))
     sweep_dir.job("a=60", state="running", losses=(3.0,))
     console = Console(file=io.StringIO(), force_terminal=True, width=80, height=24, color_system=None)
-    with held(sweep_dir.folder / "60"):
+    with hold_lock(sweep_dir.folder / "60"):
         console.print(screen(read_sweep(sweep_dir.folder), console, scrolls=False))
     lines = console.file.getvalue().splitlines()
     assert len(lines) <= 24
@@ -134,7 +134,7 @@ def test_screen_without_scrolling_shows_running_and_best_jobs(sweep_dir):
 def test_report_of_a_search_shortens_numbers_and_counts_pruned_jobs(sweep_dir):
     sweep_dir.job("hparams.lr=0.0012345678901234", "model.num_layers=12")
     sweep_dir.prune(sweep_dir.job("hparams.lr=0.09876543210987654", "model.num_layers=1234567890"))
-    lines = shown(read_sweep(sweep_dir.folder))
+    lines = render(read_sweep(sweep_dir.folder))
     assert lines[1].split()[:3] == ["0", "0.001235", "12"]
     assert lines[2].split()[5] == "2.0000*"
     assert lines[2].endswith("pruned: val_loss 9 at 25% of the run")
@@ -151,7 +151,7 @@ def test_report_names_the_squeue_command_of_slurm_jobs(tmp_path, events):
         run_dir = sweep_dir.job(f"a={number}", state="queued")
         run_dir.mkdir()
         (run_dir / "slurm.json").write_text(json.dumps({"job_id": name}))
-    assert "in Slurm: squeue --jobs=31,40" in shown(read_sweep(sweep_dir.folder))
+    assert "in Slurm: squeue --jobs=31,40" in render(read_sweep(sweep_dir.folder))
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def seeded(sweep_dir):
 
 def test_report_has_mean_and_std_over_seeds(seeded):
     sweep = read_sweep(seeded.folder)
-    lines = shown(sweep)
+    lines = render(sweep)
     assert [line.split() for line in lines[11:15]] == [
         ["lr", "seeds", "mean", "val_loss", "std"],
         ["2e-3", "3/3", "1.7500", "0.2500"],
@@ -175,7 +175,7 @@ def test_report_has_mean_and_std_over_seeds(seeded):
     ]
     assert "best: job 0, val_loss 1.0000, lr=1e-3 seed=0" in lines
     assert "best over seeds: lr=2e-3, val_loss 1.7500 ± 0.2500 of 3 seeds" in lines
-    on_screen = " ".join(" ".join(shown(sweep, force_terminal=True, width=120, color_system=None)).split())
+    on_screen = " ".join(" ".join(render(sweep, force_terminal=True, width=120, color_system=None)).split())
     assert "lr seeds mean val_loss std" in on_screen
     assert "2e-3 3/3 1.7500 0.2500" in on_screen
     content = json.loads(write_json(sweep).read_text())["over_seeds"]
@@ -194,7 +194,7 @@ def test_report_has_mean_and_std_over_seeds(seeded):
 def test_report_has_no_seed_table_without_repeated_seeds(sweep_dir, jobs):
     for overrides in jobs:
         sweep_dir.job(*overrides)
-    text = "\n".join(shown(read_sweep(sweep_dir.folder)))
+    text = "\n".join(render(read_sweep(sweep_dir.folder)))
     assert "std" not in text
     assert "over seeds" not in text
 
@@ -202,27 +202,27 @@ def test_report_has_no_seed_table_without_repeated_seeds(sweep_dir, jobs):
 def test_report_of_a_sweep_over_seeds_only_has_one_mean(sweep_dir):
     for seed, loss in enumerate((1.0, 2.0, 3.0)):
         sweep_dir.job(f"hparams.seed={seed}", losses=(3.0, loss))
-    lines = shown(read_sweep(sweep_dir.folder))
+    lines = render(read_sweep(sweep_dir.folder))
     assert lines[6].split() == ["3/3", "2.0000", "1.0000"]
     assert "best over seeds: val_loss 2.0000 ± 1.0000 of 3 seeds" in lines
 
 
 def test_report_labels_the_metric_as_best_for_which_best(mixed):
-    lines = shown(read_sweep(mixed, Which.best))
+    lines = render(read_sweep(mixed, Which.best))
     assert "best val_loss" in lines[0]
     assert "best: job 1, best val_loss 1.2500, lr=2e-3 optimizer=sgd" in lines
 
 
 def test_report_without_a_result_has_no_repeat_command(sweep_dir):
     sweep_dir.job("a=1", state="queued")
-    assert shown(read_sweep(sweep_dir.folder))[-2:] == ["1 job: 1 queued", "no job has a val_loss yet"]
+    assert render(read_sweep(sweep_dir.folder))[-2:] == ["1 job: 1 queued", "no job has a val_loss yet"]
     sweep_dir.facts["jobs"].clear()
     sweep_dir.job("a=1", state="failed", losses=())
-    assert shown(read_sweep(sweep_dir.folder))[-2:] == ["1 job: 1 failed", "no job has finished"]
+    assert render(read_sweep(sweep_dir.folder))[-2:] == ["1 job: 1 failed", "no job has finished"]
     sweep_dir.facts["jobs"].clear()
     shutil.rmtree(sweep_dir.folder / "0")
     sweep_dir.job("a=1", losses=(math.nan,))
-    assert shown(read_sweep(sweep_dir.folder))[-1] == "no job has a finite val_loss"
+    assert render(read_sweep(sweep_dir.folder))[-1] == "no job has a finite val_loss"
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_report_handles_five_hundred_jobs(sweep_dir):
         entries.append(entries[0] | {"index": number, "dir": str(number), "overrides": [f"hparams.lr={number}"]})
     (sweep_dir.folder / "sweep.json").write_text(json.dumps(sweep_dir.facts | {"jobs": entries}))
     sweep = read_sweep(sweep_dir.folder)
-    lines = shown(sweep)
+    lines = render(sweep)
     write_csv(sweep)
     write_json(sweep)
     assert len(lines) == 504
@@ -270,5 +270,5 @@ def test_report_handles_five_hundred_jobs(sweep_dir):
 
 def test_report_imports_neither_torch_nor_matplotlib():
     code = "import sys, foundry.report; print({'torch', 'matplotlib', 'transformers', 'mlflow'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout == "set()\n"

@@ -92,8 +92,8 @@ def test_invalid_search_space_is_a_one_line_error(overrides, message):
 
 
 def test_bounds_of_a_long_range_are_found_without_enumeration():
-    found = space(f"a=range({10**12})", "b=range(5,0,-2)", "c=range(0,1,0.25)")
-    bounds = [(d.distribution.low, d.distribution.high) for d in found.dimensions]
+    ranges = space(f"a=range({10**12})", "b=range(5,0,-2)", "c=range(0,1,0.25)")
+    bounds = [(d.distribution.low, d.distribution.high) for d in ranges.dimensions]
     assert bounds == [(0, 10**12 - 1), (1, 5), (0.0, 0.75)]
     with pytest.raises(ConfigError, match=r"a: is range\(0,9,0\): has a step of 0"):
         space("a=range(0,9,0)")

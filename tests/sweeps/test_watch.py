@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from rich.console import Console
-from support.sweep_dirs import SweepDir, held
+from support.sweep_dirs import SweepDir, hold_lock
 
 from foundry.sweeps import report as module
 from foundry.sweeps.reading import Which
@@ -75,13 +75,13 @@ def test_watch_in_a_terminal_updates_the_table_until_the_sweep_ends(sweep_dir, m
 def test_watch_does_not_wait_for_a_sweep_without_a_process(sweep_dir):
     sweep_dir.job("hparams.lr=1")
     sweep_dir.job("hparams.lr=2", state="queued")
-    with held(sweep_dir.folder):
+    with hold_lock(sweep_dir.folder):
         pass
     command = [sys.executable, "-m", "foundry.report", f"dir={sweep_dir.folder}", "watch=true", "picture=false"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    assert (done.returncode, done.stderr) == (3, "")
-    assert "job 0 finished" in done.stdout.splitlines()[0]
-    assert "the sweep is not running; the same command resumes it" in done.stdout
+    process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (process.returncode, process.stderr) == (3, "")
+    assert "job 0 finished" in process.stdout.splitlines()[0]
+    assert "the sweep is not running; the same command resumes it" in process.stdout
     assert json.loads((sweep_dir.folder / "report.json").read_text())["is_going"] is False
 
 
@@ -92,7 +92,7 @@ def test_watch_returns_false_after_an_interrupt(sweep_dir, meanwhile):
 
 
 def test_ctrl_c_in_watch_prints_the_state_so_far(sweep_dir):
-    with held(sweep_dir.job("hparams.lr=1", state="running", losses=(1.5,), step=80)):
+    with hold_lock(sweep_dir.job("hparams.lr=1", state="running", losses=(1.5,), step=80)):
         command = [sys.executable, "-m", "foundry.report", f"dir={sweep_dir.folder}", "watch=true", "seconds=60"]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         with subprocess.Popen(command, **pipes) as process:
@@ -134,7 +134,7 @@ def test_report_is_shown_if_its_files_cannot_be_written(sweep_dir):
 )
 def test_report_command_refuses_wrong_options(tmp_path, overrides, message):
     command = [sys.executable, "-m", "foundry.report", *overrides]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(message)
-    assert len(done.stderr.splitlines()) == 1
+    process = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert (process.returncode, process.stdout) == (2, "")
+    assert process.stderr.startswith(message)
+    assert len(process.stderr.splitlines()) == 1

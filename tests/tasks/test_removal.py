@@ -74,9 +74,9 @@ def test_foundry_works_without_the_robots_task(without, cache):
     """Import every module, compose every option, train two steps, and expect a recorded policy to be refused."""
     path = os.pathsep.join([str(without), str(REPOSITORY / "tests")])
     environment = passed_on() | {"PYTHONPATH": path, "FOUNDRY_CACHE": str(cache), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", WITHOUT], cwd=without, env=environment, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
     message = "belongs to the task robots, which is not installed here: model._target_="
-    assert done.stdout.splitlines()[-1].startswith(f"run: policy/config.yaml {message}")
+    assert process.stdout.splitlines()[-1].startswith(f"run: policy/config.yaml {message}")

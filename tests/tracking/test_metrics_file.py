@@ -150,8 +150,8 @@ def test_read_curve_and_read_step_agree_with_read_metrics(tmp_path_factory, reco
     path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
     path.write_text("".join(encode(record) + "\n" for record in records))
     # The later record of a repeated step may lack the field; then the earlier record's value counts.
-    having = read_metrics(path, having=name)
-    assert repr(read_curve(path, name)) == repr([(record["step"], record[name]) for record in having])
+    field = read_metrics(path, field=name)
+    assert repr(read_curve(path, name)) == repr([(record["step"], record[name]) for record in field])
     assert repr(read_step(path, step)) == repr([record for record in iterate_metrics(path) if record["step"] == step])
 
 

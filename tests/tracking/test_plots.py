@@ -273,5 +273,5 @@ def test_observers_import_neither_torch_nor_mlflow_nor_matplotlib():
         "import sys; import foundry.tracking.plots, foundry.tracking.mlflow.tracker, foundry.tracking.status_file;"
         "sys.exit(' '.join({'matplotlib', 'mlflow', 'torch', 'numpy'} & set(sys.modules)) or 0)"
     )
-    done = run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr.strip()) == (0, "")
+    process = run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (process.returncode, process.stderr.strip()) == (0, "")

@@ -50,15 +50,15 @@ def scalars(folder):
 
 
 def test_tensorboard_has_the_scalars_of_metrics_jsonl(tmp_path):
-    done = run(compose([*QUIET, "tracking=tensorboard", "tracking.mlflow=false"]), tmp_path / "run")
+    result = run(compose([*QUIET, "tracking=tensorboard", "tracking.mlflow=false"]), tmp_path / "run")
     written = scalars(tmp_path / "run/tensorboard")
-    records = read_metrics(done.run_dir)
+    records = read_metrics(result.run_dir)
     steps = {record["step"]: record for record in records if "loss" in record}
     assert written["train/loss"] == pytest.approx({step: record["loss"] for step, record in steps.items()})
     assert written["train/lr"] == pytest.approx({step: record["lr"] for step, record in steps.items()})
     held_out = {record["step"]: record["val_loss"] for record in records if "val_loss" in record}
     assert written["val/loss"] == pytest.approx(held_out)
-    assert load_config(done.run_dir).tracking.trackers["tensorboard"]["folder"] == "tensorboard"
+    assert load_config(result.run_dir).tracking.trackers["tensorboard"]["folder"] == "tensorboard"
 
 
 def test_tensorboard_drops_steps_that_a_resumed_run_repeats(tmp_path, events):
@@ -128,21 +128,21 @@ def history(run_dir):
 
     wandb.teardown()  # W&B's writer process may hold unwritten records after the end of a run
     (path,) = run_dir.glob("wandb/offline-run-*/run-*.wandb")
-    found = []
+    records = []
     for data in leveldb_records(path.read_bytes()[7:], offset=7):
         record = wandb_internal_pb2.Record()
         record.ParseFromString(data)
         if record.HasField("history"):
-            found.append({item.key or "/".join(item.nested_key): item.value_json for item in record.history.item})
-    return found
+            records.append({item.key or "/".join(item.nested_key): item.value_json for item in record.history.item})
+    return records
 
 
 @pytest.mark.long
 def test_wandb_records_offline_without_a_key_or_a_connection(tmp_path, nobody):
     words = ["tracking=wandb", "tracking.trackers.wandb.mode=offline", "tracking.experiment_name=tried"]
-    done = run(compose([*QUIET, *words]), tmp_path / "run")
-    logged = {int(record["_step"]): record for record in history(done.run_dir)}
-    for record in read_metrics(done.run_dir):
+    result = run(compose([*QUIET, *words]), tmp_path / "run")
+    logged = {int(record["_step"]): record for record in history(result.run_dir)}
+    for record in read_metrics(result.run_dir):
         for name, grouped in (("loss", "train/loss"), ("val_loss", "val/loss")):
             if name in record:
                 assert float(logged[record["step"]][grouped]) == pytest.approx(record[name])
@@ -162,10 +162,10 @@ def test_wandb_online_without_a_key_records_offline_without_connecting(tmp_path,
 
 def test_own_tracker_outside_foundry_is_called(tmp_path):
     own = ["tracking=none", "+tracking.trackers.csv._target_=owntrackers.Csv", "+tracking.trackers.csv.separator=' '"]
-    done = run(compose([*QUIET, *own]), tmp_path / "run")
+    result = run(compose([*QUIET, *own]), tmp_path / "run")
     lines = (tmp_path / "run/loss.csv").read_text().splitlines()
     assert [int(line.split()[0]) for line in lines] == [1, 2]
-    assert float(lines[-1].split()[1]) == done.result["loss"]
+    assert float(lines[-1].split()[1]) == result.result["loss"]
 
 
 def test_exception_of_a_tracker_is_a_warning(tmp_path, caplog):

@@ -45,7 +45,7 @@ def check_weights(folder: Path, config: Any) -> None:
 def _shards(index: Path) -> list[Any]:
     """Return the files named in an index."""
     try:
-        content = read_object(index.resolve(), needed={"weight_map": dict, "metadata": dict})
+        content = read_object(index.resolve(), required={"weight_map": dict, "metadata": dict})
     except (DamagedFileError, OSError) as error:
         raise ConfigError(Violation("model.path", f"{str(index.parent)!r}: {error}")) from None
     return list({str(name): name for name in content["weight_map"].values()}.values())

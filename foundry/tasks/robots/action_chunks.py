@@ -99,8 +99,8 @@ class DiffusionPolicy(ActionChunks):
         position, device = microbatch["position"].cpu(), actions.device
         num_timesteps = len(self.noise_schedule.alphas_cumprod)
         noise = keyed_normal(self.settings.seed, position, self.chunk, stream="noise", device=device)
-        drawn = keyed_integers(self.settings.seed, position, num_timesteps, stream="timestep", device=device)
-        timesteps = cast(torch.IntTensor, drawn)  # diffusers annotates IntTensor for every integer dtype
+        integers = keyed_integers(self.settings.seed, position, num_timesteps, stream="timestep", device=device)
+        timesteps = cast(torch.IntTensor, integers)  # diffusers annotates IntTensor for every integer dtype
         noisy = self.noise_schedule.add_noise(actions, noise, timesteps)
         target = prediction_target(self.noise_schedule, actions, noise, timesteps)
         return (_ask(model, noisy, timesteps.float(), microbatch) - target).square()
@@ -132,8 +132,8 @@ class FlowPolicy(ActionChunks):
         position, device = microbatch["position"].cpu(), actions.device
         noise = keyed_normal(self.settings.seed, position, self.chunk, stream="noise", device=device)
         times = keyed_uniform(self.settings.seed, position, stream="timestep", device=device)
-        at = times[:, None, None]
-        velocity = _ask(model, (1 - at) * noise + at * actions, times * _FLOW_TIMES, microbatch)
+        t = times[:, None, None]
+        velocity = _ask(model, (1 - t) * noise + t * actions, times * _FLOW_TIMES, microbatch)
         return (velocity - (actions - noise)).square()
 
     def _draw(self, model: nn.Module, observation: Mapping[str, Any], keys: Tensor) -> Tensor:
@@ -171,8 +171,8 @@ class ActionRegression(ActionChunks):
 def _ask(model: nn.Module, actions: Tensor, times: Tensor, observation: Mapping[str, Any]) -> Tensor:
     """Return the model's prediction, (batch, horizon, action_dim) float32."""
     images = (observation["images"],) if "images" in observation else ()
-    named = {name: observation[name] for name in ("instruction", "observed") if name in observation}
-    return cast(Tensor, model(actions, times, observation["state"], *images, **named)).float()
+    keywords = {name: observation[name] for name in ("instruction", "observed") if name in observation}
+    return cast(Tensor, model(actions, times, observation["state"], *images, **keywords)).float()
 
 
 def _observed(model: nn.Module, observation: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -180,5 +180,5 @@ def _observed(model: nn.Module, observation: Mapping[str, Any]) -> Mapping[str, 
     observe: Callable[..., Any] | None = getattr(model, "observe", None)
     if observe is None:
         return observation
-    seen = {name: observation[name] for name in ("state", "images", "instruction") if name in observation}
-    return {**observation, "observed": observe(**seen)}
+    inputs = {name: observation[name] for name in ("state", "images", "instruction") if name in observation}
+    return {**observation, "observed": observe(**inputs)}

@@ -11,7 +11,7 @@ from foundry.config.command import check_output_folder, folder_option
 from foundry.config.schemas.root import Config
 from foundry.config.setting import setting
 from foundry.core.errors import ConfigError, Violation
-from foundry.tasks.robots.schemas.evaluators import MOST_EPISODES, Told
+from foundry.tasks.robots.schemas.evaluators import MOST_EPISODES, InstructionChoice
 
 Compose = Callable[[Sequence[str]], Config]
 
@@ -29,8 +29,8 @@ class PolicyOptions:
     against: str | None = setting(None, "second run directory, whose policy is compared on the same episodes")
     against_which: str | None = setting(None, "checkpoint of that run; null: as `which`")
     record: str | None = setting(None, "new or empty folder for an animation of each episode; null: no animations")
-    instruction: Told = setting(
-        Told.own,
+    instruction: InstructionChoice = setting(
+        InstructionChoice.own,
         "instruction for a policy: own: the episode's; other: a different one, with success still measured for the "
         "episode's",
     )
@@ -69,7 +69,7 @@ def measure(path: Path, options: Any, simulator: Sequence[str], compose: Compose
         episodes=options.episodes,
         first_episode=options.first_episode,
         at_a_time=options.batch_size,
-        instruction=Told(options.instruction),
+        instruction=InstructionChoice(options.instruction),
         device=options.device,
         simulator=partial(_compose_simulator, simulator, compose) if simulator else None,
     )

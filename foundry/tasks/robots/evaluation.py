@@ -26,7 +26,7 @@ from foundry.tasks.robots.evaluators.films import save_gif
 from foundry.tasks.robots.evaluators.rates import sign_test
 from foundry.tasks.robots.evaluators.success import summary
 from foundry.tasks.robots.names import ROLLOUTS
-from foundry.tasks.robots.schemas.evaluators import MOST_EPISODES, Success, Told
+from foundry.tasks.robots.schemas.evaluators import MOST_EPISODES, InstructionChoice, Success
 
 _DEFAULTS = {"episodes": 50, "at_a_time": 25, "first_episode": 0}
 _FILM_PIXELS = 160
@@ -44,7 +44,7 @@ def evaluate_policy(
     episodes: int | None = None,
     first_episode: int | None = None,
     at_a_time: int | None = None,
-    instruction: Told = Told.own,
+    instruction: InstructionChoice = InstructionChoice.own,
     device: DeviceKind = DeviceKind.auto,
     simulator: Callable[[int | None], Any] | None = None,
 ) -> dict[str, Any]:
@@ -76,43 +76,43 @@ def evaluate_policy(
             differ, or if the chosen simulator does not match a policy.
     """
     policy = _open(run, which, "run", "which", ema=ema, trust=trust, device=device)
-    opened = [_in_simulator(policy, run, "run", simulator)]
+    runs = [_set_simulator(policy, run, "run", simulator)]
     if against is not None:
         other = _open(against, against_which, "against", "against_which", ema=ema, trust=trust, device=device)
-        opened.append(_in_simulator(other, against, "against", simulator))
-        _check_same_task(against, opened[0].config, opened[1].config)
-    if instruction is Told.other and not field_of(opened[0].config.data, "instruction_tokens"):
+        runs.append(_set_simulator(other, against, "against", simulator))
+        _check_same_task(against, runs[0].config, runs[1].config)
+    if instruction is InstructionChoice.other and not field_of(runs[0].config.data, "instruction_tokens"):
         message = f"is other but the policy of {run} reads no instructions: it has no data.instruction_tokens"
         raise ConfigError(Violation("instruction", f"{message}; leave it out"))
-    settings = _own_settings(opened[0].config)
-    given = {"episodes": episodes, "first_episode": first_episode, "at_a_time": at_a_time}
-    settings |= {name: number for name, number in given.items() if number is not None}
+    settings = _episode_settings(runs[0].config)
+    options = {"episodes": episodes, "first_episode": first_episode, "at_a_time": at_a_time}
+    settings |= {name: number for name, number in options.items() if number is not None}
     if (end := settings["first_episode"] + settings["episodes"]) > MOST_EPISODES:
         message = f"is {settings['episodes']} but leads to episode {end - 1}; the last one is {MOST_EPISODES - 1}"
         raise ConfigError(Violation("episodes", message))
     numbers = range(settings["first_episode"], settings["first_episode"] + settings["episodes"])
-    with ExitStack() as held, torch.no_grad():
-        policies = [_Policy(one, settings["at_a_time"], instruction, held) for one in opened]
-        found = _run(policies, numbers, record)
+    with ExitStack() as stack, torch.no_grad():
+        policies = [_Policy(item, settings["at_a_time"], instruction, stack) for item in runs]
+        results = _run(policies, numbers, record)
     result: dict[str, Any] = {
-        "checkpoint": opened[0].checkpoint.name,
-        **summary(found[0]),
+        "checkpoint": runs[0].checkpoint.name,
+        **summary(results[0]),
         "num_episodes": len(numbers),
-        **({} if instruction is Told.own else {"instruction": instruction.value}),
+        **({} if instruction is InstructionChoice.own else {"instruction": instruction.value}),
     }
     if against is None:
         return result
-    theirs = summary(found[1])
-    pairs = [(one.success, other.success) for one, other in zip(*found, strict=True)]
-    only = pairs.count((True, False)), pairs.count((False, True))
+    other_summary = summary(results[1])
+    pairs = [(first.success, second.success) for first, second in zip(*results, strict=True)]
+    counts = pairs.count((True, False)), pairs.count((False, True))
     return {
         **result,
-        "against": f"{against} {opened[1].checkpoint.name}",
-        **{f"against_{name}": value for name, value in theirs.items()},
-        "difference": result["success"] - theirs["success"],
-        "only_run": only[0],
-        "only_against": only[1],
-        "p_value": sign_test(*only),
+        "against": f"{against} {runs[1].checkpoint.name}",
+        **{f"against_{name}": value for name, value in other_summary.items()},
+        "difference": result["success"] - other_summary["success"],
+        "only_run": counts[0],
+        "only_against": counts[1],
+        "p_value": sign_test(*counts),
     }
 
 
@@ -122,7 +122,7 @@ def _open(path: Path, which: str, path_key: str, which_key: str, **options: Any)
     try:
         restored = restore(path, which, **options)
     except ConfigError as error:
-        raise ConfigError(Violation(keys.get(one.key, one.key), one.message) for one in error.violations) from None
+        raise ConfigError(Violation(keys.get(item.key, item.key), item.message) for item in error.violations) from None
     if statistics_of(restored.data) is None:
         raise ConfigError(
             Violation(path_key, f"is {path}, whose model is not a policy: it has no statistics of actions")
@@ -130,7 +130,7 @@ def _open(path: Path, which: str, path_key: str, which_key: str, **options: Any)
     return restored
 
 
-def _in_simulator(restored: Restored, path: Path, key: str, simulator: Callable[[int | None], Any] | None) -> Restored:
+def _set_simulator(restored: Restored, path: Path, key: str, simulator: Callable[[int | None], Any] | None) -> Restored:
     """Return the policy with the chosen simulator, or with its own if none was chosen.
 
     Raises:
@@ -145,8 +145,8 @@ def _in_simulator(restored: Restored, path: Path, key: str, simulator: Callable[
         raise ConfigError(Violation(key, f"{message}; {remedy}"))
     if simulator is not None:
         _check_sizes(restored, path)
-    if wrong := list(check_success(restored.config)):
-        raise ConfigError(Violation(key, f"{path / CONFIG}: {violation}") for violation in wrong)
+    if violations := list(check_success(restored.config)):
+        raise ConfigError(Violation(key, f"{path / CONFIG}: {violation}") for violation in violations)
     return restored
 
 
@@ -159,15 +159,15 @@ def _check_sizes(restored: Restored, path: Path) -> None:
     node = restored.config.simulator
     statistics = statistics_of(restored.data)
     assert statistics is not None
-    trained = {
+    expected = {
         "state_dim": len(statistics.state.mean),
         "action_dim": len(statistics.actions.mean),
         "image_size": field_of(restored.config.data, "image_size"),
     }
-    given = {name: field_of(node, name, size) for name, size in trained.items()}
-    names = [name for name in trained if given[name] != trained[name]]
+    actual = {name: field_of(node, name, size) for name, size in expected.items()}
+    names = [name for name in expected if actual[name] != expected[name]]
     if names:
-        has, wants = (" and ".join(f"{name}={shown(sizes[name])}" for name in names) for sizes in (given, trained))
+        has, wants = (" and ".join(f"{name}={shown(sizes[name])}" for name in names) for sizes in (actual, expected))
         message = f"has {has} but the policy of {path} was trained with {wants}; choose the simulator of its task"
         raise ConfigError(Violation("simulator", message))
 
@@ -178,11 +178,11 @@ def _check_same_task(path: Path, config: Config, other: Config) -> None:
     Raises:
         ConfigError: if the settings of the simulators differ.
     """
-    own, theirs = _task(config), _task(other)
-    different = [name for name in own | theirs if own.get(name) != theirs.get(name)]
-    if different:
-        name = different[0]
-        message = f"is {path}, whose simulator has {name}={theirs.get(name)} but that of run has {own.get(name)}"
+    first, second = _task(config), _task(other)
+    names = [name for name in first | second if first.get(name) != second.get(name)]
+    if names:
+        name = names[0]
+        message = f"is {path}, whose simulator has {name}={second.get(name)} but that of run has {first.get(name)}"
         raise ConfigError(Violation("against", f"{message}; compare policies of the same task"))
 
 
@@ -192,7 +192,7 @@ def _task(config: Config) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name not in ("state_dim", "image_size")}
 
 
-def _own_settings(config: Config) -> dict[str, int]:
+def _episode_settings(config: Config) -> dict[str, int]:
     """Return the episode settings of the run's own evaluations."""
     nodes = [
         node for node in config.evaluation.evaluators.values() if node and node.get("_target_") == Success._target_
@@ -203,12 +203,12 @@ def _own_settings(config: Config) -> dict[str, int]:
 class _Policy:
     """A restored policy that is ready to act."""
 
-    def __init__(self, restored: Restored, at_a_time: int, instruction: Told, held: ExitStack) -> None:
+    def __init__(self, restored: Restored, at_a_time: int, instruction: InstructionChoice, stack: ExitStack) -> None:
         config, self._device = restored.config, restored.device
         self._precision = PrecisionPolicy.from_config(config.precision, self._device)
         self._tf32 = config.precision.tf32
         self._model = self._precision.prepare(restored.model)
-        self._what = f"{restored.checkpoint} cannot be evaluated", config, "model", "objective", "simulator"
+        self._error_context = f"{restored.checkpoint} cannot be evaluated", config, "model", "objective", "simulator"
         self.rollouts = Rollouts(
             objective=build_part(config, "objective"),
             data=restored.data,
@@ -216,43 +216,43 @@ class _Policy:
             num_observations=field_of(config.data, "num_observations", 2),
             at_a_time=at_a_time,
             instruction_tokens=field_of(config.data, "instruction_tokens"),
-            is_told_another=instruction is Told.other,
+            uses_other_instruction=instruction is InstructionChoice.other,
         )
-        held.enter_context(closing(self.rollouts))
+        stack.enter_context(closing(self.rollouts))
 
-    def run(self, chunk: range, *, drawn: int) -> tuple[list[Episode], list[Film]]:
-        """Run a chunk of episodes and record films of the first `drawn` of them."""
-        with explained(*self._what), fp32_arithmetic(tf32=self._tf32):
+    def run(self, chunk: range, *, num_films: int) -> tuple[list[Episode], list[Film]]:
+        """Run a chunk of episodes and record films of the first `num_films` of them."""
+        with explained(*self._error_context), fp32_arithmetic(tf32=self._tf32):
             return self.rollouts.run(
                 self._model,
                 chunk,
                 device=self._device,
                 autocast=partial(self._precision.autocast, self._device),
-                beat=lambda what: None,
-                drawn=drawn,
+                heartbeat=lambda activity: None,
+                num_films=num_films,
                 size=_FILM_PIXELS,
             )
 
 
 def _run(policies: Sequence[_Policy], numbers: range, record: Path | None) -> list[list[Episode]]:
     """Return the episodes of each policy; they run in chunks, which limits the number of images in memory."""
-    found: list[list[Episode]] = [[] for _ in policies]
+    results: list[list[Episode]] = [[] for _ in policies]
     folder = None if record is None else make_folder(record, parents=True)
     for chunk in policies[0].rollouts.chunks(numbers):
-        ran = [policy.run(chunk, drawn=0 if folder is None else len(chunk)) for policy in policies]
-        for own, (episodes, _) in zip(found, ran, strict=True):
-            own += episodes
+        outcomes = [policy.run(chunk, num_films=0 if folder is None else len(chunk)) for policy in policies]
+        for policy_results, (episodes, _) in zip(results, outcomes, strict=True):
+            policy_results += episodes
         # Films are shown side by side; no GIF is written if one of the simulators cannot render.
-        for number, films in zip(chunk, zip(*(films for _, films in ran), strict=False), strict=False):
+        for number, films in zip(chunk, zip(*(films for _, films in outcomes), strict=False), strict=False):
             if folder is not None:
                 save_gif(films, folder / f"episode_{number:05d}.gif")
     if folder is not None:
-        lines = [_line(*pair) for pair in zip(*found, strict=True)]
+        lines = [_line(*pair) for pair in zip(*results, strict=True)]
         write_atomically(folder / ROLLOUTS, "".join(f"{line}\n" for line in lines))
-    return found
+    return results
 
 
 def _line(episode: Episode, other: Episode | None = None) -> str:
     """Return the result of an episode as a JSON line."""
-    compared = {} if other is None else {"against_success": other.success, "against_length": other.length}
-    return json.dumps({**episode.to_record(), **compared})
+    comparison = {} if other is None else {"against_success": other.success, "against_length": other.length}
+    return json.dumps({**episode.to_record(), **comparison})

@@ -88,20 +88,20 @@ class LeRobotInfo:
         return self._file(self.video_path or "", video_key=column, chunk_index=chunk, file_index=file)
 
     def _feature(self, column: str, key: str, dtypes: tuple[str, ...]) -> Mapping[str, Any]:
-        fitting = [name for name, feature in self.features.items() if feature["dtype"] in dtypes]
-        if column in fitting:
+        columns = [name for name, feature in self.features.items() if feature["dtype"] in dtypes]
+        if column in columns:
             return self.features[column]
-        what = f"a column of {self.features[column]['dtype']}" if column in self.features else "not a column"
-        choices = f"it has {listed(fitting, 8)}" if fitting else "it has no suitable column"
-        message = f"is {shown(column)} but that is {what} in {self.folder / INFO}{nearest(column, fitting)}; {choices}"
+        kind = f"a column of {self.features[column]['dtype']}" if column in self.features else "not a column"
+        choices = f"it has {listed(columns, 8)}" if columns else "it has no suitable column"
+        message = f"is {shown(column)} but that is {kind} in {self.folder / INFO}{nearest(column, columns)}; {choices}"
         raise ConfigError(Violation(key, message))
 
-    def _file(self, template: str, **places: Any) -> Path:
+    def _file(self, template: str, **values: Any) -> Path:
         """Fill the fields of a path template; only the syntax that LeRobot itself writes is supported."""
 
-        def fill(place: "re.Match[str]") -> str:
-            value = places[place[1]]
-            return str(value) if place[2] is None else f"{int(value):0{place[2]}d}"
+        def fill(match: "re.Match[str]") -> str:
+            value = values[match[1]]
+            return str(value) if match[2] is None else f"{int(value):0{match[2]}d}"
 
         try:
             name = re.sub(r"\{(\w+)(?::0?(\d)d)?\}", fill, template)
@@ -152,8 +152,8 @@ def _parse(folder: Path, content: Any) -> LeRobotInfo:
         raise ValueError("contains no JSON object")
     version = content.get("codebase_version")
     if not isinstance(version, str) or not version.startswith("v3"):
-        known = f"is of version {shown(version)}, not v3"
-        raise ValueError(f"{known}; convert it with {_CONVERTER}" if str(version).startswith("v2") else known)
+        reason = f"is of version {shown(version)}, not v3"
+        raise ValueError(f"{reason}; convert it with {_CONVERTER}" if str(version).startswith("v2") else reason)
     fps, features = content.get("fps"), content.get("features")
     if not isinstance(fps, (int, float)) or isinstance(fps, bool) or not 0 < fps < 10**6:
         raise ValueError(f"has fps={shown(fps)}, which is not a frame rate")

@@ -49,11 +49,11 @@ def tracking_uri(uri: str | None = None) -> str:
 
     A database's path becomes absolute, so that it does not depend on the current directory.
     """
-    chosen = uri or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
-    if database := sqlite_file(chosen):
-        _, mark, query = chosen.partition("?")
+    store_uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
+    if database := sqlite_file(store_uri):
+        _, mark, query = store_uri.partition("?")
         return f"{_SQLITE}{database}{mark}{query}"
-    return chosen
+    return store_uri
 
 
 def sqlite_file(uri: str) -> Path | None:
@@ -78,23 +78,23 @@ def sync_command(run_dir: Path, uri: str) -> str:
     command = ["python", "-m", "foundry.sync", f"dir={run_dir.absolute()}"]
     if uri == tracking_uri():
         return shlex.join(command)
-    if (shown := masked_text(uri)) != uri:  # keep its credentials out of the shell history
-        return f"MLFLOW_TRACKING_URI={shown} {shlex.join(command)}"
+    if (masked_uri := masked_text(uri)) != uri:  # keep its credentials out of the shell history
+        return f"MLFLOW_TRACKING_URI={masked_uri} {shlex.join(command)}"
     return shlex.join([*command, f"uri={uri}"])
 
 
-def how_to_look(run_dir: Path, uri: str | None = None) -> str:
+def viewing_hint(run_dir: Path, uri: str | None = None) -> str:
     """Return the page of a run in MLflow, or for a database the command that starts a server, from any folder.
 
     Args:
         run_dir: the run directory.
         uri: tracking URI of the run; None for MLFLOW_TRACKING_URI, else the default.
     """
-    chosen = tracking_uri(uri)
-    if sqlite_file(chosen) is not None:
-        return shlex.join(["mlflow", "ui", "--backend-store-uri", masked_text(chosen)])
+    store_uri = tracking_uri(uri)
+    if sqlite_file(store_uri) is not None:
+        return shlex.join(["mlflow", "ui", "--backend-store-uri", masked_text(store_uri)])
     destination = Destination.load(run_dir)
-    return (None if destination is None else destination.page) or masked_text(chosen)
+    return (None if destination is None else destination.page) or masked_text(store_uri)
 
 
 def local_page(run_dir: Path, uri: str | None = None) -> str | None:
@@ -103,8 +103,8 @@ def local_page(run_dir: Path, uri: str | None = None) -> str | None:
         return None
     destination = Destination.load(run_dir)
     experiment_id = None if destination is None else destination.experiment_id
-    place = "" if experiment_id is None else f"/{experiment_id}/runs"
-    return f"{_LOCAL_SERVER}/#/experiments{place}{_TRAINING}"
+    path = "" if experiment_id is None else f"/{experiment_id}/runs"
+    return f"{_LOCAL_SERVER}/#/experiments{path}{_TRAINING}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,18 +144,18 @@ class Destination:
             run_name: name of a new run.
             sweep_dir: directory of the sweep that the run belongs to; None if it does not belong to a sweep.
         """
-        earlier = cls.load(run_dir)
-        if earlier is not None and earlier.uri == masked_text(uri):
-            return replace(earlier, uri=uri)
+        existing = cls.load(run_dir)
+        if existing is not None and existing.uri == masked_text(uri):
+            return replace(existing, uri=uri)
         sweep = None if sweep_dir is None else cls.load(sweep_dir)
-        kept = earlier if (run_dir / MLFLOW_PENDING).exists() else sweep
+        source = existing if (run_dir / MLFLOW_PENDING).exists() else sweep
         return cls(
             uri=uri,
             experiment_name=experiment_name,
             run_name=run_name,
             key=uuid.uuid4().hex,
             started_ms=time.time_ns() // 1_000_000,
-            metric_names=GROUPED if kept is None else kept.metric_names,
+            metric_names=GROUPED if source is None else source.metric_names,
         )
 
     @classmethod
@@ -163,7 +163,7 @@ class Destination:
         """Read the destination from the run directory; None if the file is missing or damaged."""
         try:
             optional: dict[str, Types] = dict.fromkeys(_IDS, (str, NoneType))
-            content = read_object(run_dir / MLFLOW, needed=_TYPES, optional={**optional, _STYLE: str})
+            content = read_object(run_dir / MLFLOW, required=_TYPES, optional={**optional, _STYLE: str})
         except (FileNotFoundError, DamagedFileError):
             return None
         run_id, experiment_id = (content.get(name) for name in _IDS)
@@ -192,10 +192,10 @@ class Destination:
     @property
     def page(self) -> str | None:
         """URL of the run's page on a server; None without a server, or until the run is created."""
-        scheme, _, place = self.uri.partition("://")
+        scheme, _, address = self.uri.partition("://")
         if scheme not in ("http", "https") or None in (self.run_id, self.experiment_id):
             return None
-        host = place.rpartition("@")[2].rstrip("/")  # without credentials; users of the page have their own
+        host = address.rpartition("@")[2].rstrip("/")  # without credentials; users of the page have their own
         return f"{scheme}://{host}/#/experiments/{self.experiment_id}/runs/{self.run_id}{_TRAINING}"
 
     @property

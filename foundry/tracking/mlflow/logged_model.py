@@ -26,7 +26,7 @@ _MODEL = "model"
 _PACKAGES = ("mlflow", "transformers", "torch", "accelerate")
 _TAG = "checkpoint"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
-_OF_TOKENIZER = (TOKENIZER, _TOKENIZER_CONFIG, "special_tokens_map.json", CHAT_TEMPLATE)
+_TOKENIZER_FILES = (TOKENIZER, _TOKENIZER_CONFIG, "special_tokens_map.json", CHAT_TEMPLATE)
 _log = logging.getLogger(__name__)
 
 
@@ -45,7 +45,7 @@ def log_model(client: "MlflowClient", run_id: str, run_dir: Path, checkpoint: st
     Raises:
         Exception: any exception of MLflow.
     """
-    model = _earlier(client, run_id, checkpoint)
+    model = _find_model(client, run_id, checkpoint)
     if model is not None and model.status == "READY":
         return
     with TemporaryDirectory(prefix="foundry-model-") as temporary:
@@ -60,13 +60,13 @@ def log_model(client: "MlflowClient", run_id: str, run_dir: Path, checkpoint: st
             name = re.sub(r"""[/:.%"']""", "_", run.run_name or _MODEL)
             model = client.create_logged_model(run.experiment_id, name, source_run_id=run_id, tags={_TAG: checkpoint})
             client.log_outputs(run_id, [LoggedModelOutput(model.model_id, step)])
-        written = Path(temporary) / _MODEL
-        _write(written, folder, model, run_id)
-        client.log_model_artifacts(model.model_id, str(written))
+        model_dir = Path(temporary) / _MODEL
+        _write(model_dir, folder, model, run_id)
+        client.log_model_artifacts(model.model_id, str(model_dir))
         client.finalize_logged_model(model.model_id, "READY")
 
 
-def _earlier(client: "MlflowClient", run_id: str, checkpoint: str) -> "LoggedModel | None":
+def _find_model(client: "MlflowClient", run_id: str, checkpoint: str) -> "LoggedModel | None":
     """Return the model that an earlier attempt created for this checkpoint, complete or not, or None."""
     outputs = client.get_run(run_id).outputs
     models = (client.get_logged_model(output.model_id) for output in (outputs.model_outputs if outputs else ()))
@@ -79,7 +79,7 @@ def _export(run_dir: Path, folder: Path, step: int, *, trust: bool) -> str | Non
     peft = (read_recorded(run_dir) or {}).get("peft")
     words += ["merge=true"] if isinstance(peft, dict) and peft.get("method", "none") != "none" else []
     words += ["trust=true"] if trust else []
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-P", "-m", "foundry.export", *words],
         env={**environment_of_module(), "CUDA_VISIBLE_DEVICES": ""},
         stdin=subprocess.DEVNULL,
@@ -87,14 +87,14 @@ def _export(run_dir: Path, folder: Path, step: int, *, trust: bool) -> str | Non
         text=True,
         check=False,
     )
-    if done.returncode != 0:
-        return (done.stderr.strip().splitlines() or [f"the export ended with exit code {done.returncode}"])[-1]
+    if process.returncode != 0:
+        return (process.stderr.strip().splitlines() or [f"the export ended with exit code {process.returncode}"])[-1]
     # Without these, MLflow would download replacements from a hub.
     missing = [name for name in ("config.json", TOKENIZER, _TOKENIZER_CONFIG) if not (folder / name).is_file()]
     return f"its export has no {' and no '.join(missing)}" if missing else None
 
 
-def _write(written: Path, folder: Path, model: "LoggedModel", run_id: str) -> None:
+def _write(model_dir: Path, folder: Path, model: "LoggedModel", run_id: str) -> None:
     """Write the files of MLflow's transformers flavour. The export in `folder` is moved into them.
 
     `mlflow.transformers.save_model` would import torch, copy the weights and, in MLflow 3.17 with transformers 5.18 or
@@ -105,8 +105,8 @@ def _write(written: Path, folder: Path, model: "LoggedModel", run_id: str) -> No
     from mlflow.types import ColSpec, DataType, Schema
 
     text = Schema([ColSpec(DataType.string)])
-    described = Model(model.artifact_location, run_id, model_uuid=model.model_id, model_id=model.model_id)
-    described.add_flavor(
+    mlflow_model = Model(model.artifact_location, run_id, model_uuid=model.model_id, model_id=model.model_id)
+    mlflow_model.add_flavor(
         "transformers",
         transformers_version=version("transformers"),
         code=None,
@@ -122,15 +122,15 @@ def _write(written: Path, folder: Path, model: "LoggedModel", run_id: str) -> No
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # MLflow warns that there is no input example
         pyfunc.save_model(
-            path=str(written),
+            path=str(model_dir),
             loader_module="mlflow.transformers",
-            mlflow_model=described,
+            mlflow_model=mlflow_model,
             signature=ModelSignature(inputs=text, outputs=text),
             pip_requirements=[f"{name}=={version(name)}" for name in _PACKAGES],
         )
-    own = written / "components" / "tokenizer"
-    own.mkdir(parents=True)
+    tokenizer_dir = model_dir / "components" / "tokenizer"
+    tokenizer_dir.mkdir(parents=True)
     for file in folder.iterdir():
-        if file.name in _OF_TOKENIZER:
-            shutil.copy(file, own)
-    folder.rename(written / _MODEL)
+        if file.name in _TOKENIZER_FILES:
+            shutil.copy(file, tokenizer_dir)
+    folder.rename(model_dir / _MODEL)

@@ -52,7 +52,7 @@ class ParentLink:
     def load(cls, run_dir: Path) -> "ParentLink | None":
         """Read the link of a job; None for a run that does not belong to a sweep, or was copied out of one."""
         try:
-            content = read_object(run_dir / MLFLOW_PARENT, needed={"sweep": str, "job": int, "swept": dict})
+            content = read_object(run_dir / MLFLOW_PARENT, required={"sweep": str, "job": int, "swept": dict})
         except (FileNotFoundError, DamagedFileError):
             return None
         swept = {str(key): str(value) for key, value in content["swept"].items()}

@@ -24,7 +24,7 @@ from typing import IO, Any
 
 from foundry.core import stop_signals
 from foundry.core.safe_path import environment_of_module
-from foundry.run_dir.redact import known, one_line, remember
+from foundry.run_dir.redact import known_secrets, one_line, remember
 from foundry.tracking.mlflow.destination import SHORT_WAITS, Destination
 from foundry.tracking.mlflow.store import MlflowStore, Operation
 from foundry.tracking.mlflow.system_metrics import SystemMetrics
@@ -63,13 +63,13 @@ class RemoteStore:
 
     def __init__(self, run_dir: Path, destination: Destination, *, system_metrics: bool = False) -> None:
         # Read environment and directory now, since both may change before the process is started.
-        self._opening = {
+        self._open_request = {
             "do": "open",
             "environment": {**SHORT_WAITS, **os.environ},
             "directory": str(Path.cwd()),
             "run_dir": str(run_dir.absolute()),
             "destination": asdict(destination),
-            "secrets": known(),
+            "secrets": known_secrets(),
             "system_metrics": system_metrics,
         }
         self._process: subprocess.Popen[bytes] | None = None
@@ -83,7 +83,7 @@ class RemoteStore:
         """
         if self._process is None:
             self._process = _take_idle() or _start()
-            self._ask(self._opening)
+            self._ask(self._open_request)
 
     def apply(self, operations: Sequence[Operation]) -> None:
         """Execute one operation, or several metrics operations in one batch.
@@ -93,12 +93,12 @@ class RemoteStore:
         self.connect()
         self._ask({"do": "apply", "operations": list(operations)})
 
-    def close(self, *, answers: bool) -> None:
+    def close(self, *, is_responsive: bool) -> None:
         """Keep the process for the next run of this process if it answers and none is kept yet; otherwise kill it."""
         process, self._process = self._process, None
         if process is None:
             return
-        if answers and process.poll() is None and os.getpid() not in _idle:
+        if is_responsive and process.poll() is None and os.getpid() not in _idle:
             _idle[os.getpid()] = process
         else:
             process.kill()
@@ -116,14 +116,14 @@ class RemoteStore:
             process.stdin.flush()
             line = process.stdout.readline()
         if not line.endswith(b"\n"):
-            self.close(answers=False)
+            self.close(is_responsive=False)
             raise ProcessEndedError(f"the sending process ended with exit code {process.returncode}")
         reply = json.loads(line)
         for message in reply["log"]:
             _log.warning("%s", one_line(message))
         if error := reply["error"]:
             if request["do"] == "open":
-                self.close(answers=True)  # reopened by the next attempt
+                self.close(is_responsive=True)  # reopened by the next attempt
             raise StoreError(*error)
 
 
@@ -158,7 +158,7 @@ class _Messages(logging.Handler):
 def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
     """Execute requests until the input ends."""
     store: MlflowStore | None = None
-    machine: SystemMetrics | None = None
+    monitor: SystemMetrics | None = None
     messages = _Messages()
     logging.getLogger("foundry").addHandler(messages)
     for line in requests:
@@ -169,14 +169,14 @@ def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
             if request["do"] == "open":
                 store = _open(request)
                 _, run_id = store.connect()
-                machine = SystemMetrics(request["destination"]["uri"], run_id) if request["system_metrics"] else None
+                monitor = SystemMetrics(request["destination"]["uri"], run_id) if request["system_metrics"] else None
             else:
                 assert store is not None
-                if machine is not None:
-                    machine.keep_on(ends=request["operations"][0]["op"] == "end")
+                if monitor is not None:
+                    monitor.maintain(ends=request["operations"][0]["op"] == "end")
                 store.apply(request["operations"])
-        except Exception as raised:
-            error = (type(raised).__name__, str(raised), getattr(raised, "error_code", None))
+        except Exception as exception:
+            error = (type(exception).__name__, str(exception), getattr(exception, "error_code", None))
         try:
             replies.write(json.dumps({"error": error, "log": messages.texts}, default=str).encode() + b"\n")
             replies.flush()

@@ -42,7 +42,7 @@ class Delivery:
         pending_file: file of undelivered operations, one per line; sent first when the store responds.
         prepare: called in the thread; returns operations to send first that take long to create.
         finish_seconds: timeout of `close()`.
-        how_to_send: hint logged if operations remain undelivered.
+        send_hint: hint logged if operations remain undelivered.
     """
 
     def __init__(
@@ -52,19 +52,19 @@ class Delivery:
         pending_file: Path,
         prepare: Callable[[], Iterable[Operation]],
         finish_seconds: float,
-        how_to_send: str,
+        send_hint: str,
     ) -> None:
         self._store = store
         self._pending_file = pending_file
         self._prepare = prepare
         self._finish_seconds = finish_seconds
-        self._how_to_send = how_to_send
+        self._send_hint = send_hint
         self._backlog: deque[Operation] = deque()
         self._lock = threading.Lock()  # guards the head of the backlog; never held during a request
         self._closing = threading.Event()
-        self._abandoned = False
+        self._is_abandoned = False
         self._failures = 0
-        self._lost = 0
+        self._num_lost = 0
         self._thread = threading.Thread(target=self._run, name="mlflow", daemon=True)
 
     def start(self) -> None:
@@ -77,7 +77,7 @@ class Delivery:
         if len(self._backlog) > _MOST_IN_MEMORY:
             with self._lock:
                 self._backlog.popleft()
-                self._lost += 1
+                self._num_lost += 1
 
     def close(self) -> None:
         """Deliver the rest within `finish_seconds`.
@@ -87,35 +87,35 @@ class Delivery:
         self._closing.set()
         self._thread.join(self._finish_seconds)
         with self._lock:
-            self._abandoned = True
+            self._is_abandoned = True
             self._move_to_disk()
-        self._store.close(answers=not self._thread.is_alive())
-        if self._lost:
-            _log.warning("MLflow: %d records were lost: the server was too slow for too long", self._lost)
+        self._store.close(is_responsive=not self._thread.is_alive())
+        if self._num_lost:
+            _log.warning("MLflow: %d records were lost: the server was too slow for too long", self._num_lost)
         if self._pending_file.exists():
             count = sum(1 for _ in read_pending(self._pending_file))
             _log.warning(
                 "MLflow: %d records were not delivered and are kept in %s; %s",
                 count,
                 self._pending_file,
-                self._how_to_send,
+                self._send_hint,
             )
 
     def _run(self) -> None:
-        first = list(self._prepare())
+        operations = list(self._prepare())
         with self._lock:
-            self._backlog.extendleft(reversed(first))
-            if self._abandoned:
+            self._backlog.extendleft(reversed(operations))
+            if self._is_abandoned:
                 self._move_to_disk()
-        while not self._abandoned:
+        while not self._is_abandoned:
             closing = self._closing.is_set()
             try:
                 while self._deliver_some():
-                    self._answered()
+                    self._note_success()
                 if closing:
                     return
             except Exception as error:
-                self._failed(error)
+                self._note_failure(error)
                 if closing and self._failures > 1:
                     return
                 time.sleep(0.1)
@@ -126,11 +126,11 @@ class Delivery:
         if self._pending_file.exists():
             send_file(self._store, self._pending_file)
             with self._lock:
-                if not self._abandoned:  # otherwise `close()` has appended to it
+                if not self._is_abandoned:  # otherwise `close()` has appended to it
                     self._pending_file.unlink()
-            return not self._abandoned
+            return not self._is_abandoned
         with self._lock:
-            batch = self._head()
+            batch = self._next_batch()
         if not batch:
             return False
         self._store.connect()
@@ -139,11 +139,11 @@ class Delivery:
             for operation in batch:
                 if self._backlog and self._backlog[0] is operation:
                     self._backlog.popleft()
-        return not self._abandoned
+        return not self._is_abandoned
 
-    def _head(self) -> list[Operation]:
+    def _next_batch(self) -> list[Operation]:
         """Return the next operation; for metrics, as many operations as fit into one request."""
-        if self._abandoned or not self._backlog:
+        if self._is_abandoned or not self._backlog:
             return []
         batch = [self._backlog[0]]
         if batch[0]["op"] == "metrics":
@@ -155,19 +155,19 @@ class Delivery:
                 batch.append(operation)
         return batch
 
-    def _answered(self) -> None:
+    def _note_success(self) -> None:
         if self._failures:
             _log.info("MLflow responds again; pending records are being sent")
         self._failures = 0
 
-    def _failed(self, error: Exception) -> None:
-        if self._abandoned:  # at the end of the run, which also ended the store process
+    def _note_failure(self, error: Exception) -> None:
+        if self._is_abandoned:  # at the end of the run, which also ended the store process
             return
         self._failures += 1
         if self._failures == 1:
             _log.warning("MLflow cannot be reached, the run continues and will try again: %s", one_line(error))
         with self._lock:
-            if len(self._backlog) > _KEPT_IN_MEMORY and not self._abandoned:
+            if len(self._backlog) > _KEPT_IN_MEMORY and not self._is_abandoned:
                 self._move_to_disk()
 
     def _move_to_disk(self) -> None:
@@ -187,17 +187,17 @@ def send_file(store: Store, pending_file: Path) -> int:
         Exception: any exception of the store.
     """
     store.connect()
-    sent = 0
+    count = 0
     batch: list[Operation] = []
     for operation in read_pending(pending_file):
         if batch and (operation["op"] != "metrics" or batch[0]["op"] != "metrics" or len(batch) >= METRICS_PER_REQUEST):
             _apply(store, batch)
             batch = []
         batch.append(operation)
-        sent += 1
+        count += 1
     if batch:
         _apply(store, batch)
-    return sent
+    return count
 
 
 def _apply(store: Store, batch: list[Operation]) -> None:
@@ -235,7 +235,7 @@ def read_pending(path: Path) -> Iterator[Operation]:
                 raise ValueError(f"{path}:{number} is longer than any record")
 
 
-def _operation(line: bytes, place: str) -> Operation:
+def _operation(line: bytes, location: str) -> Operation:
     """Decode and validate the operation in a line.
 
     Raises:
@@ -244,13 +244,13 @@ def _operation(line: bytes, place: str) -> Operation:
     try:
         operation = decode(line.decode())
         types = OPERATIONS[operation["op"]]
-        is_right = all(isinstance(operation[name], kind) for name, kind in types.items())
+        is_valid = all(isinstance(operation[name], kind) for name, kind in types.items())
         values = operation.get("values", {}).values()
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise ValueError(f"{place} is not a record of foundry: {line[:80]!r}") from None
-    wanted = (int, float) if operation["op"] == "metrics" else str
-    if not is_right or not all(isinstance(value, wanted) for value in values):
-        raise ValueError(f"{place} is not a record of foundry: {line[:80]!r}")
+        raise ValueError(f"{location} is not a record of foundry: {line[:80]!r}") from None
+    value_type = (int, float) if operation["op"] == "metrics" else str
+    if not is_valid or not all(isinstance(value, value_type) for value in values):
+        raise ValueError(f"{location} is not a record of foundry: {line[:80]!r}")
     return dict(operation)
 
 

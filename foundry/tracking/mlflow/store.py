@@ -92,9 +92,9 @@ class MlflowStore:
         """Return the client and the run's id. The first successful call finds or creates the run."""
         if self._client is None:
             client = _quiet_client(self._destination.uri)
-            tags = self._tags_of_a_job()
+            tags = self._job_tags()
             if not _exists(client, self._destination.run_id):
-                run_id = _found_or_created(client, self._destination, self._run_dir, tags)
+                run_id = _find_or_create(client, self._destination, self._run_dir, tags)
                 experiment_id = str(client.get_run(run_id).info.experiment_id)
                 self._destination = replace(self._destination, run_id=run_id, experiment_id=experiment_id)
                 self._destination.save(self._run_dir)
@@ -144,7 +144,7 @@ class MlflowStore:
             return
         log_model(client, run_id, self._run_dir, checkpoint, trust=self._trust)
 
-    def _tags_of_a_job(self) -> dict[str, str]:
+    def _job_tags(self) -> dict[str, str]:
         """Return the tags that link a job to its sweep.
 
         Creates the sweep's parent run, or sets it to running, if needed.
@@ -168,16 +168,16 @@ def parent_id(sweep_dir: Path, child: Destination) -> str | None:
     with open_regular(sweep_dir / _LOCK, "a") as lock:
         with suppress(OSError):  # file system without locks: two first jobs may create two parents
             fcntl.flock(lock, fcntl.LOCK_EX)  # unlike lockf, also excludes threads of one process
-        earlier = Destination.load(sweep_dir)
-        if earlier is not None and earlier.uri != masked_text(child.uri):
+        existing = Destination.load(sweep_dir)
+        if existing is not None and existing.uri != masked_text(child.uri):
             return None
         name = sweep_dir.name
         parent = Destination.of(sweep_dir, uri=child.uri, experiment_name=child.experiment_name, run_name=name)
-        if earlier is None:
+        if existing is None:
             parent = replace(parent, metric_names=child.metric_names)
         parent.save(sweep_dir)
         store = MlflowStore(sweep_dir, parent)
-        if earlier is None or earlier.run_id is None:
+        if existing is None or existing.run_id is None:
             store.apply([{"op": "tags", "values": origin_tags(sweep_dir)}])
         store.apply([{"op": "start"}])
         return store.connect()[1]
@@ -190,27 +190,27 @@ def _quiet_client(uri: str) -> "MlflowClient":
         for name in ("mlflow", "alembic"):
             logging.getLogger(name).setLevel(logging.WARNING)
     database = sqlite_file(uri)
-    with _alone_with(database):
+    with _lock_database(database):
         if database is None:
             return MlflowClient(tracking_uri=uri)
         if not database.exists() or not database.stat().st_size:
-            _make(database)
+            _create_database(database)
         try:
             return MlflowClient(tracking_uri=uri)
         except Exception as error:
             if _holds_runs(database):
                 raise
-            raise HalfMadeDatabaseError(database) from error
+            raise IncompleteDatabaseError(database) from error
 
 
-class HalfMadeDatabaseError(RuntimeError):
+class IncompleteDatabaseError(RuntimeError):
     """Raised for a database whose creation was killed in mid-migration. MLflow cannot recover from this."""
 
     def __init__(self, database: Path) -> None:
         super().__init__(f"{database} is incomplete: its creation was interrupted; it contains no runs; delete it")
 
 
-def _make(database: Path) -> None:
+def _create_database(database: Path) -> None:
     """Create a database with all of MLflow's tables under a temporary name, then rename it.
 
     The database is therefore complete whenever it exists.
@@ -218,8 +218,8 @@ def _make(database: Path) -> None:
     from mlflow import MlflowClient
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
-    for left in database.parent.glob(f".{glob.escape(database.name)}.*.partial*"):  # left by killed processes
-        left.unlink(missing_ok=True)
+    for leftover in database.parent.glob(f".{glob.escape(database.name)}.*.partial*"):  # left by killed processes
+        leftover.unlink(missing_ok=True)
     partial = database.with_name(f".{database.name}.{os.getpid()}.partial")
     uri = f"sqlite:///{partial}"
     MlflowClient(tracking_uri=uri)
@@ -244,16 +244,16 @@ def _holds_runs(database: Path) -> bool:
 
 
 @contextmanager
-def _alone_with(database: Path | None) -> Iterator[None]:
+def _lock_database(database: Path | None) -> Iterator[None]:
     """Prevent other processes from opening a database at the same time, since the first one creates its tables.
 
     MLflow does not lock the database: if two processes create tables at once, one fails.
     """
-    with ExitStack() as held:
+    with ExitStack() as stack:
         if database is not None:
             with suppress(OSError):  # file system without locks, or missing folder, reported later
                 folder = os.open(database.parent, os.O_RDONLY)
-                held.callback(os.close, folder)
+                stack.callback(os.close, folder)
                 fcntl.flock(folder, fcntl.LOCK_EX)
         yield
 
@@ -273,7 +273,7 @@ def _exists(client: "MlflowClient", run_id: str | None) -> bool:
     return False
 
 
-def _found_or_created(
+def _find_or_create(
     client: "MlflowClient", destination: Destination, run_dir: Path, more_tags: Mapping[str, str]
 ) -> str:
     """Find or create the run and return its id.
@@ -283,17 +283,17 @@ def _found_or_created(
     """
     tags = {_KEY_TAG: destination.key, _RUN_DIR_TAG: str(run_dir.absolute()), **more_tags}
     experiment_id = None
-    if given := os.environ.get("MLFLOW_RUN_ID"):
-        run = client.get_run(given)
+    if run_id := os.environ.get("MLFLOW_RUN_ID"):
+        run = client.get_run(run_id)
         if run.data.tags.get(_RUN_DIR_TAG, tags[_RUN_DIR_TAG]) == tags[_RUN_DIR_TAG]:
-            _set_tags(client, given, tags)
-            return given
-        tags[_PARENT_TAG] = given
+            _set_tags(client, run_id, tags)
+            return run_id
+        tags[_PARENT_TAG] = run_id
         experiment_id = run.info.experiment_id
     experiment_id = experiment_id or _experiment_id(client, destination)
-    found = client.search_runs([experiment_id], f"tags.{_KEY_TAG} = '{destination.key}'", max_results=1)
-    if found:
-        return str(found[0].info.run_id)
+    runs = client.search_runs([experiment_id], f"tags.{_KEY_TAG} = '{destination.key}'", max_results=1)
+    if runs:
+        return str(runs[0].info.run_id)
     run = client.create_run(experiment_id, start_time=destination.started_ms, tags=tags, run_name=destination.run_name)
     return str(run.info.run_id)
 
@@ -301,20 +301,20 @@ def _found_or_created(
 def _experiment_id(client: "MlflowClient", destination: Destination) -> str:
     from mlflow.exceptions import MlflowException
 
-    chosen = experiment(destination.experiment_name)
-    given = os.environ.get("MLFLOW_EXPERIMENT_ID")
-    if given and chosen == DEFAULT_EXPERIMENT:
-        return given
-    known = client.get_experiment_by_name(chosen)
-    if known is None:
+    name = experiment(destination.experiment_name)
+    experiment_id = os.environ.get("MLFLOW_EXPERIMENT_ID")
+    if experiment_id and name == DEFAULT_EXPERIMENT:
+        return experiment_id
+    existing = client.get_experiment_by_name(name)
+    if existing is None:
         try:
-            location = _artifact_location(destination.uri, chosen)
-            return str(client.create_experiment(chosen, artifact_location=location, tags=_EXPERIMENT_TAGS))
+            location = _artifact_location(destination.uri, name)
+            return str(client.create_experiment(name, artifact_location=location, tags=_EXPERIMENT_TAGS))
         except MlflowException as error:  # another job of a sweep was faster
-            known = client.get_experiment_by_name(chosen)
-            if known is None:
+            existing = client.get_experiment_by_name(name)
+            if existing is None:
                 raise error
-    return str(known.experiment_id)
+    return str(existing.experiment_id)
 
 
 def _artifact_location(uri: str, experiment_name: str) -> str | None:
@@ -341,12 +341,12 @@ def _log_params(client: "MlflowClient", run_id: str, values: dict[str, str]) -> 
     """Log parameters. MLflow's parameters cannot change, so values that a resumed run changed become tags."""
     from mlflow.entities import Param
 
-    known = client.get_run(run_id).data.params
-    wanted = {_key(name): _cut(value, _PARAM_LENGTH) for name, value in values.items()}
-    params = [Param(name, value) for name, value in wanted.items() if name not in known]
+    logged = client.get_run(run_id).data.params
+    texts = {_key(name): _truncate(value, _PARAM_LENGTH) for name, value in values.items()}
+    params = [Param(name, value) for name, value in texts.items() if name not in logged]
     for batch in _batches(params, _PARAMS_PER_REQUEST):
         client.log_batch(run_id, params=batch)
-    _set_tags(client, run_id, {f"changed.{n}": v for n, v in wanted.items() if n in known and known[n] != v})
+    _set_tags(client, run_id, {f"changed.{n}": v for n, v in texts.items() if n in logged and logged[n] != v})
 
 
 def _log_data(client: "MlflowClient", run_id: str, operation: Operation) -> None:
@@ -365,7 +365,7 @@ def _log_data(client: "MlflowClient", run_id: str, operation: Operation) -> None
 def _set_tags(client: "MlflowClient", run_id: str, values: dict[str, str]) -> None:
     from mlflow.entities import RunTag
 
-    tags = [RunTag(_key(name), _cut(value, _TAG_LENGTH)) for name, value in values.items()]
+    tags = [RunTag(_key(name), _truncate(value, _TAG_LENGTH)) for name, value in values.items()]
     for batch in _batches(tags, _PARAMS_PER_REQUEST):
         client.log_batch(run_id, tags=batch)
 
@@ -376,7 +376,7 @@ def _batches(items: Sequence[Any], size: int) -> Iterable[list[Any]]:
         yield batch
 
 
-def _cut(value: str, length: int) -> str:
+def _truncate(value: str, length: int) -> str:
     return value if len(value) <= length else value[: length - len(_TRUNCATED)] + _TRUNCATED
 
 

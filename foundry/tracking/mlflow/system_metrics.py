@@ -27,7 +27,7 @@ class SystemMetrics:
         self._monitor: SystemMetricsMonitor | None = None
         self._is_possible = True
 
-    def keep_on(self, *, ends: bool = False) -> None:
+    def maintain(self, *, ends: bool = False) -> None:
         """Start the monitor; restart it if its thread has ended, as after a failed request. Stop it if `ends`."""
         if ends:
             if self._monitor is not None:

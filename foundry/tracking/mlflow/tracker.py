@@ -72,9 +72,9 @@ class MLflowTracker:
         self._delivery = Delivery(
             store=RemoteStore(self._run_dir, destination, system_metrics=self.settings.system_metrics),
             pending_file=self._run_dir / MLFLOW_PENDING,
-            prepare=lambda: self._first(event, link, Path.cwd()),
+            prepare=lambda: self._initial_operations(event, link, Path.cwd()),
             finish_seconds=self.settings.model_seconds if self.settings.log_model else self.settings.finish_seconds,
-            how_to_send=f"send them with: {sync_command(self._run_dir, self._uri)}",
+            send_hint=f"send them with: {sync_command(self._run_dir, self._uri)}",
         )
         self._delivery.start()
 
@@ -108,7 +108,7 @@ class MLflowTracker:
         self._delivery.close()
         self._delivery = None
 
-    def _first(self, event: RunStarted, link: ParentLink | None, directory: Path) -> Iterator[Operation]:
+    def _initial_operations(self, event: RunStarted, link: ParentLink | None, directory: Path) -> Iterator[Operation]:
         """Yield the operations that describe the run. Called in the background, since git and YAML take time.
 
         A swept group, such as `optimizer`, is not a field of the configuration but is logged as a parameter for
@@ -123,8 +123,8 @@ class MLflowTracker:
         swept = {} if link is None else link.swept
         yield {"op": "start"}
         note = {} if self.settings.note is None else {_NOTE_TAG: self.settings.note}
-        own = masked(dict(self.settings.tags or {}) | note)
-        yield {"op": "tags", "values": tags | {str(key): str(value) for key, value in own.items()}}
+        user_tags = masked(dict(self.settings.tags or {}) | note)
+        yield {"op": "tags", "values": tags | {str(key): str(value) for key, value in user_tags.items()}}
         yield {"op": "params", "values": {**swept, **flattened(config), **flattened(plan, "plan.")}}
         if event.data is not None:
             counts = event.plan.get("notes") or {}
@@ -144,8 +144,8 @@ class MLflowTracker:
         MLflow's tables and plots show the last value of a metric.
         """
         if best is not None:
-            named = best_name if self._is_grouped else "best_{}".format
-            values = {named(name): value for name, value in best.items() if name != "step"}
+            format_name = best_name if self._is_grouped else "best_{}".format
+            values = {format_name(name): value for name, value in best.items() if name != "step"}
             self._put({"op": "metrics", "time_ms": _now_ms(), "step": best["step"], "values": values})
 
     def _put_model(self) -> None:
@@ -158,8 +158,8 @@ class MLflowTracker:
     def _put_files(self, folder: str) -> None:
         """Queue the files of `plots/`; for an empty `folder`, the plan and the result in the run directory."""
         names = (RESULT, PLAN)
-        place = self._run_dir / folder
-        for path in sorted(place.iterdir() if place.is_dir() else ()):
+        source = self._run_dir / folder
+        for path in sorted(source.iterdir() if source.is_dir() else ()):
             if (
                 path.is_file()
                 and not path.is_symlink()

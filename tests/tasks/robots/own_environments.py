@@ -8,13 +8,13 @@ from gymnasium.spaces import Box, Dict, Discrete
 
 
 class Line(gymnasium.Env):
-    """Move a point to 0; success is in `info` if `told`, otherwise the reward is 1 there."""
+    """Move a point to 0; success is in `info` if `reports_success`, otherwise the reward is 1 there."""
 
     metadata: ClassVar = {"render_modes": ["rgb_array"], "render_fps": 5}
     observation_space, action_space = Box(-1, 1, (1,)), Box(-0.2, 0.2, (1,))
 
-    def __init__(self, *, told=True, render_mode=None):
-        self.told, self.render_mode = told, render_mode
+    def __init__(self, *, reports_success=True, render_mode=None):
+        self.reports_success, self.render_mode = reports_success, render_mode
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -25,7 +25,7 @@ class Line(gymnasium.Env):
         assert self.action_space.contains(action)
         self.place = self.place + action
         is_there = abs(float(self.place[0])) < 0.05
-        return self.place.copy(), float(is_there), False, False, {"success": is_there} if self.told else {}
+        return self.place.copy(), float(is_there), False, False, {"success": is_there} if self.reports_success else {}
 
     def render(self):
         picture = np.zeros((30, 60, 3), dtype=np.uint8)

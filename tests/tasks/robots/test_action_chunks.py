@@ -70,7 +70,7 @@ def cosine_alpha_bar(*, zero_snr: bool):
 @pytest.mark.parametrize("prediction", list(Prediction))
 def test_diffusion_policy_loss_matches_its_formula(prediction):
     batch, recorder = microbatch(), Recorder()
-    found = OBJECTIVES[prediction.value]().loss(recorder, batch).loss
+    loss = OBJECTIVES[prediction.value]().loss(recorder, batch).loss
 
     noise = keyed_normal(5, batch["position"], (HORIZON, ACTION_DIM), stream="noise").double()
     timesteps = keyed_integers(5, batch["position"], 100, stream="timestep")
@@ -82,30 +82,30 @@ def test_diffusion_policy_loss_matches_its_formula(prediction):
     torch.testing.assert_close(recorder.actions.double(), signal * actions + sigma * noise, rtol=0, atol=2e-5)
     assert torch.equal(recorder.times, timesteps.float())
     assert torch.equal(recorder.state, batch["state"])
-    torch.testing.assert_close(found.double(), squares[~batch["is_padded"]].sum(), rtol=1e-5, atol=0)
-    assert found.dtype == torch.float32
+    torch.testing.assert_close(loss.double(), squares[~batch["is_padded"]].sum(), rtol=1e-5, atol=0)
+    assert loss.dtype == torch.float32
 
 
 def test_flow_matching_loss_matches_its_formula():
     batch, recorder = microbatch(), Recorder()
-    found = OBJECTIVES["flow"]().loss(recorder, batch).loss
+    loss = OBJECTIVES["flow"]().loss(recorder, batch).loss
     noise = keyed_normal(5, batch["position"], (HORIZON, ACTION_DIM), stream="noise").double()
     times, actions = keyed_uniform(5, batch["position"], stream="timestep").double(), batch["actions"].double()
     along = times[:, None, None]
     torch.testing.assert_close(recorder.actions.double(), (1 - along) * noise + along * actions, rtol=0, atol=1e-6)
     torch.testing.assert_close(recorder.times.double(), 100 * times, rtol=0, atol=1e-5)
     squares = (0.5 - (actions - noise)).square().mean(2)
-    torch.testing.assert_close(found.double(), squares[~batch["is_padded"]].sum(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(loss.double(), squares[~batch["is_padded"]].sum(), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize(("name", "power"), [("l1", 1), ("mse", 2)])
 def test_action_regression_loss_matches_its_formula(name, power):
     batch, recorder = microbatch(), Recorder()
-    found = OBJECTIVES[name]().loss(recorder, batch).loss
+    loss = OBJECTIVES[name]().loss(recorder, batch).loss
     assert not recorder.actions.any()
     assert not recorder.times.any()
     errors = (0.5 - batch["actions"].double()).abs().pow(power).mean(2)
-    torch.testing.assert_close(found.double(), errors[~batch["is_padded"]].sum(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(loss.double(), errors[~batch["is_padded"]].sum(), rtol=1e-6, atol=0)
 
 
 @each_objective
@@ -138,9 +138,9 @@ def test_padding_samples_are_ignored_by_policy_losses(objective):
     batch = {name: torch.cat([value, value[:3]]) for name, value in microbatch(4).items()}
     batch["position"][4:], batch["actions"][4:], batch["state"][4:] = -1, torch.nan, torch.nan
     assert objective.num_valid(batch) == objective.num_valid(microbatch(4))
-    found, expected = objective.loss(padded, batch).loss, objective.loss(plain, microbatch(4)).loss
-    torch.testing.assert_close(found, expected)
-    found.backward()
+    loss, expected = objective.loss(padded, batch).loss, objective.loss(plain, microbatch(4)).loss
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
     expected.backward()
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(padded.get_parameter(name).grad, parameter.grad, rtol=1e-5, atol=1e-6)
@@ -263,9 +263,9 @@ def test_diffusion_policy_acts_by_ddim(prediction):
         noise = (x - signal * clean) / sigma
         after = alpha_bar[timestep - 10] if timestep >= 10 else torch.ones(())
         x = after.sqrt() * clean + (1 - after).sqrt() * noise
-    found = OBJECTIVES[prediction.value]().act(model().eval(), observation(4), keys)
+    actions = OBJECTIVES[prediction.value]().act(model().eval(), observation(4), keys)
     # Noise prediction first divides by a signal of 5e-4, unless the next values are clipped.
-    torch.testing.assert_close(found.double(), x, rtol=0, atol=2e-3 if prediction is Prediction.epsilon else 1e-4)
+    torch.testing.assert_close(actions.double(), x, rtol=0, atol=2e-3 if prediction is Prediction.epsilon else 1e-4)
 
 
 @pytest.mark.parametrize("steps", [2, 5])
@@ -310,5 +310,5 @@ def test_policy_noise_follows_the_beta_schedule_and_timesteps(beta_schedule):
     ],
 )
 def test_too_many_action_or_sampling_steps_are_refused(schema, changes, expected):
-    found = [str(violation) for violation in getattr(schemas, schema)(horizon=16, action_dim=2, **changes).check()]
-    assert found == ([] if expected is None else [expected])
+    violations = [str(violation) for violation in getattr(schemas, schema)(horizon=16, action_dim=2, **changes).check()]
+    assert violations == ([] if expected is None else [expected])

@@ -27,7 +27,7 @@ SETTINGS = {
     "held_out": 0.2,
 }
 
-CODE_OF_SIMULATORS = "7b4e83cb020165b5bd37b70ef53b1bf0e56f8688e7bcfd14dd8d91ddb39357ac"
+CODE_OF_SIMULATORS = "35e1c85bddbff399b6c3300bde7b788a15fb82be6ef504d2c41eb810591c25d5"
 
 
 class Watched(Reach):
@@ -102,7 +102,7 @@ def test_noisy_share_is_the_fraction_of_episodes_with_noise(share, low, high, tm
 
 def _episodes(watched):
     """Return the steps of each episode, by replaying them from each reset."""
-    simulator, executed, found = Reach(), list(watched.executed), []
+    simulator, executed, episodes = Reach(), list(watched.executed), []
     for seed in watched.seeds:
         simulator.reset(seed)
         at_goal, ended, steps = 0, False, []
@@ -110,9 +110,9 @@ def _episodes(watched):
             steps.append(executed.pop(0))
             _, success, ended = simulator.step(steps[-1])
             at_goal = at_goal + 1 if success else 0
-        found.append(steps)
+        episodes.append(steps)
     assert not executed
-    return found
+    return episodes
 
 
 def test_demonstrations_end_at_the_goal_and_use_reserved_seeds(tmp_path, watched):

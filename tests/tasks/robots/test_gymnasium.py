@@ -87,16 +87,16 @@ def test_simulator_without_an_expert_is_not_demonstrating():
 
 
 def test_success_reward_replaces_missing_success_info():
-    untold = (*LINE, "+simulator.kwargs.told=false", "simulator.expert=own_environments.expert")
+    silent = (*LINE, "+simulator.kwargs.reports_success=false", "simulator.expert=own_environments.expert")
     with pytest.raises(ConfigError) as refused:
-        build_simulator(configure(*untold).simulator)
+        build_simulator(configure(*silent).simulator)
     assert str(refused.value).startswith("simulator.success_reward: is null but info of Line-v0 has neither is_success")
-    simulator = build_simulator(configure(*untold, "simulator.success_reward=1").simulator)
+    simulator = build_simulator(configure(*silent, "simulator.success_reward=1").simulator)
     assert all(episode(simulator, seed)[1] for seed in range(10))
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         (("simulator.state_dim=5",), "simulator.state_dim: is 5 but Gymnasium has 1; set it to that"),
         (("simulator.action_dim=2",), "simulator.action_dim: is 2 but Gymnasium has 1; set it to that"),
@@ -107,10 +107,10 @@ def test_success_reward_replaces_missing_success_info():
         (("simulator.expert=own_environments.missing",), "simulator.expert: is own_environments.missing"),
     ],
 )
-def test_invalid_gymnasium_settings_are_config_errors(overrides, said):
+def test_invalid_gymnasium_settings_are_config_errors(overrides, message):
     with pytest.raises(ConfigError) as refused:
         build_simulator(configure(*LINE, *overrides).simulator)
-    assert str(refused.value).startswith(said)
+    assert str(refused.value).startswith(message)
     assert "\n" not in str(refused.value)
 
 
@@ -123,22 +123,24 @@ def refusal(*overrides):
 def test_missing_simulator_packages_name_the_extra(monkeypatch):
     composed = configure("simulator=fetch_push")
     monkeypatch.setitem(sys.modules, "gymnasium_robotics", None)
-    said = f"simulator: needs gymnasium_robotics, which is not installed; {pip_command('gymnasium_robotics', 'fetch')}"
-    assert refusal("simulator=fetch_push") == said
+    message = (
+        f"simulator: needs gymnasium_robotics, which is not installed; {pip_command('gymnasium_robotics', 'fetch')}"
+    )
+    assert refusal("simulator=fetch_push") == message
     with pytest.raises(ConfigError) as refused:
         build_simulator(composed.simulator)
-    assert str(refused.value) == said
+    assert str(refused.value) == message
     monkeypatch.setitem(sys.modules, "gymnasium", None)
-    said = f"simulator: needs gymnasium, which is not installed; {pip_command('gymnasium', 'robot')}"
-    assert refusal(*OWN, "simulator.id=CartPole-v1") == said
+    message = f"simulator: needs gymnasium, which is not installed; {pip_command('gymnasium', 'robot')}"
+    assert refusal(*OWN, "simulator.id=CartPole-v1") == message
     monkeypatch.setitem(sys.modules, "metaworld", None)
-    said = f"simulator: needs metaworld, which is not installed; {pip_command('metaworld', 'metaworld')}"
-    assert refusal("simulator=metaworld").startswith(said)
+    message = f"simulator: needs metaworld, which is not installed; {pip_command('metaworld', 'metaworld')}"
+    assert refusal("simulator=metaworld").startswith(message)
 
 
 def test_missing_import_module_is_refused():
-    said = refusal(*OWN, "simulator.id=X-v0", "simulator.import_module=no_such_module")
-    assert said.startswith("simulator.import_module: is no_such_module, which does not exist")
+    message = refusal(*OWN, "simulator.id=X-v0", "simulator.import_module=no_such_module")
+    assert message.startswith("simulator.import_module: is no_such_module, which does not exist")
 
 
 @pytest.mark.parametrize(("mujoco", "is_wrong"), [("3.11.9", False), ("3.12.0", True), ("4.0.0", True)])
@@ -146,9 +148,9 @@ def test_fetch_with_a_newer_mujoco_names_the_pin(monkeypatch, mujoco, is_wrong):
     installed = {"mujoco": mujoco, "gymnasium-robotics": "1.4.2"}
     monkeypatch.setattr("importlib.metadata.version", installed.__getitem__)
     if is_wrong:
-        said = f"needs mujoco<3.12 for gymnasium-robotics 1.4.2, but {mujoco} is installed; "
-        said += pip_command("mujoco<3.12", "fetch")
-        assert refusal("simulator=fetch_push") == f"simulator: {said}"
+        message = f"needs mujoco<3.12 for gymnasium-robotics 1.4.2, but {mujoco} is installed; "
+        message += pip_command("mujoco<3.12", "fetch")
+        assert refusal("simulator=fetch_push") == f"simulator: {message}"
     else:
         compose("simulator=fetch_push")
 

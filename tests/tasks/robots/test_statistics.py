@@ -18,11 +18,11 @@ FRAMES = SHAPES.flatmap(lambda shape: npst.arrays(np.float32, shape, elements=NU
 
 def test_moments_match_numpy_float64_over_several_slices():
     values = np.random.default_rng(0).normal(3, 2, (70_000, 3)).astype(np.float32)
-    found, exact = Moments.of(values), values.astype(np.float64)
-    assert np.allclose(found.mean, exact.mean(0), rtol=1e-12)
-    assert np.allclose(found.std, exact.std(0), rtol=1e-12)
-    assert np.array_equal(found.min, exact.min(0))
-    assert np.array_equal(found.max, exact.max(0))
+    moments, exact = Moments.of(values), values.astype(np.float64)
+    assert np.allclose(moments.mean, exact.mean(0), rtol=1e-12)
+    assert np.allclose(moments.std, exact.std(0), rtol=1e-12)
+    assert np.array_equal(moments.min, exact.min(0))
+    assert np.array_equal(moments.max, exact.max(0))
 
 
 def test_states_are_standardized_and_clipped_and_actions_scaled_to_one():

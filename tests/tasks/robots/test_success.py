@@ -36,13 +36,13 @@ def lines(folder):
 
 
 def test_success_rate_has_an_interval_and_a_record_per_episode(tmp_path):
-    found = measure(tmp_path, step=7, episodes=10, at_a_time=4)
+    metrics = measure(tmp_path, step=7, episodes=10, at_a_time=4)
     episodes = lines(tmp_path)
     solved = sum(episode["success"] for episode in episodes)
     assert 0 < solved < 10
-    assert (found["success_low"], found["success_high"]) == wilson_interval(solved, 10)
-    assert found["success"] == solved / 10
-    assert found["episode_length"] == np.mean([episode["length"] for episode in episodes])
+    assert (metrics["success_low"], metrics["success_high"]) == wilson_interval(solved, 10)
+    assert metrics["success"] == solved / 10
+    assert metrics["episode_length"] == np.mean([episode["length"] for episode in episodes])
     assert [(one["step"], one["episode"], one["seed"]) for one in episodes] == [(7, k, k) for k in range(10)]
     assert {one["instruction"] for one in episodes} == {"reach the goal"}
     assert all(one["length"] == 30 for one in episodes if not one["success"])
@@ -51,10 +51,10 @@ def test_success_rate_has_an_interval_and_a_record_per_episode(tmp_path):
 def test_success_batches_have_one_shape_and_keys_by_episode_and_replan(tmp_path):
     objective = Wandering()
     measure(tmp_path, objective=objective, episodes=5, at_a_time=4, first_episode=3)
-    assert {shape for shape, _ in objective.asked} == {((4, 2, 4))}
-    starts = [index for index, (_, keys) in enumerate(objective.asked) if keys[0] % 2**31 == 0]
+    assert {shape for shape, _ in objective.calls} == {((4, 2, 4))}
+    starts = [index for index, (_, keys) in enumerate(objective.calls) if keys[0] % 2**31 == 0]
     assert len(starts) == 2
-    first, second = objective.asked[: starts[1]], objective.asked[starts[1] :]
+    first, second = objective.calls[: starts[1]], objective.calls[starts[1] :]
     assert [keys for _, keys in first] == [[k * 2**31 + n for k in (3, 4, 5, 6)] for n in range(len(first))]
     assert [keys for _, keys in second] == [[7 * 2**31 + n, -1, -1, -1] for n in range(len(second))]
     assert len(first) <= 15  # Of 30 steps, two at a time.
@@ -75,8 +75,8 @@ def test_noise_free_policy_succeeds_and_seeds_change_the_episodes(tmp_path):
 
 
 def test_nonfinite_action_ends_the_episode(tmp_path, caplog):
-    found = measure(tmp_path, objective=Wandering(noise=float("nan")), episodes=2)
-    assert (found["success"], found["episode_length"]) == (0.0, 0.0)
+    metrics = measure(tmp_path, objective=Wandering(noise=float("nan")), episodes=2)
+    assert (metrics["success"], metrics["episode_length"]) == (0.0, 0.0)
     assert caplog.messages[0] == "episode 0 ends: an action is not finite"
 
 
@@ -228,36 +228,39 @@ class Obeying(Wandering):
 
     def __init__(self, tokenizer):
         super().__init__(noise=0.0)
-        self.tokenizer, self.told = tokenizer, []
+        self.tokenizer, self.instructions = tokenizer, []
 
     def act(self, model, observation, keys):
         rows = observation["instruction"]
         assert rows.shape == (len(keys), 24)
-        self.told.append([self.tokenizer.decode([i for i in row if i >= 0]) for row in rows[keys >= 0].tolist()])
+        self.instructions.append(
+            [self.tokenizer.decode([i for i in row if i >= 0]) for row in rows[keys >= 0].tolist()]
+        )
         return super().act(model, observation, keys)
 
 
-def told(folder, instruction):
+def run_policy(folder, instruction):
     tokenizer = train_tokenizer(Commanded.instructions, 300)
     objective, data = Obeying(tokenizer), replace(DATA, tokenizer=tokenizer)
     words = {"instruction": instruction, "instruction_tokens": 24}
     evaluator = Success(objective=objective, data=data, simulator=Commanded, episodes=6, at_a_time=4, **words)
     with torch.no_grad(), contextlib.closing(evaluator):
         evaluator.evaluate(GoThere().eval(), evaluation_context(folder))
-    starts = [texts for index, texts in enumerate(objective.told) if index == 0 or texts != objective.told[index - 1]]
+    batches = objective.instructions
+    starts = [texts for index, texts in enumerate(batches) if index == 0 or texts != batches[index - 1]]
     return [text for texts in starts for text in texts], lines(folder)
 
 
 def test_policy_gets_the_instruction_in_the_tokens_of_its_data(tmp_path):
-    heard, episodes = told(tmp_path, "own")
-    assert heard == [Commanded.instructions[k % 2] for k in range(6)] == [one["instruction"] for one in episodes]
+    instructions, episodes = run_policy(tmp_path, "own")
+    assert instructions == [Commanded.instructions[k % 2] for k in range(6)] == [one["instruction"] for one in episodes]
     assert not any("told" in one for one in episodes)
 
 
 def test_other_instruction_keeps_the_success_criterion_of_the_episode(tmp_path):
-    heard, episodes = told(tmp_path / "other", "other")
-    _, own = told(tmp_path / "own", "own")
-    assert heard == [one["told"] for one in episodes]
+    instructions, episodes = run_policy(tmp_path / "other", "other")
+    _, own = run_policy(tmp_path / "own", "own")
+    assert instructions == [one["told"] for one in episodes]
     assert all(one["told"] != one["instruction"] for one in episodes)
     assert len({one["told"] for one in episodes}) > 1
     assert [{**one, "told": None} for one in episodes] == [{**one, "told": None} for one in own]

@@ -87,7 +87,7 @@ def test_touching_another_block_ends_the_episode(task):
 
     def towards_another(simulator):
         blocks = simulator._state()[2:14].reshape(3, 4)[:, :2]
-        another = blocks[(simulator._meant + 1) % 3]
+        another = blocks[(simulator._target + 1) % 3]
         way = another - simulator._state()[:2]
         return way / np.linalg.norm(way)
 
@@ -154,7 +154,7 @@ def test_interleaved_tables_render_like_separate_ones():
 
 
 @pytest.mark.parametrize(
-    ("overrides", "said"),
+    ("overrides", "message"),
     [
         (("simulator.state_dim=3",), "simulator.state_dim: is 3 but task push has 19; leave it out"),
         (("simulator.action_dim=7",), "simulator.action_dim: is 7 but task push has 2; leave it out"),
@@ -168,22 +168,22 @@ def test_interleaved_tables_render_like_separate_ones():
         ),
     ],
 )
-def test_wrong_tabletop_settings_are_config_errors(overrides, said):
+def test_wrong_tabletop_settings_are_config_errors(overrides, message):
     with pytest.raises(ConfigError) as refused:
         compose("simulator=push", *overrides)
-    assert str(refused.value) == said
+    assert str(refused.value) == message
 
 
 def test_missing_mujoco_names_the_extra(monkeypatch):
     composed = configure("simulator=around")
     monkeypatch.setitem(sys.modules, "mujoco", None)
-    said = f"simulator: needs mujoco, which is not installed; {pip_command('mujoco', 'robot')}"
+    message = f"simulator: needs mujoco, which is not installed; {pip_command('mujoco', 'robot')}"
     with pytest.raises(ConfigError) as refused:
         compose("simulator=around")
-    assert str(refused.value) == said
+    assert str(refused.value) == message
     with pytest.raises(ConfigError) as refused:
         build_simulator(composed.simulator)
-    assert str(refused.value) == said
+    assert str(refused.value) == message
 
 
 NO_EGL = """
@@ -212,9 +212,9 @@ def test_tabletop_without_egl_simulates_and_reports_that_it_cannot_render(tmp_pa
     ended = subprocess.run(
         [sys.executable, "-c", NO_EGL], env=environment, capture_output=True, text=True, timeout=60, check=True
     )
-    succeeded, said = ended.stdout.splitlines()
+    succeeded, message = ended.stdout.splitlines()
     assert succeeded == "True"
-    assert said.startswith("MuJoCo cannot render here")
+    assert message.startswith("MuJoCo cannot render here")
     assert ended.stderr == ""
 
 

@@ -73,8 +73,8 @@ def test_vla_actions_of_a_row_do_not_depend_on_the_batch():
         alone = {name: value[row : row + 1] for name, value in batch.items()}
         told = alone["instruction"][:, : row + 1]  # Without padding.
         given = {"state": alone["state"], "images": alone["images"], "instruction": told}
-        found = model(alone["actions"], torch.tensor([row * 10.5]), **given)
-        torch.testing.assert_close(found[0], answers[row], rtol=1e-4, atol=1e-5)
+        prediction = model(alone["actions"], torch.tensor([row * 10.5]), **given)
+        torch.testing.assert_close(prediction[0], answers[row], rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
@@ -194,9 +194,9 @@ def test_vla_computes_in_bf16(mode):
     precision = PrecisionPolicy(mode)
     model, batch = precision.prepare(policy()), microbatch()
     with precision.autocast(torch.device("cpu")):
-        found = ask(model, batch)
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found, ask(policy(), batch), rtol=0.3, atol=0.3)
+        prediction = ask(model, batch)
+    assert prediction.dtype == torch.float32
+    torch.testing.assert_close(prediction, ask(policy(), batch), rtol=0.3, atol=0.3)
 
 
 def test_vla_flops_roughly_agree_with_the_flop_counter_of_torch():

@@ -12,7 +12,7 @@ from foundry.core.events import Evaluated
 from foundry.sweeps.mlflow_parent import close_parent
 from foundry.tasks.robots.evaluators.episodes import Film
 from foundry.tasks.robots.evaluators.films import save_gif
-from foundry.tracking.mlflow.destination import Destination, how_to_look
+from foundry.tracking.mlflow.destination import Destination, viewing_hint
 from foundry.tracking.mlflow.parent_link import ParentLink
 from foundry.tracking.mlflow.tracker import MLflowTracker
 from foundry.tracking.plots import Plots
@@ -40,9 +40,9 @@ SWITCHES = [
 def browse(profile, url, *switches):
     """Open a page in Chromium; return the output after the page's scripts have run."""
     command = [CHROMIUM, *SWITCHES, f"--user-data-dir={profile}", *switches, url]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
+    process = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    assert process.returncode == 0, process.stderr[-2000:]
+    return process.stdout
 
 
 def words_of(page):
@@ -84,7 +84,7 @@ def test_printed_mlflow_link_shows_runs_and_metric_groups(events, mlflow_server,
     tracker.on_step(events.step(1))
     tracker.on_evaluation(events.evaluation(1))
     tracker.on_end(events.end())
-    run_page = how_to_look(events.run_dir, mlflow_server.uri)
+    run_page = viewing_hint(events.run_dir, mlflow_server.uri)
     runs_page = run_page.replace(f"/{Destination.load(events.run_dir).run_id}", "")
     assert runs_page.endswith("/runs?workflowType=machine_learning")
     assert "found at once" in words_of(browse(tmp_path / "new", runs_page, "--dump-dom"))

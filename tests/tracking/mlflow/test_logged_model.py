@@ -12,7 +12,7 @@ from support.tiny import SMALL_LM
 from foundry.commands.sync import send_metrics
 from foundry.core.errors import ConfigError
 from foundry.engine.train import train
-from foundry.tracking.mlflow.destination import Destination, how_to_look, local_page, tracking_uri
+from foundry.tracking.mlflow.destination import Destination, local_page, tracking_uri, viewing_hint
 from foundry.tracking.mlflow.logged_model import log_model
 from foundry.tracking.mlflow.tracker import MLflowTracker
 
@@ -142,12 +142,12 @@ def test_send_metrics_keeps_records_if_the_server_does_not_respond(events, with_
     assert json.loads(kept)["values"] == {"eval/loss": 2.0}
 
 
-def test_how_to_look_gives_the_page_of_a_run_or_an_mlflow_ui_command(tmp_path, monkeypatch):
+def test_viewing_hint_gives_the_page_of_a_run_or_an_mlflow_ui_command(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     command = "mlflow ui --backend-store-uri"
-    assert how_to_look(tmp_path) == f"{command} sqlite:///{tmp_path}/mlflow.db"
-    assert how_to_look(tmp_path, "sqlite:///a b.db") == f"{command} 'sqlite:///{tmp_path}/a b.db'"
+    assert viewing_hint(tmp_path) == f"{command} sqlite:///{tmp_path}/mlflow.db"
+    assert viewing_hint(tmp_path, "sqlite:///a b.db") == f"{command} 'sqlite:///{tmp_path}/a b.db'"
     training = "?workflowType=machine_learning"
     assert local_page(tmp_path) == f"http://127.0.0.1:5000/#/experiments{training}", "the store has not answered yet"
     kept = Destination.of(tmp_path, uri=tracking_uri(), experiment_name="e", run_name="r")
@@ -157,10 +157,10 @@ def test_how_to_look_gives_the_page_of_a_run_or_an_mlflow_ui_command(tmp_path, m
     assert local_page(tmp_path, server) is None
     made = Destination.of(tmp_path, uri=server, experiment_name="e", run_name="r")
     made.save(tmp_path)
-    assert how_to_look(tmp_path, server) == "https://***@mlflow.example/own/", "the server has not answered yet"
+    assert viewing_hint(tmp_path, server) == "https://***@mlflow.example/own/", "the server has not answered yet"
     replace(made, run_id="c0de", experiment_id="7").save(tmp_path)
     assert (
-        how_to_look(tmp_path, server)
+        viewing_hint(tmp_path, server)
         == "https://mlflow.example/own/#/experiments/7/runs/c0de?workflowType=machine_learning"
     )
     assert "hunter2" not in (tmp_path / "mlflow.json").read_text()

@@ -23,7 +23,7 @@ def losses(run_dir):
     return status, [point.step for point in client.get_metric_history(run_id, "train/loss")]
 
 
-def begun(events, **settings):
+def start_tracker(events, **settings):
     """Return a tracker whose run is in MLflow, and its store process."""
     tracker = MLflowTracker(run_dir=events.run_dir, **settings)
     tracker.on_start(events.start())
@@ -42,7 +42,7 @@ def no_process_before(monkeypatch):
 
 @pytest.mark.long
 def test_killed_mlflow_process_is_restarted_without_losing_records(events, with_database, caplog):
-    tracker, process = begun(events, finish_seconds=120)
+    tracker, process = start_tracker(events, finish_seconds=120)
     process.kill()
     for step in range(2, 20):
         tracker.on_step(events.step(step))
@@ -55,7 +55,7 @@ def test_killed_mlflow_process_is_restarted_without_losing_records(events, with_
 
 @pytest.mark.long
 def test_hanging_mlflow_process_is_killed_and_its_records_are_sent_later(events, with_database, caplog):
-    tracker, process = begun(events, finish_seconds=1.0, tags={"api_key": "hunter2hunter2"})
+    tracker, process = start_tracker(events, finish_seconds=1.0, tags={"api_key": "hunter2hunter2"})
     command = Path(f"/proc/{process.pid}/cmdline").read_bytes()
     assert command.split(b"\0")[1:4] == [b"-P", b"-m", b"foundry.tracking.mlflow.process"]
     assert len(command.split(b"\0")) == 5, "nothing of the run"

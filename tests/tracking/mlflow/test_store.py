@@ -102,7 +102,7 @@ def test_half_created_mlflow_database_is_an_error_with_a_remedy(tmp_path):
     import sqlite3
     from contextlib import closing
 
-    from foundry.tracking.mlflow.store import HalfMadeDatabaseError, _quiet_client
+    from foundry.tracking.mlflow.store import IncompleteDatabaseError, _quiet_client
 
     database = tmp_path / "mlflow.db"
     with closing(sqlite3.connect(database)) as connection:
@@ -110,7 +110,7 @@ def test_half_created_mlflow_database_is_an_error_with_a_remedy(tmp_path):
         connection.execute("CREATE TABLE alembic_version (version_num VARCHAR(32))")
         connection.execute("INSERT INTO alembic_version VALUES ('acf3f17fdcc7')")
         connection.commit()
-    with pytest.raises(HalfMadeDatabaseError, match=r"mlflow\.db is incomplete: .* delete it$"):
+    with pytest.raises(IncompleteDatabaseError, match=r"mlflow\.db is incomplete: .* delete it$"):
         _quiet_client(f"sqlite:///{database}")
 
 

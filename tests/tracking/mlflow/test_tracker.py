@@ -106,11 +106,11 @@ def test_mlflow_run_has_dataset_tags_and_note(events, with_database):
         tracker.on_end(events.end())
     run = run_of(events.run_dir, f"sqlite:///{with_database}/mlflow.db")
     assert {"team": "arms", "try": "3", "mlflow.note.content": "*why*"}.items() <= run.data.tags.items()
-    (found,) = run.inputs.dataset_inputs
-    assert (found.dataset.name, found.dataset.digest) == ("corpus", "d1ce" * 8)
-    assert json.loads(found.dataset.source) == {"uri": "data/corpus"}
-    assert json.loads(found.dataset.profile) == {"train_tokens": 7}
-    assert [(tag.key, tag.value) for tag in found.tags] == [("mlflow.data.context", "training")]
+    (dataset_input,) = run.inputs.dataset_inputs
+    assert (dataset_input.dataset.name, dataset_input.dataset.digest) == ("corpus", "d1ce" * 8)
+    assert json.loads(dataset_input.dataset.source) == {"uri": "data/corpus"}
+    assert json.loads(dataset_input.dataset.profile) == {"train_tokens": 7}
+    assert [(tag.key, tag.value) for tag in dataset_input.tags] == [("mlflow.data.context", "training")]
 
 
 def test_resumed_run_continues_its_mlflow_run(events, with_database):

@@ -33,12 +33,12 @@ def _check_columns(data: LeRobot, info: LeRobotInfo) -> Iterator[Violation]:
         ("action_dim", data.action_key, "data.action_key"),
     ):
         try:
-            own = info.num_values(column, key)
+            num_values = info.num_values(column, key)
         except ConfigError as error:
             yield from error.violations
             continue
-        if own != getattr(data, name):
-            message = f"is {getattr(data, name)} but {column} of {info.folder} has {own} numbers; leave it out"
+        if num_values != getattr(data, name):
+            message = f"is {getattr(data, name)} but {column} of {info.folder} has {num_values} numbers; leave it out"
             yield Violation(f"data.{name}", message)
     if data.image_key is not None:
         height, width = info.picture_size(data.image_key, "data.image_key")

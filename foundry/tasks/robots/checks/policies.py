@@ -23,10 +23,10 @@ def check_policies(config: Config) -> Iterator[Violation]:
             message += "objective=diffusion_policy, or evaluation=default"
             yield Violation(f"evaluation.evaluators.{name}", message)
     if isinstance(data, Episodes):
-        yield from _check_seen(model, data)
+        yield from _check_inputs(model, data)
 
 
-def _check_seen(model: Any, data: Episodes) -> Iterator[Violation]:
+def _check_inputs(model: Any, data: Episodes) -> Iterator[Violation]:
     """Check that the data has the inputs that the model uses, and no instructions that it would ignore."""
     if isinstance(model, PolicyDiT):
         if model.image_size is not None and data.image_size is None:

@@ -32,7 +32,7 @@ _FORMAT = 1
 _STEPS_AT_THE_GOAL = 8
 """Number of steps recorded after success, so that a policy learns to stay at the goal."""
 _SPARE_FAILURES = 20
-_WRITTEN_BY = ("episodes", "noise", "noisy_share", "state_dim", "action_dim", "image_size")
+_CONTENT_SETTINGS = ("episodes", "noise", "noisy_share", "state_dim", "action_dim", "image_size")
 """Settings that determine the files of the demonstrations; other settings only determine how they are read."""
 log = logging.getLogger(__name__)
 
@@ -63,8 +63,8 @@ def demonstrations(
     if simulator is None:
         message = "none is incompatible with data=demonstrations, which needs a simulator with an expert"
         raise ConfigError(Violation("simulator", f"{message}; choose one, or data=lerobot"))
-    made = _Making(simulator, settings)
-    folder = cached_folder(settings.cache_dir, made.name(simulator_settings or {}), made.fill, what="demonstrations")
+    maker = _Maker(simulator, settings)
+    folder = cached_folder(settings.cache_dir, maker.name(simulator_settings or {}), maker.fill, what="demonstrations")
     recording = read_recording(
         read_info(str(folder)),
         state_key=STATE_KEY,
@@ -77,7 +77,7 @@ def demonstrations(
 
 
 @dataclass(frozen=True)
-class _Making:
+class _Maker:
     """Generator of demonstrations; see `demonstrations`."""
 
     simulator: Callable[[], Simulator]
@@ -85,25 +85,25 @@ class _Making:
 
     def name(self, simulator_settings: Mapping[str, Any]) -> str:
         """Return the name of the cache folder: a hash of all settings, versions and sources that affect the content."""
-        own = {name: getattr(self.settings, name) for name in _WRITTEN_BY}
-        depends = {"format": _FORMAT, "demonstrations": own, **simulator_identity(simulator_settings)}
-        text = json.dumps(depends, sort_keys=True, default=str)
+        data_settings = {name: getattr(self.settings, name) for name in _CONTENT_SETTINGS}
+        identity = {"format": _FORMAT, "demonstrations": data_settings, **simulator_identity(simulator_settings)}
+        text = json.dumps(identity, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
     def fill(self, folder: Path) -> tuple[str, ...]:
         """Generate the demonstrations in a folder, and return the names of the written files."""
-        began, frames = time.monotonic(), 0
+        start, frames = time.monotonic(), 0
 
-        def counted(found: Iterator[Episode]) -> Iterator[Episode]:
+        def count_frames(episodes: Iterator[Episode]) -> Iterator[Episode]:
             nonlocal frames
-            for episode in found:
+            for episode in episodes:
                 frames += len(episode.state)
                 yield episode
 
         with closing(self.simulator()) as simulator:
             kind = type(simulator).__name__
-            files = write_lerobot(folder, counted(self._record(simulator)), fps=simulator.fps, robot_type=kind)
-        seconds = time.monotonic() - began
+            files = write_lerobot(folder, count_frames(self._record(simulator)), fps=simulator.fps, robot_type=kind)
+        seconds = time.monotonic() - start
         log.info(
             "generated %d demonstrations of %s, %d frames, in %.1f s", self.settings.episodes, kind, frames, seconds
         )
@@ -121,17 +121,17 @@ class _Making:
                 f"is demonstrations but {kind} has no expert_action(); record demonstrations and choose data=lerobot"
             )
             raise ConfigError(Violation("data", message))
-        made = failed = 0
-        while made < self.settings.episodes:
-            episode = self._run(simulator, made + failed)
+        count = failures = 0
+        while count < self.settings.episodes:
+            episode = self._run(simulator, count + failures)
             if episode is not None:
-                made += 1
+                count += 1
                 yield episode
                 continue
-            failed += 1
-            if failed > _SPARE_FAILURES and failed > 2 * made:
-                message = f"is {self.settings.noise:g} but the expert of {kind} has failed in {failed} of "
-                message += f"{made + failed} episodes; lower it, or record demonstrations and choose data=lerobot"
+            failures += 1
+            if failures > _SPARE_FAILURES and failures > 2 * count:
+                message = f"is {self.settings.noise:g} but the expert of {kind} has failed in {failures} of "
+                message += f"{count + failures} episodes; lower it, or record demonstrations and choose data=lerobot"
                 raise ConfigError(Violation("data.noise", message))
 
     def _run(self, simulator: Simulator, number: int) -> Episode | None:
@@ -139,35 +139,35 @@ class _Making:
         assert isinstance(simulator, Demonstrating)
         draw = np.random.default_rng((FIRST_SEED + number, _FORMAT))
         noise = self.settings.noise if draw.random() < self.settings.noisy_share else 0.0
-        seen, done = list[Observation](), list[NDArray[np.float64]]()
+        observations, actions = list[Observation](), list[NDArray[np.float64]]()
         observation, at_goal, ended = simulator.reset(FIRST_SEED + number), 0, False
         task = simulator.instruction
         while at_goal < _STEPS_AT_THE_GOAL and not ended:
             action = np.asarray(simulator.expert_action(), dtype=np.float64)
-            seen.append(observation)
-            done.append(action)
+            observations.append(observation)
+            actions.append(action)
             observation, success, ended = simulator.step(action + noise * draw.standard_normal(action.shape))
             at_goal = at_goal + 1 if success else 0
-        return self._checked(simulator, seen, done, task) if at_goal else None
+        return self._make_episode(simulator, observations, actions, task) if at_goal else None
 
-    def _checked(
-        self, simulator: Simulator, seen: list[Observation], done: list[NDArray[np.float64]], task: str
+    def _make_episode(
+        self, simulator: Simulator, observations: list[Observation], action_list: list[NDArray[np.float64]], task: str
     ) -> Episode:
         """Return the recorded episode, after a check that its sizes match the settings.
 
         Raises:
             ConfigError: if they differ.
         """
-        state = np.stack([np.asarray(observation["state"], dtype=np.float32) for observation in seen])
-        actions = np.stack(done).astype(np.float32)
-        for name, found in (("state_dim", state), ("action_dim", actions)):
-            stated = getattr(self.settings, name)
-            if found.shape[1:] != (stated,):
-                message = f"is {stated} but {type(simulator).__name__} has {found[0].size}; leave it out"
+        state = np.stack([np.asarray(observation["state"], dtype=np.float32) for observation in observations])
+        actions = np.stack(action_list).astype(np.float32)
+        for name, values in (("state_dim", state), ("action_dim", actions)):
+            size_setting = getattr(self.settings, name)
+            if values.shape[1:] != (size_setting,):
+                message = f"is {size_setting} but {type(simulator).__name__} has {values[0].size}; leave it out"
                 raise ConfigError(Violation(f"data.{name}", message))
         images, size = None, self.settings.image_size
         if size is not None:
-            pictures = [observation.get("image") for observation in seen]
+            pictures = [observation.get("image") for observation in observations]
             if any(picture is None or picture.shape != (size, size, 3) for picture in pictures):
                 message = f"is {size} but {type(simulator).__name__} returns no image of this size; leave it out"
                 raise ConfigError(Violation("data.image_size", message))

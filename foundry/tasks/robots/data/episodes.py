@@ -14,7 +14,7 @@ from foundry.core.errors import ConfigError, Violation
 from foundry.data.dataset import BatchDataset
 from foundry.data.io.mapped_files import MapsFiles
 from foundry.data.splits import DataSplits
-from foundry.tasks.robots.data.instructions import encode_instructions, read_words
+from foundry.tasks.robots.data.instructions import encode_instructions, read_tokenizer
 from foundry.tasks.robots.data.statistics import Statistics, statistics_of
 from foundry.tasks.robots.names import STATISTICS
 from foundry.tasks.robots.schemas.data import Episodes
@@ -83,7 +83,7 @@ class Windows(MapsFiles, BatchDataset):
         self._first = recording.starts[episodes]
         self._last = self._first + recording.lengths[episodes] - 1
         self._ends = np.cumsum(recording.lengths[episodes])
-        self._seen, self._ahead = np.arange(1 - num_observations, 1), np.arange(horizon)
+        self._past_offsets, self._future_offsets = np.arange(1 - num_observations, 1), np.arange(horizon)
 
     def __len__(self) -> int:
         """Return the number of frames of all selected episodes."""
@@ -98,27 +98,27 @@ class Windows(MapsFiles, BatchDataset):
             num_observations, 3, image_size, image_size) uint8, and `instruction` (batch, instruction_tokens) int64 of
             the current frame, with -1 after its end.
         """
-        at = np.asarray(indices, dtype=np.int64)
-        episode = np.searchsorted(self._ends, at, side="right")
+        positions = np.asarray(indices, dtype=np.int64)
+        episode = np.searchsorted(self._ends, positions, side="right")
         first, last = self._first[episode, None], self._last[episode, None]
-        frame = (at - self._ends[episode])[:, None] + last + 1
-        seen, ahead = np.maximum(frame + self._seen, first), frame + self._ahead
+        frame = (positions - self._ends[episode])[:, None] + last + 1
+        past, future = np.maximum(frame + self._past_offsets, first), frame + self._future_offsets
         arrays: dict[str, NDArray[Any]] = {
-            "state": self.statistics.normalise_state(self._state[seen]),
-            "actions": self.statistics.normalise_actions(self._actions[np.minimum(ahead, last)]),
-            "is_padded": ahead > last,
+            "state": self.statistics.normalise_state(self._state[past]),
+            "actions": self.statistics.normalise_actions(self._actions[np.minimum(future, last)]),
+            "is_padded": future > last,
         }
         if self._images is not None:
-            arrays["images"] = np.asarray(self._images[seen])
+            arrays["images"] = np.asarray(self._images[past])
         if self._instructions is not None and self._task_index is not None:
             arrays["instruction"] = self._instructions[self._task_index[frame[:, 0]]]
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def normalised_by(self, statistics: Statistics) -> Self:
         """Return the same samples, normalized by other statistics."""
-        other = object.__new__(type(self))
-        vars(other).update(vars(self) | {"statistics": statistics})
-        return other
+        windows = object.__new__(type(self))
+        vars(windows).update(vars(self) | {"statistics": statistics})
+        return windows
 
 
 def episode_splits(recording: Recording, settings: Episodes, *, notes: Mapping[str, Any] | None = None) -> DataSplits:
@@ -136,21 +136,21 @@ def episode_splits(recording: Recording, settings: Episodes, *, notes: Mapping[s
     _check_finite(recording)
     is_held_out = held_out_episodes(len(recording.lengths), settings.held_out)
     train, validation = np.flatnonzero(~is_held_out), np.flatnonzero(is_held_out)
-    of_train = np.repeat(~is_held_out, recording.lengths)
-    statistics = Statistics.of(recording.state[of_train], recording.actions[of_train])
+    is_training_frame = np.repeat(~is_held_out, recording.lengths)
+    statistics = Statistics.of(recording.state[is_training_frame], recording.actions[is_training_frame])
     windows: dict[str, Any] = {"num_observations": settings.num_observations, "horizon": settings.horizon}
     fingerprint, instructions = _fingerprint(recording, is_held_out, windows), None
     data = DataSplits(train=[], validation=[], fingerprint=fingerprint, kept={STATISTICS: statistics})
     if settings.instruction_tokens is not None and recording.task_index is not None:
-        learnt = sorted({recording.tasks[index] for index in np.unique(recording.task_index[of_train])})
-        data = replace(data, **read_words(learnt, settings.tokenizer, settings.vocab_size)._asdict())
+        texts = sorted({recording.tasks[index] for index in np.unique(recording.task_index[is_training_frame])})
+        data = replace(data, **read_tokenizer(texts, settings.tokenizer, settings.vocab_size)._asdict())
         instructions = encode_instructions(recording.tasks, data, settings.instruction_tokens)
-        data = replace(data, fingerprint=_with_words(fingerprint, instructions, recording.task_index))
+        data = replace(data, fingerprint=_extend_fingerprint(fingerprint, instructions, recording.task_index))
     counts = {
         "train_episodes": len(train),
         "validation_episodes": len(validation),
-        "train_frames": int(of_train.sum()),
-        "validation_frames": int((~of_train).sum()),
+        "train_frames": int(is_training_frame.sum()),
+        "validation_frames": int((~is_training_frame).sum()),
     }
     return replace(
         data,
@@ -166,17 +166,17 @@ def normalised_by(data: DataSplits, statistics: Statistics) -> DataSplits:
     Raises:
         ConfigError: if the data has no episodes, or states or actions have other dimensions.
     """
-    if (own := statistics_of(data)) is None:
+    if (data_statistics := statistics_of(data)) is None:
         raise ConfigError(Violation("data", "has no episodes but the run was trained on episodes; choose data=lerobot"))
     for name, key in (("state", "data.state_dim"), ("actions", "data.action_dim")):
-        have, need = (len(getattr(one, name).mean) for one in (own, statistics))
+        have, need = (len(getattr(item, name).mean) for item in (data_statistics, statistics))
         if have != need:
             raise ConfigError(Violation(key, f"is {have} but the run was trained with {need}; choose other data"))
     train, validation = data.train, data.validation
     assert isinstance(train, Windows)
     assert isinstance(validation, Windows)
-    changed = (train.normalised_by(statistics), validation.normalised_by(statistics))
-    return replace(data, train=changed[0], validation=changed[1], kept={STATISTICS: statistics})
+    windows = (train.normalised_by(statistics), validation.normalised_by(statistics))
+    return replace(data, train=windows[0], validation=windows[1], kept={STATISTICS: statistics})
 
 
 def held_out_episodes(count: int, held_out: float) -> NDArray[np.bool_]:
@@ -195,18 +195,18 @@ def held_out_episodes(count: int, held_out: float) -> NDArray[np.bool_]:
         message = f"is {held_out:g} but the data has {has}, and none would remain for training; add more episodes"
         raise ConfigError(Violation("data.held_out", message))
     hashes = [hashlib.blake2b(b"%d" % number, digest_size=8).hexdigest() for number in range(count)]
-    chosen = np.zeros(count, dtype=np.bool_)
-    chosen[np.argsort(hashes, kind="stable")[:num_held_out]] = True
-    return chosen
+    is_held_out = np.zeros(count, dtype=np.bool_)
+    is_held_out[np.argsort(hashes, kind="stable")[:num_held_out]] = True
+    return is_held_out
 
 
 def _check_finite(recording: Recording) -> None:
     """Raise if a value is not finite, which would make the statistics NaN."""
     for name, values in (("state", recording.state), ("actions", recording.actions)):
-        wrong = np.flatnonzero(~np.isfinite(values).all(axis=1))
-        if len(wrong):
-            episode = int(np.searchsorted(np.cumsum(recording.lengths), wrong[0], side="right"))
-            frame = int(wrong[0] - recording.starts[episode])
+        bad_frames = np.flatnonzero(~np.isfinite(values).all(axis=1))
+        if len(bad_frames):
+            episode = int(np.searchsorted(np.cumsum(recording.lengths), bad_frames[0], side="right"))
+            frame = int(bad_frames[0] - recording.starts[episode])
             message = f"has NaN or infinite values in {name}, first in frame {frame} of episode {episode}"
             raise ConfigError(Violation("data", f"{message}; remove these episodes"))
 
@@ -220,7 +220,7 @@ def _fingerprint(recording: Recording, is_held_out: NDArray[np.bool_], windows: 
     return digest.hexdigest()
 
 
-def _with_words(fingerprint: str, instructions: NDArray[np.int64], task_index: NDArray[np.int64]) -> str:
+def _extend_fingerprint(fingerprint: str, instructions: NDArray[np.int64], task_index: NDArray[np.int64]) -> str:
     """Extend a fingerprint by the instructions of all frames."""
     digest = hashlib.blake2b(f"{fingerprint} {instructions.shape}".encode(), digest_size=16)
     for array in (instructions, task_index):

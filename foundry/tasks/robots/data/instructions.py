@@ -15,7 +15,7 @@ from foundry.data.splits import DataSplits
 _KEY = "data.instruction_tokens"
 
 
-class Words(NamedTuple):
+class InstructionTokenizer(NamedTuple):
     """Tokenization of instructions; see `DataSplits`.
 
     Attributes:
@@ -29,7 +29,7 @@ class Words(NamedTuple):
     chat_template: str | None = None
 
 
-def read_words(texts: Sequence[str], tokenizer: str | None, vocab_size: int) -> Words:
+def read_tokenizer(texts: Sequence[str], tokenizer: str | None, vocab_size: int) -> InstructionTokenizer:
     """Return the given tokenizer with its chat template, or a byte-level BPE trained on the instructions.
 
     Args:
@@ -44,9 +44,9 @@ def read_words(texts: Sequence[str], tokenizer: str | None, vocab_size: int) -> 
         message = "is set but no training episode has an instruction; leave it out"
         raise ConfigError(Violation(_KEY, message))
     if tokenizer is None:
-        return Words(train_tokenizer(texts, vocab_size))
+        return InstructionTokenizer(train_tokenizer(texts, vocab_size))
     loaded, end = load_tokenizer(tokenizer, vocab_size)
-    return Words(loaded, (end,), template_beside(tokenizer_file(tokenizer).parent))
+    return InstructionTokenizer(loaded, (end,), template_beside(tokenizer_file(tokenizer).parent))
 
 
 def encode_instructions(texts: Sequence[str], data: DataSplits, instruction_tokens: int) -> NDArray[np.int64]:

@@ -55,12 +55,12 @@ def lerobot(settings: LeRobot, *, seed: int) -> DataSplits:
         ConfigError: if the folder is not a complete LeRobot dataset, has too few episodes, or has other dimensions.
     """
     info = read_info(settings.path)
-    for key, given, column, chosen in (
+    for key, size, column, column_key in (
         ("data.state_dim", settings.state_dim, settings.state_key, "data.state_key"),
         ("data.action_dim", settings.action_dim, settings.action_key, "data.action_key"),
     ):
-        if (own := info.num_values(column, chosen)) != given:
-            message = f"is {given} but {column} of {settings.path} has {own} numbers; leave it out"
+        if (num_values := info.num_values(column, column_key)) != size:
+            message = f"is {size} but {column} of {settings.path} has {num_values} numbers; leave it out"
             raise ConfigError(Violation(key, message))
     image_key, image_size = settings.image_key, settings.image_size
     pictures = None if image_key is None or image_size is None else (image_key, image_size)
@@ -76,7 +76,7 @@ def lerobot(settings: LeRobot, *, seed: int) -> DataSplits:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _VideoLocation:
     """Location of an episode's images: a video file, and the second of the video at which the episode begins."""
 
     file: Path
@@ -95,7 +95,7 @@ class _Episodes:
 
     lengths: NDArray[np.int64]
     files: list[Path]
-    videos: list[_Place] | None
+    videos: list[_VideoLocation] | None
 
     @property
     def starts(self) -> NDArray[np.int64]:
@@ -140,7 +140,7 @@ def read_recording(
         if video_key is not None:
             fill = partial(_copy_frames, info, episodes, columns["timestamp"][:, 0], size)
         files = [*_episode_files(info), *episodes.files]
-        files += sorted({place.file for place in episodes.videos or ()})
+        files += sorted({location.file for location in episodes.videos or ()})
         digests = b"".join(file_digests(files, cache_dir))
         settings = f"{_FORMAT} {image_key} {size} {digests.hex()}"
         source = hashlib.sha256(settings.encode()).hexdigest()[:32]
@@ -177,11 +177,11 @@ def _read_tasks(info: LeRobotInfo, task_index: NDArray[Any]) -> dict[str, Any]:
     if not all(type(number) is int and isinstance(text, str) for number, text in texts.items()):
         _refuse(info, f"has tasks in {_TASKS} that are not strings with a number")
     tasks = sorted(set(texts.values()))
-    found = np.unique(task_index)
-    if unknown := [number for number in found.tolist() if number not in texts]:
+    indices = np.unique(task_index)
+    if unknown := [number for number in indices.tolist() if number not in texts]:
         _refuse(info, f"has frames of task {unknown[0]:g}, which {_TASKS} does not contain")
-    place = np.array([tasks.index(texts[int(number)]) for number in found], dtype=np.int64)
-    return {"tasks": tuple(tasks), "task_index": place[np.searchsorted(found, task_index)]}
+    positions = np.array([tasks.index(texts[int(number)]) for number in indices], dtype=np.int64)
+    return {"tasks": tuple(tasks), "task_index": positions[np.searchsorted(indices, task_index)]}
 
 
 def _episode_files(info: LeRobotInfo) -> list[Path]:
@@ -194,19 +194,19 @@ def _read_episodes(info: LeRobotInfo, video_key: str | None) -> _Episodes:
     Raises:
         ConfigError: if episodes or their files are missing, or episodes are duplicated.
     """
-    places = ("data/chunk_index", "data/file_index")
-    columns = ["episode_index", "length", *places]
+    path_columns = ("data/chunk_index", "data/file_index")
+    columns = ["episode_index", "length", *path_columns]
     if video_key is not None:
         columns += [f"videos/{video_key}/{name}" for name in ("chunk_index", "file_index", "from_timestamp")]
-    found = defaultdict[str, list[Any]](list)
+    table = defaultdict[str, list[Any]](list)
     for file in _episode_files(info):
         for batch in _batches(info, file, columns):
             for name in columns:
-                found[name] += _numbers(info, name, batch.column(name))
-    if not found["episode_index"]:
+                table[name] += _numbers(info, name, batch.column(name))
+    if not table["episode_index"]:
         _refuse(info, "has no episodes in meta/episodes")
-    order = np.argsort(np.array(found["episode_index"], dtype=np.int64), kind="stable").tolist()
-    rows = [[found[name][row] for name in columns] for row in order]
+    order = np.argsort(np.array(table["episode_index"], dtype=np.int64), kind="stable").tolist()
+    rows = [[table[name][row] for name in columns] for row in order]
     if [row[0] for row in rows] != list(range(len(rows))):
         _refuse(info, f"has {len(rows)} episodes in meta/episodes, which are not numbered consecutively from 0")
     if empty := [row[0] for row in rows if row[1] == 0]:
@@ -214,10 +214,10 @@ def _read_episodes(info: LeRobotInfo, video_key: str | None) -> _Episodes:
     files = list(dict.fromkeys(info.data_file(row[2], row[3]) for row in rows))
     videos = None
     if video_key is not None:
-        videos = [_Place(info.video_file(video_key, row[4], row[5]), float(row[6])) for row in rows]
-    if sum(found["length"]) > _MOST_FRAMES:
-        _refuse(info, f"has {sum(found['length'])} frames in meta/episodes, more than {_MOST_FRAMES}")
-    for file in (*files, *(place.file for place in videos or ())):
+        videos = [_VideoLocation(info.video_file(video_key, row[4], row[5]), float(row[6])) for row in rows]
+    if sum(table["length"]) > _MOST_FRAMES:
+        _refuse(info, f"has {sum(table['length'])} frames in meta/episodes, more than {_MOST_FRAMES}")
+    for file in (*files, *(location.file for location in videos or ())):
         with _explained(info, file):
             file.stat()
     return _Episodes(np.array([row[1] for row in rows], dtype=np.int64), files, videos)
@@ -255,16 +255,16 @@ def _read_numbers(info: LeRobotInfo, episodes: _Episodes, widths: Mapping[str, i
         _refuse(info, f"has {rows} frames in its data files but {total} in meta/episodes")
     types = {name: np.float64 if name in ("timestamp", _TASK_INDEX) else np.float32 for name in widths}
     arrays: dict[str, NDArray[Any]] = {name: np.empty((total, width), types[name]) for name, width in widths.items()}
-    times = np.zeros(total, dtype=np.int64)
-    for at, batch in _rows(info, episodes, list(widths)):
-        np.add.at(times, at, 1)
+    counts = np.zeros(total, dtype=np.int64)
+    for indices, batch in _rows(info, episodes, list(widths)):
+        np.add.at(counts, indices, 1)
         for name, width in widths.items():
-            arrays[name][at] = _vectors(info, name, batch.column(name), width)
-    if (times != 1).any():
-        frame = int(np.flatnonzero(times != 1)[0])
+            arrays[name][indices] = _vectors(info, name, batch.column(name), width)
+    if (counts != 1).any():
+        frame = int(np.flatnonzero(counts != 1)[0])
         episode = int(np.searchsorted(episodes.starts, frame, side="right")) - 1
-        how = "no" if times[frame] == 0 else "a duplicate"
-        _refuse(info, f"has {how} frame {frame - episodes.starts[episode]} of episode {episode} in its data files")
+        problem = "no" if counts[frame] == 0 else "a duplicate"
+        _refuse(info, f"has {problem} frame {frame - episodes.starts[episode]} of episode {episode} in its data files")
     return arrays
 
 
@@ -274,10 +274,10 @@ def _rows(
     """Yield batches of rows of the data files, with the index of each row's frame in the recording."""
     for file in episodes.files:
         for batch in _batches(info, file, ["episode_index", "frame_index", *columns]):
-            places = [_vectors(info, name, batch.column(name), 1)[:, 0] for name in ("episode_index", "frame_index")]
-            if not np.isfinite(places).all():
+            indices = [_vectors(info, name, batch.column(name), 1)[:, 0] for name in ("episode_index", "frame_index")]
+            if not np.isfinite(indices).all():
                 _refuse(info, f"has frames in {file.name} without a number")
-            episode, frame = (place.astype(np.int64) for place in places)
+            episode, frame = (values.astype(np.int64) for values in indices)
             is_known = (episode >= 0) & (episode < len(episodes.lengths))
             if not is_known.all() or (frame < 0).any() or (frame >= episodes.lengths[episode]).any():
                 _refuse(info, f"has frames in {file.name} that meta/episodes does not contain")
@@ -295,7 +295,7 @@ def _vectors(info: LeRobotInfo, name: str, column: pa.Array, width: int) -> NDAr
         values = values.flatten()
     if values.null_count or len(values) != len(column) * width:
         _refuse(info, f"has rows of {name} that do not have {width} numbers")
-    with ForeignData(lambda _: _wrong(info, f"has rows of {name} that are not numbers")):
+    with ForeignData(lambda _: _path_error(info, f"has rows of {name} that are not numbers")):
         return np.asarray(values.to_numpy(zero_copy_only=False)).astype(np.float64).reshape(len(column), width)
 
 
@@ -309,14 +309,14 @@ def _fill(shape: tuple[int, ...], fill: Callable[[NDArray[np.uint8]], None], fol
 
 def _copy_images(info: LeRobotInfo, episodes: _Episodes, image_key: str, size: int, images: NDArray[np.uint8]) -> None:
     """Copy images that are stored in the rows, as encoded bytes, or as a struct of bytes and a path that is ignored."""
-    own = info.picture_size(image_key, "data.image_key")
-    for at, batch in _rows(info, episodes, [image_key]):
-        for frame, cell in zip(at.tolist(), batch.column(image_key).to_pylist(), strict=True):
+    stored_size = info.picture_size(image_key, "data.image_key")
+    for rows, batch in _rows(info, episodes, [image_key]):
+        for frame, cell in zip(rows.tolist(), batch.column(image_key).to_pylist(), strict=True):
             content = cell.get("bytes") if isinstance(cell, dict) else cell
             if not isinstance(content, bytes):
                 _refuse(info, f"has rows without an image in {image_key}")
             try:
-                images[frame] = fitted(decode_picture(content, own), size)
+                images[frame] = fitted(decode_picture(content, stored_size), size)
             except ValueError as error:
                 _refuse(info, f"has a row whose {image_key} {error}")
 
@@ -326,27 +326,27 @@ def _copy_frames(
 ) -> None:
     """Copy video frames to the rows with the matching timestamp; each file is decoded once, from its beginning."""
     assert episodes.videos is not None
-    seconds = timestamps + np.repeat([place.second for place in episodes.videos], episodes.lengths)
+    seconds = timestamps + np.repeat([location.second for location in episodes.videos], episodes.lengths)
     tolerance = _TOLERANCE / info.fps
     by_file = defaultdict[Path, list[int]](list)
-    for episode, place in enumerate(episodes.videos):
-        by_file[place.file].append(episode)
+    for episode, location in enumerate(episodes.videos):
+        by_file[location.file].append(episode)
     for file, members in by_file.items():
         spans = [episodes.starts[e] + np.arange(episodes.lengths[e]) for e in members]
-        wanted = np.concatenate(spans)
-        wanted = wanted[np.argsort(seconds[wanted], kind="stable")]
-        ahead = 0
+        frames = np.concatenate(spans)
+        frames = frames[np.argsort(seconds[frames], kind="stable")]
+        position = 0
         with _explained(info, file):
             for second, picture in video_frames(file):
-                if ahead == len(wanted) or seconds[wanted[ahead]] < second - tolerance:
+                if position == len(frames) or seconds[frames[position]] < second - tolerance:
                     break
-                if seconds[wanted[ahead]] <= second + tolerance:
+                if seconds[frames[position]] <= second + tolerance:
                     pixels = fitted(picture(), size)
-                while ahead < len(wanted) and seconds[wanted[ahead]] <= second + tolerance:
-                    images[wanted[ahead]] = pixels
-                    ahead += 1
-        if ahead < len(wanted):
-            _refuse(info, f"has no video frame at second {seconds[wanted[ahead]]:.4f} of {file.name}")
+                while position < len(frames) and seconds[frames[position]] <= second + tolerance:
+                    images[frames[position]] = pixels
+                    position += 1
+        if position < len(frames):
+            _refuse(info, f"has no video frame at second {seconds[frames[position]]:.4f} of {file.name}")
 
 
 def _batches(info: LeRobotInfo, file: Path, columns: list[str]) -> Iterator[pa.RecordBatch]:
@@ -362,14 +362,14 @@ def _batches(info: LeRobotInfo, file: Path, columns: list[str]) -> Iterator[pa.R
 def _explained(info: LeRobotInfo, file: Path) -> Iterator[None]:
     """Context for reading a file of the folder with pyarrow or the decoder, whose errors become ConfigErrors."""
     name = file.relative_to(info.folder)
-    with ForeignData(lambda reason: _wrong(info, f"has {name}, which cannot be read: {reason}")):
+    with ForeignData(lambda reason: _path_error(info, f"has {name}, which cannot be read: {reason}")):
         require_regular(file)
         yield
 
 
-def _wrong(info: LeRobotInfo, message: str) -> ConfigError:
+def _path_error(info: LeRobotInfo, message: str) -> ConfigError:
     return ConfigError(Violation("data.path", f"is {info.folder}, which {message}"))
 
 
 def _refuse(info: LeRobotInfo, message: str) -> NoReturn:
-    raise _wrong(info, message)
+    raise _path_error(info, message)

@@ -87,11 +87,11 @@ class _Writer:
         self._open: pq.ParquetWriter | None = None
 
     def __enter__(self) -> "_Writer":
-        self._held = ExitStack()
+        self._stack = ExitStack()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._held.close()
+        self._stack.close()
 
     def add(self, episode: Episode) -> None:
         """Write an episode to the current data file, and its video to a new file."""
@@ -133,7 +133,7 @@ class _Writer:
             stats[IMAGE_KEY] = _picture_stats(episode.images)
             if self._as_video:
                 row |= self._write_video(episode.images, number)
-        row |= {f"stats/{name}/{kind}": value for name, own in stats.items() for kind, value in own.items()}
+        row |= {f"stats/{name}/{kind}": value for name, item in stats.items() for kind, value in item.items()}
         self._rows.append(row)
         self._frames += length
 
@@ -141,14 +141,14 @@ class _Writer:
         """Append to a data file, and return the file's number."""
         if self._open is None:
             chunk, file = divmod(self._num_data_files, self._files_per_chunk)
-            path = self._place(_DATA.format(chunk_index=chunk, file_index=file))
-            self._stream = self._held.enter_context(path.open("wb"))
-            self._open = self._held.enter_context(pq.ParquetWriter(self._stream, table.schema))
+            path = self._add_path(_DATA.format(chunk_index=chunk, file_index=file))
+            self._stream = self._stack.enter_context(path.open("wb"))
+            self._open = self._stack.enter_context(pq.ParquetWriter(self._stream, table.schema))
             self._num_data_files += 1
         self._open.write_table(table)
         number = self._num_data_files - 1
         if self._stream.tell() >= self._file_bytes:
-            self._held.close()
+            self._stack.close()
             self._open = None
         return number
 
@@ -156,7 +156,7 @@ class _Writer:
         """Write the video of an episode, and return its location."""
         av = import_av()
         chunk, file = divmod(number, self._files_per_chunk)
-        path = self._place(_VIDEO.format(video_key=IMAGE_KEY, chunk_index=chunk, file_index=file))
+        path = self._add_path(_VIDEO.format(video_key=IMAGE_KEY, chunk_index=chunk, file_index=file))
         with av.open(str(path), "w") as container:
             stream = container.add_stream(_CODEC, rate=round(self._fps))
             stream.height, stream.width, stream.pix_fmt = *images.shape[1:3], "yuv420p"
@@ -164,16 +164,16 @@ class _Writer:
             for picture in images:
                 container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
             container.mux(stream.encode())
-        place = {"chunk_index": chunk, "file_index": file, "from_timestamp": 0.0}
-        place["to_timestamp"] = len(images) / self._fps
-        return {f"videos/{IMAGE_KEY}/{name}": value for name, value in place.items()}
+        location = {"chunk_index": chunk, "file_index": file, "from_timestamp": 0.0}
+        location["to_timestamp"] = len(images) / self._fps
+        return {f"videos/{IMAGE_KEY}/{name}": value for name, value in location.items()}
 
     def write_meta(self, robot_type: str) -> tuple[str, ...]:
         """Write the metadata, and return the names of the written files."""
-        pq.write_table(pa.Table.from_pylist(self._rows), self._place(_EPISODES))
-        pq.write_table(_task_table(list(self._tasks)), self._place(_TASKS))
-        stats = {name: _joined([_own_stats(row, name) for row in self._rows]) for name in self._features}
-        self._place(_STATS).write_text(json.dumps(stats) + "\n")
+        pq.write_table(pa.Table.from_pylist(self._rows), self._add_path(_EPISODES))
+        pq.write_table(_task_table(list(self._tasks)), self._add_path(_TASKS))
+        stats = {name: _merge_stats([_read_stats(row, name) for row in self._rows]) for name in self._features}
+        self._add_path(_STATS).write_text(json.dumps(stats) + "\n")
         info = {
             "codebase_version": "v3.0",
             "robot_type": robot_type,
@@ -189,10 +189,10 @@ class _Writer:
             "video_path": _VIDEO if self._as_video else None,
             "features": self._features,
         }
-        self._place(INFO).write_text(json.dumps(info, indent=2) + "\n")
+        self._add_path(INFO).write_text(json.dumps(info, indent=2) + "\n")
         return tuple(self.files[-4:])
 
-    def _place(self, name: str) -> Path:
+    def _add_path(self, name: str) -> Path:
         """Return the path of a new file, and register the file."""
         path = self._folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -213,8 +213,8 @@ def _feature(values: NDArray[Any]) -> dict[str, Any]:
 def _stats(values: NDArray[Any]) -> dict[str, Any]:
     """Return the statistics of an episode, per dimension."""
     wide = values.astype(np.float64).reshape(len(values), -1)
-    found = {"min": wide.min(0), "max": wide.max(0), "mean": wide.mean(0), "std": wide.std(0)}
-    return {**{name: value.tolist() for name, value in found.items()}, "count": [len(values)]}
+    moments = {"min": wide.min(0), "max": wide.max(0), "mean": wide.mean(0), "std": wide.std(0)}
+    return {**{name: value.tolist() for name, value in moments.items()}, "count": [len(values)]}
 
 
 def _picture_stats(images: NDArray[np.uint8]) -> dict[str, Any]:
@@ -224,19 +224,19 @@ def _picture_stats(images: NDArray[np.uint8]) -> dict[str, Any]:
     return {**{name: value.reshape(3, 1, 1).tolist() for name, value in wide.items()}, "count": [len(images)]}
 
 
-def _own_stats(row: Mapping[str, Any], name: str) -> dict[str, NDArray[np.float64]]:
+def _read_stats(row: Mapping[str, Any], name: str) -> dict[str, NDArray[np.float64]]:
     kinds = ("min", "max", "mean", "std", "count")
     return {kind: np.array(row[f"stats/{name}/{kind}"], dtype=np.float64) for kind in kinds}
 
 
-def _joined(stats: list[dict[str, NDArray[np.float64]]]) -> dict[str, Any]:
+def _merge_stats(stats: list[dict[str, NDArray[np.float64]]]) -> dict[str, Any]:
     """Merge the statistics of all episodes (Chan, Golub and LeVeque, 1979)."""
-    total = sum(one["count"] for one in stats)
-    mean = sum(one["mean"] * one["count"] for one in stats) / total
-    variance = sum((one["std"] ** 2 + (one["mean"] - mean) ** 2) * one["count"] for one in stats) / total
-    lowest, highest = np.min([one["min"] for one in stats], axis=0), np.max([one["max"] for one in stats], axis=0)
-    found = {"min": lowest, "max": highest, "mean": mean, "std": np.sqrt(variance)}
-    return {**{name: np.asarray(value).tolist() for name, value in found.items()}, "count": [int(np.sum(total))]}
+    total = sum(item["count"] for item in stats)
+    mean = sum(item["mean"] * item["count"] for item in stats) / total
+    variance = sum((item["std"] ** 2 + (item["mean"] - mean) ** 2) * item["count"] for item in stats) / total
+    lowest, highest = np.min([item["min"] for item in stats], axis=0), np.max([item["max"] for item in stats], axis=0)
+    merged = {"min": lowest, "max": highest, "mean": mean, "std": np.sqrt(variance)}
+    return {**{name: np.asarray(value).tolist() for name, value in merged.items()}, "count": [int(np.sum(total))]}
 
 
 def _task_table(tasks: list[str]) -> pa.Table:

@@ -55,12 +55,12 @@ def scenes(
     """
     image_size, count = settings.image_size, settings.num_scenes
     if simulator is None or image_size is None:
-        key, wrong = ("simulator", "none") if simulator is None else ("simulator.image_size", "null")
+        key, value = ("simulator", "none") if simulator is None else ("simulator.image_size", "null")
         remedy = "choose one, such as simulator=touch" if simulator is None else "set it, for example to 48"
-        message = f"{wrong} is incompatible with data=scenes, which needs a simulator that renders images; {remedy}"
+        message = f"{value} is incompatible with data=scenes, which needs a simulator that renders images; {remedy}"
         raise ConfigError(Violation(key, message))
-    depends = {"format": _FORMAT, "scenes": count, "size": image_size}
-    text = json.dumps(depends | simulator_identity(simulator_settings or {}), sort_keys=True, default=str)
+    identity = {"format": _FORMAT, "scenes": count, "size": image_size}
+    text = json.dumps(identity | simulator_identity(simulator_settings or {}), sort_keys=True, default=str)
     name = hashlib.sha256(text.encode()).hexdigest()[:32]
     cache_dir = settings.cache_dir
     folder = cached_folder(cache_dir, name, partial(_fill, simulator, count, image_size), what="scenes")
@@ -82,26 +82,26 @@ def _fill(simulator: Callable[[], Simulator], count: int, size: int, folder: Pat
     Raises:
         ConfigError: if the simulator has no descriptions, or no images of this size.
     """
-    began, shape = time.monotonic(), (count, 3, size, size)
+    start, shape = time.monotonic(), (count, 3, size, size)
     images = np.lib.format.open_memmap(folder / _IMAGES, mode="w+", dtype=np.uint8, shape=shape)
-    with closing(simulator()) as made, (folder / _ROWS).open("w") as rows:
-        kind = type(made).__name__
-        if not isinstance(made, Describing):
+    with closing(simulator()) as instance, (folder / _ROWS).open("w") as rows:
+        kind = type(instance).__name__
+        if not isinstance(instance, Describing):
             message = f"is scenes but {kind} has no describe(); choose simulator=touch, or data=image_chats"
             raise ConfigError(Violation("data", message))
         for number in range(count):
-            picture = made.reset(FIRST_SEED + number).get("image")
+            picture = instance.reset(FIRST_SEED + number).get("image")
             if picture is None or picture.shape != (size, size, 3):
                 message = f"is {size} but {kind} returns no image of this size; leave it out"
                 raise ConfigError(Violation("data.image_size", message))
             images[number] = picture.transpose(2, 0, 1)
-            described = made.describe(np.random.default_rng((FIRST_SEED + number, _FORMAT)))
-            rows.write(json.dumps({"messages": _messages(described)}) + "\n")
+            conversation = instance.describe(np.random.default_rng((FIRST_SEED + number, _FORMAT)))
+            rows.write(json.dumps({"messages": _messages(conversation)}) + "\n")
     images.flush()
-    log.info("generated %d scenes of %s in %.1f s", count, kind, time.monotonic() - began)
+    log.info("generated %d scenes of %s in %.1f s", count, kind, time.monotonic() - start)
     return _IMAGES, _ROWS
 
 
-def _messages(described: list[tuple[str, str]]) -> list[dict[str, str]]:
+def _messages(conversation: list[tuple[str, str]]) -> list[dict[str, str]]:
     roles = ("user", "assistant")
-    return [{"role": role, "content": text} for pair in described for role, text in zip(roles, pair, strict=True)]
+    return [{"role": role, "content": text} for pair in conversation for role, text in zip(roles, pair, strict=True)]

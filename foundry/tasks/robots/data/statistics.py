@@ -133,17 +133,17 @@ class Statistics:
             raise ValueError("is not JSON") from None
         if not isinstance(content, dict):
             raise ValueError("contains no JSON object")
-        found = {}
+        moments = {}
         for name in ("state", "actions"):
             try:
-                found[name] = Moments.from_lists(content.get(name))
+                moments[name] = Moments.from_lists(content.get(name))
             except (ValueError, OverflowError) as error:
                 raise ValueError(f"has a {name} that {error}") from None
-        return cls(**found)
+        return cls(**moments)
 
 
 def statistics_of(data: DataSplits) -> Statistics | None:
     """Return the statistics of a dataset; None if it has no episodes."""
-    kept: Any = data.kept.get(STATISTICS)
-    statistics: Statistics | None = kept
+    value: Any = data.kept.get(STATISTICS)
+    statistics: Statistics | None = value
     return statistics

@@ -45,20 +45,20 @@ class Episode:
         success: whether the task was completed at any step, which ends the episode.
         length: number of executed actions.
         instruction: instruction of the episode.
-        told: other instruction that the policy received; None if it received the episode's own or none.
+        other_instruction: other instruction that the policy received; None if it received the episode's own or none.
     """
 
     number: int
     success: bool
     length: int
     instruction: str
-    told: str | None = None
+    other_instruction: str | None = None
 
     def to_record(self) -> dict[str, Any]:
         """Return the JSON record of the episode."""
-        own = {"success": self.success, "length": self.length, "instruction": self.instruction}
-        other = {} if self.told is None else {"told": self.told}
-        return {"episode": self.number, "seed": self.number, **own, **other}
+        result = {"success": self.success, "length": self.length, "instruction": self.instruction}
+        extra = {} if self.other_instruction is None else {"told": self.other_instruction}
+        return {"episode": self.number, "seed": self.number, **result, **extra}
 
 
 @dataclass
@@ -82,7 +82,7 @@ class Film:
         self.frames[length] = frame
         if len(self.frames) > _FRAMES:
             self.every *= 2
-            self.frames = {n: kept for n, kept in self.frames.items() if n % self.every == 0 or n == length}
+            self.frames = {n: image for n, image in self.frames.items() if n % self.every == 0 or n == length}
 
 
 class Rollouts:
@@ -99,12 +99,12 @@ class Rollouts:
         at_a_time: episodes per chunk.
         instruction_tokens: maximum number of tokens of an instruction, encoded as in the data; None for a policy
             without instructions.
-        is_told_another: give the policy another instruction than the episode's, chosen by the episode's number; success
-            is still measured for the episode's own.
+        uses_other_instruction: give the policy another instruction than the episode's, chosen by the episode's number;
+            success is still measured for the episode's own.
 
     Raises:
         ConfigError: if the objective has no policy, there is no simulator, the data has no statistics, or
-            `is_told_another` is set but the simulator has only one instruction.
+            `uses_other_instruction` is set but the simulator has only one instruction.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Rollouts:
         num_observations: int,
         at_a_time: int,
         instruction_tokens: int | None = None,
-        is_told_another: bool = False,
+        uses_other_instruction: bool = False,
     ) -> None:
         key = "evaluation.evaluators.success"
         if not isinstance(objective, ActingObjective):
@@ -131,9 +131,9 @@ class Rollouts:
         self._objective, self._statistics = objective, statistics
         self._build, self._num_observations, self.at_a_time = simulator, num_observations, at_a_time
         self._data = None if instruction_tokens is None else data
-        self._instruction_tokens, self._is_told_another = instruction_tokens or 0, is_told_another
+        self._instruction_tokens, self._uses_other_instruction = instruction_tokens or 0, uses_other_instruction
         self._rows = list[_Row]()
-        self._can_draw = True
+        self._can_render = True
 
     def chunks(self, numbers: range) -> list[range]:
         """Split the episodes into chunks; the last chunk may be smaller."""
@@ -146,8 +146,8 @@ class Rollouts:
         *,
         device: torch.device,
         autocast: Callable[[], AbstractContextManager[Any]],
-        beat: Callable[[str], None],
-        drawn: int = 0,
+        heartbeat: Callable[[str], None],
+        num_films: int = 0,
         size: int = 96,
     ) -> tuple[list[Episode], list[Film]]:
         """Run one chunk of episodes to their ends.
@@ -157,8 +157,8 @@ class Rollouts:
             numbers: numbers of the episodes, at most `at_a_time`.
             device: device of the model.
             autocast: context manager for forward passes.
-            beat: heartbeat, called with the name of the current activity.
-            drawn: number of episodes, from the first, to record as films; none are recorded if the simulator cannot
+            heartbeat: heartbeat, called with the name of the current activity.
+            num_films: number of episodes, from the first, to record as films; none are recorded if the simulator cannot
                 render.
             size: height and width of a frame in pixels.
 
@@ -166,25 +166,27 @@ class Rollouts:
             The results of the episodes, and the recorded films.
         """
         while len(self._rows) < len(numbers):
-            beat("building simulators")
+            heartbeat("building simulators")
             self._rows.append(_Row(self._build(), self._num_observations))
         rows = self._rows[: len(numbers)]
         for number, row in zip(numbers, rows, strict=True):
-            row.begin(number, is_told_another=self._is_told_another)
-        told = self._encode([row.simulator.instruction if row.told is None else row.told for row in rows])
-        films = self._films(rows[:drawn], size)
+            row.begin(number, uses_other_instruction=self._uses_other_instruction)
+        tokens = self._encode(
+            [row.simulator.instruction if row.other_instruction is None else row.other_instruction for row in rows]
+        )
+        films = self._films(rows[:num_films], size)
         for replan in range(_MOST_REPLANS):
-            beat("acting in episodes")
+            heartbeat("acting in episodes")
             if all(row.is_over for row in rows):
                 break
-            observation = {name: value.to(device) for name, value in (self._observe(rows) | told).items()}
+            observation = {name: value.to(device) for name, value in (self._observe(rows) | tokens).items()}
             keys = torch.full((self.at_a_time,), -1, dtype=torch.int64)
             keys[: len(rows)] = torch.tensor([number * _MOST_REPLANS + replan for number in numbers])
             with autocast():
                 chunk = self._objective.act(model, observation, keys)
-            planned = chunk[: len(rows), : self._objective.action_steps].float().cpu().numpy()
-            for row, actions in zip(rows, self._statistics.restore_actions(planned), strict=True):
-                row.carry_out(actions)
+            normalised = chunk[: len(rows), : self._objective.action_steps].float().cpu().numpy()
+            for row, actions in zip(rows, self._statistics.restore_actions(normalised), strict=True):
+                row.execute(actions)
         for row, film in zip(rows, films, strict=False):
             film.success = row.success
         return [row.result() for row in rows], films
@@ -196,14 +198,14 @@ class Rollouts:
 
     def _films(self, rows: "Sequence[_Row]", size: int) -> list[Film]:
         """Start films of new episodes; empty if they cannot be rendered."""
-        if not self._can_draw:
+        if not self._can_render:
             return []
         try:
             for row in rows:
                 row.start_film(size)
         except RuntimeError as error:
             log.warning("episodes are not filmed: %s (success is still measured)", error)
-            self._can_draw = False
+            self._can_render = False
             for row in rows:
                 row.film = None
         return [row.film for row in rows if row.film is not None]
@@ -211,10 +213,10 @@ class Rollouts:
     def _observe(self, rows: "Sequence[_Row]") -> Microbatch:
         """Return the policy's observation for every row, with zeros for unused rows."""
         states = np.stack([row.recent("state") for row in rows]).astype(np.float32)
-        seen = {"state": np.asarray(self._statistics.normalise_state(states), dtype=np.float32)}
-        if "image" in rows[0].seen[0]:
-            seen["images"] = np.stack([row.recent("image") for row in rows]).transpose(0, 1, 4, 2, 3)
-        return {name: self._padded(torch.from_numpy(np.ascontiguousarray(value))) for name, value in seen.items()}
+        observation = {"state": np.asarray(self._statistics.normalise_state(states), dtype=np.float32)}
+        if "image" in rows[0].observations[0]:
+            observation["images"] = np.stack([row.recent("image") for row in rows]).transpose(0, 1, 4, 2, 3)
+        return {name: self._pad(torch.from_numpy(np.ascontiguousarray(value))) for name, value in observation.items()}
 
     def _encode(self, texts: Sequence[str]) -> Microbatch:
         """Return the encoded instruction for every row; empty for a policy without instructions.
@@ -225,9 +227,9 @@ class Rollouts:
         if self._data is None:
             return {}
         tokens = encode_instructions(texts, self._data, self._instruction_tokens)
-        return {"instruction": self._padded(torch.from_numpy(tokens))}
+        return {"instruction": self._pad(torch.from_numpy(tokens))}
 
-    def _padded(self, rows: Tensor) -> Tensor:
+    def _pad(self, rows: Tensor) -> Tensor:
         padded = rows.new_zeros((self.at_a_time, *rows.shape[1:]))
         padded[: len(rows)] = rows
         return padded
@@ -238,22 +240,22 @@ class _Row:
 
     def __init__(self, simulator: Simulator, num_observations: int) -> None:
         self.simulator = simulator
-        self.seen: deque[Mapping[str, NDArray[Any]]] = deque(maxlen=num_observations)
+        self.observations: deque[Mapping[str, NDArray[Any]]] = deque(maxlen=num_observations)
         self.number, self.length, self.success, self.is_over = -1, 0, False, True
         self.film: Film | None = None
-        self.told: str | None = None
+        self.other_instruction: str | None = None
         self._size = 0
 
-    def begin(self, number: int, *, is_told_another: bool = False) -> None:
+    def begin(self, number: int, *, uses_other_instruction: bool = False) -> None:
         """Start an episode, without a film.
 
         Raises:
-            ConfigError: if `is_told_another` is set but the simulator has only one instruction.
+            ConfigError: if `uses_other_instruction` is set but the simulator has only one instruction.
         """
         self.number, self.length, self.success, self.is_over, self.film = number, 0, False, False, None
-        first = _copied(self.simulator.reset(number))
-        self.seen.extend([first] * (self.seen.maxlen or 1))
-        self.told = _other_instruction(self.simulator, number) if is_told_another else None
+        observation = _copy(self.simulator.reset(number))
+        self.observations.extend([observation] * (self.observations.maxlen or 1))
+        self.other_instruction = _other_instruction(self.simulator, number) if uses_other_instruction else None
 
     def start_film(self, size: int) -> None:
         """Record the episode from its current step.
@@ -266,9 +268,9 @@ class _Row:
 
     def recent(self, name: str) -> NDArray[Any]:
         """Return an entry of the latest observations, (num_observations, ...)."""
-        return np.stack([observation[name] for observation in self.seen])
+        return np.stack([observation[name] for observation in self.observations])
 
-    def carry_out(self, actions: NDArray[Any]) -> None:
+    def execute(self, actions: NDArray[Any]) -> None:
         """Execute actions, (n, action_dim), until the episode ends; a non-finite action also ends it."""
         for action in actions:
             if self.is_over:
@@ -279,7 +281,7 @@ class _Row:
                 return
             step = self.simulator.step(action)
             self.length += 1
-            self.seen.append(_copied(step.observation))
+            self.observations.append(_copy(step.observation))
             self.success = bool(step.success)
             self.is_over = self.success or step.ended or self.length >= self.simulator.max_steps
             if self.film is not None and (self.is_over or self.length % self.film.every == 0):
@@ -287,7 +289,7 @@ class _Row:
 
     def result(self) -> Episode:
         """Return the result of the episode."""
-        return Episode(self.number, self.success, self.length, self.simulator.instruction, self.told)
+        return Episode(self.number, self.success, self.length, self.simulator.instruction, self.other_instruction)
 
 
 def _other_instruction(simulator: Simulator, number: int) -> str:
@@ -296,15 +298,15 @@ def _other_instruction(simulator: Simulator, number: int) -> str:
     Raises:
         ConfigError: if the simulator has only one instruction.
     """
-    every = simulator.instructions if isinstance(simulator, Instructing) else ()
-    others = [text for text in every if text != simulator.instruction]
-    if not others:
+    instructions = simulator.instructions if isinstance(simulator, Instructing) else ()
+    alternatives = [text for text in instructions if text != simulator.instruction]
+    if not alternatives:
         message = f"is other but {type(simulator).__name__} has no instructions besides {shown(simulator.instruction)}"
         raise ConfigError(Violation("instruction", f"{message}; set it to own"))
     # Simulators use the number alone as their seed; use a different seed here.
-    return others[int(np.random.default_rng((number, len(every))).integers(len(others)))]
+    return alternatives[int(np.random.default_rng((number, len(instructions))).integers(len(alternatives)))]
 
 
-def _copied(observation: Observation) -> Mapping[str, NDArray[Any]]:
+def _copy(observation: Observation) -> Mapping[str, NDArray[Any]]:
     """Return a copy of an observation, whose arrays the simulator may reuse."""
     return {name: np.array(value) for name, value in observation.items()}

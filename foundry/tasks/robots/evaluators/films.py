@@ -27,17 +27,17 @@ def save_gif(films: Sequence[Film], file: Path, *, columns: int = 4) -> None:
     from PIL import Image
 
     every, longest = max(film.every for film in films), max(max(film.frames) for film in films)
-    shown = [_grid(films, length, columns) for length in range(0, longest + every, every)]
-    sample = np.concatenate([shown[0], shown[len(shown) // 2], shown[-1]])
+    grids = [_grid(films, length, columns) for length in range(0, longest + every, every)]
+    sample = np.concatenate([grids[0], grids[len(grids) // 2], grids[-1]])
     colours = Image.fromarray(sample).quantize(_COLOURS).getpalette() or []
     borders = [*_RUNNING, *_SOLVED, *_FAILED]
     palette = Image.new("P", (1, 1))
     palette.putpalette([*colours[: 3 * _COLOURS], *borders])
     # Without dithering, static pixels are equal in all frames and compress to nothing.
-    frames = [Image.fromarray(grid).quantize(palette=palette, dither=Image.Dither.NONE) for grid in shown]
-    real = 1000 * every / films[0].fps
-    each = round(min(max(real, _FASTEST_MILLISECONDS), _SLOWEST_MILLISECONDS))
-    durations = [each] * (len(frames) - 1) + [_LAST_MILLISECONDS]
+    frames = [Image.fromarray(grid).quantize(palette=palette, dither=Image.Dither.NONE) for grid in grids]
+    milliseconds = 1000 * every / films[0].fps
+    duration = round(min(max(milliseconds, _FASTEST_MILLISECONDS), _SLOWEST_MILLISECONDS))
+    durations = [duration] * (len(frames) - 1) + [_LAST_MILLISECONDS]
     with replaced_atomically(file) as stream:
         frames[0].save(stream, format="GIF", save_all=True, append_images=frames[1:], duration=durations, loop=0)
 
@@ -48,8 +48,8 @@ def _grid(films: Sequence[Film], length: int, columns: int) -> NDArray[np.uint8]
     tile = size + 2 * _BORDER
     columns = min(columns, len(films))
     grid = np.full((-(-len(films) // columns) * tile, columns * tile, 3), _RUNNING, dtype=np.uint8)
-    for place, film in enumerate(films):
-        row, column = divmod(place, columns)
+    for index, film in enumerate(films):
+        row, column = divmod(index, columns)
         cell = grid[row * tile : (row + 1) * tile, column * tile : (column + 1) * tile]
         if length >= max(film.frames):
             cell[:] = _SOLVED if film.success else _FAILED

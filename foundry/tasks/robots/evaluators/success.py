@@ -19,12 +19,12 @@ from foundry.tasks.robots.evaluators.films import save_gif
 from foundry.tasks.robots.evaluators.rates import wilson_interval
 from foundry.tasks.robots.names import ROLLOUTS, SUCCESS_METRICS
 from foundry.tasks.robots.protocols import ActingObjective
+from foundry.tasks.robots.schemas.evaluators import InstructionChoice
 from foundry.tasks.robots.schemas.evaluators import Success as SuccessSettings
-from foundry.tasks.robots.schemas.evaluators import Told
 
 log = logging.getLogger(__name__)
 
-_DRAWN = 8
+_NUM_FILMS = 8
 
 
 class Success:
@@ -66,7 +66,7 @@ class Success:
             num_observations=settings.num_observations,
             at_a_time=settings.at_a_time,
             instruction_tokens=settings.instruction_tokens,
-            is_told_another=Told(settings.instruction) is Told.other,
+            uses_other_instruction=InstructionChoice(settings.instruction) is InstructionChoice.other,
         )
         self._numbers = range(settings.first_episode, settings.first_episode + settings.episodes)
         self._draw = settings.draw
@@ -75,26 +75,26 @@ class Success:
         """Run the episodes; every rank gets the same metrics, independent of the number of ranks."""
         world = context.world
         chunks = self._rollouts.chunks(self._numbers)
-        own, films = list[Episode](), list[Film]()
-        with gathered(model) as whole:
+        local, films = list[Episode](), list[Film]()
+        with gathered(model) as full_model:
             for index in range(world.dp_rank, len(chunks), world.dp_size):
-                found, drawn = self._rollouts.run(
-                    whole,
+                chunk_episodes, chunk_films = self._rollouts.run(
+                    full_model,
                     chunks[index],
                     device=world.device,
                     autocast=context.autocast,
-                    beat=context.beat,
-                    drawn=_DRAWN if self._draw and world.is_main and index == 0 else 0,
+                    heartbeat=context.beat,
+                    num_films=_NUM_FILMS if self._draw and world.is_main and index == 0 else 0,
                 )
-                own += found if world.leads_share else []
-                films += drawn
-        every = sorted((episode for part in gather(own, world) for episode in part), key=lambda one: one.number)
+                local += chunk_episodes if world.leads_share else []
+                films += chunk_films
+        episodes = sorted((episode for part in gather(local, world) for episode in part), key=lambda item: item.number)
         if world.is_main:
             try:
-                self._write(every, films, context)
+                self._write(episodes, films, context)
             except OSError as error:
                 log.warning("no episodes are written: %s (the run continues)", error)
-        return summary(every)
+        return summary(episodes)
 
     def close(self) -> None:
         """Close the simulators."""
@@ -105,17 +105,17 @@ class Success:
         _add_lines(folder / ROLLOUTS, context.step, episodes)
         if films:
             save_gif(films, folder / f"rollouts_{context.step:08d}.gif")
-            newest = folder / "rollouts.gif"
-            save_gif(films, newest)
-            context.files.append(newest)
+            gif = folder / "rollouts.gif"
+            save_gif(films, gif)
+            context.files.append(gif)
 
 
 def summary(episodes: Sequence[Episode]) -> dict[str, float]:
     """Return the metrics of at least one episode, by name."""
-    solved = sum(episode.success for episode in episodes)
-    low, high = wilson_interval(solved, len(episodes))
+    successes = sum(episode.success for episode in episodes)
+    low, high = wilson_interval(successes, len(episodes))
     length = sum(episode.length for episode in episodes) / len(episodes)
-    return dict(zip(SUCCESS_METRICS, (solved / len(episodes), low, high, length), strict=True))
+    return dict(zip(SUCCESS_METRICS, (successes / len(episodes), low, high, length), strict=True))
 
 
 def _add_lines(file: Path, step: int, episodes: Sequence[Episode]) -> None:
@@ -124,9 +124,9 @@ def _add_lines(file: Path, step: int, episodes: Sequence[Episode]) -> None:
         lines = read_text(file).splitlines()
     except (FileNotFoundError, UnicodeDecodeError):
         lines = []
-    kept = [line for line in lines if _step_of(line) < step]
-    kept += [json.dumps({"step": step, **episode.to_record()}) for episode in episodes]
-    write_atomically(file, "".join(f"{line}\n" for line in kept))
+    records = [line for line in lines if _step_of(line) < step]
+    records += [json.dumps({"step": step, **episode.to_record()}) for episode in episodes]
+    write_atomically(file, "".join(f"{line}\n" for line in records))
 
 
 def _step_of(line: str) -> float:

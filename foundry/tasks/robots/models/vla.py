@@ -119,16 +119,16 @@ class VLA(nn.Module):
         Returns:
             (batch, horizon, action_dim) float32.
         """
-        kept, is_visible = self._read(images, instruction) if observed is None else observed
+        keys_and_values, is_visible = self._read(images, instruction) if observed is None else observed
         dtype = self.action_embedder.weight.dtype
-        seen = self.state_embedder((self.state_scale * state).flatten(1).to(dtype))
-        tokens = torch.cat((seen[:, None], self.action_embedder(actions.to(dtype))), dim=1)
+        state_token = self.state_embedder((self.state_scale * state).flatten(1).to(dtype))
+        tokens = torch.cat((state_token[:, None], self.action_embedder(actions.to(dtype))), dim=1)
         tokens = tokens + self.positions.to(tokens.dtype)
         x = to_compute_dtype(tokens + self.timestep_embedder(timesteps)[:, None])
-        cos, sin = self._rotation(is_visible, kept[0][0].shape[-1])
+        cos, sin = self._rotation(is_visible, keys_and_values[0][0].shape[-1])
         cos, sin = cos.to(x.dtype), sin.to(x.dtype)
         mask = torch.cat((is_visible, is_visible.new_ones(x.shape[:2])), dim=1)[:, None, None]
-        for block, (key, value) in zip(self.blocks, kept, strict=True):
+        for block, (key, value) in zip(self.blocks, keys_and_values, strict=True):
             x = block(x, cos, sin, key, value, mask)
         return cast(Tensor, self.action_head(self.norm(x)[:, 1:]).float())
 
@@ -146,8 +146,8 @@ class VLA(nn.Module):
         """
         length = is_visible.shape[1] + self.num_tokens
         cos, sin = rotary_table(length, head_dim, self.backbone.settings.rope_theta, is_visible.device)
-        places = is_visible.sum(1, keepdim=True) + torch.arange(self.num_tokens, device=is_visible.device)
-        return cos[places][:, None], sin[places][:, None]
+        positions = is_visible.sum(1, keepdim=True) + torch.arange(self.num_tokens, device=is_visible.device)
+        return cos[positions][:, None], sin[positions][:, None]
 
     def initial_weights(self) -> dict[str, Draw]:
         """Return the initial distributions: the backbone's own, and Xavier-uniform for the expert.
@@ -181,15 +181,15 @@ class VLA(nn.Module):
         expert it contains 6 N per token, and 12 L H per pair of an expert token and a token that it attends to; N is
         the number of parameters of its matrix products, L the number of layers, and H their width.
         """
-        words = self.backbone.max_seq_len
+        text_length = self.backbone.max_seq_len
         head = self.backbone.model.embed_tokens if self.backbone.lm_head is None else self.backbone.lm_head
         unread = [m.weight for part in _after_keys(self.backbone) for m in part.modules() if isinstance(m, nn.Linear)]
-        places = len(self.backbone.stem.positions) + words
-        backbone = self.backbone.flops_per_sample(words) - words * matmul_flops([head.weight])
-        backbone -= places * (matmul_flops(unread) + 12 * self.positions.shape[1] * places)
-        own = [m.weight for name, m in self.named_modules() if isinstance(m, nn.Linear) and _BACKBONE not in name]
-        attention = 12 * len(self.blocks) * self.positions.shape[1] * (places + self.num_tokens)
-        return float(backbone + self.num_tokens * (matmul_flops(own) + attention))
+        length = len(self.backbone.stem.positions) + text_length
+        backbone = self.backbone.flops_per_sample(text_length) - text_length * matmul_flops([head.weight])
+        backbone -= length * (matmul_flops(unread) + 12 * self.positions.shape[1] * length)
+        expert = [m.weight for name, m in self.named_modules() if isinstance(m, nn.Linear) and _BACKBONE not in name]
+        attention = 12 * len(self.blocks) * self.positions.shape[1] * (length + self.num_tokens)
+        return float(backbone + self.num_tokens * (matmul_flops(expert) + attention))
 
     def output_head(self) -> nn.Module:
         """Return the layer that maps hidden states to actions."""

@@ -11,7 +11,7 @@ MOST_EPISODES = 2**32
 """Number of episodes: evaluations use simulator seeds below this, demonstrations the seeds from it on."""
 
 
-class Told(Enum):
+class InstructionChoice(Enum):
     """Choice of the instruction that a policy receives.
 
     Attributes:
@@ -36,6 +36,6 @@ class Success:
     first_episode: int = setting(0, "number of the first episode", ge=0, le=MOST_EPISODES - 1)
     draw: bool = setting(True, "draw the first episodes as an animation")
     instruction_tokens: int | None = setting(None, "maximum tokens of an instruction; null: no instructions", ge=1)
-    instruction: Told = setting(
-        Told.own, "instruction for the policy: own: the episode's; other: a different one of the simulator"
+    instruction: InstructionChoice = setting(
+        InstructionChoice.own, "instruction for the policy: own: the episode's; other: a different one of the simulator"
     )

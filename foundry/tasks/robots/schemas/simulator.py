@@ -118,8 +118,8 @@ class Gymnasium(Simulator):
         Gymnasium imports the module before the colon of an id. An environment can use its keyword arguments in any way,
         for example as the id of another environment.
         """
-        own: Mapping[str, tuple[Any, ...]] = {"import_module": (None, FETCH), "expert": (None, *OWN_EXPERTS)}
-        yield from (name for name, allowed in own.items() if node.get(name) not in allowed)
+        builtin_values: Mapping[str, tuple[Any, ...]] = {"import_module": (None, FETCH), "expert": (None, *OWN_EXPERTS)}
+        yield from (name for name, allowed in builtin_values.items() if node.get(name) not in allowed)
         if ":" in str(node.get("id")):
             yield "id"
         if node.get("kwargs"):

@@ -38,18 +38,18 @@ class Gymnasium:
     @configured_by(GymnasiumSettings)
     def __init__(self, settings: GymnasiumSettings) -> None:
         need("gymnasium", "robot")
-        if wrong := list(check_fetch(settings.import_module)):
-            raise ConfigError(wrong)
+        if violations := list(check_fetch(settings.import_module)):
+            raise ConfigError(violations)
         self.id, self.instruction = settings.id, settings.instruction or ""
         self.image_size, self.max_steps = settings.image_size, settings.max_steps
         self._success_reward = settings.success_reward
-        made_with = {"max_episode_steps": self.max_steps, **(settings.kwargs or {})}
-        self._env = _make(self.id, settings.import_module, made_with)
+        options = {"max_episode_steps": self.max_steps, **(settings.kwargs or {})}
+        self._env = _make(self.id, settings.import_module, options)
         self._low, self._high = _bounds(self._env.action_space, self.id)
         self.action_dim = len(self._low)
         self.fps = float(self._env.metadata.get("render_fps") or 30)
         self._full_state: NDArray[np.float64] = np.zeros(0)
-        self._try_a_step()
+        self._check_step()
         self.state_dim = len(self._full_state)
         if settings.expert is not None:  # only then the simulator is Demonstrating
             function = _find_expert(settings.expert)
@@ -97,10 +97,10 @@ class Gymnasium:
             else (observation,)
         )
         self._full_state = np.concatenate([np.ravel(part) for part in parts]).astype(np.float64)
-        seen: Observation = {"state": self._full_state.astype(np.float32)}
-        return seen if self.image_size is None else {**seen, "image": self.render(self.image_size)}
+        result: Observation = {"state": self._full_state.astype(np.float32)}
+        return result if self.image_size is None else {**result, "image": self.render(self.image_size)}
 
-    def _try_a_step(self) -> None:
+    def _check_step(self) -> None:
         """Check early, with one step, that the observation is a vector and that success is defined."""
         observation, _ = self._env.reset(seed=0)
         if isinstance(observation, Mapping) and not {"observation", "desired_goal"} <= observation.keys():

@@ -83,5 +83,5 @@ class MetaWorld:
         self._env.close()
 
     def _observe(self) -> Observation:
-        seen: Observation = {"state": self._state.astype(np.float32)}
-        return seen if self.image_size is None else {**seen, "image": self.render(self.image_size)}
+        observation: Observation = {"state": self._state.astype(np.float32)}
+        return observation if self.image_size is None else {**observation, "image": self.render(self.image_size)}

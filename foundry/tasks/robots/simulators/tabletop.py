@@ -111,11 +111,11 @@ class Tabletop:
         self._steps += 1
         is_over = self._steps >= self.max_steps
         if self.task == "push":
-            success = bool(self._block(self._meant) @ self._side > _PUSHED)
+            success = bool(self._block(self._target) @ self._side > _PUSHED)
         else:
             self._touched |= self._touching()
-            success = self._touched == {self._meant}
-            is_over |= bool(self._touched - {self._meant})
+            success = self._touched == {self._target}
+            is_over |= bool(self._touched - {self._target})
         return Step(self._observe(), success, is_over)
 
     def expert_action(self) -> Vector:
@@ -128,13 +128,13 @@ class Tabletop:
         One question is the instruction, with the position of its target block as the answer, so that a model learns the
         words of instructions.
         """
-        asked = [(f"where is {colour} ?", index) for index, colour in enumerate(_COLOURS)]
-        asked.append((self.instruction, self._meant))
-        found = list[tuple[str, str]]()
-        for question, index in (asked[number] for number in draw.permutation(len(asked)).tolist()):
+        questions = [(f"where is {colour} ?", index) for index, colour in enumerate(_COLOURS)]
+        questions.append((self.instruction, self._target))
+        answers = list[tuple[str, str]]()
+        for question, index in (questions[number] for number in draw.permutation(len(questions)).tolist()):
             column, row = np.digitize(self._block(index), _BORDERS).tolist()
-            found.append((question, f"{_COLUMNS[column]} {_ROWS[row]}"))
-        return found
+            answers.append((question, f"{_COLUMNS[column]} {_ROWS[row]}"))
+        return answers
 
     def render(self, size: int) -> NDArray[np.uint8]:
         """Render the table from the front, (size, size, 3).
@@ -151,15 +151,15 @@ class Tabletop:
     def _begin(self, seed: int) -> None:
         draw = np.random.default_rng(seed)
         self._mujoco.mj_resetData(self._model, self._data)
-        places = _draw_line(draw) if self.task == "around" else _draw_apart(draw)
-        self._data.qpos[:2] = places[0]
-        for index, place in enumerate(places[1:]):
-            self._data.qpos[2 + 3 * index : 5 + 3 * index] = [*place, draw.uniform(-0.8, 0.8)]
-        self._meant = _RED if self.task == "around" else int(draw.integers(len(_COLOURS)))
+        positions = _draw_line(draw) if self.task == "around" else _draw_apart(draw)
+        self._data.qpos[:2] = positions[0]
+        for index, position in enumerate(positions[1:]):
+            self._data.qpos[2 + 3 * index : 5 + 3 * index] = [*position, draw.uniform(-0.8, 0.8)]
+        self._target = _RED if self.task == "around" else int(draw.integers(len(_COLOURS)))
         side = list(_SIDES)[draw.integers(len(_SIDES))]
         self._side = np.array(_SIDES[side])
         self._turn = float(draw.choice([-1, 1]))
-        self.instruction = _instruction(self.task, list(_COLOURS)[self._meant], side)
+        self.instruction = _instruction(self.task, list(_COLOURS)[self._target], side)
         self._steps, self._touched = 0, set[int]()
         self._mujoco.mj_forward(self._model, self._data)
 
@@ -174,22 +174,22 @@ class Tabletop:
             return np.concatenate([pusher, self._data.qvel[:2]], dtype=np.float32)
         angles = self._data.qpos[4::3]
         blocks = [(*self._block(i), np.cos(angle), np.sin(angle)) for i, angle in enumerate(angles)]
-        goal = [np.eye(len(_COLOURS))[self._meant], *([self._side] if self.task == "push" else [])]
+        goal = [np.eye(len(_COLOURS))[self._target], *([self._side] if self.task == "push" else [])]
         return np.concatenate([pusher, *blocks, *goal], dtype=np.float32)
 
     def _pusher(self) -> Vector:
-        place: Vector = self._data.qpos[:2]
-        return place
+        position: Vector = self._data.qpos[:2]
+        return position
 
     def _block(self, index: int) -> Vector:
-        place: Vector = self._data.qpos[2 + 3 * index : 4 + 3 * index]
-        return place
+        position: Vector = self._data.qpos[2 + 3 * index : 4 + 3 * index]
+        return position
 
     def _touching(self) -> set[int]:
         """Return the blocks that the pusher touches."""
         bodies = self._model.geom_bodyid[self._data.contact.geom].reshape(-1, 2)
-        others = bodies[(bodies == _PUSHER_BODY).any(axis=1)].max(axis=1) - _FIRST_BLOCK_BODY
-        return {int(block) for block in others if block >= 0}
+        blocks = bodies[(bodies == _PUSHER_BODY).any(axis=1)].max(axis=1) - _FIRST_BLOCK_BODY
+        return {int(block) for block in blocks if block >= 0}
 
     def _go_around(self) -> Vector:
         """Pass the green block on the sampled side, then move to the red one, at constant speed."""
@@ -199,22 +199,22 @@ class Tabletop:
         return 0.6 * _direction(aim - self._pusher())
 
     def _touch(self) -> Vector:
-        others = [self._block(index) for index in range(len(_COLOURS)) if index != self._meant]
-        return self._approach(self._block(self._meant), others, clearance=0.1)
+        obstacles = [self._block(index) for index in range(len(_COLOURS)) if index != self._target]
+        return self._approach(self._block(self._target), obstacles, clearance=0.1)
 
     def _push(self) -> Vector:
         """Move around the block to the position behind it, align with the target direction, then push."""
-        block, along = self._block(self._meant), self._side
+        block, along = self._block(self._target), self._side
         across = np.array([-along[1], along[0]])
         behind, beside = (self._pusher() - block) @ along, (self._pusher() - block) @ across
         if behind < -0.03 and abs(beside) < 0.02:
             pushing: Vector = np.clip(along - 15 * beside * across, -1, 1)
             return pushing
-        others = [self._block(index) for index in range(len(_COLOURS)) if index != self._meant]
+        obstacles = [self._block(index) for index in range(len(_COLOURS)) if index != self._target]
         if behind < -0.045:
-            return self._approach(block - 0.08 * along, others, clearance=0.09)
+            return self._approach(block - 0.08 * along, obstacles, clearance=0.09)
         turn = np.sign(beside) if abs(beside) > 0.05 else self._turn
-        return self._approach(block + 0.11 * turn * across - 0.06 * along, [*others, block], clearance=0.09)
+        return self._approach(block + 0.11 * turn * across - 0.06 * along, [*obstacles, block], clearance=0.09)
 
     def _approach(self, aim: Vector, obstacles: Sequence[Vector], clearance: float) -> Vector:
         """Move towards `aim`, more slowly near it, and around obstacles closer than `clearance`."""
@@ -252,12 +252,12 @@ def _draw_line(draw: np.random.Generator) -> list[Vector]:
 
 def _draw_apart(draw: np.random.Generator) -> list[Vector]:
     """Sample positions of pusher and blocks near the center, with a minimum distance between them."""
-    places: list[Vector] = []
-    while len(places) < 1 + len(_COLOURS):
-        place = draw.uniform(-0.24, 0.24, 2)
-        if all(np.linalg.norm(place - other) > 0.15 for other in places):
-            places.append(place)
-    return places
+    positions: list[Vector] = []
+    while len(positions) < 1 + len(_COLOURS):
+        position = draw.uniform(-0.24, 0.24, 2)
+        if all(np.linalg.norm(position - other) > 0.15 for other in positions):
+            positions.append(position)
+    return positions
 
 
 def _direction(vector: Vector) -> Vector:
