@@ -188,7 +188,7 @@ def ramp(config: Config, options: FindOptions, run_dir: Path) -> RangeTest:
         with trainer.watchdog:
             for step in range(1, options.steps + 1):
                 rate = options.min * (options.max / options.min) ** ((step - 1) / (options.steps - 1))
-                trainer.watchdog.beat(step, "training")
+                trainer.watchdog.heartbeat(step, "training")
                 window = trainer.source.next_window()
                 before = trainer.progress.samples
                 trainer.progress.advance(window.num_samples, window.num_tokens)

@@ -22,7 +22,7 @@ def build_watchdog(run: RunContext) -> Watchdog:
         read_dumps=partial(read_positions, run.run_dir, world.rank, world.world_size, limits.timeout_seconds / 2),
         record=partial(_record_stall, run.run_dir),
         when_started=partial(limit_waits, limits.timeout_seconds),
-        on_beat=run.on_activity,
+        on_heartbeat=run.on_activity,
     )
 
 

@@ -73,14 +73,14 @@ class Judge:
         self._has_warned = self._has_scored = False
         self._lost = 0  # number of processes lost before any answer was scored
 
-    def judge(self, answers: Sequence[Answer], beat: Callable[[str], None] = lambda what: None) -> list[Judgement]:
+    def judge(self, answers: Sequence[Answer], heartbeat: Callable[[str], None] = lambda what: None) -> list[Judgement]:
         """Return the reward and scores of each answer.
 
         Args:
             answers: the answers to score.
-            beat: heartbeat, called with the name of the current activity.
+            heartbeat: heartbeat, called with the name of the current activity.
         """
-        found = self._judge(answers, self._answers_per_call, beat)
+        found = self._judge(answers, self._answers_per_call, heartbeat)
         for judgement, answer in zip(found, answers, strict=True):
             if judgement.fault and not self._has_warned:
                 self._has_warned = True
@@ -95,21 +95,21 @@ class Judge:
         if isinstance(self._scorer, Worker):
             self._scorer.close()
 
-    def _judge(self, answers: Sequence[Answer], per_call: int, beat: Callable[[str], None]) -> list[Judgement]:
+    def _judge(self, answers: Sequence[Answer], per_call: int, heartbeat: Callable[[str], None]) -> list[Judgement]:
         found = list[Judgement]()
         for start in range(0, len(answers), per_call):
-            beat("scoring answers")
-            found += self._called(answers[start : start + per_call], beat)
+            heartbeat("scoring answers")
+            found += self._called(answers[start : start + per_call], heartbeat)
             if self._lost >= _MOST_LOST:
                 return found + [found[-1]] * (len(answers) - len(found))
         return found
 
-    def _called(self, answers: Sequence[Answer], beat: Callable[[str], None]) -> list[Judgement]:
+    def _called(self, answers: Sequence[Answer], heartbeat: Callable[[str], None]) -> list[Judgement]:
         try:
             scored = self._scorer.score(answers)
         except FaultError as error:
             if len(answers) > 1:
-                return self._judge(answers, 1, beat)
+                return self._judge(answers, 1, heartbeat)
             if error.kind in ("timed_out", "died") and not self._has_scored:
                 self._lost += 1
             return [Judgement(None, {}, error.kind, str(error))]

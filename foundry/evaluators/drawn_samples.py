@@ -32,7 +32,7 @@ class DrawnSamples:
         """Generate and save samples; returns no metrics."""
         with gathered_if_they_fit(model, context.world) as whole:
             # One heartbeat per token or per denoising step, since each can take long in a large model.
-            beats = whole.register_forward_pre_hook(lambda module, inputs: context.beat("drawing samples"))
+            beats = whole.register_forward_pre_hook(lambda module, inputs: context.heartbeat("drawing samples"))
             try:
                 with context.autocast():
                     samples = self._generate(whole, self._data, context.world.device)

@@ -81,7 +81,7 @@ class ExactMatch:
         measured, answered = list[dict[str, float]](), list[tuple[int, str, str]]()
         with gathered(model) as whole:
             for start in range(world.dp_rank * size, len(self._prompts), world.dp_size * size):
-                context.beat("answering prompts")
+                context.heartbeat("answering prompts")
                 prompts = self._prompts[start : start + size]
                 seen = [prompt.images for prompt in prompts if prompt.images is not None]
                 with context.autocast():
@@ -93,7 +93,7 @@ class ExactMatch:
                         device=world.device,
                         batch_size=size,
                         is_sliding=False,
-                        beat=context.beat,
+                        heartbeat=context.heartbeat,
                         images=seen or None,
                     )
                 if world.leads_share:
@@ -139,7 +139,7 @@ class ExactMatch:
             Answer(text, decode_tokens(tokenizer, prompt.tokens), prompt.own_columns, not continuation.is_ended)
             for prompt, text, continuation in zip(prompts, texts, found, strict=True)
         ]
-        for one, judgement in zip(measured, self._judge.judge(answers, context.beat), strict=True):
+        for one, judgement in zip(measured, self._judge.judge(answers, context.heartbeat), strict=True):
             one |= {f"reward_{name}": value for name, value in judgement.scores.items()}
             one["reward_missing"] = float(judgement.reward is None)
             if judgement.reward is not None:

@@ -71,7 +71,7 @@ class HeldOut:
         count, metrics = 0, dict[str, Mean]()
         loss = torch.zeros((), dtype=torch.float64, device=device)
         for microbatch in batches:
-            context.beat("evaluating")
+            context.heartbeat("evaluating")
             num_valid = self._objective.num_valid(microbatch)
             count += num_valid
             on_device = to_device(microbatch, device)

@@ -80,7 +80,7 @@ def generate(
     keys: Sequence[int] | None = None,
     is_sliding: bool = True,
     in_lockstep: bool = False,
-    beat: Callable[[str], None] | None = None,
+    heartbeat: Callable[[str], None] | None = None,
     images: Sequence[Tensor] | None = None,
 ) -> list[Continuation]:
     """Continue prompts; samples depend on seed, key and position in the continuation, not on the batch composition.
@@ -98,7 +98,7 @@ def generate(
         keys: random key of each prompt; None for its index.
         is_sliding: whether to continue beyond the context with a sliding window.
         in_lockstep: call the model equally often on every rank, because each call gathers a sharded model.
-        beat: heartbeat of the watchdog, called with the name of the current activity.
+        heartbeat: heartbeat of the watchdog, called with the name of the current activity.
         images: images of each prompt, (images, 3, size, size) uint8, for a vision model, which must not have
             `new_cache`; None if the prompts have no images.
 
@@ -116,7 +116,7 @@ def generate(
                 own = slice(start, start + size)
                 seen = None if images is None else torch.stack(list(images[own])).to(device)
                 batch = _Batch(model, prompts[own], keys[own], decoding, context=context, device=device, images=seen)
-                batch.run(is_sliding=is_sliding, in_lockstep=in_lockstep, beat=beat)
+                batch.run(is_sliding=is_sliding, in_lockstep=in_lockstep, heartbeat=heartbeat)
                 found += batch.continuations()
     finally:
         model.train(was_training)
@@ -154,10 +154,10 @@ class _Batch:
         num_drawn = decoding.max_new_tokens if decoding.temperature > 0 else 0
         self._uniforms = keyed_sequences(decoding.seed, keys, num_drawn, stream=decoding.stream)
 
-    def run(self, *, is_sliding: bool, in_lockstep: bool, beat: Callable[[str], None] | None = None) -> None:
+    def run(self, *, is_sliding: bool, in_lockstep: bool, heartbeat: Callable[[str], None] | None = None) -> None:
         for step in range(self._decoding.max_new_tokens):
-            if beat is not None:
-                beat("generating answers")
+            if heartbeat is not None:
+                heartbeat("generating answers")
             self._is_done = [
                 is_ended or (not is_sliding and len(sequence) >= self._context)
                 for is_ended, sequence in zip(self._is_ended, self._sequences, strict=True)

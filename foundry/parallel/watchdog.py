@@ -58,7 +58,7 @@ class Watchdog:
         read_dumps: returns the recent dumps by rank; None if this rank could not write its own.
         record: saves the rank at fault, the message and the main thread's stack; must return within seconds.
         when_started: called once, by `started`.
-        on_beat: called with the arguments of each `beat`.
+        on_heartbeat: called with the arguments of each `heartbeat`.
     """
 
     def __init__(
@@ -72,26 +72,26 @@ class Watchdog:
         read_dumps: Callable[[], Mapping[int, tuple[int, str]] | None] | None = None,
         record: Callable[[int, str, str], None] | None = None,
         when_started: Callable[[], None] | None = None,
-        on_beat: Callable[[int, str], None] | None = None,
+        on_heartbeat: Callable[[int, str], None] | None = None,
     ) -> None:
         self._timeout_seconds, self._rank, self._world_size = timeout_seconds, rank, world_size
         self._dump, self._read_dumps, self._has_dumped = dump, read_dumps, False
         self._start_timeout_seconds = timeout_seconds if start_timeout_seconds is None else start_timeout_seconds
         self._is_started = False
-        self._record, self._when_started, self._on_beat = record, when_started, on_beat
+        self._record, self._when_started, self._on_heartbeat = record, when_started, on_heartbeat
         self._last = (0, "starting")
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
-    def beat(self, step: int, doing: str) -> None:
+    def heartbeat(self, step: int, doing: str) -> None:
         """Heartbeat: report that this rank has reached optimizer step `step` and is about to do `doing`."""
         self._last = (step, doing)
-        if self._on_beat is not None:
-            self._on_beat(step, doing)
+        if self._on_heartbeat is not None:
+            self._on_heartbeat(step, doing)
 
     def now(self, doing: str) -> None:
         """This rank moves, within the same optimizer step, and is about to do `doing`."""
-        self.beat(self._last[0], doing)
+        self.heartbeat(self._last[0], doing)
 
     def started(self) -> None:
         """Report that one-time work such as compilation is done. Idempotent."""
@@ -129,7 +129,7 @@ class Watchdog:
         return [] if dumps is None else [rank for rank in range(self._world_size) if rank not in dumps]
 
     def __enter__(self) -> Self:
-        self.beat(0, "starting")
+        self.heartbeat(0, "starting")
         self._thread.start()
         return self
 
@@ -210,7 +210,7 @@ def translate(error: BaseException, *, rank: int, step: int, doing: str, blame: 
         error: exception raised during the step.
         rank: rank of this process.
         step: number of completed optimizer steps.
-        doing: activity of the rank, as in `Watchdog.beat`.
+        doing: activity of the rank, as in `Watchdog.heartbeat`.
         blame: known cause, as in `Watchdog.blame`.
     """
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -88,7 +88,7 @@ def complete(
     autocast: Callable[[], AbstractContextManager[Any]],
     record: Record,
     tokenizer: Any,
-    beat: Callable[[str], None],
+    heartbeat: Callable[[str], None],
 ) -> Made:
     """Complete prompts in one batch, and record values of the current models for the completions.
 
@@ -102,7 +102,7 @@ def complete(
         autocast: returns a context manager for forward passes with the precision of the run.
         record: see `Objective.record`.
         tokenizer: decodes the completions.
-        beat: heartbeat, called with the current activity.
+        heartbeat: heartbeat, called with the current activity.
     """
     with autocast():
         found = generate(
@@ -114,7 +114,7 @@ def complete(
             batch_size=len(prompts),
             keys=keys,
             is_sliding=False,
-            beat=beat,
+            heartbeat=heartbeat,
         )
     answers, tokens, targets, sampler = _rows(prompts, found, tokenizer)
     was_training = model.training

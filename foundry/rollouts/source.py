@@ -165,7 +165,7 @@ class RolloutSource:
             for model in self._frozen:
                 held.enter_context(gathered(model))
             for start in range(self._world.dp_rank * size, len(prompts), self._world.dp_size * size):
-                self._run.beat("generating answers")
+                self._run.heartbeat("generating answers")
                 found = complete(
                     whole,
                     prompts[start : start + size],
@@ -176,19 +176,19 @@ class RolloutSource:
                     autocast=self._run.autocast,
                     record=self._objective.record,
                     tokenizer=self._data.tokenizer,
-                    beat=self._run.beat,
+                    heartbeat=self._run.heartbeat,
                 )
                 place(completions, found, start)
                 if self._world.leads_share:
                     judged |= enumerate(self._judged(found.answers), start)
-        self._run.beat("collecting answers")
+        self._run.heartbeat("collecting answers")
         completions.share(self._world)
         self._prepare(completions, self._collected(judged), torch.tensor(keys))
 
     def _judged(self, answers: Sequence[Completion]) -> Sequence[Completion]:
         if self._judge is None:
             return answers
-        judgements = self._judge.judge([one.answer for one in answers], self._run.beat)
+        judgements = self._judge.judge([one.answer for one in answers], self._run.heartbeat)
         return [replace(one, judgement=judgement) for one, judgement in zip(answers, judgements, strict=True)]
 
     def _collected(self, judged: Mapping[int, Completion]) -> list[tuple[int, bool, Judgement]]:

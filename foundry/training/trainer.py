@@ -397,7 +397,7 @@ class Trainer:
 
     def _doing(self, what: str) -> None:
         self._now = what
-        self.watchdog.beat(self.progress.steps + 1, what)
+        self.watchdog.heartbeat(self.progress.steps + 1, what)
 
     def _tell(self, name: str, event: object) -> None:
         self.check_run_dir()

@@ -228,7 +228,7 @@ class _Policy:
                 chunk,
                 device=self._device,
                 autocast=partial(self._precision.autocast, self._device),
-                beat=lambda what: None,
+                heartbeat=lambda activity: None,
                 drawn=drawn,
                 size=_FILM_PIXELS,
             )

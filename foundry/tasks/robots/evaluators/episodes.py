@@ -146,7 +146,7 @@ class Rollouts:
         *,
         device: torch.device,
         autocast: Callable[[], AbstractContextManager[Any]],
-        beat: Callable[[str], None],
+        heartbeat: Callable[[str], None],
         drawn: int = 0,
         size: int = 96,
     ) -> tuple[list[Episode], list[Film]]:
@@ -157,7 +157,7 @@ class Rollouts:
             numbers: numbers of the episodes, at most `at_a_time`.
             device: device of the model.
             autocast: context manager for forward passes.
-            beat: heartbeat, called with the name of the current activity.
+            heartbeat: heartbeat, called with the name of the current activity.
             drawn: number of episodes, from the first, to record as films; none are recorded if the simulator cannot
                 render.
             size: height and width of a frame in pixels.
@@ -166,7 +166,7 @@ class Rollouts:
             The results of the episodes, and the recorded films.
         """
         while len(self._rows) < len(numbers):
-            beat("building simulators")
+            heartbeat("building simulators")
             self._rows.append(_Row(self._build(), self._num_observations))
         rows = self._rows[: len(numbers)]
         for number, row in zip(numbers, rows, strict=True):
@@ -174,7 +174,7 @@ class Rollouts:
         told = self._encode([row.simulator.instruction if row.told is None else row.told for row in rows])
         films = self._films(rows[:drawn], size)
         for replan in range(_MOST_REPLANS):
-            beat("acting in episodes")
+            heartbeat("acting in episodes")
             if all(row.is_over for row in rows):
                 break
             observation = {name: value.to(device) for name, value in (self._observe(rows) | told).items()}

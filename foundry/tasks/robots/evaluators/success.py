@@ -83,7 +83,7 @@ class Success:
                     chunks[index],
                     device=world.device,
                     autocast=context.autocast,
-                    beat=context.beat,
+                    heartbeat=context.heartbeat,
                     drawn=_DRAWN if self._draw and world.is_main and index == 0 else 0,
                 )
                 own += found if world.leads_share else []
