@@ -320,7 +320,7 @@ def test_neutral_embeddings_and_head_groups_are_omitted():
     [
         ({"patterns": {"mine": {"match": "nothing"}}}, "patterns.mine: is given but no trainable parameter matches"),
         ({"patterns": {"mine": {"match": "frozen"}}}, "patterns.mine: is given but no trainable parameter matches"),
-        ({"head": {"lr_mult": 0.5}}, "optimizer.groups.head: is given but the model has no head apart"),
+        ({"head": {"lr_mult": 0.5}}, "optimizer.groups.head: is given but the model has no separate head"),
         (
             {"embeddings": {"lr_mult": 0.5}, "patterns": {"mine": {"match": "embedding"}}},
             "optimizer.groups.patterns.mine: and embeddings both hold embedding.weight",
