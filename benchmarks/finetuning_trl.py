@@ -190,9 +190,9 @@ def write_rows(folder: Path, counts: Mapping[str, int]) -> None:
         rows["sft"].append({"prompt": f"Count to {number}", "completion": words[:length]})
         low = generator.choice((10, 100))
         one = Sum(generator.randrange(low, 10 * low), generator.randrange(low, 10 * low))
-        wrong = one.worked(number % (len(str(one.a)) - 1))
-        rows["dpo"].append({"prompt": one.question, "chosen": one.worked(), "rejected": wrong})
-        rows["grpo"].append({"prompt": one.question, "answer": one.worked()})
+        wrong = one.solution(number % (len(str(one.a)) - 1))
+        rows["dpo"].append({"prompt": one.question, "chosen": one.solution(), "rejected": wrong})
+        rows["grpo"].append({"prompt": one.question, "answer": one.solution()})
     for name, count in counts.items():
         own = rows[name][:count]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))

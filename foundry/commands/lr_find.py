@@ -147,7 +147,7 @@ def ramp(config: Config, options: FindOptions, run_dir: Path) -> RangeTest:
     """
     from foundry.config.record.frozen import hash_config
     from foundry.core.protocols import RunContext
-    from foundry.data.loader import worker_deaths_explained
+    from foundry.data.loader import explain_worker_deaths
     from foundry.engine.assembly import build_trainer
     from foundry.environments.judge import build_judge
     from foundry.parallel.determinism import deterministic
@@ -164,7 +164,7 @@ def ramp(config: Config, options: FindOptions, run_dir: Path) -> RangeTest:
         fp32_arithmetic(tf32=config.precision.tf32),
         process_group(config.distributed, config.device.kind) as world,
         ExitStack() as held,
-        worker_deaths_explained(),
+        explain_worker_deaths(),
         memory_explained(world.device, world.rank),
     ):
         data = build_data(config)

@@ -22,7 +22,7 @@ from foundry.config.schemas.root import Config
 from foundry.core.errors import ConfigError, Violation, format_reason
 from foundry.core.events import Observer, RunEnded
 from foundry.core.protocols import RunContext
-from foundry.data.loader import worker_deaths_explained
+from foundry.data.loader import explain_worker_deaths
 from foundry.data.splits import DataSplits
 from foundry.engine.assembly import build_trainer
 from foundry.engine.run_files import write_run_files
@@ -104,7 +104,7 @@ def train(
         with (
             _failure_reported(observers, run_dir),
             _rank_zero_missed(run_dir, world),
-            worker_deaths_explained(),
+            explain_worker_deaths(),
             memory_explained(world.device, world.rank),
         ):
             run = RunContext(

@@ -73,8 +73,8 @@ def read_messages(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
         return checked_messages(columns["messages"], "messages")
     missing = [name for name in ("prompt", "completion") if columns.get(name) is None]
     if missing:
-        listed = ", ".join(sorted(name for name, value in columns.items() if value is not None)) or "none"
-        message = f"has neither messages nor {' and '.join(missing)} (its columns: {listed})"
+        names = ", ".join(sorted(name for name, value in columns.items() if value is not None)) or "none"
+        message = f"has neither messages nor {' and '.join(missing)} (its columns: {names})"
         raise BadRowError("without a conversation", message)
     prompt, completion = columns["prompt"], columns["completion"]
     return [*as_messages(prompt, "prompt", "user"), *as_messages(completion, "completion", "assistant")]

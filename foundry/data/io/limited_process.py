@@ -52,9 +52,9 @@ class LimitedProcess:
             LimitExceededError: the call exceeded a limit.
         """
         request = pickle.dumps((args, options))
-        reply = self._ask(request)
+        reply = self._send(request)
         if reply is None:  # the process exited because it was idle
-            reply = self._ask(request)
+            reply = self._send(request)
         if reply is None:
             raise LimitExceededError("ends its process")
         succeeded, value = pickle.loads(reply)  # safe: written by our own process
@@ -74,7 +74,7 @@ class LimitedProcess:
             self._wait()
         self._connection, self._owner = None, 0
 
-    def _ask(self, request: bytes) -> bytes | None:
+    def _send(self, request: bytes) -> bytes | None:
         """Return the reply, or None if the process exited before it read the request.
 
         Raises:
@@ -101,17 +101,17 @@ class LimitedProcess:
             raise
 
     def _start(self) -> None:
-        ours, theirs = Pipe()
+        connection, child_connection = Pipe()
         with stop_signals.held_back(), warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads; the fork uses none
             pid = os.fork()
             if pid == 0:
                 try:
-                    self._serve(theirs)
+                    self._serve(child_connection)
                 finally:
                     os._exit(1)
-        theirs.close()
-        self._connection, self._owner, self._pid = ours, os.getpid(), pid
+        child_connection.close()
+        self._connection, self._owner, self._pid = connection, os.getpid(), pid
 
     def _wait(self) -> int:
         """Return the exit status of the process, or 0 if other code of this program has already collected it."""

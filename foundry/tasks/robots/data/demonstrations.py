@@ -64,7 +64,9 @@ def demonstrations(
         message = "is none but data=demonstrations needs a simulator with an expert; choose one, or data=lerobot"
         raise ConfigError(Violation("simulator", message))
     made = _Making(simulator, settings)
-    folder = cached_folder(settings.cache_dir, made.name(simulator_settings or {}), made.fill, what="demonstrations")
+    folder = cached_folder(
+        settings.cache_dir, made.name(simulator_settings or {}), made.fill, contents="demonstrations"
+    )
     recording = read_recording(
         read_info(str(folder)),
         state_key=STATE_KEY,

@@ -62,7 +62,7 @@ def scenes(
     text = json.dumps(depends | simulator_identity(simulator_settings or {}), sort_keys=True, default=str)
     name = hashlib.sha256(text.encode()).hexdigest()[:32]
     cache_dir = settings.cache_dir
-    folder = cached_folder(cache_dir, name, partial(_fill, simulator, count, image_size), what="scenes")
+    folder = cached_folder(cache_dir, name, partial(_fill, simulator, count, image_size), contents="scenes")
     files = ChatFiles(path=str(folder / _ROWS), held_out=settings.held_out, cache_dir=cache_dir)
     source = find_rows(files, ("messages",))
     train, validation = (np.array([row.number - 1 for row in rows], dtype=np.int64) for rows in source.splits)
