@@ -112,7 +112,7 @@ def read_initial(node: Any, path: Path | None, start: StartModel, world: World, 
         initial = InitialModel(model, partial(init_from, source, world))
     if not adapters:
         return initial
-    model = initial.whole()
+    model = initial.materialize()
     for folder, manifest, base in reversed(adapters):
         _merge(model, folder, manifest, base, world, key)
     return InitialModel(model)
@@ -185,7 +185,7 @@ def read_base(node: Any, checkpoint: Path, start: StartModel, world: World, key:
         raise ConfigError(Violation(key, message))
     folder, _, base = found
     path = None if base.path is None else _path_of_base(folder, base, key)
-    model = read_initial(node, path, start, world, key).whole()
+    model = read_initial(node, path, start, world, key).materialize()
     _check_digest(model, folder, base, key)
     return model
 

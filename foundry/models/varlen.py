@@ -62,8 +62,8 @@ class DocumentBounds:
         kernel: Any = torch.nn.attention.varlen.varlen_attn
         flat = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
         bounds = (self.starts, self.starts, self.longest, self.longest)
-        attended = kernel(*flat, *bounds, window_size=(-1, 0), **options)
-        result: Tensor = attended.unflatten(0, (query.shape[0], query.shape[2])).transpose(1, 2)
+        output = kernel(*flat, *bounds, window_size=(-1, 0), **options)
+        result: Tensor = output.unflatten(0, (query.shape[0], query.shape[2])).transpose(1, 2)
         return result
 
 

@@ -30,19 +30,19 @@ def set_dropouts(config: PreTrainedConfig, **dropouts: float | None) -> dict[str
     Raises:
         ConfigError: a probability is above zero, but the architecture has no field for it.
     """
-    had: dict[str, Any] = {}
+    previous: dict[str, Any] = {}
     for kind, value in dropouts.items():
         if value is None:
             continue
-        own = [
+        field_names = [
             name for name in _fields(config) if _kind(name) == kind and (value == 0 or not _ONLY_WITHIN.search(name))
         ]
-        if not own and value > 0:
+        if not field_names and value > 0:
             message = f"is {value} but transformers' {config.model_type} has no {kind.replace('_', ' ')}"
             raise ConfigError(Violation(f"objective.{kind}", f"{message}; set it to null"))
-        for name in own:
-            had[name] = put(config, name, value)
-    return had
+        for name in field_names:
+            previous[name] = put(config, name, value)
+    return previous
 
 
 def find_wrong_dropouts(config: PreTrainedConfig) -> Iterator[tuple[str, str]]:
@@ -62,9 +62,9 @@ def put(config: PreTrainedConfig, name: str, value: Any) -> Any:
     node: Any = config
     for part in path:
         node = getattr(node, part)
-    had = vars(node)[field]
+    previous = vars(node)[field]
     vars(node)[field] = value
-    return had
+    return previous
 
 
 def _fields(config: PreTrainedConfig, prefix: str = "") -> Iterator[str]:
