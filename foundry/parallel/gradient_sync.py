@@ -50,12 +50,12 @@ class DDPSync:
 
     def __init__(self, model: nn.Module, policy: GradientSync) -> None:
         _refuse_keep_params(policy)
-        found = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-        if len(found) != 1:
+        ddp_modules = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+        if len(ddp_modules) != 1:
             raise _cannot_act(
-                policy, f"DDP requires one DistributedDataParallel module, but the model has {len(found)}"
+                policy, f"DDP requires one DistributedDataParallel module, but the model has {len(ddp_modules)}"
             )
-        self._ddp, self._policy = found[0], policy
+        self._ddp, self._policy = ddp_modules[0], policy
 
     def microbatch(self, *, first: bool, last: bool) -> AbstractContextManager[None]:
         """Return `no_sync` for microbatches that defer the reduction.
@@ -201,5 +201,5 @@ def _refuse_keep_params(policy: GradientSync) -> None:
         raise _cannot_act(policy, "DDP never frees weights, so there are none to keep; use last")
 
 
-def _cannot_act(policy: GradientSync, why: str) -> ConfigError:
-    return ConfigError(Violation("distributed.gradient_sync", f"is {policy.value} but has no effect: {why}"))
+def _cannot_act(policy: GradientSync, reason: str) -> ConfigError:
+    return ConfigError(Violation("distributed.gradient_sync", f"is {policy.value} but has no effect: {reason}"))

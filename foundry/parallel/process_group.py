@@ -245,8 +245,8 @@ def _device(environment: LaunchEnvironment, device: torch.device) -> torch.devic
     # with index 0. Processes started by foundry or submitit on this node all see the same GPUs; if two would share one,
     # NCCL reports it.
     is_shared = STORE in os.environ or environment.launcher == "submitit"
-    is_own = environment.launcher == "slurm" or ("CUDA_VISIBLE_DEVICES" in os.environ and not is_shared)
-    index = 0 if count == 1 and is_own else environment.local_rank
+    has_own_device = environment.launcher == "slurm" or ("CUDA_VISIBLE_DEVICES" in os.environ and not is_shared)
+    index = 0 if count == 1 and has_own_device else environment.local_rank
     if index >= count:
         message = f"is {environment.local_world_size} but this node has {count} GPUs: start at most one process per GPU"
         raise ConfigError(Violation("processes on this node", message))

@@ -116,7 +116,7 @@ class Watchdog:
 
         It is empty if no rank is silent, or if this rank has not waited for half of the timeout.
         """
-        return _blame(self._silent(self._dumps()))
+        return _describe_silent(self._silent(self._dumps()))
 
     def _dumps(self) -> Mapping[int, tuple[int, str]] | None:
         """Return the dumps of the waiting ranks.
@@ -143,16 +143,16 @@ class Watchdog:
         tick = min(self._timeout_seconds / _TICKS, self._start_timeout_seconds / _TICKS, _LONGEST_TICK)
         seen = self._last
         waited = 0.0
-        before = time.monotonic()
+        last_check = time.monotonic()
         while not self._over.wait(tick):
             now = time.monotonic()
-            passed, before = now - before, now
+            elapsed, last_check = now - last_check, now
             if self._last is not seen:
                 seen, waited, self._has_dumped = self._last, 0.0, False
                 continue
             # A check that comes much later than scheduled means that the process was stopped.
             limit = self.limit_seconds
-            waited += min(passed, 2 * tick)
+            waited += min(elapsed, 2 * tick)
             if waited >= limit / 2 and not self._has_dumped and self._dump is not None and self._world_size > 1:
                 self._has_dumped = True
                 # In a thread, because this process may be waiting for the file system that the dump is written to.
@@ -166,10 +166,10 @@ class Watchdog:
         lines = [self._verdict(seconds, step, doing, None)[1]]
 
         def record() -> None:
-            blamed, line = self._verdict(seconds, step, doing, self._dumps())
+            rank, line = self._verdict(seconds, step, doing, self._dumps())
             lines.append(line)
             if self._record is not None:
-                self._record(blamed, line, stack)
+                self._record(rank, line, stack)
             if self._dump is not None:
                 self._dump(step, doing)
 
@@ -190,17 +190,19 @@ class Watchdog:
         setting = f"(distributed.{name}={limit:g}), at step {step}, {doing}"
         ending = f"ended with exit code {EXIT_STALLED}"
         if silent := self._silent(dumps):
-            return silent[0], f"{_blame(silent)}; rank {self._rank} waited for {seconds:.0f} s {setting}: {ending}"
-        others = {rank: at for rank, at in (dumps or {}).items() if at != (step, doing)}
-        behind = min(others, key=lambda rank: others[rank][0], default=self._rank)
-        where = "".join(f"; rank {rank} is at step {at[0]}, {at[1]}" for rank, at in sorted(others.items())[:8])
-        line = f"rank {self._rank} has made no progress for {seconds:.0f} s {setting}{where}: {ending}"
-        return (behind if behind in others and others[behind][0] < step else self._rank), line
+            return silent[
+                0
+            ], f"{_describe_silent(silent)}; rank {self._rank} waited for {seconds:.0f} s {setting}: {ending}"
+        other_ranks = {rank: at for rank, at in (dumps or {}).items() if at != (step, doing)}
+        slowest = min(other_ranks, key=lambda rank: other_ranks[rank][0], default=self._rank)
+        details = "".join(f"; rank {rank} is at step {at[0]}, {at[1]}" for rank, at in sorted(other_ranks.items())[:8])
+        line = f"rank {self._rank} has made no progress for {seconds:.0f} s {setting}{details}: {ending}"
+        return (slowest if slowest in other_ranks and other_ranks[slowest][0] < step else self._rank), line
 
 
-def _blame(silent: Sequence[int]) -> str:
-    who = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))}"
-    return f"{who} gave no sign of life (stopped, busy, or unreachable)" if silent else ""
+def _describe_silent(silent: Sequence[int]) -> str:
+    ranks = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))}"
+    return f"{ranks} gave no sign of life (stopped, busy, or unreachable)" if silent else ""
 
 
 def translate(error: BaseException, *, rank: int, step: int, doing: str, blame: str = "") -> CollectiveError | None:
