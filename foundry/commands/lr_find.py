@@ -156,7 +156,7 @@ def ramp(config: Config, options: FindOptions, run_dir: Path) -> RangeTest:
     from foundry.parts.data import build_data
     from foundry.parts.objective import build_objective
     from foundry.training.guards import LossSpike, NonFiniteError, PersistentSpikeError
-    from foundry.training.memory_error import memory_explained
+    from foundry.training.memory_error import explain_memory_errors
 
     rates, losses = list[float](), list[float]()
     with (
@@ -165,7 +165,7 @@ def ramp(config: Config, options: FindOptions, run_dir: Path) -> RangeTest:
         process_group(config.distributed, config.device.kind) as world,
         ExitStack() as held,
         explain_worker_deaths(),
-        memory_explained(world.device, world.rank),
+        explain_memory_errors(world.device, world.rank),
     ):
         data = build_data(config)
         objective = build_objective(config.objective, config.peft, world, data.tokenizer)

@@ -39,7 +39,7 @@ from foundry.run_dir.lock import RunDirectoryLostError, check_ours, lock
 from foundry.run_dir.result import find_result
 from foundry.run_dir.status import read_status
 from foundry.tracking.observers import build_observers
-from foundry.training.memory_error import memory_explained
+from foundry.training.memory_error import explain_memory_errors
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def train(
             _failure_reported(observers, run_dir),
             _rank_zero_missed(run_dir, world),
             explain_worker_deaths(),
-            memory_explained(world.device, world.rank),
+            explain_memory_errors(world.device, world.rank),
         ):
             run = RunContext(
                 config=config,

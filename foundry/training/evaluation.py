@@ -48,10 +48,10 @@ class Evaluation:
             for name, evaluator in self.evaluators.items():
                 heartbeat("evaluating")
                 for metric, value in evaluator.evaluate(self.model, context).items():
-                    if (measured := val_metric_name(metric)) in metrics:
-                        message = f"measures {measured}, which an earlier evaluator also measures; rename it"
+                    if (full_name := val_metric_name(metric)) in metrics:
+                        message = f"measures {full_name}, which an earlier evaluator also measures; rename it"
                         raise ConfigError(Violation(f"evaluation.evaluators.{name}", message))
-                    metrics[measured] = float(value)
+                    metrics[full_name] = float(value)
         finally:
             self.model.train(was_training)
         return metrics, context.files

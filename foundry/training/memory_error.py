@@ -23,7 +23,7 @@ from foundry.parallel.device import cuda_memory, host_capacity, resident_bytes
 _TILE_TOKENS = 1024
 """Tile size of the logits in tokens: small beside a block's activations, yet large enough to keep a GPU busy."""
 
-_WANTED = re.compile(r"(?:Tried|[Uu]nable) to allocate ([\d.]+ [KMGTPE]?i?B)|tried to allocate (\d+) bytes")
+_REQUESTED = re.compile(r"(?:Tried|[Uu]nable) to allocate ([\d.]+ [KMGTPE]?i?B)|tried to allocate (\d+) bytes")
 
 
 class OutOfMemoryError(RuntimeError):
@@ -73,14 +73,16 @@ def measure_device_memory(
         frozen: frozen models, as placed on the device.
     """
     parameters = list(model.parameters())
-    held: dict[str, Iterable[Any]] = {
+    tensors_by_part: dict[str, Iterable[Any]] = {
         "weights": [*parameters, *model.buffers()],
         "gradients": [parameter.grad for parameter in parameters],
         "optimizer state": [one for each in optimizers for state in each.state.values() for one in state.values()],
         "averaged weights": averages,
         "frozen models": [tensor for each in frozen for tensor in (*each.parameters(), *each.buffers())],
     }
-    return DeviceMemory(parts={name: _bytes_on(device, tensors) for name, tensors in held.items()}, **_in_use(device))
+    return DeviceMemory(
+        parts={name: _bytes_on(device, tensors) for name, tensors in tensors_by_part.items()}, **_in_use(device)
+    )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -91,7 +93,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def memory_explained(device: torch.device, rank: int) -> Iterator[None]:
+def explain_memory_errors(device: torch.device, rank: int) -> Iterator[None]:
     """Context manager that explains out-of-memory errors outside of training, for example while the model is built.
 
     Raises:
@@ -105,7 +107,7 @@ def memory_explained(device: torch.device, rank: int) -> Iterator[None]:
         in_host = device.type != "cuda" or not isinstance(error, torch.OutOfMemoryError)
         used = _in_use(torch.device("cpu") if in_host else device)
         raise OutOfMemoryError(
-            f"out of {used['where']} memory on rank {rank} while the run was built: {_wanted(error)}"
+            f"out of {used['where']} memory on rank {rank} while the run was built: {_requested_size(error)}"
             f"{_size(used['allocated'])} of {_size(used['capacity'])} are in use\n"
             "  python -m foundry.plan, with the same overrides, prints the memory of each part"
         ) from error
@@ -132,21 +134,21 @@ def explain_out_of_memory(
         rank: this rank.
         world_size: number of ranks.
     """
-    taken = f"{_size(memory.allocated)} of {_size(memory.capacity)} are in use"
+    usage = f"{_size(memory.allocated)} of {_size(memory.capacity)} are in use"
     cached = max(0, memory.reserved - memory.allocated)
     parts = {**memory.parts, "activations and temporary buffers": memory.rest, "cached (fragmented)": cached}
     activations = list(_less_activations(config))
     if memory.where == "GPU":
         states = list(_less_states(config, distributed, world_size))
-        are_most = memory.rest > memory.allocated / 2
-        remedies = [*activations, *states] if are_most else [*states, *activations]
-        nothing = "every setting that saves memory is on: use a smaller model, shorter samples or more GPUs"
-        remedies = remedies or [nothing]
+        rest_dominates = memory.rest > memory.allocated / 2
+        remedies = [*activations, *states] if rest_dominates else [*states, *activations]
+        message = "every setting that saves memory is on: use a smaller model, shorter samples or more GPUs"
+        remedies = remedies or [message]
     else:  # more ranks or offloading would use the same host memory
         remedies = [*activations, "otherwise use a smaller model, shorter samples, or a machine with more memory"]
     return "\n  ".join(
         [
-            f"out of {memory.where} memory {moment} on rank {rank}: {_wanted(error)}{taken}",
+            f"out of {memory.where} memory {moment} on rank {rank}: {_requested_size(error)}{usage}",
             ", ".join(f"{name} {_size(size)}" for name, size in parts.items() if size > 0),
             *remedies,
         ]
@@ -159,10 +161,10 @@ def _less_activations(config: Config) -> Iterator[str]:
     size = hparams.per_gpu_batch_size
     if size > 1:
         # All batch sizes of a ramp are multiples of `size`, so a divisor of `size` divides them too.
-        smaller = max(divisor for divisor in range(1, size // 2 + 1) if size % divisor == 0)
-        times = size // smaller
+        smaller_size = max(divisor for divisor in range(1, size // 2 + 1) if size % divisor == 0)
+        times = size // smaller_size
         yield (
-            f"hparams.per_gpu_batch_size={smaller}: activations / {times}, and the same updates: "
+            f"hparams.per_gpu_batch_size={smaller_size}: activations / {times}, and the same updates: "
             f"accumulates {times} times as many microbatches"
         )
     if not hparams.grad_checkpointing:
@@ -194,8 +196,8 @@ def _less_states(config: Config, distributed: Resolved, world_size: int) -> Iter
             yield "distributed.reshard_after_forward=true: gathered weights are freed between forward and backward"
     offloads = isinstance(distributed, FSDP) and distributed.cpu_offload
     if not offloads and config.precision.mode is not PrecisionMode.amp_float16:
-        chosen = "" if isinstance(config.distributed, FSDP) else "distributed=fsdp "
-        yield f"{chosen}distributed.cpu_offload=true: {states} in host memory; slower"
+        strategy = "" if isinstance(config.distributed, FSDP) else "distributed=fsdp "
+        yield f"{strategy}distributed.cpu_offload=true: {states} in host memory; slower"
 
 
 def _bytes_on(device: torch.device, tensors: Iterable[Any]) -> int:
@@ -210,11 +212,11 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.1f} MiB"
 
 
-def _wanted(error: BaseException) -> str:
-    found = _WANTED.search(str(error))
-    if found is None:
+def _requested_size(error: BaseException) -> str:
+    match = _REQUESTED.search(str(error))
+    if match is None:
         return ""
-    return f"{found[1] or _size(int(found[2]))} more were requested, "
+    return f"{match[1] or _size(int(match[2]))} more were requested, "
 
 
 def _in_use(device: torch.device) -> dict[str, Any]:

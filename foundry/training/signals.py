@@ -179,7 +179,7 @@ def _slurm_will_requeue() -> bool:
     job = os.environ.get("SLURM_JOB_ID")
     if job is None:
         return False
-    fields = _asked(job)
+    fields = _query_job(job)
     requeued = int(fields.get("Restarts", 0)) > int(os.environ.get("SLURM_RESTART_COUNT", 0))
     return requeued or _is_preempted(fields)
 
@@ -193,14 +193,14 @@ def _leave_preempted(job: str, *, is_main: bool) -> None:
     if not is_main:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(_ASKING_SECONDS)
-    elif _is_preempted(_asked(job)):
+    elif _is_preempted(_query_job(job)):
         _scontrol("requeue", job)
 
 
-def _asked(job: str) -> dict[str, str]:
+def _query_job(job: str) -> dict[str, str]:
     """Return the fields of `scontrol show job`; empty if the controller does not answer."""
     message = _scontrol("show", "job", "--oneliner", job)
-    return dict(word.split("=", 1) for word in message.split() if "=" in word)
+    return dict(field.split("=", 1) for field in message.split() if "=" in field)
 
 
 def _scontrol(*arguments: str) -> str:
