@@ -46,7 +46,7 @@ class ResumePoint:
     @property
     def state(self) -> dict[str, Any]:
         """State of the trainer; a read of a missing key raises `ConfigError`."""
-        return _Told({key: _told(value) for key, value in self.manifest.state.items()})
+        return _RequiredKeys({key: _require_keys(value) for key, value in self.manifest.state.items()})
 
     def reading(self) -> ForeignData:
         """Return a context manager for reading the state: an invalid state raises `ConfigError`."""
@@ -87,22 +87,22 @@ def find_resume_point(resume: str, run_dir: Path, world: World) -> ResumePoint |
 
 
 def _find_origin(resume: str, run_dir: Path, world: World) -> ResumePoint | None:
-    were_there = together(partial(_list_checkpoints, run_dir), world)[0]
+    names = together(partial(_list_checkpoints, run_dir), world)[0]
     if resume == "never":
-        if were_there:
+        if names:
             raise ConfigError(Violation(_KEY, f"is never but {run_dir} has checkpoints; choose another hydra.run.dir"))
         return None
-    own = verify_newest(run_dir, world)
-    if own is not None:
-        together(partial(_put_aside_newer, run_dir, own if world.is_main else None), world)
-        return ResumePoint(own, read_manifest(own))
-    if were_there:
+    newest = verify_newest(run_dir, world)
+    if newest is not None:
+        together(partial(_put_aside_newer, run_dir, newest if world.is_main else None), world)
+        return ResumePoint(newest, read_manifest(newest))
+    if names:
         message = (
-            f"is {resume}, but all checkpoints ({', '.join(were_there)}) in {run_dir / 'checkpoints'} are damaged; to "
+            f"is {resume}, but all checkpoints ({', '.join(names)}) in {run_dir / 'checkpoints'} are damaged; to "
             "start from scratch, move that folder away or choose another hydra.run.dir"
         )
         raise ConfigError(Violation(_KEY, message))
-    return None if resume == "auto" else _elsewhere(Path(resume), world)
+    return None if resume == "auto" else _find_elsewhere(Path(resume), world)
 
 
 def _list_checkpoints(run_dir: Path) -> list[str]:
@@ -136,17 +136,17 @@ def check_config(
     Raises:
         ConfigError: if changed settings affect the computation; each has a line in the message.
     """
-    refused: list[Difference] = []
+    changes: list[Difference] = []
     for difference in differences(resume_point.manifest.config, recorded, config):
         if difference.is_gone:
             log.warning("the checkpoint was trained with another version of foundry: %s", difference)
         elif difference.is_allowed or (difference.locates_data and resume_point.manifest.data):
             log.info("resumed with %s", difference)
         else:
-            refused.append(difference)
-    if refused and on_changed is OnChangedConfig.error:
-        raise ConfigError(difference.violation() for difference in refused)
-    for difference in refused:
+            changes.append(difference)
+    if changes and on_changed is OnChangedConfig.error:
+        raise ConfigError(difference.violation() for difference in changes)
+    for difference in changes:
         log.warning("resumed with another %s: the result differs from that of the saved run", difference)
 
 
@@ -170,7 +170,7 @@ def check_data(
     was = resume_point.manifest.data
     changed = changed_data(resume_point.manifest, now)
     differing = _differing_settings(resume_point.manifest, settings)
-    wrong: list[Violation] = []
+    violations: list[Violation] = []
     for name in changed:
         # Later differences follow from the first one, except for a tokenizer that the user chose.
         if name != changed[0] and (name != "tokenizer" or settings.get("tokenizer") is None):
@@ -178,30 +178,30 @@ def check_data(
         keys = [key for key in (*differing, *_DATA_KEYS[name]) if (key == "tokenizer") == (name == "tokenizer")]
         key = next((f"data.{key}" for key in keys if key in settings and key != "_target_"), "data")
         texts = contrast(was[name], now[name], _digest)
-        wrong.append(
+        violations.append(
             Violation(key, f"differs from the data that the checkpoint was trained on ({name} {' -> '.join(texts)})")
         )
-    _refuse(wrong, on_changed)
+    _refuse(violations, on_changed)
     return str(now["order"] if "content" in changed else was.get("order", now["order"]))
 
 
 def _differing_settings(manifest: Manifest, settings: Mapping[str, Any]) -> list[str]:
     """Return the data settings with values other than the checkpoint's, starting with those that locate the data."""
     recorded = manifest.config.get("data")
-    found = list(differences({"data": recorded or settings}, {"data": settings}))
-    found.sort(key=lambda difference: not difference.locates_data)
-    return [one.key.split(".")[1] for one in found if one.on_resume is not OnResume.same]
+    changes = list(differences({"data": recorded or settings}, {"data": settings}))
+    changes.sort(key=lambda difference: not difference.locates_data)
+    return [change.key.split(".")[1] for change in changes if change.on_resume is not OnResume.same]
 
 
 def _digest(value: object) -> str:
     return str(value)[:_DIGEST_SHOWN]
 
 
-def _refuse(wrong: Sequence[Violation], on_changed: OnChangedConfig) -> None:
+def _refuse(violations: Sequence[Violation], on_changed: OnChangedConfig) -> None:
     """Raise for violations, with the remedy added, or only log warnings, depending on `on_changed`."""
-    if wrong and on_changed is OnChangedConfig.error:
-        raise ConfigError(Violation(one.key, f"{one.message}; {REMEDY}") for one in wrong)
-    for violation in wrong:
+    if violations and on_changed is OnChangedConfig.error:
+        raise ConfigError(Violation(violation.key, f"{violation.message}; {REMEDY}") for violation in violations)
+    for violation in violations:
         log.warning("resumed although %s", violation)
 
 
@@ -236,7 +236,7 @@ def changed_data(manifest: Manifest, now: Mapping[str, Any]) -> list[str]:
     return [name for name in _DATA_KEYS if manifest.data.get(name) not in (None, now[name])]
 
 
-class _Told(dict[str, Any]):
+class _RequiredKeys(dict[str, Any]):
     """A dict that raises `ConfigError` for a missing key."""
 
     def __missing__(self, key: str) -> Any:
@@ -244,8 +244,10 @@ class _Told(dict[str, Any]):
         raise ConfigError(Violation(_KEY, message))
 
 
-def _told(value: Any) -> Any:
-    return _Told({key: _told(item) for key, item in value.items()}) if isinstance(value, dict) else value
+def _require_keys(value: Any) -> Any:
+    return (
+        _RequiredKeys({key: _require_keys(item) for key, item in value.items()}) if isinstance(value, dict) else value
+    )
 
 
 def past_its_end(resume_point: ResumePoint) -> ResumePoint:
@@ -273,7 +275,7 @@ def restore_rng(resume_point: ResumePoint, world: World, seed: int) -> None:
         seed_rng(seed + 1 + world.rank + 1_000_003 * resume_point.manifest.step)
 
 
-def _elsewhere(path: Path, world: World) -> ResumePoint:
+def _find_elsewhere(path: Path, world: World) -> ResumePoint:
     """Return a checkpoint of another run, without that run's stop reason and best step."""
     folder: Path | None = path.expanduser().resolve()  # resolves `latest` to the checkpoint
     assert folder is not None
@@ -288,10 +290,10 @@ def _elsewhere(path: Path, world: World) -> ResumePoint:
     return ResumePoint(folder, replace(manifest, state=state))
 
 
-def _put_aside_newer(run_dir: Path, whole: Path | None) -> None:
-    """Rename all checkpoints that are newer than `whole`, the newest intact one; None renames nothing."""
-    for folder in list_checkpoints(run_dir) if whole is not None else ():
-        if whole is not None and parse_step(folder) > parse_step(whole):
+def _put_aside_newer(run_dir: Path, newest: Path | None) -> None:
+    """Rename all checkpoints that are newer than `newest`, the newest intact one; None renames nothing."""
+    for folder in list_checkpoints(run_dir) if newest is not None else ():
+        if newest is not None and parse_step(folder) > parse_step(newest):
             folder.rename(_unused(folder.with_name(f"{folder.name}.corrupt")))
 
 

@@ -52,8 +52,8 @@ def damage_together(folder: Path, world: World, group: ProcessGroup | None = Non
     Raises:
         CheckpointError: on every rank, if the checkpoint cannot be read.
     """
-    found = gather(examine(folder, part=world.rank, num_parts=world.world_size), world, group)
-    problems = {problem for part in found for problem in part}
+    parts = gather(examine(folder, part=world.rank, num_parts=world.world_size), world, group)
+    problems = {problem for part in parts for problem in part}
     if unreadable := sorted(problem.message for problem in problems if not problem.is_damage):
         raise CheckpointError(f"{folder}: {'; '.join(unreadable)}")
     return sorted(problem.message for problem in problems)
