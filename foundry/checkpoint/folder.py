@@ -118,7 +118,7 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 
 
 _COUNTS = frozenset({"step", "samples", "tokens", "world_size", "format"})
-_FROM_ONE = frozenset({"world_size", "format"})
+_POSITIVE_COUNTS = frozenset({"world_size", "format"})
 
 
 def partial_path(run_dir: Path, step: int) -> Path:
@@ -230,7 +230,7 @@ def _has_valid_type(name: str, value: Any) -> bool:
         return False
     if name not in _COUNTS or not isinstance(value, int):
         return True
-    return int(name in _FROM_ONE) <= value < 2**63
+    return int(name in _POSITIVE_COUNTS) <= value < 2**63
 
 
 def _check_format(content: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from foundry.checkpoint.folder import CheckpointError
 from foundry.checkpoint.shard import DTYPES, local_chunks
 from foundry.checkpoint.tensors import load_weights, tied_names
-from foundry.checkpoint.verification import damage_together
+from foundry.checkpoint.verification import find_damage_on_all_ranks
 from foundry.core.errors import ConfigError, Violation, listed
 from foundry.core.model_hooks import hook
 from foundry.parallel.process_group import World
@@ -41,7 +41,7 @@ def init_from(path: Path, world: World, model: nn.Module, *, key: str = "model.i
     """
     try:
         if (checkpoint := find_checkpoint(path)) is not None:
-            if damage := damage_together(checkpoint, world):
+            if damage := find_damage_on_all_ranks(checkpoint, world):
                 raise CheckpointError(f"{checkpoint.name} is damaged: {'; '.join(damage)}")
             load_weights(checkpoint, model, ema=True, world=world)
             return

@@ -44,7 +44,7 @@ def collect_state(inner: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str
         CheckpointError: if a state cannot be saved, or could not be read with another layout.
     """
     tensors: dict[str, Tensor] = {}
-    for name, parameter, optimizer, _ in _optimized(inner, optimizers):
+    for name, parameter, optimizer, _ in _optimized_parameters(inner, optimizers):
         tensors |= _parameter_state(name, parameter, optimizer).tensors
     for _, state in chain(_group_states(inner, optimizers), _other_states(optimizers)):
         tensors |= state.tensors
@@ -58,7 +58,7 @@ def describe_state(inner: nn.Module, optimizers: Sequence[Optimizer]) -> dict[st
         CheckpointError: as in `collect_state`.
     """
     states: dict[str, Any] = {}
-    for name, parameter, optimizer, _ in _optimized(inner, optimizers):
+    for name, parameter, optimizer, _ in _optimized_parameters(inner, optimizers):
         if (node := _parameter_state(name, parameter, optimizer).node) is not None:
             states[name] = {"optimizer": type(optimizer).__name__, "state": node}
     groups = [{"parameters": names, "state": state.node} for names, state in _group_states(inner, optimizers)]
@@ -100,7 +100,7 @@ def allocate_state(
     is_saved = bool(states) or any(keys.values())
     seen: dict[tuple[object, ...], dict[str, Any]] = {}
     allocated: list[ParameterState] = []
-    for name, parameter, optimizer, group in _optimized(inner, optimizers):
+    for name, parameter, optimizer, group in _optimized_parameters(inner, optimizers):
         if name in states:
             allocated.append(_allocate_nested(name, parameter, optimizer, saved, states[name]))
             continue
@@ -271,7 +271,7 @@ def _mismatch(name: str, recorded: str, actual: str, optimizer: Optimizer) -> Ch
     )
 
 
-def _optimized(
+def _optimized_parameters(
     inner: nn.Module, optimizers: Iterable[Optimizer]
 ) -> Iterator[tuple[str, nn.Parameter, Optimizer, dict[str, Any]]]:
     """Yield name, parameter, optimizer and parameter group of every optimized parameter."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from foundry.checkpoint.folder import CheckpointError, Manifest, list_put_aside, read_manifest
 from foundry.checkpoint.rng import seed_rng, set_rng_state
-from foundry.checkpoint.verification import damage_together, together, verify_newest
+from foundry.checkpoint.verification import find_damage_on_all_ranks, together, verify_newest
 from foundry.config.record.resume_compat import REMEDY, Difference, differences
 from foundry.config.schemas.checkpoint import OnChangedConfig
 from foundry.config.schemas.root import Config
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 _KEY = "checkpoint.resume"
 _DATA_KEYS = {"content": ("path",), "tokenizer": ("tokenizer",), "samples": ()}
 """Entries of the data identity that are compared, each with the settings most likely to have changed it."""
-_DIGEST_SHOWN = 12
+_DIGEST_LENGTH = 12
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def _differing_settings(manifest: Manifest, settings: Mapping[str, Any]) -> list
 
 
 def _digest(value: object) -> str:
-    return str(value)[:_DIGEST_SHOWN]
+    return str(value)[:_DIGEST_LENGTH]
 
 
 def _refuse(violations: Sequence[Violation], on_changed: OnChangedConfig) -> None:
@@ -250,7 +250,7 @@ def _require_keys(value: Any) -> Any:
     )
 
 
-def past_its_end(resume_point: ResumePoint) -> ResumePoint:
+def without_stop_reason(resume_point: ResumePoint) -> ResumePoint:
     """Return the same checkpoint without its stop reason, to continue a run that early stopping had ended."""
     return replace(
         resume_point,
@@ -281,7 +281,7 @@ def _find_elsewhere(path: Path, world: World) -> ResumePoint:
     assert folder is not None
     if not os.path.lexists(folder / MANIFEST):
         folder = verify_newest(folder, world)
-    elif damage := damage_together(folder, world):
+    elif damage := find_damage_on_all_ranks(folder, world):
         raise ConfigError(Violation(_KEY, f"is {path}, which is damaged: {'; '.join(damage)}"))
     if folder is None:
         raise ConfigError(Violation(_KEY, f"is {path}, which has no intact checkpoint"))
@@ -294,9 +294,9 @@ def _put_aside_newer(run_dir: Path, newest: Path | None) -> None:
     """Rename all checkpoints that are newer than `newest`, the newest intact one; None renames nothing."""
     for folder in list_checkpoints(run_dir) if newest is not None else ():
         if newest is not None and parse_step(folder) > parse_step(newest):
-            folder.rename(_unused(folder.with_name(f"{folder.name}.corrupt")))
+            folder.rename(_free_path(folder.with_name(f"{folder.name}.corrupt")))
 
 
-def _unused(path: Path) -> Path:
+def _free_path(path: Path) -> Path:
     """Return the path, or if it exists the path with the first free number appended."""
     return next(p for p in chain([path], (path.with_name(f"{path.name}{n}") for n in count(2))) if not p.exists())

@@ -34,7 +34,7 @@ from foundry.checkpoint.rng import rng_state
 from foundry.checkpoint.shard import Chunk, HostCopies, own_chunks, write_shard
 from foundry.checkpoint.tensor_index import INDEX, build_index
 from foundry.checkpoint.tensors import collect, describe, restore_into
-from foundry.checkpoint.verification import damage_together, together, verify_newest
+from foundry.checkpoint.verification import find_damage_on_all_ranks, together, verify_newest
 from foundry.core.duration import Interval
 from foundry.core.ema import WeightAverage
 from foundry.core.errors import ConfigError, Violation
@@ -319,7 +319,7 @@ class Checkpointer:
         """Write a checkpoint in phases; a phase begins when all ranks have completed the previous one."""
         exists = self._run_together(partial(self._on_main, self._prepare, job.manifest.step))[0]
         folder = self.run_dir / CHECKPOINTS / step_name(job.manifest.step)
-        if exists and not damage_together(folder, self._world, self._group):
+        if exists and not find_damage_on_all_ranks(folder, self._world, self._group):
             self._run_together(partial(self._on_main, self._point_to, folder, job.is_best))
             return
         files: dict[str, FileFacts] = {}

@@ -23,7 +23,7 @@ from foundry.checkpoint.tensor_index import TensorIndex, read_index
 from foundry.core.ema import WeightAverage
 from foundry.parallel.process_group import World
 
-_NUM_SHOWN = 3
+_MAX_NAMES = 3
 _SOURCE = "source."
 
 
@@ -244,8 +244,8 @@ def _check_names(folder: Path, expected: Iterable[str], saved: Iterable[str]) ->
     expected, saved = set(expected), set(saved)
     for names, text in ((expected - saved, "lacks"), (saved - expected, "has, but this run does not,")):
         if names:
-            names_text = ", ".join(sorted(names)[:_NUM_SHOWN])
-            suffix = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
+            names_text = ", ".join(sorted(names)[:_MAX_NAMES])
+            suffix = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
             raise CheckpointError(f"{folder} {text} {names_text}{suffix}")
 
 

@@ -223,7 +223,7 @@ class RunContext:
     run_dir: Path
     resume_point: "ResumePoint | None" = None
     on_activity: Callable[[int, str], None] | None = None
-    heartbeat: Callable[[str], None] = lambda doing: None
+    heartbeat: Callable[[str], None] = lambda activity: None
 
     @classmethod
     def of(cls, run: "RunContext", **others: Any) -> Self:

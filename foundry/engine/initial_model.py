@@ -18,7 +18,7 @@ from torch import nn
 from foundry.checkpoint.folder import CheckpointError, Manifest, read_manifest
 from foundry.checkpoint.init_from import find_checkpoint, init_from
 from foundry.checkpoint.tensors import compute_digest, load_weights
-from foundry.checkpoint.verification import damage_together
+from foundry.checkpoint.verification import find_damage_on_all_ranks
 from foundry.config.build import weights_of_parts
 from foundry.config.record.frozen import typed_group
 from foundry.config.schemas.model import HuggingFace
@@ -238,7 +238,7 @@ def _merge(model: nn.Module, folder: Path, manifest: Manifest, base: Base, world
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     add_adapters(model, settings, seed=0)
     try:
-        if wrong := damage_together(folder, world):
+        if wrong := find_damage_on_all_ranks(folder, world):
             raise CheckpointError(f"{folder.name} is damaged: {'; '.join(wrong)}")
         load_weights(folder, model, ema=True, trained_only=True)
     except (OSError, CheckpointError) as error:

@@ -26,9 +26,9 @@ def build_watchdog(run: RunContext) -> Watchdog:
     )
 
 
-def _dump(run_dir: Path, world: World, step: int, doing: str) -> None:
+def _dump(run_dir: Path, world: World, step: int, activity: str) -> None:
     """Write the stack traces of this process and its recent collectives."""
-    dump_stacks(run_dir, world.rank, step, doing)
+    dump_stacks(run_dir, world.rank, step, activity)
     if world.world_size > 1:
         dump_collectives(run_dir, world.rank, world.device)
 

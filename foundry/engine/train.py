@@ -14,7 +14,7 @@ from foundry.checkpoint.resume_point import (
     check_data,
     find_resume_point,
     is_longer,
-    past_its_end,
+    without_stop_reason,
 )
 from foundry.config.record.frozen import hash_config, plain, strict
 from foundry.config.schemas.checkpoint import Checkpoint
@@ -99,7 +99,7 @@ def train(
         if resume_point is not None:
             check_config(resume_point, config, now, config.checkpoint.on_changed_config)
             if state == "finished":
-                resume_point = past_its_end(resume_point)
+                resume_point = without_stop_reason(resume_point)
         observers = [*build_observers(config.tracking, run_dir), *more_observers] if world.is_main else []
         with (
             _failure_reported(observers, run_dir),

@@ -25,10 +25,10 @@ from foundry.environments.protocol import Answer
 
 _START_SECONDS = 600.0
 """Timeout for importing and building the environment, on a busy machine."""
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 """Seconds between two checks that the process is alive."""
-_LONGEST_MESSAGE = 300
-_LONGEST_REPLY = 2**26
+_MAX_MESSAGE_LENGTH = 300
+_MAX_REPLY_BYTES = 2**26
 """Limit in bytes; without it an environment that writes endlessly into the connection could exhaust all memory."""
 
 
@@ -122,8 +122,8 @@ class Worker:
         except TimeoutError:
             self.close()
             raise FaultError("timed_out", slow) from None
-        if len(line) > _LONGEST_REPLY:
-            raise self._protocol_error(f"more than {_LONGEST_REPLY} bytes")
+        if len(line) > _MAX_REPLY_BYTES:
+            raise self._protocol_error(f"more than {_MAX_REPLY_BYTES} bytes")
         if not line.endswith(b"\n"):
             raise FaultError("died", f"{self._describe_exit()} in the environment's process")
         with ForeignData(self._protocol_error):
@@ -138,7 +138,7 @@ class Worker:
         """Kill a process that no longer replies, and return a description of how it ended."""
         assert self._process is not None
         try:
-            code = self._process.wait(_LOOK_SECONDS)
+            code = self._process.wait(_POLL_SECONDS)
         except subprocess.TimeoutExpired:
             return "the connection was closed"
         finally:
@@ -156,9 +156,9 @@ class Worker:
         line, stream = bytearray(), self._process.stdout.fileno()
         with selectors.DefaultSelector() as selector:
             selector.register(stream, selectors.EVENT_READ)
-            while not line.endswith(b"\n") and len(line) <= _LONGEST_REPLY:
+            while not line.endswith(b"\n") and len(line) <= _MAX_REPLY_BYTES:
                 remaining = deadline - time.monotonic()
-                if selector.select(max(0.0, min(remaining, _LOOK_SECONDS))):
+                if selector.select(max(0.0, min(remaining, _POLL_SECONDS))):
                     part = os.read(stream, 2**16)
                     if not part:
                         break
@@ -194,7 +194,7 @@ def _serve() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the environment cannot read the requests
     first = json.loads(requests.readline())
     stop_signals.end_with_parent(first["parent"])
-    _end_first()
+    _prefer_oom_kill()
     sys.path[:] = first["path"]
     if first["PYTHONPATH"] is None:
         del os.environ["PYTHONPATH"]
@@ -251,14 +251,14 @@ def _number(name: object, value: Any) -> float | None:
         raise TypeError(f"score(answers) returned {shown(value)} as {shown(name)}, not a number") from None
 
 
-def _end_first() -> None:
+def _prefer_oom_kill() -> None:
     """Make the kernel's OOM killer prefer this process to the training run."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def _describe(error: BaseException) -> str:
-    message = shortened(visible(str(error)), _LONGEST_MESSAGE)
+    message = shortened(visible(str(error)), _MAX_MESSAGE_LENGTH)
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 

@@ -15,7 +15,7 @@ from foundry.core.model_hooks import hook
 from foundry.generation.sampling import draw_tokens, filtered
 
 
-def uncompiled() -> AbstractContextManager[Any]:
+def disable_compilation() -> AbstractContextManager[Any]:
     """Return a context that runs compiled blocks eagerly.
 
     `torch.compiler` imports the compiler, so it is called only if the compiler has been imported already.
@@ -111,7 +111,7 @@ def generate(
     results, was_training = list[Continuation](), model.training
     model.eval()
     try:
-        with uncompiled():  # otherwise each length would be compiled separately
+        with disable_compilation():  # otherwise each length would be compiled separately
             for start in range(0, len(prompts), size):
                 batch_slice = slice(start, start + size)
                 seen = None if images is None else torch.stack(list(images[batch_slice])).to(device)

@@ -16,7 +16,7 @@ from foundry.core.keyed_random import keyed_integers, keyed_normal, keyed_unifor
 from foundry.core.protocols import LossSum, Microbatch, Objective
 from foundry.generation.image_samples import ImageSamples
 
-_MOST_CLASSES = 16
+_MAX_CLASSES = 16
 """Maximum number of classes to generate images for by default."""
 
 
@@ -91,7 +91,7 @@ class Diffusion(Objective):
         settings = self.settings
         count = settings.samples_per_class if samples_per_class is None else samples_per_class
         steps = settings.sampling_steps if steps is None else steps
-        class_range = range(0, settings.num_classes, -(-settings.num_classes // _MOST_CLASSES))
+        class_range = range(0, settings.num_classes, -(-settings.num_classes // _MAX_CLASSES))
         classes = [label for label in class_range for _ in range(count)] if labels is None else list(labels)
         self._check_drawing(classes, steps)
         label_tensor = torch.tensor(classes, dtype=torch.int64)
@@ -121,11 +121,11 @@ class Diffusion(Objective):
         sampler = DDIMScheduler.from_config(self.noise_schedule.config)
         sampler.set_timesteps(steps, device=images.device)
         for timestep in sampler.timesteps:
-            prediction = self._guided(model, images, timestep.expand(len(images)), labels, scale)
+            prediction = self._guide(model, images, timestep.expand(len(images)), labels, scale)
             images = sampler.step(prediction, timestep, images, use_clipped_model_output=True).prev_sample
         return images
 
-    def _guided(self, model: nn.Module, images: Tensor, timesteps: Tensor, labels: Tensor, scale: float) -> Tensor:
+    def _guide(self, model: nn.Module, images: Tensor, timesteps: Tensor, labels: Tensor, scale: float) -> Tensor:
         """Return the prediction with classifier-free guidance, computed in a single forward pass."""
         if scale == 1:
             return cast(Tensor, model(images, timesteps, labels)).float()

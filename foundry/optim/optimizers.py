@@ -144,7 +144,7 @@ def param_groups(
     ]
 
 
-def not_covered(optimizers: object, model: nn.Module) -> str | None:
+def find_coverage_problem(optimizers: object, model: nn.Module) -> str | None:
     """Explain why optimizers do not fit a model; None if they contain each trainable parameter exactly once.
 
     Args:

@@ -131,7 +131,7 @@ class Schedule(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Return all fields and the style of the schedule as plain JSON."""
-        return {"style": type(self).__name__, **_plain(asdict(self))}
+        return {"style": type(self).__name__, **_to_plain(asdict(self))}
 
     def _between(self, share: float) -> float:
         return self.min_lr + share * (self.max_lr - self.min_lr)
@@ -248,7 +248,7 @@ def from_state(state: dict[str, Any]) -> Schedule:
     return STYLES[state["style"]](**values)
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
+        return {name: _to_plain(item) for name, item in value.items()}
     return value.value if isinstance(value, Enum) else value

@@ -83,15 +83,15 @@ class Watchdog:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
-    def heartbeat(self, step: int, doing: str) -> None:
-        """Heartbeat: report that this rank has reached optimizer step `step` and is about to do `doing`."""
-        self._last = (step, doing)
+    def heartbeat(self, step: int, activity: str) -> None:
+        """Heartbeat: report that this rank has reached optimizer step `step` and is about to do `activity`."""
+        self._last = (step, activity)
         if self._on_heartbeat is not None:
-            self._on_heartbeat(step, doing)
+            self._on_heartbeat(step, activity)
 
-    def now(self, doing: str) -> None:
-        """This rank moves, within the same optimizer step, and is about to do `doing`."""
-        self.heartbeat(self._last[0], doing)
+    def now(self, activity: str) -> None:
+        """This rank moves, within the same optimizer step, and is about to do `activity`."""
+        self.heartbeat(self._last[0], activity)
 
     def started(self) -> None:
         """Report that one-time work such as compilation is done. Idempotent."""
@@ -107,11 +107,11 @@ class Watchdog:
 
     def alive(self) -> None:
         """Heartbeat within the current activity."""
-        step, doing = self._last
-        self._last = (step, doing)
+        step, activity = self._last
+        self._last = (step, activity)
 
     @property
-    def blame(self) -> str:
+    def silent_ranks_message(self) -> str:
         """Message that names the silent ranks.
 
         It is empty if no rank is silent, or if this rank has not waited for half of the timeout.
@@ -160,18 +160,18 @@ class Watchdog:
             if waited >= limit:
                 self._end(waited, *seen)
 
-    def _end(self, seconds: float, step: int, doing: str) -> None:
+    def _end(self, seconds: float, step: int, activity: str) -> None:
         main = sys._current_frames().get(threading.main_thread().ident or 0)
         stack = "".join(traceback.format_stack(main)) if main is not None else ""
-        lines = [self._verdict(seconds, step, doing, None)[1]]
+        lines = [self._verdict(seconds, step, activity, None)[1]]
 
         def record() -> None:
-            rank, line = self._verdict(seconds, step, doing, self._dumps())
+            rank, line = self._verdict(seconds, step, activity, self._dumps())
             lines.append(line)
             if self._record is not None:
                 self._record(rank, line, stack)
             if self._dump is not None:
-                self._dump(step, doing)
+                self._dump(step, activity)
 
         recording = threading.Thread(target=record, daemon=True)
         recording.start()
@@ -182,18 +182,18 @@ class Watchdog:
         os._exit(EXIT_STALLED)
 
     def _verdict(
-        self, seconds: float, step: int, doing: str, dumps: Mapping[int, tuple[int, str]] | None
+        self, seconds: float, step: int, activity: str, dumps: Mapping[int, tuple[int, str]] | None
     ) -> tuple[int, str]:
         """Return the rank at fault and the message that names it."""
         limit = self.limit_seconds
         name = "timeout_seconds" if limit == self._timeout_seconds else "start_timeout_seconds"
-        setting = f"(distributed.{name}={limit:g}), at step {step}, {doing}"
+        setting = f"(distributed.{name}={limit:g}), at step {step}, {activity}"
         ending = f"ended with exit code {EXIT_STALLED}"
         if silent := self._silent(dumps):
             return silent[
                 0
             ], f"{_describe_silent(silent)}; rank {self._rank} waited for {seconds:.0f} s {setting}: {ending}"
-        other_ranks = {rank: at for rank, at in (dumps or {}).items() if at != (step, doing)}
+        other_ranks = {rank: at for rank, at in (dumps or {}).items() if at != (step, activity)}
         slowest = min(other_ranks, key=lambda rank: other_ranks[rank][0], default=self._rank)
         details = "".join(f"; rank {rank} is at step {at[0]}, {at[1]}" for rank, at in sorted(other_ranks.items())[:8])
         line = f"rank {self._rank} has made no progress for {seconds:.0f} s {setting}{details}: {ending}"
@@ -205,15 +205,17 @@ def _describe_silent(silent: Sequence[int]) -> str:
     return f"{ranks} gave no sign of life (stopped, busy, or unreachable)" if silent else ""
 
 
-def translate(error: BaseException, *, rank: int, step: int, doing: str, blame: str = "") -> CollectiveError | None:
+def translate(
+    error: BaseException, *, rank: int, step: int, activity: str, known_cause: str = ""
+) -> CollectiveError | None:
     """Return a one-line error for a failed collective; None for any other error.
 
     Args:
         error: exception raised during the step.
         rank: rank of this process.
         step: number of completed optimizer steps.
-        doing: activity of the rank, as in `Watchdog.heartbeat`.
-        blame: known cause, as in `Watchdog.blame`.
+        activity: activity of the rank, as in `Watchdog.heartbeat`.
+        known_cause: known cause, as in `Watchdog.silent_ranks_message`.
     """
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     is_collective = isinstance(error, dist.DistError) or (
@@ -222,7 +224,7 @@ def translate(error: BaseException, *, rank: int, step: int, doing: str, blame: 
     if not is_collective:
         return None
     late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
-    cause = blame or (
+    cause = known_cause or (
         "another rank did not join in time" if late else "another rank has ended; see its error for the cause"
     )
-    return CollectiveError(f"rank {rank}, step {step}, {doing}: {cause} ({text[:200]})")
+    return CollectiveError(f"rank {rank}, step {step}, {activity}: {cause} ({text[:200]})")

@@ -12,7 +12,7 @@ from foundry.data.corpora.tokenizer import decode_tokens
 from foundry.data.splits import Prompt
 from foundry.environments.judge import Judgement
 from foundry.environments.protocol import Answer
-from foundry.generation.decoding import Continuation, Decoding, generate, uncompiled
+from foundry.generation.decoding import Continuation, Decoding, disable_compilation, generate
 from foundry.models.token_log_probs import IGNORED_TARGET
 from foundry.parallel.gathering import gather
 from foundry.parallel.process_group import World
@@ -56,11 +56,11 @@ class Completions:
 
     def share(self, world: World) -> None:
         """Exchange the rows, so that every rank has all of them; all ranks call this together."""
-        self.tokens, self.targets = (_summed(tensor, world) for tensor in (self.tokens, self.targets))
+        self.tokens, self.targets = (_sum_over_ranks(tensor, world) for tensor in (self.tokens, self.targets))
         # A rank that has generated no rows has no columns.
         names = sorted({name for part in gather(list(self.columns), world) for name in part})
         columns = {name: self.columns.get(name, torch.zeros(self.tokens.shape)) for name in names}
-        self.columns = {name: _summed(column, world) for name, column in columns.items()}
+        self.columns = {name: _sum_over_ranks(column, world) for name, column in columns.items()}
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class CompletionBatch:
     columns: Mapping[str, Tensor]
 
 
-def _summed(tensor: Tensor, world: World) -> Tensor:
+def _sum_over_ranks(tensor: Tensor, world: World) -> Tensor:
     return world.dp_sum(tensor.to(world.device)).cpu() if world.dp_size > 1 else tensor
 
 
@@ -120,7 +120,7 @@ def complete(
     was_training = model.training
     model.eval()
     try:
-        with autocast(), uncompiled():
+        with autocast(), disable_compilation():
             values = record(model, tokens.to(world.device), targets.to(world.device))
     finally:
         model.train(was_training)

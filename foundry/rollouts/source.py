@@ -27,7 +27,7 @@ from foundry.parallel.whole_weights import gathered
 from foundry.rollouts.completions import Completion, Completions, complete, place
 
 _STREAM = "rollout"
-_MOST_UNREWARDED = 3
+_MAX_UNREWARDED = 3
 """Number of consecutive rollouts without any reward after which the run ends."""
 log = logging.getLogger(__name__)
 
@@ -218,9 +218,9 @@ class RolloutSource:
         self._unrewarded += 1
         faults = [judgement.message for judgement in judgements if judgement.fault]
         is_broken = len(faults) == len(judgements) and not self._has_rewarded
-        if is_broken or self._unrewarded == _MOST_UNREWARDED:
+        if is_broken or self._unrewarded == _MAX_UNREWARDED:
             reason = f"first: {faults[0]}" if faults else "all scores are None"
-            rollouts = "a rollout" if is_broken else f"{_MOST_UNREWARDED} rollouts in a row"
+            rollouts = "a rollout" if is_broken else f"{_MAX_UNREWARDED} rollouts in a row"
             message = f"{environment} gave no reward for any answer of {rollouts} ({len(judgements)} each); {reason}"
             raise ConfigError(Violation("environment", message))
 

@@ -49,7 +49,7 @@ class _Layout:
         squares = torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)).square()
         return squares.new_zeros(num_blocks).index_add_(0, self.blocks, squares)
 
-    def reduced(self, sums: Tensor, device: torch.device) -> Tensor:
+    def reduce(self, sums: Tensor, device: torch.device) -> Tensor:
         """Sum over all ranks that hold a shard and move to `device`; each shard, and each whole tensor, counts once."""
         for group in self.groups:
             dist.all_reduce(sums, group=group)
@@ -118,7 +118,7 @@ class BlockNorms:
             weights = layout.square_sums(previous, len(self._names))
             torch._foreach_sub_(previous, [local_shard(parameter)[1] for parameter in layout.parameters])
             updates = layout.square_sums(previous, len(self._names))
-            total += layout.reduced(torch.stack([gradients, weights, updates]), self._device)
+            total += layout.reduce(torch.stack([gradients, weights, updates]), self._device)
         return NormsByBlock(self._names, total.sqrt())
 
 

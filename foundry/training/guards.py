@@ -143,13 +143,13 @@ class UpdateGuard:
             return self._judge_on_device(attempt)
         loss = attempt.loss.item()
         if self._is_fault(loss, attempt.grad_norm.item()):
-            self._leave_out_non_finite(attempt)
+            self._skip_non_finite(attempt)
             return True
         limit = self._config.spike_zscore
         if self._window is not None and limit is not None:
             zscore = self._window.zscore(loss)
             if zscore > limit:
-                self._leave_out_spike(attempt, LossSpike(attempt.step, loss, zscore))
+                self._skip_spike(attempt, LossSpike(attempt.step, loss, zscore))
                 return True
             self._window.losses.append(loss)
         self._in_a_row = 0
@@ -169,7 +169,7 @@ class UpdateGuard:
         attempts, self._pending = [attempt for attempt, _ in self._pending], []
         for attempt, is_non_finite in zip(attempts, flags, strict=True):
             if is_non_finite:
-                self._leave_out_non_finite(attempt)
+                self._skip_non_finite(attempt)
             else:
                 self._in_a_row = 0
 
@@ -206,7 +206,7 @@ class UpdateGuard:
         self._seen.copy_(self._failed, non_blocking=True)
         return is_non_finite | self._failed
 
-    def _leave_out_non_finite(self, attempt: Attempt) -> None:
+    def _skip_non_finite(self, attempt: Attempt) -> None:
         ranks, samples = self._locate(attempt)
         cause = f"the loss on rank {', '.join(map(str, ranks))}" if ranks else "the gradient norm"
         text = f"step {attempt.step}: {cause} is not finite"
@@ -216,7 +216,7 @@ class UpdateGuard:
             raise NonFiniteError(self._final_message(text, samples))
         self._warn(text, samples)
 
-    def _leave_out_spike(self, attempt: Attempt, spike: LossSpike) -> None:
+    def _skip_spike(self, attempt: Attempt, spike: LossSpike) -> None:
         if self._config.spike_action is SpikeAction.rollback:
             raise spike
         _, samples = self._locate(attempt)

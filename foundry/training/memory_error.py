@@ -81,7 +81,7 @@ def measure_device_memory(
         "frozen models": [tensor for each in frozen for tensor in (*each.parameters(), *each.buffers())],
     }
     return DeviceMemory(
-        parts={name: _bytes_on(device, tensors) for name, tensors in tensors_by_part.items()}, **_in_use(device)
+        parts={name: _bytes_on(device, tensors) for name, tensors in tensors_by_part.items()}, **_memory_in_use(device)
     )
 
 
@@ -105,7 +105,7 @@ def explain_memory_errors(device: torch.device, rank: int) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         in_host = device.type != "cuda" or not isinstance(error, torch.OutOfMemoryError)
-        used = _in_use(torch.device("cpu") if in_host else device)
+        used = _memory_in_use(torch.device("cpu") if in_host else device)
         raise OutOfMemoryError(
             f"out of {used['where']} memory on rank {rank} while the run was built: {_requested_size(error)}"
             f"{_size(used['allocated'])} of {_size(used['capacity'])} are in use\n"
@@ -137,9 +137,9 @@ def explain_out_of_memory(
     usage = f"{_size(memory.allocated)} of {_size(memory.capacity)} are in use"
     cached = max(0, memory.reserved - memory.allocated)
     parts = {**memory.parts, "activations and temporary buffers": memory.rest, "cached (fragmented)": cached}
-    activations = list(_less_activations(config))
+    activations = list(_activation_remedies(config))
     if memory.where == "GPU":
-        states = list(_less_states(config, distributed, world_size))
+        states = list(_state_remedies(config, distributed, world_size))
         rest_dominates = memory.rest > memory.allocated / 2
         remedies = [*activations, *states] if rest_dominates else [*states, *activations]
         message = "every setting that saves memory is on: use a smaller model, shorter samples or more GPUs"
@@ -155,7 +155,7 @@ def explain_out_of_memory(
     )
 
 
-def _less_activations(config: Config) -> Iterator[str]:
+def _activation_remedies(config: Config) -> Iterator[str]:
     """Yield the settings that reduce activation memory, each with its effect."""
     hparams = config.hparams
     size = hparams.per_gpu_batch_size
@@ -180,7 +180,7 @@ def _less_activations(config: Config) -> Iterator[str]:
         yield f"model.logprob_tile_tokens={_TILE_TOKENS}: {effect}"
 
 
-def _less_states(config: Config, distributed: Resolved, world_size: int) -> Iterator[str]:
+def _state_remedies(config: Config, distributed: Resolved, world_size: int) -> Iterator[str]:
     """Yield the settings that reduce this rank's weights, gradients and optimizer state, each with its effect."""
     hparams, states = config.hparams, "weights, gradients and optimizer state"
     accumulates = hparams.global_batch_size > distributed.dp_size(world_size) * hparams.per_gpu_batch_size
@@ -219,7 +219,7 @@ def _requested_size(error: BaseException) -> str:
     return f"{match[1] or _size(int(match[2]))} more were requested, "
 
 
-def _in_use(device: torch.device) -> dict[str, Any]:
+def _memory_in_use(device: torch.device) -> dict[str, Any]:
     """Return allocated, reserved and total memory in bytes; on a CPU, the resident memory of this process."""
     if device.type == "cuda":
         return {**asdict(cuda_memory(device)), "where": "GPU"}

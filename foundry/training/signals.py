@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 _PARKED_SECONDS = 120.0
 """Sleep of ranks above 0: submitit gives `scontrol requeue` 60 s, after which Slurm ends all tasks."""
-_ASKING_SECONDS = 5.0
+_QUERY_SECONDS = 5.0
 """Delay of the other ranks after rank 0 begins to query Slurm: if a task exits earlier, srun may end all tasks."""
 
 
@@ -192,7 +192,7 @@ def _leave_preempted(job: str, *, is_main: bool) -> None:
     """Request a requeue if this job is being preempted, before this process exits; do nothing for other jobs."""
     if not is_main:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(_ASKING_SECONDS)
+        time.sleep(_QUERY_SECONDS)
     elif _is_preempted(_query_job(job)):
         _scontrol("requeue", job)
 

@@ -392,8 +392,8 @@ class Trainer:
                 error,
                 rank=self.world.rank,
                 step=self.progress.steps,
-                doing=self._now,
-                blame=self.watchdog.blame,
+                activity=self._now,
+                known_cause=self.watchdog.silent_ranks_message,
             )
             if translated is None:
                 raise

@@ -179,7 +179,7 @@ def test_reward_too_large_to_square_is_warned_of_once(caplog):
     with caplog.at_level(logging.WARNING):
         assert [one.reward for one in judge.judge([*map(Answer, "abc")])] == [None, None, 2.0]
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith("environment Scorer: scores score as 1e+300, whose square is not finite in float64, at the")
+    assert line.startswith("environment Scorer: scores score as 1e+300, whose square is not finite in float64, for the")
 
 
 @pytest.mark.long

@@ -182,7 +182,7 @@ with dog:
     for _ in range(int(seconds * 20)):
         dog.heartbeat(3, "reading samples")
         time.sleep(0.05)
-    assert not dog.blame
+    assert not dog.silent_ranks_message
     dog.heartbeat(4, "training")
     time.sleep(60)
 """
@@ -217,7 +217,7 @@ def test_leaving_the_context_stops_the_watchdog():
     ],
 )
 def test_collective_errors_are_translated_to_one_line(error, cause):
-    translated = translate(error, rank=1, step=7, doing="reducing gradients")
+    translated = translate(error, rank=1, step=7, activity="reducing gradients")
     assert isinstance(translated, CollectiveError)
     assert str(translated).startswith("rank 1, step 7, reducing gradients: ")
     assert cause in str(translated)
@@ -225,8 +225,8 @@ def test_collective_errors_are_translated_to_one_line(error, cause):
 
 
 def test_other_errors_are_not_translated():
-    assert translate(RuntimeError("shapes do not match"), rank=0, step=0, doing="forward") is None
-    assert translate(ValueError("Timed out waiting"), rank=0, step=0, doing="forward") is None
+    assert translate(RuntimeError("shapes do not match"), rank=0, step=0, activity="forward") is None
+    assert translate(ValueError("Timed out waiting"), rank=0, step=0, activity="forward") is None
 
 
 def test_watchdog_now_reports_an_activity_of_the_same_step():

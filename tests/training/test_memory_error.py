@@ -142,7 +142,7 @@ def test_memory_parts_are_counted_on_their_device_only(monkeypatch):
     model(torch.ones(2, 3)).sum().backward()
     optimizer.step()
     in_use = {"allocated": 1000, "reserved": 2000, "capacity": 3000}
-    monkeypatch.setattr(memory_error, "_in_use", lambda device: in_use)
+    monkeypatch.setattr(memory_error, "_memory_in_use", lambda device: in_use)
     weights = 4 * (3 * 5 + 5)
     here = measure_device_memory(model, [optimizer], torch.device("cpu"), averages=[model.weight])
     # AdamW has two moments, and a four-byte step count for each of the two parameters.

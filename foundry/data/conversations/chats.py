@@ -27,7 +27,7 @@ from foundry.data.conversations.examples import (
     encode_rows,
 )
 from foundry.data.conversations.messages import check_template_columns, read_messages, trained_segments
-from foundry.data.corpora.token_cache import batches, train_with_end, trained_end
+from foundry.data.corpora.token_cache import batches, train_with_end, trained_end_token
 from foundry.data.corpora.tokenizer import END_OF_DOCUMENT, load_tokenizer
 from foundry.data.dataset import Dataset
 from foundry.data.images.picture_examples import PictureExamples, PicturePrompts, RowPictures
@@ -162,7 +162,7 @@ def resolve_tokenizer(source: RowSource, form: RowForm, settings: Templated) -> 
     description = f"tokenizer {vocab_size} {template.source} {form.description} {source.fingerprint}"
     name = hashlib.sha256(description.encode(errors="surrogateescape")).hexdigest()[:32]
     tokenizer = Tokenizer.from_file(str(cached_folder(settings.cache_dir, name, fill) / TOKENIZER))
-    return tokenizer, trained_end(tokenizer)
+    return tokenizer, trained_end_token(tokenizer)
 
 
 def _texts_of_batch(encode: Callable[[Row], Sequence[Sequence[Segment]]], rows: Sequence[Row]) -> list[str]:

@@ -56,10 +56,10 @@ def image_chat_files(settings: ImageChatFilesSettings, *, seed: int = 0) -> Data
         segments=partial(_segments, source.places, errors, 1 if train_on is TrainOn.last else None),
         description=f"image {train_on.value}",
     )
-    return chat_splits(about_pictures(source, pictures), form, settings, pictures=pictures)
+    return chat_splits(add_picture_hash(source, pictures), form, settings, pictures=pictures)
 
 
-def about_pictures(source: RowSource, pictures: RowPictures) -> RowSource:
+def add_picture_hash(source: RowSource, pictures: RowPictures) -> RowSource:
     """Return the same rows, with the hash of the images appended to their fingerprints."""
     fingerprint, content = (f"{text}-{pictures.content}" for text in (source.fingerprint, source.content))
     return replace(source, fingerprint=fingerprint, content=content)

@@ -18,7 +18,7 @@ from foundry.config.schemas.data import PromptFiles as PromptFilesSettings
 from foundry.data.conversations.chat import ChatTemplate, Segment, resolve_chat_template, resolve_stop_ids
 from foundry.data.conversations.chats import RowForm, resolve_tokenizer
 from foundry.data.conversations.examples import BadRowError, RowStatistics
-from foundry.data.conversations.messages import as_messages, check_template_columns, checked_messages
+from foundry.data.conversations.messages import as_messages, check_messages, check_template_columns
 from foundry.data.corpora.token_cache import batches
 from foundry.data.corpora.tokenizer import encode_texts
 from foundry.data.dataset import Dataset
@@ -133,7 +133,7 @@ class _Reader:
                 raise BadRowError("cannot be read", row.error)
             check_template_columns(self.template, row.columns)
             messages, columns = read_prompt(row.columns)
-            return _rendered(self.template, messages), columns
+            return _render_prompt(self.template, messages), columns
         except BadRowError as error:
             self._note(row, error.kind, str(error))
             return None
@@ -174,7 +174,7 @@ def read_prompt(columns: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[
     if columns.get("prompt") is not None:
         messages = as_messages(columns["prompt"], "prompt", "user")
     elif columns.get("messages") is not None:
-        messages = checked_messages(columns["messages"], "messages")
+        messages = check_messages(columns["messages"], "messages")
         if messages and messages[-1]["role"] == "assistant":
             prompt_columns.setdefault("answer", messages[-1]["content"])
             messages = messages[:-1]
@@ -186,7 +186,7 @@ def read_prompt(columns: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[
     return messages, prompt_columns
 
 
-def _rendered(template: ChatTemplate, messages: Sequence[Mapping[str, Any]]) -> str:
+def _render_prompt(template: ChatTemplate, messages: Sequence[Mapping[str, Any]]) -> str:
     try:
         return template.render(messages, for_answer=True)
     except ValueError as error:
@@ -195,7 +195,7 @@ def _rendered(template: ChatTemplate, messages: Sequence[Mapping[str, Any]]) -> 
 
 def _segments(template: ChatTemplate, row: Row) -> list[list[Segment]]:
     """Return the prompt as a segment, to train a tokenizer if the settings name none."""
-    return [[Segment(_rendered(template, read_prompt(row.columns)[0]), False)]]
+    return [[Segment(_render_prompt(template, read_prompt(row.columns)[0]), False)]]
 
 
 _FORM = RowForm(segments=_segments, description="prompts")

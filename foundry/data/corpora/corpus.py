@@ -15,9 +15,9 @@ from foundry.config.sources import is_url, listed_paths
 from foundry.core.errors import ConfigError, Violation
 from foundry.data.corpora.documents import Documents, documents, source_files
 from foundry.data.io.file_digests import file_digests
-from foundry.data.io.files import SAVE_TO_DISK_FILES, TEXTS, Utf8, listed_suffixes, suffix_of
+from foundry.data.io.files import SAVE_TO_DISK_FILES, TEXTS, Utf8, list_suffixes, suffix_of
 from foundry.data.io.reading_progress import ReadingProgress
-from foundry.data.io.remote import fetched
+from foundry.data.io.remote import fetch_files
 from foundry.data.mixture import Interleaved, Sources
 
 _NOT_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -249,10 +249,10 @@ def _count(source: Documents, key: str, progress: ReadingProgress) -> tuple[int,
 def _find_files(pattern: str, key: str, kinds: Mapping[str, str], cache_dir: str) -> list[Path]:
     path = Path(pattern).expanduser()
     if not pattern.strip():
-        raise ConfigError(Violation(key, f"is empty; give a file, folder or glob of {listed_suffixes(kinds)} files"))
+        raise ConfigError(Violation(key, f"is empty; give a file, folder or glob of {list_suffixes(kinds)} files"))
     try:
         if is_url(pattern):
-            files = fetched(pattern, key=key, kinds=kinds, cache_dir=cache_dir)
+            files = fetch_files(pattern, key=key, kinds=kinds, cache_dir=cache_dir)
         elif path.is_dir():
             files = sorted(file for file in path.rglob("*") if suffix_of(file) in kinds)
             if any(file.suffix == ".arrow" for file in files):
@@ -265,7 +265,7 @@ def _find_files(pattern: str, key: str, kinds: Mapping[str, str], cache_dir: str
     except (OSError, ValueError) as error:
         raise ConfigError(Violation(key, f"{pattern!r} cannot be searched: {error}")) from error
     if not files:
-        message = f"{pattern!r} has no files; give a file, folder or glob of {listed_suffixes(kinds)} files"
+        message = f"{pattern!r} has no files; give a file, folder or glob of {list_suffixes(kinds)} files"
         raise ConfigError(Violation(key, message))
     if irregular := [file for file in files if not file.is_file()]:
         raise ConfigError(
@@ -273,7 +273,7 @@ def _find_files(pattern: str, key: str, kinds: Mapping[str, str], cache_dir: str
         )
     suffixes = {suffix_of(file) for file in files}
     if len({kinds.get(suffix) for suffix in suffixes}) > 1 or not suffixes <= kinds.keys():
-        message = f"{pattern!r} has files of {', '.join(sorted(suffixes))}; choose one kind of {listed_suffixes(kinds)}"
+        message = f"{pattern!r} has files of {', '.join(sorted(suffixes))}; choose one kind of {list_suffixes(kinds)}"
         raise ConfigError(Violation(key, message))
     return files
 

@@ -11,7 +11,7 @@ from foundry.config.schemas.data import Tokenised
 from foundry.config.sources import listed_paths
 from foundry.core.errors import ConfigError, Violation
 from foundry.data.corpora.corpus import Corpus, files_corpus, stdlib_corpus
-from foundry.data.corpora.token_cache import tokenised
+from foundry.data.corpora.token_cache import tokenize_corpus
 from foundry.data.corpora.token_sequences import SequencesOfFiles, TokenSequences
 from foundry.data.mixture import describe_sources, describe_weights, mixture_of
 from foundry.data.splits import DataSplits
@@ -51,7 +51,7 @@ def text_splits(
     Raises:
         ConfigError: the tokenizer does not fit, or a split or a source is shorter than one sample.
     """
-    tokens, seq_len = tokenised(corpus, settings), settings.seq_len
+    tokens, seq_len = tokenize_corpus(corpus, settings), settings.seq_len
     sources = [TokenSequences(source, seq_len) for source in tokens.train]
     validation = TokenSequences(tokens.validation, seq_len)
     splits = [(f"training text of {path}", source) for path, source in zip(paths, sources, strict=False)]

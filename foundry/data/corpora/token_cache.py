@@ -70,7 +70,7 @@ class TokenisedCorpus:
     statistics: TokenStatistics
 
 
-def tokenised(corpus: Corpus, settings: Tokenised) -> TokenisedCorpus:
+def tokenize_corpus(corpus: Corpus, settings: Tokenised) -> TokenisedCorpus:
     """Tokenize a corpus into the cache, or open the cached result.
 
     Raises:
@@ -90,7 +90,7 @@ def tokenised(corpus: Corpus, settings: Tokenised) -> TokenisedCorpus:
     return TokenisedCorpus(
         fingerprint,
         tokenizer,
-        trained_end(tokenizer) if tokenizer_and_end is None else tokenizer_and_end[1],
+        trained_end_token(tokenizer) if tokenizer_and_end is None else tokenizer_and_end[1],
         tuple(np.load(file, mmap_mode="r", allow_pickle=False) for file in _train_files(folder)),
         np.load(folder / _VALIDATION, mmap_mode="r", allow_pickle=False),
         TokenStatistics(**json.loads(read_text(folder / _STATISTICS))),
@@ -133,10 +133,10 @@ def _build(
 def train_with_end(texts: Iterable[str], vocab_size: int) -> tuple[Tokenizer, int]:
     """Train a BPE tokenizer with at most `vocab_size` entries, and return it with its end-of-document token."""
     tokenizer = train_tokenizer(texts, vocab_size)
-    return tokenizer, trained_end(tokenizer)
+    return tokenizer, trained_end_token(tokenizer)
 
 
-def trained_end(tokenizer: Tokenizer) -> int:
+def trained_end_token(tokenizer: Tokenizer) -> int:
     """Return the end-of-document token of a tokenizer trained by `train_tokenizer`."""
     end: int | None = tokenizer.token_to_id(END_OF_DOCUMENT)
     assert end is not None

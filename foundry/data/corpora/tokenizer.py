@@ -23,7 +23,7 @@ _DECLARATIONS = (
     ("config.json", "eos_token_id"),
 )
 _KEY = "data.tokenizer"
-_MOST_IDS = 2**32
+_MAX_IDS = 2**32
 """Number of possible ids: the tokenizers library uses unsigned 32-bit integers."""
 
 
@@ -207,7 +207,7 @@ def _resolve_id(tokenizer: Tokenizer, end: str | int, folder: Path) -> int:
     if isinstance(end, str):
         token = tokenizer.token_to_id(end)
     else:
-        token = end if 0 <= end < _MOST_IDS and tokenizer.id_to_token(end) is not None else None
+        token = end if 0 <= end < _MAX_IDS and tokenizer.id_to_token(end) is not None else None
     if token is None:
         message = f"is {folder}, which declares the end-of-sequence token {end!r}, but its tokenizer.json lacks it"
         raise ConfigError(Violation(_KEY, message))

@@ -41,7 +41,7 @@ def suffix_of(file: Path) -> str:
     return inner if file.suffix in _COMPRESSED and inner not in _SELF_COMPRESSED else file.suffix
 
 
-def listed_suffixes(kinds: Mapping[str, str]) -> str:
+def list_suffixes(kinds: Mapping[str, str]) -> str:
     """Return the suffixes as text, for a message."""
     return ", ".join(kinds)
 
@@ -198,13 +198,13 @@ def open_table(file: Path, utf8: Utf8 = STRICT) -> Iterator[Table]:
                 except pa.ArrowInvalid:  # the datasets library writes streams, which have no footer
                     mapped.seek(0)
                     reader = batches = pa.ipc.open_stream(mapped)
-                yield Table(reader.schema, lambda names: (_validated(batch.select(names), utf8) for batch in batches))
+                yield Table(reader.schema, lambda names: (_validate(batch.select(names), utf8) for batch in batches))
         case _:
             with _open_csv(file, utf8) as reader:
                 yield Table(reader.schema, lambda names: (batch.select(names) for batch in reader))
 
 
-def _validated(batch: Any, utf8: Utf8) -> Any:
+def _validate(batch: Any, utf8: Utf8) -> Any:
     """Validate a memory-mapped batch, so that no offset in it points outside the file, and return it."""
     import pyarrow as pa
 

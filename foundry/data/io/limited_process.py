@@ -126,7 +126,7 @@ class LimitedProcess:
         _is_limited = True
         stop_signals.outlive()
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
-        _keep_only(calls.fileno())
+        _close_other_files(calls.fileno())
         gc.freeze()  # garbage collection would copy memory shared with the training process
         _limit_memory(self._memory_bytes)
         while calls.poll(_IDLE_SECONDS):
@@ -157,7 +157,7 @@ def renew_limit(cpu_seconds: float) -> None:
     signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
 
 
-def _keep_only(descriptor: int) -> None:
+def _close_other_files(descriptor: int) -> None:
     """Close all other file descriptors, and redirect the standard streams to the null device."""
     null = os.open(os.devnull, os.O_RDWR)
     for number in range(3):

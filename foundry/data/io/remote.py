@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from foundry.core.errors import ConfigError, Violation, shown
 from foundry.data.io.cached_folder import cached_folder
-from foundry.data.io.files import SAVE_TO_DISK_FILES, listed_suffixes, suffix_of
+from foundry.data.io.files import SAVE_TO_DISK_FILES, list_suffixes, suffix_of
 from foundry.data.io.reading_progress import ReadingProgress
 
 _CHUNK_BYTES = 2**20
@@ -20,7 +20,7 @@ _METADATA_FILES = {"README.md", "dataset_infos.json", *SAVE_TO_DISK_FILES}
 log = logging.getLogger(__name__)
 
 
-def fetched(url: str, *, key: str, kinds: Mapping[str, str], cache_dir: str) -> list[Path]:
+def fetch_files(url: str, *, key: str, kinds: Mapping[str, str], cache_dir: str) -> list[Path]:
     """Download the files of a URL into the cache, and return their local paths; a cached URL is not accessed again.
 
     Args:
@@ -82,7 +82,7 @@ class _Remote:
         except Exception as error:
             raise self._config_error(error) from error
         if not names:
-            message = f"{shown(self._url)} has no files; give a file, folder or glob of {listed_suffixes(kinds)} files"
+            message = f"{shown(self._url)} has no files; give a file, folder or glob of {list_suffixes(kinds)} files"
             raise ConfigError(Violation(self._key, message))
         return sorted(names)
 

@@ -11,8 +11,8 @@ from foundry.core.errors import ConfigError, Violation, shown
 
 _DROPOUT = re.compile("drop")
 _ATTENTION = re.compile("attention|attn")
-_OF_OTHER_HEADS = re.compile("classifier|summary")
-_ONLY_WITHIN = re.compile("activation|layerdrop")
+_OTHER_HEADS = re.compile("classifier|summary")
+_INNER_DROPOUT = re.compile("activation|layerdrop")
 """Dropout inside feed-forward layers, and dropping of whole layers: set by `hidden_dropout=0` only."""
 
 
@@ -35,7 +35,7 @@ def set_dropouts(config: PreTrainedConfig, **dropouts: float | None) -> dict[str
         if value is None:
             continue
         field_names = [
-            name for name in _fields(config) if _kind(name) == kind and (value == 0 or not _ONLY_WITHIN.search(name))
+            name for name in _fields(config) if _kind(name) == kind and (value == 0 or not _INNER_DROPOUT.search(name))
         ]
         if not field_names and value > 0:
             message = f"is {value} but transformers' {config.model_type} has no {kind.replace('_', ' ')}"
@@ -78,6 +78,6 @@ def _fields(config: PreTrainedConfig, prefix: str = "") -> Iterator[str]:
 
 def _kind(name: str) -> str | None:
     """Return the setting that determines a dropout field; None for heads that language models do not have."""
-    if _OF_OTHER_HEADS.search(name):
+    if _OTHER_HEADS.search(name):
         return None
     return "attention_dropout" if _ATTENTION.search(name.rpartition(".")[2]) else "hidden_dropout"
