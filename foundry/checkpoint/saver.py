@@ -260,7 +260,7 @@ class Checkpointer:
             raise error
         chunks = own_chunks(tensors(), rank=self._world.rank, world_size=self._world.world_size)
         in_background = self._thread is not None and not wait
-        manifest = Manifest(
+        full_manifest = Manifest(
             step=step,
             metric=metric,
             world_size=self._world.world_size,
@@ -269,7 +269,7 @@ class Checkpointer:
         )
         if self._thread is not None:  # even for a save with `wait`: one copy per tensor would be slower on a GPU
             chunks = self._copies.take(chunks, from_host=in_background)
-        job = _Save(manifest, chunks, rank_state, is_best, begin)
+        job = _Save(full_manifest, chunks, rank_state, is_best, begin)
         if self._thread is not None and in_background:
             self._pending = self._thread.submit(self._run, job)
         else:
