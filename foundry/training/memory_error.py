@@ -40,14 +40,14 @@ class DeviceMemory:
         allocated: bytes of all tensors.
         reserved: bytes that torch has reserved on the device, including its cache.
         capacity: total memory of the device.
-        where: name of the device in messages.
+        device_name: name of the device in messages.
     """
 
     parts: Mapping[str, int]
     allocated: int
     reserved: int
     capacity: int
-    where: str = "GPU"
+    device_name: str = "GPU"
 
     @property
     def rest(self) -> int:
@@ -107,7 +107,7 @@ def explain_memory_errors(device: torch.device, rank: int) -> Iterator[None]:
         in_host = device.type != "cuda" or not isinstance(error, torch.OutOfMemoryError)
         used = _memory_in_use(torch.device("cpu") if in_host else device)
         raise OutOfMemoryError(
-            f"out of {used['where']} memory on rank {rank} while the run was built: {_requested_size(error)}"
+            f"out of {used['device_name']} memory on rank {rank} while the run was built: {_requested_size(error)}"
             f"{_size(used['allocated'])} of {_size(used['capacity'])} are in use\n"
             "  python -m foundry.plan, with the same overrides, prints the memory of each part"
         ) from error
@@ -138,7 +138,7 @@ def explain_out_of_memory(
     cached = max(0, memory.reserved - memory.allocated)
     parts = {**memory.parts, "activations and temporary buffers": memory.rest, "cached (fragmented)": cached}
     activations = list(_activation_remedies(config))
-    if memory.where == "GPU":
+    if memory.device_name == "GPU":
         states = list(_state_remedies(config, distributed, world_size))
         rest_dominates = memory.rest > memory.allocated / 2
         remedies = [*activations, *states] if rest_dominates else [*states, *activations]
@@ -148,7 +148,7 @@ def explain_out_of_memory(
         remedies = [*activations, "otherwise use a smaller model, shorter samples, or a machine with more memory"]
     return "\n  ".join(
         [
-            f"out of {memory.where} memory {moment} on rank {rank}: {_requested_size(error)}{usage}",
+            f"out of {memory.device_name} memory {moment} on rank {rank}: {_requested_size(error)}{usage}",
             ", ".join(f"{name} {_size(size)}" for name, size in parts.items() if size > 0),
             *remedies,
         ]
@@ -222,6 +222,6 @@ def _requested_size(error: BaseException) -> str:
 def _memory_in_use(device: torch.device) -> dict[str, Any]:
     """Return allocated, reserved and total memory in bytes; on a CPU, the resident memory of this process."""
     if device.type == "cuda":
-        return {**asdict(cuda_memory(device)), "where": "GPU"}
+        return {**asdict(cuda_memory(device)), "device_name": "GPU"}
     resident = resident_bytes()
-    return {"allocated": resident, "reserved": resident, "capacity": host_capacity(), "where": "CPU"}
+    return {"allocated": resident, "reserved": resident, "capacity": host_capacity(), "device_name": "CPU"}
