@@ -74,9 +74,9 @@ def test_documents_end_with_the_eos_token_that_the_folder_declares(tmp_path, fil
 @pytest.mark.parametrize(
     ("files", "named"),
     [
-        ({"tokenizer_config.json": {"eos_token": "<none>"}}, "declares '<none>'"),
-        ({"generation_config.json": {"eos_token_id": 999}}, "declares 999"),
-        ({"generation_config.json": {"eos_token_id": -1}}, "declares -1"),
+        ({"tokenizer_config.json": {"eos_token": "<none>"}}, "declares the end-of-sequence token '<none>'"),
+        ({"generation_config.json": {"eos_token_id": 999}}, "declares the end-of-sequence token 999"),
+        ({"generation_config.json": {"eos_token_id": -1}}, "declares the end-of-sequence token -1"),
         ({"config.json": {"vocab_size": 100}}, "entries but a model of 100"),
         ({"tokenizer_config.json": "{"}, "cannot be read as JSON"),
         ({"tokenizer_config.json": "[1]"}, "cannot be read as JSON"),

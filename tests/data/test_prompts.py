@@ -67,7 +67,7 @@ def test_bad_prompt_rows_are_reported_by_file_and_line_or_skipped(tmp_path):
     lines = [violation.message for violation in caught.value.violations]
     assert [line.partition(" ")[0] for line in lines[:5]] == [f"{path}:{number}" for number in range(1, 6)]
     assert "has neither prompt nor messages (its columns: text)" in lines[1]
-    assert "has 63 tokens, more than the 40 that data.seq_len=48 leaves beside a completion of 8" in lines[4]
+    assert "has 63 tokens, more than the 40 that data.seq_len=48 leaves for it beside a completion of 8" in lines[4]
     assert lines[5].startswith("5 of 25 rows cannot be used")
     assert len(load(path, on_bad_row=OnBadRow.skip).train) + 4 >= 16
 

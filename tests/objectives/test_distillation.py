@@ -101,7 +101,7 @@ def test_padding_is_ignored_by_the_distillation_loss():
 
 
 def test_teacher_with_another_vocabulary_is_refused():
-    with pytest.raises(ConfigError, match=r"objective\.teacher: .* 60 tokens but the student has 50"):
+    with pytest.raises(ConfigError, match=r"objective\.teacher: .* 60 tokens and the student 50"):
         objective_of(make_model(vocab_size=60)).loss(make_model(), microbatch())
 
 
