@@ -190,9 +190,9 @@ def write_rows(folder: Path, counts: Mapping[str, int]) -> None:
         rows["sft"].append({"prompt": f"Count to {number}", "completion": words[:length]})
         low = generator.choice((10, 100))
         sum_ = Sum(generator.randrange(low, 10 * low), generator.randrange(low, 10 * low))
-        wrong = sum_.worked(number % (len(str(sum_.a)) - 1))
-        rows["dpo"].append({"prompt": sum_.question, "chosen": sum_.worked(), "rejected": wrong})
-        rows["grpo"].append({"prompt": sum_.question, "answer": sum_.worked()})
+        wrong = sum_.solution(number % (len(str(sum_.a)) - 1))
+        rows["dpo"].append({"prompt": sum_.question, "chosen": sum_.solution(), "rejected": wrong})
+        rows["grpo"].append({"prompt": sum_.question, "answer": sum_.solution()})
     for name, count in counts.items():
         method_rows = rows[name][:count]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in method_rows))

@@ -68,7 +68,7 @@ def measure(size: str, how: str, ranks: int) -> dict[str, float]:
     before, began = _resident_mib(), time.perf_counter()
     initial = start_model(config)
     if how == "whole":
-        initial = InitialModel(initial.whole())
+        initial = InitialModel(initial.materialize())
     is_empty = how == "wrapped"
     policy = PrecisionPolicy(config.precision.mode)
     with patch.object(wrap, "allocate") if is_empty else nullcontext():

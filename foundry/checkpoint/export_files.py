@@ -33,7 +33,7 @@ class Weight:
     read: Callable[[Tensor], object]
 
     @classmethod
-    def held(cls, tensor: Tensor, dtype: torch.dtype) -> "Weight":
+    def from_tensor(cls, tensor: Tensor, dtype: torch.dtype) -> "Weight":
         """Return the weight of a tensor that is in memory."""
         return cls(tensor.shape, dtype, lambda target: target.copy_(tensor.detach()))
 
@@ -62,10 +62,10 @@ def write_weights(out: Path, weights: Mapping[str, Weight], *, max_file_bytes: i
         _write_file(out / WEIGHTS, weights)
         return
     weight_map = dict[str, str]()
-    for number, named in enumerate(files, 1):
+    for number, file_weights in enumerate(files, 1):
         file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        _write_file(out / file, named)
-        weight_map |= dict.fromkeys(named, file)
+        _write_file(out / file, file_weights)
+        weight_map |= dict.fromkeys(file_weights, file)
     sizes = {
         "total_parameters": sum(weight.shape.numel() for weight in weights.values()),
         "total_size": sum(weight.num_bytes for weight in weights.values()),

@@ -48,8 +48,8 @@ def check_finished(
         if was is None:
             message = f"is {run_dir}, which holds a finished run with other settings; choose another hydra.run.dir"
             raise ConfigError(Violation("hydra.run.dir", message))
-        found = differences(json.loads(encode(was)), recorded, config)
-        changed = [difference for difference in found if difference.changes_result]
+        all_differences = differences(json.loads(encode(was)), recorded, config)
+        changed = [difference for difference in all_differences if difference.changes_result]
         if (
             resume_point is not None
             and resume_point.manifest.data

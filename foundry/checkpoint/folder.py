@@ -118,7 +118,7 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 
 
 _COUNTS = frozenset({"step", "samples", "tokens", "world_size", "format"})
-_FROM_ONE = frozenset({"world_size", "format"})
+_POSITIVE_COUNTS = frozenset({"world_size", "format"})
 
 
 def partial_path(run_dir: Path, step: int) -> Path:
@@ -209,39 +209,39 @@ def read_manifest(folder: Path) -> Manifest:
         content = json.loads(text)
         _check_format(content)  # first, since a later format may use another checksum
         checksum = content.pop("checksum")
-        found = _checksum_of_json(content)
+        actual = _checksum_of_json(content)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise DamagedError(f"{MANIFEST} is incomplete or not a manifest ({len(text)} characters)") from None
-    if checksum != found:
+    if checksum != actual:
         raise DamagedError(f"{MANIFEST} does not match its checksum {checksum}")
-    known = {item.name: content[item.name] for item in fields(Manifest) if item.name in content}
-    if wrong := [name for name, value in known.items() if not _fits(name, value)]:
-        raise CheckpointError(f"{MANIFEST} has an invalid {wrong[0]}")
+    values = {item.name: content[item.name] for item in fields(Manifest) if item.name in content}
+    if invalid := [name for name, value in values.items() if not _has_valid_type(name, value)]:
+        raise CheckpointError(f"{MANIFEST} has an invalid {invalid[0]}")
     try:
-        known["files"] = {name: _parse_facts(name, facts) for name, facts in known.get("files", {}).items()}
-        return Manifest(**known)
+        values["files"] = {name: _parse_facts(name, facts) for name, facts in values.get("files", {}).items()}
+        return Manifest(**values)
     except TypeError:
         raise CheckpointError(f"{MANIFEST} has no step") from None
 
 
-def _fits(name: str, value: Any) -> bool:
+def _has_valid_type(name: str, value: Any) -> bool:
     """Return whether a field of a manifest has the right type; counts must not be negative."""
     if not isinstance(value, _TYPES[name]) or isinstance(value, bool):
         return False
     if name not in _COUNTS or not isinstance(value, int):
         return True
-    return int(name in _FROM_ONE) <= value < 2**63
+    return int(name in _POSITIVE_COUNTS) <= value < 2**63
 
 
 def _check_format(content: Mapping[str, Any]) -> None:
     """Raise if the format requires a later version of foundry."""
-    written = content.get("format", FORMAT)
-    if isinstance(written, (int, float)) and written > FORMAT:
+    format_version = content.get("format", FORMAT)
+    if isinstance(format_version, (int, float)) and format_version > FORMAT:
         versions = content.get("versions")
-        by = versions.get("foundry") if isinstance(versions, dict) else None
-        version = f"foundry {by} or later" if by else "a later version of foundry"
+        writer = versions.get("foundry") if isinstance(versions, dict) else None
+        version = f"foundry {writer} or later" if writer else "a later version of foundry"
         raise CheckpointError(
-            f"{MANIFEST} has format {written}, but this foundry supports formats up to {FORMAT}: use {version}"
+            f"{MANIFEST} has format {format_version}, but this foundry supports formats up to {FORMAT}: use {version}"
         )
 
 
@@ -282,8 +282,8 @@ def examine(folder: Path, *, part: int = 0, num_parts: int = 1) -> list[Problem]
             raise UnsafeFileError(folder, "a symbolic link", "a checkpoint")
         manifest = read_manifest(folder)
         # The reader opens all shards, including files that are not in the manifest.
-        if strangers := sorted({name for name in names_in(folder) if name.endswith(_TENSORS)} - set(manifest.files)):
-            return [Problem(f"{strangers[0]} is not listed in {MANIFEST}; remove it", is_damage=False)]
+        if unlisted := sorted({name for name in names_in(folder) if name.endswith(_TENSORS)} - set(manifest.files)):
+            return [Problem(f"{unlisted[0]} is not listed in {MANIFEST}; remove it", is_damage=False)]
     except CheckpointError as error:
         return [Problem(str(error), isinstance(error, DamagedError))]
     except OSError as error:

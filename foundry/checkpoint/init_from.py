@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from foundry.checkpoint.folder import CheckpointError
 from foundry.checkpoint.shard import DTYPES, local_chunks
 from foundry.checkpoint.tensors import load_weights, tied_names
-from foundry.checkpoint.verification import damage_together
+from foundry.checkpoint.verification import find_damage_on_all_ranks
 from foundry.core.errors import ConfigError, Violation, listed
 from foundry.core.model_hooks import hook
 from foundry.parallel.process_group import World
@@ -41,8 +41,8 @@ def init_from(path: Path, world: World, model: nn.Module, *, key: str = "model.i
     """
     try:
         if (checkpoint := find_checkpoint(path)) is not None:
-            if wrong := damage_together(checkpoint, world):
-                raise CheckpointError(f"{checkpoint.name} is damaged: {'; '.join(wrong)}")
+            if damage := find_damage_on_all_ranks(checkpoint, world):
+                raise CheckpointError(f"{checkpoint.name} is damaged: {'; '.join(damage)}")
             load_weights(checkpoint, model, ema=True, world=world)
             return
         files = weight_files(path)
@@ -52,8 +52,8 @@ def init_from(path: Path, world: World, model: nn.Module, *, key: str = "model.i
                 message = f"is {path}, which no longer exists: its run is still training and has deleted it"
                 message += " (checkpoint.keep_last); start again, or wait until that run ends"
             raise ConfigError(Violation(key, message))
-        if misfit := compare_files(files, model):
-            raise ConfigError(Violation(key, f"does not fit the model: {misfit}"))
+        if mismatch := compare_files(files, model):
+            raise ConfigError(Violation(key, f"does not fit the model: {mismatch}"))
         copy_files(files, model)
     except (OSError, CheckpointError) as error:
         raise ConfigError(Violation(key, f"is {path}: {error}")) from None
@@ -81,21 +81,21 @@ def compare_files(files: Iterable[Path], model: nn.Module) -> str:
     Raises:
         CheckpointError: if a file is damaged or is not a .safetensors file.
     """
-    wanted: dict[str, Tensor] = dict(model.state_dict())
-    tied, buffers = tied_names(model), {name for name, _ in model.named_buffers()}
-    unknown, misshapen, found = list[str](), list[str](), set[str]()
-    for stored, name, slices in _stored(files, model):
+    expected: dict[str, Tensor] = dict(model.state_dict())
+    aliases, buffers = tied_names(model), {name for name, _ in model.named_buffers()}
+    unknown, mismatches, seen = list[str](), list[str](), set[str]()
+    for stored_name, name, slices in _read_slices(files, model):
         shape, dtype = tuple(slices.get_shape()), slices.get_dtype()
-        if name not in wanted:
-            unknown += [stored] if name not in tied else []
-        elif shape != tuple(wanted[name].shape):
-            misshapen.append(f"{stored} {shape} instead of {tuple(wanted[name].shape)}")
-        elif dtype not in (*_READ_TYPES, DTYPES.get(wanted[name].dtype)):
-            misshapen.append(f"{stored} as {dtype} instead of {', '.join(_READ_TYPES)}")
-        found.add(name)
-    missing = [name for name in wanted if name not in found | tied | buffers]
-    wrong = [("lacks", missing), ("has unknown", unknown), ("has", misshapen)]
-    text = [f"{verb} {listed(names, 3)}" for verb, names in wrong if names]
+        if name not in expected:
+            unknown += [stored_name] if name not in aliases else []
+        elif shape != tuple(expected[name].shape):
+            mismatches.append(f"{stored_name} {shape} instead of {tuple(expected[name].shape)}")
+        elif dtype not in (*_READ_TYPES, DTYPES.get(expected[name].dtype)):
+            mismatches.append(f"{stored_name} as {dtype} instead of {', '.join(_READ_TYPES)}")
+        seen.add(name)
+    missing = [name for name in expected if name not in seen | aliases | buffers]
+    groups = [("lacks", missing), ("has unknown", unknown), ("has", mismatches)]
+    text = [f"{verb} {listed(names, 3)}" for verb, names in groups if names]
     return f"it {'; it '.join(text)}" if text else ""
 
 
@@ -103,23 +103,23 @@ def compare_files(files: Iterable[Path], model: nn.Module) -> str:
 def copy_files(files: Iterable[Path], model: nn.Module) -> None:
     """Fill a model's tensors, or this rank's shards, from matching .safetensors files, one tensor at a time."""
     chunks = local_chunks(dict(model.state_dict()))
-    for _, name, slices in _stored(files, model):
+    for _, name, slices in _read_slices(files, model):
         if (chunk := chunks.get(name)) is not None:
             ranges = zip(chunk.offsets, chunk.local.shape, strict=True)
             chunk.local.copy_(slices[tuple(slice(start, start + size) for start, size in ranges)])
 
 
-def _stored(files: Iterable[Path], model: nn.Module) -> Iterator[tuple[str, str, Any]]:
+def _read_slices(files: Iterable[Path], model: nn.Module) -> Iterator[tuple[str, str, Any]]:
     """Yield for each tensor its name in the file, its name in the model, and the safetensors slice that reads it."""
-    own_name = hook(model, "import_name") or (lambda name: name)
+    model_name = hook(model, "import_name") or (lambda name: name)
     for file in files:
-        with _opened(file) as opened:
-            for stored in opened.keys():  # noqa: SIM118 # an opened file is not a mapping
-                yield stored, own_name(stored), opened.get_slice(stored)
+        with _open(file) as reader:
+            for stored_name in reader.keys():  # noqa: SIM118 # an opened file is not a mapping
+                yield stored_name, model_name(stored_name), reader.get_slice(stored_name)
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[Any]:
+def _open(file: Path) -> Iterator[Any]:
     """Open a .safetensors file.
 
     Raises:
@@ -128,7 +128,7 @@ def _opened(file: Path) -> Iterator[Any]:
     try:
         if not file.is_file():
             raise CheckpointError(f"{file.name} is not a regular file")
-        with safe_open(file, framework="pt") as opened:
-            yield opened
+        with safe_open(file, framework="pt") as reader:
+            yield reader
     except SafetensorError as error:
         raise CheckpointError(f"{file.name} is not a .safetensors file or is damaged: {error}") from None

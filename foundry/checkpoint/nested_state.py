@@ -46,8 +46,8 @@ def flatten(value: Any, prefix: str, owner: str) -> tuple[Any, dict[str, Tensor]
             # Keep the memory order, since it affects how matrix products are rounded.
             return node if value.is_contiguous() else node | {"order": _order(value)}
         if type(value) in (dict, OrderedDict):
-            if wrong := [key for key in value if type(key) not in (str, int)]:
-                raise _unsupported(owner, name, f"a dict with a key of type {type(wrong[0]).__name__}")
+            if invalid := [key for key in value if type(key) not in (str, int)]:
+                raise _unsupported(owner, name, f"a dict with a key of type {type(invalid[0]).__name__}")
             return {"dict": [[key, encoded(item, (*path, str(key)))] for key, item in value.items()]}
         if (kind := _COLLECTIONS.get(type(value))) is not None:
             items = value if isinstance(value, (list, tuple)) else sorted(value, key=repr)  # equal on all ranks
@@ -101,12 +101,12 @@ def unflatten(node: Any, allocate: Callable[[str, torch.dtype, bool], Tensor]) -
 
 def saveable(value: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of a dict without the entries, at any depth, that `flatten` does not support."""
-    kept: dict[str, Any] = {}
+    state: dict[str, Any] = {}
     for key, item in value.items():
         with suppress(CheckpointError):
             flatten(inner := saveable(item) if type(item) is dict else item, "", "")
-            kept[key] = inner
-    return kept
+            state[key] = inner
+    return state
 
 
 def can_be_saved(tensor: Tensor) -> bool:

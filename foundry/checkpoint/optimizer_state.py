@@ -44,10 +44,10 @@ def collect_state(inner: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str
         CheckpointError: if a state cannot be saved, or could not be read with another layout.
     """
     tensors: dict[str, Tensor] = {}
-    for name, parameter, optimizer, _ in _optimized(inner, optimizers):
-        tensors |= _held(name, parameter, optimizer).tensors
-    for _, held in chain(_held_by_groups(inner, optimizers), _held_besides(optimizers)):
-        tensors |= held.tensors
+    for name, parameter, optimizer, _ in _optimized_parameters(inner, optimizers):
+        tensors |= _parameter_state(name, parameter, optimizer).tensors
+    for _, state in chain(_group_states(inner, optimizers), _other_states(optimizers)):
+        tensors |= state.tensors
     return tensors
 
 
@@ -58,12 +58,12 @@ def describe_state(inner: nn.Module, optimizers: Sequence[Optimizer]) -> dict[st
         CheckpointError: as in `collect_state`.
     """
     states: dict[str, Any] = {}
-    for name, parameter, optimizer, _ in _optimized(inner, optimizers):
-        if (node := _held(name, parameter, optimizer).node) is not None:
+    for name, parameter, optimizer, _ in _optimized_parameters(inner, optimizers):
+        if (node := _parameter_state(name, parameter, optimizer).node) is not None:
             states[name] = {"optimizer": type(optimizer).__name__, "state": node}
-    groups = [{"parameters": names, "state": held.node} for names, held in _held_by_groups(inner, optimizers)]
-    besides = [{"optimizer": number, "state": held.node} for number, held in _held_besides(optimizers)]
-    text = (("states", states), ("groups", groups), ("besides", besides))
+    groups = [{"parameters": names, "state": state.node} for names, state in _group_states(inner, optimizers)]
+    others = [{"optimizer": number, "state": state.node} for number, state in _other_states(optimizers)]
+    text = (("states", states), ("groups", groups), ("besides", others))
     return {name: value for name, value in text if value}
 
 
@@ -71,7 +71,7 @@ def allocate_state(
     inner: nn.Module,
     optimizers: Sequence[Optimizer],
     saved: Mapping[str, torch.Size],
-    described: Mapping[str, Any],
+    description: Mapping[str, Any],
 ) -> list[ParameterState]:
     """Allocate optimizer states for all parameters that have a state in a checkpoint, in the layout of this run.
 
@@ -82,7 +82,7 @@ def allocate_state(
         inner: the unwrapped model.
         optimizers: optimizers of its parameters; they are not changed.
         saved: shapes of the checkpoint's tensors by name.
-        described: the JSON from `describe_state`.
+        description: the JSON from `describe_state`.
 
     Returns:
         The states, whose tensors still have to be filled.
@@ -90,7 +90,7 @@ def allocate_state(
     Raises:
         CheckpointError: if the checkpoint has the state of another optimizer.
     """
-    states = described.get("states", {})
+    states = description.get("states", {})
     nested = set(tensor_names(states))
     keys: dict[str, set[str]] = defaultdict(set)
     for saved_name in saved:
@@ -100,7 +100,7 @@ def allocate_state(
     is_saved = bool(states) or any(keys.values())
     seen: dict[tuple[object, ...], dict[str, Any]] = {}
     allocated: list[ParameterState] = []
-    for name, parameter, optimizer, group in _optimized(inner, optimizers):
+    for name, parameter, optimizer, group in _optimized_parameters(inner, optimizers):
         if name in states:
             allocated.append(_allocate_nested(name, parameter, optimizer, saved, states[name]))
             continue
@@ -109,30 +109,34 @@ def allocate_state(
             continue
         kind = (id(group), parameter.ndim, parameter.dtype, parameter.device)
         if kind not in seen:
-            seen[kind] = _after_one_step(optimizer, group, parameter)
+            seen[kind] = _state_after_one_step(optimizer, group, parameter)
         if not _is_flat(seen[kind]) and not keys[name]:
             continue
-        wanted = {key for key, value in seen[kind].items() if isinstance(value, Tensor)}
-        if keys[name] != wanted:
-            raise _another(name, f"the optimizer state {_listed(keys[name])}", f"keeps {_listed(wanted)}", optimizer)
+        expected = {key for key, value in seen[kind].items() if isinstance(value, Tensor)}
+        if keys[name] != expected:
+            raise _mismatch(
+                name, f"the optimizer state {_list_names(keys[name])}", f"keeps {_list_names(expected)}", optimizer
+            )
         state = {
             key: _empty_like(value, parameter, saved.get(f"{PREFIX}{name}.{key}")) for key, value in seen[kind].items()
         }
-        allocated.append(ParameterState(_named(name, state), accept=_accepting(optimizer, parameter, state)))
-    allocated += [_allocate_groups(inner, optimizers, saved, text) for text in described.get("groups", [])]
-    return allocated + [_allocate_besides(optimizers, saved, text) for text in described.get("besides", [])]
+        allocated.append(
+            ParameterState(_with_full_names(name, state), accept=_make_accept(optimizer, parameter, state))
+        )
+    allocated += [_allocate_groups(inner, optimizers, saved, text) for text in description.get("groups", [])]
+    return allocated + [_allocate_other_state(optimizers, saved, text) for text in description.get("besides", [])]
 
 
-def _held(name: str, parameter: nn.Parameter, optimizer: Optimizer) -> ParameterState:
+def _parameter_state(name: str, parameter: nn.Parameter, optimizer: Optimizer) -> ParameterState:
     """Return the state of a parameter as it is saved."""
     state = optimizer.state.get(parameter, {})
     if _is_flat(state):
-        held = ParameterState(_named(name, state))
+        parameter_state = ParameterState(_with_full_names(name, state))
     else:
         node, tensors = flatten(dict(state), f"{PREFIX}{name}.", type(optimizer).__name__)
-        held = ParameterState(tensors, node)
-    _check(held, parameter)
-    return held
+        parameter_state = ParameterState(tensors, node)
+    _check(parameter_state, parameter)
+    return parameter_state
 
 
 def _is_flat(state: Mapping[Any, Any]) -> bool:
@@ -145,11 +149,11 @@ def _is_flat(state: Mapping[Any, Any]) -> bool:
     )
 
 
-def _named(name: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
+def _with_full_names(name: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
     return {f"{PREFIX}{name}.{key}": value for key, value in state.items() if isinstance(value, Tensor)}
 
 
-def _held_by_groups(inner: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[tuple[list[str], ParameterState]]:
+def _group_states(inner: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[tuple[list[str], ParameterState]]:
     """Yield the optimizer state of each parameter group, such as the step size of Prodigy, with the parameter names.
 
     Constructor arguments are settings and not state, and values that cannot be saved are skipped.
@@ -171,26 +175,28 @@ def _held_by_groups(inner: nn.Module, optimizers: Sequence[Optimizer]) -> Iterat
                 yield members, ParameterState(tensors, node)
 
 
-def _held_besides(optimizers: Sequence[Optimizer]) -> Iterator[tuple[int, ParameterState]]:
+def _other_states(optimizers: Sequence[Optimizer]) -> Iterator[tuple[int, ParameterState]]:
     """Yield the saveable entries that hooks of an optimizer add to its state dict, with the index of the optimizer.
 
     Raises:
         CheckpointError: if there are additional entries, but no hook that loads them.
     """
     for number, optimizer in enumerate(optimizers):
-        besides = {key: value for key, value in optimizer.state_dict().items() if key not in ("state", "param_groups")}
-        if not besides:
+        other_state = {
+            key: value for key, value in optimizer.state_dict().items() if key not in ("state", "param_groups")
+        }
+        if not other_state:
             continue
         if not optimizer._optimizer_load_state_dict_pre_hooks:
             raise CheckpointError(
-                f"{type(optimizer).__name__} adds {_listed(besides)} to its state dict, but has no hook that loads it "
-                "(register_load_state_dict_pre_hook); choose another optimizer, or checkpoint=none"
+                f"{type(optimizer).__name__} adds {_list_names(other_state)} to its state dict, but has no hook that "
+                "loads it (register_load_state_dict_pre_hook); choose another optimizer, or checkpoint=none"
             )
-        node, tensors = flatten(saveable(besides), f"{BESIDES}{number}.", type(optimizer).__name__)
+        node, tensors = flatten(saveable(other_state), f"{BESIDES}{number}.", type(optimizer).__name__)
         yield number, ParameterState(tensors, node)
 
 
-def _allocate_besides(
+def _allocate_other_state(
     optimizers: Sequence[Optimizer], saved: Mapping[str, torch.Size], text: Mapping[str, Any]
 ) -> ParameterState:
     if text["optimizer"] >= len(optimizers):
@@ -217,7 +223,7 @@ def _allocate_nested(
     text: Mapping[str, Any],
 ) -> ParameterState:
     if text.get("optimizer") != type(optimizer).__name__:
-        raise _another(name, f"the state of {text.get('optimizer')}", "is configured", optimizer)
+        raise _mismatch(name, f"the state of {text.get('optimizer')}", "is configured", optimizer)
 
     def allocate(tensor: str, dtype: torch.dtype, on_cpu: bool) -> Tensor:
         if saved[tensor] == parameter.shape:
@@ -225,7 +231,7 @@ def _allocate_nested(
         return torch.zeros(saved[tensor], dtype=dtype, device="cpu" if on_cpu else parameter.device)
 
     state, tensors = unflatten(text.get("state"), allocate)
-    return ParameterState(tensors, accept=_accepting(optimizer, parameter, state))
+    return ParameterState(tensors, accept=_make_accept(optimizer, parameter, state))
 
 
 def _allocate_groups(
@@ -233,39 +239,39 @@ def _allocate_groups(
 ) -> ParameterState:
     """Allocate the state of the groups that contain a saved group's parameters; group boundaries may have changed."""
     names = {name: parameter for name, parameter in inner.named_parameters() if name in text["parameters"]}
-    own = [
+    groups = [
         (optimizer, group)
         for optimizer in optimizers
         for group in optimizer.param_groups
         if any(parameter is group["params"][0] for parameter in names.values())
     ]
-    device = own[0][1]["params"][0].device if own else torch.device("cpu")
+    device = groups[0][1]["params"][0].device if groups else torch.device("cpu")
     state, tensors = unflatten(
         text["state"],
         lambda name, dtype, on_cpu: torch.zeros(saved[name], dtype=dtype, device="cpu" if on_cpu else device),
     )
 
     def accept() -> None:
-        for optimizer, group in own:
+        for optimizer, group in groups:
             # Keys passed at the creation of the group are settings of this run.
-            given = group.keys() - optimizer.defaults.keys()
-            group.update({key: deepcopy(value) for key, value in state.items() if key not in given})
+            user_keys = group.keys() - optimizer.defaults.keys()
+            group.update({key: deepcopy(value) for key, value in state.items() if key not in user_keys})
 
     return ParameterState(tensors, accept=accept)
 
 
-def _accepting(optimizer: Optimizer, parameter: nn.Parameter, state: Any) -> Callable[[], None]:
+def _make_accept(optimizer: Optimizer, parameter: nn.Parameter, state: Any) -> Callable[[], None]:
     return partial(optimizer.state.__setitem__, parameter, state)
 
 
-def _another(name: str, has: str, keeps: str, optimizer: Optimizer) -> CheckpointError:
+def _mismatch(name: str, recorded: str, actual: str, optimizer: Optimizer) -> CheckpointError:
     return CheckpointError(
-        f"for {name} the checkpoint has {has}, but {type(optimizer).__name__} {keeps}: resume with the optimizer "
+        f"for {name} the checkpoint has {recorded}, but {type(optimizer).__name__} {actual}: resume with the optimizer "
         "of the checkpoint"
     )
 
 
-def _optimized(
+def _optimized_parameters(
     inner: nn.Module, optimizers: Iterable[Optimizer]
 ) -> Iterator[tuple[str, nn.Parameter, Optimizer, dict[str, Any]]]:
     """Yield name, parameter, optimizer and parameter group of every optimized parameter."""
@@ -276,11 +282,11 @@ def _optimized(
                 yield names[parameter], parameter, optimizer, group
 
 
-def _check(held: ParameterState, parameter: nn.Parameter) -> None:
+def _check(state: ParameterState, parameter: nn.Parameter) -> None:
     """Raise for state tensors that could only be read with the current layout."""
     if not is_sharded(parameter):
         return
-    for name, value in held.tensors.items():
+    for name, value in state.tensors.items():
         fits = is_sharded(value) and value.shape == parameter.shape
         if value.numel() > 1 and not fits:
             raise CheckpointError(
@@ -289,15 +295,15 @@ def _check(held: ParameterState, parameter: nn.Parameter) -> None:
             )
 
 
-def _after_one_step(optimizer: Optimizer, group: Mapping[str, Any], like: nn.Parameter) -> dict[str, Any]:
+def _state_after_one_step(optimizer: Optimizer, group: Mapping[str, Any], like: nn.Parameter) -> dict[str, Any]:
     """Return the state that the optimizer creates for a tiny parameter after one step."""
     probe = object.__new__(type(optimizer))
     probe.__dict__ |= optimizer.__dict__
-    tiny = nn.Parameter(torch.zeros(_tiny_shape(like), dtype=like.dtype, device=like.device))
-    tiny.grad = torch.zeros_like(tiny)
-    probe.param_groups, probe.state = [{**group, "params": [tiny]}], defaultdict(dict)
+    dummy = nn.Parameter(torch.zeros(_tiny_shape(like), dtype=like.dtype, device=like.device))
+    dummy.grad = torch.zeros_like(dummy)
+    probe.param_groups, probe.state = [{**group, "params": [dummy]}], defaultdict(dict)
     probe.step()
-    return dict(probe.state[tiny])
+    return dict(probe.state[dummy])
 
 
 def _tiny_shape(parameter: nn.Parameter) -> tuple[int, ...]:
@@ -316,5 +322,5 @@ def _empty_like(value: Any, parameter: nn.Parameter, saved_shape: torch.Size | N
     return torch.zeros(saved_shape or value.shape, dtype=value.dtype, device=value.device)
 
 
-def _listed(names: Iterable[str]) -> str:
+def _list_names(names: Iterable[str]) -> str:
     return ", ".join(sorted(names)) or "none"

@@ -12,7 +12,7 @@ from typing import Any
 
 from foundry.checkpoint.folder import CheckpointError, Manifest, list_put_aside, read_manifest
 from foundry.checkpoint.rng import seed_rng, set_rng_state
-from foundry.checkpoint.verification import damage_together, together, verify_newest
+from foundry.checkpoint.verification import find_damage_on_all_ranks, together, verify_newest
 from foundry.config.record.resume_compat import REMEDY, Difference, differences
 from foundry.config.schemas.checkpoint import OnChangedConfig
 from foundry.config.schemas.root import Config
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 _KEY = "checkpoint.resume"
 _DATA_KEYS = {"content": ("path",), "tokenizer": ("tokenizer",), "samples": ()}
 """Entries of the data identity that are compared, each with the settings most likely to have changed it."""
-_DIGEST_SHOWN = 12
+_DIGEST_LENGTH = 12
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class ResumePoint:
     @property
     def state(self) -> dict[str, Any]:
         """State of the trainer; a read of a missing key raises `ConfigError`."""
-        return _Told({key: _told(value) for key, value in self.manifest.state.items()})
+        return _RequiredKeys({key: _require_keys(value) for key, value in self.manifest.state.items()})
 
     def reading(self) -> ForeignData:
         """Return a context manager for reading the state: an invalid state raises `ConfigError`."""
@@ -87,22 +87,22 @@ def find_resume_point(resume: str, run_dir: Path, world: World) -> ResumePoint |
 
 
 def _find_origin(resume: str, run_dir: Path, world: World) -> ResumePoint | None:
-    were_there = together(partial(_list_checkpoints, run_dir), world)[0]
+    names = together(partial(_list_checkpoints, run_dir), world)[0]
     if resume == "never":
-        if were_there:
+        if names:
             raise ConfigError(Violation(_KEY, f"is never but {run_dir} has checkpoints; choose another hydra.run.dir"))
         return None
-    own = verify_newest(run_dir, world)
-    if own is not None:
-        together(partial(_put_aside_newer, run_dir, own if world.is_main else None), world)
-        return ResumePoint(own, read_manifest(own))
-    if were_there:
+    newest = verify_newest(run_dir, world)
+    if newest is not None:
+        together(partial(_put_aside_newer, run_dir, newest if world.is_main else None), world)
+        return ResumePoint(newest, read_manifest(newest))
+    if names:
         message = (
-            f"is {resume}, but all checkpoints ({', '.join(were_there)}) in {run_dir / 'checkpoints'} are damaged; to "
+            f"is {resume}, but all checkpoints ({', '.join(names)}) in {run_dir / 'checkpoints'} are damaged; to "
             "start from scratch, move that folder away or choose another hydra.run.dir"
         )
         raise ConfigError(Violation(_KEY, message))
-    return None if resume == "auto" else _elsewhere(Path(resume), world)
+    return None if resume == "auto" else _find_elsewhere(Path(resume), world)
 
 
 def _list_checkpoints(run_dir: Path) -> list[str]:
@@ -136,7 +136,7 @@ def check_config(
     Raises:
         ConfigError: if changed settings affect the computation; each has a line in the message.
     """
-    refused: list[Difference] = []
+    changes: list[Difference] = []
     for difference in differences(resume_point.manifest.config, recorded, config):
         if difference.is_gone:
             message = "ignored %s=%s of the checkpoint: this version of foundry does not have the setting"
@@ -144,10 +144,10 @@ def check_config(
         elif difference.is_allowed or (difference.locates_data and resume_point.manifest.data):
             log.info("resumed with %s", difference)
         else:
-            refused.append(difference)
-    if refused and on_changed is OnChangedConfig.error:
-        raise ConfigError(difference.violation() for difference in refused)
-    for difference in refused:
+            changes.append(difference)
+    if changes and on_changed is OnChangedConfig.error:
+        raise ConfigError(difference.violation() for difference in changes)
+    for difference in changes:
         log.warning("resumed with another %s: the result differs from that of the saved run", difference)
 
 
@@ -171,7 +171,7 @@ def check_data(
     was = resume_point.manifest.data
     changed = changed_data(resume_point.manifest, now)
     differing = _differing_settings(resume_point.manifest, settings)
-    wrong: list[Violation] = []
+    violations: list[Violation] = []
     for name in changed:
         # Later differences follow from the first one, except for a tokenizer that the user chose.
         if name != changed[0] and (name != "tokenizer" or settings.get("tokenizer") is None):
@@ -179,30 +179,30 @@ def check_data(
         keys = [key for key in (*differing, *_DATA_KEYS[name]) if (key == "tokenizer") == (name == "tokenizer")]
         key = next((f"data.{key}" for key in keys if key in settings and key != "_target_"), "data")
         texts = contrast(was[name], now[name], _digest)
-        wrong.append(
+        violations.append(
             Violation(key, f"differs from the data that the checkpoint was trained on ({name} {' -> '.join(texts)})")
         )
-    _refuse(wrong, on_changed)
+    _refuse(violations, on_changed)
     return str(now["order"] if "content" in changed else was.get("order", now["order"]))
 
 
 def _differing_settings(manifest: Manifest, settings: Mapping[str, Any]) -> list[str]:
     """Return the data settings with values other than the checkpoint's, starting with those that locate the data."""
     recorded = manifest.config.get("data")
-    found = list(differences({"data": recorded or settings}, {"data": settings}))
-    found.sort(key=lambda difference: not difference.locates_data)
-    return [one.key.split(".")[1] for one in found if one.on_resume is not OnResume.same]
+    changes = list(differences({"data": recorded or settings}, {"data": settings}))
+    changes.sort(key=lambda difference: not difference.locates_data)
+    return [change.key.split(".")[1] for change in changes if change.on_resume is not OnResume.same]
 
 
 def _digest(value: object) -> str:
-    return str(value)[:_DIGEST_SHOWN]
+    return str(value)[:_DIGEST_LENGTH]
 
 
-def _refuse(wrong: Sequence[Violation], on_changed: OnChangedConfig) -> None:
+def _refuse(violations: Sequence[Violation], on_changed: OnChangedConfig) -> None:
     """Raise for violations, with the remedy added, or only log warnings, depending on `on_changed`."""
-    if wrong and on_changed is OnChangedConfig.error:
-        raise ConfigError(Violation(one.key, f"{one.message}; {REMEDY}") for one in wrong)
-    for violation in wrong:
+    if violations and on_changed is OnChangedConfig.error:
+        raise ConfigError(Violation(violation.key, f"{violation.message}; {REMEDY}") for violation in violations)
+    for violation in violations:
         log.warning("resumed although %s", violation)
 
 
@@ -237,7 +237,7 @@ def changed_data(manifest: Manifest, now: Mapping[str, Any]) -> list[str]:
     return [name for name in _DATA_KEYS if manifest.data.get(name) not in (None, now[name])]
 
 
-class _Told(dict[str, Any]):
+class _RequiredKeys(dict[str, Any]):
     """A dict that raises `ConfigError` for a missing key."""
 
     def __missing__(self, key: str) -> Any:
@@ -245,11 +245,13 @@ class _Told(dict[str, Any]):
         raise ConfigError(Violation(_KEY, message))
 
 
-def _told(value: Any) -> Any:
-    return _Told({key: _told(item) for key, item in value.items()}) if isinstance(value, dict) else value
+def _require_keys(value: Any) -> Any:
+    return (
+        _RequiredKeys({key: _require_keys(item) for key, item in value.items()}) if isinstance(value, dict) else value
+    )
 
 
-def past_its_end(resume_point: ResumePoint) -> ResumePoint:
+def without_stop_reason(resume_point: ResumePoint) -> ResumePoint:
     """Return the same checkpoint without its stop reason, to continue a run that early stopping had ended."""
     return replace(
         resume_point,
@@ -274,13 +276,13 @@ def restore_rng(resume_point: ResumePoint, world: World, seed: int) -> None:
         seed_rng(seed + 1 + world.rank + 1_000_003 * resume_point.manifest.step)
 
 
-def _elsewhere(path: Path, world: World) -> ResumePoint:
+def _find_elsewhere(path: Path, world: World) -> ResumePoint:
     """Return a checkpoint of another run, without that run's stop reason and best step."""
     folder: Path | None = path.expanduser().resolve()  # resolves `latest` to the checkpoint
     assert folder is not None
     if not os.path.lexists(folder / MANIFEST):
         folder = verify_newest(folder, world)
-    elif damage := damage_together(folder, world):
+    elif damage := find_damage_on_all_ranks(folder, world):
         raise ConfigError(Violation(_KEY, f"is {path}, which is damaged: {'; '.join(damage)}"))
     if folder is None:
         raise ConfigError(Violation(_KEY, f"is {path}, which has no intact checkpoint"))
@@ -289,13 +291,13 @@ def _elsewhere(path: Path, world: World) -> ResumePoint:
     return ResumePoint(folder, replace(manifest, state=state))
 
 
-def _put_aside_newer(run_dir: Path, whole: Path | None) -> None:
-    """Rename all checkpoints that are newer than `whole`, the newest intact one; None renames nothing."""
-    for folder in list_checkpoints(run_dir) if whole is not None else ():
-        if whole is not None and parse_step(folder) > parse_step(whole):
-            folder.rename(_unused(folder.with_name(f"{folder.name}.corrupt")))
+def _put_aside_newer(run_dir: Path, newest: Path | None) -> None:
+    """Rename all checkpoints that are newer than `newest`, the newest intact one; None renames nothing."""
+    for folder in list_checkpoints(run_dir) if newest is not None else ():
+        if newest is not None and parse_step(folder) > parse_step(newest):
+            folder.rename(_free_path(folder.with_name(f"{folder.name}.corrupt")))
 
 
-def _unused(path: Path) -> Path:
+def _free_path(path: Path) -> Path:
     """Return the path, or if it exists the path with the first free number appended."""
     return next(p for p in chain([path], (path.with_name(f"{path.name}{n}") for n in count(2))) if not p.exists())

@@ -24,17 +24,17 @@ def to_remove(
     if keep_last is None:
         return []
     newest = steps[-max(keep_last, 1) :]
-    kept = {*newest, best} | {step for step in steps if keep_every_steps and step % keep_every_steps == 0}
-    return [step for step in steps if step not in kept]
+    kept_steps = {*newest, best} | {step for step in steps if keep_every_steps and step % keep_every_steps == 0}
+    return [step for step in steps if step not in kept_steps]
 
 
 def remove(folder: Path) -> None:
     """Delete a checkpoint; it is renamed first, so that an interrupted deletion does not leave a checkpoint's name."""
-    removed = removed_path(folder)
-    if removed.exists():
-        shutil.rmtree(removed)
-    folder.rename(removed)
-    shutil.rmtree(removed)
+    target = removed_path(folder)
+    if target.exists():
+        shutil.rmtree(target)
+    folder.rename(target)
+    shutil.rmtree(target)
 
 
 def remove_leftovers(run_dir: Path) -> None:

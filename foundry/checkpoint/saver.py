@@ -34,7 +34,7 @@ from foundry.checkpoint.rng import rng_state
 from foundry.checkpoint.shard import Chunk, HostCopies, own_chunks, write_shard
 from foundry.checkpoint.tensor_index import INDEX, build_index
 from foundry.checkpoint.tensors import collect, describe, restore_into
-from foundry.checkpoint.verification import damage_together, together, verify_newest
+from foundry.checkpoint.verification import find_damage_on_all_ranks, together, verify_newest
 from foundry.core.duration import Interval
 from foundry.core.ema import WeightAverage
 from foundry.core.errors import ConfigError, Violation
@@ -260,7 +260,7 @@ class Checkpointer:
             raise error
         chunks = own_chunks(tensors(), rank=self._world.rank, world_size=self._world.world_size)
         in_background = self._thread is not None and not wait
-        about = Manifest(
+        full_manifest = Manifest(
             step=step,
             metric=metric,
             world_size=self._world.world_size,
@@ -269,7 +269,7 @@ class Checkpointer:
         )
         if self._thread is not None:  # even for a save with `wait`: one copy per tensor would be slower on a GPU
             chunks = self._copies.take(chunks, from_host=in_background)
-        job = _Save(about, chunks, rank_state, is_best, begin)
+        job = _Save(full_manifest, chunks, rank_state, is_best, begin)
         if self._thread is not None and in_background:
             self._pending = self._thread.submit(self._run, job)
         else:
@@ -317,15 +317,15 @@ class Checkpointer:
 
     def _write(self, job: _Save) -> None:
         """Write a checkpoint in phases; a phase begins when all ranks have completed the previous one."""
-        is_there = self._together(partial(self._on_main, self._prepare, job.manifest.step))[0]
+        exists = self._run_together(partial(self._on_main, self._prepare, job.manifest.step))[0]
         folder = self.run_dir / CHECKPOINTS / step_name(job.manifest.step)
-        if is_there and not damage_together(folder, self._world, self._group):
-            self._together(partial(self._on_main, self._point_to, folder, job.is_best))
+        if exists and not find_damage_on_all_ranks(folder, self._world, self._group):
+            self._run_together(partial(self._on_main, self._point_to, folder, job.is_best))
             return
         files: dict[str, FileFacts] = {}
-        for part in self._together(partial(self._write_files, job)):
+        for part in self._run_together(partial(self._write_files, job)):
             files |= part
-        self._together(partial(self._on_main, self._publish, job, files))
+        self._run_together(partial(self._on_main, self._publish, job, files))
 
     def _prepare(self, step: int) -> bool:
         """Create the folder for a new checkpoint, and return whether a checkpoint of this step already exists."""
@@ -340,11 +340,11 @@ class Checkpointer:
         folder, rank = partial_path(self.run_dir, job.manifest.step), f"{self._world.rank:05d}"
         shard = f"shard-{rank}.safetensors"
         return {
-            shard: write_shard(folder / shard, job.chunks, self._tell_alive),
+            shard: write_shard(folder / shard, job.chunks, self._report_alive),
             f"rank-{rank}.json": write_json(folder / f"rank-{rank}.json", job.rank_state),
         }
 
-    def _tell_alive(self) -> None:
+    def _report_alive(self) -> None:
         """Send a heartbeat if training waits for this save; otherwise training sends its own heartbeats."""
         if self._alive is not None and self._is_waited_for:
             self._alive()
@@ -352,8 +352,8 @@ class Checkpointer:
     def _publish(self, job: _Save, files: Mapping[str, FileFacts]) -> None:
         partial = partial_path(self.run_dir, job.manifest.step)
         index = write_durably(partial / INDEX, build_index(partial))
-        about = Manifest(**{**vars(job.manifest), "files": {**files, INDEX: index}})
-        self._point_to(publish(partial, about), job.is_best)
+        manifest = Manifest(**{**vars(job.manifest), "files": {**files, INDEX: index}})
+        self._point_to(publish(partial, manifest), job.is_best)
 
     def _point_to(self, folder: Path, is_best: bool) -> None:
         """Update the symlinks, then delete the checkpoints that should not be kept."""
@@ -364,14 +364,14 @@ class Checkpointer:
         # them.
         earlier = {parse_step(other): other for other in list_checkpoints(self.run_dir)}
         steps = [step for step in earlier if step <= parse_step(folder)]
-        unwanted = to_remove(
+        old_steps = to_remove(
             steps,
             keep_last=self._keep_last,
             keep_every_steps=self._keep_every_steps,
             best=linked_step(self.run_dir, BEST),
         )
         try:
-            for step in unwanted:
+            for step in old_steps:
                 remove(earlier[step])
             remove_leftovers(self.run_dir)
         except OSError as error:
@@ -380,7 +380,7 @@ class Checkpointer:
     def _on_main(self, work: Callable[..., _T], *args: Any) -> _T | None:
         return work(*args) if self._world.is_main else None
 
-    def _together(self, work: Callable[[], _T]) -> Sequence[_T]:
+    def _run_together(self, work: Callable[[], _T]) -> Sequence[_T]:
         return together(work, self._world, self._group)
 
 

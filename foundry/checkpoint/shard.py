@@ -71,19 +71,19 @@ def own_chunks(tensors: Mapping[str, Tensor], *, rank: int, world_size: int) -> 
         world_size: number of ranks.
     """
     loads = [0] * world_size
-    own: dict[str, Tensor] = {}
+    local_tensors: dict[str, Tensor] = {}
     largest_first = sorted(tensors, key=lambda name: (-_num_bytes(tensors[name]), name))
     for index, name in enumerate(largest_first):
         tensor = tensors[name]
         if is_sharded(tensor):
             if _is_writer(tensor, index):
-                own[name] = tensor
+                local_tensors[name] = tensor
             continue
         writer = loads.index(min(loads))
         loads[writer] += _num_bytes(tensor)
         if writer == rank:
-            own[name] = tensor
-    return local_chunks(own)
+            local_tensors[name] = tensor
+    return local_chunks(local_tensors)
 
 
 def local_chunks(tensors: Mapping[str, Tensor]) -> dict[str, Chunk]:
@@ -163,20 +163,20 @@ class HostCopies:
             chunks: chunks on any device.
             from_host: also copy chunks that are in host memory; if False, they are returned as they are.
         """
-        copied = {name: chunk for name, chunk in chunks.items() if from_host or chunk.local.is_cuda}
+        chunks_to_copy = {name: chunk for name, chunk in chunks.items() if from_host or chunk.local.is_cuda}
         copies: dict[str, Chunk] = {}
-        for name, chunk in copied.items():
+        for name, chunk in chunks_to_copy.items():
             copies[name] = Chunk(self._buffer(name, chunk.local), chunk.offsets)
             copies[name].local.copy_(chunk.local, non_blocking=True)
         self._buffers = {name: chunk.local for name, chunk in copies.items()}
-        for device in {chunk.local.device for chunk in copied.values() if chunk.local.is_cuda}:
+        for device in {chunk.local.device for chunk in chunks_to_copy.values() if chunk.local.is_cuda}:
             finish_copies(device)
         return {**chunks, **copies}
 
     def _buffer(self, name: str, like: Tensor) -> Tensor:
-        kept = self._buffers.get(name)
-        if kept is not None and kept.shape == like.shape and kept.dtype == like.dtype:
-            return kept
+        buffer = self._buffers.get(name)
+        if buffer is not None and buffer.shape == like.shape and buffer.dtype == like.dtype:
+            return buffer
         return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
 
 

@@ -97,15 +97,15 @@ class TensorIndex:
         missing = {name: chunk.local.numel() for name, chunk in chunks.items()}
         for name, chunk in chunks.items():
             for part in self._parts(name):
-                if (shared := math.prod(stop - start for start, stop in _overlap(part, chunk))) > 0:
+                if (num_elements := math.prod(stop - start for start, stop in _overlap(part, chunk))) > 0:
                     by_file[part.file].append((part, name))
-                    missing[name] -= shared
+                    missing[name] -= num_elements
         if short := [name for name, count in missing.items() if count]:
             raise CheckpointError(f"{self.folder} has missing or duplicate parts of {short[0]}")
-        for file, wanted in sorted(by_file.items()):
+        for file, parts in sorted(by_file.items()):
             with open_regular(self.folder / file, "rb", buffering=0) as stream:
-                self._check_header(stream, file, wanted)
-                for part, name in sorted(wanted, key=lambda pair: pair[0].begin):
+                self._check_header(stream, file, parts)
+                for part, name in sorted(parts, key=lambda pair: pair[0].begin):
                     _copy(stream, part, self.dtype(name), chunks[name])
 
     def _parts(self, name: str) -> Iterator[_Part]:
@@ -117,7 +117,7 @@ class TensorIndex:
                 raise CheckpointError(f"{self.folder} has a part of {name} beyond the end of {file}")
             yield part
 
-    def _check_header(self, stream: IO[bytes], file: str, wanted: list[tuple[_Part, str]]) -> None:
+    def _check_header(self, stream: IO[bytes], file: str, parts: list[tuple[_Part, str]]) -> None:
         """Compare the header of a file, which is read once, with the index.
 
         Raises:
@@ -125,11 +125,11 @@ class TensorIndex:
         """
         if file not in self._headers:
             self._headers[file] = _read_header(stream, self.folder / file)
-        for part, name in wanted:
-            listed = self.entries[name][0], part.begin, list(part.offsets), list(part.sizes)
-            if (found := self._headers[file].get(name)) != listed:
-                has = "lacks it" if found is None else f"has {_described(found)}"
-                message = f"{INDEX} lists {name} as {_described(listed)} but {file} {has}"
+        for part, name in parts:
+            expected = self.entries[name][0], part.begin, list(part.offsets), list(part.sizes)
+            if (actual := self._headers[file].get(name)) != expected:
+                difference = "lacks it" if actual is None else f"has {_describe_entry(actual)}"
+                message = f"{INDEX} lists {name} as {_describe_entry(expected)} but {file} {difference}"
                 raise CheckpointError(f"{self.folder}: {message}; another program changed the file; restore it")
 
 
@@ -144,22 +144,22 @@ def read_index(folder: Path, world: World | None = None) -> TensorIndex:
     Raises:
         CheckpointError: on every rank, if the checkpoint has no readable tensors.
     """
-    found: tuple[str, dict[str, int]] | str = ""
+    content: tuple[str, dict[str, int]] | str = ""
     if world is None or world.is_main:
         try:
-            found = _read_text(folder)
+            content = _read_text(folder)
         except Exception as error:
             if world is None:
                 raise
-            found = f"{folder}: {error}"
+            content = f"{folder}: {error}"
     if world is not None:
-        found = broadcast(found, world)
-    if isinstance(found, str):
-        raise CheckpointError(found)
-    entries = json.loads(found[0])
+        content = broadcast(content, world)
+    if isinstance(content, str):
+        raise CheckpointError(content)
+    entries = json.loads(content[0])
     if not isinstance(entries, dict):
         raise CheckpointError(f"{folder / INDEX} lists no tensors")
-    return TensorIndex(folder, entries, found[1])
+    return TensorIndex(folder, entries, content[1])
 
 
 def build_index(folder: Path) -> str:
@@ -184,20 +184,20 @@ def _read_header(stream: IO[bytes], path: Path) -> _Header:
         raise CheckpointError(f"{path} is not a .safetensors file")
     try:
         header = json.loads(stream.read(size))
-        saved = json.loads(header.pop("__metadata__", {}).get("DCP_SHARDING_INFO", "{}"))
+        sharding = json.loads(header.pop("__metadata__", {}).get("DCP_SHARDING_INFO", "{}"))
         parts = _Header()
         for name, entry in header.items():
             sizes, (begin, end) = list(entry["shape"]), entry["data_offsets"]
             if end - begin != math.prod(sizes) * _NAMES[entry["dtype"]].itemsize:
                 raise ValueError(f"the size of {name} does not match its dtype and shape")
-            offsets = saved[name]["saved_offsets"] if name in saved else [0] * len(sizes)
+            offsets = sharding[name]["saved_offsets"] if name in sharding else [0] * len(sizes)
             parts[name] = entry["dtype"], 8 + size + begin, list(offsets), sizes
         return parts
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} has a header that cannot be read: {error}") from None
 
 
-def _described(entry: tuple[str, int, list[int], list[int]]) -> str:
+def _describe_entry(entry: tuple[str, int, list[int], list[int]]) -> str:
     dtype, begin, offsets, sizes = entry
     return f"{dtype} {sizes} at byte {begin}" + (f" from {offsets} on" if any(offsets) else "")
 
@@ -219,12 +219,12 @@ def _overlap(part: _Part, chunk: Chunk) -> list[tuple[int, int]]:
 def _copy(stream: IO[bytes], part: _Part, dtype: torch.dtype, chunk: Chunk) -> None:
     """Copy the common elements of a part and a chunk, a few rows at a time; rows of the file are read completely."""
     overlap = _overlap(part, chunk) or [(0, 1)]
-    sizes, offsets, own = part.sizes or (1,), part.offsets or (0,), chunk.offsets or (0,)
+    sizes, offsets, chunk_offsets = part.sizes or (1,), part.offsets or (0,), chunk.offsets or (0,)
     target = chunk.local if chunk.local.ndim else chunk.local.view(1)
     row_bytes = math.prod(sizes[1:]) * dtype.itemsize
-    (first, last), others = overlap[0], overlap[1:]
-    columns = tuple(slice(a - o, b - o) for (a, b), o in zip(others, offsets[1:], strict=True))
-    places = tuple(slice(a - o, b - o) for (a, b), o in zip(others, own[1:], strict=True))
+    (first, last), rest = overlap[0], overlap[1:]
+    columns = tuple(slice(a - o, b - o) for (a, b), o in zip(rest, offsets[1:], strict=True))
+    places = tuple(slice(a - o, b - o) for (a, b), o in zip(rest, chunk_offsets[1:], strict=True))
     num_rows = max(1, _PIECE_BYTES // row_bytes)
     for row in range(first, last, num_rows):
         count = min(num_rows, last - row)
@@ -236,4 +236,6 @@ def _copy(stream: IO[bytes], part: _Part, dtype: torch.dtype, chunk: Chunk) -> N
                 raise CheckpointError(f"{part.file} is shorter than its tensors")
             view = view[length:]
         rows = buffer.view(dtype).view(count, *sizes[1:])
-        target[(slice(row - own[0], row - own[0] + count), *places)].copy_(rows[(slice(None), *columns)])
+        target[(slice(row - chunk_offsets[0], row - chunk_offsets[0] + count), *places)].copy_(
+            rows[(slice(None), *columns)]
+        )

@@ -23,7 +23,7 @@ from foundry.checkpoint.tensor_index import TensorIndex, read_index
 from foundry.core.ema import WeightAverage
 from foundry.parallel.process_group import World
 
-_NUM_SHOWN = 3
+_MAX_NAMES = 3
 _SOURCE = "source."
 
 
@@ -51,8 +51,8 @@ def collect(
     """
     inner = _inner(model)
     weights = {f"model.{name}": tensor for name, tensor in _weights(inner, trained_only).items()}
-    others = {f"{_SOURCE}{name}": tensor for name, tensor in (source or {}).items()}
-    return weights | _averages(ema) | collect_state(inner, optimizers) | others
+    source_tensors = {f"{_SOURCE}{name}": tensor for name, tensor in (source or {}).items()}
+    return weights | _averages(ema) | collect_state(inner, optimizers) | source_tensors
 
 
 def describe(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
@@ -91,20 +91,20 @@ def restore_into(
         CheckpointError: if the tensors of the checkpoint and of this run differ in name or shape.
     """
     index = read_index(folder, world)
-    saved = index.shapes()
+    saved_shapes = index.shapes()
     inner = _inner(model)
     weights = {f"model.{name}": tensor for name, tensor in _weights(inner, trained_only).items()}
-    states = allocate_state(inner, optimizers, saved, read_manifest(folder).optimizer)
+    states = allocate_state(inner, optimizers, saved_shapes, read_manifest(folder).optimizer)
     targets = weights | _averages(ema)
-    for held in states:
-        targets |= held.tensors
-    _check_names(folder, targets, [name for name in saved if not name.startswith(_SOURCE)])
+    for state in states:
+        targets |= state.tensors
+    _check_names(folder, targets, [name for name in saved_shapes if not name.startswith(_SOURCE)])
     _read(index, targets)
     _accept(inner, weights)
     for optimizer in optimizers:
         optimizer.state.clear()
-    for held in states:
-        held.accept()
+    for state in states:
+        state.accept()
 
 
 def read_source_tensors(folder: Path, world: World | None = None) -> dict[str, Tensor]:
@@ -140,8 +140,8 @@ def load_weights(
         CheckpointError: if the names or shapes of the weights in the checkpoint differ from the model's.
     """
     weights = _weights(model, trained_only)
-    index, stored = find_weights(folder, weights, ema=ema, world=world)
-    targets = {stored[name]: tensor for name, tensor in weights.items()}
+    index, stored_names = find_weights(folder, weights, ema=ema, world=world)
+    targets = {stored_names[name]: tensor for name, tensor in weights.items()}
     with readable(folder):
         _read(index, targets)
     _accept(model, targets)
@@ -159,9 +159,9 @@ def require_shapes(folder: Path, model: nn.Module, *, trained_only: bool = False
         CheckpointError: if the names or shapes of the weights in the checkpoint differ from the model's.
     """
     weights = _weights(model, trained_only)
-    index, stored = find_weights(folder, weights, ema=False)
+    index, stored_names = find_weights(folder, weights, ema=False)
     with readable(folder):
-        _require_shapes(index, {stored[name]: tensor for name, tensor in weights.items()})
+        _require_shapes(index, {stored_names[name]: tensor for name, tensor in weights.items()})
 
 
 def find_weights(
@@ -198,8 +198,10 @@ def tied_names(inner: nn.Module) -> set[str]:
 def first_names(inner: nn.Module) -> dict[str, str]:
     """Return the names from `tied_names`, each mapped to the first name of its parameter."""
     first: dict[nn.Parameter, str] = {}
-    named = inner.named_parameters(remove_duplicate=False)
-    return {name: kept for name, parameter in named if (kept := first.setdefault(parameter, name)) != name}
+    parameters = inner.named_parameters(remove_duplicate=False)
+    return {
+        name: first_name for name, parameter in parameters if (first_name := first.setdefault(parameter, name)) != name
+    }
 
 
 def _inner(model: nn.Module) -> nn.Module:
@@ -217,11 +219,11 @@ def compute_digest(model: nn.Module) -> str:
 
 def _weights(inner: nn.Module, trained_only: bool = False) -> dict[str, Tensor]:
     """Return parameters and buffers, tied ones once; `state_dict` makes FSDP2 reshard gathered parameters."""
-    state, left_out = inner.state_dict(), tied_names(inner)
+    state, excluded = inner.state_dict(), tied_names(inner)
     if trained_only:
         trained = {name for name, parameter in inner.named_parameters() if parameter.requires_grad}
-        left_out |= state.keys() - trained
-    return {name: tensor for name, tensor in state.items() if name not in left_out}
+        excluded |= state.keys() - trained
+    return {name: tensor for name, tensor in state.items() if name not in excluded}
 
 
 def _averages(ema: WeightAverage | None) -> dict[str, Tensor]:
@@ -238,13 +240,13 @@ def readable(folder: Path) -> Iterator[None]:
         raise CheckpointError(f"{folder} has no readable tensors: {lines[-1] if lines else error!r}") from error
 
 
-def _check_names(folder: Path, wanted: Iterable[str], saved: Iterable[str]) -> None:
-    wanted, saved = set(wanted), set(saved)
-    for names, text in ((wanted - saved, "lacks"), (saved - wanted, "has, but this run does not,")):
+def _check_names(folder: Path, expected: Iterable[str], saved: Iterable[str]) -> None:
+    expected, saved = set(expected), set(saved)
+    for names, text in ((expected - saved, "lacks"), (saved - expected, "has, but this run does not,")):
         if names:
-            shown = ", ".join(sorted(names)[:_NUM_SHOWN])
-            more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
-            raise CheckpointError(f"{folder} {text} {shown}{more}")
+            names_text = ", ".join(sorted(names)[:_MAX_NAMES])
+            suffix = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+            raise CheckpointError(f"{folder} {text} {names_text}{suffix}")
 
 
 def _read(index: TensorIndex, targets: Mapping[str, Tensor]) -> None:

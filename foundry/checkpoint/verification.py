@@ -31,7 +31,7 @@ def verify_newest(run_dir: Path, world: World) -> Path | None:
     """
     # Use the listing of rank 0, since the view of a shared file system may be stale on other ranks.
     for folder in together(partial(list_checkpoints, run_dir), world)[0]:
-        damage = damage_together(folder, world)
+        damage = find_damage_on_all_ranks(folder, world)
         if not damage:
             return folder
         if world.is_main:
@@ -39,7 +39,7 @@ def verify_newest(run_dir: Path, world: World) -> Path | None:
     return None
 
 
-def damage_together(folder: Path, world: World, group: ProcessGroup | None = None) -> list[str]:
+def find_damage_on_all_ranks(folder: Path, world: World, group: ProcessGroup | None = None) -> list[str]:
     """Return the damage of a checkpoint, a line each.
 
     Every rank checks its share of the files and gets the whole list.
@@ -52,8 +52,8 @@ def damage_together(folder: Path, world: World, group: ProcessGroup | None = Non
     Raises:
         CheckpointError: on every rank, if the checkpoint cannot be read.
     """
-    found = gather(examine(folder, part=world.rank, num_parts=world.world_size), world, group)
-    problems = {problem for part in found for problem in part}
+    parts = gather(examine(folder, part=world.rank, num_parts=world.world_size), world, group)
+    problems = {problem for part in parts for problem in part}
     if unreadable := sorted(problem.message for problem in problems if not problem.is_damage):
         raise CheckpointError(f"{folder}: {'; '.join(unreadable)}")
     return sorted(problem.message for problem in problems)

@@ -73,7 +73,7 @@ def measure(path: Path, options: DataOptions, overrides: Sequence[str], compose:
         )
         arithmetic = fp32_arithmetic(tf32=config.precision.tf32)
         with torch.no_grad(), arithmetic, nullcontext() if judge is None else closing(judge):
-            measured, _ = evaluation.measure(0, run.beat)
+            measured, _ = evaluation.measure(0, run.heartbeat)
     found = {name.removeprefix("val_"): value for name, value in measured.items()}
     most = math.inf if options.max_samples is None else options.max_samples
     held_out: dict[str, Any] = {"num_samples": opened.data.validation, "num_prompts": opened.data.prompts}

@@ -197,7 +197,7 @@ def _held_weights(model: "nn.Module", dtype: "torch.dtype | None") -> "dict[str,
     if (export_state := hook(model, "export_state")) is not None:
         state = export_state(state)
     dtypes = {name: dtype if dtype is not None and t.is_floating_point() else t.dtype for name, t in state.items()}
-    return {name: Weight.held(tensor, dtypes[name]) for name, tensor in state.items()}
+    return {name: Weight.from_tensor(tensor, dtypes[name]) for name, tensor in state.items()}
 
 
 def _source_dtype(model: "nn.Module") -> "torch.dtype | None":

@@ -147,7 +147,7 @@ def ramp(config: Config, options: FindOptions, run_dir: Path) -> RangeTest:
     """
     from foundry.config.record.frozen import hash_config
     from foundry.core.protocols import RunContext
-    from foundry.data.loader import worker_deaths_explained
+    from foundry.data.loader import explain_worker_deaths
     from foundry.engine.assembly import build_trainer
     from foundry.environments.judge import build_judge
     from foundry.parallel.determinism import deterministic
@@ -156,7 +156,7 @@ def ramp(config: Config, options: FindOptions, run_dir: Path) -> RangeTest:
     from foundry.parts.data import build_data
     from foundry.parts.objective import build_objective
     from foundry.training.guards import LossSpike, NonFiniteError, PersistentSpikeError
-    from foundry.training.memory_error import memory_explained
+    from foundry.training.memory_error import explain_memory_errors
 
     rates, losses = list[float](), list[float]()
     with (
@@ -164,8 +164,8 @@ def ramp(config: Config, options: FindOptions, run_dir: Path) -> RangeTest:
         fp32_arithmetic(tf32=config.precision.tf32),
         process_group(config.distributed, config.device.kind) as world,
         ExitStack() as held,
-        worker_deaths_explained(),
-        memory_explained(world.device, world.rank),
+        explain_worker_deaths(),
+        explain_memory_errors(world.device, world.rank),
     ):
         data = build_data(config)
         objective = build_objective(config.objective, config.peft, world, data.tokenizer)
@@ -188,7 +188,7 @@ def ramp(config: Config, options: FindOptions, run_dir: Path) -> RangeTest:
         with trainer.watchdog:
             for step in range(1, options.steps + 1):
                 rate = options.min * (options.max / options.min) ** ((step - 1) / (options.steps - 1))
-                trainer.watchdog.beat(step, "training")
+                trainer.watchdog.heartbeat(step, "training")
                 window = trainer.source.next_window()
                 before = trainer.progress.samples
                 trainer.progress.advance(window.num_samples, window.num_tokens)

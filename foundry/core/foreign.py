@@ -16,7 +16,8 @@ class ForeignData:
 
     No library documents all exceptions that damaged or hostile data can raise in it, so all are converted. The body
     must contain only the library call and a check of its result, because errors in foundry's own code would be
-    converted too. A `RuntimeError` about memory is not converted: `memory_explained` explains how to use less memory.
+    converted too. A `RuntimeError` about memory is not converted: `explain_memory_errors` explains how to use less
+    memory.
 
     Args:
         refuse: creates the error from the reason, which is one line.

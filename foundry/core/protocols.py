@@ -211,7 +211,7 @@ class RunContext:
         run_dir: output directory of rank 0.
         resume_point: checkpoint to resume from; None if the run starts from scratch.
         on_activity: called with the optimizer step and the name of each activity that begins.
-        beat: heartbeat, called with the name of the next activity; the watchdog ends a process without heartbeats.
+        heartbeat: heartbeat, called with the name of the next activity; the watchdog ends a process without heartbeats.
     """
 
     config: "Config"
@@ -223,12 +223,17 @@ class RunContext:
     run_dir: Path
     resume_point: "ResumePoint | None" = None
     on_activity: Callable[[int, str], None] | None = None
-    beat: Callable[[str], None] = lambda doing: None
+    heartbeat: Callable[[str], None] = lambda activity: None
 
     @classmethod
     def of(cls, run: "RunContext", **others: Any) -> Self:
         """Return a context with the attributes of `run`, overridden and extended by `others`."""
         return cls(**{**vars(run), **others})
+
+    @property
+    def beat(self) -> Callable[[str], None]:
+        """Alias of `heartbeat`, its earlier name."""
+        return self.heartbeat
 
     @property
     def seed(self) -> int:

@@ -35,18 +35,18 @@ class Sum(NamedTuple):
         """Text of the user's message."""
         return f"What is {self.a}+{self.b}?"
 
-    def worked(self, wrong: int | None = None) -> str:
+    def solution(self, wrong_digit: int | None = None) -> str:
         """Return the addition worked out digit by digit with carries, from the last digit to the first, and the answer.
 
         Args:
-            wrong: position of a digit whose carry is inverted, 0 for the last digit; None gives the right answer.
+            wrong_digit: position of a digit whose carry is inverted, 0 for the last digit; None gives the right answer.
         """
         steps, answer, carry = list[str](), "", 0
         for place, (first, second) in enumerate(zip(reversed(str(self.a)), reversed(str(self.b)), strict=True)):
             total = int(first) + int(second) + carry
             steps.append(f"{first}+{second}{'+1' if carry else ''}={total}")
             answer = f"{total % 10}{answer}"
-            carry = (total < 10) if place == wrong else total // 10
+            carry = (total < 10) if place == wrong_digit else total // 10
         return f"{', '.join(steps)}. Answer: {carry or ''}{answer}"
 
     def is_held_out(self, share: float) -> bool:
@@ -72,17 +72,19 @@ def arithmetic(settings: ArithmeticSettings, *, seed: int = 0) -> DataSplits:
         ConfigError: the tokenizer or chat template does not fit, or there are too few rows or tokens for one sample.
     """
     form, held_out = settings.form, settings.held_out
-    described = f"arithmetic {_FORMAT} {form.value} {seed} {settings.num_rows} {held_out}"
-    fingerprint = hashlib.sha256(described.encode()).hexdigest()
-    train = _Rows(seed, settings.num_rows, held_out, is_held=False)
-    validation = _Rows(0, _VALIDATION_ROWS, held_out, is_held=True)
+    description = f"arithmetic {_FORMAT} {form.value} {seed} {settings.num_rows} {held_out}"
+    fingerprint = hashlib.sha256(description.encode()).hexdigest()
+    train = _Rows(seed, settings.num_rows, held_out, is_validation=False)
+    validation = _Rows(0, _VALIDATION_ROWS, held_out, is_validation=True)
     if form is ArithmeticForm.text:
-        corpus = Corpus(fingerprint, fingerprint, lambda: Splits(_Made(train, _text), _Made(validation, _text)))
+        corpus = Corpus(
+            fingerprint, fingerprint, lambda: Splits(_ConvertedRows(train, _text), _ConvertedRows(validation, _text))
+        )
         return text_splits(corpus, settings)
     makers = {ArithmeticForm.preferences: _preference, ArithmeticForm.prompts: _question}
     make = makers.get(form, _conversation)
     source = RowSource(
-        splits=RowSplits(_Made(train, make), _Made(validation, make)),
+        splits=RowSplits(_ConvertedRows(train, make), _ConvertedRows(validation, make)),
         places=["row"],
         fingerprint=fingerprint,
         content=fingerprint,
@@ -103,30 +105,30 @@ class _Rows:
         seed: seed of the sums.
         count: number of rows.
         held_out: fraction of all sums in the validation split.
-        is_held: draw validation sums if true, training sums otherwise.
+        is_validation: draw validation sums if true, training sums otherwise.
     """
 
     seed: int
     count: int
     held_out: float
-    is_held: bool
+    is_validation: bool
 
     def __iter__(self) -> Iterator[list[Sum]]:
         for number in range(self.count):
-            generator = random.Random(f"{self.seed} {number} {self.is_held}")
+            generator = random.Random(f"{self.seed} {number} {self.is_validation}")
             turns = 2 if generator.random() < _TWO_TURNS else 1
             yield [self._draw(generator) for _ in range(turns)]
 
     def _draw(self, generator: random.Random) -> Sum:
         while True:
             low = 100 if generator.random() < _THREE_DIGITS else 10
-            found = Sum(generator.randrange(low, 10 * low), generator.randrange(low, 10 * low))
-            if found.is_held_out(self.held_out) == self.is_held:
-                return found
+            candidate = Sum(generator.randrange(low, 10 * low), generator.randrange(low, 10 * low))
+            if candidate.is_held_out(self.held_out) == self.is_validation:
+                return candidate
 
 
 @dataclass(frozen=True)
-class _Made:
+class _ConvertedRows:
     """Re-iterable over `make(row number, sums)` for each row, counted from 1."""
 
     rows: _Rows
@@ -137,26 +139,26 @@ class _Made:
 
 
 def _text(number: int, sums: list[Sum]) -> str:
-    return "\n".join(f"{one.a}+{one.b}: {one.worked()}" for one in sums)
+    return "\n".join(f"{addition.a}+{addition.b}: {addition.solution()}" for addition in sums)
 
 
 def _conversation(number: int, sums: list[Sum]) -> Row:
-    return Row(0, number, {"messages": [message for one in sums for message in _turns(one)]})
+    return Row(0, number, {"messages": [message for addition in sums for message in _turns(addition)]})
 
 
-def _turns(one: Sum) -> list[dict[str, str]]:
-    return [{"role": "user", "content": one.question}, {"role": "assistant", "content": one.worked()}]
+def _turns(addition: Sum) -> list[dict[str, str]]:
+    return [{"role": "user", "content": addition.question}, {"role": "assistant", "content": addition.solution()}]
 
 
 def _preference(number: int, sums: list[Sum]) -> Row:
     """Return a row whose chosen answer is right and whose rejected answer has one carry inverted."""
-    *prompt, chosen = [message for one in sums for message in _turns(one)]
+    *prompt, chosen = [message for addition in sums for message in _turns(addition)]
     last = sums[-1]
-    rejected = last.worked(number % (len(str(last.a)) - 1))
+    rejected = last.solution(number % (len(str(last.a)) - 1))
     return Row(0, number, {"prompt": prompt, "chosen": chosen["content"], "rejected": rejected})
 
 
 def _question(number: int, sums: list[Sum]) -> Row:
     """Return a row whose prompt ends with the question of the last sum, and whose column `answer` has its answer."""
-    *prompt, answer = [message for one in sums for message in _turns(one)]
+    *prompt, answer = [message for addition in sums for message in _turns(addition)]
     return Row(0, number, {"prompt": prompt, "answer": answer["content"]})

@@ -24,7 +24,7 @@ from foundry.data.packing import Pack, deal, find_bounds, first_fit_decreasing
 
 _KEYED = "keyed"
 _REAP_SECONDS = 1.0
-_TORCH_SAYS = re.compile(
+_TORCH_MESSAGE = re.compile(
     r"DataLoader worker \(pid(?:\(s\))? (?P<pid>\d+)[^)]*\) "
     r"(?:is killed by signal: (?P<signal>[^.]+)\.|exited unexpectedly(?: with exit code (?P<code>\d+))?)"
 )
@@ -39,14 +39,14 @@ class DataWorkerError(RuntimeError):
 
 
 @contextmanager
-def worker_deaths_explained(ahead: Any = None) -> Iterator[None]:
+def explain_worker_deaths(prefetcher: Any = None) -> Iterator[None]:
     """Convert torch's errors about a dead data loader worker to `DataWorkerError`.
 
     Torch raises them from its SIGCHLD handler, which can interrupt any code of this process. If a worker dies while it
     sends a batch, torch may report a broken connection instead, which looks like a lost rank.
 
     Args:
-        ahead: the iterator of the `DataLoader`; None if the caller does not have it.
+        prefetcher: the iterator of the `DataLoader`; None if the caller does not have it.
 
     Raises:
         DataWorkerError: a worker has died.
@@ -54,13 +54,13 @@ def worker_deaths_explained(ahead: Any = None) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, OSError, EOFError) as error:
-        ends = _exit_codes(getattr(ahead, "_workers", ()))
-        text = _TORCH_SAYS.search(str(error))
-        if not ends and text is None:
+        exit_codes = _exit_codes(getattr(prefetcher, "_workers", ()))
+        match = _TORCH_MESSAGE.search(str(error))
+        if not exit_codes and match is None:
             raise
-        if not ends and text is not None:
-            ends = {int(text["pid"]): _parse_exit_code(text)}
-        raise DataWorkerError(_how_it_died(*next(iter(ends.items())))) from error
+        if not exit_codes and match is not None:
+            exit_codes = {int(match["pid"]): _parse_exit_code(match)}
+        raise DataWorkerError(_describe_death(*next(iter(exit_codes.items())))) from error
 
 
 def _exit_codes(workers: Sequence[BaseProcess]) -> dict[int, int | None]:
@@ -75,27 +75,27 @@ def _exit_codes(workers: Sequence[BaseProcess]) -> dict[int, int | None]:
             if worker.sentinel in closed:
                 worker.join()
     except RuntimeError as error:
-        if not _TORCH_SAYS.search(str(error)):
+        if not _TORCH_MESSAGE.search(str(error)):
             raise
     return {cast(int, worker.pid): worker.exitcode for worker in workers if worker.exitcode not in (None, 0)}
 
 
-def _parse_exit_code(text: "re.Match[str]") -> int | None:
+def _parse_exit_code(match: "re.Match[str]") -> int | None:
     """Return the exit code in a message of torch, negative for a signal."""
-    if text["code"]:
-        return int(text["code"])
+    if match["code"]:
+        return int(match["code"])
     names = {signal.strsignal(number): -number for number in signal.valid_signals()}
-    return names.get(text["signal"])
+    return names.get(match["signal"])
 
 
-def _how_it_died(pid: int, code: int | None) -> str:
+def _describe_death(pid: int, code: int | None) -> str:
     name = signal.Signals(-code).name if code is not None and code < 0 else None
-    how = f"was killed by {name}" if name else "has died" if code is None else f"ended with exit code {code}"
+    outcome = f"was killed by {name}" if name else "has died" if code is None else f"ended with exit code {code}"
     remedy = _REMEDIES.get(name or "", "set data.num_workers=0 to read in the training process, which shows the error")
-    return f"a data loader worker (process {pid}) {how}: {remedy}"
+    return f"a data loader worker (process {pid}) {outcome}: {remedy}"
 
 
-_Cut = range | list[Pack]
+_BatchPositions = range | list[Pack]
 """Positions of a microbatch in the global order: a range with one position per row, or packs with several."""
 
 
@@ -105,13 +105,13 @@ class _PositionedReader:
     def __init__(self, dataset: Dataset, order: GlobalOrder) -> None:
         self.dataset, self.order = dataset, order
 
-    def __getitems__(self, cut: _Cut) -> Microbatch:
-        if isinstance(cut, range):
-            batch = self.dataset.batch_at(self.order.indices(cut).tolist(), cut)
-            return {**batch, "position": torch.arange(cut.start, cut.stop)}
-        packs = [[int(self.order.indices(range(p, p + 1))[0]) for p in pack] for pack in cut]
+    def __getitems__(self, batch_positions: _BatchPositions) -> Microbatch:
+        if isinstance(batch_positions, range):
+            batch = self.dataset.batch_at(self.order.indices(batch_positions).tolist(), batch_positions)
+            return {**batch, "position": torch.arange(batch_positions.start, batch_positions.stop)}
+        packs = [[int(self.order.indices(range(p, p + 1))[0]) for p in pack] for pack in batch_positions]
         batch = self.dataset.packed(packs)
-        positions = torch.tensor([p for pack in cut for p in pack], dtype=torch.int64)
+        positions = torch.tensor([p for pack in batch_positions for p in pack], dtype=torch.int64)
         return {**batch, **find_bounds(batch["documents"]), "position": positions}
 
 
@@ -170,19 +170,19 @@ class Loader:
         self._num_workers, self._pin_memory = num_workers, pin_memory
         self._tokens_per_sample, self._pack_tokens = tokens_per_sample, pack_tokens
         self._counts_tokens = dataset.num_tokens([0]) is not None
-        self._ahead: Iterator[Microbatch] | None = None
+        self._prefetcher: Iterator[Microbatch] | None = None
 
     def next_window(self) -> Window:
         """Read the next window; the class docstring defines its positions."""
         num_samples = self._batch_size_at(self.samples)
-        cuts = list(self._cuts(self.samples))
+        batches = list(self._positions(self.samples))
         if self._num_workers == 0:
-            microbatches = [self._read(cut) for cut in cuts]
+            microbatches = [self._read(batch) for batch in batches]
         else:
-            if self._ahead is None:
-                self._ahead = self._read_ahead()
-            with worker_deaths_explained(self._ahead):
-                microbatches = [next(self._ahead) for _ in cuts]
+            if self._prefetcher is None:
+                self._prefetcher = self._start_prefetching()
+            with explain_worker_deaths(self._prefetcher):
+                microbatches = [next(self._prefetcher) for _ in batches]
         tokens = self._num_tokens(self.samples + self._skipped, num_samples)
         self.samples += num_samples
         return Window(microbatches, num_samples, tokens)
@@ -197,7 +197,7 @@ class Loader:
         self.samples, self._skipped = read_count(state, "samples"), read_count(state, "skipped")
         # Earlier versions used permutation tables for datasets of any size.
         self._reader.order.is_keyed &= state.get("order") == _KEYED
-        self._ahead = None
+        self._prefetcher = None
 
     def tensors(self) -> dict[str, Tensor]:
         """Return an empty dict: the state has no tensors."""
@@ -214,7 +214,7 @@ class Loader:
         """
         self._skipped += self.samples - samples
         self.samples = samples
-        self._ahead = None
+        self._prefetcher = None
 
     def _num_tokens(self, first: int, num_samples: int) -> int | None:
         """Return the tokens of `num_samples` samples (of all ranks) from position `first`."""
@@ -223,7 +223,7 @@ class Loader:
         indices = self._reader.order.indices(range(first, first + num_samples))
         return self._reader.dataset.num_tokens(indices.tolist())
 
-    def _cuts(self, start: int) -> Iterator[_Cut]:
+    def _positions(self, start: int) -> Iterator[_BatchPositions]:
         """Yield the positions of each of this rank's microbatches, for the window after `start` consumed samples."""
         if self._pack_tokens is not None:
             yield from self._packs(start, self._pack_tokens)
@@ -242,23 +242,23 @@ class Loader:
         packs = [[positions[i] for i in pack] for pack in first_fit_decreasing(lengths, capacity)]
         yield from deal(packs, per_gpu_batch_size=self._per_gpu, dp_rank=self._dp_rank, dp_size=self._dp_size)
 
-    def _all_cuts(self) -> Iterator[_Cut]:
+    def _all_positions(self) -> Iterator[_BatchPositions]:
         start = self.samples
         while True:
-            yield from self._cuts(start)
+            yield from self._positions(start)
             start += self._batch_size_at(start)
 
-    def _read(self, cut: _Cut) -> Microbatch:
-        microbatch = self._reader.__getitems__(cut)
+    def _read(self, positions: _BatchPositions) -> Microbatch:
+        microbatch = self._reader.__getitems__(positions)
         return {name: tensor.pin_memory() for name, tensor in microbatch.items()} if self._pin_memory else microbatch
 
-    def _read_ahead(self) -> Iterator[Microbatch]:
+    def _start_prefetching(self) -> Iterator[Microbatch]:
         # The batch sampler uses a copy of this loader, which has no reference to the iterator. In a reference cycle,
         # the garbage collector would destroy the iterator after its queues, and it would wait 5 s for each worker.
         position = copy(self)
         loader = DataLoader(
             cast(Any, self._reader),
-            batch_sampler=cast(Any, position._all_cuts()),
+            batch_sampler=cast(Any, position._all_positions()),
             collate_fn=cast(Any, _identity),
             num_workers=self._num_workers,
             pin_memory=self._pin_memory,
@@ -267,10 +267,10 @@ class Loader:
             generator=torch.Generator().manual_seed(self.samples),
         )
         with stop_signals.held_back():
-            ahead = iter(loader)
-        for worker in cast(Any, ahead)._workers:
+            prefetcher = iter(loader)
+        for worker in cast(Any, prefetcher)._workers:
             worker._popen.terminate = worker._popen.kill  # workers ignore SIGTERM
-        return ahead
+        return prefetcher
 
 
 def _begin_worker(worker: int) -> None:

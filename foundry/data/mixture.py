@@ -62,11 +62,13 @@ class Interleave:
 
     def sources(self, positions: range) -> Iterator[int]:
         """Yield the source at each position of the range."""
-        due = [((2 * n + 1) * self._intervals[source], source) for source, n in enumerate(self.counts(positions.start))]
-        heapq.heapify(due)
+        queue = [
+            ((2 * n + 1) * self._intervals[source], source) for source, n in enumerate(self.counts(positions.start))
+        ]
+        heapq.heapify(queue)
         for _ in positions:
-            when, source = due[0]
-            heapq.heapreplace(due, (when + 2 * self._intervals[source], source))
+            due_at, source = queue[0]
+            heapq.heapreplace(queue, (due_at + 2 * self._intervals[source], source))
             yield source
 
 
@@ -83,19 +85,19 @@ class MixtureOrder(GlobalOrder):
         self.is_keyed = True  # no permutation table of the whole mixture
         self._interleave = Interleave(mixture.weights)
         self._first = np.cumsum([0, *mixture.sizes[:-1]])
-        self._own = [
+        self._orders = [
             GlobalOrder(num_samples=size, fingerprint=f"{fingerprint}:{source}", seed=seed)
             for source, size in enumerate(mixture.sizes)
         ]
 
     def indices(self, positions: range) -> NDArray[np.int64]:
         """Return the dataset indices at consecutive positions, (len(positions),) int64."""
-        of_source = np.fromiter(self._interleave.sources(positions), np.int64, len(positions))
-        found = np.empty(len(positions), np.int64)
+        source_ids = np.fromiter(self._interleave.sources(positions), np.int64, len(positions))
+        indices = np.empty(len(positions), np.int64)
         for source, start in enumerate(self._interleave.counts(positions.start)):
-            if len(here := np.flatnonzero(of_source == source)):
-                found[here] = self._first[source] + self._own[source].indices(range(start, start + len(here)))
-        return found
+            if len(rows := np.flatnonzero(source_ids == source)):
+                indices[rows] = self._first[source] + self._orders[source].indices(range(start, start + len(rows)))
+        return indices
 
 
 @dataclass(frozen=True)

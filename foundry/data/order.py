@@ -78,20 +78,20 @@ def keyed_permutation(items: NDArray[np.int64], *, num_items: int, key: bytes) -
     """
     width = math.isqrt(num_items - 1) + 1
     sides, keys = np.array([width, -(-num_items // width)], np.uint64), np.frombuffer(key, "<u8")
-    found = _feistel(items.astype(np.uint64), sides, keys)
-    while (outside := found >= num_items).any():
-        found[outside] = _feistel(found[outside], sides, keys)
-    return found.astype(np.int64)
+    permuted = _feistel(items.astype(np.uint64), sides, keys)
+    while (is_outside := permuted >= num_items).any():
+        permuted[is_outside] = _feistel(permuted[is_outside], sides, keys)
+    return permuted.astype(np.int64)
 
 
 def _feistel(items: NDArray[np.uint64], sides: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Run all rounds of the network; each round adds a function of one coordinate to the other."""
-    one, other = np.divmod(items, sides[1])
+    first, second = np.divmod(items, sides[1])
     for number, key in enumerate(keys):
-        mixed = other ^ key
+        mixed = second ^ key
         mixed = (mixed ^ (mixed >> np.uint64(30))) * _MIX[0]
         mixed = (mixed ^ (mixed >> np.uint64(27))) * _MIX[1]
         side = sides[number % 2]
-        one, other = other, (one + (mixed ^ (mixed >> np.uint64(31))) % side) % side
-    permuted: NDArray[np.uint64] = one * sides[1] + other
+        first, second = second, (first + (mixed ^ (mixed >> np.uint64(31))) % side) % side
+    permuted: NDArray[np.uint64] = first * sides[1] + second
     return permuted

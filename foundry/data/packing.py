@@ -31,14 +31,14 @@ def first_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> list[Pack
     parts = np.sort(lengths if lengths.ndim == 2 else lengths[:, None])[:, ::-1]
     packs, room = list[Pack](), np.full(parts.shape, capacity)
     for sample in np.argsort(-parts.sum(1), kind="stable").tolist():
-        left = room[: len(packs) + 1].copy()  # the last one is empty
+        remaining = room[: len(packs) + 1].copy()  # the last one is empty
         for length in parts[sample]:
-            left[np.arange(len(left)), left.argmax(1)] -= length
-        chosen = int((left >= 0).all(1).argmax())
-        if chosen == len(packs):
+            remaining[np.arange(len(remaining)), remaining.argmax(1)] -= length
+        index = int((remaining >= 0).all(1).argmax())
+        if index == len(packs):
             packs.append([])
-        packs[chosen].append(sample)
-        room[chosen] = left[chosen]
+        packs[index].append(sample)
+        room[index] = remaining[index]
     return packs
 
 

@@ -90,7 +90,7 @@ def _build_trainer(run: RunContext, trained: Trained) -> Trainer:
         samples_per_epoch=samples_per_epoch(config.objective, data), tokens_per_sample=data.tokens_per_sample
     )
     watchdog = build_watchdog(run)
-    run = replace(run, beat=watchdog.now)
+    run = replace(run, heartbeat=watchdog.now)
 
     step = TrainStep(
         model=trained.parallel.model,

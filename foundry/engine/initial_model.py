@@ -18,7 +18,7 @@ from torch import nn
 from foundry.checkpoint.folder import CheckpointError, Manifest, read_manifest
 from foundry.checkpoint.init_from import find_checkpoint, init_from
 from foundry.checkpoint.tensors import compute_digest, load_weights
-from foundry.checkpoint.verification import damage_together
+from foundry.checkpoint.verification import find_damage_on_all_ranks
 from foundry.config.build import weights_of_parts
 from foundry.config.record.frozen import typed_group
 from foundry.config.schemas.model import HuggingFace
@@ -112,7 +112,7 @@ def read_initial(node: Any, path: Path | None, start: StartModel, world: World, 
         initial = InitialModel(model, partial(init_from, source, world))
     if not adapters:
         return initial
-    model = initial.whole()
+    model = initial.materialize()
     for folder, manifest, base in reversed(adapters):
         _merge(model, folder, manifest, base, world, key)
     return InitialModel(model)
@@ -185,7 +185,7 @@ def read_base(node: Any, checkpoint: Path, start: StartModel, world: World, key:
         raise ConfigError(Violation(key, message))
     folder, _, base = found
     path = None if base.path is None else _path_of_base(folder, base, key)
-    model = read_initial(node, path, start, world, key).whole()
+    model = read_initial(node, path, start, world, key).materialize()
     _check_digest(model, folder, base, key)
     return model
 
@@ -238,7 +238,7 @@ def _merge(model: nn.Module, folder: Path, manifest: Manifest, base: Base, world
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     add_adapters(model, settings, seed=0)
     try:
-        if wrong := damage_together(folder, world):
+        if wrong := find_damage_on_all_ranks(folder, world):
             raise CheckpointError(f"{folder.name} is damaged: {'; '.join(wrong)}")
         load_weights(folder, model, ema=True, trained_only=True)
     except (OSError, CheckpointError) as error:

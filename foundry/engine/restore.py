@@ -24,7 +24,7 @@ from foundry.config.setting import check_fields
 from foundry.core.errors import ConfigError, Violation, format_reason, shown
 from foundry.core.foreign import ForeignData
 from foundry.core.tasks import run_files
-from foundry.data.corpora.tokenizer import count_ids, parse_tokenizer, usual_end
+from foundry.data.corpora.tokenizer import count_ids, find_end_token, parse_tokenizer
 from foundry.data.splits import DataSplits, RunFile
 from foundry.engine.initial_model import find_base, read_base
 from foundry.models.initialisation import InitialModel, allocate
@@ -339,7 +339,7 @@ def _special_tokens(file: Path, tokenizer: Any) -> dict[str, Any]:
         ConfigError: the file is not in foundry's format.
     """
     if not os.path.lexists(file):
-        end = usual_end(tokenizer)
+        end = find_end_token(tokenizer)
         return {"stop_ids": () if end is None else (end,)}
     with _file_explained(file):
         content = read_object(file, required={"eos_token_id": list})

@@ -22,13 +22,13 @@ def build_watchdog(run: RunContext) -> Watchdog:
         read_dumps=partial(read_positions, run.run_dir, world.rank, world.world_size, limits.timeout_seconds / 2),
         record=partial(_record_stall, run.run_dir),
         when_started=partial(limit_waits, limits.timeout_seconds),
-        on_beat=run.on_activity,
+        on_heartbeat=run.on_activity,
     )
 
 
-def _dump(run_dir: Path, world: World, step: int, doing: str) -> None:
+def _dump(run_dir: Path, world: World, step: int, activity: str) -> None:
     """Write the stack traces of this process and its recent collectives."""
-    dump_stacks(run_dir, world.rank, step, doing)
+    dump_stacks(run_dir, world.rank, step, activity)
     if world.world_size > 1:
         dump_collectives(run_dir, world.rank, world.device)
 

@@ -14,7 +14,7 @@ from foundry.checkpoint.resume_point import (
     check_data,
     find_resume_point,
     is_longer,
-    past_its_end,
+    without_stop_reason,
 )
 from foundry.config.record.frozen import hash_config, plain, strict
 from foundry.config.schemas.checkpoint import Checkpoint
@@ -22,7 +22,7 @@ from foundry.config.schemas.root import Config
 from foundry.core.errors import ConfigError, Violation, format_reason
 from foundry.core.events import Observer, RunEnded
 from foundry.core.protocols import RunContext
-from foundry.data.loader import worker_deaths_explained
+from foundry.data.loader import explain_worker_deaths
 from foundry.data.splits import DataSplits
 from foundry.engine.assembly import build_trainer
 from foundry.engine.run_files import write_run_files
@@ -39,7 +39,7 @@ from foundry.run_dir.lock import RunDirectoryLostError, check_locked, lock
 from foundry.run_dir.result import find_result
 from foundry.run_dir.status import read_status
 from foundry.tracking.observers import build_observers
-from foundry.training.memory_error import memory_explained
+from foundry.training.memory_error import explain_memory_errors
 
 
 @dataclass(frozen=True)
@@ -99,13 +99,13 @@ def train(
         if resume_point is not None:
             check_config(resume_point, config, now, config.checkpoint.on_changed_config)
             if state == "finished":
-                resume_point = past_its_end(resume_point)
+                resume_point = without_stop_reason(resume_point)
         observers = [*build_observers(config.tracking, run_dir), *more_observers] if world.is_main else []
         with (
             _failure_reported(observers, run_dir),
             _rank_zero_missed(run_dir, world),
-            worker_deaths_explained(),
-            memory_explained(world.device, world.rank),
+            explain_worker_deaths(),
+            explain_memory_errors(world.device, world.rank),
         ):
             run = RunContext(
                 config=config,

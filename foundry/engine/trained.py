@@ -81,7 +81,7 @@ def build_trained(run: RunContext) -> Trained:
         check_fits(config, run.data, world)
     initial = _resumed(config) if resume_point is not None and not is_adapted else _build_initial(run, None)
     if is_adapted:  # adapters need the base weights, and their digest is computed
-        initial = InitialModel(initial.whole())
+        initial = InitialModel(initial.materialize())
     model = initial.model
     if (training_warning := hook(model, "training_warning")) is not None and (line := training_warning()) is not None:
         log.warning(line)
@@ -151,7 +151,7 @@ def _build_initial(run: RunContext, node: Any, key: str | None = None) -> Initia
         for weights in weights_of_parts(node).values() if tokenizer is not None else ():
             check_same(tokenizer, Path(weights).expanduser())
         initial = read_parts(initial, node, run.world)
-    return _with_values(initial, run.config.data, initial.whole)
+    return _with_values(initial, run.config.data, initial.materialize)
 
 
 def _build_frozen(run: RunContext, objective: Objective) -> tuple[Mapping[str, nn.Module], bool]:
@@ -176,7 +176,7 @@ def join_samples(run: RunContext, objective: Objective) -> DataSplits:
 
     def build_frozen() -> tuple[Mapping[str, nn.Module], str]:
         models = {
-            name: _build_initial(run, node, f"objective.{name}").whole()
+            name: _build_initial(run, node, f"objective.{name}").materialize()
             for name, node in objective.frozen_models.items()
         }
         digest = " ".join(f"{name} {compute_digest(model)}" for name, model in models.items())

@@ -13,7 +13,7 @@ from foundry.environments.protocol import Answer, Environment
 from foundry.environments.worker import FaultError, Worker
 
 _TIMEOUT_SECONDS = 10.0
-_MOST_LOST = 8
+_MAX_LOST = 8
 """Maximum number of processes that an environment may lose on consecutive answers before it has scored any.
 
 After that the environment counts as broken, and each further call of the judge scores only one answer.
@@ -71,62 +71,64 @@ class Judge:
         self._weights, self.name, self.needs = dict(weights), name, tuple(needs)
         self.scores = scores
         self._has_warned = self._has_scored = False
-        self._lost = 0  # number of processes lost before any answer was scored
+        self._num_lost = 0  # number of processes lost before any answer was scored
 
-    def judge(self, answers: Sequence[Answer], beat: Callable[[str], None] = lambda what: None) -> list[Judgement]:
+    def judge(
+        self, answers: Sequence[Answer], heartbeat: Callable[[str], None] = lambda activity: None
+    ) -> list[Judgement]:
         """Return the reward and scores of each answer.
 
         Args:
             answers: the answers to score.
-            beat: heartbeat, called with the name of the current activity.
+            heartbeat: heartbeat, called with the name of the current activity.
         """
-        found = self._judge(answers, self._answers_per_call, beat)
-        for judgement, answer in zip(found, answers, strict=True):
+        judgements = self._judge(answers, self._answers_per_call, heartbeat)
+        for judgement, answer in zip(judgements, answers, strict=True):
             if judgement.fault and not self._has_warned:
                 self._has_warned = True
-                where = f"the answer {shown(answer.text)} to {shown(answer.prompt)}"
+                location = f"the answer {shown(answer.text)} to {shown(answer.prompt)}"
                 log.warning(
-                    "environment %s: %s, for %s; this answer is not counted", self.name, judgement.message, where
+                    "environment %s: %s, for %s; this answer is not counted", self.name, judgement.message, location
                 )
-        return found
+        return judgements
 
     def close(self) -> None:
         """Terminate the environment's process, if it has one."""
         if isinstance(self._scorer, Worker):
             self._scorer.close()
 
-    def _judge(self, answers: Sequence[Answer], per_call: int, beat: Callable[[str], None]) -> list[Judgement]:
-        found = list[Judgement]()
+    def _judge(self, answers: Sequence[Answer], per_call: int, heartbeat: Callable[[str], None]) -> list[Judgement]:
+        judgements = list[Judgement]()
         for start in range(0, len(answers), per_call):
-            beat("scoring answers")
-            found += self._called(answers[start : start + per_call], beat)
-            if self._lost >= _MOST_LOST:
-                return found + [found[-1]] * (len(answers) - len(found))
-        return found
+            heartbeat("scoring answers")
+            judgements += self._score(answers[start : start + per_call], heartbeat)
+            if self._num_lost >= _MAX_LOST:
+                return judgements + [judgements[-1]] * (len(answers) - len(judgements))
+        return judgements
 
-    def _called(self, answers: Sequence[Answer], beat: Callable[[str], None]) -> list[Judgement]:
+    def _score(self, answers: Sequence[Answer], heartbeat: Callable[[str], None]) -> list[Judgement]:
         try:
-            scored = self._scorer.score(answers)
+            all_scores = self._scorer.score(answers)
         except FaultError as error:
             if len(answers) > 1:
-                return self._judge(answers, 1, beat)
+                return self._judge(answers, 1, heartbeat)
             if error.kind in ("timed_out", "died") and not self._has_scored:
-                self._lost += 1
+                self._num_lost += 1
             return [Judgement(None, {}, error.kind, str(error))]
-        self._has_scored, self._lost = True, 0
-        return [self._weighed(scores) for scores in scored]
+        self._has_scored, self._num_lost = True, 0
+        return [self._weigh(scores) for scores in all_scores]
 
-    def _weighed(self, scores: Mapping[str, float | None]) -> Judgement:
+    def _weigh(self, scores: Mapping[str, float | None]) -> Judgement:
         numbers = {name: float(value) for name, value in scores.items() if value is not None and _is_number(value)}
-        if wrong := [name for name, value in scores.items() if value is not None and name not in numbers]:
-            value = scores[wrong[0]]
-            return Judgement(None, numbers, "no_number", f"scores {wrong[0]} as {value}{_why_none(value)}")
+        if invalid := [name for name, value in scores.items() if value is not None and name not in numbers]:
+            value = scores[invalid[0]]
+            return Judgement(None, numbers, "no_number", f"scores {invalid[0]} as {value}{_explain_value(value)}")
         if len(numbers) < len(scores) or not numbers:
             return Judgement(None, numbers)
         reward = sum(self._weights.get(name, 1.0) * value for name, value in numbers.items())
         if not _is_number(reward):
             return Judgement(
-                None, numbers, "no_number", f"the weighted sum of the scores is {reward}{_why_none(reward)}"
+                None, numbers, "no_number", f"the weighted sum of the scores is {reward}{_explain_value(reward)}"
             )
         return Judgement(reward, numbers)
 
@@ -136,7 +138,7 @@ def _is_number(value: float) -> bool:
     return math.isfinite(value * value)
 
 
-def _why_none(value: float | None) -> str:
+def _explain_value(value: float | None) -> str:
     """Explain that a finite value is too large; empty for NaN and infinity, which need no explanation."""
     return ", whose square is not finite in float64" if value is not None and math.isfinite(value) else ""
 
@@ -152,17 +154,17 @@ def build_judge(node: Any) -> Judge | None:
     target = field_of(node, "_target_")
     if target is None:
         return None
-    is_own = not is_dataclass(node) or target != getattr(type(node), "_target_", None)
+    is_custom = not is_dataclass(node) or target != getattr(type(node), "_target_", None)
     weights = field_of(node, "weights") or {}
     name = target.rpartition(".")[2]
     names = list(node) if isinstance(node, dict) else [item.name for item in fields(node)]
     settings = {key: field_of(node, key) for key in names if key not in runtime_settings(_KEY)}
-    known: dict[str, Any] = {} if is_own else {"needs": node.needs, "scores": node.scores}
-    if not is_own and not node.in_worker:
-        return Judge(build(settings), weights=weights, name=name, **known)
+    options: dict[str, Any] = {} if is_custom else {"needs": node.needs, "scores": node.scores}
+    if not is_custom and not node.in_worker:
+        return Judge(build(settings), weights=weights, name=name, **options)
     try:
         worker = Worker(settings, float(field_of(node, "timeout_seconds", _TIMEOUT_SECONDS)))
     except FaultError as error:
         raise ConfigError(Violation(f"{_KEY}._target_", f"is {target}, which cannot be built: {error}")) from None
-    known["answers_per_call"] = int(field_of(node, "answers_per_call", 1))
-    return Judge(worker, weights=weights, name=name, **known)
+    options["answers_per_call"] = int(field_of(node, "answers_per_call", 1))
+    return Judge(worker, weights=weights, name=name, **options)

@@ -27,13 +27,13 @@ class ExactMatch:
         return [self._score(answer) for answer in answers]
 
     def _score(self, answer: Answer) -> Scores:
-        found = answer.text if self._pattern is None else find_last(self._pattern, answer.text)
-        wanted = answer.columns.get("answer")
-        is_correct = found is not None and self._folded(found) == self._folded(wanted)
-        scores: dict[str, float | None] = {"correct": None if wanted is None else float(is_correct)}
-        return scores if self._pattern is None else {**scores, "format": float(found is not None)}
+        prediction = answer.text if self._pattern is None else find_last(self._pattern, answer.text)
+        target = answer.columns.get("answer")
+        is_correct = prediction is not None and self._normalise(prediction) == self._normalise(target)
+        scores: dict[str, float | None] = {"correct": None if target is None else float(is_correct)}
+        return scores if self._pattern is None else {**scores, "format": float(prediction is not None)}
 
-    def _folded(self, value: Any) -> str:
+    def _normalise(self, value: Any) -> str:
         text = str(value).strip()
         return text.casefold() if self.settings.ignore_case else text
 
@@ -54,10 +54,10 @@ class MultipleChoice:
         return [self._score(answer) for answer in answers]
 
     def _score(self, answer: Answer) -> Scores:
-        found, wanted = find_last(self._pattern, answer.text), self._letter(answer.columns.get("answer"))
-        is_choice = found is not None and found.strip() in self._choices
-        is_correct = found is not None and found.strip() == wanted
-        return {"correct": None if wanted is None else float(is_correct), "format": float(is_choice)}
+        prediction, target = find_last(self._pattern, answer.text), self._letter(answer.columns.get("answer"))
+        is_choice = prediction is not None and prediction.strip() in self._choices
+        is_correct = prediction is not None and prediction.strip() == target
+        return {"correct": None if target is None else float(is_correct), "format": float(is_choice)}
 
     def _letter(self, value: Any) -> str | None:
         if isinstance(value, int) and not isinstance(value, bool):
@@ -90,11 +90,11 @@ class Arithmetic:
         return [self._score(answer) for answer in answers]
 
     def _score(self, answer: Answer) -> Scores:
-        found = find_last(_ANSWER, answer.text)
+        prediction = find_last(_ANSWER, answer.text)
         column = str(answer.columns.get("answer", "")).strip()
-        wanted = column if _NUMBER.fullmatch(column) else find_last(_ANSWER, column)
-        is_correct = found is not None and found == wanted
-        scores = {"correct": None if wanted is None else float(is_correct)}
+        target = column if _NUMBER.fullmatch(column) else find_last(_ANSWER, column)
+        is_correct = prediction is not None and prediction == target
+        scores = {"correct": None if target is None else float(is_correct)}
         return {**scores, "format": float(_ENDS.search(answer.text) is not None)}
 
 
@@ -111,5 +111,5 @@ def find_last(pattern: re.Pattern[str], text: str) -> str | None:
     matches = list(pattern.finditer(text))
     if not matches:
         return None
-    found: str | None = matches[-1].group(1 if pattern.groups else 0)
-    return found
+    last: str | None = matches[-1].group(1 if pattern.groups else 0)
+    return last

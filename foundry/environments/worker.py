@@ -25,10 +25,10 @@ from foundry.environments.protocol import Answer
 
 _START_SECONDS = 600.0
 """Timeout for importing and building the environment, on a busy machine."""
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 """Seconds between two checks that the process is alive."""
-_LONGEST_MESSAGE = 300
-_LONGEST_REPLY = 2**26
+_MAX_MESSAGE_LENGTH = 300
+_MAX_REPLY_BYTES = 2**26
 """Limit in bytes; without it an environment that writes endlessly into the connection could exhaust all memory."""
 
 
@@ -71,11 +71,11 @@ class Worker:
         if self._process is None:
             self._start()
         slow = f"took longer than environment.timeout_seconds={self._timeout:g}"
-        reply = self._ask({"answers": [vars(answer) for answer in answers]}, self._timeout, slow)
+        reply = self._send({"answers": [vars(answer) for answer in answers]}, self._timeout, slow)
         if "raised" in reply:
             raise FaultError("raised", reply["raised"])
-        with ForeignData(self._disturbed):
-            return _checked(reply["scores"], len(answers))
+        with ForeignData(self._protocol_error):
+            return _check_scores(reply["scores"], len(answers))
 
     def close(self) -> None:
         """Kill the process and its child processes."""
@@ -100,14 +100,14 @@ class Worker:
                 start_new_session=True,
                 env=environment_of_module(),
             )
-        own = os.environ.get("PYTHONPATH")
-        first = {"path": sys.path, "PYTHONPATH": own, "node": self._node, "parent": os.getpid()}
-        reply = self._ask(first, _START_SECONDS, f"was not ready after {_START_SECONDS:g} seconds")
+        python_path = os.environ.get("PYTHONPATH")
+        first = {"path": sys.path, "PYTHONPATH": python_path, "node": self._node, "parent": os.getpid()}
+        reply = self._send(first, _START_SECONDS, f"was not ready after {_START_SECONDS:g} seconds")
         if "raised" in reply:
             self.close()
             raise FaultError("raised", reply["raised"])
 
-    def _ask(self, request: Mapping[str, Any], seconds: float, slow: str) -> dict[str, Any]:
+    def _send(self, request: Mapping[str, Any], seconds: float, slow: str) -> dict[str, Any]:
         process = self._process
         assert process is not None
         assert process.stdin is not None
@@ -122,23 +122,23 @@ class Worker:
         except TimeoutError:
             self.close()
             raise FaultError("timed_out", slow) from None
-        if len(line) > _LONGEST_REPLY:
-            raise self._disturbed(f"more than {_LONGEST_REPLY} bytes")
+        if len(line) > _MAX_REPLY_BYTES:
+            raise self._protocol_error(f"more than {_MAX_REPLY_BYTES} bytes")
         if not line.endswith(b"\n"):
-            raise FaultError("died", f"{self._ended()} in the environment's process")
-        with ForeignData(self._disturbed):
+            raise FaultError("died", f"{self._describe_exit()} in the environment's process")
+        with ForeignData(self._protocol_error):
             return _parse_reply(line, self._requests)
 
-    def _disturbed(self, reason: str) -> FaultError:
+    def _protocol_error(self, reason: str) -> FaultError:
         """Kill the process, since after an invalid reply the next one may be invalid too, and return the error."""
         self.close()
         return FaultError("died", f"wrote into the connection of the environment's process ({reason})")
 
-    def _ended(self) -> str:
+    def _describe_exit(self) -> str:
         """Kill a process that no longer replies, and return a description of how it ended."""
         assert self._process is not None
         try:
-            code = self._process.wait(_LOOK_SECONDS)
+            code = self._process.wait(_POLL_SECONDS)
         except subprocess.TimeoutExpired:
             return "the connection was closed"
         finally:
@@ -156,14 +156,14 @@ class Worker:
         line, stream = bytearray(), self._process.stdout.fileno()
         with selectors.DefaultSelector() as selector:
             selector.register(stream, selectors.EVENT_READ)
-            while not line.endswith(b"\n") and len(line) <= _LONGEST_REPLY:
-                left = deadline - time.monotonic()
-                if selector.select(max(0.0, min(left, _LOOK_SECONDS))):
+            while not line.endswith(b"\n") and len(line) <= _MAX_REPLY_BYTES:
+                remaining = deadline - time.monotonic()
+                if selector.select(max(0.0, min(remaining, _POLL_SECONDS))):
                     part = os.read(stream, 2**16)
                     if not part:
                         break
                     line += part
-                elif left <= 0:
+                elif remaining <= 0:
                     raise TimeoutError
                 elif self._process.poll() is not None:  # its child processes may keep the pipe open
                     break
@@ -194,16 +194,16 @@ def _serve() -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # the environment cannot read the requests
     first = json.loads(requests.readline())
     stop_signals.end_with_parent(first["parent"])
-    _end_first()
+    _prefer_oom_kill()
     sys.path[:] = first["path"]
     if first["PYTHONPATH"] is None:
         del os.environ["PYTHONPATH"]
     else:
         os.environ["PYTHONPATH"] = first["PYTHONPATH"]
-    own = os.getpid()
+    pid = os.getpid()
 
     def reply(number: int, **content: Any) -> None:
-        if os.getpid() != own:  # a forked child of the environment returned here too
+        if os.getpid() != pid:  # a forked child of the environment returned here too
             os._exit(0)
         replies.write(json.dumps({"number": number, **content}) + "\n")
         replies.flush()
@@ -215,31 +215,31 @@ def _serve() -> None:
         if not callable(getattr(environment, "score", None)):
             raise TypeError(f"{first['node']['_target_']} has no method score(answers)")
     except BaseException as error:  # including SystemExit and similar
-        reply(first["number"], raised=_described(error))
+        reply(first["number"], raised=_describe(error))
         return
     reply(first["number"], ready=True)
     for line in requests:
         request = json.loads(line)
         try:
             answers = [Answer(**answer) for answer in request["answers"]]
-            reply(request["number"], scores=_checked(environment.score(answers), len(answers)))
+            reply(request["number"], scores=_check_scores(environment.score(answers), len(answers)))
         except BaseException as error:
-            reply(request["number"], raised=_described(error))
+            reply(request["number"], raised=_describe(error))
 
 
-def _checked(scores: Any, count: int) -> list[dict[str, float | None]]:
+def _check_scores(scores: Any, count: int) -> list[dict[str, float | None]]:
     """Return the scores of a number of answers with checked types.
 
     Raises:
         TypeError: if they are not valid scores.
     """
     is_list = isinstance(scores, (list, tuple)) and len(scores) == count
-    if not is_list or not all(isinstance(one, Mapping) for one in scores):
-        wanted = "a list of one mapping" if count == 1 else f"a list of {count} mappings"
-        raise TypeError(f"score(answers) returned {shown(scores)}, not {wanted} from names to numbers")
-    if wrong := [name for one in scores for name in one if not str(name).isprintable()]:
-        raise TypeError(f"score(answers) returned the name {shown(wrong[0])}, which cannot be printed")
-    return [{str(name): _number(name, value) for name, value in one.items()} for one in scores]
+    if not is_list or not all(isinstance(row, Mapping) for row in scores):
+        expected = "a list of one mapping" if count == 1 else f"a list of {count} mappings"
+        raise TypeError(f"score(answers) returned {shown(scores)}, not {expected} from names to numbers")
+    if invalid := [name for row in scores for name in row if not str(name).isprintable()]:
+        raise TypeError(f"score(answers) returned the name {shown(invalid[0])}, which cannot be printed")
+    return [{str(name): _number(name, value) for name, value in row.items()} for row in scores]
 
 
 def _number(name: object, value: Any) -> float | None:
@@ -251,14 +251,14 @@ def _number(name: object, value: Any) -> float | None:
         raise TypeError(f"score(answers) returned {shown(value)} as {shown(name)}, not a number") from None
 
 
-def _end_first() -> None:
+def _prefer_oom_kill() -> None:
     """Make the kernel's OOM killer prefer this process to the training run."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
-def _described(error: BaseException) -> str:
-    message = shortened(visible(str(error)), _LONGEST_MESSAGE)
+def _describe(error: BaseException) -> str:
+    message = shortened(visible(str(error)), _MAX_MESSAGE_LENGTH)
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 

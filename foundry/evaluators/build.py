@@ -23,7 +23,7 @@ def build_evaluators(run: RunContext, objective: Objective) -> dict[str, Evaluat
     Raises:
         ConfigError: all evaluators declare their metrics, and a setting selects another metric.
     """
-    evaluators, measured = dict[str, Evaluator](), list[str]()
+    evaluators, metric_names = dict[str, Evaluator](), list[str]()
     evaluation, data, are_known = run.config.evaluation, run.data, True
     for name, node in evaluation.evaluators.items():
         if node is None:
@@ -36,11 +36,11 @@ def build_evaluators(run: RunContext, objective: Objective) -> dict[str, Evaluat
             raise ConfigError(Violation(f"evaluation.evaluators.{name}", first_line(str(error)))) from error
         names = node["metrics"] if "metrics" in node else getattr(evaluator, "metrics", None)
         are_known = are_known and names is not None
-        measured += val_metric_names(names or ())
+        metric_names += val_metric_names(names or ())
         evaluators[name] = evaluator
     keep_best = run.config.checkpoint.keep_best
-    if are_known and (wrong := list(check_metrics(evaluation, keep_best, dict.fromkeys(measured)))):
-        raise ConfigError(wrong)
+    if are_known and (violations := list(check_metrics(evaluation, keep_best, dict.fromkeys(metric_names)))):
+        raise ConfigError(violations)
     if evaluation.write_samples and objective.generate is not None:
         if data.tokens_per_sample is not None and data.tokenizer is None:
             log.warning("no samples are generated: the data has tokens but no tokenizer; set data.tokenizer")
@@ -52,14 +52,14 @@ def build_evaluators(run: RunContext, objective: Objective) -> dict[str, Evaluat
 def build_stop_rules(run: RunContext, objective: Objective) -> dict[str, StopRule]:
     """Build the stop rules by name."""
     evaluation = run.config.evaluation
-    own = [(name, node) for name, node in evaluation.stop_rules.items() if node is not None]
+    nodes = [(name, node) for name, node in evaluation.stop_rules.items() if node is not None]
     rules: dict[str, StopRule] = {"early_stopping": EarlyStopping(evaluation.early_stopping)}
-    return rules | {name: _build_for_evaluation(run, objective, node) for name, node in own}
+    return rules | {name: _build_for_evaluation(run, objective, node) for name, node in nodes}
 
 
 def _build_for_evaluation(run: RunContext, objective: Objective, node: Mapping[str, Any]) -> Any:
     """Build an evaluator or a stop rule; the setting `metrics` is passed only if the constructor accepts it."""
-    offered = {
+    arguments = {
         "objective": objective,
         "data": run.data,
         "tokenizer": run.data.tokenizer,
@@ -70,4 +70,4 @@ def _build_for_evaluation(run: RunContext, objective: Objective, node: Mapping[s
         "max_samples": run.config.evaluation.max_samples,
         "metrics": node.get("metrics"),
     }
-    return build({name: value for name, value in node.items() if name != "metrics"}, offered=offered)
+    return build({name: value for name, value in node.items() if name != "metrics"}, offered=arguments)

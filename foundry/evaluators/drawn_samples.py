@@ -30,14 +30,14 @@ class DrawnSamples:
 
     def evaluate(self, model: nn.Module, context: EvaluationContext) -> dict[str, float]:
         """Generate and save samples; returns no metrics."""
-        with gathered_if_they_fit(model, context.world) as whole:
+        with gathered_if_they_fit(model, context.world) as full_model:
             # One heartbeat per token or per denoising step, since each can take long in a large model.
-            beats = whole.register_forward_pre_hook(lambda module, inputs: context.beat("drawing samples"))
+            hook = full_model.register_forward_pre_hook(lambda module, inputs: context.heartbeat("drawing samples"))
             try:
                 with context.autocast():
-                    samples = self._generate(whole, self._data, context.world.device)
+                    samples = self._generate(full_model, self._data, context.world.device)
             finally:
-                beats.remove()
+                hook.remove()
         if not context.world.is_main:
             return {}
         if isinstance(samples, TextSamples):

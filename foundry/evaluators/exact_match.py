@@ -62,51 +62,51 @@ class ExactMatch:
         self._prompts = data.prompts[: settings.max_samples]
         self._decoding = Decoding(max_new_tokens=settings.max_new_tokens, stop_ids=frozenset(data.stop_ids))
         has_answers = any(prompt.answer is not None for prompt in self._prompts)
-        own = EXACT_MATCH_METRICS if has_answers else tuple(n for n in EXACT_MATCH_METRICS if n != "exact_match")
-        self.metrics: tuple[str, ...] | None = own
+        base_names = EXACT_MATCH_METRICS if has_answers else tuple(n for n in EXACT_MATCH_METRICS if n != "exact_match")
+        self.metrics: tuple[str, ...] | None = base_names
         if judge is not None:
             names = judge.scores
-            self.metrics = None if names is None else (*own, *reward_metric_names(names))
-        self._known, where = self.metrics, "evaluation.evaluators.exact_match"
+            self.metrics = None if names is None else (*base_names, *reward_metric_names(names))
+        self._metric_names, key = self.metrics, "evaluation.evaluators.exact_match"
         if not len(self._prompts) or (torchmetrics and not has_answers):
             message = "requires data with prompts and answers, such as data=chats"
-            raise ConfigError(Violation(where, message))
-        self._torchmetrics = TorchMetrics(torchmetrics, f"{where}.torchmetrics") if torchmetrics else None
+            raise ConfigError(Violation(key, message))
+        self._torchmetrics = TorchMetrics(torchmetrics, f"{key}.torchmetrics") if torchmetrics else None
         if torchmetrics:
             self.metrics = None
 
     def evaluate(self, model: nn.Module, context: EvaluationContext) -> dict[str, float]:
         """Generate and compare answers; metrics without values are omitted, except `reward`, which is then NaN."""
         world, size = context.world, self.settings.per_gpu_batch_size
-        measured, answered = list[dict[str, float]](), list[tuple[int, str, str]]()
-        with gathered(model) as whole:
+        rows, pairs = list[dict[str, float]](), list[tuple[int, str, str]]()
+        with gathered(model) as full_model:
             for start in range(world.dp_rank * size, len(self._prompts), world.dp_size * size):
-                context.beat("answering prompts")
+                context.heartbeat("answering prompts")
                 prompts = self._prompts[start : start + size]
                 seen = [prompt.images for prompt in prompts if prompt.images is not None]
                 with context.autocast():
-                    found = generate(
-                        whole,
+                    continuations = generate(
+                        full_model,
                         [prompt.tokens for prompt in prompts],
                         self._decoding,
-                        context=context_of(whole, self._data),
+                        context=context_of(full_model, self._data),
                         device=world.device,
                         batch_size=size,
                         is_sliding=False,
-                        beat=context.beat,
+                        heartbeat=context.heartbeat,
                         images=seen or None,
                     )
                 if world.leads_share:
-                    texts = [decode_tokens(self._data.tokenizer, one.answer) for one in found]
-                    measured += self._measured(prompts, found, texts, context)
+                    texts = [decode_tokens(self._data.tokenizer, continuation.answer) for continuation in continuations]
+                    rows += self._measure(prompts, continuations, texts, context)
                     for index, (prompt, text) in enumerate(zip(prompts, texts, strict=True), start):
                         if prompt.answer is not None:
-                            answered.append((index, text.strip(), prompt.answer.strip()))
-        names = self._known
+                            pairs.append((index, text.strip(), prompt.answer.strip()))
+        names = self._metric_names
         if names is None:  # scores of a custom environment, which other ranks may not have seen
-            names = tuple(sorted({"reward", *(name for own in gather(_names(measured), world) for name in own)}))
+            names = tuple(sorted({"reward", *(name for part in gather(_names(rows), world) for name in part)}))
         sums = torch.tensor(
-            [[sum(one.get(name, 0.0) for one in measured), sum(name in one for one in measured)] for name in names],
+            [[sum(row.get(name, 0.0) for row in rows), sum(name in row for row in rows)] for name in names],
             dtype=torch.float64,
             device=world.device,
         )
@@ -117,35 +117,37 @@ class ExactMatch:
             means["reward"] = math.nan
         if self._torchmetrics is None:
             return means
-        every = sorted(one for own in gather(answered, world) for one in own)
-        return means | self._torchmetrics.measure_texts([text for _, text, _ in every], [text for *_, text in every])
+        all_pairs = sorted(pair for part in gather(pairs, world) for pair in part)
+        return means | self._torchmetrics.measure_texts(
+            [text for _, text, _ in all_pairs], [text for *_, text in all_pairs]
+        )
 
-    def _measured(
+    def _measure(
         self,
         prompts: Sequence[Prompt],
-        found: Sequence[Continuation],
+        continuations: Sequence[Continuation],
         texts: Sequence[str],
         context: EvaluationContext,
     ) -> list[dict[str, float]]:
         """Return the metrics of each answer by name."""
         tokenizer = self._data.tokenizer
-        measured = [{"ended": float(continuation.is_ended)} for continuation in found]
-        for prompt, text, one in zip(prompts, texts, measured, strict=True):
+        rows = [{"ended": float(continuation.is_ended)} for continuation in continuations]
+        for prompt, text, row in zip(prompts, texts, rows, strict=True):
             if prompt.answer is not None:
-                one["exact_match"] = float(text.strip() == prompt.answer.strip())
+                row["exact_match"] = float(text.strip() == prompt.answer.strip())
         if self._judge is None:
-            return measured
+            return rows
         answers = [
             Answer(text, decode_tokens(tokenizer, prompt.tokens), prompt.own_columns, not continuation.is_ended)
-            for prompt, text, continuation in zip(prompts, texts, found, strict=True)
+            for prompt, text, continuation in zip(prompts, texts, continuations, strict=True)
         ]
-        for one, judgement in zip(measured, self._judge.judge(answers, context.beat), strict=True):
-            one |= {f"reward_{name}": value for name, value in judgement.scores.items()}
-            one["reward_missing"] = float(judgement.reward is None)
+        for row, judgement in zip(rows, self._judge.judge(answers, context.heartbeat), strict=True):
+            row |= {f"reward_{name}": value for name, value in judgement.scores.items()}
+            row["reward_missing"] = float(judgement.reward is None)
             if judgement.reward is not None:
-                one["reward"] = judgement.reward
-        return measured
+                row["reward"] = judgement.reward
+        return rows
 
 
-def _names(measured: Sequence[dict[str, float]]) -> list[str]:
-    return sorted({name for one in measured for name in one})
+def _names(rows: Sequence[dict[str, float]]) -> list[str]:
+    return sorted({name for row in rows for name in row})

@@ -47,14 +47,14 @@ class HeldOut:
         torchmetrics: "Mapping[str, Metric] | None" = None,
     ) -> None:
         self.settings, self._objective, self._data = settings, objective, data
-        own = declared_metrics(objective)
-        self._own = None if own is None else tuple(dict.fromkeys((_LOSS, *own)))
-        self.metrics = None if torchmetrics else self._own
-        where = "evaluation.evaluators.held_out.torchmetrics"
+        declared = declared_metrics(objective)
+        self._declared_metrics = None if declared is None else tuple(dict.fromkeys((_LOSS, *declared)))
+        self.metrics = None if torchmetrics else self._declared_metrics
+        key = "evaluation.evaluators.held_out.torchmetrics"
         if torchmetrics and objective.predict is None:
             message = f"is given but objective {type(objective).__name__} has no predict() to compute its inputs"
-            raise ConfigError(Violation(where, message))
-        self._torchmetrics = TorchMetrics(torchmetrics, where) if torchmetrics else None
+            raise ConfigError(Violation(key, message))
+        self._torchmetrics = TorchMetrics(torchmetrics, key) if torchmetrics else None
 
     def evaluate(self, model: nn.Module, context: EvaluationContext) -> dict[str, float]:
         """Evaluate the model; metrics whose count is 0 are omitted."""
@@ -71,7 +71,7 @@ class HeldOut:
         count, metrics = 0, dict[str, Mean]()
         loss = torch.zeros((), dtype=torch.float64, device=device)
         for microbatch in batches:
-            context.beat("evaluating")
+            context.heartbeat("evaluating")
             num_valid = self._objective.num_valid(microbatch)
             count += num_valid
             on_device = to_device(microbatch, device)
@@ -85,7 +85,7 @@ class HeldOut:
                     predictions, targets = self._objective.predict(model, on_device)
                 self._torchmetrics.add(predictions.float(), targets)
         # The loss and its count are reduced together with the metrics; a metric called "loss" does not replace it.
-        named = {_LOSS: Mean(loss, count)}
-        total = reduce_sums(LossSum(loss, {**named, **metrics, **named}), self._own, world)
-        measured, _ = read_means(total.metrics)
-        return measured if self._torchmetrics is None else measured | self._torchmetrics.measure(world)
+        loss_metric = {_LOSS: Mean(loss, count)}
+        total = reduce_sums(LossSum(loss, {**loss_metric, **metrics, **loss_metric}), self._declared_metrics, world)
+        means, _ = read_means(total.metrics)
+        return means if self._torchmetrics is None else means | self._torchmetrics.measure(world)

@@ -44,7 +44,7 @@ class Pruning:
         try:
             link = TrialLink.load(run_dir) if world.is_main else None
         except (ValueError, OSError) as error:
-            raise _refused(run_dir, error) from None
+            raise _config_error(run_dir, error) from None
         return cls(link, run_dir, world) if gather(link is not None, world)[0] else None
 
     def update(self, metrics: Mapping[str, float], epoch: int, share: float) -> str | None:
@@ -92,7 +92,7 @@ class _Trial:
             storage = open_storage(link.resolve_journal(run_dir))
             self._study = optuna.load_study(study_name=link.study, storage=storage)
         except (TypeError, ValueError, KeyError) as error:
-            raise _refused(run_dir, error) from None
+            raise _config_error(run_dir, error) from None
 
     def judge(self, metrics: Mapping[str, float], share: float) -> str | None:
         """Report a value; return the reason to end the trial, or None."""
@@ -102,9 +102,9 @@ class _Trial:
         if value is None:  # the search reports a missing metric itself, from the first result
             return None
         try:
-            known = self._study.get_trials(deepcopy=False)[self._number]
-            trial, step = Trial(self._study, known._trial_id), round(STEPS * share)
-            if step not in known.intermediate_values:  # otherwise repeated after a rollback
+            frozen_trial = self._study.get_trials(deepcopy=False)[self._number]
+            trial, step = Trial(self._study, frozen_trial._trial_id), round(STEPS * share)
+            if step not in frozen_trial.intermediate_values:  # otherwise repeated after a rollback
                 trial.report(value, step)
             with warnings.catch_warnings():
                 # numpy's warning if a trial has reported only NaN; the pruner then ends the trial.
@@ -117,6 +117,6 @@ class _Trial:
         return text if is_over else None
 
 
-def _refused(run_dir: Path, error: Exception) -> ConfigError:
+def _config_error(run_dir: Path, error: Exception) -> ConfigError:
     message = f"is {run_dir}, whose {TRIAL} is not valid for a search of foundry: {error}; remove that file"
     return ConfigError(Violation("hydra.run.dir", message))

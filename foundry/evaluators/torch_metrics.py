@@ -22,20 +22,20 @@ class TorchMetrics:
 
     Args:
         metrics: instances of `torchmetrics.Metric`.
-        where: config key of the metrics, for errors.
+        config_key: config key of the metrics, for errors.
 
     Raises:
         ConfigError: one is not a `torchmetrics.Metric`.
     """
 
-    def __init__(self, metrics: "Mapping[str, Metric]", where: str) -> None:
+    def __init__(self, metrics: "Mapping[str, Metric]", config_key: str) -> None:
         from torchmetrics import Metric
 
         for name, metric in metrics.items():
             if not isinstance(metric, Metric):
                 message = f"is {type(metric).__name__}, which is not a torchmetrics.Metric"
-                raise ConfigError(Violation(f"{where}.{name}", message))
-        self._metrics, self._where = dict(metrics), where
+                raise ConfigError(Violation(f"{config_key}.{name}", message))
+        self._metrics, self._config_key = dict(metrics), config_key
 
     def start(self, device: torch.device) -> None:
         """Reset the metrics and move them to a device."""
@@ -73,8 +73,8 @@ class TorchMetrics:
         for metric in self._metrics.values() if texts else ():
             metric.reset()
             metric.sync_on_compute = False
-            taken = get_origin(inspect.signature(metric.update).parameters["target"].annotation)
-            has_several = taken is Sequence  # several references per answer, as for BLEU
+            target_type = get_origin(inspect.signature(metric.update).parameters["target"].annotation)
+            has_several = target_type is Sequence  # several references per answer, as for BLEU
             metric.update(list(texts), [[text] for text in references] if has_several else list(references))
         return self._values() if texts else {}
 
@@ -93,13 +93,13 @@ class TorchMetrics:
             message = (
                 "keeps lists that torchmetrics cannot combine across ranks; measure it in one process with foundry.eval"
             )
-            raise ConfigError(Violation(f"{self._where}.{name}", message))
-        whole = {key: dim_zero_cat(value) for key, value in lists.items() if value}
-        kinds = [(str(value.dtype).removeprefix("torch."), tuple(value.shape[1:])) for value in whole.values()]
+            raise ConfigError(Violation(f"{self._config_key}.{name}", message))
+        tensors = {key: dim_zero_cat(value) for key, value in lists.items() if value}
+        kinds = [(str(value.dtype).removeprefix("torch."), tuple(value.shape[1:])) for value in tensors.values()]
         dtypes = next(filter(None, gather(kinds, world)))
         for key, (dtype, shape) in zip(lists, dtypes, strict=True):
             empty = torch.empty((0, *shape), dtype=getattr(torch, dtype), device=world.device)
-            setattr(metric, key, [whole.get(key, empty)])
+            setattr(metric, key, [tensors.get(key, empty)])
 
     def _values(self) -> dict[str, float]:
         """Return every metric's value by name.
@@ -107,17 +107,17 @@ class TorchMetrics:
         Raises:
             ConfigError: a value is not a number, a dict of numbers or a vector.
         """
-        measured = dict[str, float]()
+        results = dict[str, float]()
         for name, metric in self._metrics.items():
             value = metric.compute()
             if isinstance(value, Tensor) and value.ndim == 1 and value.numel() > 1:  # such as one for each class
                 value = dict(enumerate(value))
             values = {name: value}
             if isinstance(value, dict):
-                values = {str(k) if str(k).startswith(name) else f"{name}_{k}": one for k, one in value.items()}
-            for key, one in values.items():
-                if not isinstance(one, Tensor) or one.numel() != 1:
-                    message = f"returns {type(one).__name__} with several values; choose another metric or average"
-                    raise ConfigError(Violation(f"{self._where}.{name}", message))
-                measured[key] = float(one)
-        return measured
+                values = {str(k) if str(k).startswith(name) else f"{name}_{k}": number for k, number in value.items()}
+            for key, number in values.items():
+                if not isinstance(number, Tensor) or number.numel() != 1:
+                    message = f"returns {type(number).__name__} with several values; choose another metric or average"
+                    raise ConfigError(Violation(f"{self._config_key}.{name}", message))
+                results[key] = float(number)
+        return results

@@ -15,7 +15,7 @@ from foundry.core.model_hooks import hook
 from foundry.generation.sampling import draw_tokens, filtered
 
 
-def uncompiled() -> AbstractContextManager[Any]:
+def disable_compilation() -> AbstractContextManager[Any]:
     """Return a context that runs compiled blocks eagerly.
 
     `torch.compiler` imports the compiler, so it is called only if the compiler has been imported already.
@@ -80,7 +80,7 @@ def generate(
     keys: Sequence[int] | None = None,
     is_sliding: bool = True,
     in_lockstep: bool = False,
-    beat: Callable[[str], None] | None = None,
+    heartbeat: Callable[[str], None] | None = None,
     images: Sequence[Tensor] | None = None,
 ) -> list[Continuation]:
     """Continue prompts; samples depend on seed, key and position in the continuation, not on the batch composition.
@@ -98,7 +98,7 @@ def generate(
         keys: random key of each prompt; None for its index.
         is_sliding: whether to continue beyond the context with a sliding window.
         in_lockstep: call the model equally often on every rank, because each call gathers a sharded model.
-        beat: heartbeat of the watchdog, called with the name of the current activity.
+        heartbeat: heartbeat of the watchdog, called with the name of the current activity.
         images: images of each prompt, (images, 3, size, size) uint8, for a vision model, which must not have
             `new_cache`; None if the prompts have no images.
 
@@ -108,19 +108,27 @@ def generate(
     model = model.module if isinstance(model, DistributedDataParallel) else model  # no gradients to reduce here
     keys = range(len(prompts)) if keys is None else keys
     size = batch_size if _new_cache(model, 1) is not None else 1
-    found, was_training = list[Continuation](), model.training
+    results, was_training = list[Continuation](), model.training
     model.eval()
     try:
-        with uncompiled():  # otherwise each length would be compiled separately
+        with disable_compilation():  # otherwise each length would be compiled separately
             for start in range(0, len(prompts), size):
-                own = slice(start, start + size)
-                seen = None if images is None else torch.stack(list(images[own])).to(device)
-                batch = _Batch(model, prompts[own], keys[own], decoding, context=context, device=device, images=seen)
-                batch.run(is_sliding=is_sliding, in_lockstep=in_lockstep, beat=beat)
-                found += batch.continuations()
+                batch_slice = slice(start, start + size)
+                seen = None if images is None else torch.stack(list(images[batch_slice])).to(device)
+                batch = _Batch(
+                    model,
+                    prompts[batch_slice],
+                    keys[batch_slice],
+                    decoding,
+                    context=context,
+                    device=device,
+                    images=seen,
+                )
+                batch.run(is_sliding=is_sliding, in_lockstep=in_lockstep, heartbeat=heartbeat)
+                results += batch.continuations()
     finally:
         model.train(was_training)
-    return found
+    return results
 
 
 def _new_cache(model: nn.Module, length: int, padding: Tensor | None = None) -> Any:
@@ -143,7 +151,7 @@ class _Batch:
         images: Tensor | None = None,
     ) -> None:
         self._model, self._decoding, self._context, self._device = model, decoding, context, device
-        self._beside = {} if images is None else {"images": images}
+        self._inputs = {} if images is None else {"images": images}
         self._prompts = [len(prompt) for prompt in prompts]
         self._sequences = [list(prompt) for prompt in prompts]
         self._log_probs: list[list[float]] = [[] for _ in prompts]
@@ -154,23 +162,23 @@ class _Batch:
         num_drawn = decoding.max_new_tokens if decoding.temperature > 0 else 0
         self._uniforms = keyed_sequences(decoding.seed, keys, num_drawn, stream=decoding.stream)
 
-    def run(self, *, is_sliding: bool, in_lockstep: bool, beat: Callable[[str], None] | None = None) -> None:
+    def run(self, *, is_sliding: bool, in_lockstep: bool, heartbeat: Callable[[str], None] | None = None) -> None:
         for step in range(self._decoding.max_new_tokens):
-            if beat is not None:
-                beat("generating answers")
+            if heartbeat is not None:
+                heartbeat("generating answers")
             self._is_done = [
                 is_ended or (not is_sliding and len(sequence) >= self._context)
                 for is_ended, sequence in zip(self._is_ended, self._sequences, strict=True)
             ]
             if not in_lockstep:
-                self._let_go()
+                self._drop_finished()
                 if not self._rows:
                     break
             self._add(*self._choose(self._read(self._decoding.max_new_tokens - step), step))
 
     def continuations(self) -> Iterator[Continuation]:
-        found = zip(self._prompts, self._sequences, self._is_ended, self._log_probs, strict=True)
-        for length, sequence, is_ended, log_probs in found:
+        rows = zip(self._prompts, self._sequences, self._is_ended, self._log_probs, strict=True)
+        for length, sequence, is_ended, log_probs in rows:
             yield Continuation(tuple(sequence[length:]), is_ended, tuple(log_probs))
 
     def _read(self, num_left: int) -> Tensor:
@@ -180,19 +188,21 @@ class _Batch:
         if self._cache is not None and self._cache.filled < self._cache.length:
             tokens = torch.tensor([sequence[-1:] for sequence in sequences], device=self._device)
         else:
-            given = [tuple(sequence[-self._context :]) for sequence in sequences]
-            windows = list(dict.fromkeys(given))  # a prompt with several answers is read once
-            if len(windows) < len(given):
+            row_windows = [tuple(sequence[-self._context :]) for sequence in sequences]
+            windows = list(dict.fromkeys(row_windows))  # a prompt with several answers is read once
+            if len(windows) < len(row_windows):
                 places = {window: place for place, window in enumerate(windows)}
-                expanded = torch.tensor([places[window] for window in given], device=self._device)
+                expanded = torch.tensor([places[window] for window in row_windows], device=self._device)
             longest = max(map(len, windows))
-            lacking = [longest - len(window) for window in windows]
-            padding = torch.tensor(lacking, device=self._device) if any(lacking) else None
+            padding_lengths = [longest - len(window) for window in windows]
+            padding = torch.tensor(padding_lengths, device=self._device) if any(padding_lengths) else None
             self._cache = _new_cache(self._model, min(self._context, longest + num_left - 1), padding)
-            padded = [[0] * lack + list(window) for lack, window in zip(lacking, windows, strict=True)]
+            padded = [
+                [0] * num_padding + list(window) for num_padding, window in zip(padding_lengths, windows, strict=True)
+            ]
             tokens = torch.tensor(padded, device=self._device)
         cache = {} if self._cache is None else {"cache": self._cache}
-        logits: Tensor = self._model(tokens, return_logits=True, **cache, **self._beside).logits[:, -1]
+        logits: Tensor = self._model(tokens, return_logits=True, **cache, **self._inputs).logits[:, -1]
         if expanded is not None:
             logits = logits[expanded]
             self._cache.keep(expanded)
@@ -200,16 +210,16 @@ class _Batch:
 
     def _choose(self, logits: Tensor, step: int) -> tuple[list[int], list[float]]:
         """Return the next token of each row, and its log-probability if it is recorded."""
-        decoding, chosen, kept = self._decoding, logits.argmax(-1), logits
+        decoding, token_ids, scores = self._decoding, logits.argmax(-1), logits
         if decoding.temperature > 0:
-            kept = filtered(logits, temperature=decoding.temperature, top_k=decoding.top_k, top_p=decoding.top_p)
+            scores = filtered(logits, temperature=decoding.temperature, top_k=decoding.top_k, top_p=decoding.top_p)
             # If the temperature is so small that the division overflows, use the argmax.
-            drawn = draw_tokens(kept, self._uniforms[self._rows, step])
-            chosen = torch.where(kept.amax(-1).isfinite(), drawn, chosen)
+            sampled = draw_tokens(scores, self._uniforms[self._rows, step])
+            token_ids = torch.where(scores.amax(-1).isfinite(), sampled, token_ids)
         log_probs: list[float] = []
         if decoding.keeps_log_probs:
-            log_probs = kept.log_softmax(-1).gather(-1, chosen[:, None]).squeeze(-1).tolist()
-        tokens: list[int] = chosen.tolist()
+            log_probs = scores.log_softmax(-1).gather(-1, token_ids[:, None]).squeeze(-1).tolist()
+        tokens: list[int] = token_ids.tolist()
         return tokens, log_probs
 
     def _add(self, tokens: Sequence[int], log_probs: Sequence[float]) -> None:
@@ -219,11 +229,11 @@ class _Batch:
                 self._log_probs[row] += log_probs[place : place + 1]
                 self._is_ended[row] = token in self._decoding.stop_ids
 
-    def _let_go(self) -> None:
+    def _drop_finished(self) -> None:
         """Remove finished rows if they are at least half of the batch, or if the cache must be rebuilt anyway."""
-        going_on = [index for index, row in enumerate(self._rows) if not self._is_done[row]]
+        active = [index for index, row in enumerate(self._rows) if not self._is_done[row]]
         is_full = self._cache is None or self._cache.filled == self._cache.length
-        if 2 * len(going_on) <= len(self._rows) or is_full:
-            self._rows = [self._rows[index] for index in going_on]
+        if 2 * len(active) <= len(self._rows) or is_full:
+            self._rows = [self._rows[index] for index in active]
             if self._cache is not None and self._rows:
-                self._cache.keep(torch.tensor(going_on, device=self._device))
+                self._cache.keep(torch.tensor(active, device=self._device))

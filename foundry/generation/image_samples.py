@@ -11,7 +11,7 @@ from foundry.run_dir.files import replaced_atomically
 
 CELL_PIXELS = 64
 """Minimum height of an image in the grid, in pixels."""
-_LONGEST_NAME = 14
+_MAX_NAME_LENGTH = 14
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class ImageSamples:
 
     def _name(self, label: int) -> str:
         name = self.names[label] if self.names else str(label)
-        return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"
+        return name if len(name) <= _MAX_NAME_LENGTH else f"{name[: _MAX_NAME_LENGTH - 1]}…"
 
     def _cells(self) -> Tensor:
         """Return the images as (n, height, width, 3) float32 in [0, 1], enlarged to at least `CELL_PIXELS`."""

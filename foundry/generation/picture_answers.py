@@ -54,9 +54,9 @@ class PictureAnswers:
             cells, self.images, self._lines(), self.answers, self.truths, strict=False
         ):
             cell.imshow(image.permute(1, 2, 0).numpy(), interpolation="nearest")
-            shown = "\n".join("\n".join(_wrapped(line)) for line in lines)
+            title = "\n".join("\n".join(_wrap(line)) for line in lines)
             colour = "0.15" if truth is None else _RIGHT if answer.strip() == truth.strip() else _WRONG
-            text = cell.set_title(shown, y=-0.03, va="top", fontsize=7, color=colour)
+            text = cell.set_title(title, y=-0.03, va="top", fontsize=7, color=colour)
             text.set_parse_math(False)
         file = Path(f"{stem}.png")
         with replaced_atomically(file) as stream, warnings.catch_warnings():
@@ -66,13 +66,13 @@ class PictureAnswers:
 
     def _lines(self) -> list[list[str]]:
         """Return the lines of text under each image."""
-        found = list[list[str]]()
+        blocks = list[list[str]]()
         for question, answer, truth in zip(self.questions, self.answers, self.truths, strict=True):
-            found.append([question, f"answer: {answer}", *([] if truth is None else [f"reference: {truth}"])])
-        return found
+            blocks.append([question, f"answer: {answer}", *([] if truth is None else [f"reference: {truth}"])])
+        return blocks
 
 
-def _wrapped(text: str) -> list[str]:
+def _wrap(text: str) -> list[str]:
     """Wrap a text to the lines that fit under an image."""
     printable = "".join(letter if letter.isprintable() else " " for letter in text)
     return textwrap.wrap(printable, _LINE, max_lines=_MOST_LINES, placeholder=" ...") or [""]

@@ -25,11 +25,11 @@ def filtered(logits: Tensor, *, temperature: float = 1.0, top_k: int | None = No
     ordered, order = scaled.detach().sort(dim=-1, descending=True, stable=True)
     if top_k is not None:
         ordered[..., top_k:] = -torch.inf
-    left_out = ordered == -torch.inf
+    is_excluded = ordered == -torch.inf
     if top_p < 1:
         sums = _running_sums(ordered, torch.promote_types(ordered.dtype, torch.float32))
-        left_out[..., 1:] |= sums[..., :-1] >= top_p * sums[..., -1:].double()
-    return scaled.masked_fill(torch.zeros_like(left_out).scatter(-1, order, left_out), -torch.inf)
+        is_excluded[..., 1:] |= sums[..., :-1] >= top_p * sums[..., -1:].double()
+    return scaled.masked_fill(torch.zeros_like(is_excluded).scatter(-1, order, is_excluded), -torch.inf)
 
 
 def draw_tokens(logits: Tensor, uniforms: Tensor) -> Tensor:

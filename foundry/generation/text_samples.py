@@ -30,13 +30,13 @@ class TextSamples:
     Attributes:
         texts: each prompt with its continuation.
         prompts: the prompt at the start of each text; empty if unknown.
-        drawn: sampling settings by name: temperature, seed.
+        sampling: sampling settings by name: temperature, seed.
         step: number of optimizer steps of the model; None if unknown.
     """
 
     texts: tuple[str, ...]
     prompts: tuple[str, ...] = ()
-    drawn: Mapping[str, object] = field(default_factory=dict)
+    sampling: Mapping[str, object] = field(default_factory=dict)
     step: int | None = None
 
     @property
@@ -47,7 +47,7 @@ class TextSamples:
     @property
     def page(self) -> str:
         """All texts under headings: step and sampling settings, then number, prompt and continuation of each text."""
-        facts = {**({} if self.step is None else {"step": self.step}), **self.drawn}
+        facts = {**({} if self.step is None else {"step": self.step}), **self.sampling}
         blocks = [", ".join(f"{name} {value}" for name, value in facts.items())] if facts else []
         for number, text in enumerate(self.texts, start=1):
             prompt = self.prompts[number - 1] if self.prompts else ""
@@ -69,7 +69,7 @@ def _heading(title: str, sign: str) -> str:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Input:
     """A prompt: token ids, start of the last user turn, reference answer (or None) and images."""
 
     tokens: list[int]
@@ -122,16 +122,16 @@ def continue_text(
     stop_ids = list(data.stop_ids) or special
     size = getattr(getattr(model, "module", model), "image_size", None)
     if prompt is None and prompts is None and image is None and chat and data.prompts:
-        shown = data.prompts[: _SHOWN if size is None else _PICTURES_SHOWN]
-        asked = [_Asked(list(each.tokens), each.turn, each.answer, each.images) for each in shown]
+        data_prompts = data.prompts[: _SHOWN if size is None else _PICTURES_SHOWN]
+        inputs = [_Input(list(item.tokens), item.turn, item.answer, item.images) for item in data_prompts]
     else:
         if image is None and size is not None:
             raise ConfigError(Violation("image", "has no value, but the model requires an image; give image=FILE"))
         seen = None if image is None else image.unsqueeze(0)
         # An empty prompt becomes the stop token: in training, each document follows the stop token of another.
-        texts = _given(prompt, prompts, data, chat=chat)
-        asked = [_Asked(_encode(data, text, chat=chat) or stop_ids[:1], images=seen) for text in texts]
-    encoded = [each.tokens for each in asked]
+        texts = _resolve_prompts(prompt, prompts, data, chat=chat)
+        inputs = [_Input(_encode(data, text, chat=chat) or stop_ids[:1], images=seen) for text in texts]
+    encoded = [item.tokens for item in inputs]
     if not all(encoded):
         message = "has a text that the tokenizer encodes to no tokens; give another text"
         raise ConfigError(Violation("prompt" if prompts is None else "prompts", message))
@@ -146,34 +146,34 @@ def continue_text(
     context = context_of(model, data)
     if (longest := max(map(len, encoded))) > context:
         log.warning("a prompt has %d tokens; the model reads only the last %d", longest, context)
-    found = generate(
+    continuations = generate(
         model,
         encoded,
         decoding,
         context=context,
         device=torch.device(device),
         in_lockstep=dist.is_initialized() and dist.get_world_size() > 1,
-        images=None if size is None else [each.images for each in asked if each.images is not None],
+        images=None if size is None else [item.images for item in inputs if item.images is not None],
     )
     if size is not None:
-        return _about_pictures(asked, found, data)
-    pairs = zip(encoded, found, strict=True)
+        return _about_pictures(inputs, continuations, data)
+    pairs = zip(encoded, continuations, strict=True)
     return TextSamples(
         texts=tuple(data.decode([*tokens, *continuation.answer]) for tokens, continuation in pairs),
         prompts=tuple(data.decode(tokens) for tokens in encoded),
-        drawn={"temperature": temperature, "seed": seed}
+        sampling={"temperature": temperature, "seed": seed}
         | ({} if top_k is None else {"top_k": top_k})
         | ({} if top_p == 1.0 else {"top_p": top_p}),
     )
 
 
-def _about_pictures(asked: "Sequence[_Asked]", found: Sequence[Continuation], data: Any) -> PictureAnswers:
+def _about_pictures(inputs: "Sequence[_Input]", continuations: Sequence[Continuation], data: Any) -> PictureAnswers:
     """Return the answers with the first image of each prompt."""
     return PictureAnswers(
-        images=torch.stack([each.images[0] for each in asked if each.images is not None]),
-        questions=tuple(" ".join(data.decode(each.tokens[each.turn :]).split()) for each in asked),
-        answers=tuple(data.decode(each.answer) for each in found),
-        truths=tuple(each.answer for each in asked),
+        images=torch.stack([item.images[0] for item in inputs if item.images is not None]),
+        questions=tuple(" ".join(data.decode(item.tokens[item.turn :]).split()) for item in inputs),
+        answers=tuple(data.decode(item.answer) for item in continuations),
+        truths=tuple(item.answer for item in inputs),
     )
 
 
@@ -183,7 +183,7 @@ def context_of(model: nn.Module, data: Any) -> int:
     return int(next(length for length in lengths if length is not None))
 
 
-def _given(prompt: str | None, prompts: Sequence[str] | None, data: Any, *, chat: bool) -> Sequence[str]:
+def _resolve_prompts(prompt: str | None, prompts: Sequence[str] | None, data: Any, *, chat: bool) -> Sequence[str]:
     """Return the texts to continue.
 
     Raises:

@@ -47,11 +47,11 @@ class Documents:
         rows = []
         for row, lengths in enumerate(self._lengths):
             parts = [torch.split(tensor[row : row + 1], lengths, dim=2) for tensor in (query, key, value)]
-            attended = [
+            output = [
                 F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
                 for q, k, v in zip(*parts, strict=True)
             ]
-            rows.append(torch.cat(attended, dim=2))
+            rows.append(torch.cat(output, dim=2))
         return torch.cat(rows)
 
     @cached_property
@@ -80,10 +80,10 @@ def isolates_documents(model: torch.nn.Module) -> bool:
     first, second = torch.tensor([[0, 1, 1]], device=device), torch.tensor([[1, 0, 0, 1, 1]], device=device)
     documents = torch.tensor([[0] * first.shape[1] + [1] * second.shape[1]], device=device)
 
-    def read(before: Tensor) -> Tensor:
-        row = torch.cat([before, second], dim=1)
-        found: Tensor = model(row, row, documents=documents).log_prob
-        return found[:, first.shape[1] :]
+    def read(prefix: Tensor) -> Tensor:
+        row = torch.cat([prefix, second], dim=1)
+        log_probs: Tensor = model(row, row, documents=documents).log_prob
+        return log_probs[:, first.shape[1] :]
 
     was_training = model.training
     model.eval()

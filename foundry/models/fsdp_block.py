@@ -24,8 +24,8 @@ def find_blocks(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _blocks_below(module: nn.Module, types: tuple[type[nn.Module], ...]) -> Iterator[nn.Module]:
-    ask = hook(module, "get_fsdp_block_types")
-    inner = types + tuple(ask()) if ask is not None else types
+    get_types = hook(module, "get_fsdp_block_types")
+    inner = types + tuple(get_types()) if get_types is not None else types
     for child in module.children():
         yield from _blocks_below(child, inner)
         if isinstance(child, (FSDPBlock, *inner)):

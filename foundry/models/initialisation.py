@@ -46,7 +46,7 @@ class InitialModel:
     model: nn.Module
     fill: Fill | None = None
 
-    def whole(self) -> nn.Module:
+    def materialize(self) -> nn.Module:
         """Return the model with initialized weights, in host memory."""
         allocate(self.model.parameters(), "cpu")
         if self.fill is not None:
@@ -95,7 +95,7 @@ def matrix_draws(model: nn.Module, *, std: float, embedding_std: float) -> dict[
     blocks = list(find_blocks(model))
     outputs = _output_projections(blocks)
     embeddings = {module.weight: module.padding_idx for module in model.modules() if isinstance(module, nn.Embedding)}
-    _check_known(model, embeddings)
+    _check_coverage(model, embeddings)
     draws: dict[str, Draw] = {}
     for name, parameter in model.named_parameters():
         if parameter in embeddings:
@@ -116,8 +116,8 @@ def draw_weights(model: nn.Module, draws: Mapping[str, Draw], seed: int | None =
         seed: seed of the values; None takes one from torch's default generator, so that `torch.manual_seed` determines
             the weights.
     """
-    named = model.named_parameters()
-    parts = {name: Part.whole(p) for name, p in named if not p.is_meta and not is_fake(p)}
+    parameters = model.named_parameters()
+    parts = {name: Part.from_tensor(p) for name, p in parameters if not p.is_meta and not is_fake(p)}
     if parts:
         seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_()) if seed is None else seed
         draw_parts(draws, parts, seed)
@@ -183,30 +183,30 @@ def _output_projections(blocks: Sequence[nn.Module]) -> set[Tensor]:
     outputs = set[Tensor]()
     for block in blocks:
         matrices = {name: p for name, p in block.named_parameters() if p.ndim >= 2 and not name.endswith("bias")}
-        found = {p for name, p in matrices.items() if _OUTPUT.match(name.removesuffix(".weight"))}
-        if len(found) < 2:
+        block_outputs = {p for name, p in matrices.items() if _OUTPUT.match(name.removesuffix(".weight"))}
+        if len(block_outputs) < 2:
             message = (
                 f"requires known names for the matrices of a {type(block).__name__} that add to the residual stream; "
                 f"found {', '.join(matrices)}; set it to null for the architecture's own initialization"
             )
             raise ConfigError(Violation("model.init_std", message))
-        outputs |= found
+        outputs |= block_outputs
     return outputs
 
 
-def _check_known(model: nn.Module, embeddings: dict[Tensor, int | None]) -> None:
+def _check_coverage(model: nn.Module, embeddings: dict[Tensor, int | None]) -> None:
     """Raise a ConfigError for parameters that are not plain matrices, such as convolutions and fixed sinusoids."""
-    convolved = {p for module in model.modules() if isinstance(module, _ConvNd) for p in module.parameters()}
-    unknown = [
+    convolution_weights = {p for module in model.modules() if isinstance(module, _ConvNd) for p in module.parameters()}
+    violations = [
         name
         for name, p in model.named_parameters()
-        if p in convolved
+        if p in convolution_weights
         or (not p.requires_grad and not name.endswith("bias"))
         or (p.ndim >= 2 and p not in embeddings and not name.endswith((".weight", "_proj", "bias")))
     ]
-    if unknown:
+    if violations:
         message = (
-            f"has no rule for {unknown[0]} and {len(unknown) - 1} more; "
+            f"has no rule for {violations[0]} and {len(violations) - 1} more; "
             "set it to null for the architecture's own initialization"
         )
         raise ConfigError(Violation("model.init_std", message))

@@ -78,7 +78,7 @@ class Part:
     offsets: tuple[int, ...]
 
     @classmethod
-    def whole(cls, tensor: Tensor) -> "Part":
+    def from_tensor(cls, tensor: Tensor) -> "Part":
         """Return the part that covers a whole tensor."""
         return cls(tensor.detach(), tuple(tensor.shape), (0,) * tensor.ndim)
 
@@ -99,14 +99,14 @@ def draw_parts(draws: Mapping[str, Draw], parts: Mapping[str, Part], seed: int) 
             case Constant(value):
                 part.target.fill_(value)
             case Uniform(bound):
-                _fill(part, _Words(seed, name), _uniform, bound)
+                _fill(part, _RandomWords(seed, name), _uniform, bound)
             case Normal(std, zero_row):
-                _fill(part, _Words(seed, name), _normal, std)
+                _fill(part, _RandomWords(seed, name), _normal, std)
                 if zero_row is not None and 0 <= (row := zero_row - part.offsets[0]) < part.target.shape[0]:
                     part.target[row] = 0.0
 
 
-def _fill(part: Part, words: "_Words", compute: Compute, scale: float) -> None:
+def _fill(part: Part, words: "_RandomWords", compute: Compute, scale: float) -> None:
     """Fill a part with its slice of the whole tensor's random values, times `scale`; a few rows at a time."""
     target, shape, offsets = part.target, part.shape, part.offsets
     if target.ndim == 0 or (target.shape[1:] == shape[1:] and target.is_contiguous()):  # contiguous in the flat tensor
@@ -122,7 +122,7 @@ def _fill(part: Part, words: "_Words", compute: Compute, scale: float) -> None:
         target[first : first + count].copy_(numbers[(slice(None), *columns)])
 
 
-class _Words:
+class _RandomWords:
     """Generator of the random 32-bit words of one parameter, block by block."""
 
     def __init__(self, seed: int, name: str) -> None:
@@ -132,11 +132,11 @@ class _Words:
 
     def numbers(self, start: int, stop: int, compute: Compute) -> Tensor:
         """Apply `compute` to the words at flat indices `start` to `stop`; returns (stop - start,) float32."""
-        found = torch.empty(stop - start)
+        numbers = torch.empty(stop - start)
         for block, words in self._blocks(start // _BLOCK, -(-stop // _BLOCK)):
             first, last = max(start, block * _BLOCK), min(stop, (block + 1) * _BLOCK)
-            found[first - start : last - start] = compute(words)[first - block * _BLOCK : last - block * _BLOCK]
-        return found
+            numbers[first - start : last - start] = compute(words)[first - block * _BLOCK : last - block * _BLOCK]
+        return numbers
 
     def _blocks(self, first: int, last: int) -> Iterator[tuple[int, Tensor]]:
         """Yield the index and the random words, (2, _BLOCK / 2) int32, of each block."""

@@ -102,20 +102,20 @@ class LayerCache:
     """Keys and values of one layer.
 
     Args:
-        whole: the cache of the model, which holds the number of filled columns.
+        model_cache: the cache of the model, which holds the number of filled columns.
     """
 
-    def __init__(self, whole: KVCache) -> None:
-        self._whole = whole
+    def __init__(self, model_cache: KVCache) -> None:
+        self._model_cache = model_cache
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Append keys and values of the next columns, (batch, heads, seq, head_dim) each; return all columns."""
-        shape = (*key.shape[:2], self._whole.length, key.shape[3])
+        shape = (*key.shape[:2], self._model_cache.length, key.shape[3])
         if self._keys is None or self._values is None:
             self._keys, self._values = key.new_zeros(shape), value.new_zeros(shape)
-        start, end = self._whole.filled, self._whole.filled + key.shape[2]
+        start, end = self._model_cache.filled, self._model_cache.filled + key.shape[2]
         self._keys[:, :, start:end] = key
         self._values[:, :, start:end] = value
         return self._keys[:, :, :end], self._values[:, :, :end]

@@ -46,15 +46,19 @@ class LogitsForward:
         self._name, self._tile_tokens, self._vocab_size = type(model).__qualname__, tile_tokens, vocab_size
         signature = inspect.signature(model.forward)
         parameters = signature.parameters
-        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        accepts_keywords = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         positional = [parameter for parameter in parameters.values() if parameter.kind in _POSITIONAL]
-        self._takes_targets = len(positional) > 1 and _is_for_targets(positional[1])
-        takes_rest = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values())
-        self._keeps_call = "return_logits" in parameters or (takes_any and (self._takes_targets or takes_rest))
-        self._taken = {name for name in _OWN_KEYWORDS if name in parameters}
-        if self._keeps_call:
+        self._accepts_targets = len(positional) > 1 and _is_for_targets(positional[1])
+        accepts_positional = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters.values())
+        self._keeps_signature = "return_logits" in parameters or (
+            accepts_keywords and (self._accepts_targets or accepts_positional)
+        )
+        self._accepted_keywords = {name for name in _OWN_KEYWORDS if name in parameters}
+        if self._keeps_signature:
             self._refuse_tiles()
-        self.__signature__ = signature if self._keeps_call else _extended(signature, 1 + self._takes_targets)
+        self.__signature__ = (
+            signature if self._keeps_signature else _extend_signature(signature, 1 + self._accepts_targets)
+        )
 
     def __call__(
         self,
@@ -79,24 +83,28 @@ class LogitsForward:
         Raises:
             ConfigError: the output is not `TokenLogProbs`, and not a tensor of logits for every position.
         """
-        own = {"return_logits": return_logits, "read": read, "per_token": per_token}
-        given = {name: value for name, value in own.items() if value and (self._keeps_call or name in self._taken)}
-        has_targets = targets is not None and (self._keeps_call or self._takes_targets)
-        answer = self._forward(tokens, *([targets] if has_targets else []), **given, **options)
+        arguments = {"return_logits": return_logits, "read": read, "per_token": per_token}
+        accepted = {
+            name: value
+            for name, value in arguments.items()
+            if value and (self._keeps_signature or name in self._accepted_keywords)
+        }
+        has_targets = targets is not None and (self._keeps_signature or self._accepts_targets)
+        answer = self._forward(tokens, *([targets] if has_targets else []), **accepted, **options)
         if hasattr(answer, "log_prob"):
-            self._check_log_probs(answer, targets, {name for name, value in own.items() if value} - set(given))
+            self._check_log_probs(answer, targets, {name for name, value in arguments.items() if value} - set(accepted))
             return answer  # type: ignore[no-any-return]
         self._check_logits(answer, tokens)
-        asked: dict[str, Any] = {"return_logits": return_logits, "read": read, "per_token": per_token}
-        return read_log_probs(answer, targets, tile_tokens=self._tile_tokens, **asked)
+        read_options: dict[str, Any] = {"return_logits": return_logits, "read": read, "per_token": per_token}
+        return read_log_probs(answer, targets, tile_tokens=self._tile_tokens, **read_options)
 
-    def _check_log_probs(self, answer: Any, targets: Tensor | None, not_given: set[str]) -> None:
+    def _check_log_probs(self, answer: Any, targets: Tensor | None, missing: set[str]) -> None:
         """Raise a ConfigError if log-probabilities were computed without the requested tile size or arguments."""
         if targets is not None and answer.log_prob.shape != targets.shape:
-            not_given = {"targets"} | not_given
+            missing = {"targets"} | missing
         self._refuse_tiles()
-        if not_given:
-            message = f"forward() returns log-probabilities and does not take {' and '.join(sorted(not_given))}"
+        if missing:
+            message = f"forward() returns log-probabilities and does not take {' and '.join(sorted(missing))}"
             raise ConfigError(
                 Violation("model", f"is {self._name}, whose {message}; add it and pass it to read_log_probs")
             )
@@ -119,7 +127,7 @@ class LogitsForward:
             message = f"logits of {answer.shape[-1]} tokens, fewer than data.vocab_size={self._vocab_size}"
             remedy = "give the model as many, for example with vocab_size: ${data.vocab_size}"
         else:
-            message = f"{_described(answer)} for tokens of shape ({batch}, {seq})"
+            message = f"{_describe(answer)} for tokens of shape ({batch}, {seq})"
             remedy = f"return only logits, ({batch}, {seq}, vocab), before softmax and loss"
         raise ConfigError(Violation("model", f"is {self._name}, whose forward() returns {message}; {remedy}"))
 
@@ -130,20 +138,20 @@ def _is_for_targets(parameter: inspect.Parameter) -> bool:
     return is_required or any(name in parameter.name.lower() for name in _TARGET_NAMES)
 
 
-def _extended(signature: inspect.Signature, num_positional: int) -> inspect.Signature:
+def _extend_signature(signature: inspect.Signature, num_positional: int) -> inspect.Signature:
     """Return a model's signature with foundry's keyword arguments; its first parameters become tokens and targets."""
     positional, keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
     first = [inspect.Parameter("tokens", positional), inspect.Parameter("targets", positional, default=None)]
-    own = [p for p in list(signature.parameters.values())[num_positional:] if p.kind in (positional, keyword)]
-    kept = {p.name: p.replace(kind=keyword) for p in own if p.name not in ("tokens", "targets")}
+    parameters = [p for p in list(signature.parameters.values())[num_positional:] if p.kind in (positional, keyword)]
+    keywords = {p.name: p.replace(kind=keyword) for p in parameters if p.name not in ("tokens", "targets")}
     added = {name: inspect.Parameter(name, keyword, default=None) for name in _OWN_KEYWORDS}
-    return inspect.Signature([*first, *{**added, **kept}.values()])
+    return inspect.Signature([*first, *{**added, **keywords}.values()])
 
 
-def _described(answer: Any) -> str:
+def _describe(answer: Any) -> str:
     """Describe a model output by its type, and by shape for tensors."""
     if isinstance(answer, Tensor):
         return "a scalar" if answer.dim() == 0 else f"a tensor of shape {tuple(answer.shape)}"
     if isinstance(answer, tuple) and answer:
-        return f"a tuple ({', '.join(map(_described, answer))})"
+        return f"a tuple ({', '.join(map(_describe, answer))})"
     return "None" if answer is None else f"an object of type {type(answer).__name__}"

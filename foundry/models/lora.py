@@ -45,8 +45,8 @@ def match_targets(
         patterns: patterns; a layer is selected if one of them matches.
         aliases: other names for a last part, such as `linear_qkv` for `q_proj`, `k_proj` and `v_proj`.
     """
-    wanted = [name for pattern in patterns for name in _without_aliases(pattern, aliases)]
-    return [name for name in names if any(_fits(name, pattern) for pattern in wanted)]
+    plain_patterns = [name for pattern in patterns for name in _without_aliases(pattern, aliases)]
+    return [name for name in names if any(_matches(name, pattern) for pattern in plain_patterns)]
 
 
 def scaling(alpha: float, rank: int, *, rslora: bool = False) -> float:
@@ -85,21 +85,23 @@ def resolve_targets(model: nn.Module, patterns: Iterable[str]) -> list[str]:
     inner = [name for name, module in layers.items() if module in blocks or not blocks]
     find_head: Callable[[], nn.Module | None] = getattr(model, "output_head", lambda: None)
     head = find_head()
-    chosen = set[str]()
+    targets = set[str]()
     for pattern in patterns:
-        found = {*match_targets(layers, [pattern]), *match_targets(inner, [pattern], MEGATRON)}
-        if not found:
-            known = dict.fromkeys(name.rpartition(".")[2] for name, module in layers.items() if module is not head)
+        matches = {*match_targets(layers, [pattern]), *match_targets(inner, [pattern], MEGATRON)}
+        if not matches:
+            layer_names = dict.fromkeys(
+                name.rpartition(".")[2] for name, module in layers.items() if module is not head
+            )
             message = f"has {pattern}, which matches no linear layer of {type(model).__name__}"
             if set(pattern) & set("|+\\^$()") or ".*" in pattern.lstrip("*"):
                 message += " (* and ? are wildcards; regular expressions are not supported)"
-            there = f"available: {', '.join(known)}; an example of a full name: {next(iter(inner), 'none')}"
-            raise ConfigError(Violation(_KEY, f"{message}; {there}"))
-        if heads := [name for name in found if layers[name] is head]:
+            available = f"available: {', '.join(layer_names)}; an example of a full name: {next(iter(inner), 'none')}"
+            raise ConfigError(Violation(_KEY, f"{message}; {available}"))
+        if heads := [name for name in matches if layers[name] is head]:
             message = f"has {pattern}, which matches {heads[0]}, whose matrix is used without calling the layer"
             raise ConfigError(Violation(_KEY, f"{message}; name the layers of the blocks, such as *.layers.*_proj"))
-        chosen |= found
-    return [name for name in layers if name in chosen]
+        targets |= matches
+    return [name for name in layers if name in targets]
 
 
 def add_adapters(model: nn.Module, settings: LoRA, seed: int) -> list[str]:
@@ -151,13 +153,13 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     peft's `enable_adapters` would change `requires_grad`, which breaks FSDP2 and optimizers built for the model.
     """
     layers = list(adapted_layers(model).values())
-    before = [layer._disable_adapters for layer in layers]
+    states = [layer._disable_adapters for layer in layers]
     try:
         for layer in layers:
             layer._disable_adapters = True
         yield
     finally:
-        for layer, was_disabled in zip(layers, before, strict=True):
+        for layer, was_disabled in zip(layers, states, strict=True):
             layer._disable_adapters = was_disabled
 
 
@@ -198,7 +200,7 @@ def count_by_kind(names: Iterable[str]) -> str:
     return ", ".join(f"{kind} x {count}" for kind, count in counts.items())
 
 
-def _fits(name: str, pattern: str) -> bool:
+def _matches(name: str, pattern: str) -> bool:
     return name.rpartition(".")[2] == pattern or fnmatchcase(name, pattern)
 
 

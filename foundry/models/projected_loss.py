@@ -82,10 +82,10 @@ def projected_loss(
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     tile = tile_tokens or _tile_tokens(device, weight.shape[0])
     settings = (z_loss_coefficient, finds_correct, tile, dtype, torch.is_grad_enabled(), shard)
-    found: tuple[Tensor, Tensor, Tensor, Tensor] = _ProjectedLoss.apply(  # type: ignore[no-untyped-call]
+    outputs: tuple[Tensor, Tensor, Tensor, Tensor] = _ProjectedLoss.apply(  # type: ignore[no-untyped-call]
         hidden, weight, targets.clamp(min=0), weights, *settings
     )
-    return found
+    return outputs
 
 
 class _ProjectedLoss(torch.autograd.Function):
@@ -103,7 +103,7 @@ class _ProjectedLoss(torch.autograd.Function):
         has_backward: bool,
         shard: VocabularyShard | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        needs_hidden, needs_weight = (has_backward and needed for needed in ctx.needs_input_grad[:2])
+        needs_hidden, needs_weight = (has_backward and needs_grad for needs_grad in ctx.needs_input_grad[:2])
         exact = torch.promote_types(dtype, torch.float32)
         head = weight.to(dtype)
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
@@ -112,16 +112,16 @@ class _ProjectedLoss(torch.autograd.Function):
         correct = targets.new_empty(len(targets) if finds_correct else 0, dtype=torch.bool)
         # Allocate once. A buffer per tile would still exist while the next tile's buffers are allocated.
         products = hidden.new_empty(min(tile_tokens, len(targets)), len(head), dtype=dtype)
-        wide = products if dtype is exact else torch.empty_like(products, dtype=exact)
+        accumulators = products if dtype is exact else torch.empty_like(products, dtype=exact)
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, len(targets), tile_tokens):
-                own = slice(start, start + tile_tokens)
-                states, target = hidden[own].to(dtype), targets[own, None]
+                rows = slice(start, start + tile_tokens)
+                states, target = hidden[rows].to(dtype), targets[rows, None]
                 product = torch.mm(states, head.T, out=products[: len(states)])
-                logits = product if dtype is exact else wide[: len(states)].copy_(product)
+                logits = product if dtype is exact else accumulators[: len(states)].copy_(product)
                 if finds_correct:
-                    likeliest = logits.argmax(-1, keepdim=True) if shard is None else shard.argmax(logits)
-                    correct[own] = likeliest.eq(target)[:, 0]
+                    predictions = logits.argmax(-1, keepdim=True) if shard is None else shard.argmax(logits)
+                    correct[rows] = predictions.eq(target)[:, 0]
                 highest = logits.amax(-1, keepdim=True)
                 is_own = None
                 if shard is not None:
@@ -129,21 +129,21 @@ class _ProjectedLoss(torch.autograd.Function):
                     target, is_own = shard.find(target)
                 # In place from here on: on a CPU, allocating memory takes longer than the sums, and `log_softmax`
                 # longer than this whole computation.
-                of_target = logits.sub_(highest).gather(-1, target)[:, 0]
+                target_logits = logits.sub_(highest).gather(-1, target)[:, 0]
                 sums = logits.exp_().sum(-1)
                 if shard is not None and is_own is not None:
-                    of_target, sums = shard.sum_(torch.stack((of_target.where(is_own[:, 0], 0.0), sums)))
+                    target_logits, sums = shard.sum_(torch.stack((target_logits.where(is_own[:, 0], 0.0), sums)))
                 log_sums = sums.log()
-                log_prob[own], logsumexp[own] = of_target - log_sums, highest[:, 0] + log_sums
+                log_prob[rows], logsumexp[rows] = target_logits - log_sums, highest[:, 0] + log_sums
                 if not (needs_hidden or needs_weight):
                     continue
-                factors = weights[own] * (1 + 2 * z_loss_coefficient * logsumexp[own])
+                factors = weights[rows] * (1 + 2 * z_loss_coefficient * logsumexp[rows])
                 grad = logits.mul_((factors / sums)[:, None])
-                of_targets = -weights[own, None].to(exact)
-                grad.scatter_add_(-1, target, of_targets if is_own is None else of_targets * is_own)
+                target_grads = -weights[rows, None].to(exact)
+                grad.scatter_add_(-1, target, target_grads if is_own is None else target_grads * is_own)
                 grad = grad if dtype is exact else product.copy_(grad)
                 if grad_hidden is not None:
-                    grad_hidden[own] = grad @ head
+                    grad_hidden[rows] = grad @ head
                 if grad_weight is not None and dtype is exact:
                     torch.addmm(grad_weight, grad.T, states, out=grad_weight)
                 elif grad_weight is not None:
@@ -171,5 +171,5 @@ def _add_wider(total: Tensor, part: Tensor) -> None:
     A CPU adds chunks, because a single add would first convert all of `part`.
     """
     rows = _CPU_ROWS if total.device.type == "cpu" else len(total)
-    for own, added in zip(torch.split(total, rows), torch.split(part, rows), strict=True):
-        own.add_(added)
+    for total_rows, part_rows in zip(torch.split(total, rows), torch.split(part, rows), strict=True):
+        total_rows.add_(part_rows)

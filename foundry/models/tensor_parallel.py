@@ -86,8 +86,8 @@ class VocabularyShard:
 
     def argmax(self, logits: Tensor) -> Tensor:
         """Return the argmax over the whole vocabulary, (tokens, 1) int64, given this rank's (tokens, size) logits."""
-        own, places = logits.max(-1, keepdim=True)
-        is_highest = own == self.highest_(own.clone())
+        local_max, places = logits.max(-1, keepdim=True)
+        is_highest = local_max == self.highest_(local_max.clone())
         first = (places + self.start).where(is_highest, torch.iinfo(torch.int64).max)
         dist.all_reduce(first, dist.ReduceOp.MIN, group=self.group)
         return first

@@ -82,13 +82,13 @@ def project_log_probs(
         logits = F.linear(hidden, weight)
         if shard is not None and (targets is None or return_logits):
             logits, shard = shard.gather(logits), None
-        asked: dict[str, Any] = {"return_logits": return_logits, "read": read, "per_token": per_token}
-        return read_log_probs(logits, targets, shard=shard, **asked)
+        output_options: dict[str, Any] = {"return_logits": return_logits, "read": read, "per_token": per_token}
+        return read_log_probs(logits, targets, shard=shard, **output_options)
     tiles = [
         checkpoint(_tile_log_probs, hidden_tile, weight, read, shard, *others, use_reentrant=False)
         for hidden_tile, *others in zip(*_split(tile_tokens, hidden, targets, *per_token), strict=True)
     ]
-    return _joined(tiles, targets)
+    return _join_tiles(tiles, targets)
 
 
 def read_log_probs(
@@ -121,7 +121,7 @@ def read_log_probs(
             checkpoint(_log_probs, logits_tile, read, shard, *others, use_reentrant=False)
             for logits_tile, *others in zip(*_split(tile_tokens, logits, targets, *per_token), strict=True)
         ]
-        return _joined(tiles, targets, logits if return_logits else None)
+        return _join_tiles(tiles, targets, logits if return_logits else None)
     # On a CPU the allocator returns large buffers to the kernel, and page faults on new ones take half the time of the
     # loss.
     chunk = max(1, _CPU_CHUNK_ELEMENTS // logits.shape[-1]) if logits.device.type == "cpu" else 0
@@ -129,7 +129,7 @@ def read_log_probs(
         _log_probs(logits_tile, read, shard, *others)
         for logits_tile, *others in zip(*_split(chunk, logits, targets, *per_token), strict=True)
     ]
-    return _joined(tiles, targets, logits if return_logits else None)
+    return _join_tiles(tiles, targets, logits if return_logits else None)
 
 
 def _split(tile_tokens: int, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
@@ -144,17 +144,17 @@ def _split(tile_tokens: int, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
 _Tile = tuple[Tensor, Tensor, dict[str, Tensor]]
 
 
-def _joined(tiles: Sequence[_Tile], targets: Tensor, logits: Tensor | None = None) -> TokenLogProbs:
+def _join_tiles(tiles: Sequence[_Tile], targets: Tensor, logits: Tensor | None = None) -> TokenLogProbs:
     """Concatenate the (tokens, ...) outputs of the tiles into (batch, seq, ...) tensors."""
     log_probs, logsumexps, reads = zip(*tiles, strict=True)
-    read = {name: _whole([tile[name] for tile in reads], targets) for name in reads[0]}
-    return TokenLogProbs(_whole(log_probs, targets), _whole(logsumexps, targets), logits, read)
+    read = {name: _join([tile[name] for tile in reads], targets) for name in reads[0]}
+    return TokenLogProbs(_join(log_probs, targets), _join(logsumexps, targets), logits, read)
 
 
-def _whole(parts: Sequence[Tensor], targets: Tensor) -> Tensor:
+def _join(parts: Sequence[Tensor], targets: Tensor) -> Tensor:
     """Concatenate tiles and copy the result, because FSDP2 warns about outputs that are views."""
-    whole = torch.cat(list(parts))
-    return whole.view(*targets.shape, *whole.shape[1:]).clone()
+    joined = torch.cat(list(parts))
+    return joined.view(*targets.shape, *joined.shape[1:]).clone()
 
 
 def _tile_log_probs(
@@ -172,15 +172,15 @@ def _log_probs(
     log-sum-exp, whose backward pass is free unless a loss uses it.
     """
     logits = logits.float()
-    others = {} if read is None else read(logits if shard is None else shard.gather(logits), targets, *per_token)
+    values = {} if read is None else read(logits if shard is None else shard.gather(logits), targets, *per_token)
     ignored = targets == IGNORED_TARGET
     targets = targets.masked_fill(ignored, 0)
     if shard is not None:
         log_prob, logsumexp = _divided_log_probs(logits, targets, shard)
-        return log_prob.masked_fill(ignored, 0.0), logsumexp, others
+        return log_prob.masked_fill(ignored, 0.0), logsumexp, values
     cross_entropy = F.cross_entropy(logits, targets, reduction="none")
     logsumexp = cross_entropy + logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-    return -cross_entropy.masked_fill(ignored, 0.0), logsumexp, others
+    return -cross_entropy.masked_fill(ignored, 0.0), logsumexp, values
 
 
 def _divided_log_probs(logits: Tensor, targets: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
@@ -191,6 +191,6 @@ def _divided_log_probs(logits: Tensor, targets: Tensor, shard: VocabularyShard) 
     highest = shard.highest_(logits.detach().amax(-1))
     places, is_own = shard.find(targets)
     shifted = logits - highest[:, None]
-    of_target = shifted.gather(-1, places[:, None])[:, 0].where(is_own, 0.0)
-    of_target, sums = shard.sum(torch.stack((of_target, shifted.exp().sum(-1))))
-    return of_target - sums.log(), highest + sums.log()
+    target_logits = shifted.gather(-1, places[:, None])[:, 0].where(is_own, 0.0)
+    target_logits, sums = shard.sum(torch.stack((target_logits, shifted.exp().sum(-1))))
+    return target_logits - sums.log(), highest + sums.log()

@@ -55,8 +55,8 @@ def project_loss(
     )
     log_prob, logsumexp = (tensor.view(targets.shape) for tensor in (log_prob, logsumexp))
     ignored = targets == IGNORED_TARGET
-    found = correct.view(targets.shape) & ~ignored if token_loss.finds_correct else None
-    return TokenLogProbs(log_prob.masked_fill(ignored, 0.0), logsumexp, loss=loss, correct=found)
+    is_correct = correct.view(targets.shape) & ~ignored if token_loss.finds_correct else None
+    return TokenLogProbs(log_prob.masked_fill(ignored, 0.0), logsumexp, loss=loss, correct=is_correct)
 
 
 def read_loss(logits: Tensor, targets: Tensor, token_loss: TokenLoss, *, tile_tokens: int = 0) -> TokenLogProbs:
@@ -73,7 +73,7 @@ def read_loss(logits: Tensor, targets: Tensor, token_loss: TokenLoss, *, tile_to
 
 
 def ask_for_loss(
-    model: nn.Module, tokens: Tensor, targets: Tensor, token_loss: TokenLoss, **asked: Any
+    model: nn.Module, tokens: Tensor, targets: Tensor, token_loss: TokenLoss, **options: Any
 ) -> TokenLogProbs:
     """Run a language model and return its outputs with the loss.
 
@@ -85,18 +85,18 @@ def ask_for_loss(
         tokens: (batch, seq) int64.
         targets: (batch, seq) int64, -100 where ignored.
         token_loss: loss settings.
-        asked: further keyword arguments of the model.
+        options: further keyword arguments of the model.
     """
     kind: Any = type(model.module if isinstance(model, DistributedDataParallel) else model)
-    if _makes_loss(kind):
-        answered: TokenLogProbs = model(tokens, targets, token_loss=token_loss, **asked)
-        return answered
+    if _computes_loss(kind):
+        output: TokenLogProbs = model(tokens, targets, token_loss=token_loss, **options)
+        return output
     read = {"read": _find_correct} if token_loss.finds_correct else {}
-    return _with_loss(model(tokens, targets, **read, **asked), targets, token_loss)
+    return _with_loss(model(tokens, targets, **read, **options), targets, token_loss)
 
 
 @cache
-def _makes_loss(kind: type[nn.Module]) -> bool:
+def _computes_loss(kind: type[nn.Module]) -> bool:
     return "token_loss" in inspect.signature(kind.forward).parameters
 
 

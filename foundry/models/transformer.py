@@ -106,18 +106,18 @@ class Attention(nn.Module):
         """
         is_causal = mask is None and query.shape[2] == key.shape[2]  # otherwise the single query attends to all keys
         if isinstance(mask, DocumentBounds):
-            attended = mask.attend(query, key, value)
+            heads_output = mask.attend(query, key, value)
         elif draws is not None and self.dropout > 0:
-            attended = attend_with_dropout(
+            heads_output = attend_with_dropout(
                 query, key, value, mask if documents is None else documents.mask, self.dropout, draws
             )
         elif documents is not None:
-            attended = documents.attend(query, key, value, grouped=self.grouped)
+            heads_output = documents.attend(query, key, value, grouped=self.grouped)
         else:
-            attended = F.scaled_dot_product_attention(
+            heads_output = F.scaled_dot_product_attention(
                 query, key, value, attn_mask=mask, is_causal=is_causal, enable_gqa=self.grouped
             )
-        output: Tensor = self.o_proj(attended.transpose(1, 2).flatten(-2))
+        output: Tensor = self.o_proj(heads_output.transpose(1, 2).flatten(-2))
         return output
 
 
@@ -242,9 +242,9 @@ class Transformer(nn.Module):
         if violations := list(settings.check()):
             raise ConfigError(violations)
         self.settings, self.max_seq_len, width = settings, settings.max_seq_len, settings.hidden_size
-        own_std = settings.embedding_init_std
+        embedding_std = settings.embedding_init_std
         self.init_std = resolve_std(settings.init_std, width)
-        self.embedding_init_std = self.init_std if own_std is None else resolve_std(own_std, width)
+        self.embedding_init_std = self.init_std if embedding_std is None else resolve_std(embedding_std, width)
         blocks = (
             self.block_type(
                 width,
@@ -379,8 +379,8 @@ class Transformer(nn.Module):
         """
         attention = 12 * len(self.model.layers) * self.model.embed_tokens.embedding_dim * seq_len
         matrices = [module.weight for module in self.modules() if isinstance(module, nn.Linear)]
-        tied = [self.model.embed_tokens.weight] if self.lm_head is None else []
-        return float(seq_len * (matmul_flops([*matrices, *tied]) + attention))
+        head_weights = [self.model.embed_tokens.weight] if self.lm_head is None else []
+        return float(seq_len * (matmul_flops([*matrices, *head_weights]) + attention))
 
     def hf_config(self) -> "LlamaConfig":
         """Return the transformers config of this architecture; `export_state` returns the matching weights."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _HEAD_DIM_STEP, _LARGEST_HEAD_DIM = 8, 192
 """FlashAttention supports larger heads too, but not their backward pass on some GPUs."""
 _MIN_CAPABILITY = (8, 0)
-_KNOWS_GROUPED_HEADS = torch.__version__ >= "2.12"
+_SUPPORTS_GROUPED_HEADS = torch.__version__ >= "2.12"
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,14 @@ class DocumentBounds:
             (batch, heads, seq, head_dim).
         """
         groups = query.shape[1] // key.shape[1]
-        options = {"enable_gqa": groups > 1} if _KNOWS_GROUPED_HEADS else {}
-        if groups > 1 and not _KNOWS_GROUPED_HEADS:
+        options = {"enable_gqa": groups > 1} if _SUPPORTS_GROUPED_HEADS else {}
+        if groups > 1 and not _SUPPORTS_GROUPED_HEADS:
             key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
         kernel: Any = torch.nn.attention.varlen.varlen_attn
         flat = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
         bounds = (self.starts, self.starts, self.longest, self.longest)
-        attended = kernel(*flat, *bounds, window_size=(-1, 0), **options)
-        result: Tensor = attended.unflatten(0, (query.shape[0], query.shape[2])).transpose(1, 2)
+        output = kernel(*flat, *bounds, window_size=(-1, 0), **options)
+        result: Tensor = output.unflatten(0, (query.shape[0], query.shape[2])).transpose(1, 2)
         return result
 
 

@@ -195,40 +195,40 @@ class PrefixVLM(Transformer):
         Raises:
             ValueError: there are more text tokens than max_seq_len.
         """
-        x, kept, is_visible = self._layers(tokens, images, dropout_keys)
-        return self.model.norm(x), kept, is_visible
+        x, cache, is_visible = self._layers(tokens, images, dropout_keys)
+        return self.model.norm(x), cache, is_visible
 
     def observe(self, tokens: Tensor, images: Tensor) -> tuple[list[KeysAndValues], Tensor]:
         """Return the keys and values and the padding mask of `trunk`.
 
         Hidden states of the last layer are not computed.
         """
-        _, kept, is_visible = self._layers(tokens, images, None, keys_only=True)
-        return kept, is_visible
+        _, cache, is_visible = self._layers(tokens, images, None, keys_only=True)
+        return cache, is_visible
 
     def _layers(
         self, tokens: Tensor, images: Tensor, dropout_keys: Tensor | None, *, keys_only: bool = False
     ) -> tuple[Tensor, list[KeysAndValues], Tensor]:
         if tokens.shape[1] > self.max_seq_len:
             raise ValueError(f"a sequence of {tokens.shape[1]} tokens exceeds model.max_seq_len={self.max_seq_len}")
-        is_word = tokens >= 0
-        words = self.model.embed_tokens(tokens.clamp(min=0)).masked_fill(~is_word[..., None], 0.0)
+        is_token = tokens >= 0
+        embeddings = self.model.embed_tokens(tokens.clamp(min=0)).masked_fill(~is_token[..., None], 0.0)
         pictures = self.stem(images)
-        x = torch.cat((to_compute_dtype(pictures), to_compute_dtype(words)), dim=1)
+        x = torch.cat((to_compute_dtype(pictures), to_compute_dtype(embeddings)), dim=1)
         num_patches, length = pictures.shape[1], x.shape[1]
-        is_visible = torch.cat((is_word.new_ones(len(tokens), num_patches), is_word), dim=1)
+        is_visible = torch.cat((is_token.new_ones(len(tokens), num_patches), is_token), dim=1)
         mask = prefix_mask(num_patches, is_visible)
         cos, sin = rotary_table(length, x.shape[2] // self.settings.num_heads, self.settings.rope_theta, x.device)
         cos, sin = cos.to(x.dtype), sin.to(x.dtype)
         draws = None
         if dropout_keys is not None and self.training:
             draws = KeyedDropout(dropout_keys[:, None], torch.arange(length, device=x.device)[None])
-        kept = list[KeysAndValues]()
+        cache = list[KeysAndValues]()
         for index, layer in enumerate(self.model.layers):
-            own_draws, is_last = None if draws is None else draws.fold(index), index == len(self.model.layers) - 1
-            x, key, value = layer(x, cos, sin, mask, own_draws, keys_only=keys_only and is_last)
-            kept.append((key, value))
-        return x, kept, is_visible
+            layer_draws, is_last = None if draws is None else draws.fold(index), index == len(self.model.layers) - 1
+            x, key, value = layer(x, cos, sin, mask, layer_draws, keys_only=keys_only and is_last)
+            cache.append((key, value))
+        return x, cache, is_visible
 
     def initial_weights(self) -> dict[str, Draw]:
         """Return the initialization by parameter name.

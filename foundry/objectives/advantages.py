@@ -50,12 +50,14 @@ def group_advantages(
         members = ((groups == group) & ~values.isnan()).nonzero().squeeze(-1)
         if len(members) < 2:
             continue
-        own = values[members]
-        peers = own.expand(len(own), -1)
+        group_values = values[members]
+        peers = group_values.expand(len(group_values), -1)
         if use_rloo:
-            peers = peers[~torch.eye(len(own), dtype=torch.bool, device=own.device)].view(len(own), -1)
+            peers = peers[~torch.eye(len(group_values), dtype=torch.bool, device=group_values.device)].view(
+                len(group_values), -1
+            )
         mean, deviation = mean_and_std(peers, torch.finfo(rewards.dtype).eps)
-        difference = own - mean
+        difference = group_values - mean
         scaled = torch.where(deviation > 0, difference / (deviation + epsilon), difference)
         baseline[members], std[members] = mean, deviation
         advantage[members] = scaled if normalize_rewards else difference

@@ -16,7 +16,7 @@ from foundry.core.keyed_random import keyed_integers, keyed_normal, keyed_unifor
 from foundry.core.protocols import LossSum, Microbatch, Objective
 from foundry.generation.image_samples import ImageSamples
 
-_MOST_CLASSES = 16
+_MAX_CLASSES = 16
 """Maximum number of classes to generate images for by default."""
 
 
@@ -88,24 +88,24 @@ class Diffusion(Objective):
         Raises:
             ConfigError: no class is selected, a class does not exist, or there are more steps than timesteps.
         """
-        own = self.settings
-        count = own.samples_per_class if samples_per_class is None else samples_per_class
-        steps = own.sampling_steps if steps is None else steps
-        shown = range(0, own.num_classes, -(-own.num_classes // _MOST_CLASSES))
-        classes = [label for label in shown for _ in range(count)] if labels is None else list(labels)
+        settings = self.settings
+        count = settings.samples_per_class if samples_per_class is None else samples_per_class
+        steps = settings.sampling_steps if steps is None else steps
+        class_range = range(0, settings.num_classes, -(-settings.num_classes // _MAX_CLASSES))
+        classes = [label for label in class_range for _ in range(count)] if labels is None else list(labels)
         self._check_drawing(classes, steps)
-        wanted = torch.tensor(classes, dtype=torch.int64)
+        label_tensor = torch.tensor(classes, dtype=torch.int64)
         shape = tuple(data.train[0]["images"].shape)
-        start = own.seed if seed is None else seed
-        images = keyed_normal(start, torch.arange(len(wanted)), shape, stream="draw", device=device)
-        scale = own.guidance_scale if guidance_scale is None else guidance_scale
+        start = settings.seed if seed is None else seed
+        images = keyed_normal(start, torch.arange(len(label_tensor)), shape, stream="draw", device=device)
+        scale = settings.guidance_scale if guidance_scale is None else guidance_scale
         was_training = model.training
         model.eval()
         try:
-            images = self._denoise(model, images, wanted.to(device), scale, steps)
+            images = self._denoise(model, images, label_tensor.to(device), scale, steps)
         finally:
             model.train(was_training)
-        return ImageSamples(images=images.clamp(-1, 1).cpu(), labels=wanted, names=tuple(data.class_names))
+        return ImageSamples(images=images.clamp(-1, 1).cpu(), labels=label_tensor, names=tuple(data.class_names))
 
     def _check_drawing(self, classes: list[int], steps: int) -> None:
         num_timesteps = len(self.noise_schedule.alphas_cumprod)
@@ -114,18 +114,18 @@ class Diffusion(Objective):
         if not classes:
             raise ConfigError(Violation("labels", "is empty; name at least one class"))
         num_classes = self.settings.num_classes
-        if unknown := sorted({label for label in classes if not 0 <= label < num_classes}):
-            raise ConfigError(Violation("labels", f"has {unknown} but classes are 0 to {num_classes - 1}"))
+        if invalid := sorted({label for label in classes if not 0 <= label < num_classes}):
+            raise ConfigError(Violation("labels", f"has {invalid} but classes are 0 to {num_classes - 1}"))
 
     def _denoise(self, model: nn.Module, images: Tensor, labels: Tensor, scale: float, steps: int) -> Tensor:
         sampler = DDIMScheduler.from_config(self.noise_schedule.config)
         sampler.set_timesteps(steps, device=images.device)
         for timestep in sampler.timesteps:
-            prediction = self._guided(model, images, timestep.expand(len(images)), labels, scale)
+            prediction = self._guide(model, images, timestep.expand(len(images)), labels, scale)
             images = sampler.step(prediction, timestep, images, use_clipped_model_output=True).prev_sample
         return images
 
-    def _guided(self, model: nn.Module, images: Tensor, timesteps: Tensor, labels: Tensor, scale: float) -> Tensor:
+    def _guide(self, model: nn.Module, images: Tensor, timesteps: Tensor, labels: Tensor, scale: float) -> Tensor:
         """Return the prediction with classifier-free guidance, computed in a single forward pass."""
         if scale == 1:
             return cast(Tensor, model(images, timesteps, labels)).float()
@@ -143,11 +143,11 @@ class Diffusion(Objective):
         return noise, cast(torch.IntTensor, timesteps)  # diffusers' annotation, regardless of the dtype
 
     def _labels(self, labels: Tensor, position: Tensor, *, drop: bool) -> Tensor:
-        own = self.settings
-        if not drop or own.condition_dropout == 0:
+        settings = self.settings
+        if not drop or settings.condition_dropout == 0:
             return labels
-        chance = keyed_uniform(own.seed, position, stream="condition", device=labels.device)
-        return torch.where(chance < own.condition_dropout, own.num_classes, labels)
+        chance = keyed_uniform(settings.seed, position, stream="condition", device=labels.device)
+        return torch.where(chance < settings.condition_dropout, settings.num_classes, labels)
 
     def _target(self, images: Tensor, noise: Tensor, timesteps: torch.IntTensor) -> Tensor:
         return prediction_target(self.noise_schedule, images, noise, timesteps)

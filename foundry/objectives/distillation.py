@@ -75,9 +75,9 @@ class Distillation(Objective):
         tokens, targets = microbatch["tokens"], valid_targets(microbatch)
         packed = document_keywords(self._teacher, microbatch)
         with torch.no_grad():
-            kept = self._teacher(tokens, targets, read=self._read_teacher, **packed).read
+            teacher_values = self._teacher(tokens, targets, read=self._read_teacher, **packed).read
         packed = document_keywords(model, microbatch)
-        output = model(tokens, targets, read=self._read_student, per_token=tuple(kept.values()), **packed)
+        output = model(tokens, targets, read=self._read_student, per_token=tuple(teacher_values.values()), **packed)
         cross_entropy = -output.log_prob.sum()
         divergence = output.read["divergence"].sum()
         share = self.settings.cross_entropy_share

@@ -53,7 +53,7 @@ def divergence_from(teacher: TeacherLogProbs, student_logits: Tensor, settings: 
         (...), non-negative up to rounding, and 0 if the distributions are equal, except with `OutsideTopK.zero`, which
         truncates the teacher but not the student.
     """
-    student, kept = (student_logits / settings.temperature).log_softmax(-1), teacher.log_prob
+    student, teacher_log_probs = (student_logits / settings.temperature).log_softmax(-1), teacher.log_prob
     if (tokens := teacher.tokens) is not None:
         match settings.outside_top_k:
             case OutsideTopK.tail:
@@ -61,19 +61,21 @@ def divergence_from(teacher: TeacherLogProbs, student_logits: Tensor, settings: 
             case OutsideTopK.renormalize:
                 student = student.gather(-1, tokens).log_softmax(-1)
             case OutsideTopK.zero:
-                kept = torch.full_like(student, _LOG_ZERO).scatter(-1, tokens, kept.to(student.dtype))
+                teacher_log_probs = torch.full_like(student, _LOG_ZERO).scatter(
+                    -1, tokens, teacher_log_probs.to(student.dtype)
+                )
     match settings.divergence:
         case Divergence.forward:
-            return _kl(kept, student)
+            return _kl(teacher_log_probs, student)
         case Divergence.reverse:
-            return _kl(student, kept)
+            return _kl(student, teacher_log_probs)
         case Divergence.mixed:
             weight = settings.mixed_kl_weight
-            return weight * _kl(kept, student) + (1 - weight) * _kl(student, kept)
+            return weight * _kl(teacher_log_probs, student) + (1 - weight) * _kl(student, teacher_log_probs)
         case Divergence.jsd:
             beta = settings.jsd_beta
-            mixture = torch.logaddexp(kept + math.log(beta), student + math.log1p(-beta))
-            return beta * _kl(kept, mixture) + (1 - beta) * _kl(student, mixture)
+            mixture = torch.logaddexp(teacher_log_probs + math.log(beta), student + math.log1p(-beta))
+            return beta * _kl(teacher_log_probs, mixture) + (1 - beta) * _kl(student, mixture)
 
 
 def _kl(first: Tensor, second: Tensor) -> Tensor:
@@ -86,5 +88,5 @@ def _rest(log_prob: Tensor, tokens: Tensor) -> Tensor:
 
     Computed as a sum, because 1 - sum would lose the digits of a small value.
     """
-    is_kept = torch.zeros_like(log_prob, dtype=torch.bool).scatter(-1, tokens, True)
-    return log_prob.masked_fill(is_kept, -math.inf).logsumexp(-1, keepdim=True)
+    is_top_k = torch.zeros_like(log_prob, dtype=torch.bool).scatter(-1, tokens, True)
+    return log_prob.masked_fill(is_top_k, -math.inf).logsumexp(-1, keepdim=True)

@@ -58,7 +58,7 @@ class DPO(Objective):
 
     def loss(self, model: nn.Module, microbatch: Microbatch) -> LossSum:
         """Return the sum of the pairs' losses; rewards are β times the log-ratios of responses to the reference."""
-        reference = self._ask_reference(model, microbatch)
+        reference = self._compute_reference(model, microbatch)
         log_prob = _response_log_probs(model, microbatch)
         is_valid, num_tokens = _is_valid(microbatch), _num_tokens(microbatch)
         losses = pair_losses(log_prob, reference, num_tokens, is_valid, self.settings)
@@ -78,7 +78,7 @@ class DPO(Objective):
         return LossSum(losses.loss.sum().float(), {name: Mean(v.sum().float()) for name, v in values.items()})
 
     @torch.no_grad()
-    def _ask_reference(self, model: nn.Module, microbatch: Microbatch) -> Tensor:
+    def _compute_reference(self, model: nn.Module, microbatch: Microbatch) -> Tensor:
         """Return the reference's log-probabilities, (pairs, 2) float64.
 
         It is called before the policy, because FSDP2 requires the policy's backward pass to follow its forward pass

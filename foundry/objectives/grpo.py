@@ -65,12 +65,12 @@ class GRPO(Objective):
 
     def num_valid(self, microbatch: Microbatch) -> int:
         """Return the number of valid tokens, or of completions with valid tokens."""
-        mask = _counted(microbatch)
+        mask = _loss_mask(microbatch)
         return int((mask if self.settings.token_level_loss else mask.any(-1)).sum())
 
     def loss(self, model: nn.Module, microbatch: Microbatch) -> LossSum:
         """Return the loss summed over tokens, or over completions as means over their tokens, with the KL penalty."""
-        mask = _counted(microbatch)
+        mask = _loss_mask(microbatch)
         log_prob, unfiltered = self._log_probs(model, microbatch)
         old = microbatch.get("old", log_prob.detach())
         part = Completions(
@@ -82,21 +82,21 @@ class GRPO(Objective):
             reference=microbatch.get("reference"),
             unfiltered=unfiltered,
         )
-        found = policy_loss(part, self.settings)
-        loss, kept = found.loss, found.is_kept
-        count = kept.sum()
-        clipped = (found.ratio < 1 - self.settings.ratio_clip_min) | (found.ratio > 1 + self.settings.ratio_clip_max)
+        result = policy_loss(part, self.settings)
+        loss, is_kept = result.loss, result.is_kept
+        count = is_kept.sum()
+        clipped = (result.ratio < 1 - self.settings.ratio_clip_min) | (result.ratio > 1 + self.settings.ratio_clip_max)
         metrics = {
-            "policy_loss": Mean(found.policy.detach().float()),
-            "ratio": Mean(found.ratio.masked_fill(~kept, 0.0).sum(), count),
-            "clipped": Mean((clipped & kept).sum().float(), count),
+            "policy_loss": Mean(result.policy.detach().float()),
+            "ratio": Mean(result.ratio.masked_fill(~is_kept, 0.0).sum(), count),
+            "clipped": Mean((clipped & is_kept).sum().float(), count),
         }
-        mismatch = sampling_mismatch(log_prob.detach(), old, part.sampler, kept)
+        mismatch = sampling_mismatch(log_prob.detach(), old, part.sampler, is_kept)
         metrics |= {name: Mean(mismatch[name].float(), count) for name in _MISMATCHES}
         if self._has_reference and not self.settings.use_kl_in_reward:
-            metrics["kl"] = Mean(found.kl.detach().float())
+            metrics["kl"] = Mean(result.kl.detach().float())
         if self.settings.positive_example_nll_weight > 0:
-            nll, number = positive_example_nll(log_prob, kept, microbatch["reward"])
+            nll, number = positive_example_nll(log_prob, is_kept, microbatch["reward"])
             # The two sums have different counts, but the step divides both by the number of valid items.
             scale = microbatch["nll_scale"][:1].sum()  # 0 for a microbatch without completions
             loss = loss + self.settings.positive_example_nll_weight * scale * nll
@@ -105,20 +105,20 @@ class GRPO(Objective):
 
     def record(self, model: nn.Module, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Return the policy's log-probabilities if later updates or rewards need them, and the reference's."""
-        recorded = dict[str, Tensor]()
+        columns = dict[str, Tensor]()
         if self.settings.updates_per_rollout > 1 or self.settings.use_kl_in_reward:
-            filtered_ones, unfiltered = self._log_probs(model, {"tokens": tokens, "targets": targets})
+            filtered_log_probs, unfiltered = self._log_probs(model, {"tokens": tokens, "targets": targets})
             if self.settings.updates_per_rollout > 1:
-                recorded["old"] = filtered_ones
+                columns["old"] = filtered_log_probs
             if self.settings.use_kl_in_reward:
-                recorded["policy"] = filtered_ones if unfiltered is None else unfiltered
+                columns["policy"] = filtered_log_probs if unfiltered is None else unfiltered
         if self._has_reference and self._is_within:
             with adapters_off(model):
-                recorded[_REFERENCE] = model(tokens, targets).log_prob
+                columns[_REFERENCE] = model(tokens, targets).log_prob
         elif self._has_reference:
             assert self._reference is not None
-            recorded[_REFERENCE] = self._reference(tokens, targets).log_prob
-        return recorded
+            columns[_REFERENCE] = self._reference(tokens, targets).log_prob
+        return columns
 
     def prepare(self, rollout: Rollout) -> Prepared:
         """Return advantages within groups, and which completions count in the loss."""
@@ -136,7 +136,7 @@ class GRPO(Objective):
             )
             rewards = penalized_rewards(rewards, kl.double(), is_token, self.settings.ref_policy_kl_penalty)
             metrics["rollout_kl"] = float(kl[is_token].double().mean())
-        found = group_advantages(
+        advantages = group_advantages(
             rewards,
             rollout.group,
             use_rloo=self.settings.use_rloo,
@@ -145,7 +145,7 @@ class GRPO(Objective):
         mask = is_token & counts[:, None]
         columns |= {
             "sampler": rollout.sampler,
-            "advantage": found.advantage.float(),
+            "advantage": advantages.advantage.float(),
             "is_counted": counts,
             "reward": rollout.rewards,
         }
@@ -172,10 +172,10 @@ class GRPO(Objective):
 
         The second is None if sampling uses no filters.
         """
-        asked = document_keywords(model, microbatch)
+        options = document_keywords(model, microbatch)
         if self._is_filtered:
-            asked["read"] = self._read
-        output = model(microbatch["tokens"], microbatch["targets"], **asked)
+            options["read"] = self._read
+        output = model(microbatch["tokens"], microbatch["targets"], **options)
         log_prob = _by_completion(output.log_prob, microbatch)
         return (
             (_by_completion(output.read["filtered"], microbatch), log_prob) if self._is_filtered else (log_prob, None)
@@ -187,9 +187,9 @@ class GRPO(Objective):
         Ignored targets get 0.
         """
         ignored = targets == IGNORED_TARGET
-        kept = filtered(logits, **self._filters).log_softmax(-1)
-        chosen = kept.gather(-1, targets.masked_fill(ignored, 0).unsqueeze(-1)).squeeze(-1)
-        return {"filtered": chosen.masked_fill(ignored, 0.0)}
+        filtered_log_probs = filtered(logits, **self._filters).log_softmax(-1)
+        target_log_probs = filtered_log_probs.gather(-1, targets.masked_fill(ignored, 0).unsqueeze(-1)).squeeze(-1)
+        return {"filtered": target_log_probs.masked_fill(ignored, 0.0)}
 
     def _nll_scale(self, mask: Tensor, rewards: Tensor) -> Tensor:
         """Return the scale of the NLL term for each completion, (completions,).
@@ -198,12 +198,12 @@ class GRPO(Objective):
         above 0.
         """
         scales = list[Tensor]()
-        for own, reward in zip(
+        for group_mask, reward in zip(
             mask.chunk(self.settings.updates_per_rollout), rewards.chunk(self.settings.updates_per_rollout), strict=True
         ):
-            items = own.sum() if self.settings.token_level_loss else own.any(-1).sum()
-            positive = (own & (reward > 0)[:, None]).sum().clamp(min=1)
-            scales.append((items / positive).expand(len(own)))
+            items = group_mask.sum() if self.settings.token_level_loss else group_mask.any(-1).sum()
+            positive = (group_mask & (reward > 0)[:, None]).sum().clamp(min=1)
+            scales.append((items / positive).expand(len(group_mask)))
         return torch.cat(scales).float()
 
 
@@ -212,7 +212,7 @@ def _by_completion(values: Tensor, microbatch: Microbatch) -> Tensor:
     return unpack(values, microbatch, width=microbatch.get("sampler", values).shape[1])
 
 
-def _counted(microbatch: Microbatch) -> Tensor:
+def _loss_mask(microbatch: Microbatch) -> Tensor:
     """Return the mask of valid tokens, (completions, seq) bool, on the device of the microbatch."""
     mask = _by_completion(microbatch["targets"] != IGNORED_TARGET, microbatch)
     is_sample = (microbatch["position"] >= 0).to(mask.device, non_blocking=True)
@@ -222,7 +222,9 @@ def _counted(microbatch: Microbatch) -> Tensor:
 def _describe(rewards: Tensor, rollout: Rollout) -> dict[str, float]:
     """Return the mean standard deviation of rewards within groups, and the fraction of groups without variance."""
     groups = [rewards[rollout.group == group] for group in sorted(set(rollout.group.tolist()))]
-    scored = [own[~own.isnan()] for own in groups]
-    deviations = torch.stack([mean_and_std(own[None])[1][0] if len(own) > 1 else own.new_zeros(()) for own in scored])
-    without = [len(own) < 2 or bool((own - own[0]).abs().max() <= 1e-9) for own in scored]
-    return {"reward_std": float(deviations.mean()), "groups_without_variance": sum(without) / len(without)}
+    scored_groups = [group[~group.isnan()] for group in groups]
+    deviations = torch.stack(
+        [mean_and_std(group[None])[1][0] if len(group) > 1 else group.new_zeros(()) for group in scored_groups]
+    )
+    is_uniform = [len(group) < 2 or bool((group - group[0]).abs().max() <= 1e-9) for group in scored_groups]
+    return {"reward_std": float(deviations.mean()), "groups_without_variance": sum(is_uniform) / len(is_uniform)}

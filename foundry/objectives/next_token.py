@@ -59,16 +59,16 @@ class NextToken(Objective):
 
         Options are passed to `continue_text`, with lengths and temperature from the settings by default.
         """
-        own = {"max_new_tokens": self.settings.sample_tokens, "temperature": self.settings.temperature}
-        return continue_text(model, data, device, **{**own, **options})
+        defaults = {"max_new_tokens": self.settings.sample_tokens, "temperature": self.settings.temperature}
+        return continue_text(model, data, device, **{**defaults, **options})
 
 
 def predict_tokens(model: nn.Module, microbatch: Microbatch) -> tuple[Tensor, Tensor]:
     """Return a language model's logits, (tokens, vocab), and targets, (tokens,) int64, at targets not ignored."""
     targets = valid_targets(microbatch)
-    beside = document_keywords(model, microbatch)
-    beside |= {name: microbatch[name] for name in ("images",) if name in microbatch}
-    logits: Tensor = model(microbatch["tokens"], return_logits=True, **beside).logits
+    keywords = document_keywords(model, microbatch)
+    keywords |= {name: microbatch[name] for name in ("images",) if name in microbatch}
+    logits: Tensor = model(microbatch["tokens"], return_logits=True, **keywords).logits
     is_valid = targets != IGNORED_TARGET
     return logits[is_valid], targets[is_valid]
 

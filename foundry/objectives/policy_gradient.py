@@ -73,12 +73,12 @@ def policy_loss(completions: Completions, settings: PolicyGradient) -> PolicyLos
     old = log_prob.detach() if s.force_on_policy_ratio else completions.old.masked_fill(~is_kept, 0.0)
     advantage = completions.advantage[:, None]
     ratio = _ratio(log_prob - old, is_kept, s.sequence_level_importance_ratios)
-    policy = _clipped(log_prob, ratio, advantage, s)
+    policy = _clip_loss(log_prob, ratio, advantage, s)
     weight = _sampler_weights(old - completions.sampler.masked_fill(~is_kept, 0.0), is_kept, s)
-    policy_sum = _reduced(weight * policy, is_kept, s.token_level_loss)
+    policy_sum = _reduce(weight * policy, is_kept, s.token_level_loss)
     kl_sum = policy_sum.new_zeros(())
     if s.ref_policy_kl_penalty > 0 and not s.use_kl_in_reward:
-        kl_sum = _reduced(_divergence(completions, ratio, s), mask, s.token_level_loss)
+        kl_sum = _reduce(_divergence(completions, ratio, s), mask, s.token_level_loss)
     loss = policy_sum + s.ref_policy_kl_penalty * kl_sum
     return PolicyLoss(loss, policy_sum, kl_sum, ratio.detach(), weight, is_kept)
 
@@ -137,7 +137,7 @@ def _ratio(log_ratio: Tensor, mask: Tensor, by_sequence: bool) -> Tensor:
     return log_ratio.exp()
 
 
-def _clipped(log_prob: Tensor, ratio: Tensor, advantage: Tensor, s: PolicyGradient) -> Tensor:
+def _clip_loss(log_prob: Tensor, ratio: Tensor, advantage: Tensor, s: PolicyGradient) -> Tensor:
     """Return the loss of each token before the correction for the sampler."""
     clipped = ratio.clamp(1 - s.ratio_clip_min, 1 + s.ratio_clip_max)
     if s.use_cispo:
@@ -204,7 +204,7 @@ def _divergence(completions: Completions, ratio: Tensor, s: PolicyGradient) -> T
     )
 
 
-def _reduced(values: Tensor, mask: Tensor, by_token: bool) -> Tensor:
+def _reduce(values: Tensor, mask: Tensor, by_token: bool) -> Tensor:
     """Return the sum over tokens, or the sum over completions of the mean over their tokens."""
     values = values.masked_fill(~mask, 0.0)
     return values.sum() if by_token else (values.sum(-1) / _lengths(mask)).sum()

@@ -56,15 +56,15 @@ class SFT(Objective):
         The accuracy is the fraction of valid tokens whose target is the argmax.
         """
         targets = valid_targets(microbatch)
-        asked: dict[str, Any] = self._dropout_keys(microbatch, targets)
-        asked |= document_keywords(model, microbatch)
-        asked |= {name: microbatch[name] for name in ("images",) if name in microbatch}
+        keywords: dict[str, Any] = self._dropout_keys(microbatch, targets)
+        keywords |= document_keywords(model, microbatch)
+        keywords |= {name: microbatch[name] for name in ("images",) if name in microbatch}
         is_valid = targets != IGNORED_TARGET
         weights = is_valid.float()
         if self.settings.sft_average_log_probs:
             weights = weights / _tokens_of_sample(is_valid, microbatch.get("documents")).clamp(min=1)
         token_loss = TokenLoss(z_loss_coefficient=self.settings.z_loss_coefficient, weights=weights, finds_correct=True)
-        output = ask_for_loss(model, microbatch["tokens"], targets, token_loss, **asked)
+        output = ask_for_loss(model, microbatch["tokens"], targets, token_loss, **keywords)
         assert output.loss is not None
         assert output.correct is not None
         metrics = {"accuracy": Mean(output.correct.sum().float(), is_valid.sum())}
@@ -82,8 +82,8 @@ class SFT(Objective):
 
         Options are passed to `continue_text`, with lengths and temperature from the settings by default.
         """
-        own = {"max_new_tokens": self.settings.sample_tokens, "temperature": self.settings.temperature}
-        return continue_text(model, data, device, **{**own, **options})
+        defaults = {"max_new_tokens": self.settings.sample_tokens, "temperature": self.settings.temperature}
+        return continue_text(model, data, device, **{**defaults, **options})
 
     def _dropout_keys(self, microbatch: Microbatch, targets: Tensor) -> dict[str, Tensor]:
         """Return the keyword argument with dropout keys, (batch,) int64; empty without dropout."""

@@ -25,14 +25,14 @@ def document_keywords(model: nn.Module, microbatch: Microbatch) -> dict[str, Any
         return {}
     keywords: dict[str, Any] = {"documents": microbatch["documents"].flatten(0, -2)}
     kind: Any = type(model.module if isinstance(model, DistributedDataParallel) else model)
-    if "document_starts" in microbatch and _takes_bounds(kind):
+    if "document_starts" in microbatch and _accepts_bounds(kind):
         longest = int(microbatch["longest_document"])  # in host memory, so this does not synchronize with the device
         keywords["document_bounds"] = DocumentBounds(microbatch["document_starts"], longest)
     return keywords
 
 
 @cache
-def _takes_bounds(kind: Any) -> bool:
+def _accepts_bounds(kind: Any) -> bool:
     return "document_bounds" in inspect.signature(kind.forward).parameters
 
 
@@ -65,6 +65,6 @@ def unpack(
     places = torch.arange(flat.numel(), device=device)
     starts = torch.zeros(count + 1, dtype=torch.int64, device=device).scatter_(0, to, places)
     index = starts[:count, None] + torch.arange(width, device=device)
-    inside = index.clamp(max=flat.numel() - 1)
-    is_token = (index == inside) & (flat[inside] == torch.arange(count, device=device)[:, None])
-    return values.flatten()[inside].masked_fill(~is_token, fill)
+    safe_index = index.clamp(max=flat.numel() - 1)
+    is_token = (index == safe_index) & (flat[safe_index] == torch.arange(count, device=device)[:, None])
+    return values.flatten()[safe_index].masked_fill(~is_token, fill)

@@ -34,9 +34,9 @@ class Bf16AdamW(AdamW):
     def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         weights = [local_part(parameter) for parameter in parameters]
         states = [self._state(parameter, is_fused=bool(group["fused"])) for parameter in parameters]
-        stored = [local_part(state[key]) for key in ("exp_avg", "exp_avg_sq") for state in states]
+        state_tensors = [local_part(state[key]) for key in ("exp_avg", "exp_avg_sq") for state in states]
         moments = [torch.empty_like(weight) for weight in weights * 2]
-        torch._foreach_copy_(moments, stored)
+        torch._foreach_copy_(moments, state_tensors)
         adamw(
             weights,
             [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None],
@@ -55,7 +55,7 @@ class Bf16AdamW(AdamW):
             eps=group["eps"],
             maximize=False,
         )
-        torch._foreach_copy_(stored, moments)
+        torch._foreach_copy_(state_tensors, moments)
 
     def _state(self, parameter: Tensor, *, is_fused: bool) -> dict[str, Tensor]:
         """Return the parameter's moments and step count under torch's names, initialized to zeros."""
@@ -70,13 +70,13 @@ class Bf16AdamW(AdamW):
 
 def _chunks(parameters: list[Tensor]) -> Iterator[list[Tensor]]:
     """Split parameters into chunks whose converted moments fit into `_CHUNK_BYTES`."""
-    chunk, held = list[Tensor](), 0
+    chunk, chunk_bytes = list[Tensor](), 0
     for parameter in parameters:
         size = 2 * local_part(parameter).numel() * parameter.element_size()
-        if chunk and held + size > _CHUNK_BYTES:
+        if chunk and chunk_bytes + size > _CHUNK_BYTES:
             yield chunk
-            chunk, held = [], 0
+            chunk, chunk_bytes = [], 0
         chunk.append(parameter)
-        held += size
+        chunk_bytes += size
     if chunk:
         yield chunk

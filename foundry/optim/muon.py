@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 
 from foundry.core.sharded import is_sharded, local_part
 from foundry.optim.eager import EagerOptimizer
-from foundry.optim.owners import Batch, cut, divide, join, place
+from foundry.optim.owners import Batch, divide, join, place, unflatten
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _CHUNK_BYTES = 64 * 2**20
@@ -47,14 +47,14 @@ class _Work:
     Attributes:
         numbers: index of each matrix of the batch in the list of all matrices.
         batch: exchange of the matrices between ranks.
-        advancing: indices into the batch, in groups of matrices whose momentum is updated together.
-        applying: indices into the batch, in groups of matrices whose weights are updated together.
+        momentum_chunks: indices into the batch, in groups of matrices whose momentum is updated together.
+        weight_chunks: indices into the batch, in groups of matrices whose weights are updated together.
     """
 
     numbers: list[int]
     batch: Batch
-    advancing: list[list[int]]
-    applying: list[list[int]]
+    momentum_chunks: list[list[int]]
+    weight_chunks: list[list[int]]
 
 
 class Muon(EagerOptimizer):
@@ -96,15 +96,15 @@ class Muon(EagerOptimizer):
         self.found_inf: Tensor | None = None
         self._group = group
         self._work: tuple[list[int], list[_Work]] = [], []
-        for each in self.param_groups:
-            assert all(p.ndim == 2 for p in each["params"]), "Muon is for matrices"
+        for param_group in self.param_groups:
+            assert all(p.ndim == 2 for p in param_group["params"]), "Muon is for matrices"
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Update all matrices that have gradients."""
         assert closure is None, "the loss is evaluated once a step"
-        moving = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        updates = [self._update(work, [moving[n] for n in work.numbers]) for work in self._divided(moving)]
+        members = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        updates = [self._update(work, [members[n] for n in work.numbers]) for work in self._divide_work(members)]
         # While one batch is orthogonalized, the next is gathered and the previous one scattered, in the same order on
         # all ranks.
         for tick in range(len(updates) + 2):
@@ -112,42 +112,44 @@ class Muon(EagerOptimizer):
                 next(update, None)
         return None
 
-    def _divided(self, moving: list[_Member]) -> list[_Work]:
+    def _divide_work(self, all_members: list[_Member]) -> list[_Work]:
         """Return the matrices in batches; recomputed only if the set of matrices with gradients changes."""
-        known = [id(matrix) for matrix, _ in moving]
-        if self._work[0] != known:
+        matrix_ids = [id(matrix) for matrix, _ in all_members]
+        if self._work[0] != matrix_ids:
             kinds: dict[Any, list[int]] = {}
-            placed = place([matrix for matrix, _ in moving], self._group)
-            for number, (matrix, group) in enumerate(moving):
+            layouts = place([matrix for matrix, _ in all_members], self._group)
+            for number, (matrix, group) in enumerate(all_members):
                 devices = _device(matrix), local_part(matrix).device
-                kinds.setdefault((placed[number].group, group["ns_dtype"], *devices), []).append(number)
+                kinds.setdefault((layouts[number].group, group["ns_dtype"], *devices), []).append(number)
             works = list[_Work]()
             for (_, dtype, device, home), numbers in kinds.items():
-                those = [placed[number] for number in numbers]
-                for chosen, batch in divide(those, [_cost(*each.shape) for each in those], dtype, device, home):
-                    own = [numbers[index] for index in chosen]
-                    members = [moving[number] for number in own]
+                batch_layouts = [layouts[number] for number in numbers]
+                for indices, batch in divide(
+                    batch_layouts, [_cost(*layout.shape) for layout in batch_layouts], dtype, device, home
+                ):
+                    batch_numbers = [numbers[index] for index in indices]
+                    members = [all_members[number] for number in batch_numbers]
                     works.append(
                         _Work(
-                            own,
+                            batch_numbers,
                             batch,
                             _chunks(members, lambda matrix, group: (id(group), matrix.dtype)),
                             _chunks(members, lambda matrix, group: (id(group), matrix.dtype, max(matrix.shape))),
                         )
                     )
-            self._work = known, works
+            self._work = matrix_ids, works
         return self._work[1]
 
     def _update(self, work: _Work, members: list[_Member]) -> Iterator[None]:
         """Update a batch of matrices; yields while a transfer is in progress."""
         batch = work.batch
-        arriving = batch.gather(self._advance(work, members))
+        finish_gather = batch.gather(self._advance(work, members))
         yield
-        own = [group for (_, group), is_mine in zip(members, batch.is_mine, strict=True) if is_mine]
-        wholes = zip(arriving(), own, strict=True)
-        returning = batch.scatter([orthogonalise(whole, g["ns_steps"], g["ns_dtype"]) for whole, g in wholes])
+        groups = [group for (_, group), is_mine in zip(members, batch.is_mine, strict=True) if is_mine]
+        matrices = zip(finish_gather(), groups, strict=True)
+        finish_scatter = batch.scatter([orthogonalise(matrix, g["ns_steps"], g["ns_dtype"]) for matrix, g in matrices])
         yield
-        self._apply(work, members, returning())
+        self._apply(work, members, finish_scatter())
 
     def _advance(self, work: _Work, members: list[_Member]) -> list[Tensor]:
         """Update the momentum and return this rank's parts to be orthogonalized, in the dtype of the iteration.
@@ -155,17 +157,17 @@ class Muon(EagerOptimizer):
         Matrices are concatenated so that one kernel processes many of them.
         """
         ahead: dict[int, Tensor] = {}
-        for numbers in work.advancing:
+        for numbers in work.momentum_chunks:
             matrices, group = [members[number][0] for number in numbers], members[numbers[0]][1]
             velocities = [local_part(self._momentum(matrix)) for matrix in matrices]
             grad = join([local_part(matrix.grad) for matrix in matrices if matrix.grad is not None])
             velocity = join(velocities)
-            moved = velocity.lerp(grad, 1 - group["momentum"])
-            self._store(velocities, velocity, moved)
-            direction = grad.lerp(moved, group["momentum"]) if group["nesterov"] else moved
-            parts = cut(direction.to(group["ns_dtype"]), [part.shape for part in velocities])
+            new_velocity = velocity.lerp(grad, 1 - group["momentum"])
+            self._store(velocities, velocity, new_velocity)
+            direction = grad.lerp(new_velocity, group["momentum"]) if group["nesterov"] else new_velocity
+            parts = unflatten(direction.to(group["ns_dtype"]), [part.shape for part in velocities])
             ahead.update(zip(numbers, parts, strict=True))
-        return [ahead[number] for number, is_given in enumerate(work.batch.is_given) if is_given]
+        return [ahead[number] for number, is_sent in enumerate(work.batch.is_sent) if is_sent]
 
     def _apply(self, work: _Work, members: list[_Member], directions: Sequence[Tensor]) -> None:
         """Apply weight decay and add the orthogonalized updates.
@@ -175,7 +177,7 @@ class Muon(EagerOptimizer):
             members: its matrices and their parameter groups.
             directions: this rank's part of each update.
         """
-        for numbers in work.applying:
+        for numbers in work.weight_chunks:
             matrix, group = members[numbers[0]]
             weights = [local_part(members[number][0]) for number in numbers]
             weight, rate = join(weights), group["lr"] * 0.2 * math.sqrt(max(matrix.shape))
@@ -190,8 +192,8 @@ class Muon(EagerOptimizer):
 
         `old` and `new` are the concatenated values of all tensors, (elements,).
         """
-        kept = new if self.found_inf is None else torch.where(self.found_inf > 0, old, new)
-        torch._foreach_copy_(targets, cut(kept, [target.shape for target in targets]))
+        values = new if self.found_inf is None else torch.where(self.found_inf > 0, old, new)
+        torch._foreach_copy_(targets, unflatten(values, [target.shape for target in targets]))
 
     def _momentum(self, matrix: Tensor) -> Tensor:
         """Return the momentum buffer of a matrix, initialized to zeros."""
@@ -233,14 +235,14 @@ def _chunks(members: list[_Member], kind: Callable[[Tensor, dict[str, Any]], Has
         kinds.setdefault(kind(*member), []).append(number)
     chunks = list[list[int]]()
     for numbers in kinds.values():
-        held = 0
+        chunk_bytes = 0
         for number in numbers:
             part = local_part(members[number][0])
             size = part.numel() * part.element_size()
-            held += size
-            if held == size or held > (_HOST_CHUNK_BYTES if part.device.type == "cpu" else _CHUNK_BYTES):
+            chunk_bytes += size
+            if chunk_bytes == size or chunk_bytes > (_HOST_CHUNK_BYTES if part.device.type == "cpu" else _CHUNK_BYTES):
                 chunks.append([])
-                held = size
+                chunk_bytes = size
             chunks[-1].append(number)
     return chunks
 

@@ -74,13 +74,13 @@ def muon(
     None, the iteration runs in bf16 if `precision` multiplies matrices in bf16, and otherwise in fp32.
     """
     matrices = {p for block in find_blocks(model) for p in block.parameters() if p.requires_grad and p.ndim == 2}
-    own = _groups(model, settings, only=matrices)
-    rest = _groups(model, settings, only={p for p in model.parameters() if p not in matrices})
-    optimizers: list[Optimizer] = [AdamW(rest, **_moments(model, settings), lr=lr)]
-    if own:
+    muon_groups = _groups(model, settings, include=matrices)
+    other_groups = _groups(model, settings, include={p for p in model.parameters() if p not in matrices})
+    optimizers: list[Optimizer] = [AdamW(other_groups, **_moments(model, settings), lr=lr)]
+    if muon_groups:
         ns_dtype = NsDtype.following(precision) if settings.ns_dtype is None else settings.ns_dtype
         orthogonal = Muon(
-            own,
+            muon_groups,
             lr=lr,
             momentum=settings.momentum,
             nesterov=settings.nesterov,
@@ -96,9 +96,9 @@ def muon(
 
 
 def _groups(
-    model: nn.Module, settings: OptimizerSettings, only: Set[nn.Parameter] | None = None
+    model: nn.Module, settings: OptimizerSettings, include: Set[nn.Parameter] | None = None
 ) -> list[dict[str, Any]]:
-    return param_groups(model, settings.weight_decay, asdict(settings.groups), only=only)
+    return param_groups(model, settings.weight_decay, asdict(settings.groups), include=include)
 
 
 def _moments(model: nn.Module, settings: AdamSettings | MuonSettings) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def param_groups(
     weight_decay: float,
     groups: Groups | None = None,
     *,
-    only: Set[nn.Parameter] | None = None,
+    include: Set[nn.Parameter] | None = None,
 ) -> list[dict[str, Any]]:
     """Split trainable parameters into parameter groups.
 
@@ -122,16 +122,16 @@ def param_groups(
         model: the wrapped model.
         weight_decay: weight decay of parameters with `wd_mult` 1.
         groups: the fields of `foundry.config.schemas.optimizer.ParamGroups`.
-        only: parameters to include; None includes all.
+        include: parameters to include; None includes all.
 
     Raises:
         ConfigError: a group matches no trainable parameter, or two groups match the same parameter.
     """
-    chosen = _assign(model, groups or {})
+    assignment = _assign(model, groups or {})
     members: dict[tuple[float, float, bool], list[nn.Parameter]] = {}
     for parameter in model.parameters():
-        if parameter.requires_grad and (only is None or parameter in only):
-            group = chosen.get(parameter)
+        if parameter.requires_grad and (include is None or parameter in include):
+            group = assignment.get(parameter)
             lr_mult, wd_mult = (
                 (1.0, None) if group is None else (float(group.get("lr_mult", 1.0)), group.get("wd_mult"))
             )
@@ -139,12 +139,12 @@ def param_groups(
                 wd_mult = 0.0 if parameter.ndim < 2 else 1.0
             members.setdefault((lr_mult, float(wd_mult), is_sharded(parameter)), []).append(parameter)
     return [
-        {"params": held, "weight_decay": weight_decay * wd_mult, "lr_mult": lr_mult, "wd_mult": wd_mult}
-        for (lr_mult, wd_mult, _), held in sorted(members.items(), key=lambda item: (item[0][1] == 0, item[0]))
+        {"params": params, "weight_decay": weight_decay * wd_mult, "lr_mult": lr_mult, "wd_mult": wd_mult}
+        for (lr_mult, wd_mult, _), params in sorted(members.items(), key=lambda item: (item[0][1] == 0, item[0]))
     ]
 
 
-def not_covered(optimizers: object, model: nn.Module) -> str | None:
+def find_coverage_problem(optimizers: object, model: nn.Module) -> str | None:
     """Explain why optimizers do not fit a model; None if they contain each trainable parameter exactly once.
 
     Args:
@@ -154,19 +154,19 @@ def not_covered(optimizers: object, model: nn.Module) -> str | None:
     if not isinstance(optimizers, (list, tuple)):
         remedy = "return [optimizer]" if isinstance(optimizers, Optimizer) else "return [torch.optim.AdamW(...)]"
         return f"returns {_kind(optimizers)}, not a list of optimizers; {remedy}"
-    if wrong := [each for each in optimizers if not isinstance(each, Optimizer)]:
-        return f"returns a list with {_kind(wrong[0])}, which is not a torch.optim.Optimizer"
-    taken = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    if invalid := [optimizer for optimizer in optimizers if not isinstance(optimizer, Optimizer)]:
+        return f"returns a list with {_kind(invalid[0])}, which is not a torch.optim.Optimizer"
+    grouped = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
     names = {p: name for name, p in model.named_parameters()}
-    counts = Counter(map(id, taken))
-    if twice := [name for p, name in names.items() if counts[id(p)] > 1]:
-        return f"takes {listed(twice, 3)} more than once; give each parameter to one group of one optimizer"
+    counts = Counter(map(id, grouped))
+    if duplicates := [name for p, name in names.items() if counts[id(p)] > 1]:
+        return f"takes {listed(duplicates, 3)} more than once; give each parameter to one group of one optimizer"
     trainable = [name for p, name in names.items() if p.requires_grad]
-    if left := [name for p, name in names.items() if p.requires_grad and not counts[id(p)]]:
-        text = f"leaves out {len(left)} of {len(trainable)} trainable parameters: {listed(left, 3)}"
+    if missing := [name for p, name in names.items() if p.requires_grad and not counts[id(p)]]:
+        text = f"leaves out {len(missing)} of {len(trainable)} trainable parameters: {listed(missing, 3)}"
         return f"{text}; add them to a group, or freeze them in the model with requires_grad_(False)"
-    if strangers := sum(p not in names for p in taken):
-        number = counted(strangers, "tensor")
+    if num_unknown := sum(p not in names for p in grouped):
+        number = counted(num_unknown, "tensor")
         return f"takes {number} not among the parameters of the given model; use model.parameters()"
     return None
 
@@ -177,22 +177,22 @@ def _kind(value: object) -> str:
 
 def _assign(model: nn.Module, groups: Groups) -> dict[nn.Parameter, Mapping[str, Any]]:
     """Map parameters to their groups; the groups of embeddings and head are left out if they keep their defaults."""
-    named = {
+    named_groups = {
         **{name: groups[name] for name in ("embeddings", "head") if not _is_neutral(groups.get(name, {}))},
         **{f"patterns.{name}": group for name, group in groups.get("patterns", {}).items()},
     }
-    chosen: dict[nn.Parameter, tuple[str, Mapping[str, Any]]] = {}
-    for name, group in named.items():
-        found, match = _members(model, name, group.get("match")), group.get("match")
-        if not found:
-            whom = f"no trainable parameter matches {match!r}" if match else f"the model has no separate {name}"
-            raise ConfigError(Violation(f"optimizer.groups.{name}", f"is given but {whom}"))
-        for parameter_name, parameter in found:
-            if parameter in chosen:
-                other = chosen[parameter][0]
+    assignment: dict[nn.Parameter, tuple[str, Mapping[str, Any]]] = {}
+    for name, group in named_groups.items():
+        group_members, match = _members(model, name, group.get("match")), group.get("match")
+        if not group_members:
+            reason = f"no trainable parameter matches {match!r}" if match else f"the model has no separate {name}"
+            raise ConfigError(Violation(f"optimizer.groups.{name}", f"is given but {reason}"))
+        for parameter_name, parameter in group_members:
+            if parameter in assignment:
+                other = assignment[parameter][0]
                 raise ConfigError(Violation(f"optimizer.groups.{name}", f"and {other} both hold {parameter_name}"))
-            chosen[parameter] = name, group
-    return {parameter: group for parameter, (_, group) in chosen.items()}
+            assignment[parameter] = name, group
+    return {parameter: group for parameter, (_, group) in assignment.items()}
 
 
 def _is_neutral(group: Mapping[str, Any]) -> bool:
@@ -203,14 +203,16 @@ def _members(model: nn.Module, name: str, match: str | None) -> list[tuple[str, 
     # DDP is the only wrapper that changes parameter names; unwrap it, so that a pattern means the same for any number
     # of ranks.
     inner = model.module if isinstance(model, DistributedDataParallel) else model
-    named = [(n, p) for n, p in inner.named_parameters() if p.requires_grad]
+    parameters = [(n, p) for n, p in inner.named_parameters() if p.requires_grad]
     embeddings = {p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     if match is not None:
-        return [(n, p) for n, p in named if re.search(match, n)]
+        return [(n, p) for n, p in parameters if re.search(match, n)]
     if name == "embeddings":
-        return [(n, p) for n, p in named if p in embeddings]
+        return [(n, p) for n, p in parameters if p in embeddings]
     heads = [module.output_head() for module in model.modules() if isinstance(module, HasHead)]
-    return [(n, p) for head in heads if head is not None for n, p in named if p in {*head.parameters()} - embeddings]
+    return [
+        (n, p) for head in heads if head is not None for n, p in parameters if p in {*head.parameters()} - embeddings
+    ]
 
 
 def _fused(model: nn.Module) -> bool:

@@ -30,7 +30,7 @@ _Part = tuple[slice, slice]
 
 
 @dataclass(frozen=True)
-class Placed:
+class MatrixLayout:
     """Layout of a matrix on the ranks of a group.
 
     Attributes:
@@ -58,7 +58,7 @@ class Placed:
         return self.numel(rank) == self.shape[0] * self.shape[1]
 
 
-def place(matrices: Sequence[Tensor], group: ProcessGroup | None) -> list[Placed]:
+def place(matrices: Sequence[Tensor], group: ProcessGroup | None) -> list[MatrixLayout]:
     """Return the layout of each matrix.
 
     Args:
@@ -66,33 +66,33 @@ def place(matrices: Sequence[Tensor], group: ProcessGroup | None) -> list[Placed
             `group`.
         group: ranks that hold the plain tensors; None for this process only.
     """
-    known: dict[Any, Placed] = {}
-    placed = []
+    cache: dict[Any, MatrixLayout] = {}
+    layouts = []
     for matrix in matrices:
         key: Any = matrix.shape
         if is_sharded(matrix):
             key = matrix.device_mesh, matrix.placements, matrix.shape
-        if key not in known:
-            known[key] = _place_shards(matrix) if is_sharded(matrix) else _place_copies(matrix, group)
-        placed.append(known[key])
-    return placed
+        if key not in cache:
+            cache[key] = _place_shards(matrix) if is_sharded(matrix) else _place_copies(matrix, group)
+        layouts.append(cache[key])
+    return layouts
 
 
-def _place_copies(matrix: Tensor, group: ProcessGroup | None) -> Placed:
+def _place_copies(matrix: Tensor, group: ProcessGroup | None) -> MatrixLayout:
     rows, columns = matrix.shape
     ranks = range(1 if group is None else group.size())
     parts = ((slice(0, rows), slice(0, columns)),) * len(ranks)
-    return Placed(group, 0 if group is None else group.rank(), (rows, columns), parts, tuple((r,) for r in ranks))
+    return MatrixLayout(group, 0 if group is None else group.rank(), (rows, columns), parts, tuple((r,) for r in ranks))
 
 
-def _place_shards(matrix: "DTensor") -> Placed:
+def _place_shards(matrix: "DTensor") -> MatrixLayout:
     rows, columns = matrix.shape
     mesh = matrix.device_mesh
     group = _group(mesh)
     coordinates = [(mesh.mesh == rank).nonzero()[0].tolist() for rank in dist.get_process_group_ranks(group)]
-    held = [_part((rows, columns), mesh, matrix.placements, coordinate) for coordinate in coordinates]
-    parts, copies = zip(*held, strict=True)
-    return Placed(group, group.rank(), (rows, columns), parts, copies)
+    pairs = [_part((rows, columns), mesh, matrix.placements, coordinate) for coordinate in coordinates]
+    parts, copies = zip(*pairs, strict=True)
+    return MatrixLayout(group, group.rank(), (rows, columns), parts, copies)
 
 
 def _group(mesh: "DeviceMesh") -> ProcessGroup:
@@ -148,90 +148,98 @@ class Batch:
 
     Attributes:
         is_mine: whether this rank owns the matrix, for each matrix.
-        is_given: whether `gather` takes this rank's part of the matrix, for each matrix.
+        is_sent: whether `gather` takes this rank's part of the matrix, for each matrix.
     """
 
     def __init__(
         self,
-        placed: Sequence[Placed],
+        layouts: Sequence[MatrixLayout],
         owners: Sequence[int],
         dtype: torch.dtype,
         device: torch.device,
         home: torch.device,
     ) -> None:
-        self._group, me, ranks = placed[0].group, placed[0].rank, range(len(placed[0].parts))
+        self._group, rank, ranks = layouts[0].group, layouts[0].rank, range(len(layouts[0].parts))
         self._dtype, self._device, self._home = dtype, device, home
         self._is_offloaded = device.type != home.type
-        pairs = list(zip(placed, owners, strict=True))
-        self.is_mine = [owner == me for owner in owners]
-        owned = [each for each, owner in pairs if owner == me]
-        self._shapes = [each.shape for each in owned]
+        pairs = list(zip(layouts, owners, strict=True))
+        self.is_mine = [owner == rank for owner in owners]
+        owned_layouts = [layout for layout, owner in pairs if owner == rank]
+        self._shapes = [layout.shape for layout in owned_layouts]
         # Both flags are the same on all ranks; otherwise a rank could wait in a collective that another rank skips.
-        self._is_gathered = not all(each.is_whole(owner) for each, owner in pairs)
+        self._is_gathered = not all(layout.is_whole(owner) for layout, owner in pairs)
         self._is_scattered = len(ranks) > 1
         # The owner receives only the parts of its replica, and sends results to all replicas.
-        sent = [each.copies[me] == each.copies[owner] for each, owner in pairs]
-        self.is_given = sent if self._is_gathered else self.is_mine
-        self._given = [
+        has_copy = [layout.copies[rank] == layout.copies[owner] for layout, owner in pairs]
+        self.is_sent = has_copy if self._is_gathered else self.is_mine
+        self._send_counts = [
             sum(
-                each.numel(me)
-                for (each, owner), given in zip(pairs, self.is_given, strict=True)
-                if given and owner == r
+                layout.numel(rank)
+                for (layout, owner), is_sent in zip(pairs, self.is_sent, strict=True)
+                if is_sent and owner == r
             )
             for r in ranks
         ]
-        sources = [(r, n) for r in ranks for n, each in enumerate(owned) if each.copies[r] == each.copies[me]]
-        self._sources = [(n, owned[n].parts[r]) for r, n in sources]
-        self._taken = [sum(owned[n].numel(r) for source, n in sources if source == r) for r in ranks]
-        self._results = [(n, each.parts[r]) for r in ranks for n, each in enumerate(owned)]
-        self._returned = [sum(each.numel(r) for each in owned) for r in ranks]
-        self._received = [sum(each.numel(me) for each, owner in pairs if owner == r) for r in ranks]
-        self._parts = [each.parts[me] for each in placed]
+        sources = [
+            (r, n) for r in ranks for n, layout in enumerate(owned_layouts) if layout.copies[r] == layout.copies[rank]
+        ]
+        self._sources = [(n, owned_layouts[n].parts[r]) for r, n in sources]
+        self._receive_counts = [sum(owned_layouts[n].numel(r) for source, n in sources if source == r) for r in ranks]
+        self._results = [(n, layout.parts[r]) for r in ranks for n, layout in enumerate(owned_layouts)]
+        self._return_send_counts = [sum(layout.numel(r) for layout in owned_layouts) for r in ranks]
+        self._return_receive_counts = [sum(layout.numel(rank) for layout, owner in pairs if owner == r) for r in ranks]
+        self._parts = [layout.parts[rank] for layout in layouts]
 
     def gather(self, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
         """Send this rank's parts to the owners of the matrices.
 
         Args:
-            parts: the parts of the matrices whose `is_given` is true, in their order.
+            parts: the parts of the matrices whose `is_sent` is true, in their order.
 
         Returns:
             A function that waits for the whole matrices owned by this rank and returns them.
         """
-        arriving: Callable[[], Tensor] | None = None
+        wait_for_data: Callable[[], Tensor] | None = None
         if self._is_gathered or self._is_offloaded:
             source = self._carry(self._join(parts, self._home), self._device)
-            arriving = self._exchange(source, self._given, self._taken) if self._is_gathered else lambda: source
+            wait_for_data = (
+                self._exchange(source, self._send_counts, self._receive_counts) if self._is_gathered else lambda: source
+            )
 
         def assemble() -> list[Tensor]:
-            if arriving is None and self._device.type == "cpu":
+            if wait_for_data is None and self._device.type == "cpu":
                 return list(parts)
             # Each matrix gets its own, aligned memory: GPU kernels may sum unaligned memory in a different order.
-            wholes = [torch.empty(shape, dtype=self._dtype, device=self._device) for shape in self._shapes]
-            places = [wholes[number][part] for number, part in self._sources]
-            found = parts if arriving is None else cut(arriving(), [place.shape for place in places])
+            matrices = [torch.empty(shape, dtype=self._dtype, device=self._device) for shape in self._shapes]
+            places = [matrices[number][part] for number, part in self._sources]
+            tensors = parts if wait_for_data is None else unflatten(wait_for_data(), [place.shape for place in places])
             if places:
-                torch._foreach_copy_(places, list(found))
-            return wholes
+                torch._foreach_copy_(places, list(tensors))
+            return matrices
 
         return assemble
 
-    def scatter(self, wholes: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+    def scatter(self, matrices: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
         """Send each rank its parts of the whole matrices that this rank owns.
 
         Returns:
             A function that waits for this rank's parts of all matrices and returns them.
         """
         if not self._is_scattered and not self._is_offloaded:
-            return lambda: list(wholes)
-        rows = [whole.contiguous() for whole in wholes]
+            return lambda: list(matrices)
+        rows = [matrix.contiguous() for matrix in matrices]
         source = self._join([rows[number][part] for number, part in self._results], self._device)
-        wait = self._exchange(source, self._returned, self._received) if self._is_scattered else lambda: source
+        wait = (
+            self._exchange(source, self._return_send_counts, self._return_receive_counts)
+            if self._is_scattered
+            else lambda: source
+        )
 
-        def cut_parts() -> list[Tensor]:
+        def split_parts() -> list[Tensor]:
             shapes = [[bound.stop - bound.start for bound in part] for part in self._parts]
-            return cut(self._carry(wait(), self._home), shapes)
+            return unflatten(self._carry(wait(), self._home), shapes)
 
-        return cut_parts
+        return split_parts
 
     def _join(self, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
         return join([torch.empty(0, dtype=self._dtype, device=device), *tensors])
@@ -244,16 +252,16 @@ class Batch:
             return torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True).copy_(flat)
         return flat.pin_memory().to(device, non_blocking=True)
 
-    def _exchange(self, source: Tensor, given: list[int], taken: list[int]) -> Callable[[], Tensor]:
+    def _exchange(self, source: Tensor, send_counts: list[int], receive_counts: list[int]) -> Callable[[], Tensor]:
         """Start an all-to-all and return a function that waits for its result.
 
         Args:
             source: (elements,), the elements for each rank, in rank order.
-            given: number of elements sent to each rank.
-            taken: number of elements received from each rank.
+            send_counts: number of elements sent to each rank.
+            receive_counts: number of elements received from each rank.
         """
-        target = source.new_empty(sum(taken))
-        work = dist.all_to_all_single(target, source, taken, given, group=self._group, async_op=True)
+        target = source.new_empty(sum(receive_counts))
+        work = dist.all_to_all_single(target, source, receive_counts, send_counts, group=self._group, async_op=True)
 
         def wait() -> Tensor:
             work.wait()
@@ -268,35 +276,39 @@ def join(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat(flat) if len(flat) > 1 else flat[0]
 
 
-def cut(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+def unflatten(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
     """Split a flat tensor, (elements,), into views of the given shapes; the inverse of `join`."""
     parts = torch.split(flat, [math.prod(shape) for shape in shapes])
     return [part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def divide(
-    placed: Sequence[Placed], costs: Sequence[float], dtype: torch.dtype, device: torch.device, home: torch.device
+    layouts: Sequence[MatrixLayout],
+    costs: Sequence[float],
+    dtype: torch.dtype,
+    device: torch.device,
+    home: torch.device,
 ) -> list[tuple[list[int], Batch]]:
     """Assign owners to matrices of one group and batch them.
 
     Return the matrix indices and the `Batch` of each batch.
 
     Args:
-        placed: layout of each matrix.
+        layouts: layout of each matrix.
         costs: cost of processing each matrix.
         dtype: dtype of the exchange.
         device: device of the exchange.
         home: device of this rank's parts.
     """
-    owners = assign(costs, len(placed[0].parts))
-    batches, held = [list[int]()], [0] * len(placed[0].parts)
-    for number in sorted(range(len(placed)), key=lambda number: -costs[number]):
-        owner, size = owners[number], math.prod(placed[number].shape) * dtype.itemsize
-        if held[owner] and held[owner] + size > _BATCH_BYTES:
+    owners = assign(costs, len(layouts[0].parts))
+    batches, batch_bytes = [list[int]()], [0] * len(layouts[0].parts)
+    for number in sorted(range(len(layouts)), key=lambda number: -costs[number]):
+        owner, size = owners[number], math.prod(layouts[number].shape) * dtype.itemsize
+        if batch_bytes[owner] and batch_bytes[owner] + size > _BATCH_BYTES:
             batches.append([])
-            held = [0] * len(held)
+            batch_bytes = [0] * len(batch_bytes)
         batches[-1].append(number)
-        held[owner] += size
+        batch_bytes[owner] += size
     for batch in batches:
         batch.sort(key=owners.__getitem__)
-    return [(b, Batch([placed[n] for n in b], [owners[n] for n in b], dtype, device, home)) for b in batches]
+    return [(b, Batch([layouts[n] for n in b], [owners[n] for n in b], dtype, device, home)) for b in batches]

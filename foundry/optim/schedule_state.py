@@ -38,15 +38,15 @@ def reconcile(schedule: Schedule, saved: Mapping[str, Any], mode: SchedulerOnRes
             return from_state(dict(saved))
         except ValueError as error:
             raise ConfigError(Violation("checkpoint.scheduler_on_resume", f"is checkpoint but {error}")) from None
-    here, there = dict(_flat(schedule.state_dict())), dict(_flat(saved))
+    current, previous = dict(_flat(schedule.state_dict())), dict(_flat(saved))
     differing = [
         Violation(
             f"scheduler.{name}",
-            f"is {_shown(name, here)} but the checkpoint was trained with {_shown(name, there)}; resume with the same "
-            f"{_REMEDIES.get(name, '')}or set checkpoint.scheduler_on_resume to config or checkpoint",
+            f"is {_format(name, current)} but the checkpoint was trained with {_format(name, previous)}; resume with "
+            f"the same {_REMEDIES.get(name, '')}or set checkpoint.scheduler_on_resume to config or checkpoint",
         )
-        for name in {**here, **there}
-        if here.get(name) != there.get(name)
+        for name in {**current, **previous}
+        if current.get(name) != previous.get(name)
     ]
     if differing:
         raise ConfigError(differing)
@@ -61,6 +61,6 @@ def _flat(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield prefix + name, value
 
 
-def _shown(name: str, state: Mapping[str, Any]) -> str:
+def _format(name: str, state: Mapping[str, Any]) -> str:
     value = state.get(name)
     return "not set" if value is None else f"{value} samples" if name in _IN_SAMPLES else str(value)

@@ -83,14 +83,14 @@ class Schedule(ABC):
 
     @classmethod
     @configured_by(Settings)
-    def from_durations(cls, settings: Settings, *, max_lr: float, budget: Budget, **own: Any) -> Self:
+    def from_durations(cls, settings: Settings, *, max_lr: float, budget: Budget, **extra: Any) -> Self:
         """Return the schedule of a run with this budget.
 
         Args:
             settings: settings with lengths as durations, in the syntax of `foundry.core.duration`.
             max_lr: peak learning rate.
             budget: budget of the run.
-            own: further fields of the class that are not in its settings.
+            extra: further fields of the class that are not in its settings.
 
         Raises:
             ValueError: a length is given in tokens, but the data has no tokens.
@@ -102,8 +102,8 @@ class Schedule(ABC):
             curve = WeightDecay(start=start, end=end, horizon=phases.weight_decay_horizon, style=style)
         lengths = {"warmup": phases.warmup, "horizon": phases.horizon, "decay": phases.decay}
         values = {**vars(settings), **lengths, "weight_decay_curve": curve}
-        shared = {item.name: values[item.name] for item in fields(cls) if item.name in values}
-        return cls(max_lr=max_lr, **{**shared, **own})
+        common = {item.name: values[item.name] for item in fields(cls) if item.name in values}
+        return cls(max_lr=max_lr, **{**common, **extra})
 
     def lr(self, samples_before: int, samples_after: int) -> float:
         """Return the learning rate of the update that consumes samples `samples_before` to `samples_after`."""
@@ -131,7 +131,7 @@ class Schedule(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Return all fields and the style of the schedule as plain JSON."""
-        return {"style": type(self).__name__, **_plain(asdict(self))}
+        return {"style": type(self).__name__, **_to_plain(asdict(self))}
 
     def _between(self, share: float) -> float:
         return self.min_lr + share * (self.max_lr - self.min_lr)
@@ -195,9 +195,9 @@ class WSD(Schedule):
 
     @classmethod
     @configured_by(WSDSettings)
-    def from_durations(cls, settings: WSDSettings, *, max_lr: float, budget: Budget, **own: Any) -> Self:
+    def from_durations(cls, settings: WSDSettings, *, max_lr: float, budget: Budget, **extra: Any) -> Self:
         """Return the schedule of a run, as in `Schedule.from_durations`."""
-        return super().from_durations(settings, max_lr=max_lr, budget=budget, **own)
+        return super().from_durations(settings, max_lr=max_lr, budget=budget, **extra)
 
     def phases(self) -> list[tuple[str, float]]:
         """Return the phases: warmup, stable, decay and floor."""
@@ -239,16 +239,16 @@ def from_state(state: dict[str, Any]) -> Schedule:
     """
     if state.get("style") not in STYLES:
         raise ValueError(f"{state.get('style')!r} is not a known schedule; available: {', '.join(STYLES)}")
-    own = {name: value for name, value in state.items() if name != "style"}
-    own["evaluate_at"] = EvaluateAt(own["evaluate_at"])
-    if "decay_style" in own:
-        own["decay_style"] = DecayStyle(own["decay_style"])
-    if (curve := own["weight_decay_curve"]) is not None:
-        own["weight_decay_curve"] = WeightDecay(**{**curve, "style": IncrementStyle(curve["style"])})
-    return STYLES[state["style"]](**own)
+    values = {name: value for name, value in state.items() if name != "style"}
+    values["evaluate_at"] = EvaluateAt(values["evaluate_at"])
+    if "decay_style" in values:
+        values["decay_style"] = DecayStyle(values["decay_style"])
+    if (curve := values["weight_decay_curve"]) is not None:
+        values["weight_decay_curve"] = WeightDecay(**{**curve, "style": IncrementStyle(curve["style"])})
+    return STYLES[state["style"]](**values)
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
+        return {name: _to_plain(item) for name, item in value.items()}
     return value.value if isinstance(value, Enum) else value

@@ -44,14 +44,14 @@ def checkpointed(forward: Callable[..., Any], *, selective: bool) -> Callable[..
         selective: save the outputs of operators selected by `is_saved`; False saves only the inputs of the block.
     """
     options = {"context_fn": partial(create_selective_checkpoint_contexts, _policy)} if selective else {}
-    return partial(_checkpointed, forward, options)
+    return partial(_run_checkpointed, forward, options)
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if is_saved(operator) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _checkpointed(forward: Callable[..., Any], options: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+def _run_checkpointed(forward: Callable[..., Any], options: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)

@@ -58,9 +58,9 @@ def _unit_collectives(distributed: FSDP | DDP, num_blocks: int, num_microbatches
     last.
     """
     sync = distributed.gradient_sync
-    keeps, units = isinstance(distributed, DDP) or sync is GradientSync.last_keep_params, num_blocks + 1
+    keeps_params, units = isinstance(distributed, DDP) or sync is GradientSync.last_keep_params, num_blocks + 1
     again = num_blocks if isinstance(distributed, FSDP) and distributed.reshard_after_forward else 0
-    gathers = units if keeps else num_microbatches * (units + again)
+    gathers = units if keeps_params else num_microbatches * (units + again)
     reductions = units * (num_microbatches if sync is GradientSync.every else 1)
     counts = Counter(all_gather=gathers, reduce_scatter=reductions)
     if isinstance(distributed, HSDP):

@@ -45,9 +45,9 @@ def require_compiler(device: torch.device) -> None:
     """
     if device.type not in _COMPILERS:
         return
-    language, variable, usual = _COMPILERS[device.type]
-    chosen = os.environ.get(variable)
-    commands = (chosen.split()[0],) if chosen and chosen.strip() else usual
+    language, variable, defaults = _COMPILERS[device.type]
+    value = os.environ.get(variable)
+    commands = (value.split()[0],) if value and value.strip() else defaults
     if not any(shutil.which(command) for command in commands):
         compiler = f"{language} compiler {' or '.join(commands)}"
         message = f"is true but there is no {compiler} on this machine; install it, or set hparams.torchcompile=false"

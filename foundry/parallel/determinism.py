@@ -12,18 +12,18 @@ _UNKNOWN = "does not have a deterministic implementation"
 
 
 @contextmanager
-def deterministic(is_wanted: bool) -> Iterator[None]:
+def deterministic(is_enabled: bool) -> Iterator[None]:
     """Use only deterministic algorithms inside the context; on a CPU nearly all are, on a GPU they are slower.
 
     See https://docs.pytorch.org/docs/stable/notes/randomness.html; `choose_device` sets the workspace of cuBLAS.
 
     Args:
-        is_wanted: False changes nothing.
+        is_enabled: False changes nothing.
 
     Raises:
         ConfigError: an operation has no deterministic algorithm.
     """
-    if not is_wanted:
+    if not is_enabled:
         yield
         return
     mode, filling = torch.get_deterministic_debug_mode(), cast(Any, torch.utils.deterministic)

@@ -34,12 +34,12 @@ def gather(value: _T, world: World, group: ProcessGroup | None = None) -> list[_
     """
     if world.world_size == 1:
         return [value]
-    own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    buffer = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world.world_size)]
-    dist.all_gather(sizes, torch.tensor([len(own)]), group=group)
+    dist.all_gather(sizes, torch.tensor([len(buffer)]), group=group)
     longest = int(max(sizes))
     parts = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
-    dist.all_gather(parts, torch.nn.functional.pad(own, (0, longest - len(own))), group=group)
+    dist.all_gather(parts, torch.nn.functional.pad(buffer, (0, longest - len(buffer))), group=group)
     return [loads(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
 
 
@@ -77,10 +77,10 @@ def loads(data: bytes) -> Any:
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Return only data types, and only from loaded modules, because importing a module would execute it."""
-        found: type | None = _PLAIN.get((module, name))
-        if found is None and module.startswith("foundry."):
-            named = vars(sys.modules.get(module, object)).get(name)
-            found = named if isinstance(named, type) and is_dataclass(named) else None
-        if found is None:
+        result: type | None = _PLAIN.get((module, name))
+        if result is None and module.startswith("foundry."):
+            candidate = vars(sys.modules.get(module, object)).get(name)
+            result = candidate if isinstance(candidate, type) and is_dataclass(candidate) else None
+        if result is None:
             raise pickle.UnpicklingError(f"a rank has sent {module}.{name}, which is not a data type")
-        return found
+        return result

@@ -50,12 +50,12 @@ class DDPSync:
 
     def __init__(self, model: nn.Module, policy: GradientSync) -> None:
         _refuse_keep_params(policy)
-        found = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-        if len(found) != 1:
-            raise _cannot_act(
-                policy, f"DDP requires one DistributedDataParallel module, but the model has {len(found)}"
+        ddp_modules = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+        if len(ddp_modules) != 1:
+            raise _no_effect_error(
+                policy, f"DDP requires one DistributedDataParallel module, but the model has {len(ddp_modules)}"
             )
-        self._ddp, self._policy = found[0], policy
+        self._ddp, self._policy = ddp_modules[0], policy
 
     def microbatch(self, *, first: bool, last: bool) -> AbstractContextManager[None]:
         """Return `no_sync` for microbatches that defer the reduction.
@@ -132,7 +132,7 @@ class FSDPSync:
     ) -> None:
         self._units = sharded_modules(model)
         if not self._units:
-            raise _cannot_act(policy, "the model has no module sharded by FSDP2")
+            raise _no_effect_error(policy, "the model has no module sharded by FSDP2")
         self._root = self._units[0]
         self._policy = policy
         self._world = world
@@ -198,8 +198,8 @@ def _no_sync(ddp: DistributedDataParallel) -> Iterator[None]:
 
 def _refuse_keep_params(policy: GradientSync) -> None:
     if policy is GradientSync.last_keep_params:
-        raise _cannot_act(policy, "DDP never frees weights, so there are none to keep; use last")
+        raise _no_effect_error(policy, "DDP never frees weights, so there are none to keep; use last")
 
 
-def _cannot_act(policy: GradientSync, why: str) -> ConfigError:
-    return ConfigError(Violation("distributed.gradient_sync", f"is {policy.value} but has no effect: {why}"))
+def _no_effect_error(policy: GradientSync, reason: str) -> ConfigError:
+    return ConfigError(Violation("distributed.gradient_sync", f"is {policy.value} but has no effect: {reason}"))

@@ -41,12 +41,12 @@ def fp32_arithmetic(*, tf32: bool) -> Iterator[None]:
         tf32: `precision.tf32` of the run.
     """
     products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = products.allow_tf32, convolutions.allow_tf32
+    previous = products.allow_tf32, convolutions.allow_tf32
     products.allow_tf32 = convolutions.allow_tf32 = tf32
     try:
         yield
     finally:
-        products.allow_tf32, convolutions.allow_tf32 = before
+        products.allow_tf32, convolutions.allow_tf32 = previous
 
 
 class PrecisionPolicy:
@@ -170,14 +170,14 @@ class LossScaler:
         self._unscaled.add(id(optimizer))
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         inverse = self._scale.double().reciprocal().float()
-        found = torch.zeros_like(self._scale)
+        is_non_finite = torch.zeros_like(self._scale)
         for grads in _local_grads(parameters):
-            found_here = torch.zeros((), device=grads[0].device)
-            torch._amp_foreach_non_finite_check_and_unscale_(grads, found_here, inverse.to(grads[0].device))
-            found = torch.maximum(found, found_here.to(found.device))
+            is_device_non_finite = torch.zeros((), device=grads[0].device)
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, is_device_non_finite, inverse.to(grads[0].device))
+            is_non_finite = torch.maximum(is_non_finite, is_device_non_finite.to(is_non_finite.device))
         if dist.is_initialized():
-            dist.all_reduce(found, dist.ReduceOp.MAX)
-        self.found_inf = found if self.found_inf is None else torch.maximum(self.found_inf, found)
+            dist.all_reduce(is_non_finite, dist.ReduceOp.MAX)
+        self.found_inf = is_non_finite if self.found_inf is None else torch.maximum(self.found_inf, is_non_finite)
 
     def step(self, optimizer: Optimizer) -> bool:
         """Update the weights unless a gradient is not finite; return whether they were updated. Synchronizes once.
@@ -196,10 +196,10 @@ class LossScaler:
     def update(self) -> None:
         """Halve the scale after an infinity; double it after `growth_interval` steps without one."""
         assert self.found_inf is not None, "update() follows unscale_() or step()"
-        bad = self.found_inf > 0
-        good_steps = torch.where(bad, 0, self._good_steps + 1)
+        is_non_finite = self.found_inf > 0
+        good_steps = torch.where(is_non_finite, 0, self._good_steps + 1)
         grow = good_steps >= self._growth_interval
-        self._scale.mul_(torch.where(bad, 0.5, torch.where(grow, 2.0, 1.0)))
+        self._scale.mul_(torch.where(is_non_finite, 0.5, torch.where(grow, 2.0, 1.0)))
         self._good_steps.copy_(torch.where(grow, 0, good_steps))
         self.found_inf = None
         self._unscaled.clear()

@@ -252,8 +252,8 @@ def _device(environment: LaunchEnvironment, device: torch.device) -> torch.devic
     # with index 0. Processes started by foundry or submitit on this node all see the same GPUs; if two would share one,
     # NCCL reports it.
     is_shared = STORE in os.environ or environment.launcher == "submitit"
-    is_own = environment.launcher == "slurm" or ("CUDA_VISIBLE_DEVICES" in os.environ and not is_shared)
-    index = 0 if count == 1 and is_own else environment.local_rank
+    has_own_device = environment.launcher == "slurm" or ("CUDA_VISIBLE_DEVICES" in os.environ and not is_shared)
+    index = 0 if count == 1 and has_own_device else environment.local_rank
     if index >= count:
         own = "distributed.nproc_per_node"
         key = own if STORE in os.environ else _PROCESSES_PER_NODE.get(environment.launcher, own)

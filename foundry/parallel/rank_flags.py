@@ -44,8 +44,8 @@ class RankFlags:
 
     def settle(self, flags: int) -> int:
         """Return the flags of this call and the previous one, combined without delay; ranks wait for each other."""
-        before = self.exchange(flags)
-        return before | self._received()
+        exchanged = self.exchange(flags)
+        return exchanged | self._received()
 
     def _received(self) -> int:
         """Wait for the pending reduction and return its result; 0 if no reduction is pending."""

@@ -97,14 +97,14 @@ def _share_input(mesh: DeviceMesh, module: nn.Module, args: Sequence[Any]) -> tu
     """
     from torch.distributed.tensor import DTensor, Replicate
 
-    first, *others = args
-    return DTensor.from_local(first, mesh, [Replicate()], run_check=False), *others
+    first, *rest = args
+    return DTensor.from_local(first, mesh, [Replicate()], run_check=False), *rest
 
 
 def _planned(model: nn.Module) -> Iterator[tuple[str, nn.Module, Split]]:
     """Yield the modules that the model's plan names, in model order, with name and split."""
-    ask = hook(model, "tensor_parallel_plan")
-    plan: dict[str, Split] = {} if ask is None else ask()
+    get_plan = hook(model, "tensor_parallel_plan")
+    plan: dict[str, Split] = {} if get_plan is None else get_plan()
     for name, module in model.named_modules():
         for pattern, split in plan.items():
             if fnmatchcase(name, pattern) and name.count(".") == pattern.count("."):

@@ -58,7 +58,7 @@ class Watchdog:
         read_dumps: returns the recent dumps by rank; None if this rank could not write its own.
         record: saves the rank at fault, the message and the main thread's stack; must return within seconds.
         when_started: called once, by `started`.
-        on_beat: called with the arguments of each `beat`.
+        on_heartbeat: called with the arguments of each `heartbeat`.
     """
 
     def __init__(
@@ -72,26 +72,26 @@ class Watchdog:
         read_dumps: Callable[[], Mapping[int, tuple[int, str]] | None] | None = None,
         record: Callable[[int, str, str], None] | None = None,
         when_started: Callable[[], None] | None = None,
-        on_beat: Callable[[int, str], None] | None = None,
+        on_heartbeat: Callable[[int, str], None] | None = None,
     ) -> None:
         self._timeout_seconds, self._rank, self._world_size = timeout_seconds, rank, world_size
         self._dump, self._read_dumps, self._has_dumped = dump, read_dumps, False
         self._start_timeout_seconds = timeout_seconds if start_timeout_seconds is None else start_timeout_seconds
         self._is_started = False
-        self._record, self._when_started, self._on_beat = record, when_started, on_beat
+        self._record, self._when_started, self._on_heartbeat = record, when_started, on_heartbeat
         self._last = (0, "starting")
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
-    def beat(self, step: int, doing: str) -> None:
-        """Heartbeat: report that this rank has reached optimizer step `step` and is about to do `doing`."""
-        self._last = (step, doing)
-        if self._on_beat is not None:
-            self._on_beat(step, doing)
+    def heartbeat(self, step: int, activity: str) -> None:
+        """Heartbeat: report that this rank has reached optimizer step `step` and is about to do `activity`."""
+        self._last = (step, activity)
+        if self._on_heartbeat is not None:
+            self._on_heartbeat(step, activity)
 
-    def now(self, doing: str) -> None:
-        """This rank moves, within the same optimizer step, and is about to do `doing`."""
-        self.beat(self._last[0], doing)
+    def now(self, activity: str) -> None:
+        """This rank moves, within the same optimizer step, and is about to do `activity`."""
+        self.heartbeat(self._last[0], activity)
 
     def started(self) -> None:
         """Report that one-time work such as compilation is done. Idempotent."""
@@ -107,16 +107,16 @@ class Watchdog:
 
     def alive(self) -> None:
         """Heartbeat within the current activity."""
-        step, doing = self._last
-        self._last = (step, doing)
+        step, activity = self._last
+        self._last = (step, activity)
 
     @property
-    def blame(self) -> str:
+    def silent_ranks_message(self) -> str:
         """Message that names the silent ranks.
 
         It is empty if no rank is silent, or if this rank has not waited for half of the timeout.
         """
-        return _blame(self._silent(self._dumps()))
+        return _describe_silent(self._silent(self._dumps()))
 
     def _dumps(self) -> Mapping[int, tuple[int, str]] | None:
         """Return the dumps of the waiting ranks.
@@ -129,7 +129,7 @@ class Watchdog:
         return [] if dumps is None else [rank for rank in range(self._world_size) if rank not in dumps]
 
     def __enter__(self) -> Self:
-        self.beat(0, "starting")
+        self.heartbeat(0, "starting")
         self._thread.start()
         return self
 
@@ -143,16 +143,16 @@ class Watchdog:
         tick = min(self._timeout_seconds / _TICKS, self._start_timeout_seconds / _TICKS, _LONGEST_TICK)
         seen = self._last
         waited = 0.0
-        before = time.monotonic()
+        last_check = time.monotonic()
         while not self._over.wait(tick):
             now = time.monotonic()
-            passed, before = now - before, now
+            elapsed, last_check = now - last_check, now
             if self._last is not seen:
                 seen, waited, self._has_dumped = self._last, 0.0, False
                 continue
             # A check that comes much later than scheduled means that the process was stopped.
             limit = self.limit_seconds
-            waited += min(passed, 2 * tick)
+            waited += min(elapsed, 2 * tick)
             if waited >= limit / 2 and not self._has_dumped and self._dump is not None and self._world_size > 1:
                 self._has_dumped = True
                 # In a thread, because this process may be waiting for the file system that the dump is written to.
@@ -160,18 +160,18 @@ class Watchdog:
             if waited >= limit:
                 self._end(waited, *seen)
 
-    def _end(self, seconds: float, step: int, doing: str) -> None:
+    def _end(self, seconds: float, step: int, activity: str) -> None:
         main = sys._current_frames().get(threading.main_thread().ident or 0)
         stack = "".join(traceback.format_stack(main)) if main is not None else ""
-        lines = [self._verdict(seconds, step, doing, None)[1]]
+        lines = [self._verdict(seconds, step, activity, None)[1]]
 
         def record() -> None:
-            blamed, line = self._verdict(seconds, step, doing, self._dumps())
+            rank, line = self._verdict(seconds, step, activity, self._dumps())
             lines.append(line)
             if self._record is not None:
-                self._record(blamed, line, stack)
+                self._record(rank, line, stack)
             if self._dump is not None:
-                self._dump(step, doing)
+                self._dump(step, activity)
 
         recording = threading.Thread(target=record, daemon=True)
         recording.start()
@@ -182,36 +182,40 @@ class Watchdog:
         os._exit(EXIT_STALLED)
 
     def _verdict(
-        self, seconds: float, step: int, doing: str, dumps: Mapping[int, tuple[int, str]] | None
+        self, seconds: float, step: int, activity: str, dumps: Mapping[int, tuple[int, str]] | None
     ) -> tuple[int, str]:
         """Return the rank at fault and the message that names it."""
         limit = self.limit_seconds
         name = "timeout_seconds" if limit == self._timeout_seconds else "start_timeout_seconds"
-        setting = f"(distributed.{name}={limit:g}), at step {step}, {doing}"
+        setting = f"(distributed.{name}={limit:g}), at step {step}, {activity}"
         ending = f"ended with exit code {EXIT_STALLED}"
         if silent := self._silent(dumps):
-            return silent[0], f"{_blame(silent)}; rank {self._rank} waited for {seconds:.0f} s {setting}: {ending}"
-        others = {rank: at for rank, at in (dumps or {}).items() if at != (step, doing)}
-        behind = min(others, key=lambda rank: others[rank][0], default=self._rank)
-        where = "".join(f"; rank {rank} is at step {at[0]}, {at[1]}" for rank, at in sorted(others.items())[:8])
-        line = f"rank {self._rank} has made no progress for {seconds:.0f} s {setting}{where}: {ending}"
-        return (behind if behind in others and others[behind][0] < step else self._rank), line
+            return silent[
+                0
+            ], f"{_describe_silent(silent)}; rank {self._rank} waited for {seconds:.0f} s {setting}: {ending}"
+        other_ranks = {rank: at for rank, at in (dumps or {}).items() if at != (step, activity)}
+        slowest = min(other_ranks, key=lambda rank: other_ranks[rank][0], default=self._rank)
+        details = "".join(f"; rank {rank} is at step {at[0]}, {at[1]}" for rank, at in sorted(other_ranks.items())[:8])
+        line = f"rank {self._rank} has made no progress for {seconds:.0f} s {setting}{details}: {ending}"
+        return (slowest if slowest in other_ranks and other_ranks[slowest][0] < step else self._rank), line
 
 
-def _blame(silent: Sequence[int]) -> str:
-    who = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))}"
-    return f"{who} gave no sign of life (stopped, busy, or unreachable)" if silent else ""
+def _describe_silent(silent: Sequence[int]) -> str:
+    ranks = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))}"
+    return f"{ranks} gave no sign of life (stopped, busy, or unreachable)" if silent else ""
 
 
-def translate(error: BaseException, *, rank: int, step: int, doing: str, blame: str = "") -> CollectiveError | None:
+def translate(
+    error: BaseException, *, rank: int, step: int, activity: str, known_cause: str = ""
+) -> CollectiveError | None:
     """Return a one-line error for a failed collective; None for any other error.
 
     Args:
         error: exception raised during the step.
         rank: rank of this process.
         step: number of completed optimizer steps.
-        doing: activity of the rank, as in `Watchdog.beat`.
-        blame: known cause, as in `Watchdog.blame`.
+        activity: activity of the rank, as in `Watchdog.heartbeat`.
+        known_cause: known cause, as in `Watchdog.silent_ranks_message`.
     """
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     is_collective = isinstance(error, dist.DistError) or (
@@ -220,7 +224,7 @@ def translate(error: BaseException, *, rank: int, step: int, doing: str, blame: 
     if not is_collective:
         return None
     late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
-    cause = blame or (
+    cause = known_cause or (
         "another rank did not join in time" if late else "another rank has ended; see its error for the cause"
     )
-    return CollectiveError(f"rank {rank}, step {step}, {doing}: {cause} ({text[:200]})")
+    return CollectiveError(f"rank {rank}, step {step}, {activity}: {cause} ({text[:200]})")

@@ -52,15 +52,15 @@ def gathered_if_they_fit(model: nn.Module, world: World) -> Iterator[nn.Module]:
     """
     inner = cast(nn.Module, model.module) if isinstance(model, DistributedDataParallel) else model
     if sharded_modules(inner):
-        lacks_memory = torch.tensor(float(not _fit(inner, world)), device=world.device)
+        lacks_memory = torch.tensor(float(not _fits_in_memory(inner, world)), device=world.device)
         if world.all_reduce_sum(lacks_memory) > 0:
             yield inner
             return
-    with gathered(inner) as whole:
-        yield whole
+    with gathered(inner) as full_model:
+        yield full_model
 
 
-def _fit(model: nn.Module, world: World) -> bool:
+def _fits_in_memory(model: nn.Module, world: World) -> bool:
     """Return whether this rank has memory for all weights, plus the same amount for activations."""
-    needed = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    return 2 * needed <= free_memory(world.device, world.local_world_size)
+    num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    return 2 * num_bytes <= free_memory(world.device, world.local_world_size)

@@ -270,8 +270,8 @@ def _find_replicated(model: nn.Module, units: Sequence[nn.Module], policy: Preci
 def _set_prefetch(units: "list[FSDPModule]", overlap: bool) -> None:
     """Prefetch one unit ahead in the forward pass (the default in the backward pass), or disable all prefetching."""
     if overlap:
-        for unit, following in pairwise(units):
-            unit.set_modules_to_forward_prefetch([following])
+        for unit, next_unit in pairwise(units):
+            unit.set_modules_to_forward_prefetch([next_unit])
         return
     for unit in units:
         # An explicit list replaces FSDP2's own prefetching, and a unit that is already gathered is not gathered again.

@@ -45,7 +45,7 @@ def build_model(config: Config, node: Any = None) -> nn.Module:
     Raises:
         ConfigError: the objective sets dropout, but the model does not support it.
     """
-    return start_model(config, node).whole()
+    return start_model(config, node).materialize()
 
 
 def start_model(config: Config, node: Any = None) -> InitialModel:

@@ -16,7 +16,7 @@ from foundry.core.duration import Budget
 from foundry.core.errors import ConfigError, Violation
 from foundry.core.protocols import Schedule
 from foundry.data.splits import DataSplits
-from foundry.optim.optimizers import not_covered
+from foundry.optim.optimizers import find_coverage_problem
 from foundry.parts.data import samples_per_epoch
 from foundry.parts.fitting import fitting
 
@@ -78,7 +78,7 @@ def build_optimizers(config: Config, model: nn.Module) -> list[Optimizer]:
     """
     offered = {"precision": config.precision.mode}
     optimizers = build(config.optimizer, offered=offered, model=model, lr=config.hparams.lr)
-    if wrong := not_covered(optimizers, model):
+    if wrong := find_coverage_problem(optimizers, model):
         target = field_of(config.optimizer, "_target_")
         raise ConfigError(Violation("optimizer._target_", f"is {target}, which {wrong}"))
     return list(optimizers)

@@ -12,7 +12,7 @@ from foundry.data.corpora.tokenizer import decode_tokens
 from foundry.data.splits import Prompt
 from foundry.environments.judge import Judgement
 from foundry.environments.protocol import Answer
-from foundry.generation.decoding import Continuation, Decoding, generate, uncompiled
+from foundry.generation.decoding import Continuation, Decoding, disable_compilation, generate
 from foundry.models.token_log_probs import IGNORED_TARGET
 from foundry.parallel.gathering import gather
 from foundry.parallel.process_group import World
@@ -56,15 +56,15 @@ class Completions:
 
     def share(self, world: World) -> None:
         """Exchange the rows, so that every rank has all of them; all ranks call this together."""
-        self.tokens, self.targets = (_summed(tensor, world) for tensor in (self.tokens, self.targets))
+        self.tokens, self.targets = (_sum_over_ranks(tensor, world) for tensor in (self.tokens, self.targets))
         # A rank that has generated no rows has no columns.
         names = sorted({name for part in gather(list(self.columns), world) for name in part})
-        own = {name: self.columns.get(name, torch.zeros(self.tokens.shape)) for name in names}
-        self.columns = {name: _summed(column, world) for name, column in own.items()}
+        columns = {name: self.columns.get(name, torch.zeros(self.tokens.shape)) for name in names}
+        self.columns = {name: _sum_over_ranks(column, world) for name, column in columns.items()}
 
 
 @dataclass(frozen=True)
-class Made:
+class CompletionBatch:
     """Completions of a chunk of prompts; tensors are (rows, seq), in host memory."""
 
     answers: Sequence[Completion]
@@ -73,7 +73,7 @@ class Made:
     columns: Mapping[str, Tensor]
 
 
-def _summed(tensor: Tensor, world: World) -> Tensor:
+def _sum_over_ranks(tensor: Tensor, world: World) -> Tensor:
     return world.dp_sum(tensor.to(world.device)).cpu() if world.dp_size > 1 else tensor
 
 
@@ -88,8 +88,8 @@ def complete(
     autocast: Callable[[], AbstractContextManager[Any]],
     record: Record,
     tokenizer: Any,
-    beat: Callable[[str], None],
-) -> Made:
+    heartbeat: Callable[[str], None],
+) -> CompletionBatch:
     """Complete prompts in one batch, and record values of the current models for the completions.
 
     Args:
@@ -102,10 +102,10 @@ def complete(
         autocast: returns a context manager for forward passes with the precision of the run.
         record: see `Objective.record`.
         tokenizer: decodes the completions.
-        beat: heartbeat, called with the current activity.
+        heartbeat: heartbeat, called with the current activity.
     """
     with autocast():
-        found = generate(
+        continuations = generate(
             model,
             [prompt.tokens for prompt in prompts],
             decoding,
@@ -114,48 +114,48 @@ def complete(
             batch_size=len(prompts),
             keys=keys,
             is_sliding=False,
-            beat=beat,
+            heartbeat=heartbeat,
         )
-    answers, tokens, targets, sampler = _rows(prompts, found, tokenizer)
+    answers, tokens, targets, sampler = _rows(prompts, continuations, tokenizer)
     was_training = model.training
     model.eval()
     try:
-        with autocast(), uncompiled():
-            recorded = record(model, tokens.to(world.device), targets.to(world.device))
+        with autocast(), disable_compilation():
+            values = record(model, tokens.to(world.device), targets.to(world.device))
     finally:
         model.train(was_training)
-    columns = {name: column.float().cpu() for name, column in recorded.items()}
-    return Made(answers, tokens, targets, {"sampler": sampler, **columns})
+    columns = {name: column.float().cpu() for name, column in values.items()}
+    return CompletionBatch(answers, tokens, targets, {"sampler": sampler, **columns})
 
 
 def _rows(
-    prompts: Sequence[Prompt], found: Sequence[Continuation], tokenizer: Any
+    prompts: Sequence[Prompt], continuations: Sequence[Continuation], tokenizer: Any
 ) -> tuple[list[Completion], Tensor, Tensor, Tensor]:
     """Return the completions, and (rows, seq) each: tokens, targets, and sampling log-probabilities of the targets."""
-    rows = [[*prompt.tokens, *one.tokens] for prompt, one in zip(prompts, found, strict=True)]
+    rows = [[*prompt.tokens, *continuation.tokens] for prompt, continuation in zip(prompts, continuations, strict=True)]
     longest = max(map(len, rows)) - 1
     tokens = torch.zeros(len(rows), longest, dtype=torch.int64)
     targets = torch.full((len(rows), longest), IGNORED_TARGET)
     sampler = torch.zeros(len(rows), longest)
     answers = list[Completion]()
-    for number, (row, prompt, one) in enumerate(zip(rows, prompts, found, strict=True)):
-        own = torch.tensor(row)
+    for number, (row, prompt, continuation) in enumerate(zip(rows, prompts, continuations, strict=True)):
+        row_tokens = torch.tensor(row)
         start, end = len(prompt.tokens) - 1, len(row) - 1
-        tokens[number, :end] = own[:-1]
-        targets[number, start:end] = own[start + 1 :]
-        sampler[number, start:end] = torch.tensor(one.log_probs)
-        text = decode_tokens(tokenizer, one.answer)
-        answer = Answer(text, decode_tokens(tokenizer, prompt.tokens), prompt.own_columns, not one.is_ended)
+        tokens[number, :end] = row_tokens[:-1]
+        targets[number, start:end] = row_tokens[start + 1 :]
+        sampler[number, start:end] = torch.tensor(continuation.log_probs)
+        text = decode_tokens(tokenizer, continuation.answer)
+        answer = Answer(text, decode_tokens(tokenizer, prompt.tokens), prompt.own_columns, not continuation.is_ended)
         answers.append(Completion(answer, end))
     return answers, tokens, targets, sampler
 
 
-def place(completions: Completions, made: Made, start: int) -> None:
+def place(completions: Completions, batch: CompletionBatch, start: int) -> None:
     """Copy a chunk into the rows from `start` on."""
-    rows, longest = slice(start, start + len(made.tokens)), made.tokens.shape[1]
-    completions.tokens[rows, :longest] = made.tokens
+    rows, longest = slice(start, start + len(batch.tokens)), batch.tokens.shape[1]
+    completions.tokens[rows, :longest] = batch.tokens
     completions.targets[rows] = IGNORED_TARGET
-    completions.targets[rows, :longest] = made.targets
-    for name, column in made.columns.items():
-        whole = completions.columns.setdefault(name, torch.zeros(completions.tokens.shape))
-        whole[rows, :longest] = column
+    completions.targets[rows, :longest] = batch.targets
+    for name, column in batch.columns.items():
+        target = completions.columns.setdefault(name, torch.zeros(completions.tokens.shape))
+        target[rows, :longest] = column

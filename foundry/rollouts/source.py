@@ -27,7 +27,7 @@ from foundry.parallel.whole_weights import gathered
 from foundry.rollouts.completions import Completion, Completions, complete, place
 
 _STREAM = "rollout"
-_MOST_UNREWARDED = 3
+_MAX_UNREWARDED = 3
 """Number of consecutive rollouts without any reward after which the run ends."""
 log = logging.getLogger(__name__)
 
@@ -153,21 +153,25 @@ class RolloutSource:
     def _roll_out(self) -> None:
         """Generate a rollout, score it and prepare it for the updates."""
         read = self._loader.next_window().microbatches[0]
-        each = self._settings.num_generations_per_prompt
-        prompts = [self._data.train_prompts[row] for row in read["row"].tolist() for _ in range(each)]
-        keys = [position * each + number for position in read["position"].tolist() for number in range(each)]
+        num_generations = self._settings.num_generations_per_prompt
+        prompts = [self._data.train_prompts[row] for row in read["row"].tolist() for _ in range(num_generations)]
+        keys = [
+            position * num_generations + number
+            for position in read["position"].tolist()
+            for number in range(num_generations)
+        ]
         longest = max(len(prompt.tokens) for prompt in prompts) + self._decoding.max_new_tokens - 1
         completions = Completions(len(prompts), longest)
-        judged = dict[int, Completion]()
+        answers = dict[int, Completion]()
         size = self._settings.generation_batch_size
-        with torch.no_grad(), ExitStack() as held:
-            whole = held.enter_context(gathered(self._model))
+        with torch.no_grad(), ExitStack() as stack:
+            full_model = stack.enter_context(gathered(self._model))
             for model in self._frozen:
-                held.enter_context(gathered(model))
+                stack.enter_context(gathered(model))
             for start in range(self._world.dp_rank * size, len(prompts), self._world.dp_size * size):
-                self._run.beat("generating answers")
-                found = complete(
-                    whole,
+                self._run.heartbeat("generating answers")
+                batch = complete(
+                    full_model,
                     prompts[start : start + size],
                     keys[start : start + size],
                     self._decoding,
@@ -176,33 +180,35 @@ class RolloutSource:
                     autocast=self._run.autocast,
                     record=self._objective.record,
                     tokenizer=self._data.tokenizer,
-                    beat=self._run.beat,
+                    heartbeat=self._run.heartbeat,
                 )
-                place(completions, found, start)
+                place(completions, batch, start)
                 if self._world.leads_share:
-                    judged |= enumerate(self._judged(found.answers), start)
-        self._run.beat("collecting answers")
+                    answers |= enumerate(self._judge_answers(batch.answers), start)
+        self._run.heartbeat("collecting answers")
         completions.share(self._world)
-        self._prepare(completions, self._collected(judged), torch.tensor(keys))
+        self._prepare(completions, self._gather_answers(answers), torch.tensor(keys))
 
-    def _judged(self, answers: Sequence[Completion]) -> Sequence[Completion]:
+    def _judge_answers(self, answers: Sequence[Completion]) -> Sequence[Completion]:
         if self._judge is None:
             return answers
-        judgements = self._judge.judge([one.answer for one in answers], self._run.beat)
-        return [replace(one, judgement=judgement) for one, judgement in zip(answers, judgements, strict=True)]
+        judgements = self._judge.judge([answer.answer for answer in answers], self._run.heartbeat)
+        return [replace(answer, judgement=judgement) for answer, judgement in zip(answers, judgements, strict=True)]
 
-    def _collected(self, judged: Mapping[int, Completion]) -> list[tuple[int, bool, Judgement]]:
+    def _gather_answers(self, answers: Mapping[int, Completion]) -> list[tuple[int, bool, Judgement]]:
         """Return length, truncation flag and judgement of every completion, gathered from all ranks.
 
         Raises:
             ConfigError: the objective needs rewards but the environment gives none.
         """
-        own = {number: (one.length, one.answer.is_truncated, one.judgement) for number, one in judged.items()}
-        everything = {number: one for part in gather(own, self._world) for number, one in part.items()}
-        found = [everything[number] for number in range(len(everything))]
+        local = {
+            number: (answer.length, answer.answer.is_truncated, answer.judgement) for number, answer in answers.items()
+        }
+        by_number = {number: answer for part in gather(local, self._world) for number, answer in part.items()}
+        ordered = [by_number[number] for number in range(len(by_number))]
         if self._judge is not None and self._settings.needs_rewards:
-            self._check_rewards(self._judge.name, [judgement for _, _, judgement in found])
-        return found
+            self._check_rewards(self._judge.name, [judgement for _, _, judgement in ordered])
+        return ordered
 
     def _check_rewards(self, environment: str, judgements: Sequence[Judgement]) -> None:
         """Raise if the run cannot train because its environment has always failed, or no longer gives rewards."""
@@ -212,22 +218,22 @@ class RolloutSource:
         self._unrewarded += 1
         faults = [judgement.message for judgement in judgements if judgement.fault]
         is_broken = len(faults) == len(judgements) and not self._has_rewarded
-        if is_broken or self._unrewarded == _MOST_UNREWARDED:
-            why = f"first: {faults[0]}" if faults else "all scores are None"
-            rollouts = "a rollout" if is_broken else f"{_MOST_UNREWARDED} rollouts in a row"
-            message = f"{environment} gave no reward for any answer of {rollouts} ({len(judgements)} each); {why}"
+        if is_broken or self._unrewarded == _MAX_UNREWARDED:
+            reason = f"first: {faults[0]}" if faults else "all scores are None"
+            rollouts = "a rollout" if is_broken else f"{_MAX_UNREWARDED} rollouts in a row"
+            message = f"{environment} gave no reward for any answer of {rollouts} ({len(judgements)} each); {reason}"
             raise ConfigError(Violation("environment", message))
 
-    def _prepare(self, completions: Completions, found: Sequence[tuple[int, bool, Judgement]], keys: Tensor) -> None:
-        rewards = [math.nan if judgement.reward is None else judgement.reward for _, _, judgement in found]
-        each = self._settings.num_generations_per_prompt
+    def _prepare(self, completions: Completions, results: Sequence[tuple[int, bool, Judgement]], keys: Tensor) -> None:
+        rewards = [math.nan if judgement.reward is None else judgement.reward for _, _, judgement in results]
+        num_generations = self._settings.num_generations_per_prompt
         prepared = self._objective.prepare(
             Rollout(
                 tokens=completions.tokens,
                 targets=completions.targets,
-                group=torch.arange(len(found)) // each,
+                group=torch.arange(len(results)) // num_generations,
                 rewards=torch.tensor(rewards, dtype=torch.float64),
-                is_truncated=torch.tensor([is_truncated for _, is_truncated, _ in found]),
+                is_truncated=torch.tensor([is_truncated for _, is_truncated, _ in results]),
                 sampler=completions.columns["sampler"],
                 recorded={name: column for name, column in completions.columns.items() if name != "sampler"},
             )
@@ -236,26 +242,26 @@ class RolloutSource:
         self._samples = {
             "tokens": completions.tokens,
             "targets": completions.targets,
-            "length": torch.tensor([length for length, _, _ in found]),
+            "length": torch.tensor([length for length, _, _ in results]),
             "position": keys,
             **prepared.columns,
         }
-        scored = {} if self._judge is None else _rewards([judgement for _, _, judgement in found])
-        truncated = sum(is_truncated for _, is_truncated, _ in found) / len(found)
-        own = {"truncated": truncated, "completion_tokens": float(num_new.double().mean())}
-        self._metrics = scored | own | dict(prepared.metrics)
+        reward_metrics = {} if self._judge is None else _rewards([judgement for _, _, judgement in results])
+        truncated = sum(is_truncated for _, is_truncated, _ in results) / len(results)
+        statistics = {"truncated": truncated, "completion_tokens": float(num_new.double().mean())}
+        self._metrics = reward_metrics | statistics | dict(prepared.metrics)
 
     def _microbatches(self, first: int, lengths: Tensor) -> list[Microbatch]:
         """Return this rank's microbatches of the completions from `first` on, which have these lengths."""
-        dealt = {"per_gpu_batch_size": self._per_gpu, "dp_rank": self._world.dp_rank, "dp_size": self._world.dp_size}
+        options = {"per_gpu_batch_size": self._per_gpu, "dp_rank": self._world.dp_rank, "dp_size": self._world.dp_size}
         if self._pack_tokens is not None:
             packs = [[first + i for i in pack] for pack in first_fit_decreasing(lengths.numpy(), self._pack_tokens)]
-            return [self._packed(own) for own in deal(packs, **dealt)]
+            return [self._pack_rows(pack_rows) for pack_rows in deal(packs, **options)]
         rank, ranks = self._world.dp_rank, self._world.dp_size
         starts = range(first + rank * self._per_gpu, first + len(lengths), ranks * self._per_gpu)
-        return [self._cut(slice(start, start + self._per_gpu)) for start in starts]
+        return [self._select(slice(start, start + self._per_gpu)) for start in starts]
 
-    def _cut(self, rows: slice | list[int]) -> Microbatch:
+    def _select(self, rows: slice | list[int]) -> Microbatch:
         """Return some completions, padded to the longest of them."""
         longest = max([1, *self._samples["length"][rows].tolist()])
         return {
@@ -264,7 +270,7 @@ class RolloutSource:
             if name != "length"
         }
 
-    def _packed(self, packs: Sequence[Pack]) -> Microbatch:
+    def _pack_rows(self, packs: Sequence[Pack]) -> Microbatch:
         """Return completions in packed rows; per-completion columns keep one row for each completion."""
         numbers, lengths = [number for pack in packs for number in pack], self._samples["length"].tolist()
         document = dict(zip(numbers, range(len(numbers)), strict=True))
@@ -276,7 +282,7 @@ class RolloutSource:
 
         documents = rows(-1, lambda n: torch.full((lengths[n],), document[n]))
         return {
-            **self._cut(numbers),
+            **self._select(numbers),
             "tokens": rows(0, lambda n: self._samples["tokens"][n, : lengths[n]]),
             "targets": rows(IGNORED_TARGET, lambda n: self._samples["targets"][n, : lengths[n]]),
             "documents": documents,
@@ -284,16 +290,18 @@ class RolloutSource:
         }
 
 
-def _check_prompts(data: DataSplits, judge: Judge | None, most: int) -> None:
+def _check_prompts(data: DataSplits, judge: Judge | None, max_tokens: int) -> None:
     prompts = data.train_prompts
-    if long := [prompt for prompt in prompts if len(prompt.tokens) > most]:
-        message = f"leaves {most} of the model's positions for prompts, and {len(long)} of {len(prompts)} are longer"
+    if long := [prompt for prompt in prompts if len(prompt.tokens) > max_tokens]:
+        message = (
+            f"leaves {max_tokens} of the model's positions for prompts, and {len(long)} of {len(prompts)} are longer"
+        )
         raise ConfigError(Violation("objective.max_new_tokens", f"{message}; lower it, or set data.on_bad_row=skip"))
     if judge is None:
         return
     for name in judge.needs:
-        if lacking := sum(prompt.own_columns.get(name) is None for prompt in prompts):
-            message = f"is {judge.name}, which reads the column {name} of prompts, but {lacking} of {len(prompts)}"
+        if num_missing := sum(prompt.own_columns.get(name) is None for prompt in prompts):
+            message = f"is {judge.name}, which reads the column {name} of prompts, but {num_missing} of {len(prompts)}"
             raise ConfigError(Violation("environment", f"{message} lack it; add it, or choose another environment"))
 
 

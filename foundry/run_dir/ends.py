@@ -70,18 +70,18 @@ def record_end(run_dir: Path, reason: str, details: str = "") -> None:
         file.write(printable(f"{reason}\n{details}"))
 
 
-def dump_stacks(run_dir: Path, rank: int, step: int, doing: str) -> None:
+def dump_stacks(run_dir: Path, rank: int, step: int, activity: str) -> None:
     """Write the stacks of all threads of this process to a file, which replaces an earlier file of the same rank.
 
     Args:
         run_dir: the run directory.
         rank: rank of this process.
         step: current optimizer step.
-        doing: current activity.
+        activity: current activity.
     """
     make_folder(run_dir / STACKS)
     with open_regular(_stacks(run_dir, rank), "w") as file:
-        file.write(f"step {step}, {doing}\n\n")
+        file.write(f"step {step}, {activity}\n\n")
         file.flush()
         faulthandler.dump_traceback(file, all_threads=True)
 

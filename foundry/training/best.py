@@ -28,7 +28,7 @@ class Best:
         """
         self._metric = settings.metric or metric
         self._sign = 1.0 if settings.mode is Mode.min else -1.0
-        self._min_delta, self._is_kept = settings.min_delta, settings.metric is not None
+        self._min_delta, self._keeps_checkpoint = settings.min_delta, settings.metric is not None
         self.step: int | None = None
         self.value: float | None = None
 
@@ -52,7 +52,7 @@ class Best:
         if self.value is not None and self._sign * value + self._min_delta >= self._sign * self.value:
             return False
         self.step, self.value = step, value
-        return self._is_kept
+        return self._keeps_checkpoint
 
     def result(self) -> dict[str, Any] | None:
         """Return the entry `best` of result.json; None if no metric is tracked or no value was finite."""

@@ -49,7 +49,7 @@ class _Layout:
         squares = torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)).square()
         return squares.new_zeros(num_blocks).index_add_(0, self.blocks, squares)
 
-    def reduced(self, sums: Tensor, device: torch.device) -> Tensor:
+    def reduce(self, sums: Tensor, device: torch.device) -> Tensor:
         """Sum over all ranks that hold a shard and move to `device`; each shard, and each whole tensor, counts once."""
         for group in self.groups:
             dist.all_reduce(sums, group=group)
@@ -57,7 +57,7 @@ class _Layout:
 
 
 @dataclass(frozen=True)
-class Before:
+class Snapshot:
     """State before an update, per layout: sums of squared gradients and copies of the weights."""
 
     gradients: Sequence[Tensor]
@@ -80,15 +80,17 @@ class BlockNorms:
 
     def __init__(self, blocks: Mapping[str, Sequence[Tensor]], *, every_n_steps: int, device: torch.device) -> None:
         self._names, self._every, self._device = tuple(blocks), every_n_steps, device
-        found = dict[tuple[torch.device, tuple[ProcessGroup, ...]], list[tuple[Tensor, int]]]()
+        layouts = dict[tuple[torch.device, tuple[ProcessGroup, ...]], list[tuple[Tensor, int]]]()
         with torch.no_grad():
             for number, parameters in enumerate(blocks.values()):
                 for parameter in parameters:
                     groups, local = local_shard(parameter)
-                    found.setdefault((local.device, groups), []).append((parameter, number))
+                    layouts.setdefault((local.device, groups), []).append((parameter, number))
         self._layouts = [
-            _Layout(groups, [one for one, _ in members], torch.tensor([n for _, n in members], device=place))
-            for (place, groups), members in found.items()
+            _Layout(
+                groups, [parameter for parameter, _ in members], torch.tensor([n for _, n in members], device=place)
+            )
+            for (place, groups), members in layouts.items()
         ]
 
     def is_due(self, step: int) -> bool:
@@ -96,25 +98,27 @@ class BlockNorms:
         return step == 1 or step % self._every == 0
 
     @torch.no_grad()
-    def before_update(self) -> Before:
+    def before_update(self) -> Snapshot:
         """Record the gradient norms and copy the weights before the update."""
         gradients, weights = list[Tensor](), list[list[Tensor]]()
         for layout in self._layouts:
             zero = torch.zeros((), device=layout.blocks.device)
-            grads = [zero if one.grad is None else local_shard(one.grad)[1] for one in layout.parameters]
+            grads = [
+                zero if parameter.grad is None else local_shard(parameter.grad)[1] for parameter in layout.parameters
+            ]
             gradients.append(layout.square_sums(grads, len(self._names)))
             weights.append([local_shard(parameter)[1].clone() for parameter in layout.parameters])
-        return Before(gradients, weights)
+        return Snapshot(gradients, weights)
 
     @torch.no_grad()
-    def after_update(self, before: Before) -> NormsByBlock:
-        """Return the norms, with the update computed against `before`; a skipped update has norm 0."""
+    def after_update(self, snapshot: Snapshot) -> NormsByBlock:
+        """Return the norms, with the update computed against `snapshot`; a skipped update has norm 0."""
         total = torch.zeros(len(NORMS), len(self._names), device=self._device)
-        for layout, gradients, old in zip(self._layouts, before.gradients, before.weights, strict=True):
-            weights = layout.square_sums(old, len(self._names))
-            torch._foreach_sub_(old, [local_shard(parameter)[1] for parameter in layout.parameters])
-            updates = layout.square_sums(old, len(self._names))
-            total += layout.reduced(torch.stack([gradients, weights, updates]), self._device)
+        for layout, gradients, previous in zip(self._layouts, snapshot.gradients, snapshot.weights, strict=True):
+            weights = layout.square_sums(previous, len(self._names))
+            torch._foreach_sub_(previous, [local_shard(parameter)[1] for parameter in layout.parameters])
+            updates = layout.square_sums(previous, len(self._names))
+            total += layout.reduce(torch.stack([gradients, weights, updates]), self._device)
         return NormsByBlock(self._names, total.sqrt())
 
 
@@ -128,17 +132,17 @@ def group_by_block(model: nn.Module, blocks: Iterable[nn.Module]) -> dict[str, l
         model: model whose parameter names are used.
         blocks: blocks of the model, for example from `find_blocks`; if blocks are nested, the innermost one counts.
     """
-    wanted = {id(block) for block in blocks}
-    names = {name for name, module in model.named_modules() if id(module) in wanted}
+    block_ids = {id(block) for block in blocks}
+    names = {name for name, module in model.named_modules() if id(module) in block_ids}
     above = {name[:end] for name in names for end in range(len(name)) if name[end] == "."}
-    grouped = dict[str, list[Tensor]]()
+    groups = dict[str, list[Tensor]]()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            grouped.setdefault(_block_of(name, names, above), []).append(parameter)
-    return grouped
+            groups.setdefault(_block_of(name, names, above), []).append(parameter)
+    return groups
 
 
 def _block_of(parameter: str, blocks: set[str], above: set[str]) -> str:
     prefixes = [parameter[:end] for end, letter in enumerate(parameter) if letter == "."] + [parameter]
-    inside = [prefix for prefix in prefixes if prefix in blocks]
-    return inside[-1] if inside else next(prefix for prefix in prefixes if prefix not in above)
+    enclosing = [prefix for prefix in prefixes if prefix in blocks]
+    return enclosing[-1] if enclosing else next(prefix for prefix in prefixes if prefix not in above)

@@ -27,11 +27,11 @@ class Recompilations:
     @contextmanager
     def around_step(self) -> Iterator[None]:
         """Count the graphs compiled during an optimizer step."""
-        before = count_graphs() if self._is_compiled else 0
+        num_graphs = count_graphs() if self._is_compiled else 0
         yield
         self._steps += 1
         if self._is_compiled and self._steps > _SETTLING_STEPS:
-            self._count += count_graphs() - before
+            self._count += count_graphs() - num_graphs
 
     def warn(self) -> None:
         """Log a warning if the count has grown since the last call."""

@@ -29,29 +29,29 @@ class Evaluation:
     folder: Path
 
     @torch.no_grad()
-    def measure(self, step: int, beat: Callable[[str], None]) -> tuple[dict[str, float], list[Path]]:
+    def measure(self, step: int, heartbeat: Callable[[str], None]) -> tuple[dict[str, float], list[Path]]:
         """Evaluate in eval mode; return metrics by their names in metrics.jsonl (`val_…`) and the files written.
 
         Afterwards the model has its previous mode.
 
         Args:
             step: optimizer steps taken.
-            beat: heartbeat, called with the current activity.
+            heartbeat: heartbeat, called with the current activity.
 
         Raises:
             ConfigError: two evaluators return a metric of the same name.
         """
-        context = EvaluationContext.of(self.run, step=step, folder=self.folder, beat=beat)
+        context = EvaluationContext.of(self.run, step=step, folder=self.folder, heartbeat=heartbeat)
         metrics, was_training = dict[str, float](), self.model.training
         self.model.eval()
         try:
             for name, evaluator in self.evaluators.items():
-                beat("evaluating")
+                heartbeat("evaluating")
                 for metric, value in evaluator.evaluate(self.model, context).items():
-                    if (measured := val_metric_name(metric)) in metrics:
-                        message = f"measures {measured}, which an earlier evaluator also measures; rename it"
+                    if (full_name := val_metric_name(metric)) in metrics:
+                        message = f"measures {full_name}, which an earlier evaluator also measures; rename it"
                         raise ConfigError(Violation(f"evaluation.evaluators.{name}", message))
-                    metrics[measured] = float(value)
+                    metrics[full_name] = float(value)
         finally:
             self.model.train(was_training)
         return metrics, context.files

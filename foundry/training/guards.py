@@ -82,7 +82,7 @@ class LossWindow:
         if len(self.losses) < self._least:
             return 0.0
         middle = median(self.losses)
-        deviation = median(abs(known - middle) for known in self.losses)
+        deviation = median(abs(previous - middle) for previous in self.losses)
         return 0.6745 * (loss - middle) / deviation if deviation > 0 else 0.0
 
 
@@ -119,7 +119,7 @@ class UpdateGuard:
         self._on_device = on_device
         self._in_a_row = 0
         self._pending: list[tuple[Attempt, Tensor]] = []
-        self._bad_in_a_row = torch.zeros((), dtype=torch.int32, device=world.device)
+        self._non_finite_in_a_row = torch.zeros((), dtype=torch.int32, device=world.device)
         self._failed = torch.zeros((), dtype=torch.bool, device=world.device)
         self._seen = torch.zeros((), dtype=torch.bool, pin_memory=world.device.type == "cuda")
         if on_device:
@@ -143,13 +143,13 @@ class UpdateGuard:
             return self._judge_on_device(attempt)
         loss = attempt.loss.item()
         if self._is_fault(loss, attempt.grad_norm.item()):
-            self._leave_out_non_finite(attempt)
+            self._skip_non_finite(attempt)
             return True
         limit = self._config.spike_zscore
         if self._window is not None and limit is not None:
             zscore = self._window.zscore(loss)
             if zscore > limit:
-                self._leave_out_spike(attempt, LossSpike(attempt.step, loss, zscore))
+                self._skip_spike(attempt, LossSpike(attempt.step, loss, zscore))
                 return True
             self._window.losses.append(loss)
         self._in_a_row = 0
@@ -165,11 +165,11 @@ class UpdateGuard:
         """
         if not self._pending:
             return
-        flags = torch.stack([bad for _, bad in self._pending]).tolist()
+        flags = torch.stack([is_non_finite for _, is_non_finite in self._pending]).tolist()
         attempts, self._pending = [attempt for attempt, _ in self._pending], []
-        for attempt, bad in zip(attempts, flags, strict=True):
-            if bad:
-                self._leave_out_non_finite(attempt)
+        for attempt, is_non_finite in zip(attempts, flags, strict=True):
+            if is_non_finite:
+                self._skip_non_finite(attempt)
             else:
                 self._in_a_row = 0
 
@@ -182,7 +182,7 @@ class UpdateGuard:
         """Restore the state returned by `state_dict()`; a window of another size keeps the latest losses."""
         self._pending.clear()
         self._in_a_row = read_count(state, "in_a_row")
-        self._bad_in_a_row.fill_(self._in_a_row)
+        self._non_finite_in_a_row.fill_(self._in_a_row)
         self._failed.fill_(False)
         if self._window is not None:
             self._window.losses.clear()
@@ -199,14 +199,14 @@ class UpdateGuard:
         # ranks could see it at different steps; they wait for `check`, and no update is applied until then.
         if self._world.world_size == 1 and self._seen.item():
             self.check()
-        bad = ~torch.isfinite(attempt.loss + attempt.grad_norm)
-        self._bad_in_a_row = torch.where(bad, self._bad_in_a_row + 1, 0)
-        self._failed = self._failed | (self._bad_in_a_row > self._config.max_non_finite)
-        self._pending.append((attempt, bad))
+        is_non_finite = ~torch.isfinite(attempt.loss + attempt.grad_norm)
+        self._non_finite_in_a_row = torch.where(is_non_finite, self._non_finite_in_a_row + 1, 0)
+        self._failed = self._failed | (self._non_finite_in_a_row > self._config.max_non_finite)
+        self._pending.append((attempt, is_non_finite))
         self._seen.copy_(self._failed, non_blocking=True)
-        return bad | self._failed
+        return is_non_finite | self._failed
 
-    def _leave_out_non_finite(self, attempt: Attempt) -> None:
+    def _skip_non_finite(self, attempt: Attempt) -> None:
         ranks, samples = self._locate(attempt)
         cause = f"the loss on rank {', '.join(map(str, ranks))}" if ranks else "the gradient norm"
         text = f"step {attempt.step}: {cause} is not finite"
@@ -216,7 +216,7 @@ class UpdateGuard:
             raise NonFiniteError(self._final_message(text, samples))
         self._warn(text, samples)
 
-    def _leave_out_spike(self, attempt: Attempt, spike: LossSpike) -> None:
+    def _skip_spike(self, attempt: Attempt, spike: LossSpike) -> None:
         if self._config.spike_action is SpikeAction.rollback:
             raise spike
         _, samples = self._locate(attempt)
@@ -226,8 +226,12 @@ class UpdateGuard:
         self._warn(str(spike), samples)
 
     def _final_message(self, text: str, samples: str) -> str:
-        before, most = self._in_a_row - 1, self._config.max_skips
-        row = f", after {before} updates in a row that were skipped (guard.max_skips={most})" if before else ""
+        num_skipped, max_skips = self._in_a_row - 1, self._config.max_skips
+        row = (
+            f", after {num_skipped} updates in a row that were skipped (guard.max_skips={max_skips})"
+            if num_skipped
+            else ""
+        )
         return f"{text}{row}; this step did not change the weights{samples}"
 
     def _warn(self, text: str, samples: str) -> None:
@@ -238,16 +242,20 @@ class UpdateGuard:
     def _locate(self, attempt: Attempt) -> tuple[list[int], str]:
         """Return the ranks whose local loss is not finite, and the sample range of the global batch as text."""
         world = self._world
-        known = [p for positions in attempt.positions for p in positions.tolist() if p >= 0]
+        valid_positions = [p for positions in attempt.positions for p in positions.tolist() if p >= 0]
         # float64 represents every position exactly.
         rows = torch.zeros(world.world_size, 3, dtype=torch.float64, device=world.device)
-        own = [float(not math.isfinite(attempt.local_loss.item())), min(known, default=-1), max(known, default=-1)]
-        rows[world.rank] = torch.tensor(own, dtype=torch.float64)
-        gathered = world.all_reduce_sum(rows).tolist()
-        ranks = [rank for rank, (bad, _, _) in enumerate(gathered) if bad]
-        if (last := max(high for _, _, high in gathered)) < 0:
+        values = [
+            float(not math.isfinite(attempt.local_loss.item())),
+            min(valid_positions, default=-1),
+            max(valid_positions, default=-1),
+        ]
+        rows[world.rank] = torch.tensor(values, dtype=torch.float64)
+        all_values = world.all_reduce_sum(rows).tolist()
+        ranks = [rank for rank, (is_non_finite, _, _) in enumerate(all_values) if is_non_finite]
+        if (last := max(high for _, _, high in all_values)) < 0:
             return ranks, ""
-        first = min(low for _, low, _ in gathered if low >= 0)
+        first = min(low for _, low, _ in all_values if low >= 0)
         return ranks, f" (samples {first:.0f} to {last:.0f} of the global order)"
 
 

@@ -20,7 +20,7 @@ from foundry.parallel.device import cuda_memory, host_capacity, resident_bytes
 
 _OTHERWISE = "otherwise a smaller model or more devices; foundry plan, with the same overrides, lists memory by part"
 
-_WANTED = re.compile(r"(?:Tried|[Uu]nable) to allocate ([\d.]+ [KMGTPE]?i?B)|tried to allocate (\d+) bytes")
+_REQUESTED = re.compile(r"(?:Tried|[Uu]nable) to allocate ([\d.]+ [KMGTPE]?i?B)|tried to allocate (\d+) bytes")
 
 
 class OutOfMemoryError(RuntimeError):
@@ -37,14 +37,14 @@ class DeviceMemory:
         allocated: bytes of all tensors.
         reserved: bytes that torch has reserved on the device, including its cache.
         capacity: total memory of the device.
-        where: name of the device in messages.
+        device_name: name of the device in messages.
     """
 
     parts: Mapping[str, int]
     allocated: int
     reserved: int
     capacity: int
-    where: str = "GPU"
+    device_name: str = "GPU"
 
     @property
     def rest(self) -> int:
@@ -70,14 +70,16 @@ def measure_device_memory(
         frozen: frozen models, as placed on the device.
     """
     parameters = list(model.parameters())
-    held: dict[str, Iterable[Any]] = {
+    tensors_by_part: dict[str, Iterable[Any]] = {
         "weights": [*parameters, *model.buffers()],
         "gradients": [parameter.grad for parameter in parameters],
         "optimizer state": [one for each in optimizers for state in each.state.values() for one in state.values()],
         "averaged weights": averages,
         "frozen models": [tensor for each in frozen for tensor in (*each.parameters(), *each.buffers())],
     }
-    return DeviceMemory(parts={name: _bytes_on(device, tensors) for name, tensors in held.items()}, **_in_use(device))
+    return DeviceMemory(
+        parts={name: _bytes_on(device, tensors) for name, tensors in tensors_by_part.items()}, **_memory_in_use(device)
+    )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -88,7 +90,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def memory_explained(device: torch.device, rank: int) -> Iterator[None]:
+def explain_memory_errors(device: torch.device, rank: int) -> Iterator[None]:
     """Context manager that explains out-of-memory errors outside of training, for example while the model is built.
 
     Raises:
@@ -100,9 +102,9 @@ def memory_explained(device: torch.device, rank: int) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         in_host = device.type != "cuda" or not isinstance(error, torch.OutOfMemoryError)
-        used = _in_use(torch.device("cpu") if in_host else device)
+        used = _memory_in_use(torch.device("cpu") if in_host else device)
         raise OutOfMemoryError(
-            f"out of {used['where']} memory on rank {rank} while the run was built: {_wanted(error)}"
+            f"out of {used['device_name']} memory on rank {rank} while the run was built: {_requested_size(error)}"
             f"{_size(used['allocated'])} of {_size(used['capacity'])} are in use\n"
             f"  {_OTHERWISE}"
         ) from error
@@ -129,15 +131,15 @@ def explain_out_of_memory(
         rank: this rank.
         world_size: number of ranks.
     """
-    taken = f"{_size(memory.allocated)} of {_size(memory.capacity)} are in use"
+    usage = f"{_size(memory.allocated)} of {_size(memory.capacity)} are in use"
     cached = max(0, memory.reserved - memory.allocated)
     parts = {**memory.parts, "activations and temporary buffers": memory.rest, "cached (fragmented)": cached}
-    remedies = list(_less_activations(config.hparams))
-    if memory.where == "GPU":  # on a host, more ranks or offloading would use the same memory
-        remedies += _less_states(config, distributed, world_size)
+    remedies = list(_activation_remedies(config.hparams))
+    if memory.device_name == "GPU":  # on a host, more ranks or offloading would use the same memory
+        remedies += _state_remedies(config, distributed, world_size)
     return "\n  ".join(
         [
-            f"out of {memory.where} memory {moment} on rank {rank}: {_wanted(error)}{taken}",
+            f"out of {memory.device_name} memory {moment} on rank {rank}: {_requested_size(error)}{usage}",
             ", ".join(f"{name} {_size(size)}" for name, size in parts.items() if size > 0),
             *remedies,
             _OTHERWISE,
@@ -145,15 +147,15 @@ def explain_out_of_memory(
     )
 
 
-def _less_activations(hparams: HParams) -> Iterator[str]:
+def _activation_remedies(hparams: HParams) -> Iterator[str]:
     """Yield the settings that reduce activation memory in any model, each with its effect."""
     size = hparams.per_gpu_batch_size
     if size > 1:
         # All batch sizes of a ramp are multiples of `size`, so a divisor of `size` divides them too.
-        smaller = max(divisor for divisor in range(1, size // 2 + 1) if size % divisor == 0)
-        times = size // smaller
+        smaller_size = max(divisor for divisor in range(1, size // 2 + 1) if size % divisor == 0)
+        times = size // smaller_size
         yield (
-            f"hparams.per_gpu_batch_size={smaller}: activations / {times}, and the same updates: "
+            f"hparams.per_gpu_batch_size={smaller_size}: activations / {times}, and the same updates: "
             f"accumulates {times} times as many microbatches"
         )
     if not hparams.grad_checkpointing:
@@ -161,15 +163,15 @@ def _less_activations(hparams: HParams) -> Iterator[str]:
         yield f"hparams.grad_checkpointing=true: {effect}"
 
 
-def _less_states(config: Config, distributed: Resolved, world_size: int) -> Iterator[str]:
+def _state_remedies(config: Config, distributed: Resolved, world_size: int) -> Iterator[str]:
     """Yield the setting that shards weights, gradients and optimizer state, or offloads them if they are sharded."""
     states = "weights, gradients and optimizer state"
     if not isinstance(distributed, FSDP):
         more = " distributed.nproc_per_node=2" if world_size == 1 else ""
         yield f"distributed=fsdp{more}: {states} are sharded over all ranks"
     elif not distributed.cpu_offload and config.precision.mode is not PrecisionMode.amp_float16:
-        chosen = "" if isinstance(config.distributed, FSDP) else "distributed=fsdp "
-        yield f"{chosen}distributed.cpu_offload=true: {states} in host memory; slower"
+        strategy = "" if isinstance(config.distributed, FSDP) else "distributed=fsdp "
+        yield f"{strategy}distributed.cpu_offload=true: {states} in host memory; slower"
 
 
 def _bytes_on(device: torch.device, tensors: Iterable[Any]) -> int:
@@ -184,16 +186,16 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.1f} MiB"
 
 
-def _wanted(error: BaseException) -> str:
-    found = _WANTED.search(str(error))
-    if found is None:
+def _requested_size(error: BaseException) -> str:
+    match = _REQUESTED.search(str(error))
+    if match is None:
         return ""
-    return f"{found[1] or _size(int(found[2]))} more were requested, "
+    return f"{match[1] or _size(int(match[2]))} more were requested, "
 
 
-def _in_use(device: torch.device) -> dict[str, Any]:
+def _memory_in_use(device: torch.device) -> dict[str, Any]:
     """Return allocated, reserved and total memory in bytes; on a CPU, the resident memory of this process."""
     if device.type == "cuda":
-        return {**asdict(cuda_memory(device)), "where": "GPU"}
+        return {**asdict(cuda_memory(device)), "device_name": "GPU"}
     resident = resident_bytes()
-    return {"allocated": resident, "reserved": resident, "capacity": host_capacity(), "where": "CPU"}
+    return {"allocated": resident, "reserved": resident, "capacity": host_capacity(), "device_name": "CPU"}

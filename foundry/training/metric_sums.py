@@ -22,9 +22,9 @@ def add_metrics(totals: dict[str, Mean], metrics: Mapping[str, Mean | Tensor], n
         mean = Mean(metric) if isinstance(metric, Tensor) else metric
         value, count = mean.sum.detach(), num_valid if mean.count is None else mean.count
         if name in totals:
-            before = totals[name]
-            assert before.count is not None
-            value, count = before.sum + value, before.count + count
+            previous = totals[name]
+            assert previous.count is not None
+            value, count = previous.sum + value, previous.count + count
         totals[name] = Mean(value, count)
 
 
@@ -40,19 +40,19 @@ def reduce_sums(sums: LossSum, names: Iterable[str] | None, world: World) -> Los
     Raises:
         ConfigError: `sums` has a metric that the objective's `metrics` does not name.
     """
-    known = list(sums.metrics) if names is None else list(names)
-    if unnamed := [name for name in sums.metrics if name not in known]:
+    metric_names = list(sums.metrics) if names is None else list(names)
+    if unnamed := [name for name in sums.metrics if name not in metric_names]:
         message = f"returns the metric {unnamed[0]}, which its `metrics` does not list"
         raise ConfigError(Violation("objective", message))
     if world.dp_size == 1:
         return sums
-    nothing = Mean(torch.zeros_like(sums.loss), 0)
-    means = [sums.metrics.get(name, nothing) for name in known]
+    empty = Mean(torch.zeros_like(sums.loss), 0)
+    means = [sums.metrics.get(name, empty) for name in metric_names]
     # A fill, unlike a copy from the host, does not synchronize with the device.
     counts = [m.count if isinstance(m.count, Tensor) else torch.full_like(sums.loss, m.count or 0) for m in means]
     total = world.dp_sum(torch.stack([sums.loss, *(mean.sum for mean in means), *counts]))
-    size = len(known)
-    reduced = zip(known, total[1 : 1 + size], total[1 + size :], strict=True)
+    size = len(metric_names)
+    reduced = zip(metric_names, total[1 : 1 + size], total[1 + size :], strict=True)
     return LossSum(total[0], {name: Mean(value, count) for name, value, count in reduced})
 
 
@@ -66,14 +66,14 @@ def read_means(metrics: Mapping[str, Mean], *numbers: Tensor) -> tuple[dict[str,
     Returns:
         The means by name, without metrics whose count is 0; and the numbers.
     """
-    counted = {name: mean for name, mean in metrics.items() if isinstance(mean.count, Tensor) or mean.count}
-    quotients = [mean.sum / mean.count for mean in counted.values() if mean.count is not None]
-    counts = [mean.count for mean in counted.values() if isinstance(mean.count, Tensor)]
+    counted_metrics = {name: mean for name, mean in metrics.items() if isinstance(mean.count, Tensor) or mean.count}
+    quotients = [mean.sum / mean.count for mean in counted_metrics.values() if mean.count is not None]
+    counts = [mean.count for mean in counted_metrics.values() if isinstance(mean.count, Tensor)]
     values = iter(_read([*numbers, *quotients, *counts]))
     read = [next(values) for _ in numbers]
-    means = {name: next(values) for name in counted}
-    nothing = {name for name, mean in counted.items() if isinstance(mean.count, Tensor) and next(values) <= 0}
-    return {name: value for name, value in means.items() if name not in nothing}, read
+    means = {name: next(values) for name in counted_metrics}
+    empty = {name for name, mean in counted_metrics.items() if isinstance(mean.count, Tensor) and next(values) <= 0}
+    return {name: value for name, value in means.items() if name not in empty}, read
 
 
 def _read(numbers: Sequence[Tensor]) -> list[float]:
@@ -82,8 +82,8 @@ def _read(numbers: Sequence[Tensor]) -> list[float]:
     for place, number in enumerate(numbers):
         places.setdefault(number.device, []).append(place)
     values = [0.0] * len(numbers)
-    for own in places.values():
-        together = torch.stack([numbers[place].detach().reshape(()).double() for place in own])
-        for place, value in zip(own, together.cpu().tolist(), strict=True):
+    for indices in places.values():
+        stacked = torch.stack([numbers[place].detach().reshape(()).double() for place in indices])
+        for place, value in zip(indices, stacked.cpu().tolist(), strict=True):
             values[place] = value
     return values

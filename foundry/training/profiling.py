@@ -37,7 +37,7 @@ class StepProfiler:
 
         If the step raises, nothing is written, since that would wait for the device.
         """
-        return self._recorded(step) if step in self._steps else nullcontext()
+        return self._record_step(step) if step in self._steps else nullcontext()
 
     def stop(self) -> None:
         """Write the steps recorded so far; called at the end of the run."""
@@ -47,7 +47,7 @@ class StepProfiler:
             log.warning("no step is recorded: the run ended before tracking.profile.first_step=%d", self._steps[0])
 
     @contextmanager
-    def _recorded(self, step: int) -> Iterator[None]:
+    def _record_step(self, step: int) -> Iterator[None]:
         if self._profile is None:
             self._start()
         from torch.profiler import record_function

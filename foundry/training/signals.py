@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 _PARKED_SECONDS = 120.0
 """Sleep of ranks above 0: submitit gives `scontrol requeue` 60 s, after which Slurm ends all tasks."""
-_ASKING_SECONDS = 5.0
+_QUERY_SECONDS = 5.0
 """Delay of the other ranks after rank 0 begins to query Slurm: if a task exits earlier, srun may end all tasks."""
 
 
@@ -179,7 +179,7 @@ def _slurm_will_requeue() -> bool:
     job = os.environ.get("SLURM_JOB_ID")
     if job is None:
         return False
-    fields = _asked(job)
+    fields = _query_job(job)
     requeued = int(fields.get("Restarts", 0)) > int(os.environ.get("SLURM_RESTART_COUNT", 0))
     return requeued or _is_preempted(fields)
 
@@ -192,15 +192,15 @@ def _leave_preempted(job: str, *, is_main: bool) -> None:
     """Request a requeue if this job is being preempted, before this process exits; do nothing for other jobs."""
     if not is_main:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        time.sleep(_ASKING_SECONDS)
-    elif _is_preempted(_asked(job)):
+        time.sleep(_QUERY_SECONDS)
+    elif _is_preempted(_query_job(job)):
         _scontrol("requeue", job)
 
 
-def _asked(job: str) -> dict[str, str]:
+def _query_job(job: str) -> dict[str, str]:
     """Return the fields of `scontrol show job`; empty if the controller does not answer."""
     message = _scontrol("show", "job", "--oneliner", job)
-    return dict(word.split("=", 1) for word in message.split() if "=" in word)
+    return dict(field.split("=", 1) for field in message.split() if "=" in field)
 
 
 def _scontrol(*arguments: str) -> str:

@@ -119,13 +119,13 @@ class TrainStep:
             for optimizer in self._optimizers:
                 self._scaler.unscale_(optimizer)
         norms = self._norms if self._norms is not None and self._norms.is_due(step) else None
-        before = None if norms is None else norms.before_update()
+        snapshot = None if norms is None else norms.before_update()
         grad_norm = clip_grad_norm_(self._parameters, self._max_norm)
         total = reduce_sums(sums, self._metrics, self._world)
         result = StepResult(total.loss / count, grad_norm, total.metrics)
         positions = [microbatch["position"] for microbatch in window.microbatches if "position" in microbatch]
         skipped = self._update(Attempt(step, result.loss, grad_norm, sums.loss, positions))
-        by_block = None if norms is None or before is None else norms.after_update(before)
+        by_block = None if norms is None or snapshot is None else norms.after_update(snapshot)
         return replace(result, skipped=skipped, norms=by_block)
 
     def discard_gradients(self, microbatches: Sequence[Microbatch]) -> None:
@@ -164,14 +164,14 @@ class TrainStep:
     def _update(self, attempt: Attempt) -> Tensor | bool:
         """Step the optimizers unless the guard skips the update; return whether it was skipped."""
         try:
-            left_out = self.guard.should_skip(attempt)
-            if isinstance(left_out, Tensor):
-                found_inf = left_out.float()
+            is_skipped = self.guard.should_skip(attempt)
+            if isinstance(is_skipped, Tensor):
+                found_inf = is_skipped.float()
                 for optimizer in self._optimizers:
                     optimizer.grad_scale, optimizer.found_inf = None, found_inf  # type: ignore[attr-defined]
                     optimizer.step()
-                return left_out if self.guard.skips_on_device else False
-            return left_out or not self._step()
+                return is_skipped if self.guard.skips_on_device else False
+            return is_skipped or not self._step()
         finally:
             if self._scaler is not None:
                 self._scaler.update()

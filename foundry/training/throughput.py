@@ -74,8 +74,8 @@ def peak_flops(name: str, precision: PrecisionMode, *, tf32: bool = False) -> fl
         precision: precision of the matrix products.
         tf32: whether fp32 matrix products use TF32.
     """
-    for known, bf16, fp16, rounded, fp32 in _PEAKS:
-        if re.fullmatch(_MAKER + known + _FORM, name.strip(), re.IGNORECASE):
+    for pattern, bf16, fp16, rounded, fp32 in _PEAKS:
+        if re.fullmatch(_MAKER + pattern + _FORM, name.strip(), re.IGNORECASE):
             exact = rounded if tf32 else fp32
             tflops = {PrecisionMode.fp32: exact, PrecisionMode.amp_float16: fp16}.get(precision, bf16)
             return None if tflops is None else tflops * 1e12
@@ -202,5 +202,5 @@ class Throughput:
         """Return FLOP/s per rank; FLOPs are scaled by the number of tokens if samples differ in length."""
         if self._flops_per_sample is None:
             return None
-        whole = samples if tokens is None or self._tokens_per_sample is None else tokens / self._tokens_per_sample
-        return whole * self._flops_per_sample / self._world_size
+        num_samples = samples if tokens is None or self._tokens_per_sample is None else tokens / self._tokens_per_sample
+        return num_samples * self._flops_per_sample / self._world_size

@@ -42,7 +42,7 @@ _TIME_IS_UP = "hparams.max_minutes is reached"
 
 
 @dataclass(frozen=True)
-class _Measured:
+class _Measurement:
     """Result of an evaluation; `metrics` is None if there was no evaluation."""
 
     metrics: dict[str, float] | None = None
@@ -120,7 +120,7 @@ class Trainer:
     _rolled_back_to: int = -1
     _now: str = "starting"
     _seconds_before: float = 0.0
-    _began: float = field(default_factory=time.monotonic)
+    _start_time: float = field(default_factory=time.monotonic)
 
     def fit(self, started: RunStarted) -> dict[str, Any]:
         """Train until the budget is used up, from the current progress.
@@ -136,16 +136,16 @@ class Trainer:
             Stopped: a signal was received; the run is saved.
             RunDirectoryLostError: the run directory was deleted, moved or replaced.
         """
-        self._tell("on_start", started)
-        self._began = time.monotonic()
+        self._notify("on_start", started)
+        self._start_time = time.monotonic()
         has_steps = self.progress.steps < self.budget.total_steps and self._stop_reason is None
         if has_steps and self.check_first_step is not None:
-            self._doing(CHECKING)
-            with self._errors_explained():
+            self._set_activity(CHECKING)
+            with self._explain_errors():
                 self.check_first_step()
         self.throughput.start(self.progress.steps, self.progress.samples, self.progress.tokens)
-        last = _Measured(stop_reason=self._stop_reason)
-        with self._errors_explained(), CollectedBetweenSteps() as garbage:
+        last = _Measurement(stop_reason=self._stop_reason)
+        with self._explain_errors(), CollectedBetweenSteps() as garbage:
             while self.progress.steps < self.budget.total_steps and last.stop_reason is None:
                 try:
                     with nullcontext() if self.profiler is None else self.profiler.around(self.progress.steps + 1):
@@ -174,7 +174,7 @@ class Trainer:
         }
         for rule in self.stop_rules.values():
             result |= rule.result()
-        self._tell("on_end", RunEnded(state="finished", reason=last.stop_reason or "", result=result))
+        self._notify("on_end", RunEnded(state="finished", reason=last.stop_reason or "", result=result))
         return result
 
     def state_dict(self) -> dict[str, Any]:
@@ -208,18 +208,18 @@ class Trainer:
         self._loss, self._stop_reason = read_optional_number(state, "loss"), state["stop_reason"]
         self._seconds_before = read_optional_number({"seconds": 0.0, **state}, "seconds") or 0.0
 
-    def _advance(self) -> "_Measured":
+    def _advance(self) -> "_Measurement":
         """Take one optimizer step and do the work that is due at its boundary."""
         progress = self.progress
-        self._doing("reading samples")
+        self._set_activity("reading samples")
         window = self.source.next_window()
-        self._doing("training")
-        before, after = progress.samples, progress.samples + window.num_samples
+        self._set_activity("training")
+        samples_before, samples_after = progress.samples, progress.samples + window.num_samples
         tokens = (
             None if window.num_tokens is None else (progress.tokens or 0, (progress.tokens or 0) + window.num_tokens)
         )
-        lr = self.schedule.lr(before, after)
-        weight_decay = self.schedule.weight_decay(before, after)
+        lr = self.schedule.lr(samples_before, samples_after)
+        weight_decay = self.schedule.weight_decay(samples_before, samples_after)
         with self.recompilations.around_step():
             result = self.step(window, lr, progress.steps + 1, weight_decay=weight_decay)
         self.watchdog.started()
@@ -231,14 +231,18 @@ class Trainer:
         if done or progress.steps == 1 or progress.steps % self.log_every_n_steps == 0:
             decay = self.constant_weight_decay if weight_decay is None else weight_decay
             self._log(result, lr, decay, window)
-        measured, interval = _Measured(), self.evaluation_interval
-        if done or (interval is not None and interval.due(progress.steps, before, after, tokens)):
-            measured = self._measure(before)
-        if not done and measured.stop_reason is None:
-            return self._keep(self.checkpoints.is_due(progress.steps, before, after, tokens), measured, before)
-        return measured
+        measurement, interval = _Measurement(), self.evaluation_interval
+        if done or (interval is not None and interval.due(progress.steps, samples_before, samples_after, tokens)):
+            measurement = self._measure(samples_before)
+        if not done and measurement.stop_reason is None:
+            return self._keep(
+                self.checkpoints.is_due(progress.steps, samples_before, samples_after, tokens),
+                measurement,
+                samples_before,
+            )
+        return measurement
 
-    def _measure(self, samples_before: int) -> "_Measured":
+    def _measure(self, samples_before: int) -> "_Measurement":
         """Evaluate, update the best evaluation, and check the stop rules."""
         metrics = self._evaluate()
         is_best = self.best.update(metrics, self.progress.steps)
@@ -246,55 +250,55 @@ class Trainer:
         share = self.progress.samples / self.budget.total_samples
         reasons = [rule.update(metrics, epoch, share) for rule in self.stop_rules.values()]
         self._stop_reason = next((reason for reason in reasons if reason is not None), None)
-        return _Measured(metrics, is_best, self._stop_reason)
+        return _Measurement(metrics, is_best, self._stop_reason)
 
-    def _keep(self, is_due: bool, measured: "_Measured", samples_before: int) -> "_Measured":
+    def _keep(self, is_due: bool, measurement: "_Measurement", samples_before: int) -> "_Measurement":
         """Save a checkpoint if due, stop after a signal, and end at the time limit; ranks agree on all of it."""
-        own = int(self.signals.flags)
+        flags = int(self.signals.flags)
         if self.checkpoints.is_time():
-            own |= Boundary.SAVE
+            flags |= Boundary.SAVE
         if self.max_seconds is not None and self.world.is_main and self._seconds() >= self.max_seconds:
-            own |= Boundary.TIME
-        agreed = self.rank_flags.exchange(own)  # an int: operators of flags take microseconds
-        if agreed and (signum := Boundary(agreed).signum) is not None:
-            self._stop(signum, measured)
-        if agreed & Boundary.TIME:
-            measured = measured if measured.metrics is not None else self._measure(samples_before)
-            self._stop_reason = measured.stop_reason or _TIME_IS_UP
-            return replace(measured, stop_reason=self._stop_reason)
-        if is_due or measured.is_best or agreed & Boundary.SAVE:
-            self._save(measured, wait=False)
-        return measured
+            flags |= Boundary.TIME
+        common_flags = self.rank_flags.exchange(flags)  # an int: operators of flags take microseconds
+        if common_flags and (signum := Boundary(common_flags).signum) is not None:
+            self._stop(signum, measurement)
+        if common_flags & Boundary.TIME:
+            measurement = measurement if measurement.metrics is not None else self._measure(samples_before)
+            self._stop_reason = measurement.stop_reason or _TIME_IS_UP
+            return replace(measurement, stop_reason=self._stop_reason)
+        if is_due or measurement.is_best or common_flags & Boundary.SAVE:
+            self._save(measurement, wait=False)
+        return measurement
 
     def _seconds(self) -> float:
         """Return the seconds of training, including earlier starts of the run."""
-        return self._seconds_before + time.monotonic() - self._began
+        return self._seconds_before + time.monotonic() - self._start_time
 
-    def _save(self, measured: "_Measured", *, wait: bool) -> Path | None:
-        self._doing("saving a checkpoint")
+    def _save(self, measurement: "_Measurement", *, wait: bool) -> Path | None:
+        self._set_activity("saving a checkpoint")
         self.check_run_dir()
         self.step.guard.check()
-        metric = (measured.metrics or {}).get(self.metric or "")
+        metric = (measurement.metrics or {}).get(self.metric or "")
         with self.throughput.pause():
             return self.checkpoints.save(
                 self.progress,
                 self.state_dict(),
                 self.source.tensors(),
                 metric=metric,
-                is_best=measured.is_best,
+                is_best=measurement.is_best,
                 wait=wait,
             )
 
-    def _stop(self, signum: Signals, measured: "_Measured") -> NoReturn:
+    def _stop(self, signum: Signals, measurement: "_Measurement") -> NoReturn:
         """Save, notify observers, request a requeue if supported, and exit; a failed save does not prevent the exit."""
         reason = signum.name
         try:
-            checkpoint = self._save(measured, wait=True)
+            checkpoint = self._save(measurement, wait=True)
             self.checkpoints.finish()
         except SaveError as error:  # a requeued run resumes from an earlier checkpoint
             checkpoint, reason = None, f"{signum.name}; {error}"
         state = self.signals.state_after(signum) if self.world.is_main else "stopped"
-        self._tell("on_end", RunEnded(state=state, reason=reason, result={}))
+        self._notify("on_end", RunEnded(state=state, reason=reason, result={}))
         self.signals.hand_over(signum, is_main=self.world.is_main)
         raise Stopped(signum, self.progress.steps, checkpoint, state)
 
@@ -304,14 +308,14 @@ class Trainer:
         Raises:
             LossSpike: there is no checkpoint, or going back to this one has not helped.
         """
-        self._doing("rolling back to the last checkpoint")
+        self._set_activity("rolling back to the last checkpoint")
         state = self.checkpoints.roll_back()
         if state is None:
             log.error("%s; there is no checkpoint to roll back to", spike)
             raise spike
         position, tensors, seconds = self.source.state_dict(), self.source.tensors(), self._seconds()
         self.load_state_dict(state)
-        self._seconds_before, self._began = seconds, time.monotonic()
+        self._seconds_before, self._start_time = seconds, time.monotonic()
         self.source.load_state_dict(position)
         self.source.load_tensors(tensors)
         self.source.rewind(self.progress.samples)
@@ -327,7 +331,7 @@ class Trainer:
 
     def _log(self, result: StepResult, lr: float, weight_decay: float, window: Window) -> None:
         # The only place where the host synchronizes with the device.
-        self._doing("waiting for the device")
+        self._set_activity("waiting for the device")
         metrics, (loss, grad_norm) = read_means(result.metrics, result.loss, result.grad_norm)
         self._loss = loss
         self.step.guard.check()
@@ -335,7 +339,7 @@ class Trainer:
         if self.world.is_main:
             self.recompilations.warn()
         norms = {} if result.norms is None else result.norms.read()
-        self._tell(
+        self._notify(
             "on_step",
             StepLogged(
                 step=self.progress.steps,
@@ -358,48 +362,48 @@ class Trainer:
         Returns:
             Metrics by their names in metrics.jsonl.
         """
-        self._doing("evaluating")
+        self._set_activity("evaluating")
         self.check_run_dir()
         with self.throughput.pause(), nullcontext() if self.ema is None else self.ema.swapped_in():
-            metrics, files = self.evaluation.measure(self.progress.steps, self._doing)
+            metrics, files = self.evaluation.measure(self.progress.steps, self._set_activity)
         event = Evaluated(
             step=self.progress.steps,
             samples=self.progress.samples,
             metrics=metrics,
             samples_file=next(iter(files), None),
         )
-        self._tell("on_evaluation", event)
+        self._notify("on_evaluation", event)
         return metrics
 
     @contextmanager
-    def _errors_explained(self) -> Iterator[None]:
+    def _explain_errors(self) -> Iterator[None]:
         """Add context to errors: rank, step and activity if a collective failed, memory use if memory ran out."""
         try:
             yield
         except ConfigError as error:  # found only by training: the run has begun, so observers need its end
-            self._tell("on_end", RunEnded(state="failed", reason=str(error), result={}))
+            self._notify("on_end", RunEnded(state="failed", reason=str(error), result={}))
             raise
         except Exception as error:
             if is_out_of_memory(error):
                 in_check = "before the first step, in the check with the longest sample (hparams.check_first_step),"
                 moment = in_check if self._now == CHECKING else f"in step {self.progress.steps + 1}"
                 raise OutOfMemoryError(self.explain_out_of_memory(error, moment)) from error
-            explained = translate(
+            translated = translate(
                 error,
                 rank=self.world.rank,
                 step=self.progress.steps,
-                doing=self._now,
-                blame=self.watchdog.blame,
+                activity=self._now,
+                known_cause=self.watchdog.silent_ranks_message,
             )
-            if explained is None:
+            if translated is None:
                 raise
-            raise explained from error
+            raise translated from error
 
-    def _doing(self, what: str) -> None:
-        self._now = what
-        self.watchdog.beat(self.progress.steps + 1, what)
+    def _set_activity(self, activity: str) -> None:
+        self._now = activity
+        self.watchdog.heartbeat(self.progress.steps + 1, activity)
 
-    def _tell(self, name: str, event: object) -> None:
+    def _notify(self, name: str, event: object) -> None:
         self.check_run_dir()
         for observer in self.observers:
             getattr(observer, name)(event)

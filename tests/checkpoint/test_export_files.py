@@ -9,7 +9,7 @@ from foundry.checkpoint.shard import DTYPES
 
 
 def held(state):
-    return {name: Weight.held(tensor, tensor.dtype) for name, tensor in state.items()}
+    return {name: Weight.from_tensor(tensor, tensor.dtype) for name, tensor in state.items()}
 
 
 def test_small_export_equals_the_file_of_safetensors(tmp_path):

@@ -21,11 +21,19 @@ def test_source_and_evaluation_contexts_inherit_run_attributes():
 
 def test_each_evaluation_context_has_its_own_heartbeat_and_files():
     beats, run = [], run_context()
-    first, second = (EvaluationContext.of(run, step=s, folder=Path(), beat=beats.append) for s in (1, 2))
+    first, second = (EvaluationContext.of(run, step=s, folder=Path(), heartbeat=beats.append) for s in (1, 2))
     first.files.append(Path("samples.txt"))
-    first.beat("evaluating")
-    run.beat("training")
+    first.heartbeat("evaluating")
+    run.heartbeat("training")
     assert (second.files, beats) == ([], ["evaluating"])
+
+
+def test_beat_is_an_alias_of_heartbeat_in_every_context():
+    activities, run = [], run_context()
+    context = EvaluationContext.of(run, step=1, folder=Path(), heartbeat=activities.append)
+    context.beat("evaluating")
+    assert activities == ["evaluating"]
+    assert run.beat is run.heartbeat
 
 
 def test_autocast_of_a_context_uses_the_precision_of_the_run():

@@ -31,7 +31,7 @@ def sums(splits, split):
 
 @given(st.integers(2, 3).flatmap(lambda n: st.tuples(*[st.integers(10 ** (n - 1), 10**n - 1)] * 2)))
 def test_worked_sum_derives_each_digit_from_the_previous_carry(numbers):
-    worked = Sum(*numbers).worked()
+    worked = Sum(*numbers).solution()
     steps, answer = worked.split(". Answer: ")
     assert int(answer) == sum(numbers)
     totals = [0]
@@ -51,8 +51,8 @@ def test_chat_form_prompts_end_at_the_question_of_one_or_two_turns(tmp_path):
     question = splits.tokenizer.decode(list(prompt.tokens))
     a, b = map(int, QUESTION.findall(question)[-1])
     assert question.endswith(f"user: What is {a}+{b}?\nassistant: ")
-    assert prompt.answer == Sum(a, b).worked()
-    assert Sum(47, 38).worked() == "7+8=15, 4+3+1=8. Answer: 85"
+    assert prompt.answer == Sum(a, b).solution()
+    assert Sum(47, 38).solution() == "7+8=15, 4+3+1=8. Answer: 85"
     assert (len(splits.train), len(splits.validation)) == (300, 512)
     two_turns = sum(len(QUESTION.findall(splits.tokenizer.decode(list(p.tokens)))) == 2 for p in splits.prompts)
     assert 0.08 < two_turns / 512 < 0.22

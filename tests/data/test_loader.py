@@ -16,7 +16,7 @@ import torch
 
 from foundry.core.stop_signals import STOP_SIGNALS
 from foundry.data.dataset import Dataset
-from foundry.data.loader import DataWorkerError, Loader, worker_deaths_explained
+from foundry.data.loader import DataWorkerError, Loader, explain_worker_deaths
 from foundry.data.order import GlobalOrder
 
 
@@ -82,7 +82,7 @@ def ends_with(function):
 
 def _call_and_tell(function, ends):
     try:
-        with worker_deaths_explained():
+        with explain_worker_deaths():
             ends.put(function())
     except BaseException as error:
         ends.put(f"{type(error).__name__}: {error}")
@@ -121,7 +121,7 @@ def test_hanging_worker_is_killed_on_reset(monkeypatch):
         hanging = multiprocessing.Event()
         source = loader(lambda: [hanging.set(), time.sleep(600)])
         source._reader.dataset.bad = int(source._reader.order.indices(range(1))[0])
-        source._ahead = source._read_ahead()
+        source._prefetcher = source._start_prefetching()
         hanging.wait()
         (worker,) = multiprocessing.active_children()
         source.load_state_dict({"samples": 0, "skipped": 0})
@@ -153,7 +153,7 @@ def test_worker_that_closes_its_connections_before_dying_is_reported(number, sec
         os.kill(os.getpid(), number)
 
     source = loader(end)
-    with pytest.raises(DataWorkerError, match=f"was killed by {number.name}"), worker_deaths_explained():
+    with pytest.raises(DataWorkerError, match=f"was killed by {number.name}"), explain_worker_deaths():
         read(source)
 
 
@@ -179,6 +179,6 @@ def test_dataset_exception_is_not_taken_for_a_worker_death():
     ],
 )
 def test_torch_worker_death_message_becomes_data_worker_error(text, message):
-    with pytest.raises(DataWorkerError) as caught, worker_deaths_explained():
+    with pytest.raises(DataWorkerError) as caught, explain_worker_deaths():
         raise RuntimeError(text)
     assert message in str(caught.value)

@@ -152,9 +152,9 @@ def test_bad_preference_rows_are_reported_by_file_and_line_or_skipped(tmp_path):
 
 
 def test_arithmetic_rejected_answer_differs_by_one_carry(tmp_path):
-    assert Sum(47, 38).worked(0) == "7+8=15, 4+3=7. Answer: 75"
-    assert Sum(47, 31).worked(0) == "7+1=8, 4+3+1=8. Answer: 88"
-    assert Sum(199, 201).worked(1) == "9+1=10, 9+0+1=10, 1+2=3. Answer: 300"
+    assert Sum(47, 38).solution(0) == "7+8=15, 4+3=7. Answer: 75"
+    assert Sum(47, 31).solution(0) == "7+1=8, 4+3+1=8. Answer: 88"
+    assert Sum(199, 201).solution(1) == "9+1=10, 9+0+1=10, 1+2=3. Answer: 300"
     options = {"seed": 1, "num_rows": 50, "seq_len": 160, "vocab_size": 257, "tokenizer": None, "held_out": 0.05}
     splits = arithmetic(form=ArithmeticForm.preferences, cache_dir=str(tmp_path), **options)
     for chosen, rejected in texts(splits):

@@ -8,7 +8,7 @@ import pytest
 from foundry.config.schemas.data import PictureFit
 from foundry.data.images.pictures import read_picture, video_frames
 from foundry.data.io.file_digests import file_digests
-from foundry.data.io.files import open_bytes, opened_table
+from foundry.data.io.files import open_bytes, open_table
 from foundry.run_dir.files import UnsafeFileError, require_regular
 
 
@@ -29,9 +29,9 @@ READERS = {
     "x.jsonl": open_bytes,
     "x.jsonl.gz": open_bytes,
     "x.jsonl.zst": open_bytes,
-    "x.parquet": lambda path: opened_table(path).__enter__(),
-    "x.arrow": lambda path: opened_table(path).__enter__(),
-    "x.csv": lambda path: opened_table(path).__enter__(),
+    "x.parquet": lambda path: open_table(path).__enter__(),
+    "x.arrow": lambda path: open_table(path).__enter__(),
+    "x.csv": lambda path: open_table(path).__enter__(),
     "x": lambda path: file_digests([path]),
     "y": require_regular,
 }

@@ -13,7 +13,7 @@ import pytest
 from foundry.core.errors import ConfigError
 from foundry.data.corpora.text import text_files
 from foundry.data.corpora.token_files import token_files
-from foundry.data.io.remote import fetched
+from foundry.data.io.remote import fetch_files
 
 ROWS = [f"Document {n}: the dog runs over the hill.\n" for n in range(40)]
 LINES = "".join(json.dumps({"text": row}) + "\n" for row in ROWS)
@@ -92,7 +92,7 @@ def test_unreachable_url_is_a_one_line_config_error(tmp_path, memory, url, named
 def test_remote_file_names_stay_inside_the_cache_folder(tmp_path, memory):
     for name in ("/x/../a.txt", "/x/a.txt", "/y/a.txt"):
         memory.pipe(name, name.encode())
-    found = fetched("memory://", key="data.path", kinds={".txt": "text"}, cache_dir=str(tmp_path / "cache"))
+    found = fetch_files("memory://", key="data.path", kinds={".txt": "text"}, cache_dir=str(tmp_path / "cache"))
     (folder,) = {file.parent for file in found}
     assert folder.parent == tmp_path / "cache"
     assert [file.name for file in found] == [f"0000{number}-a.txt" for number in range(len(found))]

@@ -47,7 +47,7 @@ def measure(model, data, world, **options):
     from foundry.evaluators.exact_match import ExactMatch
 
     beats = []
-    context = evaluation_context(world=world, beat=beats.append)
+    context = evaluation_context(world=world, heartbeat=beats.append)
     measured = ExactMatch(data=data, max_new_tokens=8, **options).evaluate(model, context)
     count = beats.count("answering prompts")
     assert beats.count("generating answers") == 8 * count  # One heartbeat per token.

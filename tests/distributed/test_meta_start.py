@@ -169,7 +169,7 @@ def check_resumed(world, config):
     from foundry.models.initialisation import InitialModel
     from foundry.parts.model import build_empty
 
-    with patch.object(keyed_draws._Words, "numbers", side_effect=AssertionError("drawn")):
+    with patch.object(keyed_draws._RandomWords, "numbers", side_effect=AssertionError("drawn")):
         parallel = started(world, config, InitialModel(build_empty(config)))
     assert not any(parameter.is_meta for parameter in parallel.model.parameters())
 

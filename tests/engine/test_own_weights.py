@@ -45,7 +45,7 @@ def config(kind, seed=42):
 def test_declared_initial_weights_depend_on_name_and_seed():
     initial = start_model(config(Drawn))
     assert initial.model.matrix.is_meta
-    first, again, other = initial.whole(), build_model(config(Drawn)), build_model(config(Drawn, seed=1))
+    first, again, other = initial.materialize(), build_model(config(Drawn)), build_model(config(Drawn, seed=1))
     assert torch.equal(first.matrix, again.matrix)
     assert not torch.equal(first.matrix, other.matrix)
     for model in (first, again, other):

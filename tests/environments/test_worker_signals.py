@@ -65,13 +65,13 @@ def test_stop_signal_does_not_cost_an_answer_its_reward(signum):
 
 
 def test_environment_process_survives_a_signal_during_its_start(monkeypatch):
-    ask = Worker._ask
+    send = Worker._send
 
     def signalled(self, request, *args):
         self._process.send_signal(signal.SIGTERM)
-        return ask(self, request, *args)
+        return send(self, request, *args)
 
-    monkeypatch.setattr(Worker, "_ask", signalled)
+    monkeypatch.setattr(Worker, "_send", signalled)
     worker = started(Slow)
     assert worker.score([Answer("a")]) == [{"done": 1.0}]
     worker.close()

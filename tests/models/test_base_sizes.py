@@ -40,7 +40,7 @@ def test_sizes_of_known_models_are_accepted(tmp_path):
 
 
 def test_building_stops_at_the_largest_number_of_modules(monkeypatch):
-    monkeypatch.setattr(base_sizes, "_MOST_MODULES", 100)
+    monkeypatch.setattr(base_sizes, "_MAX_MODULES", 100)
     with bounded_modules():
         nn.Sequential(*(nn.Identity() for _ in range(100)))
     with pytest.raises(ConfigError, match="more than 100 modules"), bounded_modules():

@@ -52,7 +52,7 @@ def test_training_step_reads_no_tensor_values_and_keeps_its_gradients(architectu
     assert count == 0
     looks = []
     found = masking_utils.find_packed_sequence_indices
-    monkeypatch.setattr("foundry.models.pretrained.huggingface._one_document_a_row", nullcontext)
+    monkeypatch.setattr("foundry.models.pretrained.huggingface._ignore_packing", nullcontext)
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda ids: looks.append(1) or found(ids))
     count, before = step()
     assert count == len(looks) > 0  # Fails once transformers stops searching; then remove the workaround.

@@ -143,7 +143,7 @@ def test_native_init_is_keyed_by_parameter_name_and_scales_with_std(tied):
     for name, matrix in matrices.items():
         std = 0.02 / wide if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
         alone = torch.empty_like(matrix)
-        draw_parts({name: Normal(std)}, {name: Part.whole(alone)}, seed=5)
+        draw_parts({name: Normal(std)}, {name: Part.from_tensor(alone)}, seed=5)
         assert torch.equal(matrix, alone), name
 
 
@@ -226,7 +226,7 @@ def test_meta_transformers_model_is_initialized_or_loaded_like_a_real_one(archit
         model = hf(architecture, config=config)
     assert all(parameter.is_meta == (parameter.ndim >= 2) for parameter in model.parameters())
     initial = InitialModel(model, lambda model: model.init_weights(seed=9))
-    assert_same_state(initial.whole(), expected)
+    assert_same_state(initial.materialize(), expected)
     expected.causal_lm.save_pretrained(tmp_path)
     files = weight_files(tmp_path)
     with matrices_on_meta():
@@ -234,7 +234,7 @@ def test_meta_transformers_model_is_initialized_or_loaded_like_a_real_one(archit
     converted = architecture == "mixtral" or (architecture == "gpt_neox" and not tied)  # Other tensors in files.
     assert bool(compare_files(files, model)) == converted
     if not converted:
-        assert_same_state(InitialModel(model, partial(copy_files, files)).whole(), expected)
+        assert_same_state(InitialModel(model, partial(copy_files, files)).materialize(), expected)
 
 
 def assert_same_state(model, expected):

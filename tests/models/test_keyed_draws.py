@@ -15,7 +15,7 @@ BLOCK = 2**16
 
 def drawn(draw, shape, *, seed=7, name="layer.weight", dtype=torch.float32):
     tensor = torch.full(shape, math.nan, dtype=dtype)
-    draw_parts({name: draw}, {name: Part.whole(tensor)}, seed)
+    draw_parts({name: draw}, {name: Part.from_tensor(tensor)}, seed)
     return tensor
 
 
@@ -108,5 +108,5 @@ def test_std_dtype_and_padding_row_do_not_change_the_underlying_draw():
 
 def test_names_without_a_draw_and_empty_parts_are_left_unchanged():
     kept, nothing = torch.ones(3), torch.empty(0, 5)
-    draw_parts({"b": Normal(1.0)}, {"a": Part.whole(kept), "b": Part(nothing, (2, 5), (2, 0))}, seed=0)
+    draw_parts({"b": Normal(1.0)}, {"a": Part.from_tensor(kept), "b": Part(nothing, (2, 5), (2, 0))}, seed=0)
     assert torch.equal(kept, torch.ones(3))

@@ -109,7 +109,7 @@ def test_varlen_attention_and_gradients_match_the_dense_mask(rows, heads, knows_
     weights = torch.randn(shapes[0], dtype=torch.float64)
     results = []
     with pytest.MonkeyPatch.context() as patch, kernel_on_cpu() as calls:
-        patch.setattr(varlen, "_KNOWS_GROUPED_HEADS", knows_groups)
+        patch.setattr(varlen, "_SUPPORTS_GROUPED_HEADS", knows_groups)
         packed = Documents(documents, bounds_of(documents))
         for attended in (
             packed.attend(*leaves, grouped=heads[0] != heads[1]),

@@ -123,8 +123,8 @@ def test_next_token_generation_is_deterministic_and_saved_to_a_file(data, tmp_pa
 
 
 def test_sample_file_names_step_seed_and_prompt_of_each_sample(tmp_path):
-    drawn = {"temperature": 0.5, "seed": 3, "top_k": 7}
-    samples = TextSamples(("a b\n\nc", "d e"), prompts=("a ", "d"), drawn=drawn, step=20)
+    sampling = {"temperature": 0.5, "seed": 3, "top_k": 7}
+    samples = TextSamples(("a b\n\nc", "d e"), prompts=("a ", "d"), sampling=sampling, step=20)
     assert samples.text == "a b\n\nc\n\nd e"  # On the terminal.
     lines = samples.save(tmp_path / "samples").read_text().splitlines()
     assert lines[:2] == ["step 20, temperature 0.5, seed 3, top_k 7", ""]
@@ -141,8 +141,8 @@ def test_temperature_zero_generates_the_argmax_token(data):
         tokens.append(int(model(torch.tensor([tokens[-12:]])).logits[0, -1].argmax()))
     end = data.tokenizer.token_to_id(END_OF_DOCUMENT)
     assert end not in tokens
-    drawn = NextToken().generate(model, data, "cpu", prompt="def add", max_new_tokens=6, temperature=0.0)
-    assert drawn.text == data.tokenizer.decode(tokens)
+    samples = NextToken().generate(model, data, "cpu", prompt="def add", max_new_tokens=6, temperature=0.0)
+    assert samples.text == data.tokenizer.decode(tokens)
 
 
 def test_generation_defaults_come_from_the_objective(data):
@@ -152,7 +152,7 @@ def test_generation_defaults_come_from_the_objective(data):
         own = objective.generate(model, data, "cpu", prompt="def add", seed=3)
         assert own == kind().generate(model, data, "cpu", prompt="def add", seed=3, max_new_tokens=5, temperature=0.25)
         assert own != objective.generate(model, data, "cpu", prompt="def add", seed=3, temperature=2.0)
-        assert own.drawn["temperature"] == 0.25
+        assert own.sampling["temperature"] == 0.25
 
 
 def test_generation_stops_at_the_end_of_document(data):
@@ -168,10 +168,12 @@ def test_generation_stops_at_the_end_of_document(data):
                 output.logits[..., end] = 1e4
             return output
 
-    drawn = NextToken().generate(Ending(), data, "cpu", prompt="def", max_new_tokens=9, temperature=0.0)
+    samples = NextToken().generate(Ending(), data, "cpu", prompt="def", max_new_tokens=9, temperature=0.0)
     assert len(calls) == 3
-    assert END_OF_DOCUMENT not in drawn.text
-    assert drawn.text == NextToken().generate(model, data, "cpu", prompt="def", max_new_tokens=2, temperature=0.0).text
+    assert END_OF_DOCUMENT not in samples.text
+    assert (
+        samples.text == NextToken().generate(model, data, "cpu", prompt="def", max_new_tokens=2, temperature=0.0).text
+    )
 
 
 def test_empty_prompt_starts_a_document(data):

@@ -13,7 +13,7 @@ import time
 from foundry.parallel.watchdog import Watchdog
 with Watchdog(0.6, rank=3) as watchdog:
     for step in range(4):
-        watchdog.beat(step, "reducing gradients")
+        watchdog.heartbeat(step, "reducing gradients")
         time.sleep(0.3)
     time.sleep(60)
 """
@@ -32,7 +32,7 @@ ALIVE = """
 import time
 from foundry.parallel.watchdog import Watchdog
 with Watchdog(1.2, rank=0) as watchdog:
-    watchdog.beat(3, "saving a checkpoint")
+    watchdog.heartbeat(3, "saving a checkpoint")
     for _ in range(12):
         time.sleep(0.2)
         watchdog.alive()
@@ -53,11 +53,11 @@ import time
 from foundry.parallel.watchdog import Watchdog
 done = []
 with Watchdog(0.6, rank=0, start_timeout_seconds={start}, when_started=lambda: done.append("started")) as watchdog:
-    watchdog.beat(1, "training")
+    watchdog.heartbeat(1, "training")
     time.sleep(1.5)
     for step in (2, 3):
         watchdog.started()
-        watchdog.beat(step, "training")
+        watchdog.heartbeat(step, "training")
     print(*done, flush=True)
     time.sleep(60)
 """
@@ -88,9 +88,9 @@ class Clock:  # jumps by an hour, as while the process is stopped or the machine
 
 watchdog.time = Clock()
 with watchdog.Watchdog(3.0, rank=0) as dog:
-    dog.beat(1, "training")
+    dog.heartbeat(1, "training")
     time.sleep(1.5)
-    dog.beat(2, "training")
+    dog.heartbeat(2, "training")
     {then}
 """
 
@@ -107,7 +107,7 @@ STOPPED = """
 import time
 from foundry.parallel.watchdog import Watchdog
 with Watchdog(6.0, rank=0) as dog:
-    dog.beat(1, "training")
+    dog.heartbeat(1, "training")
     print("begun", flush=True)
     end = time.process_time() + 1.5
     while time.process_time() < end:  # work that being stopped leaves undone
@@ -139,7 +139,7 @@ def read_a_slow_file():
 import foundry.parallel.watchdog as module
 module._RECORDING_SECONDS = 0.2
 with Watchdog(0.3, rank=2, record=record) as dog:
-    dog.beat(7, "reading samples")
+    dog.heartbeat(7, "reading samples")
     read_a_slow_file()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False)
@@ -180,10 +180,10 @@ read_dumps = partial(read_positions, folder, rank, 2, 1.0)
 dog = Watchdog(2.0, rank, world_size=2, dump=partial(dump_stacks, folder, rank), read_dumps=read_dumps)
 with dog:
     for _ in range(int(seconds * 20)):
-        dog.beat(3, "reading samples")
+        dog.heartbeat(3, "reading samples")
         time.sleep(0.05)
-    assert not dog.blame
-    dog.beat(4, "training")
+    assert not dog.silent_ranks_message
+    dog.heartbeat(4, "training")
     time.sleep(60)
 """
 
@@ -202,7 +202,7 @@ def test_watchdog_names_the_rank_that_does_not_reach_the_collective(tmp_path, ot
 
 def test_leaving_the_context_stops_the_watchdog():
     with Watchdog(0.2, rank=0) as watchdog:
-        watchdog.beat(1, "evaluating")
+        watchdog.heartbeat(1, "evaluating")
     time.sleep(0.4)  # A running watchdog would end this process.
     assert not watchdog._thread.is_alive()
 
@@ -217,7 +217,7 @@ def test_leaving_the_context_stops_the_watchdog():
     ],
 )
 def test_collective_errors_are_translated_to_one_line(error, cause):
-    translated = translate(error, rank=1, step=7, doing="reducing gradients")
+    translated = translate(error, rank=1, step=7, activity="reducing gradients")
     assert isinstance(translated, CollectiveError)
     assert str(translated).startswith("rank 1, step 7, reducing gradients: ")
     assert cause in str(translated)
@@ -225,13 +225,13 @@ def test_collective_errors_are_translated_to_one_line(error, cause):
 
 
 def test_other_errors_are_not_translated():
-    assert translate(RuntimeError("shapes do not match"), rank=0, step=0, doing="forward") is None
-    assert translate(ValueError("Timed out waiting"), rank=0, step=0, doing="forward") is None
+    assert translate(RuntimeError("shapes do not match"), rank=0, step=0, activity="forward") is None
+    assert translate(ValueError("Timed out waiting"), rank=0, step=0, activity="forward") is None
 
 
 def test_watchdog_now_reports_an_activity_of_the_same_step():
     beats = []
-    watchdog = Watchdog(60.0, 0, on_beat=lambda *at: beats.append(at))
-    watchdog.beat(7, "reading samples")
+    watchdog = Watchdog(60.0, 0, on_heartbeat=lambda *at: beats.append(at))
+    watchdog.heartbeat(7, "reading samples")
     watchdog.now("generating answers")
     assert beats == [(7, "reading samples"), (7, "generating answers")]

@@ -31,7 +31,7 @@ class Double:
 def train_in_double(config, run_dir):
     """Train with float64 weights, products, sums and log-probabilities; this process stays modified."""
     build = trained._build_initial
-    trained._build_initial = lambda *args: InitialModel(build(*args).whole().double())
+    trained._build_initial = lambda *args: InitialModel(build(*args).materialize().double())
     torch.Tensor.float = torch.Tensor.double
     for module in (grad_norm, precision, token_log_probs, transformer):
         module.torch = Double()

@@ -109,7 +109,7 @@ class Fickle(Judge):
         self.bad = Judgement(None, {}, *fault)
         self.given = iter(given)
 
-    def judge(self, answers, beat=None):
+    def judge(self, answers, heartbeat=None):
         good = [Judgement(float(number), {}) for number in range(len(answers))]
         return good if next(self.given) else [self.bad] * len(answers)
 

@@ -15,8 +15,8 @@ def test_stacks_are_of_this_moment(tmp_path):
 
 
 def test_positions_include_only_recently_written_ranks(tmp_path):
-    for rank, doing in enumerate(["training", "reading samples", "saving a checkpoint"]):
-        dump_stacks(tmp_path, rank, 5 + rank, doing)
+    for rank, activity in enumerate(["training", "reading samples", "saving a checkpoint"]):
+        dump_stacks(tmp_path, rank, 5 + rank, activity)
     (tmp_path / "stacks" / "rank-00003.txt").write_text("not a position")
     written = (tmp_path / "stacks" / "rank-00000.txt").stat().st_mtime
     os.utime(tmp_path / "stacks" / "rank-00001.txt", (written - 9, written - 9))

@@ -19,10 +19,10 @@ from foundry.training import memory_error
 from foundry.training.memory_error import (
     DeviceMemory,
     OutOfMemoryError,
+    explain_memory_errors,
     explain_out_of_memory,
     is_out_of_memory,
     measure_device_memory,
-    memory_explained,
 )
 
 GIB = 2**30
@@ -109,7 +109,7 @@ def test_memory_parts_are_counted_on_their_device_only(monkeypatch):
     model(torch.ones(2, 3)).sum().backward()
     optimizer.step()
     in_use = {"allocated": 1000, "reserved": 2000, "capacity": 3000}
-    monkeypatch.setattr(memory_error, "_in_use", lambda device: in_use)
+    monkeypatch.setattr(memory_error, "_memory_in_use", lambda device: in_use)
     weights = 4 * (3 * 5 + 5)
     here = measure_device_memory(model, [optimizer], torch.device("cpu"), averages=[model.weight])
     # AdamW has two moments, and a four-byte step count for each of the two parameters.
@@ -124,7 +124,7 @@ def test_gpu_memory_in_use_is_the_current_allocation(monkeypatch):
     gpu = torch.device("cuda", 0)
     memory = measure_device_memory(nn.Linear(2, 2), [], gpu)
     assert (memory.allocated, memory.reserved, memory.capacity) == (30 * GIB, 40 * GIB, 79 * GIB)
-    with pytest.raises(OutOfMemoryError, match=r"30\.00 GiB of 79\.00 GiB are in use"), memory_explained(gpu, 0):
+    with pytest.raises(OutOfMemoryError, match=r"30\.00 GiB of 79\.00 GiB are in use"), explain_memory_errors(gpu, 0):
         raise ERROR
 
 
@@ -154,12 +154,12 @@ HOST = [(ask_torch, "4.00 PiB"), (ask_numpy, "128. PiB"), (ask_python, ""), (for
 @pytest.mark.parametrize(("ask", "wanted"), HOST, ids=lambda value: getattr(value, "__name__", ""))
 def test_host_out_of_memory_is_recognized_from_any_of_its_errors(ask, wanted):
     cpu = torch.device("cpu")
-    with pytest.raises(OutOfMemoryError) as caught, memory_explained(cpu, 3):
+    with pytest.raises(OutOfMemoryError) as caught, explain_memory_errors(cpu, 3):
         ask()
     assert str(caught.value).startswith("out of CPU memory on rank 3 while the run was built: ")
     assert f"{wanted} more were requested" in str(caught.value) if wanted else "requested" not in str(caught.value)
     assert "of " in str(caught.value).splitlines()[0]
-    with pytest.raises(OutOfMemoryError) as again, memory_explained(cpu, 0):
+    with pytest.raises(OutOfMemoryError) as again, explain_memory_errors(cpu, 0):
         raise caught.value
     assert again.value is caught.value
 
@@ -169,7 +169,7 @@ def test_host_out_of_memory_is_recognized_from_any_of_its_errors(ask, wanted):
 )
 def test_other_errors_are_not_reported_as_out_of_memory(error):
     assert not is_out_of_memory(error)
-    with pytest.raises(type(error)), memory_explained(torch.device("cpu"), 0):
+    with pytest.raises(type(error)), explain_memory_errors(torch.device("cpu"), 0):
         raise error
 
 

@@ -126,7 +126,7 @@ class ChatTemplate:
             function: function that renders conversations with this template; its arguments and its result must be
                 picklable.
         """
-        if self._is_own or is_limited():
+        if self._is_built_in or is_limited():
             yield function
             return
         process = self._process(function)
@@ -143,17 +143,17 @@ class ChatTemplate:
     def _limited(self, method: str, *args: Any) -> Any:
         if is_limited():
             renew_limit(_CPU_SECONDS)
-        if self._is_own or is_limited():
+        if self._is_built_in or is_limited():
             return self._apply(method, args)
-        held: tuple[ChatTemplate, LimitedProcess] | None = getattr(_held, "process", None)
-        if held is None or held[0] != self:
-            if held is not None:
-                held[1].close()
-            held = _held.process = self, self._process(self._apply)
-        return _call(held[1], method, args)
+        entry: tuple[ChatTemplate, LimitedProcess] | None = getattr(_thread_state, "process", None)
+        if entry is None or entry[0] != self:
+            if entry is not None:
+                entry[1].close()
+            entry = _thread_state.process = self, self._process(self._apply)
+        return _call(entry[1], method, args)
 
     @property
-    def _is_own(self) -> bool:
+    def _is_built_in(self) -> bool:
         return self.source in BUILT_IN.values()
 
     def _process(self, function: Callable[..., Any]) -> LimitedProcess:
@@ -187,27 +187,27 @@ class ChatTemplate:
         spans = [(start, end) for start, end in spans[first:] if start < end]
         if not spans:
             raise ValueError("has no answer that the chat template marks with {% generation %}")
-        return list(_cut(text, spans))
+        return list(_split_text(text, spans))
 
     def _text(self, messages: Sequence[Message], for_answer: bool = False) -> str:
         return self._render(messages, for_answer=for_answer)[0]
 
-    def _answer_by_prefix(self, messages: Sequence[Message], index: int, whole: str) -> tuple[int, int]:
+    def _answer_by_prefix(self, messages: Sequence[Message], index: int, full_text: str) -> tuple[int, int]:
         """Return the start and end of the answer at `index` in the text of the whole conversation.
 
         Raises:
             ValueError: the rendering of a shorter conversation is not a prefix of the whole.
         """
-        before = self._text(messages[:index], for_answer=True)
-        after = whole if index + 1 == len(messages) else self._text(messages[: index + 1])
-        if not (whole.startswith(after) and after.startswith(before)):
+        prompt_text = self._text(messages[:index], for_answer=True)
+        answered_text = full_text if index + 1 == len(messages) else self._text(messages[: index + 1])
+        if not (full_text.startswith(answered_text) and answered_text.startswith(prompt_text)):
             remedy = "mark the answers in the template with {% generation %}"
             if index + 1 < len(messages):
                 remedy += ", or set data.train_on=last"
             message = f"is not rendered as a continuation of its first {index} messages by the chat template"
             raise ValueError(f"{message}: {remedy}")
-        stripped = after.rstrip()
-        return len(before), len(stripped) if stripped.endswith(self.special_tokens) else len(after)
+        stripped = answered_text.rstrip()
+        return len(prompt_text), len(stripped) if stripped.endswith(self.special_tokens) else len(answered_text)
 
     def _render(
         self, messages: Sequence[Message], *, for_answer: bool = False, with_spans: bool = False
@@ -229,7 +229,7 @@ class ChatTemplate:
         return rendered[0], list(spans[0]) if with_spans else []
 
 
-_held = threading.local()
+_thread_state = threading.local()
 """Attribute `process`: the last template that this thread rendered, and its process."""
 
 
@@ -241,7 +241,7 @@ def _call(process: LimitedProcess, *args: Any, **options: Any) -> Any:
         raise ConfigError(Violation(_KEY, message)) from None
 
 
-def _cut(text: str, spans: Sequence[tuple[int, int]]) -> "list[Segment]":
+def _split_text(text: str, spans: Sequence[tuple[int, int]]) -> "list[Segment]":
     segments, done = list[Segment](), 0
     for start, end in spans:
         segments += [Segment(text[done:start], False), Segment(text[start:end], True)]
@@ -264,7 +264,7 @@ def resolve_chat_template(
         ConfigError: the file cannot be read, it is not a valid template, or the tokenizer lacks the tokens of `chatml`.
     """
     folder = None if tokenizer_path is None else tokenizer_file(tokenizer_path).parent
-    source = template_beside(folder) if choice is None and folder is not None else None
+    source = find_template(folder) if choice is None and folder is not None else None
     missing = [token for token in _CHATML_TOKENS if tokenizer.token_to_id(token) is None]
     if choice == "chatml" and missing:
         message = f"is chatml but the tokenizer has no {' and no '.join(missing)}; set data.chat_template=plain"
@@ -300,7 +300,7 @@ def _check_syntax(template: ChatTemplate) -> None:
         template.check_syntax()
 
 
-def template_beside(folder: Path) -> str | None:
+def find_template(folder: Path) -> str | None:
     """Return the template that transformers or foundry wrote next to a tokenizer, if any.
 
     Raises:
@@ -310,11 +310,11 @@ def template_beside(folder: Path) -> str | None:
         file = folder / CHAT_TEMPLATE
         if file.is_file():
             return read_text(in_hub_cache(file))
-        found = config_value(folder / "tokenizer_config.json", "chat_template")
-        if isinstance(found, list):  # several named templates
-            named = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}
-            found = named.get("default")
-    return found if isinstance(found, str) else None
+        value = config_value(folder / "tokenizer_config.json", "chat_template")
+        if isinstance(value, list):  # several named templates
+            templates = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
+            value = templates.get("default")
+    return value if isinstance(value, str) else None
 
 
 def _refuse_folder(folder: Path, reason: str) -> ConfigError:
@@ -323,9 +323,9 @@ def _refuse_folder(folder: Path, reason: str) -> ConfigError:
 
 
 def _bos_token(folder: Path | None) -> str:
-    found = None if folder is None else config_value(folder / "tokenizer_config.json", "bos_token")
-    found = found.get("content") if isinstance(found, dict) else found
-    return found if isinstance(found, str) else ""
+    value = None if folder is None else config_value(folder / "tokenizer_config.json", "bos_token")
+    value = value.get("content") if isinstance(value, dict) else value
+    return value if isinstance(value, str) else ""
 
 
 def resolve_stop_ids(template: ChatTemplate, tokenizer: Tokenizer, end: int) -> tuple[int, ...]:

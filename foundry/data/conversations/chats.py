@@ -27,7 +27,7 @@ from foundry.data.conversations.examples import (
     encode_rows,
 )
 from foundry.data.conversations.messages import check_template_columns, read_messages, trained_segments
-from foundry.data.corpora.token_cache import batches, train_with_end, trained_end
+from foundry.data.corpora.token_cache import batches, train_with_end, trained_end_token
 from foundry.data.corpora.tokenizer import END_OF_DOCUMENT, load_tokenizer
 from foundry.data.dataset import Dataset
 from foundry.data.images.picture_examples import PictureExamples, PicturePrompts, RowPictures
@@ -46,12 +46,12 @@ class RowForm:
     Attributes:
         segments: returns the examples of a row, as segments rendered by a chat template; raises `BadRowError` if the
             row cannot be used.
-        described: text that identifies this form in fingerprints.
+        description: text that identifies this form in fingerprints.
         are_pairs: each row has two examples, which form one sample.
     """
 
     segments: Callable[[ChatTemplate, Row], Sequence[Sequence[Segment]]]
-    described: str
+    description: str
     are_pairs: bool = False
 
     @classmethod
@@ -62,7 +62,7 @@ class RowForm:
             train_on: train on all answers, or on the last only.
         """
         segments = partial(_conversation_segments, 1 if train_on is TrainOn.last else None)
-        return cls(segments=segments, described=train_on.value)
+        return cls(segments=segments, description=train_on.value)
 
 
 @configured_by(ChatFilesSettings)
@@ -96,11 +96,11 @@ def chat_splits(
     seq_len = settings.seq_len
     tokenizer, end = resolve_tokenizer(source, form, settings)
     template = resolve_chat_template(settings.chat_template, settings.tokenizer, tokenizer, end)
-    described = f"{template.source} {dict(template.variables)} {form.described}"
+    description = f"{template.source} {dict(template.variables)} {form.description}"
     encoded = encode_rows(
         lambda: source.splits,
         partial(form.segments, template),
-        described=f"{described} {source.fingerprint}",
+        description=f"{description} {source.fingerprint}",
         tokenizer=tokenizer,
         max_tokens=seq_len,
         cache_dir=settings.cache_dir,
@@ -118,7 +118,7 @@ def chat_splits(
         train, validation = pairs = Pairs(encoded.train), Pairs(encoded.validation)
         notes |= describe_pairs(*pairs)
     if pictures is not None:
-        places = [own[rows] for own, rows in zip(pictures.places, encoded.rows, strict=True)]
+        places = [indices[rows] for indices, rows in zip(pictures.places, encoded.rows, strict=True)]
         train = PictureExamples(encoded.train, pictures.images, places[0])
         validation = seen = PictureExamples(encoded.validation, pictures.images, places[1])
         prompts = PicturePrompts(prompts, seen)
@@ -127,7 +127,7 @@ def chat_splits(
         validation=validation,
         fingerprint=fingerprint,
         mixture=mix_rows(source, encoded.statistics.sources, notes),
-        content=f"{source.content}-{seq_len}-{described}",
+        content=f"{source.content}-{seq_len}-{description}",
         max_tokens=seq_len,
         tokens_per_sample=max(1, round(len(encoded.train) / len(train) * float(encoded.train.lengths.mean()))),
         tokenizer=tokenizer,
@@ -159,10 +159,10 @@ def resolve_tokenizer(source: RowSource, form: RowForm, settings: Templated) -> 
         trained.save(str(folder / TOKENIZER))
         return (TOKENIZER,)
 
-    described = f"tokenizer {vocab_size} {template.source} {form.described} {source.fingerprint}"
-    name = hashlib.sha256(described.encode(errors="surrogateescape")).hexdigest()[:32]
+    description = f"tokenizer {vocab_size} {template.source} {form.description} {source.fingerprint}"
+    name = hashlib.sha256(description.encode(errors="surrogateescape")).hexdigest()[:32]
     tokenizer = Tokenizer.from_file(str(cached_folder(settings.cache_dir, name, fill) / TOKENIZER))
-    return tokenizer, trained_end(tokenizer)
+    return tokenizer, trained_end_token(tokenizer)
 
 
 def _texts_of_batch(encode: Callable[[Row], Sequence[Sequence[Segment]]], rows: Sequence[Row]) -> list[str]:

@@ -39,7 +39,7 @@ _RULES = 2
 _STATISTICS = "statistics.json"
 _SPLITS = ("train", "validation")
 _ROWS = "{}_rows.npy"
-_SHOWN = 5
+_MAX_SHOWN = 5
 log = logging.getLogger(__name__)
 
 Texts = Sequence[tuple[str, bool]]
@@ -61,8 +61,8 @@ class BadRowError(ValueError):
         self.kind = kind
 
 
-_Found = Sequence[Texts] | BadRowError
-_EncodeBatch = Callable[[Sequence[Row]], list[_Found]]
+_RowTexts = Sequence[Texts] | BadRowError
+_EncodeBatch = Callable[[Sequence[Row]], list[_RowTexts]]
 Limited = Callable[[_EncodeBatch], AbstractContextManager[_EncodeBatch]]
 """Context manager that wraps a function that encodes a batch of rows."""
 
@@ -99,13 +99,13 @@ class Examples(MapsFiles, BatchDataset):
     def lengths_of(self, indices: Sequence[int]) -> NDArray[np.int64]:
         """Return the number of input tokens of these rows, (len(indices),) int64; reads only `offsets`."""
         rows = np.asarray(indices, dtype=np.int64)
-        found: NDArray[np.int64] = self.offsets[rows + 1] - self.offsets[rows] - 1
-        return found
+        lengths: NDArray[np.int64] = self.offsets[rows + 1] - self.offsets[rows] - 1
+        return lengths
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
         """Return `tokens` and `targets`, (len(indices), longest) int64 each, padded on the right."""
-        found = self.packed([[index] for index in indices])
-        return {name: found[name] for name in ("tokens", "targets")}
+        batch = self.packed([[index] for index in indices])
+        return {name: batch[name] for name in ("tokens", "targets")}
 
     def packed(self, packs: Sequence[Sequence[int]]) -> dict[str, Tensor]:
         """Return packed rows: the samples of each pack one after another, padded on the right to the longest row.
@@ -121,14 +121,14 @@ class Examples(MapsFiles, BatchDataset):
             end = 0
             for index in pack:
                 first, last = self.offsets[index : index + 2].tolist()
-                here = slice(end, end := end + last - first - 1)
-                tokens[row, here] = self.tokens[first : last - 1]
-                following = self.tokens[first + 1 : last].astype(np.int64)
-                targets[row, here] = np.where(self.trained[first + 1 : last], following, IGNORED_TARGET)
-                documents[row, here] = number
+                span = slice(end, end := end + last - first - 1)
+                tokens[row, span] = self.tokens[first : last - 1]
+                next_tokens = self.tokens[first + 1 : last].astype(np.int64)
+                targets[row, span] = np.where(self.trained[first + 1 : last], next_tokens, IGNORED_TARGET)
+                documents[row, span] = number
                 number += 1
-        named = {"tokens": tokens, "targets": targets, "documents": documents}
-        return {name: torch.from_numpy(array) for name, array in named.items()}
+        arrays = {"tokens": tokens, "targets": targets, "documents": documents}
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
 class Pairs(BatchDataset):
@@ -168,10 +168,10 @@ class Pairs(BatchDataset):
                 rows.append([2 * pack[pair] + part for pair, part in row])
                 numbers += [2 * (first + pair) + part for pair, part in row]
             first += len(pack)
-        found = self.examples.packed(rows)
+        batch = self.examples.packed(rows)
         # `Examples.packed` numbers the documents by position; map these ids to the ids of the pairs.
-        found["documents"] = torch.tensor(numbers)[found["documents"] + 1]
-        return {name: value.view(len(packs), 2, -1) for name, value in found.items()}
+        batch["documents"] = torch.tensor(numbers)[batch["documents"] + 1]
+        return {name: value.view(len(packs), 2, -1) for name, value in batch.items()}
 
 
 def _rows_of(pairs: Sequence[int]) -> list[int]:
@@ -203,10 +203,10 @@ class LastAnswers(Sequence[Prompt]):
         start, end = self._examples.offsets[self._every * index :][:2].tolist()
         tokens, trained = self._examples.tokens[start:end].tolist(), self._examples.trained[start:end]
         stop = int(np.flatnonzero(trained)[-1]) + 1
-        before = np.flatnonzero(~trained[:stop])
-        begin = int(before[-1]) + 1 if len(before) else 0
-        said = np.flatnonzero(trained[:begin])
-        turn = int(said[-1]) + 1 if len(said) else 0
+        prompt_indices = np.flatnonzero(~trained[:stop])
+        begin = int(prompt_indices[-1]) + 1 if len(prompt_indices) else 0
+        answer_indices = np.flatnonzero(trained[:begin])
+        turn = int(answer_indices[-1]) + 1 if len(answer_indices) else 0
         answer = decode_tokens(self._tokenizer, tokens[begin:stop])
         return Prompt(tuple(tokens[:begin]), answer, index, turn=turn)
 
@@ -251,7 +251,7 @@ def encode_rows(
     read: Callable[[], RowSplits],
     encode: Encode,
     *,
-    described: str,
+    description: str,
     tokenizer: Tokenizer,
     max_tokens: int,
     cache_dir: str,
@@ -264,7 +264,7 @@ def encode_rows(
     Args:
         read: opens the rows; called only if the tokens are not cached.
         encode: returns the texts of a row.
-        described: text that identifies everything on which rows and texts depend, except the tokenizer.
+        description: text that identifies everything on which rows and texts depend, except the tokenizer.
         tokenizer: encodes each text separately.
         max_tokens: maximum tokens of a row; longer rows are skipped.
         cache_dir: parent folder of the cache.
@@ -275,8 +275,8 @@ def encode_rows(
     Raises:
         ConfigError: a file cannot be read, or the cache cannot be written.
     """
-    kept = " of rows" if keeps_rows else ""
-    settings = f"examples{kept} {_FORMAT} {max_tokens} {described} {tokenizer.to_str()}"
+    suffix = " of rows" if keeps_rows else ""
+    settings = f"examples{suffix} {_FORMAT} {max_tokens} {description} {tokenizer.to_str()}"
     fingerprint = hashlib.sha256(settings.encode(errors="surrogateescape")).hexdigest()[:32]
     encoder = _Encoder(encode, tokenizer, max_tokens, limited)
     name = hashlib.sha256(f"{fingerprint} rules {_RULES}".encode()).hexdigest()[:32]
@@ -306,8 +306,8 @@ def _fill(
     skipped, first, rows, sources = Counter[str](), list[tuple[int, int, str]](), 0, list[int]()
     files = [*_names("train"), *_names("validation"), _STATISTICS]
     progress = ReadingProgress("tokenizing", None if num_rows is None else num_rows(), in_rows=True)
-    for split, of_split in zip(_SPLITS, read(), strict=True):
-        parts, of_source = parts_of(of_split), Counter[int]()
+    for split, split_rows in zip(_SPLITS, read(), strict=True):
+        parts, source_counts = parts_of(split_rows), Counter[int]()
         names, used = [folder / name for name in _names(split)], list[int]()
         with (
             ArrayWriter(names[0], token_dtype(encoder.tokenizer)) as tokens,
@@ -316,23 +316,23 @@ def _fill(
         ):
             offsets.append([0])
             encoded = (
-                (source, *one) for source, part in enumerate(parts) for one in encoder.encoded(progress.over(part))
+                (source, *item) for source, part in enumerate(parts) for item in encoder.encoded(progress.over(part))
             )
-            for number, (source, row, found) in enumerate(encoded):
-                if isinstance(found, BadRowError):
-                    skipped[found.kind] += 1
-                    if len(first) < _SHOWN:
-                        first.append((row.file, row.number, str(found)))
+            for number, (source, row, examples) in enumerate(encoded):
+                if isinstance(examples, BadRowError):
+                    skipped[examples.kind] += 1
+                    if len(first) < _MAX_SHOWN:
+                        first.append((row.file, row.number, str(examples)))
                     continue
-                for ids, are_trained in found:
+                for ids, are_trained in examples:
                     tokens.append(ids)
                     trained.append(are_trained)
                     offsets.append([tokens.length])
                     used += [number] if keeps_rows else []
                 rows += 1
-                of_source[source] += 1
+                source_counts[source] += 1
         if split == "train" and len(parts) > 1:
-            sources = [of_source[source] for source in range(len(parts))]
+            sources = [source_counts[source] for source in range(len(parts))]
         if keeps_rows:
             np.save(folder / _ROWS.format(split), np.array(used, dtype=np.int64))
             files.append(_ROWS.format(split))
@@ -352,33 +352,33 @@ class _Encoder:
         """Yield each row with the tokens of its examples, or with the error if it cannot be used."""
         with self.limited(self._texts_of_batch) as texts_of_batch:
             for batch in batches(rows):
-                yield from self._encoded_batch(batch, texts_of_batch(batch))
+                yield from self._encode_batch(batch, texts_of_batch(batch))
 
-    def _texts_of_batch(self, batch: Sequence[Row]) -> list[_Found]:
+    def _texts_of_batch(self, batch: Sequence[Row]) -> list[_RowTexts]:
         return [self._texts(row) for row in batch]
 
-    def _encoded_batch(
-        self, batch: Sequence[Row], texts: Sequence[_Found]
+    def _encode_batch(
+        self, batch: Sequence[Row], texts: Sequence[_RowTexts]
     ) -> Iterator[tuple[Row, list[_Tokens] | BadRowError]]:
-        used = [found for found in texts if not isinstance(found, BadRowError)]
-        flat = [text for found in used for example in found for text, _ in example]
+        usable = [examples for examples in texts if not isinstance(examples, BadRowError)]
+        flat = [text for examples in usable for example in examples for text, _ in example]
         ids = iter(encode_texts(self.tokenizer, flat))
-        for row, found in zip(batch, texts, strict=True):
-            if isinstance(found, BadRowError):
-                yield row, found
+        for row, examples in zip(batch, texts, strict=True):
+            if isinstance(examples, BadRowError):
+                yield row, examples
                 continue
-            encoded = [[(next(ids), is_trained) for _, is_trained in example] for example in found]
-            yield row, self._joined(encoded)
+            encoded = [[(next(ids), is_trained) for _, is_trained in example] for example in examples]
+            yield row, self._join_parts(encoded)
 
-    def _texts(self, row: Row) -> _Found:
+    def _texts(self, row: Row) -> _RowTexts:
         try:
-            if row.wrong is not None:
-                raise BadRowError("cannot be read", row.wrong)
+            if row.error is not None:
+                raise BadRowError("cannot be read", row.error)
             return self.encode(row)
         except BadRowError as error:
             return error
 
-    def _joined(self, examples: Sequence[Sequence[tuple[list[int], bool]]]) -> list[_Tokens] | BadRowError:
+    def _join_parts(self, examples: Sequence[Sequence[tuple[list[int], bool]]]) -> list[_Tokens] | BadRowError:
         try:
             return [self._tokens(parts) for parts in examples]
         except BadRowError as error:
@@ -413,11 +413,11 @@ def describe_lengths(train: Examples, validation: Examples, statistics: RowStati
 
 def describe_pairs(train: Pairs, validation: Pairs) -> dict[str, Any]:
     """Return the statistics of pairs for plan.json: their number, and the mean loss tokens of both kinds of rows."""
-    learnt = [
+    token_counts = [
         np.add.reduceat(part.examples.trained, part.examples.offsets[:-1], dtype=np.int64)
         for part in (train, validation)
     ]
-    chosen, rejected = (float(np.concatenate([part[kind::2] for part in learnt]).mean()) for kind in (0, 1))
+    chosen, rejected = (float(np.concatenate([part[kind::2] for part in token_counts]).mean()) for kind in (0, 1))
     return {
         "train_rows": len(train),
         "validation_rows": len(validation),
@@ -429,6 +429,6 @@ def describe_pairs(train: Pairs, validation: Pairs) -> dict[str, Any]:
 def list_skipped(statistics: RowStatistics, places: Sequence[str]) -> tuple[str, list[str]]:
     """Return a summary of the skipped rows, and a line with file, row number and error for each of the first few."""
     total = sum(statistics.skipped.values())
-    counted = ", ".join(f"{count} {kind}" for kind, count in sorted(statistics.skipped.items()))
-    first = [f"{places[file]}:{number} {what}" for file, number, what in statistics.first]
-    return f"{total} of {total + statistics.rows} rows cannot be used ({counted})", first
+    counts = ", ".join(f"{count} {kind}" for kind, count in sorted(statistics.skipped.items()))
+    first = [f"{places[file]}:{number} {message}" for file, number, message in statistics.first]
+    return f"{total} of {total + statistics.rows} rows cannot be used ({counts})", first

@@ -29,7 +29,7 @@ from foundry.run_dir.files import read_text
 
 _FORMAT = 1
 _COLUMNS = ("image", "messages", "prompt", "completion")
-_IMAGES, _WRONG = "images.npy", "wrong.json"
+_IMAGES, _ERRORS = "images.npy", "wrong.json"
 
 
 @configured_by(ImageChatFilesSettings)
@@ -50,18 +50,18 @@ def image_chat_files(settings: ImageChatFilesSettings, *, seed: int = 0) -> Data
         on_bad_row=settings.on_bad_row,
     )
     source = find_rows(rows, _COLUMNS)
-    pictures, wrong = _read_pictures(source, settings.image_size, settings.cache_dir)
+    pictures, errors = _read_pictures(source, settings.image_size, settings.cache_dir)
     train_on = settings.train_on
     form = RowForm(
-        segments=partial(_segments, source.places, wrong, 1 if train_on is TrainOn.last else None),
-        described=f"image {train_on.value}",
+        segments=partial(_segments, source.places, errors, 1 if train_on is TrainOn.last else None),
+        description=f"image {train_on.value}",
     )
-    return chat_splits(about_pictures(source, pictures), form, settings, pictures=pictures)
+    return chat_splits(add_picture_hash(source, pictures), form, settings, pictures=pictures)
 
 
-def about_pictures(source: RowSource, pictures: RowPictures) -> RowSource:
+def add_picture_hash(source: RowSource, pictures: RowPictures) -> RowSource:
     """Return the same rows, with the hash of the images appended to their fingerprints."""
-    fingerprint, content = (f"{own}-{pictures.content}" for own in (source.fingerprint, source.content))
+    fingerprint, content = (f"{text}-{pictures.content}" for text in (source.fingerprint, source.content))
     return replace(source, fingerprint=fingerprint, content=content)
 
 
@@ -83,14 +83,14 @@ def _read_pictures(source: RowSource, size: int, cache_dir: str) -> tuple[RowPic
                 missing[str(file)] = "is not a file"
         except (OSError, ValueError) as error:  # a name that no file can have
             missing[str(file)] = f"cannot be read: {getattr(error, 'strerror', None) or error}"
-    there = [file for file in files if str(file) not in missing]
-    digests = dict(zip(there, file_digests(there, cache_dir), strict=True))
-    listed = b"".join(digests.get(file, bytes(32)) for file in files)
-    name = hashlib.sha256(f"row pictures {_FORMAT} {size} ".encode() + listed).hexdigest()[:32]
-    folder = cached_folder(cache_dir, name, partial(_fill, files, missing, size), what="images")
-    wrong = {str(files[int(number)]): reason for number, reason in json.loads(read_text(folder / _WRONG)).items()}
+    existing = [file for file in files if str(file) not in missing]
+    digests = dict(zip(existing, file_digests(existing, cache_dir), strict=True))
+    digest_bytes = b"".join(digests.get(file, bytes(32)) for file in files)
+    name = hashlib.sha256(f"row pictures {_FORMAT} {size} ".encode() + digest_bytes).hexdigest()[:32]
+    folder = cached_folder(cache_dir, name, partial(_fill, files, missing, size), contents="images")
+    errors = {str(files[int(number)]): reason for number, reason in json.loads(read_text(folder / _ERRORS)).items()}
     images = np.load(folder / _IMAGES, mmap_mode="r", allow_pickle=False)
-    return RowPictures(images=images, places=(places[0], places[1]), content=name), wrong
+    return RowPictures(images=images, places=(places[0], places[1]), content=name), errors
 
 
 def _number_pictures(rows: Iterable[Row], places: Sequence[str], numbers: dict[Path, int]) -> NDArray[np.int64]:
@@ -98,11 +98,11 @@ def _number_pictures(rows: Iterable[Row], places: Sequence[str], numbers: dict[P
 
     Rows without an image get 0, which is never used because these rows are rejected.
     """
-    found = list[int]()
+    indices = list[int]()
     for row in rows:
         file = _picture_of(row, places)
-        found.append(0 if file is None else numbers.setdefault(file, len(numbers)))
-    return np.array(found, dtype=np.int64)
+        indices.append(0 if file is None else numbers.setdefault(file, len(numbers)))
+    return np.array(indices, dtype=np.int64)
 
 
 def _picture_of(row: Row, places: Sequence[str]) -> Path | None:
@@ -112,7 +112,7 @@ def _picture_of(row: Row, places: Sequence[str]) -> Path | None:
 
 def _fill(files: Sequence[Path], missing: Mapping[str, str], size: int, folder: Path) -> tuple[str, ...]:
     """Decode the images into the folder, and return the names of the written files."""
-    wrong = dict[int, str]()
+    errors = dict[int, str]()
     shape = (max(1, len(files)), 3, size, size)  # an empty file cannot be mapped
     images = np.lib.format.open_memmap(folder / _IMAGES, mode="w+", dtype=np.uint8, shape=shape)
     for number, file in enumerate(files):
@@ -121,14 +121,14 @@ def _fill(files: Sequence[Path], missing: Mapping[str, str], size: int, folder: 
                 raise ValueError(missing[str(file)])
             images[number] = read_picture(file, size=size, channels=3, fit=PictureFit.stretch)
         except (OSError, ValueError) as error:
-            wrong[number] = unreadable(error)
+            errors[number] = unreadable(error)
     images.flush()
-    (folder / _WRONG).write_text(json.dumps(wrong))
-    return _IMAGES, _WRONG
+    (folder / _ERRORS).write_text(json.dumps(errors))
+    return _IMAGES, _ERRORS
 
 
 def _segments(
-    places: Sequence[str], wrong: Mapping[str, str], num_trained: int | None, template: ChatTemplate, row: Row
+    places: Sequence[str], errors: Mapping[str, str], num_trained: int | None, template: ChatTemplate, row: Row
 ) -> list[list[Segment]]:
     """Return the conversation of a row, after a check of its image.
 
@@ -138,9 +138,11 @@ def _segments(
     file = _picture_of(row, places)
     if file is None:
         value: Any = row.columns.get("image")
-        has = "has no image" if value in (None, "") else f"has {type(value).__name__} as image, not a path"
-        raise BadRowError("without a picture", f"{has}; give the path of an image file, relative to this file's folder")
-    if (reason := wrong.get(str(file))) is not None:
+        problem = "has no image" if value in (None, "") else f"has {type(value).__name__} as image, not a path"
+        raise BadRowError(
+            "without a picture", f"{problem}; give the path of an image file, relative to this file's folder"
+        )
+    if (reason := errors.get(str(file))) is not None:
         raise BadRowError("picture cannot be read", f"has image {row.columns['image']}, which {reason}")
     check_template_columns(template, row.columns)
     return [trained_segments(template, read_messages(row.columns), num_trained)]

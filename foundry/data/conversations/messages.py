@@ -70,11 +70,11 @@ def read_messages(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
         BadRowError: a column is missing, or a value has the wrong type.
     """
     if columns.get("messages") is not None:
-        return checked_messages(columns["messages"], "messages")
+        return check_messages(columns["messages"], "messages")
     missing = [name for name in ("prompt", "completion") if columns.get(name) is None]
     if missing:
-        listed = ", ".join(sorted(name for name, value in columns.items() if value is not None)) or "none"
-        message = f"has neither messages nor {' and '.join(missing)} (its columns: {listed})"
+        names = ", ".join(sorted(name for name, value in columns.items() if value is not None)) or "none"
+        message = f"has neither messages nor {' and '.join(missing)} (its columns: {names})"
         raise BadRowError("without a conversation", message)
     prompt, completion = columns["prompt"], columns["completion"]
     return [*as_messages(prompt, "prompt", "user"), *as_messages(completion, "completion", "assistant")]
@@ -92,11 +92,11 @@ def as_messages(value: Any, name: str, role: str) -> list[dict[str, Any]]:
         BadRowError: the value is neither.
     """
     if isinstance(value, str):
-        return checked_messages([{"role": role, "content": value}], name)
-    return checked_messages(value, name)
+        return check_messages([{"role": role, "content": value}], name)
+    return check_messages(value, name)
 
 
-def checked_messages(value: Any, name: str) -> list[dict[str, Any]]:
+def check_messages(value: Any, name: str) -> list[dict[str, Any]]:
     """Validate a list of messages with string values `role` and `content`, and drop keys that are null.
 
     Raises:

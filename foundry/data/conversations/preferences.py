@@ -69,27 +69,27 @@ def _read_pair(columns: Mapping[str, Any]) -> tuple[Conversation, Conversation, 
     """
     missing = [name for name in _KINDS if columns.get(name) is None]
     if missing:
-        listed = ", ".join(sorted(name for name, value in columns.items() if value is not None)) or "none"
-        raise BadRowError("without a pair", f"has no {' and no '.join(missing)} (its columns: {listed})")
+        names = ", ".join(sorted(name for name, value in columns.items() if value is not None)) or "none"
+        raise BadRowError("without a pair", f"has no {' and no '.join(missing)} (its columns: {names})")
     chosen, rejected = (as_messages(columns[name], name, "assistant") for name in _KINDS)
     if columns.get("prompt") is not None:
         prompt = as_messages(columns["prompt"], "prompt", "user")
         if _starts_with(chosen, prompt) and _starts_with(rejected, prompt):
             return prompt, chosen[len(prompt) :], rejected[len(prompt) :]
         return prompt, chosen, rejected
-    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False)))
-    if shared == len(chosen) == len(rejected):
-        shared -= 1  # both answers are equal: let the caller report that, not a missing answer
-    if not shared:
+    num_shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False)))
+    if num_shared == len(chosen) == len(rejected):
+        num_shared -= 1  # both answers are equal: let the caller report that, not a missing answer
+    if not num_shared:
         raise BadRowError(
             "without a prompt", "has no prompt, and chosen and rejected do not begin with the same messages"
         )
-    return chosen[:shared], chosen[shared:], rejected[shared:]
+    return chosen[:num_shared], chosen[num_shared:], rejected[num_shared:]
 
 
 def _starts_with(messages: Sequence[Mapping[str, Any]], prompt: Sequence[Mapping[str, Any]]) -> bool:
     return len(prompt) > 0 and list(messages[: len(prompt)]) == list(prompt)
 
 
-PREFERENCES = RowForm(segments=_pair_segments, described="preferences", are_pairs=True)
+PREFERENCES = RowForm(segments=_pair_segments, description="preferences", are_pairs=True)
 """Form for preference pairs: two examples from a row's `prompt`, `chosen` and `rejected`."""

@@ -18,7 +18,7 @@ from foundry.config.schemas.data import PromptFiles as PromptFilesSettings
 from foundry.data.conversations.chat import ChatTemplate, Segment, resolve_chat_template, resolve_stop_ids
 from foundry.data.conversations.chats import RowForm, resolve_tokenizer
 from foundry.data.conversations.examples import BadRowError, RowStatistics
-from foundry.data.conversations.messages import as_messages, check_template_columns, checked_messages
+from foundry.data.conversations.messages import as_messages, check_messages, check_template_columns
 from foundry.data.corpora.token_cache import batches
 from foundry.data.corpora.tokenizer import encode_texts
 from foundry.data.dataset import Dataset
@@ -28,7 +28,7 @@ from foundry.data.mixture import describe_weights, parts_of
 from foundry.data.splits import DataSplits, Prompt
 
 _FORMAT = 1
-_SHOWN = 5
+_MAX_SHOWN = 5
 _COLUMNS = ("prompt", "messages")
 
 
@@ -82,14 +82,14 @@ def prompt_splits(source: RowSource, settings: PromptFilesSettings | Arithmetic)
     statistics = RowStatistics(rows=len(train) + len(validation), skipped=dict(reader.skipped), first=reader.first)
     check_rows(source, statistics, train, validation)
     lengths = np.array([len(prompt.tokens) for prompt in (*train, *validation)])
-    described = f"prompts {_FORMAT} {seq_len} {max_new_tokens} {template.source} {dict(template.variables)}"
-    identity = f"{described} {source.fingerprint} {tokenizer.to_str()}{describe_weights(source.weights)}"
+    description = f"prompts {_FORMAT} {seq_len} {max_new_tokens} {template.source} {dict(template.variables)}"
+    identity = f"{description} {source.fingerprint} {tokenizer.to_str()}{describe_weights(source.weights)}"
     notes = _describe(len(train), len(validation), statistics, lengths)
     return DataSplits(
         train=RowNumbers(len(train)),
         validation=RowNumbers(len(validation)),
         fingerprint=hashlib.sha256(identity.encode(errors="surrogateescape")).hexdigest()[:32],
-        content=f"{source.content}-{described}",
+        content=f"{source.content}-{description}",
         tokens_per_sample=round(float(lengths.mean())) + max_new_tokens,
         max_tokens=seq_len,
         tokenizer=tokenizer,
@@ -120,36 +120,40 @@ class _Reader:
             rendered = [self._render(row) for row in batch]
             texts = [text for text, _ in filter(None, rendered)]
             ids = iter(encode_texts(self.tokenizer, texts))
-            for row, one in zip(batch, rendered, strict=True):
-                if one is not None and self._fits(row, tokens := next(ids)):
-                    answer = one[1].get("answer")
-                    yield Prompt(tuple(tokens), None if answer is None else str(answer), number, one[1])
+            for row, prompt in zip(batch, rendered, strict=True):
+                if prompt is not None and self._fits(row, tokens := next(ids)):
+                    answer = prompt[1].get("answer")
+                    yield Prompt(tuple(tokens), None if answer is None else str(answer), number, prompt[1])
                     number += 1
 
     def _render(self, row: Row) -> tuple[str, dict[str, Any]] | None:
         """Return the prompt text and the columns of the row, or None if the row cannot be used."""
         try:
-            if row.wrong is not None:
-                raise BadRowError("cannot be read", row.wrong)
+            if row.error is not None:
+                raise BadRowError("cannot be read", row.error)
             check_template_columns(self.template, row.columns)
             messages, columns = read_prompt(row.columns)
-            return _rendered(self.template, messages), columns
+            return _render_prompt(self.template, messages), columns
         except BadRowError as error:
             self._note(row, error.kind, str(error))
             return None
 
     def _fits(self, row: Row, tokens: Sequence[int]) -> bool:
-        most = self.seq_len - self.max_new_tokens
-        if len(tokens) > most:
-            room = f"data.seq_len={self.seq_len} leaves beside a completion of {self.max_new_tokens}"
-            self._note(row, "longer than the context", f"has {len(tokens)} tokens, more than the {most} that {room}")
+        max_prompt_tokens = self.seq_len - self.max_new_tokens
+        if len(tokens) > max_prompt_tokens:
+            reason = f"data.seq_len={self.seq_len} leaves beside a completion of {self.max_new_tokens}"
+            self._note(
+                row,
+                "longer than the context",
+                f"has {len(tokens)} tokens, more than the {max_prompt_tokens} that {reason}",
+            )
         elif not tokens:
             self._note(row, "no token", "has no token")
-        return 0 < len(tokens) <= most
+        return 0 < len(tokens) <= max_prompt_tokens
 
     def _note(self, row: Row, kind: str, message: str) -> None:
         self.skipped[kind] += 1
-        if len(self.first) < _SHOWN:
+        if len(self.first) < _MAX_SHOWN:
             self.first.append((row.file, row.number, message))
 
 
@@ -162,25 +166,27 @@ def read_prompt(columns: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[
     Raises:
         BadRowError: there is no prompt, or it has the wrong type.
     """
-    own = dict(columns)
-    if isinstance(number := own.get("answer"), float):  # integer columns with missing values are often stored as float
-        own["answer"] = None if math.isnan(number) else int(number) if number.is_integer() else number
+    prompt_columns = dict(columns)
+    if isinstance(
+        number := prompt_columns.get("answer"), float
+    ):  # integer columns with missing values are often stored as float
+        prompt_columns["answer"] = None if math.isnan(number) else int(number) if number.is_integer() else number
     if columns.get("prompt") is not None:
         messages = as_messages(columns["prompt"], "prompt", "user")
     elif columns.get("messages") is not None:
-        messages = checked_messages(columns["messages"], "messages")
+        messages = check_messages(columns["messages"], "messages")
         if messages and messages[-1]["role"] == "assistant":
-            own.setdefault("answer", messages[-1]["content"])
+            prompt_columns.setdefault("answer", messages[-1]["content"])
             messages = messages[:-1]
     else:
-        listed = ", ".join(sorted(name for name, value in columns.items() if value is not None)) or "none"
-        raise BadRowError("without a prompt", f"has neither prompt nor messages (its columns: {listed})")
+        names = ", ".join(sorted(name for name, value in columns.items() if value is not None)) or "none"
+        raise BadRowError("without a prompt", f"has neither prompt nor messages (its columns: {names})")
     if not any(message["content"].strip() for message in messages):
         raise BadRowError("empty prompt", "has an empty prompt")
-    return messages, own
+    return messages, prompt_columns
 
 
-def _rendered(template: ChatTemplate, messages: Sequence[Mapping[str, Any]]) -> str:
+def _render_prompt(template: ChatTemplate, messages: Sequence[Mapping[str, Any]]) -> str:
     try:
         return template.render(messages, for_answer=True)
     except ValueError as error:
@@ -189,10 +195,10 @@ def _rendered(template: ChatTemplate, messages: Sequence[Mapping[str, Any]]) -> 
 
 def _segments(template: ChatTemplate, row: Row) -> list[list[Segment]]:
     """Return the prompt as a segment, to train a tokenizer if the settings name none."""
-    return [[Segment(_rendered(template, read_prompt(row.columns)[0]), False)]]
+    return [[Segment(_render_prompt(template, read_prompt(row.columns)[0]), False)]]
 
 
-_FORM = RowForm(segments=_segments, described="prompts")
+_FORM = RowForm(segments=_segments, description="prompts")
 
 
 def _describe(train: int, validation: int, statistics: RowStatistics, lengths: Any) -> dict[str, Any]:

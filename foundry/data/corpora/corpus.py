@@ -15,9 +15,9 @@ from foundry.config.sources import is_url, listed_paths
 from foundry.core.errors import ConfigError, Violation
 from foundry.data.corpora.documents import Documents, documents, source_files
 from foundry.data.io.file_digests import file_digests
-from foundry.data.io.files import OF_SAVE_TO_DISK, TEXTS, Utf8, listed_suffixes, suffix_of
+from foundry.data.io.files import SAVE_TO_DISK_FILES, TEXTS, Utf8, list_suffixes, suffix_of
 from foundry.data.io.reading_progress import ReadingProgress
-from foundry.data.io.remote import fetched
+from foundry.data.io.remote import fetch_files
 from foundry.data.mixture import Interleaved, Sources
 
 _NOT_SOURCE = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -57,19 +57,19 @@ def stdlib_corpus(*, held_out: float) -> Corpus:
     root = Path(sysconfig.get_path("stdlib"))
     paths = {path.relative_to(root).as_posix(): path for path in _python_files(root)}
     names = list(paths)
-    chosen = held_out_names(names, held_out)
-    train = source_files([paths[name] for name in names if name not in chosen])
-    validation = source_files([paths[name] for name in names if name in chosen])
+    validation_names = held_out_names(names, held_out)
+    train = source_files([paths[name] for name in names if name not in validation_names])
+    validation = source_files([paths[name] for name in names if name in validation_names])
     digest = _digest([f"stdlib {held_out}", *names], file_digests([*paths.values()]))
     return Corpus(digest, digest, lambda: Splits(train, validation))
 
 
 def _python_files(root: Path) -> list[Path]:
-    found: list[Path] = []
+    paths: list[Path] = []
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = set(subfolders) - _NOT_SOURCE - _GENERATED  # os.walk skips removed ones
-        found += (Path(folder, file) for file in files if file.endswith(".py"))
-    return sorted(found)
+        paths += (Path(folder, file) for file in files if file.endswith(".py"))
+    return sorted(paths)
 
 
 def held_out_names(names: Sequence[str], share: float) -> set[str]:
@@ -112,13 +112,13 @@ class HeldOutNumbers:
         per_prefix = [0] * 2**16
         for number in range(count):
             per_prefix[_prefix(_hash_name(str(number)))] += 1
-        wanted = _num_held_out(count, share)
+        remaining = _num_held_out(count, share)
         prefix = 0
-        while per_prefix[prefix] < wanted:
-            wanted -= per_prefix[prefix]
+        while per_prefix[prefix] < remaining:
+            remaining -= per_prefix[prefix]
             prefix += 1
         hashes = (_hash_name(str(number)) for number in range(count))
-        return cls(sorted(found for found in hashes if _prefix(found) == prefix)[wanted - 1])
+        return cls(sorted(digest for digest in hashes if _prefix(digest) == prefix)[remaining - 1])
 
     def __contains__(self, number: object) -> bool:
         """Return whether the number is held out."""
@@ -140,11 +140,11 @@ def files_corpus(settings: TextFiles) -> Corpus:
             are raised by `read`.
     """
     utf8 = Utf8(settings.encoding_errors.value)
-    described = f"files {settings.text_field} {settings.held_out}{'' if utf8.is_strict else f' {utf8.errors}'}"
-    found = find_corpus_files(settings, described=described)
-    opened = partial(documents, text_field=settings.text_field, utf8=utf8)
-    read = partial(_read, found.train, found.validation, opened, settings.held_out)
-    return Corpus(found.fingerprint, found.content, read)
+    description = f"files {settings.text_field} {settings.held_out}{'' if utf8.is_strict else f' {utf8.errors}'}"
+    corpus_files = find_corpus_files(settings, description=description)
+    open_documents = partial(documents, text_field=settings.text_field, utf8=utf8)
+    read = partial(_read, corpus_files.train, corpus_files.validation, open_documents, settings.held_out)
+    return Corpus(corpus_files.fingerprint, corpus_files.content, read)
 
 
 class CorpusFiles(NamedTuple):
@@ -160,24 +160,26 @@ class CorpusFiles(NamedTuple):
 
 
 def find_corpus_files(
-    settings: TextFiles | TokenFiles | RowFiles, *, described: str, kinds: Mapping[str, str] = TEXTS
+    settings: TextFiles | TokenFiles | RowFiles, *, description: str, kinds: Mapping[str, str] = TEXTS
 ) -> CorpusFiles:
     """Find the files of `path` and of `validation_path`, and hash their contents.
 
     Args:
         settings: paths and cache folder.
-        described: text that identifies all other settings on which the samples depend.
+        description: text that identifies all other settings on which the samples depend.
         kinds: file kind by suffix; files with other suffixes are ignored in folders.
 
     Raises:
         ConfigError: there are no files, they are of several kinds, or a file cannot be read.
     """
     cache_dir = settings.cache_dir
-    train = [_find_files(one, PATH, kinds, cache_dir) for one in listed_paths(settings.path)]
-    validation = [_find_files(one, VALIDATION_PATH, kinds, cache_dir) for one in listed_paths(settings.validation_path)]
+    train = [_find_files(path, PATH, kinds, cache_dir) for path in listed_paths(settings.path)]
+    validation = [
+        _find_files(path, VALIDATION_PATH, kinds, cache_dir) for path in listed_paths(settings.validation_path)
+    ]
     files = [file for source in train for file in source]
-    names = [f"{described} {bool(validation)}", *(file.name for file in files)]
-    of_kind = [kinds[suffix_of(source[0])] for source in train]
+    names = [f"{description} {bool(validation)}", *(file.name for file in files)]
+    source_kinds = [kinds[suffix_of(source[0])] for source in train]
     if len(train) > 1 or len(validation) > 1:
         names[0] += f" {[len(source) for source in train]} {[len(source) for source in validation]}"
     try:
@@ -186,14 +188,14 @@ def find_corpus_files(
         message = f"{error.filename} cannot be read: {error.strerror}; make it readable or leave it out"
         raise ConfigError(Violation(PATH, message)) from error
     fingerprint = _digest(names, hashes)
-    content = _digest([names[0], *of_kind, str(len(files))], hashes)
+    content = _digest([names[0], *source_kinds, str(len(files))], hashes)
     return CorpusFiles(train, validation, fingerprint, content)
 
 
 def _read(
     sources: Sequence[Sequence[Path]],
     validation_sources: Sequence[Sequence[Path]],
-    opened: Callable[..., Documents],
+    open_documents: Callable[..., Documents],
     held_out: float,
 ) -> Splits:
     """Open the documents of both splits, and read all of them once to find damaged files early.
@@ -201,17 +203,17 @@ def _read(
     Raises:
         ConfigError: a file cannot be read, the text column is missing, or there is no text.
     """
-    found = [opened(files, key=PATH) for files in sources]
+    train_documents = [open_documents(files, key=PATH) for files in sources]
     progress = ReadingProgress("reading")
-    counts, sizes = zip(*(_count(source, PATH, progress) for source in found), strict=True)
+    counts, sizes = zip(*(_count(source, PATH, progress) for source in train_documents), strict=True)
     num_bytes = sum(sizes)
     if validation_sources:
-        held = [opened(files, key=VALIDATION_PATH) for files in validation_sources]
-        num_bytes += sum(_count(source, VALIDATION_PATH, progress)[1] for source in held)
-        validation: list[Iterable[str]] = [*held]
-        splits = [Splits(source, ()) for source in found]
+        validation_documents = [open_documents(files, key=VALIDATION_PATH) for files in validation_sources]
+        num_bytes += sum(_count(source, VALIDATION_PATH, progress)[1] for source in validation_documents)
+        validation: list[Iterable[str]] = [*validation_documents]
+        splits = [Splits(source, ()) for source in train_documents]
     else:
-        splits = [_split(source, count, held_out) for source, count in zip(found, counts, strict=True)]
+        splits = [_split(source, count, held_out) for source, count in zip(train_documents, counts, strict=True)]
         validation = [split.validation for split in splits]
     return Splits(
         splits[0].train if len(splits) == 1 else Sources([split.train for split in splits]),
@@ -224,58 +226,56 @@ def _split(train: Documents, count: int, held_out: float) -> Splits:
     """Split the documents of a source, or the text of its only document."""
     if count == 1:
         text = "".join(train)
-        cut = round(len(text) * (1 - held_out))
-        return Splits([text[:cut]], [text[cut:]])
-    held = HeldOutNumbers.choose(count, held_out)
-    return Splits(replace(train, left_out=held), replace(train, only=held))
+        split_index = round(len(text) * (1 - held_out))
+        return Splits([text[:split_index]], [text[split_index:]])
+    validation_numbers = HeldOutNumbers.choose(count, held_out)
+    return Splits(replace(train, exclude=validation_numbers), replace(train, include=validation_numbers))
 
 
-def _count(found: Documents, key: str, progress: ReadingProgress) -> tuple[int, int]:
+def _count(source: Documents, key: str, progress: ReadingProgress) -> tuple[int, int]:
     """Return the number of documents and their total bytes.
 
     Raises:
         ConfigError: all documents are empty.
     """
-    count, filled, size = found.count(progress)
-    if not filled:
-        more = f" and {len(found.files) - 1} more" if len(found.files) > 1 else ""
-        what = f"{count} documents, all empty" if count else "no rows"
-        raise ConfigError(Violation(key, f"{found.files[0]}{more}: {what}; give files with text"))
+    count, num_filled, size = source.count(progress)
+    if not num_filled:
+        suffix = f" and {len(source.files) - 1} more" if len(source.files) > 1 else ""
+        content = f"{count} documents, all empty" if count else "no rows"
+        raise ConfigError(Violation(key, f"{source.files[0]}{suffix}: {content}; give files with text"))
     return count, size
 
 
 def _find_files(pattern: str, key: str, kinds: Mapping[str, str], cache_dir: str) -> list[Path]:
     path = Path(pattern).expanduser()
     if not pattern.strip():
-        raise ConfigError(Violation(key, f"is empty; give a file, folder or glob of {listed_suffixes(kinds)} files"))
+        raise ConfigError(Violation(key, f"is empty; give a file, folder or glob of {list_suffixes(kinds)} files"))
     try:
         if is_url(pattern):
-            found = fetched(pattern, key=key, kinds=kinds, cache_dir=cache_dir)
+            files = fetch_files(pattern, key=key, kinds=kinds, cache_dir=cache_dir)
         elif path.is_dir():
-            found = sorted(file for file in path.rglob("*") if suffix_of(file) in kinds)
-            if any(file.suffix == ".arrow" for file in found):
-                found = [file for file in found if file.name not in OF_SAVE_TO_DISK]
+            files = sorted(file for file in path.rglob("*") if suffix_of(file) in kinds)
+            if any(file.suffix == ".arrow" for file in files):
+                files = [file for file in files if file.name not in SAVE_TO_DISK_FILES]
         elif has_magic(pattern):
-            found = sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
+            files = sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
         else:
-            found = [path] if path.is_file() else []
-        found = [file for file in found if not file.is_dir()]
+            files = [path] if path.is_file() else []
+        files = [file for file in files if not file.is_dir()]
     except (OSError, ValueError) as error:
         raise ConfigError(Violation(key, f"{pattern!r} cannot be searched: {error}")) from error
-    if not found:
-        message = f"{pattern!r} has no files; give a file, folder or glob of {listed_suffixes(kinds)} files"
+    if not files:
+        message = f"{pattern!r} has no files; give a file, folder or glob of {list_suffixes(kinds)} files"
         raise ConfigError(Violation(key, message))
-    if strange := [file for file in found if not file.is_file()]:
+    if irregular := [file for file in files if not file.is_file()]:
         raise ConfigError(
-            Violation(key, f"{strange[0]} is not a regular file, or is a broken symlink; remove it or leave it out")
+            Violation(key, f"{irregular[0]} is not a regular file, or is a broken symlink; remove it or leave it out")
         )
-    kinds_found = {suffix_of(file) for file in found}
-    if len({kinds.get(suffix) for suffix in kinds_found}) > 1 or not kinds_found <= kinds.keys():
-        message = (
-            f"{pattern!r} has files of {', '.join(sorted(kinds_found))}; choose one kind of {listed_suffixes(kinds)}"
-        )
+    suffixes = {suffix_of(file) for file in files}
+    if len({kinds.get(suffix) for suffix in suffixes}) > 1 or not suffixes <= kinds.keys():
+        message = f"{pattern!r} has files of {', '.join(sorted(suffixes))}; choose one kind of {list_suffixes(kinds)}"
         raise ConfigError(Violation(key, message))
-    return found
+    return files
 
 
 def _digest(names: Iterable[str], hashes: Iterable[bytes]) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from foundry.core.errors import ConfigError, Violation
-from foundry.data.io.files import STRICT, TABLES, TEXTS, Utf8, column_values, open_bytes, opened_table, suffix_of
+from foundry.data.io.files import STRICT, TABLES, TEXTS, Utf8, column_values, open_bytes, open_table, suffix_of
 from foundry.data.io.nested import names_in, names_of, path_in, type_at, value_at
 from foundry.data.io.reading_progress import ReadingProgress, utf8_bytes
 from foundry.data.io.rows import json_rows, line_of, readable
@@ -23,19 +23,19 @@ class Documents:
     Attributes:
         files: files in order.
         read: yields the documents of one file.
-        only: numbers of the documents to yield, counted over all files; None for all except `left_out`.
-        left_out: numbers of the documents to skip.
+        include: numbers of the documents to yield, counted over all files; None for all except `exclude`.
+        exclude: numbers of the documents to skip.
     """
 
     files: tuple[Path, ...]
     read: Callable[[Path], Iterator[str]]
-    only: Container[int] | None = None
-    left_out: Container[int] = ()
+    include: Container[int] | None = None
+    exclude: Container[int] = ()
 
     def __iter__(self) -> Iterator[str]:
         """Yield the selected texts in order, without empty ones."""
         for index, text in enumerate(self._all()):
-            if text and index not in self.left_out and (self.only is None or index in self.only):
+            if text and index not in self.exclude and (self.include is None or index in self.include):
                 yield text
 
     def count(self, progress: ReadingProgress) -> tuple[int, int, int]:
@@ -77,13 +77,13 @@ def source_files(files: Sequence[Path]) -> Documents:
 
 def _text_file(file: Path, *, utf8: Utf8) -> Iterator[str]:
     try:
-        found = _read_all(file, "strict")
+        text = _read_all(file, "strict")
     except UnicodeDecodeError as error:
         if utf8.is_strict:
             raise
-        utf8.tell(file, f"line {line_of(error)}")
-        found = _read_all(file, utf8.errors)
-    yield found
+        utf8.warn(file, f"line {line_of(error)}")
+        text = _read_all(file, utf8.errors)
+    yield text
 
 
 def _read_all(file: Path, errors: str) -> str:
@@ -92,32 +92,32 @@ def _read_all(file: Path, errors: str) -> str:
 
 
 def _json_rows(file: Path, *, text_field: str, utf8: Utf8) -> Iterator[str]:
-    for noun, number, row, wrong in json_rows(file, utf8):
-        if wrong is not None:
-            raise ValueError(f"{noun} {number} {wrong}")
+    for noun, number, row, error in json_rows(file, utf8):
+        if error is not None:
+            raise ValueError(f"{noun} {number} {error}")
         yield _read_text(row, text_field, f"{file}, {noun} {number},")
 
 
-def _read_text(row: object, text_field: str, where: str) -> str:
+def _read_text(row: object, text_field: str, location: str) -> str:
     """Return the text of a row; null is an empty document.
 
     Raises:
         ConfigError: the row is not an object, the key is missing, or its value is not text.
     """
     if not isinstance(row, dict):
-        raise _wrong(_FIELD, f"{where} holds {type(row).__name__}, not an object with the key {text_field!r}")
+        raise _config_error(_FIELD, f"{location} holds {type(row).__name__}, not an object with the key {text_field!r}")
     try:
         text = value_at(row, text_field)
     except KeyError:
-        found = ", ".join(sorted(names_in(row))) or "none"
-        raise _wrong(_FIELD, f"{where} has no key {text_field!r}; its keys: {found}") from None
+        names = ", ".join(sorted(names_in(row))) or "none"
+        raise _config_error(_FIELD, f"{location} has no key {text_field!r}; its keys: {names}") from None
     if text is not None and not isinstance(text, str):
-        raise _wrong(_FIELD, f"{text_field!r} of {where} holds {type(text).__name__}, not text")
+        raise _config_error(_FIELD, f"{text_field!r} of {location} holds {type(text).__name__}, not text")
     try:
         (text or "").encode()
     except UnicodeEncodeError:
-        raise _wrong(
-            _FIELD, f"{text_field!r} of {where} holds an unpaired surrogate, which is not valid Unicode"
+        raise _config_error(
+            _FIELD, f"{text_field!r} of {location} holds an unpaired surrogate, which is not valid Unicode"
         ) from None
     return text or ""
 
@@ -126,15 +126,15 @@ def _table_rows(file: Path, *, text_field: str, utf8: Utf8) -> Iterator[str]:
     import pyarrow as pa  # type: ignore[import-untyped]
     import pyarrow.compute as pc  # type: ignore[import-untyped]
 
-    with opened_table(file, utf8) as table:
+    with open_table(file, utf8) as table:
         path = path_in(table.schema, text_field)
         if path is None:
-            found = ", ".join(sorted(names_of(table.schema))) or "none"
-            raise _wrong(_FIELD, f"{file} has no column {text_field!r}; its columns: {found}")
+            names = ", ".join(sorted(names_of(table.schema))) or "none"
+            raise _config_error(_FIELD, f"{file} has no column {text_field!r}; its columns: {names}")
         kind: Any = type_at(table.schema, path)
         kind = kind.value_type if pa.types.is_dictionary(kind) else kind
         if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
-            raise _wrong(_FIELD, f"{text_field!r} of {file} holds {kind}, not text; choose a column of strings")
+            raise _config_error(_FIELD, f"{text_field!r} of {file} holds {kind}, not text; choose a column of strings")
         first = 0
         for batch in table.batches([path[0]]):
             column = batch.column(0) if len(path) == 1 else pc.struct_field(batch.column(0), list(path[1:]))
@@ -142,5 +142,5 @@ def _table_rows(file: Path, *, text_field: str, utf8: Utf8) -> Iterator[str]:
             first += len(batch)
 
 
-def _wrong(key: str, message: str) -> ConfigError:
+def _config_error(key: str, message: str) -> ConfigError:
     return ConfigError(Violation(key, message))

@@ -11,7 +11,7 @@ from foundry.config.schemas.data import Tokenised
 from foundry.config.sources import listed_paths
 from foundry.core.errors import ConfigError, Violation
 from foundry.data.corpora.corpus import Corpus, files_corpus, stdlib_corpus
-from foundry.data.corpora.token_cache import tokenised
+from foundry.data.corpora.token_cache import tokenize_corpus
 from foundry.data.corpora.token_sequences import SequencesOfFiles, TokenSequences
 from foundry.data.mixture import describe_sources, describe_weights, mixture_of
 from foundry.data.splits import DataSplits
@@ -51,18 +51,18 @@ def text_splits(
     Raises:
         ConfigError: the tokenizer does not fit, or a split or a source is shorter than one sample.
     """
-    tokens, seq_len = tokenised(corpus, settings), settings.seq_len
-    sources = [TokenSequences(own, seq_len) for own in tokens.train]
+    tokens, seq_len = tokenize_corpus(corpus, settings), settings.seq_len
+    sources = [TokenSequences(source, seq_len) for source in tokens.train]
     validation = TokenSequences(tokens.validation, seq_len)
-    named = [(f"training text of {path}", own) for path, own in zip(paths, sources, strict=False)]
-    named = named if len(sources) > 1 else [("training text", sources[0])]
-    what, shorter = min(*named, ("validation text", validation), key=lambda one: len(one[1].tokens))
-    if not len(shorter):
-        raise ConfigError(_too_short(what, len(shorter.tokens), seq_len, is_held_out=shorter is validation))
+    splits = [(f"training text of {path}", source) for path, source in zip(paths, sources, strict=False)]
+    splits = splits if len(sources) > 1 else [("training text", sources[0])]
+    name, shortest = min(*splits, ("validation text", validation), key=lambda split: len(split[1].tokens))
+    if not len(shortest):
+        raise ConfigError(_too_short(name, len(shortest.tokens), seq_len, is_held_out=shortest is validation))
     notes: dict[str, Any] = asdict(tokens.statistics)
-    notes["dropped_train_tokens"] = sum(own.dropped_tokens for own in sources)
+    notes["dropped_train_tokens"] = sum(source.dropped_tokens for source in sources)
     notes["dropped_validation_tokens"] = validation.dropped_tokens
-    sizes, mixed = [len(own) for own in sources], describe_weights(weights)
+    sizes, mixed = [len(source) for source in sources], describe_weights(weights)
     if len(sources) > 1:
         notes["sources"] = describe_sources(paths, sizes, weights)
     return DataSplits(
@@ -78,10 +78,10 @@ def text_splits(
     )
 
 
-def _too_short(what: str, tokens: int, seq_len: int, *, is_held_out: bool) -> Violation:
+def _too_short(split: str, tokens: int, seq_len: int, *, is_held_out: bool) -> Violation:
     if tokens < 3 and is_held_out:
         message = f"leaves {tokens} tokens for validation; increase it, set data.validation_path, or give more text"
         return Violation("data.held_out", message)
-    smaller = f"set data.seq_len={tokens - 1} or less, or give more text" if tokens > 1 else "give more text"
-    message = f"is {seq_len} but the {what} has {tokens} tokens, fewer than the {seq_len + 1} of one sample; {smaller}"
+    remedy = f"set data.seq_len={tokens - 1} or less, or give more text" if tokens > 1 else "give more text"
+    message = f"is {seq_len} but the {split} has {tokens} tokens, fewer than the {seq_len + 1} of one sample; {remedy}"
     return Violation("data.seq_len", message)

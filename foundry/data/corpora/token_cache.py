@@ -19,9 +19,9 @@ from foundry.data.corpora.tokenizer import (
     END_OF_DOCUMENT,
     count_ids,
     encode_texts,
+    find_end_token,
     load_tokenizer,
     train_tokenizer,
-    usual_end,
 )
 from foundry.data.io.cached_folder import cached_folder
 from foundry.data.io.reading_progress import ReadingProgress, utf8_bytes
@@ -70,7 +70,7 @@ class TokenisedCorpus:
     statistics: TokenStatistics
 
 
-def tokenised(corpus: Corpus, settings: Tokenised) -> TokenisedCorpus:
+def tokenize_corpus(corpus: Corpus, settings: Tokenised) -> TokenisedCorpus:
     """Tokenize a corpus into the cache, or open the cached result.
 
     Raises:
@@ -78,19 +78,19 @@ def tokenised(corpus: Corpus, settings: Tokenised) -> TokenisedCorpus:
             cache cannot be written.
     """
     vocab_size = settings.vocab_size
-    chosen = None if settings.tokenizer is None else load_tokenizer(settings.tokenizer, vocab_size)
-    described = "" if chosen is None else chosen[0].to_str()
-    if chosen is not None and chosen[1] != usual_end(chosen[0]):
-        described += f" {chosen[1]}"
+    tokenizer_and_end = None if settings.tokenizer is None else load_tokenizer(settings.tokenizer, vocab_size)
+    description = "" if tokenizer_and_end is None else tokenizer_and_end[0].to_str()
+    if tokenizer_and_end is not None and tokenizer_and_end[1] != find_end_token(tokenizer_and_end[0]):
+        description += f" {tokenizer_and_end[1]}"
     # This fingerprint seeds the sample order of a run, so its format must not change, or resumed runs would change.
-    described = f"{_FORMAT} {vocab_size} {described} {corpus.fingerprint}"
-    fingerprint = hashlib.sha256(described.encode()).hexdigest()[:32]
-    folder = cached_folder(settings.cache_dir, fingerprint, partial(_build, corpus, vocab_size, chosen))
-    found = Tokenizer.from_file(str(folder / TOKENIZER))
+    description = f"{_FORMAT} {vocab_size} {description} {corpus.fingerprint}"
+    fingerprint = hashlib.sha256(description.encode()).hexdigest()[:32]
+    folder = cached_folder(settings.cache_dir, fingerprint, partial(_build, corpus, vocab_size, tokenizer_and_end))
+    tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
     return TokenisedCorpus(
         fingerprint,
-        found,
-        trained_end(found) if chosen is None else chosen[1],
+        tokenizer,
+        trained_end_token(tokenizer) if tokenizer_and_end is None else tokenizer_and_end[1],
         tuple(np.load(file, mmap_mode="r", allow_pickle=False) for file in _train_files(folder)),
         np.load(folder / _VALIDATION, mmap_mode="r", allow_pickle=False),
         TokenStatistics(**json.loads(read_text(folder / _STATISTICS))),
@@ -99,24 +99,26 @@ def tokenised(corpus: Corpus, settings: Tokenised) -> TokenisedCorpus:
 
 def _train_files(folder: Path) -> list[Path]:
     """Return the file of training tokens of each source."""
-    found = sorted(folder.glob(_TRAIN_OF_SOURCE.format("*")), key=lambda file: int(file.stem.rpartition("_")[2]))
-    return found or [folder / _TRAIN]
+    files = sorted(folder.glob(_TRAIN_OF_SOURCE.format("*")), key=lambda file: int(file.stem.rpartition("_")[2]))
+    return files or [folder / _TRAIN]
 
 
-def _build(corpus: Corpus, vocab_size: int, chosen: tuple[Tokenizer, int] | None, folder: Path) -> tuple[str, ...]:
+def _build(
+    corpus: Corpus, vocab_size: int, tokenizer_and_end: tuple[Tokenizer, int] | None, folder: Path
+) -> tuple[str, ...]:
     """Write tokenizer, tokens and statistics, and return the names of the written files."""
     train_texts, validation_texts, num_bytes = corpus.read()
-    if chosen is None:
-        learning = ReadingProgress("training a tokenizer")
-        chosen = train_with_end(learning.over(train_texts, utf8_bytes), vocab_size)
-    tokenizer, end = chosen
+    if tokenizer_and_end is None:
+        training_progress = ReadingProgress("training a tokenizer")
+        tokenizer_and_end = train_with_end(training_progress.over(train_texts, utf8_bytes), vocab_size)
+    tokenizer, end = tokenizer_and_end
     tokenizer.save(str(folder / TOKENIZER))
     sources = parts_of(train_texts)
     names = [_TRAIN] if len(sources) == 1 else [_TRAIN_OF_SOURCE.format(number) for number in range(len(sources))]
     progress = ReadingProgress("tokenizing", num_bytes)
     encode = partial(_encode, progress, tokenizer, end)
     encoded = [encode(texts, folder / name) for texts, name in zip(sources, names, strict=True)]
-    train = _Encoded(sum(each.documents for each in encoded), np.sum([each.counts for each in encoded], axis=0))
+    train = _Encoded(sum(part.documents for part in encoded), np.sum([part.counts for part in encoded], axis=0))
     validation = encode(validation_texts, folder / _VALIDATION)
     statistics = TokenStatistics(
         documents=train.documents + validation.documents,
@@ -131,10 +133,10 @@ def _build(corpus: Corpus, vocab_size: int, chosen: tuple[Tokenizer, int] | None
 def train_with_end(texts: Iterable[str], vocab_size: int) -> tuple[Tokenizer, int]:
     """Train a BPE tokenizer with at most `vocab_size` entries, and return it with its end-of-document token."""
     tokenizer = train_tokenizer(texts, vocab_size)
-    return tokenizer, trained_end(tokenizer)
+    return tokenizer, trained_end_token(tokenizer)
 
 
-def trained_end(tokenizer: Tokenizer) -> int:
+def trained_end_token(tokenizer: Tokenizer) -> int:
     """Return the end-of-document token of a tokenizer trained by `train_tokenizer`."""
     end: int | None = tokenizer.token_to_id(END_OF_DOCUMENT)
     assert end is not None
@@ -191,8 +193,8 @@ class ArrayWriter:
                 self._write_header()
 
     def _write_header(self) -> None:
-        described = {"descr": np.lib.format.dtype_to_descr(self._dtype), "fortran_order": False}
-        np.lib.format.write_array_header_1_0(self._stream, {**described, "shape": (self.length,)})
+        header = {"descr": np.lib.format.dtype_to_descr(self._dtype), "fortran_order": False}
+        np.lib.format.write_array_header_1_0(self._stream, {**header, "shape": (self.length,)})
 
 
 def batches(items: Iterable[_Item], size: Callable[[_Item], int] | None = None) -> Iterator[list[_Item]]:

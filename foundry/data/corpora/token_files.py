@@ -57,7 +57,7 @@ class _TokenFile:
     offset: int
     count: int
 
-    def cut(self, held_out: float) -> int:
+    def split_index(self, held_out: float) -> int:
         """Return the index of the first held-out token."""
         return round(self.count * (1 - held_out))
 
@@ -76,43 +76,51 @@ def token_files(settings: TokenFilesSettings, *, seed: int = 0) -> DataSplits:
         ConfigError: there are no files, a file has no tokens or a token outside vocab_size, or a source is too short.
     """
     seq_len, vocab_size, dtype, held_out = settings.seq_len, settings.vocab_size, settings.dtype, settings.held_out
-    chosen = None if settings.tokenizer is None else load_tokenizer(settings.tokenizer, vocab_size)
-    described = f"tokens {_FORMAT} {dtype.name} {held_out}"
-    found = find_corpus_files(settings, described=described, kinds=_KINDS)
-    train = [[_opened(file, dtype, PATH) for file in source] for source in found.train]
-    validation = [[_opened(file, dtype, VALIDATION_PATH) for file in source] for source in found.validation]
-    every = [file for source in (*train, *validation) for file in source]
-    indexed = [file.dtype.name if file.path.with_suffix(_INDEX).is_file() else "" for file in every]
+    tokenizer_and_end = None if settings.tokenizer is None else load_tokenizer(settings.tokenizer, vocab_size)
+    description = f"tokens {_FORMAT} {dtype.name} {held_out}"
+    corpus_files = find_corpus_files(settings, description=description, kinds=_KINDS)
+    train = [[_locate_tokens(file, dtype, PATH) for file in source] for source in corpus_files.train]
+    validation = [
+        [_locate_tokens(file, dtype, VALIDATION_PATH) for file in source] for source in corpus_files.validation
+    ]
+    files = [file for source in (*train, *validation) for file in source]
+    indexed = [file.dtype.name if file.path.with_suffix(_INDEX).is_file() else "" for file in files]
     if any(indexed):
-        found = found._replace(content=f"{found.content} {indexed}", fingerprint=f"{found.fingerprint} {indexed}")
-    name = hashlib.sha256(f"{found.content} {_FORMAT}".encode()).hexdigest()[:32]
-    folder = cached_folder(settings.cache_dir, name, partial(_look, every), what="token statistics")
-    _check_bounds(every, json.loads((folder / _FACTS).read_text()), vocab_size)
+        corpus_files = corpus_files._replace(
+            content=f"{corpus_files.content} {indexed}", fingerprint=f"{corpus_files.fingerprint} {indexed}"
+        )
+    name = hashlib.sha256(f"{corpus_files.content} {_FORMAT}".encode()).hexdigest()[:32]
+    folder = cached_folder(settings.cache_dir, name, partial(_write_facts, files), contents="token statistics")
+    _check_bounds(files, json.loads((folder / _FACTS).read_text()), vocab_size)
     share = 0.0 if validation else held_out
-    learnt = [[file.part(0, file.cut(share)) for file in source] for source in train]
-    kept = [[file.part(0 if validation else file.cut(share), file.count) for file in s] for s in validation or train]
+    train_parts = [[file.part(0, file.split_index(share)) for file in source] for source in train]
+    validation_parts = [
+        [file.part(0 if validation else file.split_index(share), file.count) for file in s] for s in validation or train
+    ]
     paths = listed_paths(settings.path)
-    _check_lengths("training", learnt, seq_len, paths)
-    _check_lengths("validation", [[part for source in kept for part in source]], seq_len, paths)
-    learnt_of, kept_of = ([SequencesOfFiles.of(parts, seq_len) for parts in sources] for sources in (learnt, kept))
-    sizes, mixed = [len(source) for source in learnt_of], describe_weights(settings.weights)
+    _check_lengths("training", train_parts, seq_len, paths)
+    _check_lengths("validation", [[part for source in validation_parts for part in source]], seq_len, paths)
+    train_sources, validation_sources = (
+        [SequencesOfFiles.of(parts, seq_len) for parts in sources] for sources in (train_parts, validation_parts)
+    )
+    sizes, mixed = [len(source) for source in train_sources], describe_weights(settings.weights)
     notes: dict[str, Any] = {
-        "train_tokens": sum(len(part) for source in learnt for part in source),
-        "validation_tokens": sum(len(part) for source in kept for part in source),
-        "dropped_train_tokens": sum(part.dropped_tokens for source in learnt_of for part in source.parts),
-        "dropped_validation_tokens": sum(part.dropped_tokens for source in kept_of for part in source.parts),
+        "train_tokens": sum(len(part) for source in train_parts for part in source),
+        "validation_tokens": sum(len(part) for source in validation_parts for part in source),
+        "dropped_train_tokens": sum(part.dropped_tokens for source in train_sources for part in source.parts),
+        "dropped_validation_tokens": sum(part.dropped_tokens for source in validation_sources for part in source.parts),
     }
     if len(train) > 1:
         notes["sources"] = describe_sources(paths, sizes, settings.weights)
     return DataSplits(
-        train=SequencesOfFiles([part for source in learnt_of for part in source.parts]),
-        validation=_evenly(kept_of),
-        fingerprint=f"{found.fingerprint}-{seq_len}{mixed}",
-        content=f"{found.content}-{seq_len}{mixed}",
+        train=SequencesOfFiles([part for source in train_sources for part in source.parts]),
+        validation=_evenly(validation_sources),
+        fingerprint=f"{corpus_files.fingerprint}-{seq_len}{mixed}",
+        content=f"{corpus_files.content}-{seq_len}{mixed}",
         mixture=mixture_of(sizes, settings.weights),
         tokens_per_sample=seq_len,
-        tokenizer=None if chosen is None else chosen[0],
-        stop_ids=() if chosen is None else (chosen[1],),
+        tokenizer=None if tokenizer_and_end is None else tokenizer_and_end[0],
+        stop_ids=() if tokenizer_and_end is None else (tokenizer_and_end[1],),
         notes=notes,
     )
 
@@ -125,22 +133,26 @@ def _check_lengths(split: str, sources: Sequence[Sequence[NDArray[Any]]], seq_le
     """
     for source, path in zip(sources, paths, strict=False):
         if (longest := max(map(len, source))) <= seq_len:
-            where = f" of {path}" if len(sources) > 1 else ""
-            message = f"is {seq_len} but no file{where} has more {split} tokens than that; the longest has {longest}"
+            source_text = f" of {path}" if len(sources) > 1 else ""
+            message = (
+                f"is {seq_len} but no file{source_text} has more {split} tokens than that; the longest has {longest}"
+            )
             raise ConfigError(Violation("data.seq_len", f"{message}; lower it, or give longer files"))
 
 
 def _evenly(sources: Sequence[SequencesOfFiles]) -> Dataset:
     """Return the samples of all sources, evenly interleaved."""
-    joined = SequencesOfFiles([part for source in sources for part in source.parts])
+    sequences = SequencesOfFiles([part for source in sources for part in source.parts])
     if len(sources) == 1:
-        return joined
+        return sequences
     ends = np.cumsum([len(source) for source in sources]).tolist()
     ranges = [range(end - len(source), end) for source, end in zip(sources, ends, strict=True)]
-    return Reordered(joined, np.fromiter(interleaved(ranges, [len(one) for one in ranges]), np.int64, len(joined)))
+    return Reordered(
+        sequences, np.fromiter(interleaved(ranges, [len(indices) for indices in ranges]), np.int64, len(sequences))
+    )
 
 
-def _opened(file: Path, dtype: TokenDtype, key: str) -> _TokenFile:
+def _locate_tokens(file: Path, dtype: TokenDtype, key: str) -> _TokenFile:
     """Locate the tokens in a file.
 
     Raises:
@@ -172,10 +184,10 @@ def _from_bin(file: Path, dtype: np.dtype[Any]) -> _TokenFile:
     with file.open("rb") as stream:
         head = np.frombuffer(stream.read(12).ljust(12, b"\0"), np.dtype("<i4"))
     if head[0] == _MAGIC:
-        count, own = int(head[2]), np.dtype(np.uint16)
-        if size != 4 * _HEADER_NUMBERS + count * own.itemsize:
+        count, token_dtype = int(head[2]), np.dtype(np.uint16)
+        if size != 4 * _HEADER_NUMBERS + count * token_dtype.itemsize:
             raise ValueError(f"has a header with {count} tokens, but a size that does not match")
-        return _TokenFile(file, own, 4 * _HEADER_NUMBERS, count)
+        return _TokenFile(file, token_dtype, 4 * _HEADER_NUMBERS, count)
     if size == 0 or size % dtype.itemsize:
         raise ValueError(f"has {size} bytes, which is not a positive multiple of the size of {dtype} (data.dtype)")
     return _TokenFile(file, dtype, 0, size // dtype.itemsize)
@@ -197,10 +209,10 @@ def _from_indexed(file: Path, index: Path, size: int) -> _TokenFile:
     return _TokenFile(file, dtype, 0, count)
 
 
-def _look(files: Sequence[_TokenFile], folder: Path) -> tuple[str, ...]:
+def _write_facts(files: Sequence[_TokenFile], folder: Path) -> tuple[str, ...]:
     """Write the smallest and the largest token id of each file, and return the names of the written files."""
     bounds = [[(int(part.min()), int(part.max())) for part in _parts(file)] or [(0, 0)] for file in files]
-    facts = [[min(low for low, _ in found), max(high for _, high in found)] for found in bounds]
+    facts = [[min(low for low, _ in pairs), max(high for _, high in pairs)] for pairs in bounds]
     (folder / _FACTS).write_text(json.dumps(facts))
     return (_FACTS,)
 

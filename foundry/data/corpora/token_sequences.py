@@ -77,18 +77,18 @@ class SequencesOfFiles(BatchDataset):
         Raises:
             IndexError: an index is out of range.
         """
-        wanted = np.asarray(indices, dtype=np.int64)
-        if len(wanted) and (wanted.min() < 0 or wanted.max() >= len(self)):
-            raise IndexError(f"samples {wanted.min()} to {wanted.max()} of a dataset of {len(self)}")
-        of_part = np.searchsorted(self._ends, wanted, side="right")
-        within = wanted - np.concatenate([[0], self._ends])[of_part]
-        empty = torch.empty(len(wanted), self.parts[0].seq_len, dtype=torch.int64)
-        found = {"tokens": empty, "targets": empty.clone()}
-        for part in np.unique(of_part).tolist():
-            rows = np.flatnonzero(of_part == part)
-            for name, value in self.parts[part].batch(within[rows].tolist()).items():
-                found[name][torch.from_numpy(rows)] = value
-        return found
+        samples = np.asarray(indices, dtype=np.int64)
+        if len(samples) and (samples.min() < 0 or samples.max() >= len(self)):
+            raise IndexError(f"samples {samples.min()} to {samples.max()} of a dataset of {len(self)}")
+        part_indices = np.searchsorted(self._ends, samples, side="right")
+        offsets = samples - np.concatenate([[0], self._ends])[part_indices]
+        empty = torch.empty(len(samples), self.parts[0].seq_len, dtype=torch.int64)
+        batch = {"tokens": empty, "targets": empty.clone()}
+        for part in np.unique(part_indices).tolist():
+            rows = np.flatnonzero(part_indices == part)
+            for name, value in self.parts[part].batch(offsets[rows].tolist()).items():
+                batch[name][torch.from_numpy(rows)] = value
+        return batch
 
 
 class Reordered(BatchDataset):

@@ -23,7 +23,7 @@ _DECLARATIONS = (
     ("config.json", "eos_token_id"),
 )
 _KEY = "data.tokenizer"
-_MOST_IDS = 2**32
+_MAX_IDS = 2**32
 """Number of possible ids: the tokenizers library uses unsigned 32-bit integers."""
 
 
@@ -67,12 +67,12 @@ def load_tokenizer(path: str, vocab_size: int) -> tuple[Tokenizer, int]:
             f"{path!r} has no tokenizer.json; give the file or its folder, as AutoTokenizer.save_pretrained writes it"
         )
         raise ConfigError(Violation(_KEY, message))
-    declared = _declared_end(file.parent) if file.name == "tokenizer.json" else None
+    declared_end = _declared_end(file.parent) if file.name == "tokenizer.json" else None
     with ForeignData(partial(_refuse_file, file)):
         tokenizer = parse_tokenizer(file.read_text(encoding="utf-8"))
-        if declared is None and usual_end(tokenizer) is None:
+        if declared_end is None and find_end_token(tokenizer) is None:
             tokenizer.add_special_tokens([END_OF_DOCUMENT])
-        end = usual_end(tokenizer) if declared is None else _resolve_id(tokenizer, declared, file.parent)
+        end = find_end_token(tokenizer) if declared_end is None else _resolve_id(tokenizer, declared_end, file.parent)
     assert end is not None
     _check_entries(tokenizer, vocab_size, path, config_value(file.parent / "config.json", "vocab_size"))
     return tokenizer, end
@@ -144,11 +144,11 @@ def check_same(tokenizer: Tokenizer, weights: Path, key: str | None = None) -> N
     if not (file := run_of(weights) / TOKENIZER).is_file():
         return
     with ForeignData(partial(_refuse_file, file)):
-        own = parse_tokenizer(read_text(in_hub_cache(file)))
-    if _content(own) == _content(tokenizer):
+        base_tokenizer = parse_tokenizer(read_text(in_hub_cache(file)))
+    if _content(base_tokenizer) == _content(tokenizer):
         return
-    own.add_special_tokens([END_OF_DOCUMENT])  # `load_tokenizer` adds it if there is no end token
-    if _content(own) != _content(tokenizer):
+    base_tokenizer.add_special_tokens([END_OF_DOCUMENT])  # `load_tokenizer` adds it if there is no end token
+    if _content(base_tokenizer) != _content(tokenizer):
         if key is not None:
             message = (
                 f"is {weights}, trained with another tokenizer than the run's; give a model with the same tokenizer"
@@ -166,7 +166,7 @@ def _content(tokenizer: Tokenizer) -> dict[str, Any]:
     return {name: value for name, value in content.items() if name not in ("truncation", "padding", "post_processor")}
 
 
-def usual_end(tokenizer: Tokenizer) -> int | None:
+def find_end_token(tokenizer: Tokenizer) -> int | None:
     """Return the first end-of-document token with a common name, or None."""
     ids = (tokenizer.token_to_id(token) for token in _END_TOKENS)
     return next((token for token in ids if token is not None), None)
@@ -207,21 +207,21 @@ def _resolve_id(tokenizer: Tokenizer, end: str | int, folder: Path) -> int:
     if isinstance(end, str):
         token = tokenizer.token_to_id(end)
     else:
-        token = end if 0 <= end < _MOST_IDS and tokenizer.id_to_token(end) is not None else None
+        token = end if 0 <= end < _MAX_IDS and tokenizer.id_to_token(end) is not None else None
     if token is None:
         message = f"is {folder}, which declares the end-of-sequence token {end!r}, but its tokenizer.json lacks it"
         raise ConfigError(Violation(_KEY, message))
     return token
 
 
-def _check_entries(tokenizer: Tokenizer, vocab_size: int, path: str, known: Any) -> None:
+def _check_entries(tokenizer: Tokenizer, vocab_size: int, path: str, model_vocab_size: Any) -> None:
     entries = count_ids(tokenizer)
     count = f"{entries} entries"
     if entries > tokenizer.get_vocab_size():
         count += f" ({tokenizer.get_vocab_size()} tokens with ids up to {entries - 1})"
-    if isinstance(known, int) and entries > known:
+    if isinstance(model_vocab_size, int) and entries > model_vocab_size:
         message = (
-            f"{path!r} has a tokenizer of {count} but a model of {known}; resize the model with "
+            f"{path!r} has a tokenizer of {count} but a model of {model_vocab_size}; resize the model with "
             f"transformers' resize_token_embeddings({entries}), or choose another data.tokenizer"
         )
         raise ConfigError(Violation(_KEY, message))

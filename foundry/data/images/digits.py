@@ -47,9 +47,9 @@ def digits(settings: DigitsSettings, *, seed: int = 0) -> DataSplits:
         ConfigError: the configured sizes differ from those of the images, or held_out leaves a split without a class.
     """
     pixels, classes = load_digits(return_X_y=True)
-    for key, own in {"image_size": 8, "num_channels": 1, "num_classes": 10}.items():
-        if (value := getattr(settings, key)) != own:
-            raise ConfigError(Violation(f"data.{key}", f"is {value} but the digits have {own}; leave it out"))
+    for key, expected in {"image_size": 8, "num_channels": 1, "num_classes": 10}.items():
+        if (value := getattr(settings, key)) != expected:
+            raise ConfigError(Violation(f"data.{key}", f"is {value} but the digits have {expected}; leave it out"))
     images = torch.from_numpy((pixels / 8.0 - 1.0).astype(np.float32)).reshape(-1, 1, 8, 8)
     labels = torch.from_numpy(classes.astype(np.int64))
     is_held_out = torch.from_numpy(stratified_split(classes, settings.held_out))
@@ -79,7 +79,7 @@ def stratified_split(
     """
     keys = [b"%d" % index for index in range(len(classes))] if keys is None else keys
     hashes = np.array([hashlib.blake2b(key, digest_size=8).hexdigest() for key in keys])
-    chosen = np.zeros(len(classes), dtype=bool)
+    is_validation = np.zeros(len(classes), dtype=bool)
     for label in np.unique(classes):
         members = np.flatnonzero(classes == label)
         count = round(held_out * len(members))
@@ -91,8 +91,8 @@ def stratified_split(
                     "both sides need at least one",
                 )
             )
-        chosen[members[np.argsort(hashes[members])[:count]]] = True
-    return chosen
+        is_validation[members[np.argsort(hashes[members])[:count]]] = True
+    return is_validation
 
 
 def _fingerprint(images: Tensor, labels: Tensor, is_held_out: Tensor) -> str:

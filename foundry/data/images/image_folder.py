@@ -30,7 +30,7 @@ _FORMAT = 1
 _IMAGES = "images.npy"
 _AT_A_TIME = 256
 _SECONDS_BETWEEN_LINES = 10.0
-_MOST_NAMES = 64
+_MAX_NAMES = 64
 log = logging.getLogger(__name__)
 
 
@@ -41,32 +41,32 @@ class Shifted(WrappedDataset):
     so it does not depend on ranks, microbatches or interruptions.
     """
 
-    def __init__(self, pictures: Dataset, *, most: int, seed: int) -> None:
+    def __init__(self, pictures: Dataset, *, max_shift: int, seed: int) -> None:
         """Wrap a dataset of images.
 
         Args:
             pictures: the images.
-            most: maximum shift in pixels in each direction; border pixels are replicated.
+            max_shift: maximum shift in pixels in each direction; border pixels are replicated.
             seed: seed of the run.
         """
         super().__init__(pictures)
-        self._most = most
+        self._max_shift = max_shift
         self._key = int.from_bytes(hashlib.sha256(f"random_crop {seed}".encode()).digest()[:16], "little")
 
     def batch_at(self, indices: Sequence[int], positions: Sequence[int]) -> dict[str, Tensor]:
         """Return the batch with each image shifted by the amount for its position."""
-        found = super().batch_at(indices, positions)
-        size = found["images"].shape[-1]
-        wide = torch.nn.functional.pad(found["images"], (self._most,) * 4, mode="replicate")
+        batch = super().batch_at(indices, positions)
+        size = batch["images"].shape[-1]
+        padded = torch.nn.functional.pad(batch["images"], (self._max_shift,) * 4, mode="replicate")
         for row, (down, right) in enumerate(self._shifts(positions)):
-            found["images"][row] = wide[row, :, down : down + size, right : right + size]
-        return found
+            batch["images"][row] = padded[row, :, down : down + size, right : right + size]
+        return batch
 
     def _shifts(self, positions: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Yield the crop offsets (down, right) in the padded image at each position, each from 0 to twice `most`."""
+        """Yield the crop offsets (down, right) in the padded image at each position, from 0 to twice `max_shift`."""
         for position in positions:
             generator = np.random.Generator(np.random.Philox(key=self._key, counter=[0, position, 0, 0]))
-            down, right = generator.integers(2 * self._most + 1, size=2).tolist()
+            down, right = generator.integers(2 * self._max_shift + 1, size=2).tolist()
             yield down, right
 
 
@@ -118,17 +118,17 @@ def image_folder(settings: ImageFolderSettings, *, seed: int = 0) -> DataSplits:
     size, channels, fit = settings.image_size, settings.num_channels, settings.fit
     folders = class_folders(path)
     if settings.num_classes != len(folders):
-        has = f"{path} has {counted(len(folders), 'folder')}"
-        raise ConfigError(Violation("data.num_classes", f"is {settings.num_classes} but {has}; leave it out"))
+        reason = f"{path} has {counted(len(folders), 'folder')}"
+        raise ConfigError(Violation("data.num_classes", f"is {settings.num_classes} but {reason}; leave it out"))
     root, files, labels, ignored = Path(path).expanduser(), list[Path](), list[int](), 0
     for label, folder in enumerate(folders):
-        found, others = _pictures_in(folder)
-        if not found:
+        pictures, num_others = _pictures_in(folder)
+        if not pictures:
             message = f"has no image in {shown(str(folder))} ({', '.join(SUFFIXES)})"
             raise ConfigError(Violation("data.path", message))
-        files += found
-        labels += [label] * len(found)
-        ignored += others
+        files += pictures
+        labels += [label] * len(pictures)
+        ignored += num_others
     if ignored:
         kind = "file" if ignored == 1 else "files"
         log.warning("skipped %d %s in %s without a suffix of an image (%s)", ignored, kind, path, ", ".join(SUFFIXES))
@@ -138,12 +138,12 @@ def image_folder(settings: ImageFolderSettings, *, seed: int = 0) -> DataSplits:
     except OSError as error:
         message = f"has {shown(str(error.filename))}, which cannot be read: {error.strerror}"
         raise ConfigError(Violation("data.path", message)) from None
-    described = f"image_folder {_FORMAT} {size} {channels} {fit.name}"
-    content = hashlib.sha256(f"{described} {digests.hex()}".encode()).hexdigest()[:32]
+    description = f"image_folder {_FORMAT} {size} {channels} {fit.name}"
+    content = hashlib.sha256(f"{description} {digests.hex()}".encode()).hexdigest()[:32]
     shape = (len(files), channels, size, size)
     fill = partial(_fill, files, shape, partial(read_picture, size=size, channels=channels, fit=fit))
-    kept = cached_folder(cache_dir, content, fill, what="images")
-    images = np.load(kept / _IMAGES, mmap_mode="r", allow_pickle=False)
+    cached = cached_folder(cache_dir, content, fill, contents="images")
+    images = np.load(cached / _IMAGES, mmap_mode="r", allow_pickle=False)
     classes = np.array(labels, dtype=np.int64)
     is_held_out = stratified_split(
         classes, settings.held_out, [name.encode(errors="surrogateescape") for name in names]
@@ -153,34 +153,34 @@ def image_folder(settings: ImageFolderSettings, *, seed: int = 0) -> DataSplits:
     split = hashlib.sha256(f"{content} {class_names} {labels} {settings.mirror}".encode(errors="surrogateescape"))
     split.update(f" {random_crop}".encode() if random_crop else b"")
     split.update(is_held_out.tobytes())
-    learnt = Pictures(images, classes, train, mirror=settings.mirror)
+    train_pictures = Pictures(images, classes, train, mirror=settings.mirror)
     return DataSplits(
-        train=Shifted(learnt, most=random_crop, seed=seed) if random_crop else learnt,
+        train=Shifted(train_pictures, max_shift=random_crop, seed=seed) if random_crop else train_pictures,
         validation=Pictures(images, classes, validation, mirror=False),
         fingerprint=split.hexdigest()[:32],
         class_names=class_names,
         notes={
             "train_images": len(train),
             "validation_images": len(validation),
-            "classes": listed([shown(name) for name in class_names], _MOST_NAMES),
-            "pictures": str(kept),
+            "classes": listed([shown(name) for name in class_names], _MAX_NAMES),
+            "pictures": str(cached),
         },
     )
 
 
 def _pictures_in(folder: Path) -> tuple[list[Path], int]:
     """Return the image files below a folder, sorted, and the number of other files, without hidden ones."""
-    found, others = list[Path](), 0
-    for parent, inside, names in os.walk(folder, followlinks=True):
-        inside[:] = [name for name in inside if not name.startswith(".")]
+    pictures, num_others = list[Path](), 0
+    for parent, subfolders, names in os.walk(folder, followlinks=True):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
         for name in names:
             if name.startswith("."):
                 continue
             if Path(name).suffix.lower() in SUFFIXES:
-                found.append(Path(parent, name))
+                pictures.append(Path(parent, name))
             else:
-                others += 1
-    return sorted(found), others
+                num_others += 1
+    return sorted(pictures), num_others
 
 
 def _fill(
@@ -188,20 +188,20 @@ def _fill(
 ) -> tuple[str, ...]:
     """Decode all images into one array in the folder, and return the names of the written files."""
     images = np.lib.format.open_memmap(folder / _IMAGES, mode="w+", dtype=np.uint8, shape=shape)
-    began = told = time.monotonic()
+    start_time = last_log_time = time.monotonic()
     with ThreadPoolExecutor(min(32, os.cpu_count() or 1)) as pool:  # Pillow releases the GIL while it decodes
-        for start, some in _in_parts(files):
-            for index, picture in enumerate(pool.map(partial(_read, read), some), start=start):
+        for start, chunk in _chunks(files):
+            for index, picture in enumerate(pool.map(partial(_read, read), chunk), start=start):
                 images[index] = picture
-            if (now := time.monotonic()) - told > _SECONDS_BETWEEN_LINES:
-                told = now
-                log.info("decoded %d of %d images", start + len(some), len(files))
+            if (now := time.monotonic()) - last_log_time > _SECONDS_BETWEEN_LINES:
+                last_log_time = now
+                log.info("decoded %d of %d images", start + len(chunk), len(files))
     images.flush()
-    log.info("decoded %d images in %.1f s", len(files), time.monotonic() - began)
+    log.info("decoded %d images in %.1f s", len(files), time.monotonic() - start_time)
     return (_IMAGES,)
 
 
-def _in_parts(files: Sequence[Path]) -> Iterator[tuple[int, Sequence[Path]]]:
+def _chunks(files: Sequence[Path]) -> Iterator[tuple[int, Sequence[Path]]]:
     for start in range(0, len(files), _AT_A_TIME):
         yield start, files[start : start + _AT_A_TIME]
 

@@ -17,7 +17,7 @@ from foundry.run_dir.files import UnsafeFileError, require_regular
 _FORMATS = ("PNG", "JPEG", "WEBP")
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
 """File name suffixes of images, in lower case."""
-_MOST_PIXELS = 2**28
+_MAX_PIXELS = 2**28
 
 Pixels = NDArray[np.uint8]
 """Image, (height, width, 3) uint8, RGB."""
@@ -71,16 +71,16 @@ def read_picture(file: Path, *, size: int, channels: int, fit: PictureFit) -> Pi
     from PIL import Image, ImageOps
 
     try:
-        with require_regular(file).open("rb") as stream, Image.open(stream, formats=_FORMATS) as opened:
-            if opened.width * opened.height > _MOST_PIXELS:
-                raise ValueError(f"has {opened.width} by {opened.height} pixels, which is too many")
-            opened.draft("RGB", (size, size))  # decodes a JPEG at 1/2, 1/4 or 1/8 scale if that is large enough
-            picture = ImageOps.exif_transpose(opened)
+        with require_regular(file).open("rb") as stream, Image.open(stream, formats=_FORMATS) as image:
+            if image.width * image.height > _MAX_PIXELS:
+                raise ValueError(f"has {image.width} by {image.height} pixels, which is too many")
+            image.draft("RGB", (size, size))  # decodes a JPEG at 1/2, 1/4 or 1/8 scale if that is large enough
+            picture = ImageOps.exif_transpose(image)
             if picture.mode.startswith("I"):  # 16-bit grayscale, which Pillow would clip at 255
                 picture = Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
             if picture.has_transparency_data:
-                drawn = picture.convert("RGBA")
-                picture = Image.alpha_composite(Image.new("RGBA", drawn.size, "white"), drawn)
+                rgba = picture.convert("RGBA")
+                picture = Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba)
             picture = picture.convert("RGB" if channels == 3 else "L")
     except OSError as error:
         if error.strerror is not None:  # of the system, not of Pillow

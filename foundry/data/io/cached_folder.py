@@ -32,7 +32,9 @@ _ABANDONED_SECONDS = 7 * 24 * 3600.0
 log = logging.getLogger(__name__)
 
 
-def cached_folder(cache_dir: str, name: str, fill: Callable[[Path], tuple[str, ...]], *, what: str = "tokens") -> Path:
+def cached_folder(
+    cache_dir: str, name: str, fill: Callable[[Path], tuple[str, ...]], *, contents: str = "tokens"
+) -> Path:
     """Return a folder of the cache, and create it if it is missing or damaged.
 
     Creation is atomic and durable. If several processes call this at once, one creates the folder and the others wait.
@@ -41,7 +43,7 @@ def cached_folder(cache_dir: str, name: str, fill: Callable[[Path], tuple[str, .
         cache_dir: parent folder of the cache.
         name: name of the folder, a hash of everything on which its content depends: 32 hexadecimal digits.
         fill: writes the files into the given folder, and returns their names.
-        what: the content of the folder, for messages.
+        contents: the content of the folder, for messages.
 
     Raises:
         ConfigError: the cache cannot be written, or `fill` raises an OSError about another file. Its other exceptions
@@ -50,23 +52,23 @@ def cached_folder(cache_dir: str, name: str, fill: Callable[[Path], tuple[str, .
     folder = Path(cache_dir).expanduser().resolve() / name
     try:
         if (damage := find_damage(folder)) is not None:
-            _give_way()
+            _yield_to_rank_0()
             folder.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(folder.with_suffix(".lock"), mode=0o666):
                 if (damage := find_damage(folder)) is not None:
                     if damage:
-                        log.warning("%s: %s; creating the %s again", folder, damage, what)
-                    _make(folder, fill, what)
+                        log.warning("%s: %s; creating the %s again", folder, damage, contents)
+                    _make(folder, fill, contents)
     except (OSError, NotImplementedError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         message = (
-            f"is {cache_dir}, which cannot store the {what}: {reason}; set another folder, here or in FOUNDRY_CACHE"
+            f"is {cache_dir}, which cannot store the {contents}: {reason}; set another folder, here or in FOUNDRY_CACHE"
         )
         raise ConfigError(Violation("data.cache_dir", message)) from error
     return folder
 
 
-def _give_way() -> None:
+def _yield_to_rank_0() -> None:
     """Delay ranks other than 0, so that rank 0, which shows progress in terminal and log, creates the folder."""
     from torch import distributed
 
@@ -74,7 +76,7 @@ def _give_way() -> None:
         time.sleep(_HEAD_START_SECONDS)
 
 
-def _make(folder: Path, fill: Callable[[Path], tuple[str, ...]], what: str) -> None:
+def _make(folder: Path, fill: Callable[[Path], tuple[str, ...]], contents: str) -> None:
     """Create the folder; the caller holds the lock.
 
     Raises:
@@ -83,16 +85,16 @@ def _make(folder: Path, fill: Callable[[Path], tuple[str, ...]], what: str) -> N
     """
     sweep_temporaries(folder.parent)
     temporary = temporary_for(folder)
-    with ExitStack() as held:
-        held.callback(shutil.rmtree, temporary, ignore_errors=True)
-        lock(temporary, held)  # marks the folder as in use for `sweep_temporaries`
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, temporary, ignore_errors=True)
+        lock(temporary, stack)  # marks the folder as in use for `sweep_temporaries`
         try:
             names = fill(temporary)
         except OSError as error:
             if _is_about(folder.parent, error):
                 raise
             source = "" if error.filename is None else f"{error.filename}: "
-            message = f"the {what} cannot be created: {source}{error.strerror or error}; check the source of the data"
+            message = f"the {contents} cannot be created: {source}{error.strerror or error}; check the source of the data"
             raise ConfigError(Violation("data", message)) from error
         seal(temporary, names)
         temporary.chmod(0o755)
@@ -155,9 +157,9 @@ def publish(temporary: Path, folder: Path) -> None:
     Processes that have files of the damaged folder open can continue to read them.
     """
     if folder.is_dir() and find_damage(folder):
-        damaged = temporary.with_name(f"{temporary.name}.damaged")
-        folder.rename(damaged)
-        shutil.rmtree(damaged, ignore_errors=True)
+        damaged_folder = temporary.with_name(f"{temporary.name}.damaged")
+        folder.rename(damaged_folder)
+        shutil.rmtree(damaged_folder, ignore_errors=True)
     try:
         temporary.rename(folder)
     except OSError as error:
@@ -176,12 +178,12 @@ def sweep_temporaries(parent: Path) -> None:
     for temporary in parent.iterdir():
         if not _TEMPORARY.fullmatch(temporary.name) or temporary.is_symlink():
             continue
-        held = is_held(temporary)
-        if held is False or (held is None and time.time() - _last_written(temporary) > _ABANDONED_SECONDS):
+        is_locked = is_held(temporary)
+        if is_locked is False or (is_locked is None and time.time() - _last_write_time(temporary) > _ABANDONED_SECONDS):
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _last_written(folder: Path) -> float:
+def _last_write_time(folder: Path) -> float:
     try:
         return max(path.lstat().st_mtime for path in (folder, *folder.iterdir()))
     except OSError:  # the folder is being published or removed
@@ -190,8 +192,8 @@ def _last_written(folder: Path) -> float:
 
 def _is_stamped(folder: Path, stamp: dict[str, Any]) -> bool:
     try:
-        found = json.loads(read_text(folder / _VERIFIED))
-        return bool(found["files"] == stamp and 0 <= time.time() - found["time"] < _STAMP_SECONDS)
+        record = json.loads(read_text(folder / _VERIFIED))
+        return bool(record["files"] == stamp and 0 <= time.time() - record["time"] < _STAMP_SECONDS)
     except (OSError, ValueError, KeyError, TypeError):
         return False
 

@@ -17,7 +17,7 @@ _LARGE_BYTES = 2**26
 _SETTLED_NS = 2 * 10**9
 """Minimum age of a change before a hash is cached: a newer file may change again with the same timestamp."""
 
-_Known = dict[str, tuple[list[int], str]]
+_Digests = dict[str, tuple[list[int], str]]
 """Stamp of the file status (see `_stamp`) and SHA-256 in hexadecimal, by path."""
 
 
@@ -39,48 +39,48 @@ def file_digests(files: Sequence[Path], cache_dir: str | None = None) -> list[by
         return [bytes.fromhex(_hash(file)) for file in files]
     paths = [os.path.realpath(file) for file in files]
     name = hashlib.sha256("\0".join(paths).encode(errors="surrogateescape")).hexdigest()[:32]
-    kept = Path(cache_dir).expanduser().resolve() / f"{name}.digests.json"
+    cache_file = Path(cache_dir).expanduser().resolve() / f"{name}.digests.json"
     stamps = [_stamp(status) for status in stats]
-    known = _read(kept)
-    if not _knows_all(known, paths, stamps):
+    digests = _read(cache_file)
+    if not _has_all(digests, paths, stamps):
         try:
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(kept.with_suffix(".lock"), mode=0o666)
+            cache_file.parent.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(cache_file.with_suffix(".lock"), mode=0o666)
             lock.acquire()
         except (OSError, NotImplementedError):  # not reported here: writing the tokens reports it
             return [bytes.fromhex(_hash(file)) for file in files]
         with lock:
-            known = _read(kept)
-            if not _knows_all(known, paths, stamps):
-                known = {path: (stamp, _hash(file)) for path, stamp, file in zip(paths, stamps, files, strict=True)}
-                _keep(kept, known)
-    return [bytes.fromhex(known[path][1]) for path in paths]
+            digests = _read(cache_file)
+            if not _has_all(digests, paths, stamps):
+                digests = {path: (stamp, _hash(file)) for path, stamp, file in zip(paths, stamps, files, strict=True)}
+                _save(cache_file, digests)
+    return [bytes.fromhex(digests[path][1]) for path in paths]
 
 
-def _knows_all(known: _Known, paths: Sequence[str], stamps: Sequence[list[int]]) -> bool:
-    return all(path in known and known[path][0] == stamp for path, stamp in zip(paths, stamps, strict=True))
+def _has_all(digests: _Digests, paths: Sequence[str], stamps: Sequence[list[int]]) -> bool:
+    return all(path in digests and digests[path][0] == stamp for path, stamp in zip(paths, stamps, strict=True))
 
 
 def _stamp(status: os.stat_result) -> list[int]:
     return [status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
 
-def _keep(file: Path, known: _Known) -> None:
+def _save(file: Path, digests: _Digests) -> None:
     """Save the hashes, unless a file has changed while it was read or was changed too recently."""
-    before = time.time_ns() - _SETTLED_NS
-    for path, (stamp, _) in known.items():
-        if _stamp(Path(path).stat()) != stamp or stamp[-1] > before:
+    newest_allowed = time.time_ns() - _SETTLED_NS
+    for path, (stamp, _) in digests.items():
+        if _stamp(Path(path).stat()) != stamp or stamp[-1] > newest_allowed:
             return
     try:
-        write_atomically(file, json.dumps(known))
+        write_atomically(file, json.dumps(digests))
     except OSError:  # not reported here: writing the tokens reports it
         return
 
 
-def _read(file: Path) -> _Known:
+def _read(file: Path) -> _Digests:
     try:
-        known = json.loads(read_text(file))
-        return {path: (list(stamp), bytes.fromhex(digest).hex()) for path, (stamp, digest) in known.items()}
+        digests = json.loads(read_text(file))
+        return {path: (list(stamp), bytes.fromhex(digest).hex()) for path, (stamp, digest) in digests.items()}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
 

@@ -26,7 +26,7 @@ TEXTS: Mapping[str, str] = {".txt": "text", ".md": "text", **ROWS}
 """File kind by suffix, for files with text."""
 TABLES = ("parquet", "arrow", "csv")
 """Kinds with a schema, whose columns are known before the rows are read."""
-OF_SAVE_TO_DISK = ("dataset_info.json", "state.json", "dataset_dict.json")
+SAVE_TO_DISK_FILES = ("dataset_info.json", "state.json", "dataset_dict.json")
 """Metadata files that `save_to_disk` of the datasets library writes next to .arrow files."""
 
 _COMPRESSED = (".gz", ".zst")
@@ -41,7 +41,7 @@ def suffix_of(file: Path) -> str:
     return inner if file.suffix in _COMPRESSED and inner not in _SELF_COMPRESSED else file.suffix
 
 
-def listed_suffixes(kinds: Mapping[str, str]) -> str:
+def list_suffixes(kinds: Mapping[str, str]) -> str:
     """Return the suffixes as text, for a message."""
     return ", ".join(kinds)
 
@@ -69,11 +69,11 @@ class Utf8:
     Attributes:
         errors: Python's name of the policy: `strict` rejects invalid bytes, `replace` replaces them by U+FFFD and warns
             once per file.
-        told: files with a logged warning.
+        warned_files: files with a logged warning.
     """
 
     errors: str = "strict"
-    told: set[Path] = field(default_factory=set)
+    warned_files: set[Path] = field(default_factory=set)
 
     @property
     def is_strict(self) -> bool:
@@ -96,13 +96,13 @@ class Utf8:
         except UnicodeDecodeError:
             if self.is_strict:
                 raise
-            self.tell(file, place)
+            self.warn(file, place)
             return data.decode(errors=self.errors)
 
-    def tell(self, file: Path, place: str) -> None:
+    def warn(self, file: Path, place: str) -> None:
         """Log a warning, once per file, that invalid bytes are replaced."""
-        if file not in self.told:
-            self.told.add(file)
+        if file not in self.warned_files:
+            self.warned_files.add(file)
             log.warning(
                 "%s: %s is not valid UTF-8; invalid bytes are replaced by U+FFFD (data.encoding_errors)", file, place
             )
@@ -129,10 +129,10 @@ def column_values(column: Any, utf8: Utf8, file: Path, first: int) -> list[Any]:
         return list(column.to_pylist())
     except UnicodeDecodeError:
         rows = f"rows {first} to {first + len(column) - 1}"
-        plain = column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
-        if utf8.is_strict or not _is_text(plain.type):
+        decoded = column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
+        if utf8.is_strict or not _is_text(decoded.type):
             raise ValueError(f"{rows} hold text that is not valid UTF-8") from None
-        values = plain.cast(pa.large_binary()).to_pylist()
+        values = decoded.cast(pa.large_binary()).to_pylist()
         return [
             None if value is None else utf8.decode(value, file, f"row {number}")
             for number, value in enumerate(values, first)
@@ -171,7 +171,7 @@ class Table:
 
 
 @contextmanager
-def opened_table(file: Path, utf8: Utf8 = STRICT) -> Iterator[Table]:
+def open_table(file: Path, utf8: Utf8 = STRICT) -> Iterator[Table]:
     """Open a file of one of the kinds in `TABLES`; CSV columns are read as text.
 
     Args:
@@ -198,13 +198,13 @@ def opened_table(file: Path, utf8: Utf8 = STRICT) -> Iterator[Table]:
                 except pa.ArrowInvalid:  # the datasets library writes streams, which have no footer
                     mapped.seek(0)
                     reader = batches = pa.ipc.open_stream(mapped)
-                yield Table(reader.schema, lambda names: (_validated(batch.select(names), utf8) for batch in batches))
+                yield Table(reader.schema, lambda names: (_validate(batch.select(names), utf8) for batch in batches))
         case _:
-            with _opened_csv(file, utf8) as reader:
+            with _open_csv(file, utf8) as reader:
                 yield Table(reader.schema, lambda names: (batch.select(names) for batch in reader))
 
 
-def _validated(batch: Any, utf8: Utf8) -> Any:
+def _validate(batch: Any, utf8: Utf8) -> Any:
     """Validate a memory-mapped batch, so that no offset in it points outside the file, and return it."""
     import pyarrow as pa
 
@@ -215,7 +215,7 @@ def _validated(batch: Any, utf8: Utf8) -> Any:
     return batch
 
 
-class _Replaced(io.RawIOBase):
+class _ReplacingStream(io.RawIOBase):
     """Stream that replaces the invalid UTF-8 of another stream."""
 
     def __init__(self, stream: io.BufferedReader, utf8: Utf8, file: Path) -> None:
@@ -229,7 +229,7 @@ class _Replaced(io.RawIOBase):
         while not self._rest and (data := self._stream.readline()):
             self._rest = self._decoder.decode(data).encode()
             if self._rest != data:
-                self._utf8.tell(self._file, f"line {self._line}")
+                self._utf8.warn(self._file, f"line {self._line}")
             self._line += 1
         self._rest = self._rest or self._decoder.decode(b"", final=True).encode()
         size = min(len(buffer), len(self._rest))
@@ -238,27 +238,30 @@ class _Replaced(io.RawIOBase):
 
 
 @contextmanager
-def _opened_csv(file: Path, utf8: Utf8) -> Iterator[Any]:
+def _open_csv(file: Path, utf8: Utf8) -> Iterator[Any]:
     import pyarrow as pa
     from pyarrow import csv
 
-    serial = csv.ReadOptions(use_threads=False)  # with threads, errors of pyarrow do not name the row
-    parsing = csv.ParseOptions(delimiter="\t" if suffix_of(file) == ".tsv" else ",", newlines_in_values=True)
+    read_options = csv.ReadOptions(use_threads=False)  # with threads, errors of pyarrow do not name the row
+    parse_options = csv.ParseOptions(delimiter="\t" if suffix_of(file) == ".tsv" else ",", newlines_in_values=True)
     with (
-        _opened_text(file, utf8) as stream,
-        csv.open_csv(pa.PythonFile(stream, mode="r"), read_options=serial, parse_options=parsing) as reader,
+        _open_text(file, utf8) as stream,
+        csv.open_csv(pa.PythonFile(stream, mode="r"), read_options=read_options, parse_options=parse_options) as reader,
     ):
         names = reader.schema.names
-    converting = csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False)
+    convert_options = csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False)
     with (
-        _opened_text(file, utf8) as stream,
+        _open_text(file, utf8) as stream,
         csv.open_csv(
-            pa.PythonFile(stream, mode="r"), read_options=serial, parse_options=parsing, convert_options=converting
+            pa.PythonFile(stream, mode="r"),
+            read_options=read_options,
+            parse_options=parse_options,
+            convert_options=convert_options,
         ) as reader,
     ):
         yield reader
 
 
-def _opened_text(file: Path, utf8: Utf8) -> io.BufferedReader:
+def _open_text(file: Path, utf8: Utf8) -> io.BufferedReader:
     stream = open_bytes(file)
-    return stream if utf8.is_strict else io.BufferedReader(_Replaced(stream, utf8, file))
+    return stream if utf8.is_strict else io.BufferedReader(_ReplacingStream(stream, utf8, file))

@@ -52,9 +52,9 @@ class LimitedProcess:
             LimitExceededError: the call exceeded a limit.
         """
         request = pickle.dumps((args, options))
-        reply = self._ask(request)
+        reply = self._send(request)
         if reply is None:  # the process exited because it was idle
-            reply = self._ask(request)
+            reply = self._send(request)
         if reply is None:
             raise LimitExceededError("ends its process")
         succeeded, value = pickle.loads(reply)  # safe: written by our own process
@@ -74,7 +74,7 @@ class LimitedProcess:
             self._wait()
         self._connection, self._owner = None, 0
 
-    def _ask(self, request: bytes) -> bytes | None:
+    def _send(self, request: bytes) -> bytes | None:
         """Return the reply, or None if the process exited before it read the request.
 
         Raises:
@@ -101,17 +101,17 @@ class LimitedProcess:
             raise
 
     def _start(self) -> None:
-        ours, theirs = Pipe()
+        connection, child_connection = Pipe()
         with stop_signals.held_back(), warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads; the fork uses none
             pid = os.fork()
             if pid == 0:
                 try:
-                    self._serve(theirs)
+                    self._serve(child_connection)
                 finally:
                     os._exit(1)
-        theirs.close()
-        self._connection, self._owner, self._pid = ours, os.getpid(), pid
+        child_connection.close()
+        self._connection, self._owner, self._pid = connection, os.getpid(), pid
 
     def _wait(self) -> int:
         """Return the exit status of the process, or 0 if other code of this program has already collected it."""
@@ -126,7 +126,7 @@ class LimitedProcess:
         _is_limited = True
         stop_signals.outlive()
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
-        _keep_only(calls.fileno())
+        _close_other_files(calls.fileno())
         gc.freeze()  # garbage collection would copy memory shared with the training process
         _limit_memory(self._memory_bytes)
         while calls.poll(_IDLE_SECONDS):
@@ -157,7 +157,7 @@ def renew_limit(cpu_seconds: float) -> None:
     signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
 
 
-def _keep_only(descriptor: int) -> None:
+def _close_other_files(descriptor: int) -> None:
     """Close all other file descriptors, and redirect the standard streams to the null device."""
     null = os.open(os.devnull, os.O_RDWR)
     for number in range(3):

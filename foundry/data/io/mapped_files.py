@@ -27,7 +27,7 @@ class MapsFiles:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state with each memory-mapped array replaced by its file."""
-        return {name: _whole_file(value) or value for name, value in vars(self).items()}
+        return {name: _mapped_file(value) or value for name, value in vars(self).items()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the state, and map the files."""
@@ -35,11 +35,11 @@ class MapsFiles:
             setattr(self, name, value.open() if isinstance(value, _MappedFile) else value)
 
 
-def _whole_file(value: object) -> _MappedFile | None:
+def _mapped_file(value: object) -> _MappedFile | None:
     """Return the file of an array that was mapped directly, or None for slices and other objects."""
     if not isinstance(value, np.memmap):
         return None
-    held_by: object = value.base
-    if not isinstance(held_by, mmap.mmap) or value.filename is None:
+    base: object = value.base
+    if not isinstance(base, mmap.mmap) or value.filename is None:
         return None
     return _MappedFile(Path(value.filename), value.dtype, value.offset, value.shape)

@@ -15,14 +15,14 @@ def value_at(row: Mapping[str, Any], name: str) -> Any:
     """
     if name in row:
         return row[name]
-    found: Any = row
+    value: Any = row
     for part in name.split("."):
-        if found is None:
+        if value is None:
             return None
-        if not isinstance(found, Mapping) or part not in found:
+        if not isinstance(value, Mapping) or part not in value:
             raise KeyError(name)
-        found = found[part]
-    return found
+        value = value[part]
+    return value
 
 
 def names_in(row: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -46,16 +46,16 @@ def path_in(schema: Any, name: str) -> tuple[str, ...] | None:
     if name in schema.names:
         require_unique(schema, [name])
         return (name,)
-    column, *inside = name.split(".")
+    column, *fields = name.split(".")
     if column not in schema.names:
         return None
     require_unique(schema, [column])
     kind = schema.field(column).type
-    for part in inside:
+    for part in fields:
         if part not in _fields_of(kind):
             return None
         kind = kind.field(part).type
-    return (column, *inside)
+    return (column, *fields)
 
 
 def require_unique(schema: Any, columns: Iterable[str]) -> None:

@@ -11,16 +11,16 @@ from urllib.parse import urlsplit
 
 from foundry.core.errors import ConfigError, Violation, shown
 from foundry.data.io.cached_folder import cached_folder
-from foundry.data.io.files import OF_SAVE_TO_DISK, listed_suffixes, suffix_of
+from foundry.data.io.files import SAVE_TO_DISK_FILES, list_suffixes, suffix_of
 from foundry.data.io.reading_progress import ReadingProgress
 
 _CHUNK_BYTES = 2**20
-_ABOUT = {"README.md", "dataset_infos.json", *OF_SAVE_TO_DISK}
+_METADATA_FILES = {"README.md", "dataset_infos.json", *SAVE_TO_DISK_FILES}
 """Metadata files of a dataset, which are not data."""
 log = logging.getLogger(__name__)
 
 
-def fetched(url: str, *, key: str, kinds: Mapping[str, str], cache_dir: str) -> list[Path]:
+def fetch_files(url: str, *, key: str, kinds: Mapping[str, str], cache_dir: str) -> list[Path]:
     """Download the files of a URL into the cache, and return their local paths; a cached URL is not accessed again.
 
     Args:
@@ -33,7 +33,7 @@ def fetched(url: str, *, key: str, kinds: Mapping[str, str], cache_dir: str) -> 
         ConfigError: there are no files, they cannot be downloaded, or the cache cannot be written.
     """
     name = hashlib.sha256(f"remote {sorted(kinds)} {url}".encode(errors="surrogateescape")).hexdigest()[:32]
-    folder = cached_folder(cache_dir, name, partial(_fetch, url, key, kinds), what="files of a URL")
+    folder = cached_folder(cache_dir, name, partial(_fetch, url, key, kinds), contents="files of a URL")
     log.info("reading %s from its local copy %s", url, folder)
     return sorted(file for file in folder.iterdir() if file.name[0].isdigit())
 
@@ -44,16 +44,16 @@ def _fetch(url: str, key: str, kinds: Mapping[str, str], folder: Path) -> tuple[
     Names begin with a number, so that they are unique and cannot point outside the folder.
     """
     remote = _Remote(url, key)
-    found, written = remote.files(kinds), list[str]()
-    sizes = [remote.size(name) for name in found]
-    known = [size for size in sizes if size is not None]
-    progress = ReadingProgress(f"downloading {url}", sum(known) if len(known) == len(sizes) else None)
-    for number, name in enumerate(found):
-        written.append(f"{number:05}-{PurePosixPath(urlsplit(name).path).name}")
-        with (folder / written[-1]).open("wb") as stream:
+    names, local_names = remote.files(kinds), list[str]()
+    sizes = [remote.size(name) for name in names]
+    known_sizes = [size for size in sizes if size is not None]
+    progress = ReadingProgress(f"downloading {url}", sum(known_sizes) if len(known_sizes) == len(sizes) else None)
+    for number, name in enumerate(names):
+        local_names.append(f"{number:05}-{PurePosixPath(urlsplit(name).path).name}")
+        with (folder / local_names[-1]).open("wb") as stream:
             for chunk in progress.over(remote.chunks(name), len):
                 stream.write(chunk)
-    return tuple(written)
+    return tuple(local_names)
 
 
 class _Remote:
@@ -66,32 +66,32 @@ class _Remote:
         try:
             self._system, self._root = fsspec.core.url_to_fs(url)
         except Exception as error:
-            raise self._refusal(error) from error
+            raise self._config_error(error) from error
 
     def files(self, kinds: Mapping[str, str]) -> list[str]:
         """Return the sorted names of the files."""
         try:
             if has_magic(self._root):
-                found = [str(name) for name in self._system.glob(self._root)]
+                names = [str(name) for name in self._system.glob(self._root)]
             elif suffix_of(Path(urlsplit(self._root).path)) in kinds:
-                found = [self._root]
+                names = [self._root]
             else:
-                listed = [str(name) for name in self._system.find(self._root)]
-                found = [name for name in listed if suffix_of(Path(name)) in kinds]
-                found = [name for name in found if PurePosixPath(name).name not in _ABOUT] or found
+                all_names = [str(name) for name in self._system.find(self._root)]
+                names = [name for name in all_names if suffix_of(Path(name)) in kinds]
+                names = [name for name in names if PurePosixPath(name).name not in _METADATA_FILES] or names
         except Exception as error:
-            raise self._refusal(error) from error
-        if not found:
-            message = f"{shown(self._url)} has no files; give a file, folder or glob of {listed_suffixes(kinds)} files"
+            raise self._config_error(error) from error
+        if not names:
+            message = f"{shown(self._url)} has no files; give a file, folder or glob of {list_suffixes(kinds)} files"
             raise ConfigError(Violation(self._key, message))
-        return sorted(found)
+        return sorted(names)
 
     def size(self, name: str) -> int | None:
         """Return the size of a file in bytes, or None if the file system does not report it."""
         try:
             size: Any = self._system.info(name).get("size")
         except Exception as error:
-            raise self._refusal(error) from error
+            raise self._config_error(error) from error
         return size if isinstance(size, int) else None
 
     def chunks(self, name: str) -> Iterator[bytes]:
@@ -101,9 +101,9 @@ class _Remote:
                 while chunk := stream.read(_CHUNK_BYTES):
                     yield bytes(chunk)
         except Exception as error:
-            raise self._refusal(error) from error
+            raise self._config_error(error) from error
 
-    def _refusal(self, error: Exception) -> ConfigError:
+    def _config_error(self, error: Exception) -> ConfigError:
         reason = " ".join(str(error).split()) or type(error).__name__
         remedy = "check network and access rights, or download it and give its path"
         return ConfigError(Violation(self._key, f"{shown(self._url)} cannot be read: {shown(reason)}; {remedy}"))

@@ -61,29 +61,39 @@ def find_rows(settings: RowFiles, columns: tuple[str, ...], *, reads_all: bool =
         ConfigError: there are no files, they are of several kinds, or a file cannot be read; during iteration, if a
             file has too few rows.
     """
-    utf8, called, weights = Utf8(settings.encoding_errors.value), settings.columns or {}, settings.weights
-    described = f"rows {settings.held_out}{f' {sorted(called.items())}' if called else ''}"
-    described += "" if utf8.is_strict else f" {utf8.errors}"
-    found = find_corpus_files(settings, described=described, kinds=ROWS)
+    utf8, renames, weights = Utf8(settings.encoding_errors.value), settings.columns or {}, settings.weights
+    description = f"rows {settings.held_out}{f' {sorted(renames.items())}' if renames else ''}"
+    description += "" if utf8.is_strict else f" {utf8.errors}"
+    corpus_files = find_corpus_files(settings, description=description, kinds=ROWS)
     places = list[str]()
-    rows, held = list[FileRows](), list[FileRows]()
-    for key, sources, of_split in ((PATH, found.train, rows), (VALIDATION_PATH, found.validation, held)):
+    rows, validation_rows = list[FileRows](), list[FileRows]()
+    for key, sources, split_rows in (
+        (PATH, corpus_files.train, rows),
+        (VALIDATION_PATH, corpus_files.validation, validation_rows),
+    ):
         for files in sources:
-            of_split.append(FileRows(files, columns, key, len(places), reads_all, called, utf8, also=FOR_TEMPLATE))
+            split_rows.append(
+                FileRows(files, columns, key, len(places), reads_all, renames, utf8, optional_columns=FOR_TEMPLATE)
+            )
             places += map(str, files)
-    train: list[Iterable[Row]] = [each if held else _Share(each, settings.held_out, is_held=False) for each in rows]
-    validation: list[Iterable[Row]] = [*held] or [_Share(each, settings.held_out, is_held=True) for each in rows]
+    train: list[Iterable[Row]] = [
+        source_rows if validation_rows else _Share(source_rows, settings.held_out, is_validation=False)
+        for source_rows in rows
+    ]
+    validation: list[Iterable[Row]] = [*validation_rows] or [
+        _Share(source_rows, settings.held_out, is_validation=True) for source_rows in rows
+    ]
     return RowSource(
         splits=RowSplits(
             train[0] if len(train) == 1 else Sources(train),
             validation[0] if len(validation) == 1 else Interleaved(validation),
         ),
         places=places,
-        fingerprint=found.fingerprint,
-        content=f"{found.content}{describe_weights(weights)}",
+        fingerprint=corpus_files.fingerprint,
+        content=f"{corpus_files.content}{describe_weights(weights)}",
         paths=listed_paths(settings.path),
         weights=weights,
-        num_rows=None if held else lambda: sum(each.count for each in rows),
+        num_rows=None if validation_rows else lambda: sum(source_rows.count for source_rows in rows),
         on_bad_row=settings.on_bad_row,
     )
 
@@ -94,7 +104,7 @@ class _Share:
 
     rows: FileRows
     held_out: float
-    is_held: bool
+    is_validation: bool
 
     def __iter__(self) -> Iterator[Row]:
         count = self.rows.count
@@ -103,9 +113,9 @@ class _Share:
                 f"{self.rows.files[0]} has {'one row' if count else 'no rows'}; give at least two rows, or more files"
             )
             raise ConfigError(Violation(PATH, message))
-        held = HeldOutNumbers.choose(count, self.held_out)
+        validation_numbers = HeldOutNumbers.choose(count, self.held_out)
         for index, row in enumerate(self.rows):
-            if (index in held) == self.is_held:
+            if (index in validation_numbers) == self.is_validation:
                 yield row
 
 
@@ -131,10 +141,10 @@ def check_rows(source: RowSource, statistics: RowStatistics, train: Sized, valid
         ConfigError: a row cannot be used and `on_bad_row` is not `skip`, or a split is empty.
     """
     if statistics.skipped:
-        counted, first = list_skipped(statistics, source.places)
+        summary, first = list_skipped(statistics, source.places)
         if source.on_bad_row is OnBadRow.refuse:
-            raise ConfigError(Violation(source.key, line) for line in [*first, f"{counted}; {source.remedy}"])
-        log.warning("%s and are skipped; the first: %s", counted, first[0])
+            raise ConfigError(Violation(source.key, line) for line in [*first, f"{summary}; {source.remedy}"])
+        log.warning("%s and are skipped; the first: %s", summary, first[0])
     for name, split in (("training", train), ("validation", validation)):
         if not len(split):
             raise ConfigError(Violation(PATH, f"has no usable row for {name}; give more rows"))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from foundry.core.errors import ConfigError, Violation
 from foundry.core.foreign import ForeignData
-from foundry.data.io.files import ROWS, STRICT, TABLES, Utf8, column_values, open_bytes, opened_table, suffix_of
+from foundry.data.io.files import ROWS, STRICT, TABLES, Utf8, column_values, open_bytes, open_table, suffix_of
 from foundry.data.io.nested import path_in, value_at
 
 _Read = TypeVar("_Read")
@@ -26,13 +26,13 @@ class Row:
         file: index of the file among all files of the source.
         number: line, item or row number in the file, counted from one.
         columns: values by column name.
-        wrong: reason why the row cannot be read; None if it is valid.
+        error: reason why the row cannot be read; None if it is valid.
     """
 
     file: int
     number: int
     columns: dict[str, Any] = field(default_factory=dict)
-    wrong: str | None = None
+    error: str | None = None
 
 
 class RowSplits(NamedTuple):
@@ -51,10 +51,10 @@ class FileRows:
         columns: known columns; a table must have at least one of them.
         key: setting that names the files, for error messages.
         first_file: index of the first file.
-        reads_all: read all columns of a table; if false, only `columns` and `also`.
-        called: column name in the files, by the name that foundry uses; dots separate nested names.
+        reads_all: read all columns of a table; if false, only `columns` and `optional_columns`.
+        renames: column name in the files, by the name that foundry uses; dots separate nested names.
         utf8: how to handle bytes that are not valid UTF-8.
-        also: additional columns to read if a table has them.
+        optional_columns: additional columns to read if a table has them.
     """
 
     files: Sequence[Path]
@@ -62,9 +62,9 @@ class FileRows:
     key: str
     first_file: int = 0
     reads_all: bool = False
-    called: Mapping[str, str] = field(default_factory=dict)
+    renames: Mapping[str, str] = field(default_factory=dict)
     utf8: Utf8 = STRICT
-    also: tuple[str, ...] = ()
+    optional_columns: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[Row]:
         """Yield the rows in order.
@@ -82,13 +82,13 @@ class FileRows:
         return sum(1 for _ in self)
 
     def renamed(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Return a row with its columns renamed by `called`; missing columns are omitted."""
-        found = dict[str, Any]()
-        for name, theirs in self.called.items():
+        """Return a row with its columns renamed by `renames`; missing columns are omitted."""
+        renamed = dict[str, Any]()
+        for name, source_name in self.renames.items():
             with suppress(KeyError):
-                found[name] = value_at(row, theirs)
-        kept = {name: value for name, value in row.items() if name not in self.called}
-        return kept | found if self.called else row
+                renamed[name] = value_at(row, source_name)
+        unchanged = {name: value for name, value in row.items() if name not in self.renames}
+        return unchanged | renamed if self.renames else row
 
 
 def readable(read: Callable[[Path], Iterator[_Read]], key: str, file: Path) -> Iterator[_Read]:
@@ -105,8 +105,8 @@ def readable(read: Callable[[Path], Iterator[_Read]], key: str, file: Path) -> I
         try:
             yield from read(file)
         except UnicodeDecodeError as error:
-            where = f"line {line_of(error)}, byte {error.start} is {error.object[error.start : error.start + 1]!r}"
-            message = f"{file} is not valid UTF-8 ({where}); {_CONVERT}"
+            location = f"line {line_of(error)}, byte {error.start} is {error.object[error.start : error.start + 1]!r}"
+            message = f"{file} is not valid UTF-8 ({location}); {_CONVERT}"
             raise ConfigError(Violation(key, message)) from error
 
 
@@ -146,21 +146,22 @@ def json_rows(file: Path, utf8: Utf8 = STRICT) -> Iterator[tuple[str, int, Any, 
 
 
 def _object_rows(index: int, rows: FileRows, file: Path) -> Iterator[Row]:
-    for _, number, row, wrong in json_rows(file, rows.utf8):
-        if wrong is None and not isinstance(row, dict):
-            wrong = f"holds {type(row).__name__}, not an object"
-        yield Row(index, number, rows.renamed(row) if wrong is None else {}, wrong)
+    for _, number, row, error in json_rows(file, rows.utf8):
+        if error is None and not isinstance(row, dict):
+            error = f"holds {type(row).__name__}, not an object"
+        yield Row(index, number, rows.renamed(row) if error is None else {}, error)
 
 
 def _table_rows(index: int, rows: FileRows, file: Path) -> Iterator[Row]:
-    with opened_table(file, rows.utf8) as table:
-        names, wished = table.schema.names, [rows.called.get(name, name) for name in rows.columns]
-        paths = [path for name in wished if (path := path_in(table.schema, name)) is not None]
-        if not (found := list(dict.fromkeys(path[0] for path in paths))):
-            listed, wanted = ", ".join(sorted(names)) or "none", ", ".join(wished)
-            raise ConfigError(Violation(rows.key, f"{file} needs one of the columns {wanted}; it has {listed}"))
-        number, found = 0, list(dict.fromkeys([*found, *(name for name in rows.also if name in names)]))
-        for batch in table.batches(names if rows.reads_all else found):
+    with open_table(file, rows.utf8) as table:
+        names, source_names = table.schema.names, [rows.renames.get(name, name) for name in rows.columns]
+        paths = [path for name in source_names if (path := path_in(table.schema, name)) is not None]
+        if not (column_names := list(dict.fromkeys(path[0] for path in paths))):
+            existing, expected = ", ".join(sorted(names)) or "none", ", ".join(source_names)
+            raise ConfigError(Violation(rows.key, f"{file} needs one of the columns {expected}; it has {existing}"))
+        column_names = list(dict.fromkeys([*column_names, *(name for name in rows.optional_columns if name in names)]))
+        number = 0
+        for batch in table.batches(names if rows.reads_all else column_names):
             columns = [column_values(column, rows.utf8, file, number + 1) for column in batch.columns]
             for values in zip(*columns, strict=True):
                 number += 1

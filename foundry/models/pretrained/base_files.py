@@ -59,15 +59,15 @@ def _require_regular(folder: Path, name: Any, suffix: tuple[str, ...]) -> None:
     Raises:
         ConfigError: the name has another suffix, leads out of the folder, or is not that of a readable regular file.
     """
-    wrong = ""
+    problem = ""
     if not isinstance(name, str) or not name.endswith(suffix):
-        wrong = f"which does not end in {suffix[0]}; convert it with safetensors"
+        problem = f"which does not end in {suffix[0]}; convert it with safetensors"
     elif "\0" in name or Path(name).name != name:
-        wrong = "which is outside that folder; move the file into it"
+        problem = "which is outside that folder; move the file into it"
     else:
         try:
-            wrong = "" if stat.S_ISREG((folder / name).stat().st_mode) else "which is not a regular file; replace it"
+            problem = "" if stat.S_ISREG((folder / name).stat().st_mode) else "which is not a regular file; replace it"
         except OSError as error:
-            wrong = f"which cannot be read: {error.strerror}"
-    if wrong:
-        raise ConfigError(Violation("model.path", f"{str(folder)!r} names the weight file {shown(name)}, {wrong}"))
+            problem = f"which cannot be read: {error.strerror}"
+    if problem:
+        raise ConfigError(Violation("model.path", f"{str(folder)!r} names the weight file {shown(name)}, {problem}"))

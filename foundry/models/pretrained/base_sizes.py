@@ -19,7 +19,7 @@ _BOUNDS = (
     (re.compile(r"(?:size|dim|width|embd|inner|model|ff|heads?|experts|groups)$"), 10**8),
 )
 """Patterns of field names in a config.json, each with an upper bound beyond all known models."""
-_MOST_MODULES = 2**18
+_MAX_MODULES = 2**18
 """For comparison, a model of 61 layers with 384 experts of four modules each has 94,000 modules."""
 
 
@@ -68,8 +68,8 @@ def bounded_modules() -> Iterator[None]:
     def note(parent: nn.Module, name: str, module: nn.Module | None) -> None:
         nonlocal count
         count += 1
-        if count > _MOST_MODULES:
-            message = f"has more than {_MOST_MODULES} modules; reduce its number of layers or experts"
+        if count > _MAX_MODULES:
+            message = f"has more than {_MAX_MODULES} modules; reduce its number of layers or experts"
             raise ConfigError(Violation("model", message))
 
     handle = register_module_module_registration_hook(note)

@@ -11,8 +11,8 @@ from foundry.core.errors import ConfigError, Violation, shown
 
 _DROPOUT = re.compile("drop")
 _ATTENTION = re.compile("attention|attn")
-_OF_OTHER_HEADS = re.compile("classifier|summary")
-_ONLY_WITHIN = re.compile("activation|layerdrop")
+_OTHER_HEADS = re.compile("classifier|summary")
+_INNER_DROPOUT = re.compile("activation|layerdrop")
 """Dropout inside feed-forward layers, and dropping of whole layers: set by `hidden_dropout=0` only."""
 
 
@@ -30,19 +30,19 @@ def set_dropouts(config: PreTrainedConfig, **dropouts: float | None) -> dict[str
     Raises:
         ConfigError: a probability is above zero, but the architecture has no field for it.
     """
-    had: dict[str, Any] = {}
+    previous: dict[str, Any] = {}
     for kind, value in dropouts.items():
         if value is None:
             continue
-        own = [
-            name for name in _fields(config) if _kind(name) == kind and (value == 0 or not _ONLY_WITHIN.search(name))
+        field_names = [
+            name for name in _fields(config) if _kind(name) == kind and (value == 0 or not _INNER_DROPOUT.search(name))
         ]
-        if not own and value > 0:
+        if not field_names and value > 0:
             message = f"is {value} but transformers' {config.model_type} has no {kind.replace('_', ' ')}"
             raise ConfigError(Violation(f"objective.{kind}", f"{message}; set it to null"))
-        for name in own:
-            had[name] = put(config, name, value)
-    return had
+        for name in field_names:
+            previous[name] = put(config, name, value)
+    return previous
 
 
 def find_wrong_dropouts(config: PreTrainedConfig) -> Iterator[tuple[str, str]]:
@@ -62,9 +62,9 @@ def put(config: PreTrainedConfig, name: str, value: Any) -> Any:
     node: Any = config
     for part in path:
         node = getattr(node, part)
-    had = vars(node)[field]
+    previous = vars(node)[field]
     vars(node)[field] = value
-    return had
+    return previous
 
 
 def _fields(config: PreTrainedConfig, prefix: str = "") -> Iterator[str]:
@@ -78,6 +78,6 @@ def _fields(config: PreTrainedConfig, prefix: str = "") -> Iterator[str]:
 
 def _kind(name: str) -> str | None:
     """Return the setting that determines a dropout field; None for heads that language models do not have."""
-    if _OF_OTHER_HEADS.search(name):
+    if _OTHER_HEADS.search(name):
         return None
     return "attention_dropout" if _ATTENTION.search(name.rpartition(".")[2]) else "hidden_dropout"

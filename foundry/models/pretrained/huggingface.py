@@ -75,11 +75,14 @@ class HuggingFaceCausalLM(nn.Module):
             max_seq_len=settings.max_seq_len,
         )
         hf_config.use_cache = False
-        self._asks_router_loss = bool(getattr(hf_config, _ROUTER_LOGITS, False))
-        self._own_dtype = torch.float32 if path is None or hf_config.dtype is None else hf_config.dtype
-        self._replaced = set_dropouts(hf_config, hidden_dropout=hidden_dropout, attention_dropout=attention_dropout)
-        if self._asks_router_loss:  # the auxiliary loss is not used, and transformers fails to compute it with a cache
-            self._replaced[_ROUTER_LOGITS] = True
+        self._computes_router_loss = bool(getattr(hf_config, _ROUTER_LOGITS, False))
+        self._stored_dtype = torch.float32 if path is None or hf_config.dtype is None else hf_config.dtype
+        self._original_values = set_dropouts(
+            hf_config, hidden_dropout=hidden_dropout, attention_dropout=attention_dropout
+        )
+        # The auxiliary loss is not used, and transformers fails to compute it with a cache.
+        if self._computes_router_loss:
+            self._original_values[_ROUTER_LOGITS] = True
             setattr(hf_config, _ROUTER_LOGITS, False)
         self.config = hf_config
         self.causal_lm = _load(path, hf_config) if path is not None and read_weights else _build(path, hf_config)
@@ -90,7 +93,7 @@ class HuggingFaceCausalLM(nn.Module):
         for module in self.causal_lm.modules():
             if isinstance(module, nn.Embedding):
                 module.register_forward_hook(_to_compute_dtype)
-        self._takes = frozenset(inspect.signature(self.causal_lm.forward).parameters)
+        self._forward_parameters = frozenset(inspect.signature(self.causal_lm.forward).parameters)
         self._has_plain_head = has_plain_head(self.causal_lm)
         self.max_seq_len = settings.max_seq_len
         self.logprob_tile_tokens = logprob_tile_tokens
@@ -132,12 +135,12 @@ class HuggingFaceCausalLM(nn.Module):
             logits = self.causal_lm(input_ids=tokens, **self._from_cache(cache, tokens)).logits[:, -1:]
             cache.advance(tokens.shape[1])
             return read_log_probs(logits, None)
-        given = {} if documents is None else {"position_ids": Documents(documents).positions}
+        inputs = {} if documents is None else {"position_ids": Documents(documents).positions}
         if targets is not None and self._has_plain_head:
-            asked: dict[str, Any] = {"return_logits": return_logits, "read": read, "per_token": per_token}
-            return self._project(tokens, targets, given, token_loss, **asked)
-        with nullcontext() if documents is not None else _one_document_a_row():
-            logits = self.causal_lm(input_ids=tokens, use_cache=False, **given).logits
+            output_options: dict[str, Any] = {"return_logits": return_logits, "read": read, "per_token": per_token}
+            return self._project(tokens, targets, inputs, token_loss, **output_options)
+        with nullcontext() if documents is not None else _ignore_packing():
+            logits = self.causal_lm(input_ids=tokens, use_cache=False, **inputs).logits
         if targets is not None and token_loss is not None:
             return read_loss(logits, targets, token_loss, tile_tokens=self.logprob_tile_tokens)
         return read_log_probs(
@@ -151,7 +154,7 @@ class HuggingFaceCausalLM(nn.Module):
 
     def training_warning(self) -> str | None:
         """Return a warning if a mixture of experts is trained without the auxiliary loss that its config enables."""
-        if not self._asks_router_loss:
+        if not self._computes_router_loss:
             return None
         return (
             f"the config of this {self.config.model_type} has {_ROUTER_LOGITS}=true but foundry's objectives have "
@@ -172,31 +175,31 @@ class HuggingFaceCausalLM(nn.Module):
         self,
         tokens: Tensor,
         targets: Tensor,
-        given: dict[str, Any],
+        inputs: dict[str, Any],
         token_loss: TokenLoss | None,
-        **asked: Any,
+        **output_options: Any,
     ) -> TokenLogProbs:
         """Compute `forward` if the logits are just the product of the last hidden states and the head's matrix."""
         base: Any = self.causal_lm.base_model
-        with nullcontext() if given else _one_document_a_row():
-            hidden = base(input_ids=tokens, use_cache=False, **given).last_hidden_state
+        with nullcontext() if inputs else _ignore_packing():
+            hidden = base(input_ids=tokens, use_cache=False, **inputs).last_hidden_state
         head: Any = self.output_head()
         if token_loss is not None:
             return project_loss(hidden, head.weight, targets, token_loss, tile_tokens=self.logprob_tile_tokens)
-        return project_log_probs(hidden, head.weight, targets, tile_tokens=self.logprob_tile_tokens, **asked)
+        return project_log_probs(hidden, head.weight, targets, tile_tokens=self.logprob_tile_tokens, **output_options)
 
     def _from_cache(self, cache: "TransformersCache", tokens: Tensor) -> dict[str, Any]:
         """Return the keyword arguments that transformers needs to continue from a cache."""
         batch, seq_len = tokens.shape
-        given: dict[str, Any] = {"past_key_values": cache.held, "use_cache": True}
+        inputs: dict[str, Any] = {"past_key_values": cache.layers_cache, "use_cache": True}
         if cache.padding is not None:
             columns = torch.arange(cache.filled + seq_len, device=tokens.device)
-            given["attention_mask"] = (columns >= cache.padding[:, None]).long()
-        if "position_ids" in self._takes:
-            given["position_ids"] = cache.positions(batch, seq_len, tokens.device)
-        if "logits_to_keep" in self._takes:
-            given["logits_to_keep"] = 1
-        return given
+            inputs["attention_mask"] = (columns >= cache.padding[:, None]).long()
+        if "position_ids" in self._forward_parameters:
+            inputs["position_ids"] = cache.positions(batch, seq_len, tokens.device)
+        if "logits_to_keep" in self._forward_parameters:
+            inputs["logits_to_keep"] = 1
+        return inputs
 
     def get_fsdp_block_types(self) -> tuple[type[nn.Module], ...]:
         """Return the block types, for sharding, checkpointing and compiling.
@@ -250,16 +253,16 @@ class HuggingFaceCausalLM(nn.Module):
         config = copy.deepcopy(self.config)
         config.use_cache = True
         config.architectures = [type(self.causal_lm).__name__]
-        config.dtype = self._own_dtype
-        for name, value in self._replaced.items():
+        config.dtype = self._stored_dtype
+        for name, value in self._original_values.items():
             put(config, name, value)
         return config
 
     def export_state(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the state dict under transformers' parameter names; tied matrices are included once."""
-        tied: dict[str, str] = self.causal_lm.all_tied_weights_keys
-        named = {name.removeprefix(_PREFIX): value for name, value in state_dict.items()}
-        return {name: value for name, value in named.items() if name not in tied}
+        tied_names: dict[str, str] = self.causal_lm.all_tied_weights_keys
+        tensors = {name.removeprefix(_PREFIX): value for name, value in state_dict.items()}
+        return {name: value for name, value in tensors.items() if name not in tied_names}
 
     def import_name(self, name: str) -> str:
         """Return this model's name of the tensor that `export_state` and transformers call `name`."""
@@ -277,25 +280,25 @@ class TransformersCache(Cache):
 
     def __init__(self, config: PreTrainedConfig, length: int, padding: Tensor | None = None) -> None:
         super().__init__(length, padding)
-        self.held = DynamicCache(config=config)
+        self.layers_cache = DynamicCache(config=config)
 
     def _keep(self, rows: Tensor) -> None:
-        self.held.batch_select_indices(rows)
+        self.layers_cache.batch_select_indices(rows)
 
 
 @contextmanager
-def _one_document_a_row() -> Iterator[None]:
+def _ignore_packing() -> Iterator[None]:
     """Make transformers assume, inside the context, that every row holds one document.
 
     Without a mask and a cache, transformers compares positions to detect packed rows, which synchronizes with the
     device in every forward pass. This workaround can go once `masking_utils` has an option to skip the check.
     """
-    look = masking_utils.find_packed_sequence_indices
+    find_indices = masking_utils.find_packed_sequence_indices
     masking_utils.find_packed_sequence_indices = lambda position_ids: None
     try:
         yield
     finally:
-        masking_utils.find_packed_sequence_indices = look
+        masking_utils.find_packed_sequence_indices = find_indices
 
 
 def _to_compute_dtype(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
@@ -331,8 +334,8 @@ def _load(path: str, config: PreTrainedConfig) -> PreTrainedModel:
         message = f"{path!r} lacks {counted(len(missing), 'weight')} of {type(model).__name__}, such as {missing[0]}"
         raise ConfigError(Violation("model.path", message))
     ignored = model._keys_to_ignore_on_load_unexpected or ()
-    if wrong := find_wrong_types(types, loading["unexpected_keys"], ignored, _integral_buffers(model)):
-        raise ConfigError(Violation("model.path", f"{path!r} {wrong}; {REMEDY}"))
+    if problem := find_wrong_types(types, loading["unexpected_keys"], ignored, _integral_buffers(model)):
+        raise ConfigError(Violation("model.path", f"{path!r} {problem}; {REMEDY}"))
     return model
 
 

@@ -40,8 +40,8 @@ def folder_types(folder: Path) -> dict[str, str]:
             raise ValueError(f"{index.name} lists no weight files: {error!r}") from None
     types = dict[str, str]()
     for file in filter(Path.is_file, (folder / name for name in names)):  # transformers reports missing files
-        with safe_open(file, framework="pt") as opened:
-            types |= {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118
+        with safe_open(file, framework="pt") as tensors:
+            types |= {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
     return types
 
 
@@ -49,31 +49,31 @@ def find_quantisation(config: Any) -> str | None:
     """Return the quantization method of a transformers config; None if its weights are not quantized."""
     for part in (config, config.get_text_config()):
         for name in ("quantization_config", "compression_config"):
-            if asked := getattr(part, name, None):
-                method = asked.get("quant_method") if isinstance(asked, dict) else None
+            if quantisation := getattr(part, name, None):
+                method = quantisation.get("quant_method") if isinstance(quantisation, dict) else None
                 return str(method or name)
     return None
 
 
 def find_wrong_types(
-    types: Mapping[str, str], unread: Collection[str], ignored: Iterable[str], integral: Collection[str]
+    types: Mapping[str, str], unmatched: Collection[str], ignored: Iterable[str], integral: Collection[str]
 ) -> str:
     """Describe the tensors whose dtypes are not accepted for training; return "" if all are accepted.
 
     Args:
         types: dtype of each stored tensor, by name.
-        unread: stored tensors that match no tensor of the model.
+        unmatched: stored tensors that match no tensor of the model.
         ignored: patterns of stored tensors that the architecture ignores.
         integral: integer buffers of the model, such as positions.
     """
-    left_out = re.compile("|".join(f"({pattern})" for pattern in (*_POSITIONS, *ignored)))
-    wrong = [
+    exceptions = re.compile("|".join(f"({pattern})" for pattern in (*_POSITIONS, *ignored)))
+    unsupported = [
         f"{name} ({dtype})"
         for name, dtype in sorted(types.items())
-        if dtype not in READ_TYPES and name not in {*unread, *integral} and not left_out.search(name)
+        if dtype not in READ_TYPES and name not in {*unmatched, *integral} and not exceptions.search(name)
     ]
-    if wrong:
-        return f"holds {listed(wrong, 2)}, but only {', '.join(READ_TYPES)} are supported"
-    if scales := sorted(name for name in unread if _SCALE.search(name.rpartition(".")[2])):
+    if unsupported:
+        return f"holds {listed(unsupported, 2)}, but only {', '.join(READ_TYPES)} are supported"
+    if scales := sorted(name for name in unmatched if _SCALE.search(name.rpartition(".")[2])):
         return f"holds {listed(scales, 2)}, which the model does not read: its weights are quantized"
     return ""

@@ -49,37 +49,37 @@ def resolve_config(
 
 
 def _fresh_config(architecture: str, fields: Mapping[str, Any]) -> PreTrainedConfig:
-    known = [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name in CONFIG_MAPPING]
-    if architecture not in known:
-        message = f"{architecture!r} is not a causal language model of transformers{_near(architecture, known)}"
+    architectures = [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name in CONFIG_MAPPING]
+    if architecture not in architectures:
+        message = f"{architecture!r} is not a causal language model of transformers{_near(architecture, architectures)}"
         raise ConfigError(Violation("model.architecture", message))
     default = CONFIG_MAPPING[architecture]()
     _check_fields(default, architecture, fields)
     # The default token ids refer to the architecture's own, larger vocabulary.
-    absent = {name: None for name in ("bos_token_id", "eos_token_id", "pad_token_id") if hasattr(default, name)}
+    special_tokens = {name: None for name in ("bos_token_id", "eos_token_id", "pad_token_id") if hasattr(default, name)}
     with ForeignData(refuse_fields):
-        config: PreTrainedConfig = AutoConfig.for_model(architecture, **{**absent, **fields})
-    if wrong := list(_wrong_numbers(default, fields)):
-        raise ConfigError(wrong)
+        config: PreTrainedConfig = AutoConfig.for_model(architecture, **{**special_tokens, **fields})
+    if violations := list(_wrong_numbers(default, fields)):
+        raise ConfigError(violations)
     return config
 
 
-def _wrong_numbers(usual: PreTrainedConfig, fields: Mapping[str, Any]) -> Iterator[Violation]:
+def _wrong_numbers(default: PreTrainedConfig, fields: Mapping[str, Any]) -> Iterator[Violation]:
     """Yield violations for negative values and sizes of 0, which transformers accepts but no model can have.
 
     Args:
-        usual: the config without these fields; a field is checked if its default is positive.
+        default: the config without these fields; a field is checked if its default is positive.
         fields: fields that the user sets. Token ids are not checked.
     """
     for name, value in fields.items():
-        other, is_size = getattr(usual, name, None), _SIZE.search(name) is not None
+        default_value, is_size = getattr(default, name, None), _SIZE.search(name) is not None
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and not name.endswith("token_id")
-        is_usually_more = isinstance(other, (int, float)) and other > 0
-        if not is_number or not (is_usually_more or (other is None and is_size)):
+        is_default_positive = isinstance(default_value, (int, float)) and default_value > 0
+        if not is_number or not (is_default_positive or (default_value is None and is_size)):
             continue
         if value < 0 or (value == 0 and is_size):
             message = f"is {shown(value)} but must be {'at least 1' if is_size else '0 or more'}"
-            yield Violation(f"model.config.{name}", f"{message}; the default is {shown(other)}")
+            yield Violation(f"model.config.{name}", f"{message}; the default is {shown(default_value)}")
 
 
 def _wrong_divisions(config: PreTrainedConfig, is_new: bool) -> Iterator[tuple[str, str]]:
@@ -94,17 +94,17 @@ def _wrong_divisions(config: PreTrainedConfig, is_new: bool) -> Iterator[tuple[s
         value = vars(config).get(config.attribute_map.get(name, name))
         return value if isinstance(value, int) and value > 0 else None
 
-    def wrong(name: str, reason: str) -> tuple[str, str]:
+    def violation(name: str, reason: str) -> tuple[str, str]:
         return config.attribute_map.get(name, name), f"{size(name)} but must {reason}"
 
-    width, heads, shared = size("hidden_size"), size("num_attention_heads"), size("num_key_value_heads")
-    experts, chosen = size("num_local_experts"), size("num_experts_per_tok")
-    if heads and shared and heads % shared:
-        yield wrong("num_key_value_heads", f"divide the {heads} attention heads")
+    width, heads, kv_heads = size("hidden_size"), size("num_attention_heads"), size("num_key_value_heads")
+    experts, active_experts = size("num_local_experts"), size("num_experts_per_tok")
+    if heads and kv_heads and heads % kv_heads:
+        yield violation("num_key_value_heads", f"divide the {heads} attention heads")
     if is_new and width and heads and width % heads and not any("head_dim" in name for name in config.to_dict()):
-        yield wrong("num_attention_heads", f"divide the width of {width}")
-    if experts and chosen and chosen > experts:
-        yield wrong("num_experts_per_tok", f"be at most the number of experts, {experts}")
+        yield violation("num_attention_heads", f"divide the width of {width}")
+    if experts and active_experts and active_experts > experts:
+        yield violation("num_experts_per_tok", f"be at most the number of experts, {experts}")
 
 
 def _folder_config(path: str, fields: Mapping[str, Any]) -> PreTrainedConfig:
@@ -120,8 +120,8 @@ def _folder_config(path: str, fields: Mapping[str, Any]) -> PreTrainedConfig:
     _check_kernels(path, config)
     _check_quantisation(path, config)
     _check_fields(config, config.model_type, fields)
-    if wrong := list(_wrong_numbers(config, fields)):
-        raise ConfigError(wrong)
+    if violations := list(_wrong_numbers(config, fields)):
+        raise ConfigError(violations)
     with ForeignData(refuse_fields):
         for name, value in fields.items():
             setattr(config, name, value)
@@ -130,14 +130,14 @@ def _folder_config(path: str, fields: Mapping[str, Any]) -> PreTrainedConfig:
 
 
 def _check_fields(config: PreTrainedConfig, architecture: str, fields: Mapping[str, Any]) -> None:
-    known = {*config.to_dict(), *config.attribute_map, "attn_implementation"}
-    unknown = [
-        Violation(f"model.config.{name}", f"is not a field of transformers' {architecture} config{_near(name, known)}")
+    names = {*config.to_dict(), *config.attribute_map, "attn_implementation"}
+    violations = [
+        Violation(f"model.config.{name}", f"is not a field of transformers' {architecture} config{_near(name, names)}")
         for name in fields
-        if name not in known
+        if name not in names
     ]
-    if unknown:
-        raise ConfigError(unknown)
+    if violations:
+        raise ConfigError(violations)
 
 
 def _check_quantisation(path: str, config: PreTrainedConfig) -> None:
@@ -207,6 +207,6 @@ def refuse_folder(path: str, reason: str) -> ConfigError:
     return ConfigError(Violation("model.path", message))
 
 
-def _near(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=3)
-    return f"; did you mean {' or '.join(close)}?" if close else ""
+def _near(name: str, names: Iterable[str]) -> str:
+    suggestions = difflib.get_close_matches(name, list(names), n=3)
+    return f"; did you mean {' or '.join(suggestions)}?" if suggestions else ""

@@ -24,9 +24,9 @@ from foundry.tasks.robots.evaluators.success import Success
 ALONE = World.single(torch.device("cpu"))
 
 
-def measure(folder, *, step=0, objective=None, simulator=Reach, beat=lambda what: None, **settings):
+def measure(folder, *, step=0, objective=None, simulator=Reach, heartbeat=lambda what: None, **settings):
     evaluator = Success(objective=objective or Wandering(), data=DATA, simulator=simulator, **settings)
-    context = evaluation_context(folder, step=step, beat=beat)
+    context = evaluation_context(folder, step=step, heartbeat=heartbeat)
     with torch.no_grad(), contextlib.closing(evaluator):
         return evaluator.evaluate(GoThere().eval(), context)
 
@@ -190,7 +190,7 @@ def test_simulators_match_at_a_time_and_are_closed(tmp_path):
             self.is_open = False
 
     beats = []
-    measure(tmp_path, simulator=Counted, beat=beats.append, episodes=7, at_a_time=3)
+    measure(tmp_path, simulator=Counted, heartbeat=beats.append, episodes=7, at_a_time=3)
     assert len(made) == 3
     assert not any(simulator.is_open for simulator in made)
     assert set(beats) == {"building simulators", "acting in episodes"}

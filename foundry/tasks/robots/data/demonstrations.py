@@ -64,7 +64,9 @@ def demonstrations(
         message = "none is incompatible with data=demonstrations, which needs a simulator with an expert"
         raise ConfigError(Violation("simulator", f"{message}; choose one, or data=lerobot"))
     maker = _Maker(simulator, settings)
-    folder = cached_folder(settings.cache_dir, maker.name(simulator_settings or {}), maker.fill, what="demonstrations")
+    folder = cached_folder(
+        settings.cache_dir, maker.name(simulator_settings or {}), maker.fill, contents="demonstrations"
+    )
     recording = read_recording(
         read_info(str(folder)),
         state_key=STATE_KEY,

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from foundry.core.errors import ConfigError, Violation, shown
-from foundry.data.conversations.chat import template_beside
+from foundry.data.conversations.chat import find_template
 from foundry.data.corpora.tokenizer import load_tokenizer, tokenizer_file, train_tokenizer
 from foundry.data.splits import DataSplits
 
@@ -46,7 +46,7 @@ def read_tokenizer(texts: Sequence[str], tokenizer: str | None, vocab_size: int)
     if tokenizer is None:
         return InstructionTokenizer(train_tokenizer(texts, vocab_size))
     loaded, end = load_tokenizer(tokenizer, vocab_size)
-    return InstructionTokenizer(loaded, (end,), template_beside(tokenizer_file(tokenizer).parent))
+    return InstructionTokenizer(loaded, (end,), find_template(tokenizer_file(tokenizer).parent))
 
 
 def encode_instructions(texts: Sequence[str], data: DataSplits, instruction_tokens: int) -> NDArray[np.int64]:

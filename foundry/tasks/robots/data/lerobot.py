@@ -145,7 +145,7 @@ def read_recording(
         settings = f"{_FORMAT} {image_key} {size} {digests.hex()}"
         source = hashlib.sha256(settings.encode()).hexdigest()[:32]
         shape = (int(episodes.lengths.sum()), 3, size, size)
-        folder = cached_folder(cache_dir, source, partial(_fill, shape, fill), what="pictures")
+        folder = cached_folder(cache_dir, source, partial(_fill, shape, fill), contents="pictures")
         images = np.load(folder / _IMAGES, mmap_mode="r", allow_pickle=False)
     return Recording(
         state=columns[state_key].astype(np.float32, copy=False),

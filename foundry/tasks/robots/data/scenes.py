@@ -17,7 +17,7 @@ from foundry.config.schemas.data import ChatFiles
 from foundry.core.errors import ConfigError, Violation
 from foundry.core.simulator import Describing, Simulator
 from foundry.data.conversations.chats import RowForm, chat_splits
-from foundry.data.conversations.image_chats import about_pictures
+from foundry.data.conversations.image_chats import add_picture_hash
 from foundry.data.images.picture_examples import RowPictures
 from foundry.data.io.cached_folder import cached_folder
 from foundry.data.io.row_source import find_rows
@@ -63,14 +63,14 @@ def scenes(
     text = json.dumps(identity | simulator_identity(simulator_settings or {}), sort_keys=True, default=str)
     name = hashlib.sha256(text.encode()).hexdigest()[:32]
     cache_dir = settings.cache_dir
-    folder = cached_folder(cache_dir, name, partial(_fill, simulator, count, image_size), what="scenes")
+    folder = cached_folder(cache_dir, name, partial(_fill, simulator, count, image_size), contents="scenes")
     files = ChatFiles(path=str(folder / _ROWS), held_out=settings.held_out, cache_dir=cache_dir)
     source = find_rows(files, ("messages",))
     train, validation = (np.array([row.number - 1 for row in rows], dtype=np.int64) for rows in source.splits)
     images = np.load(folder / _IMAGES, mmap_mode="r", allow_pickle=False)
     pictures = RowPictures(images=images, places=(train, validation), content=name)
     form = RowForm.conversations(settings.train_on)
-    data = chat_splits(about_pictures(source, pictures), form, settings, pictures=pictures)
+    data = chat_splits(add_picture_hash(source, pictures), form, settings, pictures=pictures)
     assert data.notes is not None
     data.notes["scenes"] = str(folder)
     return data

@@ -83,7 +83,7 @@ class Success:
                     chunks[index],
                     device=world.device,
                     autocast=context.autocast,
-                    heartbeat=context.beat,
+                    heartbeat=context.heartbeat,
                     num_films=_NUM_FILMS if self._draw and world.is_main and index == 0 else 0,
                 )
                 local += chunk_episodes if world.leads_share else []
