@@ -94,7 +94,8 @@ def _make(folder: Path, fill: Callable[[Path], tuple[str, ...]], contents: str) 
             if _is_about(folder.parent, error):
                 raise
             source = "" if error.filename is None else f"{error.filename}: "
-            message = f"the {contents} cannot be created: {source}{error.strerror or error}; check the source of the data"
+            reason = f"{source}{error.strerror or error}"
+            message = f"the {contents} cannot be created: {reason}; check the source of the data"
             raise ConfigError(Violation("data", message)) from error
         seal(temporary, names)
         temporary.chmod(0o755)
