@@ -15,7 +15,7 @@ from foundry.commands.train import enter, in_run_dir
 from foundry.config.checks.method import log_method
 from foundry.config.command import (
     Outcome,
-    answer_alone,
+    answer_help,
     facts_alone,
     help_text,
     output_may_close,
@@ -60,7 +60,7 @@ def run_composed(
         f"The prefix {prefix} is optional{prefixed}."
     )
     with output_may_close():
-        if answer_alone(sys.argv[1:], lambda: help_text(schema, name, page, prefix=prefix)):
+        if answer_help(sys.argv[1:], lambda: help_text(schema, name, page, prefix=prefix)):
             return
     words, as_json = take_json(sys.argv[1:])
     own, sys.argv[1:] = split_own(schema, prefix, words)

@@ -117,7 +117,7 @@ class Comparison:
 
     @property
     def settings(self) -> list[Difference]:
-        """Settings that differ; `was` is the value of the first run."""
+        """Settings that differ; `old` is the value of the first run."""
         return list(differences(self.run.settings, self.against.settings))
 
     @property
@@ -160,7 +160,7 @@ class Comparison:
         first = self.first_difference
         return {
             "same": self.is_same,
-            "settings": [{"key": one.key, "run": one.was, "against": one.now} for one in self.settings],
+            "settings": [{"key": one.key, "run": one.old, "against": one.new} for one in self.settings],
             "plan": [_pair(*entry) for entry in self.plan],
             "common_steps": len(self.common_steps),
             "first_difference": None if first is None else {"step": first[0], **_pair(*first[1:])},
@@ -169,7 +169,7 @@ class Comparison:
 
     def lines(self) -> Iterator[str]:
         """Yield the comparison as text, line by line."""
-        yield from _table("settings", [(one.key, one.was, one.now) for one in self.settings], "the same settings")
+        yield from _table("settings", [(one.key, one.old, one.new) for one in self.settings], "the same settings")
         yield from _table("plan", self.plan, "the same plan")
         yield self._how_far()
         yield ""

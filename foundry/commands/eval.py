@@ -89,12 +89,12 @@ def evaluate(words: Sequence[str]) -> dict[str, Any]:
     own = _choose(words, run)
     overrides = [word for word in words if group_of(word) in own.groups]
     others = [word for word in words if word not in overrides]
-    options = parse_options(_schema(own), others, elsewhere=_elsewhere(own, run))
+    options = parse_options(_schema(own), others, refusals=_elsewhere(own, run))
     path = folder_option("run", options.run)
     name = TASKS if own is LM_EVAL else EVALUATION
     out = path / name if options.out is None else folder_option("out", options.out)
     if options.out is not None or out.exists():
-        check_output("out", out, own=name, is_earlier=has_keys("checkpoint"))
+        check_output("out", out, own_name=name, is_earlier=has_keys("checkpoint"))
     elif path.is_dir():
         check_writable("out", path)
     if options.config_dir is not None and not overrides:
@@ -216,7 +216,7 @@ def _page(name: str, doc: str) -> str:
     common = {item.name for item in fields(EvalOptions)}
     for own in (DATA, LM_EVAL, *evaluations()):
         groups = f"; it also accepts overrides of {', '.join(own.groups)}" if own.groups else ""
-        lines += ["", f"Evaluation {own.described}{groups}", *option_lines(resolve_name(own.options), without=common)]
+        lines += ["", f"Evaluation {own.described}{groups}", *option_lines(resolve_name(own.options), omitted=common)]
     return "\n".join(lines) + "\n"
 
 

@@ -21,7 +21,7 @@ from foundry.config.schemas.root import Config
 from foundry.config.setting import setting
 from foundry.config.sources import local_path
 from foundry.core.errors import ConfigError, Violation
-from foundry.core.stop_signals import raised
+from foundry.core.stop_signals import signals_as_exit
 from foundry.rehearsal.machine import GPUS, Gpu, find_gpu
 from foundry.run_dir.files import write_atomically
 from foundry.run_dir.names import PLAN, STATUS
@@ -106,7 +106,7 @@ def plan(config: Config, options: PlanOptions, run_dir: Path) -> dict[str, Any]:
     if (run_dir / STATUS).exists():
         raise ConfigError(Violation("hydra.run.dir", f"is {run_dir}, which holds a run; choose another"))
     for name, is_earlier in report.RECOGNIZERS.items():
-        check_output(name, run_dir / name, own=name, is_earlier=is_earlier)
+        check_output(name, run_dir / name, own_name=name, is_earlier=is_earlier)
     step_seconds = options.step_seconds or (_measured(options.measured) if options.measured else None)
     ranks = world_size(config.distributed.nproc_per_node)
     target = _find_target(config, options, ranks)
@@ -242,7 +242,7 @@ def _rehearse(
 
     per_node, device = options.ranks_per_node or _RANKS_PER_NODE, options.device or _DEVICE
     try:
-        with raised(), console.status("rehearsing two steps") if console.is_terminal else nullcontext():
+        with signals_as_exit(), console.status("rehearsing two steps") if console.is_terminal else nullcontext():
             record = rehearse(config, world_size=ranks, ranks_per_node=per_node, device=device)
     except RehearsalError as error:
         sys.stderr.write(f"{printable(str(error))}\n")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
-from foundry.config.command import answer_alone, facts_alone, help_text, print_facts, take_json
+from foundry.config.command import answer_help, facts_alone, help_text, print_facts, take_json
 from foundry.config.composition.start_dir import check_start_dir
 from foundry.config.setting import setting
 from foundry.core.errors import ConfigError
@@ -145,7 +145,7 @@ def _check_artifacts(store: MlflowStore, destination: Destination) -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run the command; return 0 if nothing is pending any more, 1 if MLflow failed, 2 for invalid input."""
     arguments, as_json = take_json(arguments)
-    if answer_alone(arguments, lambda: help_text(SyncOptions, "foundry.sync", "send pending records to MLflow.")):
+    if answer_help(arguments, lambda: help_text(SyncOptions, "foundry.sync", "send pending records to MLflow.")):
         return 0
     try:
         check_start_dir()

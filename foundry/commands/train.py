@@ -20,7 +20,7 @@ from foundry.config.checks.method import log_method
 from foundry.config.command import output_may_close, versions
 from foundry.config.composition.choices import compose_with, keep_choices
 from foundry.config.composition.compose import CONFIG_NAME, config_dir, install
-from foundry.config.composition.hydra_internals import compose_once, take_over, write_help
+from foundry.config.composition.hydra_internals import compose_once, replace_run_job, write_help
 from foundry.config.diagnostics.flags import arrange_flags, check_flags, plain_overrides
 from foundry.config.diagnostics.help import list_groups, write_page, write_sweep_page
 from foundry.config.environment import detect
@@ -122,9 +122,9 @@ def enter(task: Callable[[], object], options: Collection[str] = ()) -> None:
     try:
         _check_flags(sys.argv[1:], options)
         sys.argv[1:] = arrange_flags(sys.argv[1:])
-        install(alone=True)
+        install(is_only_application=True)
         register()
-        take_over(run_job, list_groups)
+        replace_run_job(run_job, list_groups)
         keep_choices()
         compose_once(compose_with)
         write_help(CONFIG_NAME, write_page, write_sweep_page)

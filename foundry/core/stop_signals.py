@@ -17,13 +17,13 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @contextmanager
-def held_back() -> Iterator[None]:
+def blocked_signals() -> Iterator[None]:
     """Block the stop signals during the body, in this thread and in new processes until they call `outlive`."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
 
 
 def ignore() -> None:
@@ -62,18 +62,18 @@ def end_with_parent(parent: int | None = None) -> None:
 
 
 @contextmanager
-def raised() -> Iterator[None]:
+def signals_as_exit() -> Iterator[None]:
     """Raise SystemExit with 128 + the signal's number on SIGTERM or SIGHUP, so that `finally` blocks run.
 
     Can be used in the main thread only.
     """
 
-    def leave(number: int, frame: FrameType | None) -> None:
+    def raise_exit(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    previous_handlers = {number: signal.signal(number, raise_exit) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)

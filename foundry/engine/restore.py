@@ -168,7 +168,7 @@ def build_part(config: Config, group: str, *, offered: Mapping[str, Any] | None 
     """
     try:
         with explained(f"the {group} of {CONFIG} cannot be built", config, group):
-            part = build(getattr(config, group), offered=offered, **runtime)
+            part = build(getattr(config, group), optional=offered, **runtime)
             return with_defaults(part) if group == "objective" else part
     except HydraException as error:
         message = f"the {group} of {CONFIG} cannot be built here: {' '.join(str(error).split())}"

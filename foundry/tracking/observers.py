@@ -49,4 +49,4 @@ def build_trackers(config: Tracking, run_dir: Path) -> list[Observer]:
         "run_name": config.run_name,
     }
     chosen = {name: node for name, node in config.trackers.items() if node is not None}
-    return [SafeObserver(name, build(node, offered=offered)) for name, node in chosen.items()]
+    return [SafeObserver(name, build(node, optional=offered)) for name, node in chosen.items()]

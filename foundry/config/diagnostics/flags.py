@@ -72,48 +72,48 @@ def find_word(arguments: Sequence[str]) -> int | None:
     Args:
         arguments: arguments after the program name.
     """
-    ahead, known = deque(enumerate(arguments)), {**HYDRA_FLAGS, JSON: 0}
-    while ahead:
-        index, word = ahead.popleft()
-        name, assigned, _ = word.partition("=")
+    remaining, flags = deque(enumerate(arguments)), {**HYDRA_FLAGS, JSON: 0}
+    while remaining:
+        index, word = remaining.popleft()
+        name, equals, _ = word.partition("=")
         if not _is_flag(word):
-            if not assigned and not word.startswith(("-", "+", "~")):
+            if not equals and not word.startswith(("-", "+", "~")):
                 return index
-        elif assigned:
+        elif equals:
             continue
-        elif (flag := _of_hydra(name, known)) is None:  # the arguments after it are its values
-            while ahead and not _is_flag(ahead[0][1]) and not _ASSIGNMENT.match(ahead[0][1]):
-                ahead.popleft()
-        elif ahead and (known[flag] or (flag in _OPTIONAL_VALUE and ahead[0][1] in _INFO)):
-            ahead.popleft()
+        elif (flag := _hydra_flag(name, flags)) is None:  # the arguments after it are its values
+            while remaining and not _is_flag(remaining[0][1]) and not _ASSIGNMENT.match(remaining[0][1]):
+                remaining.popleft()
+        elif remaining and (flags[flag] or (flag in _OPTIONAL_VALUE and remaining[0][1] in _INFO)):
+            remaining.popleft()
     return None
 
 
-def split_flags(arguments: Sequence[str], known: Collection[str] = ()) -> tuple[list[Flag], list[str]]:
+def split_flags(arguments: Sequence[str], known_flags: Collection[str] = ()) -> tuple[list[Flag], list[str]]:
     """Split arguments into flags and other arguments.
 
     Args:
         arguments: arguments after the command's name.
-        known: flags of `HYDRA_FLAGS` to keep among the other arguments, with their values.
+        known_flags: flags of `HYDRA_FLAGS` to keep among the other arguments, with their values.
     """
-    flags, others = list[Flag](), list[str]()
-    ahead = list(arguments)
-    while ahead:
-        word = ahead.pop(0)
-        name, assigned, value = word.partition("=")
+    flags, other_arguments = list[Flag](), list[str]()
+    remaining = list(arguments)
+    while remaining:
+        word = remaining.pop(0)
+        name, equals, value = word.partition("=")
         if not _is_flag(word):
-            others.append(word)
-        elif (flag := _of_hydra(name, known)) is not None:
-            others.append(word)
-            if HYDRA_FLAGS[flag] and not assigned and ahead:
-                others.append(ahead.pop(0))
+            other_arguments.append(word)
+        elif (flag := _hydra_flag(name, known_flags)) is not None:
+            other_arguments.append(word)
+            if HYDRA_FLAGS[flag] and not equals and remaining:
+                other_arguments.append(remaining.pop(0))
         else:
-            values = [value] if assigned else []
-            while not assigned and ahead and not _is_flag(ahead[0]) and not _ASSIGNMENT.match(ahead[0]):
-                values.append(ahead.pop(0))
-            text = word if assigned else " ".join([word, *values])
+            values = [value] if equals else []
+            while not equals and remaining and not _is_flag(remaining[0]) and not _ASSIGNMENT.match(remaining[0]):
+                values.append(remaining.pop(0))
+            text = word if equals else " ".join([word, *values])
             flags.append(_flag(text, name.lstrip("-"), values))
-    return flags, others
+    return flags, other_arguments
 
 
 def check_flags(arguments: Sequence[str], options: Collection[str] = ()) -> None:
@@ -137,31 +137,31 @@ def plain_overrides(arguments: Sequence[str]) -> list[str]:
     Return none if they may have another meaning than in a run with foundry's own options: in a sweep, or with a config
     file or folder of the user.
     """
-    flags, others = split_flags(arguments, HYDRA_FLAGS)
-    if any(flag.key in _FILES for flag in flags) or any(map(_is_flag, others)):
+    flags, arguments_left = split_flags(arguments, HYDRA_FLAGS)
+    if any(flag.key in _FILES for flag in flags) or any(map(_is_flag, arguments_left)):
         return []
-    return [word for word in others if not re.match(r"[~+]*hydra[./]", word)]
+    return [word for word in arguments_left if not re.match(r"[~+]*hydra[./]", word)]
 
 
-def refuse(flag: Flag, find: Callable[[str], str | None]) -> Violation:
+def refuse(flag: Flag, find_key: Callable[[str], str | None]) -> Violation:
     """Return the error for a flag.
 
     Args:
         flag: the flag as typed.
-        find: returns the full key for a name, or None for an unknown name.
+        find_key: returns the full key for a name, or None for an unknown name.
     """
     from foundry.config.composition.store import GROUPS
     from foundry.config.diagnostics.elsewhere import own_options  # the table is needed for errors only
     from foundry.config.diagnostics.names import did_you_mean, meanings
 
-    if (key := find(flag.key)) is not None:
+    if (key := find_key(flag.key)) is not None:
         return Violation(flag.text, f"is not a valid argument; write {_assignment(key, flag.value)}")
     if flag.key in _FILES:
         path = Path(flag.value)
         folder = f"--config-dir {path.parent} --config-name {path.stem}"
         return Violation(flag.text, f"is not a valid argument; write {folder}")
-    told = did_you_mean(flag.key, meanings(), GROUPS, value=flag.value, options=own_options)
-    return Violation(flag.text, f"is not a valid argument{told or '; give settings as key=value'}")
+    hint = did_you_mean(flag.key, meanings(), GROUPS, value=flag.value, options=own_options)
+    return Violation(flag.text, f"is not a valid argument{hint or '; give settings as key=value'}")
 
 
 def arrange_flags(arguments: Sequence[str]) -> list[str]:
@@ -176,19 +176,19 @@ def arrange_flags(arguments: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: the current folder, or a folder of options, does not exist.
     """
-    flags, overrides, ahead = list[str](), list[str](), list(arguments)
-    while ahead:
-        word = ahead.pop(0)
-        name, assigned, value = word.partition("=")
-        flag = _of_hydra(name, HYDRA_FLAGS) if _is_flag(word) else None
+    flags, overrides, remaining = list[str](), list[str](), list(arguments)
+    while remaining:
+        word = remaining.pop(0)
+        name, equals, value = word.partition("=")
+        flag = _hydra_flag(name, HYDRA_FLAGS) if _is_flag(word) else None
         if flag is None:
             overrides.append(word)
-        elif flag in _OPTIONAL_VALUE and not assigned:
-            flags.append(f"{flag}={ahead.pop(0) if ahead and ahead[0] in _INFO else _INFO[0]}")
+        elif flag in _OPTIONAL_VALUE and not equals:
+            flags.append(f"{flag}={remaining.pop(0) if remaining and remaining[0] in _INFO else _INFO[0]}")
         elif not HYDRA_FLAGS[flag]:
             flags.append(word)
-        elif assigned or ahead:
-            value = value if assigned else ahead.pop(0)
+        elif equals or remaining:
+            value = value if equals else remaining.pop(0)
             flags += [flag, _existing_folder(flag, value) if flag in _FOLDERS else value]
         else:
             flags.append(word)  # argparse reports the missing value
@@ -208,8 +208,8 @@ def _existing_folder(flag: str, path: str) -> str:
 
 def _flag(text: str, name: str, values: Sequence[str]) -> Flag:
     key = name.replace("-", "_")
-    if not values and (negated := re.fullmatch(r"no_(\w.*)", key)) and key not in ("no_cuda",):
-        return Flag(text, negated[1], "false")
+    if not values and (negation := re.fullmatch(r"no_(\w.*)", key)) and key not in ("no_cuda",):
+        return Flag(text, negation[1], "false")
     return Flag(text, key, f"[{','.join(values)}]" if len(values) > 1 else values[0] if values else "true")
 
 
@@ -217,14 +217,14 @@ def _is_flag(word: str) -> bool:
     return word.startswith("-") and word not in ("-", "--") and not _NUMBER.match(word)
 
 
-def _of_hydra(name: str, known: Collection[str]) -> str | None:
+def _hydra_flag(name: str, known_flags: Collection[str]) -> str | None:
     """Return the flag of Hydra that an argument is or abbreviates; a short flag's value may follow without a space."""
-    if name in known:
+    if name in known_flags:
         return name
     if name.startswith("--"):
-        meant = [flag for flag in known if flag.startswith(name)]
-        return meant[0] if len(meant) == 1 and len(name) >= _SHORTEST_ABBREVIATION else None
-    return "-m" if "-m" in known and re.fullmatch(r"-c(job|hydra|all)", name) else None
+        matches = [flag for flag in known_flags if flag.startswith(name)]
+        return matches[0] if len(matches) == 1 and len(name) >= _SHORTEST_ABBREVIATION else None
+    return "-m" if "-m" in known_flags and re.fullmatch(r"-c(job|hydra|all)", name) else None
 
 
 def _setting(key: str, options: Collection[str]) -> str | None:
