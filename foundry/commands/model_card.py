@@ -9,7 +9,7 @@ import foundry
 from foundry.config.composition.job_overrides import format_command, recorded_overrides
 from foundry.config.record.frozen import plain
 from foundry.core.model_hooks import hook
-from foundry.engine.restore import Restored
+from foundry.engine.restore import RestoredRun
 from foundry.run_dir.checkpoints import parse_step, step_name
 from foundry.run_dir.files import write_atomically
 from foundry.run_dir.names import EVALUATION, METRICS, MODEL_CARD, PLAN, RESULT
@@ -64,7 +64,7 @@ print(tokenizer.decode(model.generate(**prompt, max_new_tokens=64)[0]))
 
 def write_model_card(
     run_dir: Path,
-    restored: Restored,
+    restored: RestoredRun,
     out: Path,
     *,
     library: str,
@@ -91,8 +91,8 @@ def write_model_card(
         f"# {one_line(run_dir.resolve().name)}\n",
         f"{_architecture(restored.model)}, trained by `{objective}` with foundry {foundry.__version__}; step {step}.\n",
         *_section("Use", [f"```python\n{use.format(folder=out.name, base=base_name)}```\n"]),
-        *_section("Data", _table(dict(_told(settings["data"], "data")) | dict(_leaves(plan.get("notes") or {})))),
-        *_section("Recipe", _table(_planned(plan) | dict(_recipe(settings)))),
+        *_section("Data", _table(dict(_set_values(settings["data"], "data")) | dict(_leaves(plan.get("notes") or {})))),
+        *_section("Recipe", _table(_plan_values(plan) | dict(_recipe(settings)))),
         *_section("Numbers", _table(_numbers(run_dir, step))),
         *_section("Command", _command(run_dir)),
         "All settings are in `config.yaml`.\n",
@@ -113,7 +113,7 @@ def _front_matter(library: str, objective: str, *, is_text: bool) -> str:
     )
 
 
-def _planned(plan: Mapping[str, Any]) -> dict[str, Any]:
+def _plan_values(plan: Mapping[str, Any]) -> dict[str, Any]:
     return {name: plan[key] for key, name in _PLANNED.items() if plan.get(key) is not None}
 
 
@@ -123,7 +123,7 @@ def _recipe(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     if start := model.get("init_from") or model.get("path"):
         yield "starts from", start
     for group in _GROUPS:
-        yield from _told(settings[group], group)
+        yield from _set_values(settings[group], group)
 
 
 def _numbers(run_dir: Path, step: int) -> dict[str, Any]:
@@ -132,16 +132,16 @@ def _numbers(run_dir: Path, step: int) -> dict[str, Any]:
         records = read_step(run_dir, step) if (run_dir / METRICS).is_file() else []
     except (OSError, ValueError):
         records = []
-    found: dict[str, Any] = {"step": step}
+    metrics: dict[str, Any] = {"step": step}
     for record in records:
         if is_evaluation(record):
-            found |= record
-    if len(found) == 1 and (result := _read(run_dir / RESULT)).get("step") == step:
-        found |= {name: result[name] for name in ("loss", "val_loss") if name in result}
-    measured = _read(run_dir / EVALUATION)
-    if measured.pop("checkpoint", None) == step_name(step):
-        found |= {f"{name} (foundry.eval)": value for name, value in _leaves(measured)}
-    return found if len(found) > 1 else {}
+            metrics |= record
+    if len(metrics) == 1 and (result := _read(run_dir / RESULT)).get("step") == step:
+        metrics |= {name: result[name] for name in ("loss", "val_loss") if name in result}
+    evaluation = _read(run_dir / EVALUATION)
+    if evaluation.pop("checkpoint", None) == step_name(step):
+        metrics |= {f"{name} (foundry.eval)": value for name, value in _leaves(evaluation)}
+    return metrics if len(metrics) > 1 else {}
 
 
 def _command(run_dir: Path) -> list[str]:
@@ -164,14 +164,14 @@ def _cell(value: Any) -> str:
     return one_line(text).replace("|", "\\|").replace("<", "&lt;")
 
 
-def _told(node: Mapping[str, Any], name: str) -> Iterator[tuple[str, Any]]:
+def _set_values(node: Mapping[str, Any], name: str) -> Iterator[tuple[str, Any]]:
     """Yield the settings of a group that are set; a part is described by the name of its class or function."""
     for key, value in node.items():
         if isinstance(value, Mapping):
-            yield from _told(value, f"{name}.{key}")
+            yield from _set_values(value, f"{name}.{key}")
         elif key == "_target_" and value:
             yield name, str(value).removesuffix(".from_durations").rpartition(".")[2]
-        elif not any(value is idle for idle in (None, False, "")):
+        elif not any(value is default for default in (None, False, "")):
             yield f"{name}.{key}", value
 
 

@@ -66,7 +66,7 @@ def measure(path: Path, options: TaskOptions, overrides: Sequence[str], compose:
             amp, tf32 = precision.compute_dtype if precision.is_amp else None, config.precision.tf32
             batch_size = options.batch_size or config.hparams.per_gpu_batch_size
             folder = Path(temporary) / "export"
-            wanted = ExportOptions(
+            export_options = ExportOptions(
                 run=str(path),
                 out=str(folder),
                 which=options.which,
@@ -75,7 +75,7 @@ def measure(path: Path, options: TaskOptions, overrides: Sequence[str], compose:
                 device=options.device,
                 merge=True if isinstance(config.peft, LoRA) else None,
             )
-            checkpoint = export_checkpoint(wanted).name
+            checkpoint = export_checkpoint(export_options).name
         if not all((folder / name).is_file() for name in ("config.json", "tokenizer.json")):
             message = f"need a language model that transformers loads with a tokenizer, and {path} has none"
             raise ConfigError(Violation("tasks", message))

@@ -59,14 +59,14 @@ def in_run_dir(work: Callable[[Path], Result]) -> Result:
     except Stopped as stopped:
         if detect().rank == 0:
             with suppress(OSError):  # the terminal is closed, as after SIGHUP
-                sys.stderr.write(f"{stopped}{_how_to_resume(stopped)}\n")
+                sys.stderr.write(f"{stopped}{_resume_hint(stopped)}\n")
         raise  # contains the exit code; a sweep ends too
     except Exception as error:
         log_to_file(f"failed:\n{format_trace(error)}")
         raise
 
 
-def _how_to_resume(stopped: Stopped) -> str:
+def _resume_hint(stopped: Stopped) -> str:
     if stopped.checkpoint is None:
         return ""
     if stopped.state == "requeued":
@@ -88,9 +88,9 @@ def main() -> None:
 @contextmanager
 def _masked_output() -> Iterator[None]:
     """Mask secrets in the output of `--cfg job --resolve`, which contains values of environment variables."""
-    with redirect_stdout(StringIO()) as printed:
+    with redirect_stdout(StringIO()) as output:
         yield
-    sys.stdout.write(printable(printed.getvalue()))
+    sys.stdout.write(printable(output.getvalue()))
 
 
 def _check_flags(arguments: Sequence[str], options: Collection[str]) -> None:
@@ -107,8 +107,8 @@ def _check_flags(arguments: Sequence[str], options: Collection[str]) -> None:
         violations = list(error.violations)
         try:
             compose(plain_overrides(arguments))
-        except ConfigError as of_overrides:
-            violations += of_overrides.violations
+        except ConfigError as override_error:
+            violations += override_error.violations
         raise ConfigError(violations) from None
 
 
