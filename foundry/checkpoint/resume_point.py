@@ -138,9 +138,9 @@ def check_config(
     """
     changes: list[Difference] = []
     for difference in differences(resume_point.manifest.config, recorded, config):
-        if difference.is_gone:
+        if difference.is_removed:
             message = "ignored %s=%s of the checkpoint: this version of foundry does not have the setting"
-            log.warning(message, difference.key, shown(difference.was))
+            log.warning(message, difference.key, shown(difference.old))
         elif difference.is_allowed or (difference.locates_data and resume_point.manifest.data):
             log.info("resumed with %s", difference)
         else:
@@ -263,8 +263,8 @@ def is_longer(resume_point: ResumePoint | None, config: Mapping[str, Any]) -> bo
     """Return whether a finished run should continue: one of its budgets was raised or removed."""
     if resume_point is None:
         return False
-    budgets = [d for d in differences(resume_point.manifest.config, config) if d.is_budget and d.was is not None]
-    return any(d.now is None or d.now > d.was for d in budgets)
+    budgets = [d for d in differences(resume_point.manifest.config, config) if d.is_budget and d.old is not None]
+    return any(d.new is None or d.new > d.old for d in budgets)
 
 
 def restore_rng(resume_point: ResumePoint, world: World, seed: int) -> None:

@@ -14,7 +14,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from foundry.commands.composed_command import split_own
+from foundry.commands.composed_command import split_options
 from foundry.config.diagnostics.flags import HYDRA_FLAGS, JSON, find_word
 
 OPTIONS = {
@@ -39,8 +39,8 @@ _HIDDEN = ("schema/", "local")
 def main() -> None:
     """Print the candidates for the end of the line, in the format of the shell."""
     shell = next(word.partition("=")[2] for word in sys.argv if word.startswith("query="))
-    found = sorted(set(complete(os.environ.get("COMP_LINE", ""))))
-    sys.stdout.write(("\n" if shell == "fish" else " ").join(found) + "\n")
+    candidates = sorted(set(complete(os.environ.get("COMP_LINE", ""))))
+    sys.stdout.write(("\n" if shell == "fish" else " ").join(candidates) + "\n")
 
 
 def complete(line: str) -> Iterator[str]:
@@ -51,48 +51,48 @@ def complete(line: str) -> Iterator[str]:
     """
     words = line.split()[1:]
     last = "" if line.endswith(" ") or not words else words.pop()
-    place = find_word(words)
-    name = None if place is None else words.pop(place)
+    index = find_word(words)
+    name = None if index is None else words.pop(index)
     if last.startswith("-"):
-        yield from _starting(last, _FLAGS if name else HYDRA_FLAGS)
+        yield from _with_prefix(last, _FLAGS if name else HYDRA_FLAGS)
     elif name is None:
-        yield from _starting(last, OPTIONS)
-        yield from _of_a_run(words, last)
+        yield from _with_prefix(last, OPTIONS)
+        yield from _complete_overrides(words, last)
     elif name in OPTIONS:
-        yield from _of_command(name, words, last)
+        yield from _complete_command(name, words, last)
 
 
-def _starting(last: str, words: Iterable[str]) -> Iterator[str]:
+def _with_prefix(last: str, words: Iterable[str]) -> Iterator[str]:
     return (word for word in words if word.startswith(last))
 
 
-def _of_command(name: str, words: list[str], last: str) -> Iterator[str]:
+def _complete_command(name: str, words: list[str], last: str) -> Iterator[str]:
     """Yield the options of a command, and the overrides that it accepts."""
     module, schema = import_module(f"foundry.commands.{name}"), OPTIONS[name]
     if name == "eval":
         options, groups = module.options_for(words)
-        yield from _of_options(options, last)
-        yield from _starting(last, ["tasks="])
+        yield from _complete_options(options, last)
+        yield from _with_prefix(last, ["tasks="])
         overrides = [word for word in words if module.group_of(word) in groups]
-        yield from (word for word in _of_a_run(overrides, last) if module.group_of(word) in groups)
+        yield from (word for word in _complete_overrides(overrides, last) if module.group_of(word) in groups)
     elif schema is None:
-        yield from _of_a_run(words, last)
+        yield from _complete_overrides(words, last)
     elif hasattr(module, "run_composed"):
         options, prefix = getattr(module, schema), f"{name}."
-        yield from _of_options(options, last.removeprefix(prefix), prefix if last.startswith(prefix) else "")
-        yield from _of_a_run(split_own(options, prefix, words)[1], last)
+        yield from _complete_options(options, last.removeprefix(prefix), prefix if last.startswith(prefix) else "")
+        yield from _complete_overrides(split_options(options, prefix, words)[1], last)
     else:
-        yield from _of_options(getattr(module, schema), last)
+        yield from _complete_options(getattr(module, schema), last)
 
 
-def _of_options(schema: type[Any], last: str, prefix: str = "") -> Iterator[str]:
+def _complete_options(schema: type[Any], last: str, prefix: str = "") -> Iterator[str]:
     """Yield names of options, or values of the option at the start of `last`."""
-    key, assigned, value = last.partition("=")
+    key, equals, value = last.partition("=")
     hints = get_type_hints(schema)
-    if not assigned:
-        yield from (f"{prefix}{name}=" for name in _starting(key, hints))
+    if not equals:
+        yield from (f"{prefix}{name}=" for name in _with_prefix(key, hints))
     elif key in hints:
-        yield from (f"{prefix}{key}={one}" for one in _starting(value, _values(key, hints[key], value)))
+        yield from (f"{prefix}{key}={candidate}" for candidate in _with_prefix(value, _values(key, hints[key], value)))
 
 
 def _values(key: str, hint: Any, value: str) -> list[str]:
@@ -114,13 +114,13 @@ def _values(key: str, hint: Any, value: str) -> list[str]:
     return []
 
 
-def _of_a_run(words: Sequence[str], last: str) -> list[str]:
+def _complete_overrides(words: Sequence[str], last: str) -> list[str]:
     """Return the overrides of a run that Hydra suggests."""
     from foundry.commands.train import main as train
 
-    before, os.environ["COMP_LINE"] = sys.argv[1:], " ".join(["foundry", *words, last])
-    sys.argv[1:] = [word for word in before if not word.startswith("query=")] + ["query=bash"]
-    with redirect_stdout(StringIO()) as found, redirect_stderr(StringIO()), suppress(SystemExit):
+    arguments, os.environ["COMP_LINE"] = sys.argv[1:], " ".join(["foundry", *words, last])
+    sys.argv[1:] = [word for word in arguments if not word.startswith("query=")] + ["query=bash"]
+    with redirect_stdout(StringIO()) as output, redirect_stderr(StringIO()), suppress(SystemExit):
         train()
-    sys.argv[1:] = before
-    return [word for word in found.getvalue().split() if not word.startswith(_HIDDEN)]
+    sys.argv[1:] = arguments
+    return [word for word in output.getvalue().split() if not word.startswith(_HIDDEN)]

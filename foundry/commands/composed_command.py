@@ -15,7 +15,7 @@ from foundry.commands.train import enter, in_run_dir
 from foundry.config.checks.method import log_method
 from foundry.config.command import (
     Outcome,
-    answer_alone,
+    answer_help,
     facts_alone,
     help_text,
     output_may_close,
@@ -53,28 +53,30 @@ def run_composed(
     """
     prefix = name.rpartition(".")[2] + "."
     names = {option.name for option in fields(schema)}  # type: ignore[arg-type]
-    bare = names.difference(GROUPS)
-    prefixed = f", except for {' and '.join(sorted(names - bare))}" if names - bare else ""
+    unprefixed = names.difference(GROUPS)
+    prefixed = f", except for {' and '.join(sorted(names - unprefixed))}" if names - unprefixed else ""
     page = (
         f"{doc}\n\nAccepts all options of a run (see `python -m foundry --help`) and the options below.\n"
         f"The prefix {prefix} is optional{prefixed}."
     )
     with output_may_close():
-        if answer_alone(sys.argv[1:], lambda: help_text(schema, name, page, prefix=prefix)):
+        if answer_help(sys.argv[1:], lambda: help_text(schema, name, page, prefix=prefix)):
             return
     words, as_json = take_json(sys.argv[1:])
-    own, sys.argv[1:] = split_own(schema, prefix, words)
+    own_options, sys.argv[1:] = split_options(schema, prefix, words)
 
     def task() -> None:
         try:
-            options = parse_options(schema, own)
+            options = parse_options(schema, own_options)
             sys.argv += [] if overrides_of is None else overrides_of(options)
         except ConfigError as error:
-            raise ConfigError(replace(wrong, key=prefix + wrong.key) for wrong in error.violations) from None
+            raise ConfigError(
+                replace(violation, key=prefix + violation.key) for violation in error.violations
+            ) from None
 
         @hydra_main(config_path=config_dir(), config_name=CONFIG_NAME, version_base="1.3")
         def compose_and_work(composed: DictConfig) -> None:
-            outcomes.append(in_run_dir(partial(_typed, composed, work, options)))
+            outcomes.append(in_run_dir(partial(_run_work, composed, work, options)))
 
         outcomes = list[Outcome | None]()
         with facts_alone() if as_json else nullcontext():
@@ -82,17 +84,17 @@ def run_composed(
         for outcome in filter(None, outcomes if as_json else ()):
             print_facts(outcome.facts)
 
-    enter(task, options={*bare, *(prefix + option for option in names)})
+    enter(task, options={*unprefixed, *(prefix + option for option in names)})
 
 
-def split_own(schema: type[Any], prefix: str, words: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_options(schema: type[Any], prefix: str, words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split arguments into the command's own options, without the prefix, and the arguments of the run."""
-    bare = {option.name for option in fields(schema)}.difference(GROUPS)
-    own = [word for word in words if word.startswith(prefix) or word.partition("=")[0] in bare]
-    return [word.removeprefix(prefix) for word in own], [word for word in words if word not in own]
+    unprefixed = {option.name for option in fields(schema)}.difference(GROUPS)
+    own_options = [word for word in words if word.startswith(prefix) or word.partition("=")[0] in unprefixed]
+    return [word.removeprefix(prefix) for word in own_options], [word for word in words if word not in own_options]
 
 
-def _typed(
+def _run_work(
     composed: DictConfig, work: Callable[[Config, Options, Path], Outcome | None], options: Options, run_dir: Path
 ) -> Outcome | None:
     log_method(composed)

@@ -16,7 +16,7 @@ from foundry.core.errors import ConfigError, Violation
 from foundry.run_dir.names import CHAT_TEMPLATE, TOKENIZER
 
 if TYPE_CHECKING:
-    from foundry.engine.restore import Restored
+    from foundry.engine.restore import RestoredRun
 
 _ANSWERED = f"+evaluation.evaluators.exact_match._target_={EXACT_MATCH}"
 """Override that adds the exact-match evaluator, since an environment without one is refused."""
@@ -52,13 +52,13 @@ def measure(path: Path, options: DataOptions, overrides: Sequence[str], compose:
     from foundry.parallel.process_group import World
     from foundry.training.evaluation import Evaluation
 
-    opened = _open(path, options, overrides, compose)
-    config, device = opened.config, opened.device
+    restored = _open(path, options, overrides, compose)
+    config, device = restored.config, restored.device
     judge = build_judge(config.environment)
     run = RunContext(
         config=config,
         config_hash=hash_config(config),
-        data=opened.data,
+        data=restored.data,
         judge=judge,
         world=World.single(device),
         precision=PrecisionPolicy.from_config(config.precision, device),
@@ -66,22 +66,22 @@ def measure(path: Path, options: DataOptions, overrides: Sequence[str], compose:
     )
     with explained(f"{path} cannot be evaluated", config, "model", "data", "objective"):
         evaluation = Evaluation(
-            model=run.precision.prepare(opened.model),
-            evaluators=_build_evaluators(opened, options, judge),
+            model=run.precision.prepare(restored.model),
+            evaluators=_build_evaluators(restored, options, judge),
             run=run,
             folder=path,
         )
         arithmetic = fp32_arithmetic(tf32=config.precision.tf32)
         with torch.no_grad(), arithmetic, nullcontext() if judge is None else closing(judge):
             measured, _ = evaluation.measure(0, run.heartbeat)
-    found = {name.removeprefix("val_"): value for name, value in measured.items()}
-    most = math.inf if options.max_samples is None else options.max_samples
-    held_out: dict[str, Any] = {"num_samples": opened.data.validation, "num_prompts": opened.data.prompts}
-    counts = {name: min(len(rows), most) for name, rows in held_out.items()}
-    return {"checkpoint": opened.checkpoint.name, **_with_perplexity(found, config), **counts}
+    metrics = {name.removeprefix("val_"): value for name, value in measured.items()}
+    limit = math.inf if options.max_samples is None else options.max_samples
+    held_out: dict[str, Any] = {"num_samples": restored.data.validation, "num_prompts": restored.data.prompts}
+    counts = {name: min(len(rows), limit) for name, rows in held_out.items()}
+    return {"checkpoint": restored.checkpoint.name, **_with_perplexity(metrics, config), **counts}
 
 
-def _open(path: Path, options: DataOptions, overrides: Sequence[str], compose: Compose) -> "Restored":
+def _open(path: Path, options: DataOptions, overrides: Sequence[str], compose: Compose) -> "RestoredRun":
     """Return the model with the data to evaluate it on.
 
     Overrides of data and objective are composed with `model=base`, so that the rules for a run from this model refuse
@@ -91,61 +91,71 @@ def _open(path: Path, options: DataOptions, overrides: Sequence[str], compose: C
         ConfigError: as `measure`.
     """
     from foundry.config.sources import download_hint
-    from foundry.engine.restore import Restored, restore
+    from foundry.engine.restore import RestoredRun, restore
     from foundry.parallel.device import choose_device
     from foundry.parts.data import build_data
     from foundry.parts.model import build_model
 
     if hint := "" if path.is_dir() else download_hint(options.run):
         raise ConfigError(Violation("run", f"is {options.run}, which does not exist{hint}"))
-    chosen = {group: [one for one in overrides if group_of(one) == group] for group in DATA.groups}
-    of_model = ["model=base", f"model.path={quoted(str(path))}", _ANSWERED, *chosen["data"], *chosen["objective"]]
+    overrides_by_group = {
+        group: [override for override in overrides if group_of(override) == group] for group in DATA.groups
+    }
+    model_overrides = [
+        "model=base",
+        f"model.path={quoted(str(path))}",
+        _ANSWERED,
+        *overrides_by_group["data"],
+        *overrides_by_group["objective"],
+    ]
     parts = dict[str, Any]()
     if (path / "config.json").is_file():
         if not any(override.startswith("data=") for override in overrides):
             message = f"is required: the transformers folder {path} names no data; add data=... and its settings"
             raise ConfigError(Violation("data", message))
-        config, device = compose([*of_model, *chosen["environment"]]), choose_device(options.device)
-        opened = Restored(config, build_model(config).to(device).eval(), build_data(config), path, device)
+        config, device = compose([*model_overrides, *overrides_by_group["environment"]]), choose_device(options.device)
+        restored = RestoredRun(config, build_model(config).to(device).eval(), build_data(config), path, device)
     else:
-        opened = restore(path, options.which, ema=options.ema, trust=options.trust, device=options.device)
-        if chosen["data"] or chosen["objective"]:
-            opened = _with_data(opened, path, options, of_model, compose, keeps_objective=not chosen["objective"])
+        restored = restore(path, options.which, ema=options.ema, trust=options.trust, device=options.device)
+        if overrides_by_group["data"] or overrides_by_group["objective"]:
+            restored = _with_data(
+                restored, path, options, model_overrides, compose, keeps_objective=not overrides_by_group["objective"]
+            )
         else:
-            opened = _with_own_data(opened, path, trust=options.trust)
-        if chosen["environment"]:
-            parts["environment"] = compose([*chosen["environment"], _ANSWERED]).environment
-    if chosen["evaluation"]:
-        parts["evaluation"] = compose(chosen["evaluation"]).evaluation
-    return replace(opened, config=replace(opened.config, **parts))
+            restored = _with_own_data(restored, path, trust=options.trust)
+        if overrides_by_group["environment"]:
+            parts["environment"] = compose([*overrides_by_group["environment"], _ANSWERED]).environment
+    if overrides_by_group["evaluation"]:
+        parts["evaluation"] = compose(overrides_by_group["evaluation"]).evaluation
+    return replace(restored, config=replace(restored.config, **parts))
 
 
 def _with_data(
-    opened: "Restored",
+    restored: "RestoredRun",
     path: Path,
     options: DataOptions,
     overrides: Sequence[str],
     compose: Compose,
     *,
     keeps_objective: bool,
-) -> "Restored":
+) -> "RestoredRun":
     """Replace the data by the data that the overrides select."""
-    from foundry.engine.restore import look_again
+    from foundry.engine.restore import retry_if_replaced
     from foundry.parts.data import build_data
 
-    kept = opened.data.kept.values()
-    like_the_run = [override for content in kept for override in content.overrides]
-    words = [*like_the_run, *overrides, f"model.which={options.which}", f"model.trust={str(options.trust).lower()}"]
-    composed = look_again(path, options.which, lambda: compose(words))
-    objective = opened.config.objective if keeps_objective else composed.objective
-    config = replace(opened.config, data=composed.data, objective=objective)
+    run_files = restored.data.kept.values()
+    run_overrides = [override for content in run_files for override in content.overrides]
+    words = [*run_overrides, *overrides, f"model.which={options.which}", f"model.trust={str(options.trust).lower()}"]
+    composed = retry_if_replaced(path, options.which, lambda: compose(words))
+    objective = restored.config.objective if keeps_objective else composed.objective
+    config = replace(restored.config, data=composed.data, objective=objective)
     data = build_data(config)
-    for content in kept:
+    for content in run_files:
         data = content.applied_to(data)
-    return replace(opened, config=config, data=data)
+    return replace(restored, config=config, data=data)
 
 
-def _with_own_data(opened: "Restored", path: Path, *, trust: bool) -> "Restored":
+def _with_own_data(restored: "RestoredRun", path: Path, *, trust: bool) -> "RestoredRun":
     """Build the data of a run, with the tokenizer and the chat template of its directory."""
     from foundry.config.record.frozen import load_config
     from foundry.config.sources import refuse_urls
@@ -155,17 +165,19 @@ def _with_own_data(opened: "Restored", path: Path, *, trust: bool) -> "Restored"
     config = load_config(path, trust=trust)
     if not trust:
         refuse_urls(config.data, path)
-    own = {"tokenizer": path / TOKENIZER, "chat_template": path / CHAT_TEMPLATE}
-    files = {name: str(file) for name, file in own.items() if hasattr(config.data, name) and file.is_file()}
+    paths = {"tokenizer": path / TOKENIZER, "chat_template": path / CHAT_TEMPLATE}
+    files = {name: str(file) for name, file in paths.items() if hasattr(config.data, name) and file.is_file()}
     if hasattr(config.data, "cache_dir"):
         files["cache_dir"] = os.environ.get("FOUNDRY_CACHE", ".cache/foundry")
-    offered = offered_to_data(config.simulator)
+    optional = offered_to_data(config.simulator)
     if files:  # do not read from the base's folder, or write to the paths in the settings
         config = replace(config, data=replace(config.data, **files))
-    return replace(opened, config=config, data=build_part(config, "data", seed=config.hparams.seed, offered=offered))
+    return replace(
+        restored, config=config, data=build_part(config, "data", seed=config.hparams.seed, optional=optional)
+    )
 
 
-def _build_evaluators(opened: "Restored", options: DataOptions, judge: Any) -> dict[str, Any]:
+def _build_evaluators(restored: "RestoredRun", options: DataOptions, judge: Any) -> dict[str, Any]:
     """Build the evaluators: validation loss, unless the objective needs frozen models, and exact match with rewards.
 
     Raises:
@@ -176,11 +188,11 @@ def _build_evaluators(opened: "Restored", options: DataOptions, judge: Any) -> d
     from foundry.evaluators.held_out import HeldOut
     from foundry.parallel.process_group import World
 
-    config, data = opened.config, opened.data
+    config, data = restored.config, restored.data
     size = config.hparams.per_gpu_batch_size if options.batch_size is None else options.batch_size
     common: dict[str, Any] = {"data": data, "per_gpu_batch_size": size, "max_samples": options.max_samples}
-    offered = {"world": World.single(opened.device), "tokenizer": data.tokenizer}
-    objective = build_part(config, "objective", offered=offered)
+    optional = {"world": World.single(restored.device), "tokenizer": data.tokenizer}
+    objective = build_part(config, "objective", optional=optional)
     evaluators: dict[str, Any] = {}
     if objective.compare is None:
         evaluators["held_out"] = HeldOut(objective=objective, **common, torchmetrics=_torchmetrics(config, HELD_OUT))
@@ -205,10 +217,10 @@ def _torchmetrics(config: Any, target: str) -> dict[str, Any]:
     return {name: build(metric) for node in nodes for name, metric in (node.get("torchmetrics") or {}).items()}
 
 
-def _with_perplexity(found: dict[str, float], config: Any) -> dict[str, float]:
+def _with_perplexity(metrics: dict[str, float], config: Any) -> dict[str, float]:
     """Insert the perplexity after the loss, if the loss is a cross-entropy of tokens."""
-    nats = found.get("cross_entropy", found.get("loss"))
+    nats = metrics.get("cross_entropy", metrics.get("loss"))
     if nats is None or config.hparams.loss_function != "cross_entropy":
-        return found
+        return metrics
     perplexity = math.exp(nats) if nats < 700 else math.inf
-    return {"loss": found.get("loss", nats), "perplexity": perplexity, **found}
+    return {"loss": metrics.get("loss", nats), "perplexity": perplexity, **metrics}

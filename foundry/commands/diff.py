@@ -36,10 +36,10 @@ _SPEED = (
     "allocator_retries",
 )
 """Metrics of a logged step that differ between identical runs."""
-_CHOSEN = ("lr", "weight_decay", "epoch", "global_batch_size", "samples", "tokens")
+_FROM_SETTINGS = ("lr", "weight_decay", "epoch", "global_batch_size", "samples", "tokens")
 """Metrics of a logged step that follow from the settings alone."""
-_IGNORED = frozenset({*_SPEED, *_CHOSEN})
-_SAID = ("config_hash",)
+_IGNORED = frozenset({*_SPEED, *_FROM_SETTINGS})
+_DUPLICATES = ("config_hash",)
 """Keys of result.json that duplicate the settings."""
 _MOST_PANELS, _FEW_POINTS = 6, 30
 
@@ -119,20 +119,20 @@ class Comparison:
 
     @property
     def settings(self) -> list[Difference]:
-        """Settings that differ; `was` is the value of the first run."""
+        """Settings that differ; `old` is the value of the first run."""
         return list(differences(self.run.settings, self.against.settings))
 
     @property
     def plan(self) -> list[tuple[str, Any, Any]]:
         """Name and both values of each entry of the plan that differs."""
-        return list(_differing(self.run.plan, self.against.plan))
+        return list(_different_values(self.run.plan, self.against.plan))
 
     @property
     def results(self) -> list[tuple[str, Any, Any]]:
         """Name and both values of each result, equal or not."""
-        one, other = self.run.result, self.against.result
-        names = [name for name in {**one, **other} if name not in _SAID]
-        return [(name, one.get(name), other.get(name)) for name in names]
+        run, against = self.run.result, self.against.result
+        names = [name for name in {**run, **against} if name not in _DUPLICATES]
+        return [(name, run.get(name), against.get(name)) for name in names]
 
     @property
     def common_steps(self) -> list[int]:
@@ -145,16 +145,16 @@ class Comparison:
         run, against = self.run, self.against
         logged = (step for step in self.common_steps if run.steps[step] != against.steps[step])
         evaluated = sorted(run.evaluations.keys() & against.evaluations.keys())
-        found = (
-            _first_differing((step, run.logged(step), against.logged(step)) for step in logged),
-            _first_differing((step, run.evaluations[step], against.evaluations[step]) for step in evaluated),
+        candidates = (
+            _first_different_step((step, run.logged(step), against.logged(step)) for step in logged),
+            _first_different_step((step, run.evaluations[step], against.evaluations[step]) for step in evaluated),
         )
-        return min(filter(None, found), key=lambda entry: entry[0], default=None)
+        return min(filter(None, candidates), key=lambda entry: entry[0], default=None)
 
     @property
     def is_same(self) -> bool:
         """True if nothing differs."""
-        same = all(_equal(one, other) for _, one, other in self.results)
+        same = all(_equal(run, against) for _, run, against in self.results)
         return same and not self.settings and not self.plan and self.first_difference is None
 
     def facts(self) -> dict[str, Any]:
@@ -162,7 +162,7 @@ class Comparison:
         first = self.first_difference
         return {
             "same": self.is_same,
-            "settings": [{"key": one.key, "run": one.was, "against": one.now} for one in self.settings],
+            "settings": [{"key": change.key, "run": change.old, "against": change.new} for change in self.settings],
             "plan": [_pair(*entry) for entry in self.plan],
             "common_steps": len(self.common_steps),
             "first_difference": None if first is None else {"step": first[0], **_pair(*first[1:])},
@@ -171,24 +171,26 @@ class Comparison:
 
     def lines(self) -> Iterator[str]:
         """Yield the comparison as text, line by line."""
-        yield from _table("settings", [(one.key, one.was, one.now) for one in self.settings], "the same settings")
+        yield from _table(
+            "settings", [(change.key, change.old, change.new) for change in self.settings], "the same settings"
+        )
         yield from _table("plan", self.plan, "the same plan")
-        yield self._how_far()
+        yield self._curves_line()
         yield ""
         yield from _table("result", self.results, "no results", with_difference=True)
 
-    def _how_far(self) -> str:
+    def _curves_line(self) -> str:
         """Return the line about the first difference between the curves."""
         steps, first = self.common_steps, self.first_difference
         if not steps:
             return "curves      no step that both runs have logged"
         if first is None:
             return f"curves      the same in all {len(steps)} steps that both runs have logged, up to step {steps[-1]}"
-        step, name, one, other = first
-        before = [number for number in steps if number < step]
-        how_far = f"the same up to step {before[-1]}, " if before else ""
-        values = " and ".join(contrast(one, other, _text))
-        return f"curves      {how_far}different at step {step}: {one_line(name)} {values}"
+        step, name, run, against = first
+        equal_steps = [number for number in steps if number < step]
+        prefix = f"the same up to step {equal_steps[-1]}, " if equal_steps else ""
+        values = " and ".join(contrast(run, against, _text))
+        return f"curves      {prefix}different at step {step}: {one_line(name)} {values}"
 
 
 def compare(run: Path, against: Path) -> Comparison:
@@ -200,27 +202,31 @@ def compare(run: Path, against: Path) -> Comparison:
     return Comparison(RunRecord.read(run, "run"), RunRecord.read(against, "against"))
 
 
-def curves_figure(compared: Comparison) -> "Figure":
+def curves_figure(comparison: Comparison) -> "Figure":
     """Plot the training loss and each evaluation metric that both runs have, one panel each."""
-    runs = (compared.run, compared.against)
+    runs = (comparison.run, comparison.against)
     losses = [{step: {"loss": value} for step, value in _read_losses(run)} for run in runs]
     curves: list[tuple[str, list[Mapping[int, Mapping[str, Any]]]]] = [("loss", [*losses])]
-    both = [{name for record in run.evaluations.values() for name in record} for run in runs]
-    names = sorted((both[0] & both[1]) - {"step", "samples"}, key=lambda name: (name != "val_loss", name))
+    metric_names = [{name for record in run.evaluations.values() for name in record} for run in runs]
+    names = sorted(
+        (metric_names[0] & metric_names[1]) - {"step", "samples"}, key=lambda name: (name != "val_loss", name)
+    )
     curves += [(name, [run.evaluations for run in runs]) for name in names]
-    shown = curves[:_MOST_PANELS]
-    figure, found = panels(len(shown))
-    for axes, (metric, recorded) in zip(found, shown, strict=True):
+    plotted = curves[:_MOST_PANELS]
+    figure, axes_list = panels(len(plotted))
+    for axes, (metric, records_of_runs) in zip(axes_list, plotted, strict=True):
         axes.set_title(metric, loc="left", fontsize="medium", parse_math=False)
         count_steps(axes)
-        for name, records, colour, style in zip(("run", "against"), recorded, (BLUE, ORANGE), ("-", "--"), strict=True):
+        for name, records, colour, style in zip(
+            ("run", "against"), records_of_runs, (BLUE, ORANGE), ("-", "--"), strict=True
+        ):
             values = {step: _number(record.get(metric)) for step, record in sorted(records.items())}
             points = {step: value for step, value in values.items() if value is not None}
             marker = "o" if len(points) <= _FEW_POINTS else ""
             curve = axes.plot(list(points), list(points.values()), style, color=colour, label=name)
             curve[0].set(linewidth=1.6, marker=marker, markersize=4)
-    folders = one_line(f"run {compared.run.folder}, against {compared.against.folder}")
-    head(figure, "Two runs", folders, handles=found[0].get_legend_handles_labels()[0])
+    folders = one_line(f"run {comparison.run.folder}, against {comparison.against.folder}")
+    head(figure, "Two runs", folders, handles=axes_list[0].get_legend_handles_labels()[0])
     return figure
 
 
@@ -240,9 +246,9 @@ def _read_losses(run: RunRecord) -> list[tuple[int, Any]]:
 
 
 def _hash(record: Mapping[str, Any]) -> int:
-    """Return a hash that is equal for records without a difference, as defined by `_differing`."""
-    compared = {name: _hashable(value) for name, value in record.items() if name not in _IGNORED and value is not None}
-    return hash(frozenset(compared.items()))
+    """Return a hash that is equal for records without a difference, as defined by `_different_values`."""
+    values = {name: _hashable(value) for name, value in record.items() if name not in _IGNORED and value is not None}
+    return hash(frozenset(values.items()))
 
 
 def _hashable(value: Any) -> Any:
@@ -251,31 +257,31 @@ def _hashable(value: Any) -> Any:
     return repr(value)
 
 
-def _first_differing(
+def _first_different_step(
     pairs: Iterable[tuple[int, Mapping[str, Any], Mapping[str, Any]]],
 ) -> tuple[int, str, Any, Any] | None:
     """Return the first step whose records differ, with metric and values; the loss is preferred over other metrics."""
-    for step, one, other in pairs:
-        if differing := list(_differing(one, other, ignored=_IGNORED)):
-            return (step, *next((entry for entry in differing if entry[0] in ("loss", "val_loss")), differing[0]))
+    for step, run, against in pairs:
+        if entries := list(_different_values(run, against, ignored=_IGNORED)):
+            return (step, *next((entry for entry in entries if entry[0] in ("loss", "val_loss")), entries[0]))
     return None
 
 
-def _differing(
-    one: Mapping[str, Any], other: Mapping[str, Any], ignored: Container[str] = ()
+def _different_values(
+    run: Mapping[str, Any], against: Mapping[str, Any], ignored: Container[str] = ()
 ) -> Iterator[tuple[str, Any, Any]]:
-    for name in {**one, **other}:
-        if name not in ignored and not _equal(one.get(name), other.get(name)):
-            yield name, one.get(name), other.get(name)
+    for name in {**run, **against}:
+        if name not in ignored and not _equal(run.get(name), against.get(name)):
+            yield name, run.get(name), against.get(name)
 
 
-def _pair(name: str, one: Any, other: Any) -> dict[str, Any]:
-    return {"key": name, "run": one, "against": other}
+def _pair(name: str, run: Any, against: Any) -> dict[str, Any]:
+    return {"key": name, "run": run, "against": against}
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _equal(first: Any, second: Any) -> bool:
     """Return True if two values are equal; NaN equals NaN."""
-    return bool(one == other) or (one != one and other != other)  # only NaN is unequal to itself
+    return bool(first == second) or (first != first and second != second)  # only NaN is unequal to itself
 
 
 def _number(value: Any) -> float | None:
@@ -292,16 +298,16 @@ def _text(value: Any) -> str:
 
 
 def _table(
-    title: str, rows: Sequence[tuple[str, Any, Any]], none: str, *, with_difference: bool = False
+    title: str, rows: Sequence[tuple[str, Any, Any]], sentence: str, *, with_difference: bool = False
 ) -> Iterator[str]:
-    """Yield rows as aligned columns below the title; the sentence `none` if there are no rows."""
+    """Yield rows as aligned columns below the title; `sentence` if there are no rows."""
     if not rows:
-        yield f"{title:<12}{none}"
+        yield f"{title:<12}{sentence}"
         yield ""
         return
-    cells = [[one_line(name), *contrast(one, other, _text)] for name, one, other in rows]
-    for row, (_, one, other) in zip(cells, rows, strict=True):
-        first, second = _number(one), _number(other)
+    cells = [[one_line(name), *contrast(run, against, _text)] for name, run, against in rows]
+    for row, (_, run, against) in zip(cells, rows, strict=True):
+        first, second = _number(run), _number(against)
         if with_difference and first is not None and second is not None and first != second:
             row.append(f"{second - first:+.4g}")
     head = [title, "run", "against", *(["difference"] if any(len(row) > 3 for row in cells) else [])]
@@ -318,16 +324,16 @@ def print_differences(options: DiffOptions) -> Outcome:
         check_output("picture", picture)
         if picture.suffix != ".png":
             raise ConfigError(Violation("picture", f"is {shown(picture)} but must be a .png file"))
-    compared = compare(folder_option("run", options.run), folder_option("against", options.against))
-    for line in compared.lines():
+    comparison = compare(folder_option("run", options.run), folder_option("against", options.against))
+    for line in comparison.lines():
         sys.stdout.write(f"{line}\n")
     if picture is not None:
-        save_figure(curves_figure(compared), picture)
+        save_figure(curves_figure(comparison), picture)
         print_path(picture, f"{'picture':<12}")
-    return Outcome(compared.facts(), 0 if compared.is_same else 1)
+    return Outcome(comparison.facts(), 0 if comparison.is_same else 1)
 
 
-def _named(words: Sequence[str]) -> list[str]:
+def _add_option_names(words: Sequence[str]) -> list[str]:
     """Return the arguments with `run=` and `against=` added to the first two bare folders."""
     names = iter(("run", "against"))
     is_folder = [Path(word).is_dir() or not (word.startswith("-") or "=" in word) for word in words]
@@ -339,5 +345,5 @@ def _named(words: Sequence[str]) -> list[str]:
 
 def main() -> None:
     """Entry point of the command."""
-    sys.argv[1:] = _named(sys.argv[1:])
+    sys.argv[1:] = _add_option_names(sys.argv[1:])
     command(DiffOptions, print_differences, name="foundry.diff", doc=__doc__.split(": ", 1)[1].strip())

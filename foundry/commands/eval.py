@@ -86,22 +86,22 @@ def evaluate(words: Sequence[str]) -> dict[str, Any]:
     """
     words = [word for word in words if word != _NO_TASKS]
     run = _run_of(words)
-    own = _choose(words, run)
-    overrides = [word for word in words if group_of(word) in own.groups]
-    others = [word for word in words if word not in overrides]
-    options = parse_options(_schema(own), others, elsewhere=_elsewhere(own, run))
+    evaluation = _choose(words, run)
+    overrides = [word for word in words if group_of(word) in evaluation.groups]
+    option_words = [word for word in words if word not in overrides]
+    options = parse_options(_schema(evaluation), option_words, refusals=_refusals(evaluation, run))
     path = folder_option("run", options.run)
-    name = TASKS if own is LM_EVAL else EVALUATION
+    name = TASKS if evaluation is LM_EVAL else EVALUATION
     out = path / name if options.out is None else folder_option("out", options.out)
     if options.out is not None or out.exists():
-        check_output("out", out, own=name, is_earlier=has_keys("checkpoint"))
+        check_output("out", out, own_name=name, is_earlier=has_keys("checkpoint"))
     elif path.is_dir():
         check_writable("out", path)
     if options.config_dir is not None and not overrides:
         message = f"is {options.config_dir} but no override uses it; add one, such as simulator=..., or leave it out"
         raise ConfigError(Violation("config_dir", message))
     config_dir = None if options.config_dir is None else folder_option("config_dir", options.config_dir)
-    result: dict[str, Any] = resolve_name(own.measure)(path, options, overrides, partial(_compose, config_dir))
+    result: dict[str, Any] = resolve_name(evaluation.measure)(path, options, overrides, partial(_compose, config_dir))
     _write(out, result)
     if options.mlflow:
         _track(path, options.uri, result, overrides)
@@ -110,8 +110,8 @@ def evaluate(words: Sequence[str]) -> dict[str, Any]:
 
 def options_for(words: Sequence[str]) -> tuple[type[Any], tuple[str, ...]]:
     """Return the options class of the evaluation that the arguments select, and the groups it accepts overrides of."""
-    own = _choose(words, _run_of(words))
-    return _schema(own), own.groups
+    evaluation = _choose(words, _run_of(words))
+    return _schema(evaluation), evaluation.groups
 
 
 def group_of(override: str) -> str:
@@ -121,12 +121,12 @@ def group_of(override: str) -> str:
 
 def _choose(words: Sequence[str], run: Path | None) -> TaskEvaluation:
     """Select the evaluation: lm_eval tasks if `tasks` is given, else the evaluation of the run's task, else `DATA`."""
-    given = {group_of(word) for word in words}
-    if "tasks" in given:
+    keys = {group_of(word) for word in words}
+    if "tasks" in keys:
         return LM_EVAL
-    groups = given & {group for one in (DATA, *evaluations()) for group in one.groups}
-    own = (one for one in evaluations() if run is not None and (run / one.file).is_file())
-    return next((one for one in own if groups <= set(one.groups)), DATA)
+    groups = keys & {group for evaluation in (DATA, *evaluations()) for group in evaluation.groups}
+    candidates = (evaluation for evaluation in evaluations() if run is not None and (run / evaluation.file).is_file())
+    return next((evaluation for evaluation in candidates if groups <= set(evaluation.groups)), DATA)
 
 
 def _run_of(words: Sequence[str]) -> Path | None:
@@ -138,23 +138,23 @@ def _run_of(words: Sequence[str]) -> Path | None:
     return None
 
 
-def _schema(own: TaskEvaluation) -> type[Any]:
+def _schema(evaluation: TaskEvaluation) -> type[Any]:
     """Return the options class of an evaluation, merged with the common options."""
-    options: type[Any] = resolve_name(own.options)
+    options: type[Any] = resolve_name(evaluation.options)
     if issubclass(options, EvalOptions):
         return options
     return dataclass(frozen=True, kw_only=True)(type(options.__name__, (options, EvalOptions), {"__doc__": ""}))
 
 
-def _elsewhere(own: TaskEvaluation, run: Path | None) -> dict[str, str]:
+def _refusals(evaluation: TaskEvaluation, run: Path | None) -> dict[str, str]:
     """Return options and groups of the other evaluations, with the reason why this evaluation refuses them."""
-    here = f"{run} uses the evaluation {'on data' if own is DATA else own.described}"
-    if own is LM_EVAL:
-        here = "tasks bring their own data; leave it out"
+    reason = f"{run} uses the evaluation {'on data' if evaluation is DATA else evaluation.described}"
+    if evaluation is LM_EVAL:
+        reason = "tasks bring their own data; leave it out"
     reasons = dict[str, str]()
     for other in (DATA, LM_EVAL, *evaluations()):
         for name in (*(item.name for item in fields(resolve_name(other.options))), *other.groups):
-            reasons.setdefault(name, f"belongs to the evaluation {other.described}, and {here}")
+            reasons.setdefault(name, f"belongs to the evaluation {other.described}, and {reason}")
     return reasons
 
 
@@ -190,33 +190,37 @@ def _track(path: Path, uri: str | None, result: Mapping[str, Any], overrides: Se
 
     checkpoint = NAME.fullmatch(str(result["checkpoint"]))
     values = {name: value for name, value in result.items() if isinstance(value, float)}
-    for task, of_task in result.get("tasks", {}).items():
-        values |= {f"{task}/{name.replace(',', '/')}": value for name, value in of_task["metrics"].items()}
-    prefix = "/".join(["eval", *_measured_on(overrides)])
-    said = send_metrics(
+    for task, task_result in result.get("tasks", {}).items():
+        values |= {f"{task}/{name.replace(',', '/')}": value for name, value in task_result["metrics"].items()}
+    prefix = "/".join(["eval", *_data_names(overrides)])
+    message = send_metrics(
         path,
         {f"{prefix}/{name}": value for name, value in values.items()},
         step=0 if checkpoint is None else int(checkpoint[1]),
         uri=uri,
     )
-    if said is not None:
-        sys.stdout.write(f"{said}\n")
+    if message is not None:
+        sys.stdout.write(f"{message}\n")
 
 
-def _measured_on(overrides: Sequence[str]) -> list[str]:
+def _data_names(overrides: Sequence[str]) -> list[str]:
     """Return names of the data and the simulator that overrides put in place of the run's own."""
-    chosen = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
-    data = Path(chosen.get("data.path", "").strip("'\"")).stem or chosen.get("data")
-    return [name for name in (data, chosen.get("simulator")) if name]
+    values = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
+    data = Path(values.get("data.path", "").strip("'\"")).stem or values.get("data")
+    return [name for name in (data, values.get("simulator")) if name]
 
 
 def _page(name: str, doc: str) -> str:
     """Return the help page: the common options, then the options of each evaluation."""
     lines = [*usage(name), "", doc, "", *option_lines(EvalOptions)]
     common = {item.name for item in fields(EvalOptions)}
-    for own in (DATA, LM_EVAL, *evaluations()):
-        groups = f"; it also accepts overrides of {', '.join(own.groups)}" if own.groups else ""
-        lines += ["", f"Evaluation {own.described}{groups}", *option_lines(resolve_name(own.options), without=common)]
+    for evaluation in (DATA, LM_EVAL, *evaluations()):
+        groups = f"; it also accepts overrides of {', '.join(evaluation.groups)}" if evaluation.groups else ""
+        lines += [
+            "",
+            f"Evaluation {evaluation.described}{groups}",
+            *option_lines(resolve_name(evaluation.options), omitted=common),
+        ]
     return "\n".join(lines) + "\n"
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from foundry.checkpoint.export_files import Weight
     from foundry.config.schemas.peft import LoRA
     from foundry.data.splits import DataSplits
-    from foundry.engine.restore import Restored
+    from foundry.engine.restore import RestoredRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +83,8 @@ def export_checkpoint(options: ExportOptions) -> Path:
     from foundry.config.record.frozen import load_config, save_config
     from foundry.config.schemas.peft import LoRA
     from foundry.core.model_hooks import hook
-    from foundry.engine.restore import look_again, restore
-    from foundry.engine.run_files import write_kept, write_vocabulary
+    from foundry.engine.restore import restore, retry_if_replaced
+    from foundry.engine.run_files import write_data_files, write_vocabulary
     from foundry.models.lora import merge_adapters
 
     run_dir, dtype = folder_option("run", options.run), options.torch_dtype
@@ -98,7 +98,7 @@ def export_checkpoint(options: ExportOptions) -> Path:
         _check_base(options.base, out, is_merged=is_merged)
     restored = None
     if not isinstance(peft, LoRA) and is_dataclass(config.model):  # a custom model may need real weights to be built
-        restored = look_again(run_dir, options.which, lambda: _stream_weights(run_dir, out, options))
+        restored = retry_if_replaced(run_dir, options.which, lambda: _stream_weights(run_dir, out, options))
     if restored is None:
         restored = restore(run_dir, options.which, ema=options.ema, trust=options.trust, device=options.device)
         if isinstance(peft, LoRA):
@@ -107,24 +107,24 @@ def export_checkpoint(options: ExportOptions) -> Path:
                 return restored.checkpoint
             merge_adapters(restored.model)
         out.mkdir(parents=True, exist_ok=True)
-        write_weights(out, _held_weights(restored.model, dtype or _source_dtype(restored.model)))
+        write_weights(out, _weights_in_memory(restored.model, dtype or _source_dtype(restored.model)))
     dtype = dtype or _source_dtype(restored.model)
     save_config(restored.config, out)
-    write_kept(restored.data, out)
+    write_data_files(restored.data, out)
     if restored.data.kept and restored.data.tokenizer is not None:
         write_atomically(out / TOKENIZER, restored.data.tokenizer.to_str(pretty=True))
     if (hf_config := hook(restored.model, "hf_config")) is not None:
-        described = hf_config()
+        model_config = hf_config()
         if dtype is not None:
-            described.dtype = dtype
-        _save_for_transformers(described, restored.data, run_dir, out)
+            model_config.dtype = dtype
+        _save_for_transformers(model_config, restored.data, run_dir, out)
     else:
         write_vocabulary(restored.data, out)
     write_model_card(run_dir, restored, out, library="safetensors" if hf_config is None else "transformers")
     return restored.checkpoint
 
 
-def _stream_weights(run_dir: Path, out: Path, options: ExportOptions) -> "Restored | None":
+def _stream_weights(run_dir: Path, out: Path, options: ExportOptions) -> "RestoredRun | None":
     """Write the weights of a checkpoint one tensor at a time; return None if `_stored_weights` does."""
     from foundry.checkpoint.export_files import write_weights
     from foundry.checkpoint.folder import CheckpointError
@@ -143,7 +143,7 @@ def _stream_weights(run_dir: Path, out: Path, options: ExportOptions) -> "Restor
     return restored
 
 
-def _stored_weights(restored: "Restored", *, ema: bool, dtype: "torch.dtype | None") -> "dict[str, Weight] | None":
+def _stored_weights(restored: "RestoredRun", *, ema: bool, dtype: "torch.dtype | None") -> "dict[str, Weight] | None":
     """Return the weights to export; each is read from the checkpoint only when it is written.
 
     Args:
@@ -164,16 +164,18 @@ def _stored_weights(restored: "Restored", *, ema: bool, dtype: "torch.dtype | No
     from foundry.checkpoint.tensors import find_weights, first_names, readable
     from foundry.core.model_hooks import hook
 
-    state, first = restored.model.state_dict(), first_names(restored.model)
+    state, canonical_names = restored.model.state_dict(), first_names(restored.model)
     exported = state if (export_state := hook(restored.model, "export_state")) is None else export_state(state)
     own_names = {id(tensor): name for name, tensor in state.items()}
     if any(id(tensor) not in own_names for tensor in exported.values()):
         return None
     try:
-        index, stored = find_weights(restored.checkpoint, [name for name in state if name not in first], ema=ema)
+        index, stored = find_weights(
+            restored.checkpoint, [name for name in state if name not in canonical_names], ema=ema
+        )
         with readable(restored.checkpoint):
-            for name, kept in stored.items():
-                if (shape := index.shape(kept)) != state[name].shape:
+            for name, stored_name in stored.items():
+                if (shape := index.shape(stored_name)) != state[name].shape:
                     message = f"{restored.checkpoint} has {name} as {tuple(shape)}, not {tuple(state[name].shape)}"
                     raise CheckpointError(message)
     except CheckpointError as error:
@@ -181,14 +183,14 @@ def _stored_weights(restored: "Restored", *, ema: bool, dtype: "torch.dtype | No
 
     def weight(tensor: "Tensor") -> Weight:
         name = own_names[id(tensor)]
-        kept, offsets = stored[first.get(name, name)], (0,) * tensor.ndim
-        wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        return Weight(tensor.shape, wanted, lambda target: index.fill({kept: Chunk(target, offsets)}))
+        stored_name, offsets = stored[canonical_names.get(name, name)], (0,) * tensor.ndim
+        target_dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        return Weight(tensor.shape, target_dtype, lambda target: index.fill({stored_name: Chunk(target, offsets)}))
 
     return {name: weight(tensor) for name, tensor in exported.items()}
 
 
-def _held_weights(model: "nn.Module", dtype: "torch.dtype | None") -> "dict[str, Weight]":
+def _weights_in_memory(model: "nn.Module", dtype: "torch.dtype | None") -> "dict[str, Weight]":
     """Return the weights to export of a model in memory."""
     from foundry.checkpoint.export_files import Weight
     from foundry.core.model_hooks import hook
@@ -207,7 +209,7 @@ def _source_dtype(model: "nn.Module") -> "torch.dtype | None":
     return None if (hf_config := hook(model, "hf_config")) is None else hf_config().dtype
 
 
-def _save_for_transformers(config: Any, data: "DataSplits", run_dir: Path, out: Path, **which: bool) -> None:
+def _save_for_transformers(config: Any, data: "DataSplits", run_dir: Path, out: Path, **options: bool) -> None:
     """Call `save_for_transformers` with the files of the run directory.
 
     Raises:
@@ -216,7 +218,7 @@ def _save_for_transformers(config: Any, data: "DataSplits", run_dir: Path, out: 
     from foundry.engine.transformers_files import save_for_transformers
 
     try:
-        save_for_transformers(config, data, run_dir / TRANSFORMERS, out, **which)
+        save_for_transformers(config, data, run_dir / TRANSFORMERS, out, **options)
     except DamagedFileError as error:
         raise ConfigError(Violation("run", str(error))) from None
 
@@ -236,7 +238,7 @@ def _check_base(text: str, out: Path, *, is_merged: bool) -> None:
 
 
 def _save_adapters(
-    restored: "Restored", peft: "LoRA", run_dir: Path, options: ExportOptions, dtype: "torch.dtype | None"
+    restored: "RestoredRun", peft: "LoRA", run_dir: Path, options: ExportOptions, dtype: "torch.dtype | None"
 ) -> None:
     """Write adapters in PEFT's format, with the layer names of the exported base, the tokenizer, and the base if asked.
 
@@ -299,7 +301,7 @@ def _save_adapters(
         )
 
 
-def _base_folder(restored: "Restored", options: ExportOptions) -> Path | None:
+def _base_folder(restored: "RestoredRun", options: ExportOptions) -> Path | None:
     """Return the transformers folder for the base of adapters, not necessarily written yet; None without one."""
     if options.base is not None:
         return folder_option("base", options.base).resolve()
@@ -307,7 +309,7 @@ def _base_folder(restored: "Restored", options: ExportOptions) -> Path | None:
     return path if path is not None and (path / "config.json").is_file() else None
 
 
-def _save_base(restored: "Restored", run_dir: Path, folder: Path, dtype: "torch.dtype | None") -> None:
+def _save_base(restored: "RestoredRun", run_dir: Path, folder: Path, dtype: "torch.dtype | None") -> None:
     """Write the base model of adapters for transformers; the adapters are removed from the model."""
     from foundry.checkpoint.export_files import write_weights
     from foundry.core.model_hooks import hook
@@ -316,13 +318,13 @@ def _save_base(restored: "Restored", run_dir: Path, folder: Path, dtype: "torch.
     remove_adapters(restored.model)
     folder.mkdir(parents=True, exist_ok=True)
     dtype = dtype or _source_dtype(restored.model)
-    write_weights(folder, _held_weights(restored.model, dtype))
+    write_weights(folder, _weights_in_memory(restored.model, dtype))
     hf_config = hook(restored.model, "hf_config")
     assert hf_config is not None
-    described = hf_config()
+    model_config = hf_config()
     if dtype is not None:
-        described.dtype = dtype
-    _save_for_transformers(described, restored.data, run_dir, folder)
+        model_config.dtype = dtype
+    _save_for_transformers(model_config, restored.data, run_dir, folder)
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from foundry.config.schemas.root import Config, to_config
 from foundry.config.sources import local_path
 from foundry.core.errors import ConfigError, Violation, first_line
 from foundry.core.events import Observer
-from foundry.core.stop_signals import restored
+from foundry.core.stop_signals import restored_handlers
 from foundry.launch.claim import claim_or_release
 from foundry.launch.local import format_trace
 from foundry.launch.start import start
@@ -54,7 +54,7 @@ def compose(
     """
     if isinstance(overrides, str):
         raise ConfigError(Violation("overrides", f"is a string but must be a list, such as compose([{overrides!r}])"))
-    violations, own = list[Violation](), list[str]()
+    violations, run_overrides = list[Violation](), list[str]()
     for override in overrides:
         key = override.lstrip("+~").partition("=")[0]
         if key.replace("/", ".").partition(".")[0] == "hydra":
@@ -64,9 +64,9 @@ def compose(
             )
             violations.append(Violation(key, message))
         else:
-            own.append(override)
+            run_overrides.append(override)
     try:
-        composed = _compose(own, config_dir, config_name)
+        composed = _compose(run_overrides, config_dir, config_name)
         if composed.hydra.mode is RunMode.MULTIRUN:
             violations.append(Violation("hydra.mode", "is MULTIRUN; start the sweep with `python -m foundry -m`"))
         if not violations:
@@ -98,7 +98,9 @@ def run(config: Config, run_dir: str | Path | None = None, *, observers: Sequenc
         WorkerFailed: one of several processes failed.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
-    with restored() if in_main_thread else nullcontext():  # a run that a signal has stopped would keep its own handlers
+    with (
+        restored_handlers() if in_main_thread else nullcontext()
+    ):  # a run that a signal has stopped would keep its own handlers
         return _run(config, run_dir, observers)
 
 
@@ -111,12 +113,12 @@ def _run(config: Config, run_dir: str | Path | None, observers: Sequence[Observe
         message = f"is {processes} but only the main thread can start processes; call run() there, or set it to 1"
         raise ConfigError(Violation("distributed.nproc_per_node", message))
     composed = _compose([], None) if run_dir is None or starts_ranks else None
-    given = composed.hydra.run.dir if composed is not None and run_dir is None else run_dir
-    local_path("run_dir", str(given))  # refuses URLs
+    path = composed.hydra.run.dir if composed is not None and run_dir is None else run_dir
+    local_path("run_dir", str(path))  # refuses URLs
     try:
-        with claim_or_release(str(given), "run_dir") as taken, _logged(taken.folder):
-            job_logging = None if composed is None else _job_logging(composed, taken.folder)
-            return start(config, taken.folder, job_logging, observers)
+        with claim_or_release(str(path), "run_dir") as claim, _log_to_run_dir(claim.folder):
+            job_logging = None if composed is None else _job_logging(composed, claim.folder)
+            return start(config, claim.folder, job_logging, observers)
     except ConfigError as error:
         raise ConfigError(
             replace(violation, key="run_dir") if violation.key == "hydra.run.dir" else violation
@@ -136,13 +138,13 @@ def _compose(overrides: list[str], config_dir: str | Path | None, config_name: s
         folders.prepend("foundry.compose", f"file://{folder}", anchor=SearchPathQuery(provider="schema"))
     setup_globals()  # registers Hydra's resolvers
     base = version.VersionBase.instance()
-    before = base.version_base
+    previous_base = base.version_base
     version.setbase("1.3")
     try:
         loader = ConfigLoaderImpl(config_search_path=folders)
         return loader.load_configuration(config_name or composing.CONFIG_NAME, overrides, RunMode.RUN, from_shell=False)
     finally:
-        base.version_base = before
+        base.version_base = previous_base
 
 
 def _job_logging(composed: DictConfig, run_dir: Path) -> dict[str, Any]:
@@ -153,7 +155,7 @@ def _job_logging(composed: DictConfig, run_dir: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _logged(run_dir: Path) -> Iterator[None]:
+def _log_to_run_dir(run_dir: Path) -> Iterator[None]:
     """Context manager that also writes log records to foundry.log; log levels are not changed."""
     root = logging.getLogger()
     handlers: list[logging.Handler] = [RunLog(run_dir / LOG)]

@@ -66,7 +66,7 @@ class RangeTest:
         This is the smoothing and differentiation of Savitzky and Golay (1964) with polynomials of degree 1.
         """
         width = min(len(self.rates), max(5, round(_WINDOW * len(self.rates))))
-        found = []
+        lines = []
         for index in range(len(self.rates)):
             first = min(max(0, index - width // 2), len(self.rates) - width)
             window = range(first, first + width)
@@ -74,8 +74,8 @@ class RangeTest:
             mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
             slope = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True))
             slope /= sum((x - mean_x) ** 2 for x in xs)
-            found.append((mean_y + slope * (math.log(self.rates[index]) - mean_x), slope))
-        return found
+            lines.append((mean_y + slope * (math.log(self.rates[index]) - mean_x), slope))
+        return lines
 
     @property
     def smoothed(self) -> list[float]:
@@ -88,17 +88,17 @@ class RangeTest:
         lines = [line for line in self._lines if math.isfinite(line[0])]
         if not lines:
             return None
-        least = min(range(len(lines)), key=lambda index: lines[index][0])
-        steepest = min(range(least + 1), key=lambda index: lines[index][1])
-        fall = max(height for height, _ in lines[: least + 1]) - lines[least][0]
-        return self.rates[steepest] if fall > _CLEAR * self._noise(least) else None
+        lowest = min(range(len(lines)), key=lambda index: lines[index][0])
+        steepest = min(range(lowest + 1), key=lambda index: lines[index][1])
+        fall = max(height for height, _ in lines[: lowest + 1]) - lines[lowest][0]
+        return self.rates[steepest] if fall > _CLEAR * self._noise(lowest) else None
 
     def _noise(self, last: int) -> float:
         """Return the standard error of a smoothed loss, estimated from the differences of neighboring losses."""
         differences = [b - a for a, b in pairwise(self.losses[: last + 1]) if math.isfinite(a + b)]
         if not differences:
             return 0.0
-        spread = math.sqrt(sum(one * one for one in differences) / (2 * len(differences)))
+        spread = math.sqrt(sum(difference * difference for difference in differences) / (2 * len(differences)))
         return spread / math.sqrt(max(1.0, _WINDOW * len(self.rates)))
 
     def numbers(self) -> dict[str, object]:
@@ -128,15 +128,15 @@ def find(config: Config, options: FindOptions, run_dir: Path) -> RangeTest | Non
         check_output(name, run_dir / name, is_earlier=is_earlier)
     processes = config.distributed.nproc_per_node
     if processes == 1 or detect().launcher != "single":
-        found = ramp(config, options, run_dir)
+        result = ramp(config, options, run_dir)
     else:
         from foundry.launch.local import run_local
 
-        found = run_local(processes, ramp, config, options, run_dir)
+        result = run_local(processes, ramp, config, options, run_dir)
     if detect().rank > 0:
         return None
-    _report(found, options, run_dir)
-    return found
+    _report(result, options, run_dir)
+    return result
 
 
 def ramp(config: Config, options: FindOptions, run_dir: Path) -> RangeTest:
@@ -163,17 +163,17 @@ def ramp(config: Config, options: FindOptions, run_dir: Path) -> RangeTest:
         deterministic(config.hparams.deterministic),
         fp32_arithmetic(tf32=config.precision.tf32),
         process_group(config.distributed, config.device.kind) as world,
-        ExitStack() as held,
+        ExitStack() as stack,
         explain_worker_deaths(),
         explain_memory_errors(world.device, world.rank),
     ):
         data = build_data(config)
         objective = build_objective(config.objective, config.peft, world, data.tokenizer)
         if objective.rollouts is not None:
-            what = "trains on completions, whose loss does not rank learning rates; compare some: -m hparams.lr=..."
-            raise ConfigError(Violation("objective", f"{type(objective).__name__} {what}"))
+            reason = "trains on completions, whose loss does not rank learning rates; compare some: -m hparams.lr=..."
+            raise ConfigError(Violation("objective", f"{type(objective).__name__} {reason}"))
         if (judge := build_judge(config.environment)) is not None:
-            held.enter_context(closing(judge))
+            stack.enter_context(closing(judge))
         run = RunContext(
             config=config,
             config_hash=hash_config(config),
@@ -184,15 +184,15 @@ def ramp(config: Config, options: FindOptions, run_dir: Path) -> RangeTest:
             run_dir=run_dir,
         )
         trainer, _ = build_trainer(run)
-        held.callback(trainer.evaluation.close)
+        stack.callback(trainer.evaluation.close)
         with trainer.watchdog:
             for step in range(1, options.steps + 1):
                 rate = options.min * (options.max / options.min) ** ((step - 1) / (options.steps - 1))
                 trainer.watchdog.heartbeat(step, "training")
                 window = trainer.source.next_window()
-                before = trainer.progress.samples
+                samples_before = trainer.progress.samples
                 trainer.progress.advance(window.num_samples, window.num_tokens)
-                decay = trainer.schedule.weight_decay(before, trainer.progress.samples)
+                decay = trainer.schedule.weight_decay(samples_before, trainer.progress.samples)
                 try:
                     loss = trainer.step(window, rate, step, weight_decay=decay).loss.item()
                 except (NonFiniteError, LossSpike, PersistentSpikeError):  # a run would end here
@@ -201,7 +201,7 @@ def ramp(config: Config, options: FindOptions, run_dir: Path) -> RangeTest:
                 rates.append(rate)
                 losses.append(loss)
                 _show(world.is_main, step, options.steps, rate, loss)
-                if not loss < (least := min(losses)) + (options.stop_at - 1) * abs(least):  # also true for NaN
+                if not loss < (lowest := min(losses)) + (options.stop_at - 1) * abs(lowest):  # also true for NaN
                     break
     return RangeTest(rates, losses)
 
@@ -213,52 +213,52 @@ def _show(is_main: bool, step: int, steps: int, rate: float, loss: float) -> Non
         sys.stdout.flush()
 
 
-def _report(found: RangeTest, options: FindOptions, run_dir: Path) -> None:
+def _report(result: RangeTest, options: FindOptions, run_dir: Path) -> None:
     """Write plot and numbers, and print the suggested override.
 
     Raises:
         ConfigError: the ramp was too short, or the loss did not fall.
     """
-    if len(found.rates) < _FEWEST_STEPS:
-        message = f"is {options.min:g} but the loss has diverged after {counted(len(found.rates), 'step')}; lower it"
+    if len(result.rates) < _FEWEST_STEPS:
+        message = f"is {options.min:g} but the loss has diverged after {counted(len(result.rates), 'step')}; lower it"
         raise ConfigError(Violation(f"{_PREFIX}min", message))
     from foundry.tracking.plot_style import save_figure
 
-    write_atomically(run_dir / NUMBERS, encode(found.numbers()) + "\n")
-    save_figure(range_figure(found, run_dir.name), run_dir / PICTURE)
+    write_atomically(run_dir / NUMBERS, encode(result.numbers()) + "\n")
+    save_figure(range_figure(result, run_dir.name), run_dir / PICTURE)
     print_path(run_dir / PICTURE, "picture        ")
-    if found.suggestion is None:
-        message = f"is {options.max:g} but up to {found.rates[-1]:.2g} the loss does not fall by more than its noise"
+    if result.suggestion is None:
+        message = f"is {options.max:g} but up to {result.rates[-1]:.2g} the loss does not fall by more than its noise"
         raise ConfigError(Violation(f"{_PREFIX}max", f"{message}; increase lr_find.steps or lr_find.max"))
-    sys.stdout.write(f"steepest fall  hparams.lr={found.suggestion:.1e}\n")
+    sys.stdout.write(f"steepest fall  hparams.lr={result.suggestion:.1e}\n")
 
 
-def range_figure(found: RangeTest, run_name: str = "") -> "Figure":
+def range_figure(result: RangeTest, run_name: str = "") -> "Figure":
     """Plot the loss over the learning rate, with the suggestion.
 
     Args:
-        found: result of the ramp.
+        result: result of the ramp.
         run_name: text below the title.
     """
     from foundry.tracking.plot_style import BLUE, GREY, ORANGE, fit, frame, legend_above
 
     figure, axes = frame("Learning-rate range test", "learning rate (grows each step)", "loss", below=run_name)
     axes.set_xscale("log")
-    axes.plot(found.rates, found.losses, color=BLUE, alpha=0.3, linewidth=0.8, label="each step")
-    axes.plot(found.rates, found.smoothed, color=BLUE, linewidth=1.8, label="smoothed")
-    if found.suggestion is not None:
-        index = found.rates.index(found.suggestion)
-        label = f"steepest fall: {found.suggestion:.1e}"
-        axes.axvline(found.suggestion, color=GREY, linestyle=":", linewidth=1.2)
-        axes.plot([found.suggestion], [found.smoothed[index]], "o", color=ORANGE, markersize=7, label=label)
-    fit(axes, found.losses)
+    axes.plot(result.rates, result.losses, color=BLUE, alpha=0.3, linewidth=0.8, label="each step")
+    axes.plot(result.rates, result.smoothed, color=BLUE, linewidth=1.8, label="smoothed")
+    if result.suggestion is not None:
+        index = result.rates.index(result.suggestion)
+        label = f"steepest fall: {result.suggestion:.1e}"
+        axes.axvline(result.suggestion, color=GREY, linestyle=":", linewidth=1.2)
+        axes.plot([result.suggestion], [result.smoothed[index]], "o", color=ORANGE, markersize=7, label=label)
+    fit(axes, result.losses)
     legend_above(axes)
     return figure
 
 
 def _find(config: Config, options: FindOptions, run_dir: Path) -> Outcome | None:
-    found = find(config, options, run_dir)
-    return None if found is None else Outcome(found.numbers())
+    result = find(config, options, run_dir)
+    return None if result is None else Outcome(result.numbers())
 
 
 def main() -> None:

@@ -30,8 +30,10 @@ def main(config_dir: Path | None = None, config_name: str | None = None) -> None
     arguments = sys.argv[1:]
     name = _COMPLETION if _asks_for_words(arguments) else _take_command(arguments) or "train"
     if name in _COMPOSING:
-        own = {"--config-dir": config_dir, "--config-name": config_name}
-        arguments[:0] = [word for flag, value in own.items() if value is not None for word in (flag, str(value))]
+        project_flags = {"--config-dir": config_dir, "--config-name": config_name}
+        arguments[:0] = [
+            word for flag, value in project_flags.items() if value is not None for word in (flag, str(value))
+        ]
     sys.argv[1:] = arguments
     import_module(f"foundry.commands.{name}").main()
 
@@ -53,17 +55,17 @@ def _take_command(arguments: list[str]) -> str | None:
     Raises:
         SystemExit: the name is misspelled; a suggestion has been printed.
     """
-    place = find_word(arguments)
-    if place is None:
+    index = find_word(arguments)
+    if index is None:
         return None
-    word = arguments[place]
+    word = arguments[index]
     if word == _HELP:
-        arguments[place] = "--help"
+        arguments[index] = "--help"
         return _take_command(arguments)
     if word in COMMANDS:
-        del arguments[place]
+        del arguments[index]
         return word
-    if near := difflib.get_close_matches(word.lower(), COMMANDS, n=1, cutoff=_LIKE_A_COMMAND):
-        sys.stderr.write(f"{word}: unknown command; did you mean {near[0]}? (commands: {', '.join(COMMANDS)})\n")
+    if matches := difflib.get_close_matches(word.lower(), COMMANDS, n=1, cutoff=_LIKE_A_COMMAND):
+        sys.stderr.write(f"{word}: unknown command; did you mean {matches[0]}? (commands: {', '.join(COMMANDS)})\n")
         sys.exit(2)
     return None

@@ -9,7 +9,7 @@ import foundry
 from foundry.config.composition.job_overrides import format_command, recorded_overrides
 from foundry.config.record.frozen import plain
 from foundry.core.model_hooks import hook
-from foundry.engine.restore import Restored
+from foundry.engine.restore import RestoredRun
 from foundry.run_dir.checkpoints import parse_step, step_name
 from foundry.run_dir.files import write_atomically
 from foundry.run_dir.names import EVALUATION, METRICS, MODEL_CARD, PLAN, RESULT
@@ -64,7 +64,7 @@ print(tokenizer.decode(model.generate(**prompt, max_new_tokens=64)[0]))
 
 def write_model_card(
     run_dir: Path,
-    restored: Restored,
+    restored: RestoredRun,
     out: Path,
     *,
     library: str,
@@ -87,7 +87,7 @@ def write_model_card(
     use = use if base is not None or library != "peft" else f"{_HOW_TO_MAKE_BASE}{use}"
     objective = str(settings["objective"].get("_target_", "")).rpartition(".")[2]
     planned = {name: plan[name] for name in _PLANNED if plan.get(name) is not None}
-    recipe = {name: value for group in _GROUPS for name, value in _settings(settings[group], group)}
+    recipe = {name: value for group in _GROUPS for name, value in _set_values(settings[group], group)}
     tags = ["foundry", *([objective.lower()] if objective else [])]
     parts = [
         f"---\nlibrary_name: {library}",  # https://huggingface.co/docs/hub/model-cards#model-card-metadata
@@ -96,7 +96,7 @@ def write_model_card(
         f"# {one_line(run_dir.resolve().name)}\n",
         f"{_architecture(restored.model)}, trained by `{objective}` with foundry {foundry.__version__}; step {step}.\n",
         f"## Use\n\n```python\n{use.format(folder=out.name, base=base_name)}```\n",
-        _table("Data", dict(_settings(settings["data"], "data")) | dict(flat(plan.get("notes") or {}))),
+        _table("Data", dict(_set_values(settings["data"], "data")) | dict(flat(plan.get("notes") or {}))),
         _table("Recipe", planned | recipe),
         _table("Numbers", _numbers(run_dir, step)),
     ]
@@ -117,16 +117,16 @@ def _numbers(run_dir: Path, step: int) -> dict[str, Any]:
         records = read_step(run_dir, step) if (run_dir / METRICS).is_file() else []
     except (OSError, ValueError):
         records = []
-    found: dict[str, Any] = {"step": step}
+    metrics: dict[str, Any] = {"step": step}
     for record in records:
         if is_evaluation(record):
-            found |= record
-    if len(found) == 1 and (result := _read(run_dir / RESULT)).get("step") == step:
-        found |= {name: result[name] for name in ("loss", "val_loss") if name in result}
-    measured = _read(run_dir / EVALUATION)
-    if measured.pop("checkpoint", None) == step_name(step):
-        found |= {f"{name} (foundry.eval)": value for name, value in flat(measured)}
-    return found if len(found) > 1 else {}
+            metrics |= record
+    if len(metrics) == 1 and (result := _read(run_dir / RESULT)).get("step") == step:
+        metrics |= {name: result[name] for name in ("loss", "val_loss") if name in result}
+    evaluation = _read(run_dir / EVALUATION)
+    if evaluation.pop("checkpoint", None) == step_name(step):
+        metrics |= {f"{name} (foundry.eval)": value for name, value in flat(evaluation)}
+    return metrics if len(metrics) > 1 else {}
 
 
 def _table(title: str, values: Mapping[str, Any]) -> str:
@@ -139,12 +139,12 @@ def _cell(value: Any) -> str:
     return one_line(text).replace("|", "\\|").replace("<", "&lt;")
 
 
-def _settings(node: Mapping[str, Any], group: str) -> Iterator[tuple[str, Any]]:
+def _set_values(node: Mapping[str, Any], group: str) -> Iterator[tuple[str, Any]]:
     """Yield the settings of a group that are set; a part is described by the name of its class or function."""
     for name, value in flat(node, f"{group}."):
         if name.endswith("._target_"):
             yield name.removesuffix("._target_"), str(value).removesuffix(".from_durations").rpartition(".")[2]
-        elif not any(value is idle for idle in (None, False, "")):
+        elif not any(value is default for default in (None, False, "")):
             yield name, value
 
 

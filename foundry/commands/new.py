@@ -42,9 +42,9 @@ def new(options: NewOptions) -> Path:
     name = _resolve_name(folder, options.name)
     files = [path for path in sorted(_TEMPLATE.rglob(f"*{_SUFFIX}")) if path.is_file()]
     for path in files:
-        place = folder / _destination(path, name)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(path.read_text(encoding="utf-8").replace(_PLACEHOLDER, name), encoding="utf-8")
+        destination = folder / _destination(path, name)
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        destination.write_text(path.read_text(encoding="utf-8").replace(_PLACEHOLDER, name), encoding="utf-8")
     sys.stdout.write(printable(_next_steps(folder, name)))
     return folder
 
@@ -57,15 +57,15 @@ def _resolve_name(folder: Path, name: str | None) -> str:
     """
     key = "dir" if name is None else "name"
     remedy = "choose another, such as name=my_project"
-    found = re.sub(r"[\W_]+", "_", folder.name.lower(), flags=re.ASCII).strip("_") if name is None else name
-    if not re.fullmatch(r"[a-z][a-z0-9_]*", found) or keyword.iskeyword(found):
-        shown = folder.name if name is None else name
-        message = f"is {shown}, which is not a valid package name (a-z, 0-9 and _); {remedy}"
+    package = re.sub(r"[\W_]+", "_", folder.name.lower(), flags=re.ASCII).strip("_") if name is None else name
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", package) or keyword.iskeyword(package):
+        text = folder.name if name is None else name
+        message = f"is {text}, which is not a valid package name (a-z, 0-9 and _); {remedy}"
         raise ConfigError(Violation(key, message))
-    if found in _OWN_FOLDERS or find_spec(found) is not None:
-        reason = "a folder of the project" if found in _OWN_FOLDERS else "an installed module"
-        raise ConfigError(Violation(key, f"gives the package the name {found}, the name of {reason}; {remedy}"))
-    return found
+    if package in _OWN_FOLDERS or find_spec(package) is not None:
+        reason = "a folder of the project" if package in _OWN_FOLDERS else "an installed module"
+        raise ConfigError(Violation(key, f"gives the package the name {package}, the name of {reason}; {remedy}"))
+    return package
 
 
 def _destination(template: Path, name: str) -> Path:
@@ -77,15 +77,15 @@ def _destination(template: Path, name: str) -> Path:
 
 def _next_steps(folder: Path, name: str) -> str:
     commands = (f"cd {shlex.quote(str(folder))}", INSTALL_PROJECT, "pytest", f"python -m {name}")
-    return "\n".join([f"project {name} in {folder}", "", *(f"    {each}" for each in commands), ""])
+    return "\n".join([f"project {name} in {folder}", "", *(f"    {command}" for command in commands), ""])
 
 
 def main() -> None:
     """Entry point of the command."""
     words = sys.argv[1:]
-    places = [place for place, word in enumerate(words) if "=" not in word and not word.startswith("-")]
-    if len(places) == 1:
-        words[places[0]] = f"dir={quoted(words[places[0]])}"
+    indices = [index for index, word in enumerate(words) if "=" not in word and not word.startswith("-")]
+    if len(indices) == 1:
+        words[indices[0]] = f"dir={quoted(words[indices[0]])}"
         sys.argv[1:] = words
     command(
         NewOptions,

@@ -21,7 +21,7 @@ from foundry.config.schemas.root import Config
 from foundry.config.setting import setting
 from foundry.config.sources import local_path
 from foundry.core.errors import ConfigError, Violation
-from foundry.core.stop_signals import raised
+from foundry.core.stop_signals import signals_as_exit
 from foundry.rehearsal.machine import GPUS, Gpu, find_gpu
 from foundry.run_dir.files import write_atomically
 from foundry.run_dir.names import PLAN, STATUS
@@ -106,13 +106,13 @@ def plan(config: Config, options: PlanOptions, run_dir: Path) -> dict[str, Any]:
     if (run_dir / STATUS).exists():
         raise ConfigError(Violation("hydra.run.dir", f"is {run_dir}, which holds a run; choose another"))
     for name, is_earlier in report.RECOGNIZERS.items():
-        check_output(name, run_dir / name, own=name, is_earlier=is_earlier)
-    step_seconds = options.step_seconds or (_measured(options.measured) if options.measured else None)
+        check_output(name, run_dir / name, own_name=name, is_earlier=is_earlier)
+    step_seconds = options.step_seconds or (_median_step_seconds(options.measured) if options.measured else None)
     ranks = world_size(config.distributed.nproc_per_node)
     target = _find_target(config, options, ranks)
     data = build_data(config)
     budget = build_budget(config, data, config.distributed.dp_size(ranks))
-    steps = _written(options.every, budget.total_steps)
+    steps = _schedule_steps(options.every, budget.total_steps)
     schedule, decay = build_schedule(config, budget), constant_weight_decay(config.optimizer)
     fake = build_fake(partial(build_adapted, config))
     content = _content(config, budget, data, schedule, fake, ranks, target)
@@ -121,8 +121,8 @@ def plan(config: Config, options: PlanOptions, run_dir: Path) -> dict[str, Any]:
         content["run_seconds"] = step_seconds * budget.total_samples / budget.batch_sizes.final
     write_atomically(run_dir / PLAN, json.dumps(content, indent=2) + "\n")
     files = [run_dir / PLAN, report.write_csv(planned_updates(schedule, budget, decay, steps), run_dir)]
-    shown = list(planned_updates(schedule, budget, decay, select_steps(schedule, budget)))
-    files.append(report.write_picture(shown, resolve_phases(schedule, budget), run_dir))
+    plotted = list(planned_updates(schedule, budget, decay, select_steps(schedule, budget)))
+    files.append(report.write_picture(plotted, resolve_phases(schedule, budget), run_dir))
     console = Console(soft_wrap=not sys.stdout.isatty(), highlight=False)
     report.show(content, console)
     if options.rehearse:
@@ -133,7 +133,7 @@ def plan(config: Config, options: PlanOptions, run_dir: Path) -> dict[str, Any]:
     return content
 
 
-def _written(every: int | None, total_steps: int) -> range:
+def _schedule_steps(every: int | None, total_steps: int) -> range:
     """Return the updates in schedule.csv, counted from 1.
 
     Raises:
@@ -141,9 +141,9 @@ def _written(every: int | None, total_steps: int) -> range:
     """
     rows = total_steps // every if every is not None else 0
     if rows > _MOST_ROWS:
-        near = -(-total_steps // _ROWS)
+        least = -(-total_steps // _ROWS)
         message = (
-            f"is {every}, which makes {rows:,} rows of schedule.csv; at most {_MOST_ROWS:,} are written: set {near}"
+            f"is {every}, which makes {rows:,} rows of schedule.csv; at most {_MOST_ROWS:,} are written: set {least}"
         )
         raise ConfigError(Violation("plan.every", message))
     stride = every or max(1, -(-total_steps // _ROWS))
@@ -242,7 +242,7 @@ def _rehearse(
 
     per_node, device = options.ranks_per_node or _RANKS_PER_NODE, options.device or _DEVICE
     try:
-        with raised(), console.status("rehearsing two steps") if console.is_terminal else nullcontext():
+        with signals_as_exit(), console.status("rehearsing two steps") if console.is_terminal else nullcontext():
             record = rehearse(config, world_size=ranks, ranks_per_node=per_node, device=device)
     except RehearsalError as error:
         sys.stderr.write(f"{printable(str(error))}\n")
@@ -265,18 +265,18 @@ def _rehearse(
     return report.as_json()
 
 
-def _measured(given: str) -> float:
+def _median_step_seconds(path: str) -> float:
     """Return the median duration of a run's logged steps, excluding the first, which includes warmup.
 
     Args:
-        given: run directory, relative to the folder where the command was started.
+        path: run directory, relative to the folder where the command was started.
 
     Raises:
         ConfigError: the run has logged fewer than two steps.
     """
     from foundry.tracking.metrics_file import read_curve
 
-    run_dir = Path(to_absolute_path(str(local_path("plan.measured", given))))
+    run_dir = Path(to_absolute_path(str(local_path("plan.measured", path))))
     try:
         logged = read_curve(run_dir, "step_seconds")
     except (FileNotFoundError, ValueError):

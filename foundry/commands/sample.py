@@ -22,7 +22,7 @@ _SUFFIXES = (".txt", ".png")
 
 
 @dataclass(frozen=True, kw_only=True)
-class _OwnOptions:
+class _CommonOptions:
     """Options that do not depend on the run's objective."""
 
     run: str = setting("???", "run directory")
@@ -42,7 +42,7 @@ _SAMPLING = tuple(dict.fromkeys(kind for kind in _KINDS if is_dataclass(kind)))
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleOptions(*_SAMPLING, _OwnOptions):  # type: ignore[misc] # as many bases as there are objectives
+class SampleOptions(*_SAMPLING, _CommonOptions):  # type: ignore[misc] # as many bases as there are objectives
     """Options of the command, including the sampling options of every objective; null uses the objective's setting."""
 
 
@@ -73,12 +73,12 @@ def draw(options: SampleOptions) -> Outcome:
             check_output("out", Path(f"{out}{suffix}"))
     dtype = None if options.dtype is None else getattr(torch, options.dtype.value)
     restored = restore(run_dir, options.which, ema=options.ema, trust=options.trust, dtype=dtype, device=options.device)
-    offered = {"world": World.single(restored.device), "tokenizer": restored.data.tokenizer}
-    objective = build_part(restored.config, "objective", offered=offered)
+    optional = {"world": World.single(restored.device), "tokenizer": restored.data.tokenizer}
+    objective = build_part(restored.config, "objective", optional=optional)
     names = [item.name for schema in _SAMPLING for item in fields(schema)]
-    asked = {name: value for name in names if (value := getattr(options, name)) is not None}
+    options_set = {name: value for name in names if (value := getattr(options, name)) is not None}
     if options.image is not None:
-        asked["image"] = _read_image(options.image, getattr(restored.model, "image_size", None))
+        options_set["image"] = _read_image(options.image, getattr(restored.model, "image_size", None))
     kind = type(objective).__name__
     generate: Callable[..., Any] | None = objective.generate
     if generate is None and restored.data.tokenizer is not None and not restored.data.kept:
@@ -86,10 +86,10 @@ def draw(options: SampleOptions) -> Outcome:
     if generate is None:
         raise ConfigError(Violation("run", f"is {options.run}, whose objective {kind} generates no samples"))
     parameters = inspect.signature(generate).parameters.values()
-    takes = {parameter.name for parameter in parameters}
+    accepted = {parameter.name for parameter in parameters}
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):  # passed on to continue_text
-        takes |= set(inspect.signature(continue_text).parameters)
-    if unknown := [name for name in asked if name not in takes]:
+        accepted |= set(inspect.signature(continue_text).parameters)
+    if unknown := [name for name in options_set if name not in accepted]:
         raise ConfigError([Violation(name, f"is not an option of objective {kind}") for name in unknown])
     if not all(bool(tensor.isfinite().all()) for tensor in restored.model.state_dict().values()):
         message = f"is {options.which}, whose weights are NaN or infinite; choose an earlier step"
@@ -98,30 +98,30 @@ def draw(options: SampleOptions) -> Outcome:
         fp32_arithmetic(tf32=restored.config.precision.tf32),
         explained(f"{run_dir} cannot generate samples", restored.config, "model", "data", "objective"),
     ):
-        drawn = generate(restored.model, restored.data, restored.device, seed=options.seed, **asked)
-    if isinstance(drawn, TextSamples):
-        drawn = replace(drawn, step=parse_step(restored.checkpoint))
+        samples = generate(restored.model, restored.data, restored.device, seed=options.seed, **options_set)
+    if isinstance(samples, TextSamples):
+        samples = replace(samples, step=parse_step(restored.checkpoint))
     stem = run_dir / PLOTS / f"drawn_{restored.checkpoint.name}" if out is None else out  # samples_* are from training
     stem.parent.mkdir(parents=True, exist_ok=True)
-    file: Path = drawn.save(stem) if out is None else _save_beside_others(drawn, stem)
-    if hasattr(drawn, "text"):
-        sys.stdout.write(f"{drawn.text}\n")
+    file: Path = samples.save(stem) if out is None else _save_checked(samples, stem)
+    if hasattr(samples, "text"):
+        sys.stdout.write(f"{samples.text}\n")
     print_path(file)
-    return Outcome({"file": str(file), "texts": list(drawn.texts) if isinstance(drawn, TextSamples) else None})
+    return Outcome({"file": str(file), "texts": list(samples.texts) if isinstance(samples, TextSamples) else None})
 
 
-def _save_beside_others(drawn: Any, stem: Path) -> Path:
+def _save_checked(samples: Any, stem: Path) -> Path:
     """Write samples to a temporary folder and move them from there, since a custom objective may use any suffix.
 
     Raises:
         ConfigError: a file of this name and suffix exists.
     """
     with tempfile.TemporaryDirectory(prefix=".samples-", dir=stem.parent) as folder:
-        file: Path = drawn.save(Path(folder) / stem.name)
-        written = list(Path(folder).iterdir())
-        for path in written:
+        file: Path = samples.save(Path(folder) / stem.name)
+        paths = list(Path(folder).iterdir())
+        for path in paths:
             check_output("out", stem.parent / path.name)
-        for path in written:
+        for path in paths:
             path.rename(stem.parent / path.name)
     return stem.parent / file.name
 

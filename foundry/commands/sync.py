@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
-from foundry.config.command import answer_alone, facts_alone, help_text, print_facts, take_json
+from foundry.config.command import answer_help, facts_alone, help_text, print_facts, take_json
 from foundry.config.composition.start_dir import check_start_dir
 from foundry.config.setting import setting
 from foundry.core.errors import ConfigError
@@ -59,7 +59,7 @@ def send_pending(run_dir: Path, uri: str | None = None) -> int:
     destination = Destination.load(run_dir)
     if destination is None:
         raise ValueError(f"dir={run_dir} has no readable {MLFLOW}, so the run in MLflow is unknown")
-    destination = replace(destination, uri=_chosen(destination, uri))
+    destination = replace(destination, uri=_resolve_uri(destination, uri))
     for operation in read_pending(pending_file):
         if operation["op"] == "artifact":
             with suppress(FileNotFoundError):
@@ -68,10 +68,10 @@ def send_pending(run_dir: Path, uri: str | None = None) -> int:
     with short_waits():
         if uri is None and "MLFLOW_TRACKING_URI" not in os.environ:
             _check_artifacts(store, destination)
-        sent = send_file(store, pending_file)
+        num_sent = send_file(store, pending_file)
     pending_file.unlink()
     close_parent_of_job(run_dir, uri=destination.uri)
-    return sent
+    return num_sent
 
 
 def send_metrics(run_dir: Path, values: Mapping[str, float], *, step: int, uri: str | None = None) -> str | None:
@@ -90,7 +90,7 @@ def send_metrics(run_dir: Path, values: Mapping[str, float], *, step: int, uri: 
     if destination is None:
         return None
     try:
-        destination = replace(destination, uri=_chosen(destination, uri))
+        destination = replace(destination, uri=_resolve_uri(destination, uri))
     except ValueError as error:
         return f"MLflow: not sent: {one_line(str(error))}"
     operation = {"op": "metrics", "time_ms": time.time_ns() // 1_000_000, "step": step, "values": dict(values)}
@@ -105,7 +105,7 @@ def send_metrics(run_dir: Path, values: Mapping[str, float], *, step: int, uri: 
     return f"MLflow: added to run {destination.run_id}"
 
 
-def _chosen(destination: Destination, uri: str | None) -> str:
+def _resolve_uri(destination: Destination, uri: str | None) -> str:
     """Return the tracking URI selected by the user; a file of the run directory must not select it.
 
     Raises:
@@ -113,15 +113,15 @@ def _chosen(destination: Destination, uri: str | None) -> str:
     """
     if uri is not None:
         return tracking_uri(uri)
-    chosen = tracking_uri()
-    if masked_text(chosen) == destination.uri:
-        return chosen
+    user_uri = tracking_uri()
+    if masked_text(user_uri) == destination.uri:
+        return user_uri
     if destination.is_masked:
         raise ValueError(
             f"the credentials of {destination.uri} are not stored; set MLFLOW_TRACKING_URI or give uri=URI"
         )
     raise ValueError(
-        f"{MLFLOW} names {destination.uri}, which is not {masked_text(chosen)}; if that is correct, add "
+        f"{MLFLOW} names {destination.uri}, which is not {masked_text(user_uri)}; if that is correct, add "
         f"uri={destination.uri}"
     )
 
@@ -145,22 +145,22 @@ def _check_artifacts(store: MlflowStore, destination: Destination) -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run the command; return 0 if nothing is pending any more, 1 if MLflow failed, 2 for invalid input."""
     arguments, as_json = take_json(arguments)
-    if answer_alone(arguments, lambda: help_text(SyncOptions, "foundry.sync", "send pending records to MLflow.")):
+    if answer_help(arguments, lambda: help_text(SyncOptions, "foundry.sync", "send pending records to MLflow.")):
         return 0
     try:
         check_start_dir()
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    given = dict(argument.partition("=")[::2] for argument in arguments)
-    run_dir = Path(given.get("dir", "").replace("\0", ""))
-    if not given.get("dir") or not given.keys() <= {"dir", "uri"} or not run_dir.is_dir():
+    values = dict(argument.partition("=")[::2] for argument in arguments)
+    run_dir = Path(values.get("dir", "").replace("\0", ""))
+    if not values.get("dir") or not values.keys() <= {"dir", "uri"} or not run_dir.is_dir():
         text = one_line(" ".join(arguments)) or "no arguments"
         sys.stderr.write(f"{text}: not an existing run directory; write foundry sync dir=RUN_DIR [uri=URI]\n")
         return 2
     try:
         with facts_alone() if as_json else nullcontext():
-            sent = send_pending(run_dir, given.get("uri") or None)
+            num_sent = send_pending(run_dir, values.get("uri") or None)
     except (ValueError, UnsafeFileError, PermissionError) as error:
         sys.stderr.write(f"nothing was sent: {one_line(str(error))}\n")
         return 2
@@ -168,9 +168,9 @@ def run(arguments: Sequence[str]) -> int:
         sys.stderr.write(f"not sent, all records are kept: {type(error).__name__}: {one_line(str(error))[:300]}\n")
         return 1
     if as_json:
-        print_facts({"sent": sent})
+        print_facts({"sent": num_sent})
     else:
-        sys.stdout.write(f"{sent} records sent\n")
+        sys.stdout.write(f"{num_sent} records sent\n")
     return 0
 
 

@@ -66,7 +66,7 @@ def measure(path: Path, options: TaskOptions, overrides: Sequence[str], compose:
             amp, tf32 = precision.compute_dtype if precision.is_amp else None, config.precision.tf32
             batch_size = options.batch_size or config.hparams.per_gpu_batch_size
             folder = Path(temporary) / "export"
-            wanted = ExportOptions(
+            export_options = ExportOptions(
                 run=str(path),
                 out=str(folder),
                 which=options.which,
@@ -75,13 +75,13 @@ def measure(path: Path, options: TaskOptions, overrides: Sequence[str], compose:
                 device=options.device,
                 merge=True if isinstance(config.peft, LoRA) else None,
             )
-            checkpoint = export_checkpoint(wanted).name
+            checkpoint = export_checkpoint(export_options).name
         if not all((folder / name).is_file() for name in ("config.json", "tokenizer.json")):
             message = f"need a language model that transformers loads with a tokenizer, which {path} lacks"
             raise ConfigError(Violation("tasks", message))
         with torch.no_grad(), fp32_arithmetic(tf32=tf32):
-            found = evaluate_tasks(folder, tasks, options, device=device, amp=amp, batch_size=batch_size)
-    return {"checkpoint": checkpoint, "lm_eval": lm_eval_version(), "tasks": found}
+            results = evaluate_tasks(folder, tasks, options, device=device, amp=amp, batch_size=batch_size)
+    return {"checkpoint": checkpoint, "lm_eval": lm_eval_version(), "tasks": results}
 
 
 def check_installed() -> None:
@@ -112,27 +112,27 @@ def find_tasks(names: Sequence[str], *, trust: bool) -> "tuple[TaskManager, list
         raise ConfigError(Violation("tasks", "is empty; name tasks of lm_eval, or files or folders that define tasks"))
     paths = {name: Path(name).expanduser() for name in names}
     folders = [path for path in paths.values() if path.is_dir()]
-    lost = [name for name, path in paths.items() if path.suffix in (".yaml", ".yml") and not path.exists()]
-    if lost:
+    missing_files = [name for name, path in paths.items() if path.suffix in (".yaml", ".yml") and not path.exists()]
+    if missing_files:
         message = "which does not exist; give an existing file"
-        raise ConfigError(Violation("tasks", f"has {name}, {message}") for name in lost)
-    if not trust and (own := [name for name, path in paths.items() if path.exists()]):
+        raise ConfigError(Violation("tasks", f"has {name}, {message}") for name in missing_files)
+    if not trust and (files := [name for name, path in paths.items() if path.exists()]):
         message = "whose functions and templates lm_eval would run; if you trust its author, add trust=true"
-        raise ConfigError(Violation("tasks", f"has {name}, {message}") for name in own)
-    is_theirs = not all(path.exists() for path in paths.values())
-    manager = TaskManager(include_path=folders or None, include_defaults=is_theirs)
-    found, wrong = list[str](), list[Violation]()
+        raise ConfigError(Violation("tasks", f"has {name}, {message}") for name in files)
+    needs_index = not all(path.exists() for path in paths.values())
+    manager = TaskManager(include_path=folders or None, include_defaults=needs_index)
+    task_names, violations = list[str](), list[Violation]()
     for name, path in paths.items():
-        inside = TaskManager(include_path=path, include_defaults=False).all_subtasks if path.is_dir() else []
-        if path.is_dir() and not inside:
-            wrong.append(Violation("tasks", f"has {name}, a folder without a YAML file that defines a task"))
+        subtasks = TaskManager(include_path=path, include_defaults=False).all_subtasks if path.is_dir() else []
+        if path.is_dir() and not subtasks:
+            violations.append(Violation("tasks", f"has {name}, a folder without a YAML file that defines a task"))
         elif not path.exists() and name not in manager.task_index:
             message = f"has {name}, which is neither a folder nor a task of lm_eval{nearest(name, manager.all_tasks)}"
-            wrong.append(Violation("tasks", message))
-        found += inside if path.is_dir() else [str(path)] if path.exists() else [name]
-    if wrong:
-        raise ConfigError(wrong)
-    return manager, list(dict.fromkeys(found))
+            violations.append(Violation("tasks", message))
+        task_names += subtasks if path.is_dir() else [str(path)] if path.exists() else [name]
+    if violations:
+        raise ConfigError(violations)
+    return manager, list(dict.fromkeys(task_names))
 
 
 def evaluate_tasks(
@@ -155,7 +155,7 @@ def evaluate_tasks(
         batch_size: number of requests in a batch.
 
     Returns:
-        Results by task: `num_samples`, `num_fewshot`, `version`, and `metrics` by their names in lm_eval, with
+        Results by task: `num_samples`, `shots`, `version`, and `metrics` by their names in lm_eval, with
             `_stderr`.
 
     Raises:
@@ -178,8 +178,8 @@ def evaluate_tasks(
     except Exception as error:  # from lm_eval, the library that reads the data, or the task's own code
         raise ConfigError(Violation("tasks", f"{', '.join(names)} cannot be read: {format_reason(error)}")) from error
     for task in loaded["tasks"].values():
-        own = task.get_config("num_fewshot")
-        if own is None or (own and options.num_fewshot is not None):  # lm_eval keeps a 0 set by the task itself
+        shots = task.get_config("num_fewshot")
+        if shots is None or (shots and options.num_fewshot is not None):  # lm_eval keeps a 0 set by the task itself
             task.set_config(key="num_fewshot", value=options.num_fewshot or 0)
         task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
     model = HFLM(

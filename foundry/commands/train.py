@@ -20,7 +20,7 @@ from foundry.config.checks.method import log_method
 from foundry.config.command import output_may_close, versions
 from foundry.config.composition.choices import compose_with, keep_choices
 from foundry.config.composition.compose import CONFIG_NAME, config_dir, install
-from foundry.config.composition.hydra_internals import compose_once, take_over, write_help
+from foundry.config.composition.hydra_internals import compose_once, replace_run_job, write_help
 from foundry.config.diagnostics.flags import arrange_flags, check_flags, plain_overrides
 from foundry.config.diagnostics.help import list_groups, write_page, write_sweep_page
 from foundry.config.environment import detect
@@ -59,14 +59,14 @@ def in_run_dir(work: Callable[[Path], Result]) -> Result:
     except Stopped as stopped:
         if detect().rank == 0:
             with suppress(OSError):  # the terminal is closed, as after SIGHUP
-                sys.stderr.write(f"{stopped}{_how_to_resume(stopped)}\n")
+                sys.stderr.write(f"{stopped}{_resume_hint(stopped)}\n")
         raise  # contains the exit code; a sweep ends too
     except Exception as error:
         log_to_file(f"failed:\n{format_trace(error)}")
         raise
 
 
-def _how_to_resume(stopped: Stopped) -> str:
+def _resume_hint(stopped: Stopped) -> str:
     if stopped.checkpoint is None:
         return ""
     if stopped.state == "requeued":
@@ -88,9 +88,9 @@ def main() -> None:
 @contextmanager
 def _masked_output() -> Iterator[None]:
     """Mask secrets in the output of `--cfg job --resolve`, which contains values of environment variables."""
-    with redirect_stdout(StringIO()) as printed:
+    with redirect_stdout(StringIO()) as output:
         yield
-    sys.stdout.write(printable(printed.getvalue()))
+    sys.stdout.write(printable(output.getvalue()))
 
 
 def _check_flags(arguments: Sequence[str], options: Collection[str]) -> None:
@@ -107,8 +107,8 @@ def _check_flags(arguments: Sequence[str], options: Collection[str]) -> None:
         violations = list(error.violations)
         try:
             compose(plain_overrides(arguments))
-        except ConfigError as of_overrides:
-            violations += of_overrides.violations
+        except ConfigError as override_error:
+            violations += override_error.violations
         raise ConfigError(violations) from None
 
 
@@ -122,9 +122,9 @@ def enter(task: Callable[[], object], options: Collection[str] = ()) -> None:
     try:
         _check_flags(sys.argv[1:], options)
         sys.argv[1:] = arrange_flags(sys.argv[1:])
-        install(alone=True)
+        install(is_only_application=True)
         register()
-        take_over(run_job, list_groups)
+        replace_run_job(run_job, list_groups)
         keep_choices()
         compose_once(compose_with)
         write_help(CONFIG_NAME, write_page, write_sweep_page)

@@ -15,21 +15,21 @@ FOR_THE_BUILDER = ("init_from",)
 """Fields of a part's configuration that are not arguments of the part but are applied by the caller afterwards."""
 
 
-def build(node: Any, *, offered: Mapping[str, Any] | None = None, **runtime: Any) -> Any:
+def build(node: Any, *, optional: Mapping[str, Any] | None = None, **runtime: Any) -> Any:
     """Instantiate `node._target_` with its fields and with values that exist only at run time.
 
     Args:
         node: mapping or schema with `_target_`.
-        offered: optional keyword arguments; passed only if the part has a parameter of this name that its fields do not
-            set.
+        optional: keyword arguments that are passed only if the part has a parameter of this name that its fields do
+            not set.
         runtime: keyword arguments passed as they are, without being merged into the configuration or copied.
     """
     from hydra.utils import instantiate
 
     if not isinstance(node, DictConfig):
         node = OmegaConf.create(node) if isinstance(node, dict) else OmegaConf.structured(node)
-    part = instantiate(_own_fields(node), _partial_=True, _convert_="all")
-    return part(**runtime, **_taken(part, offered or {}))
+    part = instantiate(_part_fields(node), _partial_=True, _convert_="all")
+    return part(**runtime, **_accepted_arguments(part, optional or {}))
 
 
 def field_of(node: Any, name: str, default: Any = None) -> Any:
@@ -39,30 +39,30 @@ def field_of(node: Any, name: str, default: Any = None) -> Any:
 
 def weights_of_parts(node: Any, prefix: str = "") -> dict[str, str]:
     """Return the `init_from` of each nested part of a model, keyed by the dotted name of the part in the model."""
-    found = dict[str, str]()
-    inside = node if isinstance(node, dict) else {item.name: getattr(node, item.name) for item in fields(node)}
-    for key, value in inside.items():
+    paths = dict[str, str]()
+    children = node if isinstance(node, dict) else {item.name: getattr(node, item.name) for item in fields(node)}
+    for key, value in children.items():
         name = f"{prefix}{key}"
         if is_dataclass(value) or (isinstance(value, dict) and "_target_" in value):
             path = field_of(value, "init_from")
-            found |= weights_of_parts(value, f"{name}.") if path is None else {name: str(path)}
-    return found
+            paths |= weights_of_parts(value, f"{name}.") if path is None else {name: str(path)}
+    return paths
 
 
-def _own_fields(node: DictConfig) -> DictConfig:
+def _part_fields(node: DictConfig) -> DictConfig:
     """Return a part's configuration without the fields in `FOR_THE_BUILDER`, also in nested parts."""
     content = dict[str, Any]()
     for key in map(str, node):
         child = node._get_node(key)
         is_part = isinstance(child, DictConfig) and not child._is_none() and "_target_" in child
         if key not in FOR_THE_BUILDER:
-            content[key] = _own_fields(cast(DictConfig, child)) if is_part else child
+            content[key] = _part_fields(cast(DictConfig, child)) if is_part else child
     return DictConfig(content)
 
 
-def _taken(part: partial[Any], offered: Mapping[str, Any]) -> dict[str, Any]:
+def _accepted_arguments(part: partial[Any], optional: Mapping[str, Any]) -> dict[str, Any]:
     try:
         names = inspect.signature(part.func).parameters
     except ValueError:  # Python cannot read the signature of some compiled functions
         return {}
-    return {name: value for name, value in offered.items() if name in names and name not in part.keywords}
+    return {name: value for name, value in optional.items() if name in names and name not in part.keywords}

@@ -94,7 +94,7 @@ def run_words(run: Callable[[list[str]], Outcome], *, name: str, write_help: Cal
     words, as_json = take_json(sys.argv[1:])
     try:
         with output_may_close():
-            if answer_alone(words, write_help):
+            if answer_help(words, write_help):
                 return
             check_start_dir()
             with facts_alone() if as_json else nullcontext():
@@ -125,14 +125,14 @@ def take_json(arguments: Sequence[str]) -> tuple[list[str], bool]:
 def facts_alone() -> Iterator[None]:
     """Redirect standard output, also of child processes, to standard error, so that the facts are the only output."""
     sys.stdout.flush()
-    kept = os.dup(1)
+    stdout_copy = os.dup(1)
     try:
         os.dup2(2, 1)
         with redirect_stdout(sys.stderr):
             yield
     finally:
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(stdout_copy, 1)
+        os.close(stdout_copy)
 
 
 def print_facts(facts: Mapping[str, Any]) -> None:
@@ -159,15 +159,13 @@ def output_may_close() -> Iterator[None]:
                     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def parse_options(
-    schema: type[Options], overrides: list[str], *, elsewhere: Mapping[str, str] | None = None
-) -> Options:
+def parse_options(schema: type[Options], overrides: list[str], *, refusals: Mapping[str, str] | None = None) -> Options:
     """Parse `key=value` arguments.
 
     Args:
         schema: dataclass of the options.
         overrides: the arguments.
-        elsewhere: options and groups that this schema lacks, with the reason, which completes the message `is VALUE but
+        refusals: options and groups that this schema lacks, with the reason, which completes the message `is VALUE but
             ...`.
 
     Raises:
@@ -179,7 +177,7 @@ def parse_options(
     names = [item.name for item in fields(schema)]  # type: ignore[arg-type] # a dataclass, by contract
     flags, overrides = split_flags(overrides, {})
     for flag in flags:
-        message = f"is not a valid argument; {_write(flag, [*names, *(elsewhere or ())])}"
+        message = f"is not a valid argument; {_suggest_override(flag, [*names, *(refusals or ())])}"
         violations.append(Violation(flag.text, message))
     for text in overrides:
         try:
@@ -191,8 +189,8 @@ def parse_options(
                 )
             )
             continue
-        if (wrong := _check_override(override, names, elsewhere or {})) is not None:
-            violations.append(wrong)
+        if (violation_of_override := _check_override(override, names, refusals or {})) is not None:
+            violations.append(violation_of_override)
             continue
         try:
             OmegaConf.update(options, override.key_or_group, override.value())
@@ -212,19 +210,19 @@ def parse_options(
     return result
 
 
-def _write(flag: Flag, names: Sequence[str]) -> str:
+def _suggest_override(flag: Flag, names: Sequence[str]) -> str:
     if flag.key in names:
         return f"write {flag.key}={flag.value}"
     return f"give options as key=value{nearest(flag.key, names)} (options: {', '.join(names)})"
 
 
-def _check_override(override: Override, names: Sequence[str], elsewhere: Mapping[str, str]) -> Violation | None:
+def _check_override(override: Override, names: Sequence[str], refusals: Mapping[str, str]) -> Violation | None:
     """Return the error of a syntactically valid override, regardless of the options' types.
 
     None if there is no error.
     """
     key = override.key_or_group
-    if key not in names and (reason := elsewhere.get(key, elsewhere.get(key.partition(".")[0]))) is not None:
+    if key not in names and (reason := refusals.get(key, refusals.get(key.partition(".")[0]))) is not None:
         value = override.value()
         return Violation(key, f"is {value if isinstance(value, str) else override.get_value_string()} but {reason}")
     if key not in names:
@@ -271,28 +269,28 @@ def check_writable(key: str, folder: Path) -> None:
     Raises:
         ConfigError: the folder cannot be created or written to.
     """
-    there = next(path for path in (folder, *folder.parents) if os.path.lexists(path) or path == path.parent)
-    if not there.is_dir():
-        what = "a broken symbolic link" if there.is_symlink() else "not a folder"
-        raise ConfigError(Violation(key, f"is {folder} but {there} is {what}; choose another"))
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(Violation(key, f"is {folder} but {there} is not writable; choose another"))
+    ancestor = next(path for path in (folder, *folder.parents) if os.path.lexists(path) or path == path.parent)
+    if not ancestor.is_dir():
+        problem = "a broken symbolic link" if ancestor.is_symlink() else "not a folder"
+        raise ConfigError(Violation(key, f"is {folder} but {ancestor} is {problem}; choose another"))
+    if not os.access(ancestor, os.W_OK | os.X_OK):
+        raise ConfigError(Violation(key, f"is {folder} but {ancestor} is not writable; choose another"))
 
 
-def check_output(key: str, path: Path, *, own: str | None = None, is_earlier: Recognizer | None = None) -> None:
+def check_output(key: str, path: Path, *, own_name: str | None = None, is_earlier: Recognizer | None = None) -> None:
     """Refuse, before any work, a file that a command must not write; `foundry.run_dir.outputs` has the rules.
 
     Args:
         key: option that names the file.
         path: path of the file.
-        own: as in `refusal`.
+        own_name: as in `refusal`.
         is_earlier: as in `refusal`.
 
     Raises:
         ConfigError: states reason and remedy.
     """
     check_writable(key, path.parent)
-    if (reason := refusal(path, own_output=own, is_earlier=is_earlier)) is not None:
+    if (reason := refusal(path, own_output=own_name, is_earlier=is_earlier)) is not None:
         raise ConfigError(Violation(key, reason))
 
 
@@ -307,7 +305,7 @@ def check_output_folder(key: str, folder: Path) -> None:
         raise ConfigError(Violation(key, reason))
 
 
-def answer_alone(arguments: Sequence[str], write_help: Callable[[], str]) -> bool:
+def answer_help(arguments: Sequence[str], write_help: Callable[[], str]) -> bool:
     """Handle `--help` and `--version`; return True if one was given, so that there is nothing else to do.
 
     Args:
@@ -330,13 +328,13 @@ def versions() -> str:
     """
     from importlib.metadata import PackageNotFoundError, version
 
-    found = []
+    packages = []
     for name in ("torch", "hydra-core"):
         try:
-            found.append(f"{name} {version(name)}")
+            packages.append(f"{name} {version(name)}")
         except PackageNotFoundError:
-            found.append(f"{name} not installed")
-    line = f"foundry {__version__} (Python {platform.python_version()}, {', '.join(found)})"
+            packages.append(f"{name} not installed")
+    line = f"foundry {__version__} (Python {platform.python_version()}, {', '.join(packages)})"
     return "\n".join(filter(None, (line, conflict_message())))
 
 
@@ -357,18 +355,18 @@ def usage(name: str) -> list[str]:
     return [f"{name.replace('.', ' ')} key=value ... [--json]", f"python -m {name} key=value ... [--json]"]
 
 
-def option_lines(schema: type[Any], prefix: str = "", without: Container[str] = ()) -> list[str]:
+def option_lines(schema: type[Any], prefix: str = "", omitted: Container[str] = ()) -> list[str]:
     """Return one or more lines for each option: its description, and its default value in the command's syntax.
 
     Args:
         schema: dataclass of the options.
         prefix: prefix of the options' names.
-        without: names of options to omit.
+        omitted: names of options to omit.
     """
-    shown = [item for item in fields(schema) if "doc" in item.metadata and item.name not in without]
-    width = max(16, *(len(prefix + item.name) for item in shown)) + 3
+    options = [item for item in fields(schema) if "doc" in item.metadata and item.name not in omitted]
+    width = max(16, *(len(prefix + item.name) for item in options)) + 3
     lines = list[str]()
-    for item in shown:
+    for item in options:
         default = item.default if item.default_factory is NO_DEFAULT else item.default_factory()
         text = f"{item.metadata['doc']} ({_default_text(default)})"
         head = f"  {prefix + item.name}".ljust(width)
@@ -381,5 +379,5 @@ def _default_text(value: object) -> str:
         return "required"
     if isinstance(value, Enum):
         return f"default {value.name}"
-    spelt = {None: "null", True: "true", False: "false"}
-    return f"default {spelt[value] if value is None or isinstance(value, bool) else value}"
+    literals = {None: "null", True: "true", False: "false"}
+    return f"default {literals[value] if value is None or isinstance(value, bool) else value}"

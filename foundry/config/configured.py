@@ -32,20 +32,22 @@ def configured_by(schema: type) -> Callable[[Callable[..., R]], Callable[..., R]
 
     def decorate(function: Callable[..., R]) -> Callable[..., R]:
         parameters = inspect.signature(function).parameters
-        place = list(parameters).index(SETTINGS)
-        own = [item for item in fields(schema) if _is_setting(item) and item.name not in parameters]
+        settings_index = list(parameters).index(SETTINGS)
+        setting_fields = [item for item in fields(schema) if _is_setting(item) and item.name not in parameters]
 
         @wraps(function)
         def build(*args: Any, **keywords: Any) -> R:
-            if len(args) <= place and SETTINGS not in keywords:
-                keywords[SETTINGS] = _from_keywords(schema, own, keywords, function.__qualname__)
-            given = args[place] if len(args) > place else keywords[SETTINGS]
-            if not isinstance(given, schema):
+            if len(args) <= settings_index and SETTINGS not in keywords:
+                keywords[SETTINGS] = _from_keywords(schema, setting_fields, keywords, function.__qualname__)
+            settings = args[settings_index] if len(args) > settings_index else keywords[SETTINGS]
+            if not isinstance(settings, schema):
                 message = f"takes an object of {schema.__name__}, or its fields as keyword arguments"
-                raise TypeError(f"{function.__qualname__}() {message}, not {given!r:.100}")
+                raise TypeError(f"{function.__qualname__}() {message}, not {settings!r:.100}")
             return function(*args, **keywords)
 
-        cast(Any, build).__signature__ = inspect.Signature(list(_flat(parameters.values(), own)))
+        cast(Any, build).__signature__ = inspect.Signature(
+            list(_signature_parameters(parameters.values(), setting_fields))
+        )
         return build
 
     return decorate
@@ -67,7 +69,7 @@ class _FromSettings:
         return self if part is None else getattr(part.settings, self._name)
 
 
-def needed_settings(schema: type) -> dict[str, bool]:
+def requires_value(schema: type) -> dict[str, bool]:
     """Map each field of a schema to True if a part that is built without a run needs a value for it."""
     return {item.name: _default(item) is MISSING for item in fields(schema) if _is_setting(item)}
 
@@ -76,31 +78,33 @@ def _is_setting(item: "Field[Any]") -> bool:
     return item.init and not item.name.startswith("_") and item.name not in FOR_THE_BUILDER
 
 
-def _from_keywords(schema: type, own: list["Field[Any]"], keywords: dict[str, Any], name: str) -> Any:
+def _from_keywords(schema: type, setting_fields: list["Field[Any]"], keywords: dict[str, Any], name: str) -> Any:
     """Remove the fields from the keywords, and build the object.
 
     Raises:
         TypeError: if a field without a default is missing.
     """
-    if missing := [item.name for item in own if item.name not in keywords and _default(item) is MISSING]:
+    if missing := [item.name for item in setting_fields if item.name not in keywords and _default(item) is MISSING]:
         raise TypeError(f"{name}() missing required keyword argument: {', '.join(missing)}")
-    given = {item: keywords.pop(item.name) for item in own if item.name in keywords}
-    values = {item.name: _as_declared(item.default_factory, value) for item, value in given.items()}
-    defaults = {item.name: _default(item) for item in own if item.default_factory is MISSING}
+    arguments = {item: keywords.pop(item.name) for item in setting_fields if item.name in keywords}
+    values = {item.name: _as_declared(item.default_factory, value) for item, value in arguments.items()}
+    defaults = {item.name: _default(item) for item in setting_fields if item.default_factory is MISSING}
     # A schema that several parts share has no default `_target_`.
     no_target = {item.name: "" for item in fields(schema) if item.name == "_target_" and item.default is MISSING}
     return schema(**{**no_target, **defaults, **values})
 
 
-def _as_declared(kind: Any, value: Any) -> Any:
+def _as_declared(declared_type: Any, value: Any) -> Any:
     """Convert a mapping, as Hydra passes it for a nested dataclass, to that dataclass.
 
     Return other values unchanged.
     """
-    if not (is_dataclass(kind) and isinstance(value, Mapping)):
+    if not (is_dataclass(declared_type) and isinstance(value, Mapping)):
         return value
-    kinds = {item.name: item.default_factory for item in fields(kind)}
-    return cast(Any, kind)(**{name: _as_declared(kinds.get(name), each) for name, each in value.items()})
+    field_types = {item.name: item.default_factory for item in fields(declared_type)}
+    return cast(Any, declared_type)(
+        **{name: _as_declared(field_types.get(name), inner) for name, inner in value.items()}
+    )
 
 
 def _default(item: "Field[Any]") -> Any:
@@ -110,20 +114,20 @@ def _default(item: "Field[Any]") -> Any:
     """
     if item.default_factory is not MISSING:
         return item.default_factory()
-    alone = item.metadata.get("alone", MISSING)
-    if alone is not MISSING:
-        return alone
+    default_without_run = item.metadata.get("alone", MISSING)
+    if default_without_run is not MISSING:
+        return default_without_run
     is_open = isinstance(item.default, str) and (item.default == MUST_BE_SET or "${" in item.default)
     return MISSING if is_open else item.default
 
 
-def _flat(parameters: Any, own: list["Field[Any]"]) -> Iterator[Parameter]:
+def _signature_parameters(parameters: Any, setting_fields: list["Field[Any]"]) -> Iterator[Parameter]:
     """Yield the parameters of the function, with the fields in place of `settings`."""
-    others = [parameter for parameter in parameters if parameter.name != SETTINGS]
-    rest = [parameter for parameter in others if parameter.kind is Parameter.VAR_KEYWORD]
-    yield from (parameter for parameter in others if parameter.kind is not Parameter.VAR_KEYWORD)
-    for item in own:
+    function_parameters = [parameter for parameter in parameters if parameter.name != SETTINGS]
+    keyword_parameters = [parameter for parameter in function_parameters if parameter.kind is Parameter.VAR_KEYWORD]
+    yield from (parameter for parameter in function_parameters if parameter.kind is not Parameter.VAR_KEYWORD)
+    for item in setting_fields:
         default = _default(item)
-        shown = Parameter.empty if default is MISSING else default
-        yield Parameter(item.name, Parameter.KEYWORD_ONLY, default=shown, annotation=item.type)
-    yield from rest
+        parameter_default = Parameter.empty if default is MISSING else default
+        yield Parameter(item.name, Parameter.KEYWORD_ONLY, default=parameter_default, annotation=item.type)
+    yield from keyword_parameters

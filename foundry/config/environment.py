@@ -103,16 +103,16 @@ def detect(environ: Mapping[str, str] | None = None) -> LaunchEnvironment:
     """
     variables = os.environ if environ is None else environ
     if variables.get("RANK") or variables.get("WORLD_SIZE"):
-        found, keys = _torchrun(variables), ("RANK", "LOCAL_RANK")
+        environment, keys = _torchrun(variables), ("RANK", "LOCAL_RANK")
     elif is_local_submitit(variables):
-        found, keys = _submitit(variables), ("SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_LOCALID")
+        environment, keys = _submitit(variables), ("SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_LOCALID")
     elif _is_step_task(variables):
-        found, keys = _slurm(variables), ("SLURM_PROCID", "SLURM_LOCALID")
+        environment, keys = _slurm(variables), ("SLURM_PROCID", "SLURM_LOCALID")
     else:
         return _SINGLE
-    _check_range(keys[0], found.rank, "processes", found.world_size)
-    _check_range(keys[1], found.local_rank, "processes on this node", found.local_world_size)
-    return found
+    _check_range(keys[0], environment.rank, "processes", environment.world_size)
+    _check_range(keys[1], environment.local_rank, "processes on this node", environment.local_world_size)
+    return environment
 
 
 def is_local_submitit(environ: Mapping[str, str] | None = None) -> bool:
@@ -275,6 +275,6 @@ def gpu_files() -> list[Path]:
 
 def visible_gpus() -> list[str]:
     """Return the entries of CUDA_VISIBLE_DEVICES, or the numbers of all GPUs of this machine. Does not import torch."""
-    if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return [name for name in named.split(",") if name.strip() not in ("", "-1")]
+    if (entries := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [name for name in entries.split(",") if name.strip() not in ("", "-1")]
     return [str(number) for number, _ in enumerate(gpu_files())]

@@ -16,12 +16,12 @@ def class_folders(path: str) -> list[Path]:
     """
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        wrong = "is a file" if folder.is_file() else "does not exist"
+        problem = "is a file" if folder.is_file() else "does not exist"
         hint = download_hint(path, of_data=True)
-        message = f"is {shown(path)}, which {wrong}; give a folder with a subfolder for each class{hint}"
+        message = f"is {shown(path)}, which {problem}; give a folder with a subfolder for each class{hint}"
         raise ConfigError(Violation("data.path", message))
     try:
-        inside = sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+        subfolders = sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     except OSError as error:
         raise ConfigError(Violation("data.path", f"is {shown(path)}, which cannot be read: {error.strerror}")) from None
-    return inside or [folder]
+    return subfolders or [folder]

@@ -15,13 +15,13 @@ def resolve_batch_sizes(hparams: HParams, *, dp_size: int, tokens_per_sample: in
     """Return the global batch size over the course of the run, rounded if `hparams.allow_rounding` is set.
 
     Raises:
-        ValueError: as `given_sizes`, or if a size is rounded down to 0.
+        ValueError: as `unrounded_batch_sizes`, or if a size is rounded down to 0.
     """
-    sizes = given_sizes(hparams, tokens_per_sample=tokens_per_sample)
+    sizes = unrounded_batch_sizes(hparams, tokens_per_sample=tokens_per_sample)
     return sizes.rounded(hparams.per_gpu_batch_size * dp_size) if hparams.allow_rounding else sizes
 
 
-def given_sizes(hparams: HParams, *, tokens_per_sample: int | None) -> BatchSizes:
+def unrounded_batch_sizes(hparams: HParams, *, tokens_per_sample: int | None) -> BatchSizes:
     """Return the unrounded global batch size over the course of the run: constant, ramped, or following a schedule.
 
     Raises:
@@ -33,12 +33,12 @@ def given_sizes(hparams: HParams, *, tokens_per_sample: int | None) -> BatchSize
         return BatchSizes.parse(hparams.batch_schedule, tokens_per_sample=tokens_per_sample if in_tokens else None)
     if ramp.start is not None and ramp.increment is not None:
         if ramp.every_samples is not None:
-            over = parse_count(ramp.every_samples) * max(1, (final - ramp.start) // ramp.increment)
+            ramp_samples = parse_count(ramp.every_samples) * max(1, (final - ramp.start) // ramp.increment)
         elif ramp.over_samples is not None:
-            over = parse_count(ramp.over_samples)
+            ramp_samples = parse_count(ramp.over_samples)
         else:
             return BatchSizes.constant(final)
-        return BatchSizes.ramp(start=ramp.start, increment=ramp.increment, over_samples=over, final=final)
+        return BatchSizes.ramp(start=ramp.start, increment=ramp.increment, over_samples=ramp_samples, final=final)
     return BatchSizes.constant(final)
 
 
@@ -51,13 +51,13 @@ def resolve_budget(
         ConfigError: if it is shorter than one optimizer step, or too long to be counted.
     """
     sizes = resolve_batch_sizes(hparams, dp_size=dp_size, tokens_per_sample=tokens_per_sample)
-    given = [
+    limits = [
         None if hparams.max_steps is None else int(sizes.samples_after(hparams.max_steps)),
         hparams.train_samples,
         # Round, since 0.29 * 100 is 28.999999999999996, which would be one sample less and perhaps one step less.
         None if hparams.epochs is None else int(round(hparams.epochs * samples_per_epoch, 6)),
     ]
-    total = min(samples for samples in given if samples is not None)
+    total = min(samples for samples in limits if samples is not None)
     if total > LARGEST_COUNT:
         raise ConfigError(
             Violation("hparams.max_steps", f"makes a run of {total:,} samples; the maximum is {LARGEST_COUNT:,}")
@@ -89,12 +89,12 @@ def check_lengths(config: Config, budget: Budget) -> Iterator[Violation]:
             return
         horizon = phases.horizon
         yield from _check_phases(config.scheduler, phases, budget)
-    ramped = budget.batch_sizes.stages[-1].first_sample
-    last = max(budget.total_samples, horizon)
-    if ramped >= last:
+    ramp_end = budget.batch_sizes.stages[-1].first_sample
+    end = max(budget.total_samples, horizon)
+    if ramp_end >= end:
         yield Violation(
             "hparams.batch_ramp" if config.hparams.batch_schedule is None else "hparams.batch_schedule",
-            f"reaches its last size, {budget.batch_sizes.final}, after {ramped} samples, but the run has only "
+            f"reaches its last size, {budget.batch_sizes.final}, after {ramp_end} samples, but the run has only "
             f"{budget.total_samples}; shorten it, or set scheduler.horizon to the length of the full schedule",
         )
     try:
@@ -112,16 +112,16 @@ def _check_phases(scheduler: Scheduler, phases: Phases, budget: Budget) -> Itera
     warmup = phases.warmup
     decay = phases.decay or 0.0
     sizes = budget.batch_sizes
-    whole = sizes.steps_at(horizon)
+    schedule_steps = sizes.steps_at(horizon)
     # Tolerance, since 0.2 and 0.8 of 3 samples sum to 3.0000000000000004.
-    if warmup + decay > horizon * (1 + 1e-12) or (warmup == horizon and decay == 0 and whole > 1):
+    if warmup + decay > horizon * (1 + 1e-12) or (warmup == horizon and decay == 0 and schedule_steps > 1):
         text, verb = f"warm-up of {sizes.steps_at(warmup):g} steps", "does"
         if phases.decay is not None:
-            length = whole - sizes.steps_at(max(0.0, horizon - decay))
+            length = schedule_steps - sizes.steps_at(max(0.0, horizon - decay))
             text, verb = text + " and a", "do"
             text += f" decay of {length:g} steps (scheduler.decay={getattr(scheduler, 'decay', '')})"
         yield Violation(
             "scheduler.warmup",
-            f"is {scheduler.warmup}: a {text} {verb} not fit into the {whole:g} steps of the schedule; "
+            f"is {scheduler.warmup}: a {text} {verb} not fit into the {schedule_steps:g} steps of the schedule; "
             f"shorten them, or give a fraction such as 0.05",
         )

@@ -32,7 +32,7 @@ def val_metric_names(metrics: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(map(val_metric_name, metrics)))
 
 
-def declared(objective: object) -> tuple[str, ...] | None:
+def held_out_metrics(objective: object) -> tuple[str, ...] | None:
     """Return the held-out metrics of an objective or its schema; None if `declared_metrics` returns None."""
     metrics = declared_metrics(objective)
     return None if metrics is None else val_metric_names(("loss", *metrics))
@@ -47,58 +47,60 @@ def declared_metrics(objective: object) -> tuple[str, ...] | None:
     if is_dataclass(objective) and getattr(objective, "_target_", None) != getattr(type(objective), "_target_", None):
         return None
     # A subclass that overrides the loss may compute other metrics than its parent declares.
-    speaker = next((part for part in type(objective).__mro__ if {"metrics", "loss"} & set(vars(part))), None)
-    if "metrics" not in {*getattr(objective, "__dict__", ()), *(vars(speaker) if speaker else ())}:
+    declaring_class = next((part for part in type(objective).__mro__ if {"metrics", "loss"} & set(vars(part))), None)
+    if "metrics" not in {*getattr(objective, "__dict__", ()), *(vars(declaring_class) if declaring_class else ())}:
         return None
     metrics = getattr(objective, "metrics", None)
     are_names = isinstance(metrics, (tuple, list)) and all(isinstance(name, str) for name in metrics)
     return tuple(metrics) if metrics is not None and are_names else None
 
 
-def check_metric(key: str, metric: str, measured: Iterable[str]) -> Iterator[Violation]:
+def check_metric(key: str, metric: str, computed: Iterable[str]) -> Iterator[Violation]:
     """Yield an error if the metric that the setting `key` chooses is not computed."""
-    known = list(measured)
-    if metric not in known:
-        listed = ", ".join(known) or "nothing, because there is no evaluator; set it to null"
-        yield Violation(key, f"is {metric.strip() or 'empty'} but evaluations measure {listed}{nearest(metric, known)}")
+    metrics = list(computed)
+    if metric not in metrics:
+        text = ", ".join(metrics) or "nothing, because there is no evaluator; set it to null"
+        yield Violation(key, f"is {metric.strip() or 'empty'} but evaluations measure {text}{nearest(metric, metrics)}")
 
 
-def measured_by(config: Config) -> tuple[str, ...] | None:
+def computed_metrics(config: Config) -> tuple[str, ...] | None:
     """Return the metrics that evaluations of a run compute; None if one evaluator does not declare its metrics.
 
     Also None if the objective needs an environment that is missing, since the rewards are then unknown.
     """
-    measured, needs_rewards = list[str](), getattr(config.objective, "needs_rewards", False)
+    metrics, needs_rewards = list[str](), getattr(config.objective, "needs_rewards", False)
     for node in filter(None, config.evaluation.evaluators.values()):
         names = node.get("metrics") if isinstance(node, dict) else None
         if isinstance(node, dict) and node.get("torchmetrics"):  # torchmetrics define their names at run time
             return None
         if isinstance(node, dict) and node.get("_target_") == HELD_OUT:
-            known = declared(config.objective)
+            node_metrics = held_out_metrics(config.objective)
         elif isinstance(node, dict) and node.get("_target_") == EXACT_MATCH:
             rewards = reward_metrics(config.environment)
             if rewards is None or (needs_rewards and not rewards):
                 return None
-            known = val_metric_names((*EXACT_MATCH_METRICS, *rewards))
-        elif isinstance(node, dict) and (own := _metrics_of_tasks().get(str(node.get("_target_")))) is not None:
-            known = val_metric_names(own)
+            node_metrics = val_metric_names((*EXACT_MATCH_METRICS, *rewards))
+        elif (
+            isinstance(node, dict) and (task_metrics := _metrics_of_tasks().get(str(node.get("_target_")))) is not None
+        ):
+            node_metrics = val_metric_names(task_metrics)
         else:
-            known = val_metric_names(names) if isinstance(names, list) else None
-        if known is None:
+            node_metrics = val_metric_names(names) if isinstance(names, list) else None
+        if node_metrics is None:
             return None
-        measured += known
-    return tuple(dict.fromkeys(measured))
+        metrics += node_metrics
+    return tuple(dict.fromkeys(metrics))
 
 
 @cache
 def _metrics_of_tasks() -> dict[str, tuple[str, ...]]:
     """Return the metrics of the evaluators of tasks, keyed by `_target_`. Their schemas declare them as `metrics`."""
-    found: dict[str, tuple[str, ...]] = {}
+    metrics_by_target: dict[str, tuple[str, ...]] = {}
     for value in (value for module in modules_of(EVALUATORS) for value in vars(module).values()):
         target, metrics = getattr(value, "_target_", None), getattr(value, "metrics", None)
         if isinstance(target, str) and metrics is not None:
-            found[target] = tuple(metrics)
-    return found
+            metrics_by_target[target] = tuple(metrics)
+    return metrics_by_target
 
 
 def reward_metrics(environment: object) -> tuple[str, ...] | None:
@@ -121,22 +123,22 @@ def reward_metric_names(scores: Iterable[str]) -> tuple[str, ...]:
     return ("reward", *(f"reward_{name}" for name in scores), "reward_missing")
 
 
-def check_metrics(evaluation: Evaluation, keep_best: KeepBest, measured: Iterable[str]) -> Iterator[Violation]:
+def check_metrics(evaluation: Evaluation, keep_best: KeepBest, computed: Iterable[str]) -> Iterator[Violation]:
     """Check every setting of a run that chooses a metric. Those equal to `evaluation.metric` are checked with it."""
-    known, own = list(measured), evaluation.metric
-    chosen = {
-        "evaluation.metric": own,
+    metrics, main_metric = list(computed), evaluation.metric
+    metric_settings = {
+        "evaluation.metric": main_metric,
         "checkpoint.keep_best.metric": keep_best.metric,
         "evaluation.early_stopping.metric": evaluation.early_stopping.metric,
     }
-    for key, metric in chosen.items():
-        if metric is not None and (metric != own or key == "evaluation.metric"):
-            yield from check_metric(key, metric, known)
+    for key, metric in metric_settings.items():
+        if metric is not None and (metric != main_metric or key == "evaluation.metric"):
+            yield from check_metric(key, metric, metrics)
 
 
 def check_sweeper(composed: DictConfig, config: Config) -> Iterator[Violation]:
     """Check the metric that a sweeper of foundry uses to compare jobs."""
     metric = OmegaConf.select(composed, "hydra.sweeper.metric")
-    measured = measured_by(config)
-    if metric is not None and measured is not None and metric != config.evaluation.metric:
-        yield from check_metric("hydra.sweeper.metric", str(metric), measured)
+    computed = computed_metrics(config)
+    if metric is not None and computed is not None and metric != config.evaluation.metric:
+        yield from check_metric("hydra.sweeper.metric", str(metric), computed)

@@ -38,13 +38,13 @@ def conflict_message() -> str | None:
     package of the old name on the public index has another console script, and a stale `foundry.egg-info` in a checkout
     has no RECORD: neither causes the warning.
     """
-    new = _installed(DISTRIBUTION)
-    for folder, version in _installed(_OLD_DISTRIBUTION).items():
-        if folder in new:
-            both = f"{_OLD_DISTRIBUTION} {version} and {DISTRIBUTION} {new[folder]}"
+    folders = _distribution_folders(DISTRIBUTION)
+    for folder, version in _distribution_folders(_OLD_DISTRIBUTION).items():
+        if folder in folders:
+            distributions_text = f"{_OLD_DISTRIBUTION} {version} and {DISTRIBUTION} {folders[folder]}"
             remedy = f"Uninstall both, then install {DISTRIBUTION} again"
             reason = f"uninstalling {_OLD_DISTRIBUTION} alone deletes files of {DISTRIBUTION}"
-            return f"{both} are installed in the same folder. {remedy} ({reason})."
+            return f"{distributions_text} are installed in the same folder. {remedy} ({reason})."
     return None
 
 
@@ -67,12 +67,13 @@ def _requirements(extra: str) -> list[str]:
     return [name + ",".join(sorted(map(str, among), reverse=True)) for name, among in versions.items()]
 
 
-def _installed(name: str) -> dict[str, str]:
+def _distribution_folders(name: str) -> dict[str, str]:
     """Return folder and version of each installed distribution of this name that has foundry's console script."""
     from importlib.metadata import distributions
 
     return {
-        str(found.locate_file("")): found.version
-        for found in distributions(name=name)
-        if found.read_text("RECORD") is not None and any(e.value == _CONSOLE_SCRIPT for e in found.entry_points)
+        str(distribution.locate_file("")): distribution.version
+        for distribution in distributions(name=name)
+        if distribution.read_text("RECORD") is not None
+        and any(e.value == _CONSOLE_SCRIPT for e in distribution.entry_points)
     }

@@ -141,85 +141,87 @@ def check_fields(node: object, path: str) -> Iterator[Violation]:
             yield from check_value(item, value, key)
 
 
-def check_unused(node: Any, path: str, names: Iterable[str], needed: str) -> Iterator[Violation]:
-    """Yield a violation for each of these fields that is not at its default, since it has no effect without `needed`.
+def check_unused(node: Any, path: str, names: Iterable[str], requirement: str) -> Iterator[Violation]:
+    """Yield a violation for each of these fields that is not at its default, since `requirement` is not set.
 
     Args:
         node: dataclass of settings.
         path: dotted key of `node`.
         names: fields that have no effect with the current settings.
-        needed: setting that would give them an effect, for the message.
+        requirement: setting that would give them an effect, for the message.
     """
     defaults = {item.name: item.default for item in fields(node)}
     for name in names:
         value = getattr(node, name)
         if value != defaults[name]:
             text = value.value if isinstance(value, Enum) else value
-            yield Violation(f"{path}.{name}", f"is {text} but has no effect without {needed}")
+            yield Violation(f"{path}.{name}", f"is {text} but has no effect without {requirement}")
 
 
 class OutOfBounds(Exception):
     """Raised on access to a value that is out of bounds."""
 
 
-def guarded(node: Any, wrong: Collection[str], path: str) -> Any:
+def guarded(node: Any, invalid_keys: Collection[str], path: str) -> Any:
     """Return a copy of a schema that raises on access to invalid values, so that nothing is derived from them.
 
     Args:
         node: dataclass of settings; anything else is returned unchanged.
-        wrong: dotted keys of values that are out of bounds; reading one raises OutOfBounds.
+        invalid_keys: dotted keys of values that are out of bounds; reading one raises OutOfBounds.
         path: dotted key of `node`.
     """
-    if not is_dataclass(node) or not any(key.startswith(f"{path}.") for key in wrong):
+    if not is_dataclass(node) or not any(key.startswith(f"{path}.") for key in invalid_keys):
         return node
 
     def read(self: Any, name: str) -> Any:
-        if f"{path}.{name}" in wrong:
+        if f"{path}.{name}" in invalid_keys:
             raise OutOfBounds(f"{path}.{name}")
         return object.__getattribute__(self, name)
 
     copy: Any = object.__new__(type(type(node).__name__, (type(node),), {"__getattribute__": read}))
     for item in fields(node):
-        object.__setattr__(copy, item.name, guarded(getattr(node, item.name), wrong, f"{path}.{item.name}"))
+        object.__setattr__(copy, item.name, guarded(getattr(node, item.name), invalid_keys, f"{path}.{item.name}"))
     return copy
 
 
 def check_value(item: "Field[Any]", value: object, key: str) -> Iterator[Violation]:
     """Yield a violation if a value of the field's type is out of the field's bounds."""
-    wrong = _wrong_text(value) if isinstance(value, str) else None
+    problem = _text_problem(value) if isinstance(value, str) else None
     if isinstance(value, list) and "list[str]" in str(item.type) and not all(isinstance(part, str) for part in value):
-        wrong = f"is {shown(value)} but must be a list of strings"
+        problem = f"is {shown(value)} but must be a list of strings"
     parse = item.metadata.get("parse")
-    if wrong is None and parse is not None and value is not None:
+    if problem is None and parse is not None and value is not None:
         try:
             parse(str(value))
         except ValueError as error:
-            wrong = str(error)
-    if wrong is None and isinstance(value, (int, float)) and not isinstance(value, bool):
-        wrong = _wrong_number(value, item.metadata.get("bounds", {}), finite=item.metadata.get("finite", True))
-        if wrong is not None and value <= 0 and (meaning := _NULL.search(item.metadata.get("doc", ""))):
-            wrong += f"; {key}={meaning[1]}"  # other frameworks write -1 or 0 for it
-    if wrong is not None:
-        yield Violation(key, wrong)
+            problem = str(error)
+    if problem is None and isinstance(value, (int, float)) and not isinstance(value, bool):
+        problem = _number_problem(value, item.metadata.get("bounds", {}), finite=item.metadata.get("finite", True))
+        if problem is not None and value <= 0 and (meaning := _NULL.search(item.metadata.get("doc", ""))):
+            problem += f"; {key}={meaning[1]}"  # other frameworks write -1 or 0 for it
+    if problem is not None:
+        yield Violation(key, problem)
 
 
-def _wrong_text(text: str) -> str | None:
+def _text_problem(text: str) -> str | None:
     """Return the reason why a string is invalid as a setting; None if it is valid."""
     if not text.strip():
         return "is empty; set a value, or leave it out"
     if len(text) > _LONGEST_TEXT:
         return f"is {shown(text)}, which has {len(text):,} characters; the maximum is {_LONGEST_TEXT:,}"
-    if odd := next((character for character in text if not character.isprintable()), None):
-        return f"is {shown(text)}, which contains the character {odd.encode('unicode_escape').decode()}; remove it"
+    if unprintable := next((character for character in text if not character.isprintable()), None):
+        return (
+            f"is {shown(text)}, which contains the character {unprintable.encode('unicode_escape').decode()}; remove it"
+        )
     return None
 
 
-def _wrong_number(value: float, bounds: Mapping[str, float], *, finite: bool) -> str | None:
+def _number_problem(value: float, bounds: Mapping[str, float], *, finite: bool) -> str | None:
     """Return the reason why a number is invalid as a setting; None if it is valid."""
-    broken = [name for name, bound in bounds.items() if not _HOLDS[name][1](value, bound)]
-    if broken or value != value:
-        wanted = " and ".join(f"{_HOLDS[name][0]} {bounds[name]:,}" for name in broken)
-        return f"is {shown(value)} but must be {wanted or 'a number'}"
+    broken_bounds = [name for name, bound in bounds.items() if not _HOLDS[name][1](value, bound)]
+    if broken_bounds or value != value:
+        range_text = " and ".join(f"{_HOLDS[name][0]} {bounds[name]:,}" for name in broken_bounds)
+        return f"is {shown(value)} but must be {range_text or 'a number'}"
     if isinstance(value, int):
         return None if abs(value) <= _LARGEST_INT else f"is {shown(value)} but must be at most {_LARGEST_INT} (64 bits)"
     if math.isinf(value):

@@ -17,7 +17,7 @@ def listed_paths(value: object) -> list[str]:
     """Return a setting that may be null, one path or a list of paths as a list of strings."""
     if value is None:
         return []
-    return [str(each) for each in value] if isinstance(value, (list, tuple)) else [str(value)]
+    return [str(path) for path in value] if isinstance(value, (list, tuple)) else [str(value)]
 
 
 def is_url(path: str) -> bool:
@@ -110,10 +110,10 @@ def check_sources(path: object, validation_path: object, weights: Sequence[float
     if weights is None:
         return
     count = len(listed_paths(path))
-    if wrong := [weight for weight in weights if not _is_share(weight)]:
+    if invalid := [weight for weight in weights if not _is_share(weight)]:
         yield Violation(
             "data.weights",
-            f"has {shown(wrong[0])} but must have numbers above 0; to exclude a path, leave it out of data.path",
+            f"has {shown(invalid[0])} but must have numbers above 0; to exclude a path, leave it out of data.path",
         )
     elif count < 2:
         yield Violation("data.weights", "has no effect without several paths; set data.path=[a.jsonl,b.txt]")
@@ -130,16 +130,16 @@ def proportions(weights: Sequence[float]) -> list[Fraction]:
     return [share / sum(shares) for share in shares]
 
 
-def have_same_proportions(one: object, other: object) -> bool:
+def have_same_proportions(first: object, second: object) -> bool:
     """Return True if two values of `data.weights` have the same proportions, such as [7, 3] and [0.7, 0.3].
 
     Args:
-        one: value from a configuration, possibly from an untrusted source.
-        other: value to compare with, possibly from an untrusted source.
+        first: value from a configuration, possibly from an untrusted source.
+        second: value to compare with, possibly from an untrusted source.
     """
-    if not isinstance(one, list) or not isinstance(other, list) or not all(map(_is_share, [*one, *other])):
+    if not isinstance(first, list) or not isinstance(second, list) or not all(map(_is_share, [*first, *second])):
         return False
-    return proportions(one) == proportions(other)
+    return proportions(first) == proportions(second)
 
 
 def _are_paths(values: Sequence[object]) -> bool:

@@ -35,13 +35,13 @@ def resolve_teacher(folder: Path, which: str, trust: bool, sizes: Mapping[str, i
     for name, size in sizes.items():
         if OmegaConf.is_interpolation(node, name):
             node[name] = size
-    own = node.get("vocab_size"), node.get("max_seq_len")
+    limits = node.get("vocab_size"), node.get("max_seq_len")
     message = f"is {folder}, whose model has"
-    if isinstance(own[0], int) and own[0] != sizes["vocab_size"]:
-        text = f"{message} {own[0]} tokens but the student has {sizes['vocab_size']}; both need the same tokenizer"
+    if isinstance(limits[0], int) and limits[0] != sizes["vocab_size"]:
+        text = f"{message} {limits[0]} tokens but the student has {sizes['vocab_size']}; both need the same tokenizer"
         raise ConfigError(Violation(KEYS.path, text))
-    if isinstance(own[1], int) and own[1] < sizes["max_seq_len"]:
-        text = f"{message} {own[1]} positions; lower model.max_seq_len={sizes['max_seq_len']} to that"
+    if isinstance(limits[1], int) and limits[1] < sizes["max_seq_len"]:
+        text = f"{message} {limits[1]} positions; lower model.max_seq_len={sizes['max_seq_len']} to that"
         raise ConfigError(Violation(KEYS.path, text))
     return OmegaConf.to_object(node)
 

@@ -48,11 +48,11 @@ class BatchSizes:
         Raises:
             ValueError: a size is below 1.
         """
-        self.thresholds = _merged(thresholds)
-        if (least := min(self.sizes)) < 1:
-            raise ValueError(f"has a batch size of {least}; it must be at least 1")
+        self.thresholds = _merge_thresholds(thresholds)
+        if (smallest := min(self.sizes)) < 1:
+            raise ValueError(f"has a batch size of {smallest}; it must be at least 1")
         self._starts = [samples for samples, _ in self.thresholds]
-        self.stages = tuple(_walk(self.thresholds))
+        self.stages = tuple(_reached_stages(self.thresholds))
         self._stage_steps = [stage.first_step for stage in self.stages]
         self._stage_samples = [stage.first_sample for stage in self.stages]
 
@@ -81,10 +81,10 @@ class BatchSizes:
                 f"grows from {start} to {final} in {count:,} increments of {increment}, but a run may have at most "
                 f"{MOST_STAGES:,} batch sizes; give a larger increment"
             )
-        each = over_samples / count
-        grown = [(_first_reaching(k, each), start + increment * k) for k in range(1, count + 1)]
-        within = [(samples, size) for samples, size in grown if samples <= over_samples]
-        return cls([(0, start), *within, (over_samples + 1, final)])
+        samples_per_increment = over_samples / count
+        increases = [(_increment_start(k, samples_per_increment), start + increment * k) for k in range(1, count + 1)]
+        reachable = [(samples, size) for samples, size in increases if samples <= over_samples]
+        return cls([(0, start), *reachable, (over_samples + 1, final)])
 
     @classmethod
     def parse(cls, text: str, *, tokens_per_sample: int | None = None) -> Self:
@@ -97,12 +97,12 @@ class BatchSizes:
         Raises:
             ValueError: the text does not have this format, its first threshold is not 0, or a threshold occurs twice.
         """
-        overrides = [word for word in re.split(r"[\s,]+", text.strip()) if word]
-        if not overrides:
+        entries = [word for word in re.split(r"[\s,]+", text.strip()) if word]
+        if not entries:
             raise ValueError('has no entry; write THRESHOLD:SIZE, such as "0:256 100M:512"')
-        if len(overrides) > MOST_STAGES:
-            raise ValueError(f"has {len(overrides):,} entries; a run may have at most {MOST_STAGES:,} batch sizes")
-        pairs = sorted((threshold // (tokens_per_sample or 1), size) for threshold, size in map(_entry, overrides))
+        if len(entries) > MOST_STAGES:
+            raise ValueError(f"has {len(entries):,} entries; a run may have at most {MOST_STAGES:,} batch sizes")
+        pairs = sorted((threshold // (tokens_per_sample or 1), size) for threshold, size in map(_parse_entry, entries))
         if pairs[0][0] != 0:
             raise ValueError(f"'{shown(text)}' starts at {pairs[0][0]} samples; the first threshold must be 0")
         for (earlier, _), (later, _) in pairwise(pairs):
@@ -155,11 +155,11 @@ class BatchSizes:
         total = 0.0
         for stage in reversed(self.stages[1:]):
             if stage.first_sample < end:
-                here = (end - stage.first_sample) / stage.global_batch_size
-                if steps <= here:
+                stage_steps = (end - stage.first_sample) / stage.global_batch_size
+                if steps <= stage_steps:
                     return total + steps * stage.global_batch_size
                 total = total + end - stage.first_sample
-                steps = steps - here
+                steps = steps - stage_steps
                 end = stage.first_sample
         return total + steps * self.stages[0].global_batch_size
 
@@ -184,25 +184,25 @@ def parse_count(text: str) -> int:
     raise ValueError(f"'{shown(text)}' is not a whole number; write 300000, 300k, 1.5M or 250B")
 
 
-def _entry(word: str) -> tuple[int, int]:
-    threshold, colon, size = word.partition(":")
+def _parse_entry(text: str) -> tuple[int, int]:
+    threshold, colon, size = text.partition(":")
     if not colon:
-        raise ValueError(f"'{shown(word)}' is not THRESHOLD:SIZE, such as 250B:1536")
+        raise ValueError(f"'{shown(text)}' is not THRESHOLD:SIZE, such as 250B:1536")
     pair = parse_count(threshold), parse_count(size)
     if pair[1] < 1:
-        raise ValueError(f"'{shown(word)}' has a batch size of {pair[1]}; it must be at least 1")
+        raise ValueError(f"'{shown(text)}' has a batch size of {pair[1]}; it must be at least 1")
     return pair
 
 
-def _first_reaching(k: int, each: float) -> int:
-    """Return the smallest integer c with int(c / each) >= k, in floating point as Megatron computes it."""
-    samples = max(0, math.ceil(k * each) - 2)
-    while int(samples / each) < k:
+def _increment_start(k: int, samples_per_increment: float) -> int:
+    """Return the smallest integer c with int(c / samples_per_increment) >= k, in floating point as in Megatron."""
+    samples = max(0, math.ceil(k * samples_per_increment) - 2)
+    while int(samples / samples_per_increment) < k:
         samples += 1
     return samples
 
 
-def _merged(thresholds: Iterable[tuple[int, int]]) -> Sequence[tuple[int, int]]:
+def _merge_thresholds(thresholds: Iterable[tuple[int, int]]) -> Sequence[tuple[int, int]]:
     """Remove thresholds that do not change the size, and all but the last at the same number of samples."""
     merged: list[tuple[int, int]] = []
     for samples, size in thresholds:
@@ -213,7 +213,7 @@ def _merged(thresholds: Iterable[tuple[int, int]]) -> Sequence[tuple[int, int]]:
     return merged
 
 
-def _walk(thresholds: Sequence[tuple[int, int]]) -> Iterable[Stage]:
+def _reached_stages(thresholds: Sequence[tuple[int, int]]) -> Iterable[Stage]:
     """Yield the stages that optimizer steps reach, without stages that a single step jumps over."""
     step = samples = 0
     ends = [start for start, _ in thresholds[1:]]

@@ -111,12 +111,12 @@ class Duration:
             raise ValueError(f"is {shown(text)} but must be above 0")
         return duration
 
-    def samples(self, budget: Budget, *, whole: float | None = None, end: float | None = None) -> float:
+    def samples(self, budget: Budget, *, reference: float | None = None, end: float | None = None) -> float:
         """Return the length in samples; fractions are not rounded.
 
         Args:
             budget: size of the run.
-            whole: reference length of a fraction, in samples; None for the run.
+            reference: reference length of a fraction, in samples; None for the run.
             end: end of a length in steps, in samples, if batch sizes vary; None if the length starts with the run.
 
         Raises:
@@ -127,7 +127,7 @@ class Duration:
                 sizes = budget.batch_sizes
                 return sizes.samples_after(self.value) if end is None else sizes.samples_before(end, self.value)
             case Unit.fraction:
-                return self.value * (budget.total_samples if whole is None else whole)
+                return self.value * (budget.total_samples if reference is None else reference)
             case Unit.run:
                 return self.value * budget.total_samples
             case Unit.epochs:
@@ -189,10 +189,10 @@ class Interval:
 
     def times_before_end(self, budget: Budget) -> int:
         """Return the maximum number of events before the last step of a run with this budget."""
-        before = budget.total_steps - 1
+        last_possible = budget.total_steps - 1
         if self.steps is not None:
-            return before // self.steps
-        return min(before, int(budget.batch_sizes.samples_after(before) / self.samples))
+            return last_possible // self.steps
+        return min(last_possible, int(budget.batch_sizes.samples_after(last_possible) / self.samples))
 
     def due(self, step: int, samples_before: int, samples_after: int, tokens: tuple[int, int] | None = None) -> bool:
         """Return whether an event is due after optimizer step `step`.
@@ -249,8 +249,8 @@ class EpochInterval:
     def steps_in(self, epoch: int) -> int:
         """Return the number of batches between events in an epoch; epochs are counted from 0."""
         batches = self._steps_before(epoch + 1) - self._steps_before(epoch)
-        wanted = self.every if isinstance(self.every, int) else int(batches * self.every)
-        return max(1, min(wanted, batches))
+        interval = self.every if isinstance(self.every, int) else int(batches * self.every)
+        return max(1, min(interval, batches))
 
     def due(self, step: int, samples_before: int, samples_after: int, tokens: tuple[int, int] | None = None) -> bool:
         """Return whether an event is due after optimizer step `step`; see `Interval.due`; `tokens` is ignored."""

@@ -44,12 +44,12 @@ class WeightAverage:
 
     def _update_on_device(self, skipped: Tensor) -> None:
         """Update without a device sync: a skipped step interpolates by 0. Needs one kernel for each tensor."""
-        taken = (~skipped).double()
-        self._updates = self._updates + taken
+        is_update = (~skipped).double()
+        self._updates = self._updates + is_update
         decay = ((1 + self._updates) / (10 + self._updates)).clamp(max=self._decay)
-        towards = ((1 - decay) * taken).float()
+        interpolation = ((1 - decay) * is_update).float()
         for average, weight in zip(_local(self.average.values()), _local(self._parameters.values()), strict=True):
-            average.lerp_(weight.float(), towards)
+            average.lerp_(weight.float(), interpolation)
 
     def state_dict(self) -> dict[str, int]:
         """Return the number of updates as plain JSON; the averages are tensors, which are saved with the weights."""
@@ -71,9 +71,9 @@ class WeightAverage:
     @torch.no_grad()
     def _swap(self) -> None:
         for average, weight in zip(_local(self.average.values()), _local(self._parameters.values()), strict=True):
-            kept = average.clone()
+            previous = average.clone()
             average.copy_(weight)
-            weight.copy_(kept)
+            weight.copy_(previous)
 
 
 def _local(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -48,16 +48,16 @@ def format_reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
-def nearest(word: str, among: Iterable[str]) -> str:
+def nearest(word: str, candidates: Iterable[str]) -> str:
     """Return `; did you mean x?` for the closest match to a misspelt word, ignoring case; empty if no word is close."""
-    words = dict[str, list[str]]()
-    for other in among:
-        words.setdefault(other.lower(), []).append(other)
-    near = difflib.get_close_matches(word.lower(), words, n=1, cutoff=0.6)
-    if not near:
+    spellings = dict[str, list[str]]()
+    for candidate in candidates:
+        spellings.setdefault(candidate.lower(), []).append(candidate)
+    matches = difflib.get_close_matches(word.lower(), spellings, n=1, cutoff=0.6)
+    if not matches:
         return ""
-    likest = max(words[near[0]], key=lambda other: difflib.SequenceMatcher(None, word, other).ratio())
-    return f"; did you mean {likest}?"
+    best = max(spellings[matches[0]], key=lambda candidate: difflib.SequenceMatcher(None, word, candidate).ratio())
+    return f"; did you mean {best}?"
 
 
 def shown(value: object) -> str:
@@ -72,35 +72,35 @@ def shown(value: object) -> str:
         return "a number with thousands of digits"
 
 
-def contrast(was: object, now: object, show: Callable[[object], str] = shown) -> tuple[str, str]:
+def contrast(old: object, new: object, format_value: Callable[[object], str] = shown) -> tuple[str, str]:
     """Return two different values as short texts that differ.
 
     Args:
-        was: one value.
-        now: the other value.
-        show: formats a value. If both texts are equal, the values are written in full, and cut to the passage around
-            their first difference.
+        old: the old value.
+        new: the new value.
+        format_value: formats a value. If both texts are equal, the values are written in full, and cut to the passage
+            around their first difference.
     """
-    texts = show(was), show(now)
+    texts = format_value(old), format_value(new)
     if texts[0] != texts[1]:
         return texts
-    are_texts = isinstance(was, str) and isinstance(now, str)
-    for write in (str, repr) if are_texts else (repr,):  # str first; it shows a line break as a space, repr as \n
-        whole = [visible(write(value)) for value in (was, now)]
-        if whole[0] != whole[1]:
+    are_texts = isinstance(old, str) and isinstance(new, str)
+    for format_full in (str, repr) if are_texts else (repr,):  # str first; it shows a line break as a space, repr as \n
+        full_texts = [visible(format_full(value)) for value in (old, new)]
+        if full_texts[0] != full_texts[1]:
             break
     else:  # a secret is masked in both
         return texts
-    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*whole, strict=False)))
-    begin = max(0, same - _BEFORE_DIFFERENCE)
-    one, other = (f"{'…' if begin else ''}{text[begin : begin + _LONGEST_VALUE]}" for text in whole)
-    return one, other
+    prefix_length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*full_texts, strict=False)))
+    begin = max(0, prefix_length - _BEFORE_DIFFERENCE)
+    first, second = (f"{'…' if begin else ''}{text[begin : begin + _LONGEST_VALUE]}" for text in full_texts)
+    return first, second
 
 
-def listed(items: Sequence[object], most: int) -> str:
-    """List the first `most` items by name, as in `a, b and 3 more`."""
-    more = f" and {len(items) - most} more" if len(items) > most else ""
-    return ", ".join(map(str, items[:most])) + more
+def listed(items: Sequence[object], max_items: int) -> str:
+    """List the first `max_items` items by name, as in `a, b and 3 more`."""
+    remainder = f" and {len(items) - max_items} more" if len(items) > max_items else ""
+    return ", ".join(map(str, items[:max_items])) + remainder
 
 
 def counted(number: int, noun: str) -> str:
@@ -119,10 +119,10 @@ def visible(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in one_line(text))
 
 
-def shortened(text: str, most: int) -> str:
-    """Shorten a text to `most` characters by omitting its middle."""
-    if len(text) <= most:
+def shortened(text: str, max_length: int) -> str:
+    """Shorten a text to `max_length` characters by omitting its middle."""
+    if len(text) <= max_length:
         return text
-    end = most // 3
-    begin = most - end - len(f" … {len(text):,} more characters … ")
+    end = max_length // 3
+    begin = max_length - end - len(f" … {len(text):,} more characters … ")
     return f"{text[:begin]} … {len(text) - begin - end:,} more characters … {text[-end:]}"

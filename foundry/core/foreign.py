@@ -20,13 +20,13 @@ class ForeignData:
     memory.
 
     Args:
-        refuse: creates the error from the reason, which is one line.
-        passes: error classes of the reader that the body raises itself; like `ConfigError`, they are not converted.
+        make_error: creates the error from the reason, which is one line.
+        own_errors: error classes of the reader that the body raises itself; like `ConfigError`, they are not converted.
     """
 
-    def __init__(self, refuse: Callable[[str], Exception], *passes: type[Exception]) -> None:
-        self._refuse = refuse
-        self._passes: tuple[type[Exception], ...] = (ConfigError, *passes)
+    def __init__(self, make_error: Callable[[str], Exception], *own_errors: type[Exception]) -> None:
+        self._make_error = make_error
+        self._own_errors: tuple[type[Exception], ...] = (ConfigError, *own_errors)
 
     def __enter__(self) -> None:
         """Do nothing."""
@@ -35,11 +35,11 @@ class ForeignData:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Raise the reader's error in place of another exception."""
-        if isinstance(error, self._passes) or not (isinstance(error, Exception) or is_panic(error)):
+        if isinstance(error, self._own_errors) or not (isinstance(error, Exception) or is_panic(error)):
             return
         if isinstance(error, RuntimeError) and is_out_of_host_memory(error):
             return
-        raise self._refuse(reason_of(error)) from error
+        raise self._make_error(reason_of(error)) from error
 
 
 def reason_of(error: BaseException) -> str:

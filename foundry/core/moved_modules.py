@@ -65,19 +65,19 @@ A package whose modules moved to several places needs no entry. A module that lo
 
 def current_name(path: str) -> str:
     """Return a dotted path with old names replaced by current names."""
-    while (moved := _moved(path)) is not None:
-        path = moved
+    while (renamed := _apply_entry(path)) is not None:
+        path = renamed
     return path
 
 
-def _moved(path: str) -> str | None:
+def _apply_entry(path: str) -> str | None:
     """Apply the entry with the longest old name to a path; return None if no entry applies."""
-    old = path
-    while old not in MOVED:
-        old = old.rpartition(".")[0]
-        if not old:
+    prefix = path
+    while prefix not in MOVED:
+        prefix = prefix.rpartition(".")[0]
+        if not prefix:
             return None
-    return MOVED[old] + path.removeprefix(old)
+    return MOVED[prefix] + path.removeprefix(prefix)
 
 
 def find_moved(module: str) -> "Callable[[str], object]":
@@ -89,11 +89,11 @@ def find_moved(module: str) -> "Callable[[str], object]":
 
     def find(name: str) -> object:
         path = f"{module}.{name}"
-        if (place := current_name(path)) == path:
+        if (path_now := current_name(path)) == path:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         from importlib import import_module
 
-        owner, _, attribute = place.rpartition(".")
+        owner, _, attribute = path_now.rpartition(".")
         return getattr(import_module(owner), attribute)
 
     return find
@@ -114,11 +114,11 @@ class MovedModules:
 
         name = current_name(fullname)
         if name != fullname:
-            if (there := find_spec(name)) is None:
+            if (target_spec := find_spec(name)) is None:
                 return None
             loader = _Alias(name)
-            spec = ModuleSpec(fullname, loader, origin=there.origin)  # type: ignore[arg-type] # a loader by its methods
-            spec.submodule_search_locations = there.submodule_search_locations
+            spec = ModuleSpec(fullname, loader, origin=target_spec.origin)  # type: ignore[arg-type] # a loader by its methods
+            spec.submodule_search_locations = target_spec.submodule_search_locations
             return spec
         if any(old.startswith(f"{fullname}.") for old in MOVED) and PathFinder.find_spec(fullname, path) is None:
             return ModuleSpec(fullname, None, is_package=True)  # all modules of this package have moved

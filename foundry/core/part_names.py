@@ -89,15 +89,15 @@ def public_name(path: str) -> str:
     return _replace(path, _NAMES) or _replace(current_name(path), _NAMES) or path
 
 
-def first_path(path: str) -> str:
+def original_path(path: str) -> str:
     """Return the original path for a public name or dotted path of a part; return other paths unchanged."""
     name = public_name(path)
     return _replace(name, PARTS) or path
 
 
-def place_of(path: str) -> str:
+def current_path(path: str) -> str:
     """Return the current dotted path for a public name or an older path."""
-    return current_name(first_path(path))
+    return current_name(original_path(path))
 
 
 def find_part(name: str) -> object:
@@ -152,7 +152,7 @@ def _replace(path: str, table: dict[str, str]) -> str | None:
 
 def _names() -> dict[str, str]:
     """Return the public names by original and by current path."""
-    return {path: name for name, first in PARTS.items() for path in (first, current_name(first))}
+    return {path: name for name, original in PARTS.items() for path in (original, current_name(original))}
 
 
 _NAMES = _names()

@@ -50,8 +50,8 @@ class Phases:
             if weight_decay_horizon is None
             else Duration.parse(weight_decay_horizon).samples(budget)
         )
-        length = Duration.parse(warmup).samples(budget, whole=end)
-        decaying = None if decay is None else Duration.parse(decay).samples(budget, whole=end, end=end)
+        length = Duration.parse(warmup).samples(budget, reference=end)
+        decaying = None if decay is None else Duration.parse(decay).samples(budget, reference=end, end=end)
         most = end - max(budget.batch_sizes.samples_before(end, 1), decaying or 0.0)
         is_clamped = clamp_warmup and length > most
         return cls(

@@ -226,9 +226,9 @@ class RunContext:
     heartbeat: Callable[[str], None] = lambda activity: None
 
     @classmethod
-    def of(cls, run: "RunContext", **others: Any) -> Self:
-        """Return a context with the attributes of `run`, overridden and extended by `others`."""
-        return cls(**{**vars(run), **others})
+    def of(cls, run: "RunContext", **attributes: Any) -> Self:
+        """Return a context with the attributes of `run`, overridden and extended by `attributes`."""
+        return cls(**{**vars(run), **attributes})
 
     @property
     def beat(self) -> Callable[[str], None]:

@@ -56,5 +56,5 @@ def environment_of_module() -> dict[str, str]:
 
 def local_remedy(name: str) -> str:
     """Return the end of a message about a missing module: the remedy if the module is in the current folder, or ""."""
-    found = [place for place in (f"{name}.py", name) if os.access(place, os.F_OK)]
-    return f"; {found[0]} is in the current folder: start the command with PYTHONPATH=." if found else ""
+    entries = [entry for entry in (f"{name}.py", name) if os.access(entry, os.F_OK)]
+    return f"; {entries[0]} is in the current folder: start the command with PYTHONPATH=." if entries else ""

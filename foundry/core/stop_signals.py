@@ -17,24 +17,26 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 @contextmanager
-def restored() -> Iterator[None]:
+def restored_handlers() -> Iterator[None]:
     """Restore the handlers of the stop signals after the body, which may replace them. For the main thread only."""
-    before = {signum: handler for signum in STOP_SIGNALS if (handler := signal.getsignal(signum)) is not None}
+    previous_handlers = {
+        signum: handler for signum in STOP_SIGNALS if (handler := signal.getsignal(signum)) is not None
+    }
     try:
         yield
     finally:
-        for signum, handler in before.items():
+        for signum, handler in previous_handlers.items():
             signal.signal(signum, handler)
 
 
 @contextmanager
-def held_back() -> Iterator[None]:
+def blocked_signals() -> Iterator[None]:
     """Block the stop signals during the body, in this thread and in new processes until they call `outlive`."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
 
 
 def ignore() -> None:
@@ -73,16 +75,16 @@ def end_with_parent(parent: int | None = None) -> None:
 
 
 @contextmanager
-def raised() -> Iterator[None]:
+def signals_as_exit() -> Iterator[None]:
     """Raise SystemExit with 128 + the signal's number on SIGTERM or SIGHUP, so that `finally` blocks run.
 
     Can be used in the main thread only.
     """
 
-    def leave(number: int, frame: FrameType | None) -> None:
+    def raise_exit(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    with restored():
+    with restored_handlers():
         for number in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, leave)
+            signal.signal(number, raise_exit)
         yield

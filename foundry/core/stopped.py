@@ -37,5 +37,5 @@ class Stopped(SystemExit):
         return self.signum.name
 
     def __str__(self) -> str:
-        saved = "nothing was saved" if self.checkpoint is None else f"the checkpoint is {self.checkpoint}"
-        return f"stopped by {self.signum.name} after step {self.step}; {saved}"
+        outcome = "nothing was saved" if self.checkpoint is None else f"the checkpoint is {self.checkpoint}"
+        return f"stopped by {self.signum.name} after step {self.step}; {outcome}"

@@ -107,17 +107,19 @@ def installed_tasks() -> tuple[Task, ...]:
     Raises:
         ConfigError: a task of another package cannot be imported, is not a `Task`, or has the name of another task.
     """
-    own = [resolve_name(place) for place in BUILT_IN.values() if find_spec(place.partition(":")[0]) is not None]
-    tasks: dict[str, Task] = {task.name: task for task in own}
+    built_in = [resolve_name(path) for path in BUILT_IN.values() if find_spec(path.partition(":")[0]) is not None]
+    tasks: dict[str, Task] = {task.name: task for task in built_in}
     for point in _entry_points():
         try:
             task = point.load()
         except Exception as error:
-            raise _wrong(point.name, f"{point.value} cannot be imported: {format_reason(error)}") from error
+            raise _entry_point_error(point.name, f"{point.value} cannot be imported: {format_reason(error)}") from error
         if not isinstance(task, Task):
-            raise _wrong(point.name, f"{point.value} is not a foundry.core.tasks.Task")
+            raise _entry_point_error(point.name, f"{point.value} is not a foundry.core.tasks.Task")
         if task.name in tasks:
-            raise _wrong(point.name, f"{point.value} has the name {task.name}, which another task already has")
+            raise _entry_point_error(
+                point.name, f"{point.value} has the name {task.name}, which another task already has"
+            )
         tasks[task.name] = task
     return tuple(tasks.values())
 
@@ -134,10 +136,10 @@ def _entry_points() -> "list[EntryPoint]":
 def _declares_tasks(folder: str) -> bool:
     """Return whether a package in a folder of the import path declares entry points of tasks."""
     try:
-        about = [path for path in Path(folder).iterdir() if path.suffix in (".dist-info", ".egg-info")]
+        metadata_folders = [path for path in Path(folder).iterdir() if path.suffix in (".dist-info", ".egg-info")]
     except OSError:  # an archive, or no folder
         return False
-    for path in about:
+    for path in metadata_folders:
         try:
             if f"[{ENTRY_POINTS}]" in (path / "entry_points.txt").read_text(encoding="utf-8"):
                 return True
@@ -146,7 +148,7 @@ def _declares_tasks(folder: str) -> bool:
     return False
 
 
-def _wrong(name: str, message: str) -> ConfigError:
+def _entry_point_error(name: str, message: str) -> ConfigError:
     remedy = "fix its package or uninstall it"
     return ConfigError(Violation("task", f"entry point {name} of {ENTRY_POINTS}: {message}; {remedy}"))
 
@@ -158,8 +160,8 @@ def modules_of(group: str) -> list[ModuleType]:
 
 def missing_task(target: str) -> str | None:
     """Return the built-in task that contains a `_target_` (its current name) and is not installed; None otherwise."""
-    for name, place in BUILT_IN.items():
-        module = place.partition(":")[0]
+    for name, path in BUILT_IN.items():
+        module = path.partition(":")[0]
         if target.startswith(f"{module}.") and find_spec(module) is None:
             return name
     return None
@@ -182,7 +184,7 @@ class Bringing:
     is_free: Callable[[str], bool]
 
 
-def bringing() -> list[Callable[[Bringing], Mapping[str, str]]]:
+def option_functions() -> list[Callable[[Bringing], Mapping[str, str]]]:
     """Return `Task.brings` of all tasks that define it."""
     return [resolve_name(task.brings) for task in installed_tasks() if task.brings is not None]
 

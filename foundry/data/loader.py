@@ -266,7 +266,7 @@ class Loader:
             # By default, torch draws the seed of the workers from the global generator, which dropout uses.
             generator=torch.Generator().manual_seed(self.samples),
         )
-        with stop_signals.held_back():
+        with stop_signals.blocked_signals():
             prefetcher = iter(loader)
         for worker in cast(Any, prefetcher)._workers:
             worker._popen.terminate = worker._popen.kill  # workers ignore SIGTERM

@@ -103,8 +103,8 @@ def _build_trainer(run: RunContext, trained: Trained) -> Trainer:
         guard=config.guard,
         norms=_build_norms(run, trained),
     )
-    checked = config.hparams.check_first_step
-    is_checked = world.device.type == "cuda" if checked == "auto" else checked is True
+    setting = config.hparams.check_first_step
+    is_checked = world.device.type == "cuda" if setting == "auto" else setting is True
     return Trainer(
         step=step,
         source=_build_source(run, trained),
@@ -152,8 +152,8 @@ def _build_source(run: RunContext, trained: Trained) -> WindowSource:
     """Return the source of windows: the training data, the model's rollouts, or the objective's own source."""
     objective, model = trained.objective, trained.parallel.model
     if objective.rollouts is not None:
-        recorded = [trained.frozen[name] for name in objective.recorded_models]
-        return RolloutSource(objective, model, run, frozen=recorded, pack_tokens=trained.pack_tokens)
+        recorded_models = [trained.frozen[name] for name in objective.recorded_models]
+        return RolloutSource(objective, model, run, frozen=recorded_models, pack_tokens=trained.pack_tokens)
     if objective.build_source is None:
         return _build_loader(run, trained.budget, pack_tokens=trained.pack_tokens)
     build_loader, batch_size_at = partial(_build_loader, run, trained.budget), trained.budget.batch_sizes.at
@@ -161,16 +161,16 @@ def _build_source(run: RunContext, trained: Trained) -> WindowSource:
     return objective.build_source(context)
 
 
-def _build_loader(run: RunContext, budget: Budget, is_whole: bool = False, pack_tokens: int | None = None) -> Loader:
-    """Return a loader of the training samples in the global order: this rank's part, or all samples if `is_whole`."""
+def _build_loader(run: RunContext, budget: Budget, all_samples: bool = False, pack_tokens: int | None = None) -> Loader:
+    """Return a loader of the training samples in the global order: this rank's part, or all samples."""
     config, data, world = run.config, run.data, run.world
     return Loader(
         dataset=data.train,
         order=data.order(config.hparams.seed),
         batch_size_at=budget.batch_sizes.at,
         per_gpu_batch_size=config.hparams.per_gpu_batch_size,
-        dp_rank=0 if is_whole else world.dp_rank,
-        dp_size=1 if is_whole else world.dp_size,
+        dp_rank=0 if all_samples else world.dp_rank,
+        dp_size=1 if all_samples else world.dp_size,
         num_workers=field_of(config.data, "num_workers", 0),
         pin_memory=world.device.type == "cuda",
         tokens_per_sample=data.tokens_per_sample,
@@ -195,30 +195,30 @@ def _build_throughput(run: RunContext, model: nn.Module) -> Throughput:
 def _build_stop_rules(run: RunContext, trained: Trained) -> dict[str, StopRule]:
     """Return the stop rules by name; the pruner comes first if a search started this run."""
     pruning = Pruning.of(run.run_dir, run.world)
-    searched: dict[str, StopRule] = {} if pruning is None else {"pruning": pruning}
-    return searched | build_stop_rules(run, trained.objective)
+    search_rules: dict[str, StopRule] = {} if pruning is None else {"pruning": pruning}
+    return search_rules | build_stop_rules(run, trained.objective)
 
 
 def _build_checkpoints(run: RunContext, trained: Trained, watchdog: Watchdog) -> CheckpointManager:
     """Return the checkpoint manager; one that saves nothing if checkpoints are off."""
     config, world = run.config, run.world
-    wanted = config.checkpoint
-    if wanted.is_off:
+    settings = config.checkpoint
+    if settings.is_off:
         return NoCheckpoints()
     return Checkpointer(
         run.run_dir,
         world,
-        asynchronous=wanted.asynchronous,
-        keep_last=wanted.keep_last,
-        keep_every_steps=wanted.keep_every,
-        strict=wanted.strict_saves,
+        asynchronous=settings.asynchronous,
+        keep_last=settings.keep_last,
+        keep_every_steps=settings.keep_every,
+        strict=settings.strict_saves,
         check_run_dir=partial(check_locked, run.run_dir),
         alive=watchdog.alive,
         model=trained.parallel.model,
         ema=trained.ema,
         optimizers=trained.optimizers,
-        interval=wanted.interval_in(trained.budget),
-        every_minutes=wanted.every_minutes,
+        interval=settings.interval_in(trained.budget),
+        every_minutes=settings.every_minutes,
         facts={
             "config_hash": run.config_hash,
             "config": strict(config),
@@ -272,13 +272,13 @@ def _describe(run: RunContext, trained: Trained, *, step: int) -> RunStarted:
         device=device_name(run.world.device),
         pack_tokens=trained.pack_tokens,
     )
-    shown = select_steps(schedule, budget)
+    steps = select_steps(schedule, budget)
     return RunStarted(
         run_dir=run.run_dir,
         config=plain(config),
         config_hash=run.config_hash,
         plan=plan,
-        updates=list(planned_updates(schedule, budget, constant_weight_decay(config.optimizer), shown)),
+        updates=list(planned_updates(schedule, budget, constant_weight_decay(config.optimizer), steps)),
         phases=resolve_phases(schedule, budget),
         step=step,
         metric=config.evaluation.metric,

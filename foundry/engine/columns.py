@@ -87,7 +87,7 @@ def join_columns(
         origin = run.resume_point.folder.parents[1]
         columns = _read_together(origin / COLUMNS, {"data": identity}, world)
         if columns is not None and origin == run.run_dir:
-            return _joined(run.data, columns)
+            return _add_columns(run.data, columns)
         if columns is None and world.is_main:
             log.warning("%s is missing or has changed since it was written; computing it again", COLUMNS)
     metadata = {"data": identity}
@@ -95,14 +95,14 @@ def join_columns(
         frozen, metadata["weights"] = build_frozen()
         columns = _read_together(run.run_dir / COLUMNS, metadata, world)
         if columns is not None:
-            return _joined(run.data, columns)
+            return _add_columns(run.data, columns)
         assert objective.compare is not None, "an objective with columns takes frozen models"
         objective.compare(frozen)
         columns = {split: _compute(objective, getattr(run.data, split), run) for split in _SPLITS}
         objective.compare({})
     if world.is_main:
         _write(run.run_dir / COLUMNS, columns, metadata)
-    return _joined(run.data, columns)
+    return _add_columns(run.data, columns)
 
 
 def _compute(objective: Objective, dataset: Dataset, run: RunContext) -> dict[str, Tensor]:
@@ -130,7 +130,7 @@ def _compute(objective: Objective, dataset: Dataset, run: RunContext) -> dict[st
     return {name: world.dp_sum(column).cpu() for name, column in columns.items()}
 
 
-def _joined(data: DataSplits, columns: Columns) -> DataSplits:
+def _add_columns(data: DataSplits, columns: Columns) -> DataSplits:
     train, validation = (WithColumns(getattr(data, split), columns[split]) for split in _SPLITS)
     return replace(data, train=train, validation=validation)
 
@@ -143,27 +143,31 @@ def _digest(data: DataSplits) -> str:
 
 
 def _write(file: Path, columns: Columns, metadata: Mapping[str, str]) -> None:
-    flat = {f"{split}.{name}": column for split, named in columns.items() for name, column in named.items()}
+    flat = {
+        f"{split}.{name}": column
+        for split, columns_of_split in columns.items()
+        for name, column in columns_of_split.items()
+    }
     with replaced_atomically(file, durable=True) as stream:
         stream.write(save(flat, metadata={**metadata, "checksum": _checksum(flat)}))
 
 
 def _read_together(file: Path, metadata: Mapping[str, str], world: World) -> Columns | None:
     """Return the columns in a file if every rank can read them and their metadata match; otherwise None."""
-    found = _read(file, metadata)
-    return found if all(gather(found is not None, world)) else None
+    columns = _read(file, metadata)
+    return columns if all(gather(columns is not None, world)) else None
 
 
 def _read(file: Path, metadata: Mapping[str, str]) -> Columns | None:
     if file.is_symlink() or not file.is_file():
         return None
     try:
-        with safe_open(file, framework="pt") as opened:
-            flat = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 # not a mapping
-            found = opened.metadata() or {}
+        with safe_open(file, framework="pt") as file_reader:
+            flat = {name: file_reader.get_tensor(name) for name in file_reader.keys()}  # noqa: SIM118 # not a mapping
+            stored = file_reader.metadata() or {}
     except (SafetensorError, OSError):
         return None
-    if any(found.get(name) != value for name, value in metadata.items()) or found.get("checksum") != _checksum(flat):
+    if any(stored.get(name) != value for name, value in metadata.items()) or stored.get("checksum") != _checksum(flat):
         return None
     columns: Columns = {split: {} for split in _SPLITS}
     for key, tensor in flat.items():

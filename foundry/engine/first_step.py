@@ -57,16 +57,16 @@ class FirstStepCheck:
         world, trained, config = self._run.world, self._trained, self._run.config
         began = time.monotonic()
         accumulates = max(trained.budget.batch_sizes.sizes) > world.dp_size * config.hparams.per_gpu_batch_size
-        with _kept_state([trained.parallel.model, *trained.frozen.values()], world):
+        with _restored_state([trained.parallel.model, *trained.frozen.values()], world):
             microbatch = self._agreed_microbatch()
             if microbatch is None:
                 return
-            reserved = self._reserve_optimizer_state()
+            state_memory = self._reserve_optimizer_state()
             keeps_gradients = accumulates and config.distributed.gradient_sync is not GradientSync.every
             with _without_buckets(trained.parallel.model, keeps_gradients=keeps_gradients):
                 # Unsharded gradients of an earlier microbatch may coexist with the activations of the last one.
                 self._step.discard_gradients([microbatch] * (1 + accumulates))
-            del reserved
+            del state_memory
             synchronize(world.device)
         if world.is_main:
             shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in microbatch.items() if name != "position")
@@ -79,7 +79,7 @@ class FirstStepCheck:
             microbatch = self._largest_microbatch()
         except Exception as error:  # raised by a custom dataset or objective
             reason = format_reason(error)
-        reasons = [each for each in gather(reason, self._run.world) if each is not None]
+        reasons = [rank_reason for rank_reason in gather(reason, self._run.world) if rank_reason is not None]
         if not reasons:
             return microbatch
         if self._run.world.is_main:
@@ -147,16 +147,18 @@ def _packed_example(objective: Objective, num_rows: int, longest: int, pack_toke
 
 
 @contextmanager
-def _kept_state(models: Sequence[nn.Module], world: World) -> Iterator[None]:
+def _restored_state(models: Sequence[nn.Module], world: World) -> Iterator[None]:
     """Context manager that restores RNG states and buffers after the body, unless it raises."""
     generators = rng_state(world.device)
     modules = [module for model in models for module in model.modules()]
     buffers = [(module, dict(module._buffers)) for module in modules if module._buffers]
-    values = [(b, b.detach().clone()) for _, own in buffers for b in own.values() if b is not None]
+    values = [
+        (b, b.detach().clone()) for _, module_buffers in buffers for b in module_buffers.values() if b is not None
+    ]
     yield
     with torch.no_grad():
-        for module, own in buffers:
-            module._buffers.update(own)
+        for module, module_buffers in buffers:
+            module._buffers.update(module_buffers)
         for buffer, value in values:
             buffer.copy_(value)
     set_rng_state(generators, world.device)

@@ -93,22 +93,22 @@ def read_initial(node: Any, path: Path | None, start: StartModel, world: World, 
         ConfigError: there are no weights at the path, or they do not fit the model.
     """
     adapters, source = list[tuple[Path, Manifest, Base]](), path
-    while source is not None and (found := _find_adapters(source, key)) is not None:
-        adapters.append(found)
+    while source is not None and (adapter_checkpoint := _find_adapters(source, key)) is not None:
+        adapters.append(adapter_checkpoint)
         if len(adapters) > _MOST_BASES:
             raise ConfigError(Violation(key, f"is {path}, whose chain of base models is too long or a cycle"))
-        if found[2].path is None:
+        if adapter_checkpoint[2].path is None:
             message = f"is {path}, which has adapters on randomly initialized weights that are in no file"
             raise ConfigError(Violation(key, f"{message}; export it with merge=true, and use the export"))
-        source = _path_of_base(found[0], found[2], key)
+        source = _path_of_base(adapter_checkpoint[0], adapter_checkpoint[2], key)
     if source is None:
         return start(node)
-    is_given = not adapters and resolve_init_from(node) is not None
-    if isinstance(node, HuggingFace) and (source / "config.json").is_file() and not is_given:
+    has_init_from = not adapters and resolve_init_from(node) is not None
+    if isinstance(node, HuggingFace) and (source / "config.json").is_file() and not has_init_from:
         initial = start(replace(node, path=str(source), init_from=None))
     else:
-        given = {"init_from": str(source)}
-        model = start({**node, **given} if isinstance(node, dict) else replace(node, **given)).model
+        init = {"init_from": str(source)}
+        model = start({**node, **init} if isinstance(node, dict) else replace(node, **init)).model
         initial = InitialModel(model, partial(init_from, source, world))
     if not adapters:
         return initial
@@ -129,19 +129,19 @@ def read_parts(initial: InitialModel, node: Any, world: World) -> InitialModel:
     Raises:
         ConfigError: a part is missing from the model.
     """
-    found = weights_of_parts(node)
-    there = dict(initial.model.named_modules())
-    if missing := [name for name in found if name not in there]:
+    paths = weights_of_parts(node)
+    modules = dict(initial.model.named_modules())
+    if missing := [name for name in paths if name not in modules]:
         message = f"is given but {type(initial.model).__name__} has no part of that name"
         raise ConfigError(Violation(f"model.{missing[0]}.init_from", message))
 
     def fill(model: nn.Module) -> None:
         if initial.fill is not None:
             initial.fill(model)
-        for name, path in found.items():
+        for name, path in paths.items():
             init_from(Path(path).expanduser(), world, model.get_submodule(name), key=f"model.{name}.init_from")
 
-    return InitialModel(initial.model, fill) if found else initial
+    return InitialModel(initial.model, fill) if paths else initial
 
 
 def adapt(model: nn.Module, run: RunContext, path: Path | None) -> Base | None:
@@ -179,11 +179,11 @@ def read_base(node: Any, checkpoint: Path, start: StartModel, world: World, key:
     Raises:
         ConfigError: the base is missing, or its weights have changed.
     """
-    found = _find_adapters(checkpoint, key)
-    if found is None:
+    adapter_checkpoint = _find_adapters(checkpoint, key)
+    if adapter_checkpoint is None:
         message = f"leads to {checkpoint}, which does not record the base weights of its adapters"
         raise ConfigError(Violation(key, message))
-    folder, _, base = found
+    folder, _, base = adapter_checkpoint
     path = None if base.path is None else _path_of_base(folder, base, key)
     model = read_initial(node, path, start, world, key).materialize()
     _check_digest(model, folder, base, key)
@@ -238,8 +238,8 @@ def _merge(model: nn.Module, folder: Path, manifest: Manifest, base: Base, world
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     add_adapters(model, settings, seed=0)
     try:
-        if wrong := find_damage_on_all_ranks(folder, world):
-            raise CheckpointError(f"{folder.name} is damaged: {'; '.join(wrong)}")
+        if problems := find_damage_on_all_ranks(folder, world):
+            raise CheckpointError(f"{folder.name} is damaged: {'; '.join(problems)}")
         load_weights(folder, model, ema=True, trained_only=True)
     except (OSError, CheckpointError) as error:
         raise ConfigError(Violation(key, f"leads to {folder}: {error}")) from None

@@ -49,7 +49,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Restored:
+class RestoredRun:
     """A trained model and its origin.
 
     Attributes:
@@ -78,7 +78,7 @@ def restore(
     trust: bool = False,
     dtype: torch.dtype | None = None,
     device: DeviceKind = DeviceKind.auto,
-) -> Restored:
+) -> RestoredRun:
     """Load a checkpoint of a run, written by any number of ranks, after verifying every byte.
 
     Args:
@@ -92,11 +92,13 @@ def restore(
     Raises:
         ConfigError: the run, checkpoint or device does not exist, the checkpoint is damaged, or the run is not trusted.
     """
-    run_dir, place = Path(run_dir), choose_device(device)
-    return look_again(run_dir, which, lambda: _restore(run_dir, which, ema=ema, trust=trust, dtype=dtype, device=place))
+    run_dir, torch_device = Path(run_dir), choose_device(device)
+    return retry_if_replaced(
+        run_dir, which, lambda: _restore(run_dir, which, ema=ema, trust=trust, dtype=dtype, device=torch_device)
+    )
 
 
-def look_again(run_dir: Path, which: str, read: Callable[[], Result]) -> Result:
+def retry_if_replaced(run_dir: Path, which: str, read: Callable[[], Result]) -> Result:
     """Read a checkpoint, and retry with its replacement if a running training deletes it meanwhile.
 
     Args:
@@ -105,11 +107,11 @@ def look_again(run_dir: Path, which: str, read: Callable[[], Result]) -> Result:
         read: finds and reads the checkpoint; called again after a ConfigError or OSError if the checkpoint is gone.
     """
     for _ in range(_MOST_LOOKS):
-        before = _identity(run_dir, which)
+        checkpoint = _identity(run_dir, which)
         try:
             return read()
         except (ConfigError, OSError):
-            if (before is not None and before.is_dir()) or _identity(run_dir, which) == before:
+            if (checkpoint is not None and checkpoint.is_dir()) or _identity(run_dir, which) == checkpoint:
                 raise
     return read()
 
@@ -124,7 +126,7 @@ def _identity(run_dir: Path, which: str) -> Path | None:
 
 def _restore(
     run_dir: Path, which: str, *, ema: bool, trust: bool, dtype: torch.dtype | None, device: torch.device
-) -> Restored:
+) -> RestoredRun:
     config, folder, data = _open(run_dir, which, trust=trust)
     is_adapted = isinstance(config.peft, LoRA)
     model = _build_adapted(config, run_dir, folder, trust=trust) if is_adapted else _build(config, run_dir, trust=trust)
@@ -137,30 +139,30 @@ def _restore(
     except CheckpointError as error:
         raise ConfigError(Violation("which", str(error))) from error
     base_path = find_base(folder) if is_adapted else None
-    return Restored(config, model.eval(), data, folder, device, base_path)
+    return RestoredRun(config, model.eval(), data, folder, device, base_path)
 
 
-def open_without_weights(run_dir: Path, which: str, *, trust: bool = False) -> Restored:
+def open_without_weights(run_dir: Path, which: str, *, trust: bool = False) -> RestoredRun:
     """Open a checkpoint of a run without adapters, with a model on fake tensors: shapes and dtypes without storage.
 
-    The run may delete the checkpoint before its weights are read; see `look_again`.
+    The run may delete the checkpoint before its weights are read; see `retry_if_replaced`.
 
     Raises:
         ConfigError: as `restore`.
     """
     config, folder, data = _open(run_dir, which, trust=trust)
     model = build_fake(partial(_build, config, run_dir, trust=trust)).model
-    return Restored(config, model.eval(), data, folder, torch.device("cpu"))
+    return RestoredRun(config, model.eval(), data, folder, torch.device("cpu"))
 
 
 def _open(run_dir: Path, which: str, *, trust: bool) -> tuple[Config, Path, DataSplits]:
     config = load_config(run_dir, trust=trust)
-    folder = _whole_checkpoint(run_dir, which)
+    folder = _find_checkpoint(run_dir, which)
     _check_bounds(run_dir, config)
     return config, folder, _data(config, run_dir)
 
 
-def build_part(config: Config, group: str, *, offered: Mapping[str, Any] | None = None, **runtime: Any) -> Any:
+def build_part(config: Config, group: str, *, optional: Mapping[str, Any] | None = None, **runtime: Any) -> Any:
     """Build a part of a recorded and trusted configuration; see `build` for the arguments.
 
     Raises:
@@ -168,7 +170,7 @@ def build_part(config: Config, group: str, *, offered: Mapping[str, Any] | None 
     """
     try:
         with explained(f"the {group} of {CONFIG} cannot be built", config, group):
-            part = build(getattr(config, group), offered=offered, **runtime)
+            part = build(getattr(config, group), optional=optional, **runtime)
             return with_defaults(part) if group == "objective" else part
     except HydraException as error:
         message = f"the {group} of {CONFIG} cannot be built here: {' '.join(str(error).split())}"
@@ -176,7 +178,7 @@ def build_part(config: Config, group: str, *, offered: Mapping[str, Any] | None 
 
 
 @contextmanager
-def explained(what: str, config: Config, *groups: str) -> Iterator[None]:
+def explained(problem: str, config: Config, *groups: str) -> Iterator[None]:
     """Context manager that turns errors of built-in parts into a one-line message, since a run's files may be invalid.
 
     Raises:
@@ -189,7 +191,7 @@ def explained(what: str, config: Config, *groups: str) -> Iterator[None]:
     except Exception as error:
         if not all(is_dataclass(getattr(config, group)) for group in groups):
             raise
-        raise ConfigError(Violation("run", f"{what}: {format_reason(error)}")) from error
+        raise ConfigError(Violation("run", f"{problem}: {format_reason(error)}")) from error
 
 
 def _build(config: Config, run_dir: Path, *, trust: bool) -> nn.Module:
@@ -214,13 +216,13 @@ def _build_adapted(config: Config, run_dir: Path, checkpoint: Path, *, trust: bo
     assert isinstance(config.peft, LoRA)
 
     def start(node: Any) -> InitialModel:
-        whole = replace(config, model=node)
+        whole_config = replace(config, model=node)
         if resolve_init_from(node) is not None:
-            return InitialModel(_build(whole, run_dir, trust=trust))
+            return InitialModel(_build(whole_config, run_dir, trust=trust))
         if isinstance(node, HuggingFace) and node.path is not None:
-            return InitialModel(_build_model(whole))
+            return InitialModel(_build_model(whole_config))
         torch.manual_seed(config.hparams.seed)  # initialize again with the same seed
-        return drawn(_build_model(whole), config.hparams.seed)
+        return drawn(_build_model(whole_config), config.hparams.seed)
 
     world = World.single(torch.device("cpu"))
     model = read_base(config.model, checkpoint, start, world, "run")
@@ -236,16 +238,16 @@ def _own_architecture(config: Config, run_dir: Path, *, trust: bool) -> dict[str
     """
     if not isinstance(config.model, HuggingFace) or config.model.path is None:
         return {}
-    own = run_dir / TRANSFORMERS
-    if os.path.lexists(own):
-        return {"path": str(own), "read_weights": False}
+    folder = run_dir / TRANSFORMERS
+    if os.path.lexists(folder):
+        return {"path": str(folder), "read_weights": False}
     if trust:
         return {"read_weights": False}
     message = f"has no {TRANSFORMERS}/, and its model.path={shown(config.model.path)} is outside of it"
     raise ConfigError(Violation("run", f"{run_dir} {message}; add trust=true to read that folder"))
 
 
-def _whole_checkpoint(run_dir: Path, which: str) -> Path:
+def _find_checkpoint(run_dir: Path, which: str) -> Path:
     if any((run_dir / name).is_file() for name in ("config.json", "adapter_config.json")):
         message = f"is {run_dir}, which is an export and has no checkpoints; give the run that was exported"
         raise ConfigError(Violation("run", message))
@@ -253,21 +255,21 @@ def _whole_checkpoint(run_dir: Path, which: str) -> Path:
         folder = find(run_dir, which)
     except FileNotFoundError as error:
         raise ConfigError(Violation("which", str(error))) from None
-    if wrong := problems(folder):
-        message = f"is {which}, but {folder} is damaged: {'; '.join(wrong)}; choose another step"
+    if damage := problems(folder):
+        message = f"is {which}, but {folder} is damaged: {'; '.join(damage)}; choose another step"
         raise ConfigError(Violation("which", message))
     return folder
 
 
 def _check_bounds(run_dir: Path, config: Config) -> None:
     """Refuse built parts whose settings are invalid, as composing does for new runs."""
-    wrong = list[Violation]()
+    violations = list[Violation]()
     for group in _BUILT:
         node = getattr(config, group)
-        found = list(check_fields(node, group))
-        wrong += found if found or not hasattr(node, "check") else node.check()
-    if wrong:
-        raise ConfigError(Violation("run", f"{run_dir / CONFIG}: {violation}") for violation in wrong)
+        out_of_bounds = list(check_fields(node, group))
+        violations += out_of_bounds if out_of_bounds or not hasattr(node, "check") else node.check()
+    if violations:
+        raise ConfigError(Violation("run", f"{run_dir / CONFIG}: {violation}") for violation in violations)
 
 
 def _data(config: Config, run_dir: Path) -> DataSplits:
@@ -279,16 +281,16 @@ def _data(config: Config, run_dir: Path) -> DataSplits:
         ConfigError: a file that the data wrote is missing or invalid.
     """
     file = run_dir / TOKENIZER
-    kept = _kept(run_dir)
+    kept_files = _read_run_files(run_dir)
     for name, kind in getattr(config.data, "run_files", {}).items():
         if not os.path.lexists(run_dir / name):
             raise ConfigError(Violation("run", f"{run_dir} has no {name}, which {kind} writes"))
     if not os.path.lexists(file):
-        if kept:
-            return DataSplits(train=[], validation=[], fingerprint="", kept=kept)
+        if kept_files:
+            return DataSplits(train=[], validation=[], fingerprint="", kept=kept_files)
         data: DataSplits = build_part(config, "data", seed=config.hparams.seed)
         return data
-    tokens = None if kept else _tokens_per_sample(run_dir / PLAN)
+    tokens = None if kept_files else _tokens_per_sample(run_dir / PLAN)
     with ForeignData(lambda reason: ConfigError(Violation("run", f"{file} is not a valid tokenizer: {reason}"))):
         tokenizer = parse_tokenizer(read_text(file))
     return DataSplits(
@@ -300,7 +302,7 @@ def _data(config: Config, run_dir: Path) -> DataSplits:
         tokenizer=tokenizer,
         **_special_tokens(run_dir / STOP_TOKENS, tokenizer),
         chat_template=_chat_template(run_dir / CHAT_TEMPLATE),
-        kept=kept,
+        kept=kept_files,
     )
 
 
@@ -318,18 +320,18 @@ def _file_explained(file: Path) -> Iterator[None]:
         raise ConfigError(Violation("run", f"{file} {reason}")) from None
 
 
-def _kept(run_dir: Path) -> dict[str, RunFile]:
+def _read_run_files(run_dir: Path) -> dict[str, RunFile]:
     """Read the files that the run keeps of its data, by name, for all registered tasks.
 
     Raises:
         ConfigError: a file is not in foundry's format.
     """
-    kept = dict[str, RunFile]()
+    files = dict[str, RunFile]()
     for name, kind in run_files().items():
         if os.path.lexists(run_dir / name):
             with _file_explained(run_dir / name):
-                kept[name] = kind.from_json(read_text(run_dir / name))
-    return kept
+                files[name] = kind.from_json(read_text(run_dir / name))
+    return files
 
 
 def _special_tokens(file: Path, tokenizer: Any) -> dict[str, Any]:
@@ -344,9 +346,9 @@ def _special_tokens(file: Path, tokenizer: Any) -> dict[str, Any]:
     with _file_explained(file):
         content = read_object(file, required={"eos_token_id": list})
     stop, first = content["eos_token_id"], content.get("bos_token_id")
-    known = count_ids(tokenizer)
+    vocab_size = count_ids(tokenizer)
     for item in stop if first is None else [*stop, first]:
-        if type(item) is not int or not 0 <= item < known:
+        if type(item) is not int or not 0 <= item < vocab_size:
             raise ConfigError(Violation("run", f"{file} has {shown(item)}, which is not a token of {TOKENIZER}"))
     return {"stop_ids": tuple(stop), "bos_id": first}
 

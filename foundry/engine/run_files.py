@@ -40,7 +40,7 @@ def write_run_files(config: Config, plan: dict[str, Any], data: DataSplits, run_
         save_config(config, run_dir)
         write_atomically(run_dir / PLAN, json.dumps(plan, indent=2) + "\n")
         write_vocabulary(data, run_dir)
-        write_kept(data, run_dir)
+        write_data_files(data, run_dir)
         for name in (STATUS, RESULT):
             if (run_dir / name).is_dir():
                 raise UnsafeFileError(run_dir / name, "a folder")
@@ -49,7 +49,7 @@ def write_run_files(config: Config, plan: dict[str, Any], data: DataSplits, run_
         raise ConfigError(Violation("hydra.run.dir", str(error))) from None
 
 
-def write_kept(data: DataSplits, folder: Path) -> None:
+def write_data_files(data: DataSplits, folder: Path) -> None:
     """Write the files that the data keeps in run directories, such as statistics."""
     for name, content in data.kept.items():
         write_atomically(folder / name, content.to_json())
@@ -68,11 +68,13 @@ def write_vocabulary(data: DataSplits, folder: Path) -> None:
 
 def _keep_tokenizer_files(node: Any, data: DataSplits, run_dir: Path) -> None:
     """Copy the files beside the configured tokenizer unchanged: class, special tokens, padding, maximum length."""
-    given = getattr(node, "tokenizer", None)
-    if data.tokenizer is None or not isinstance(given, str):
+    path = getattr(node, "tokenizer", None)
+    if data.tokenizer is None or not isinstance(path, str):
         return
-    file = tokenizer_file(given)
-    source = own if (own := file.parent / TRANSFORMERS).is_dir() else file.parent  # a run's folder has its own copies
+    file = tokenizer_file(path)
+    source = (
+        copies if (copies := file.parent / TRANSFORMERS).is_dir() else file.parent
+    )  # a run's folder has its own copies
     if file.name != TOKENIZER or source == run_dir / TRANSFORMERS:
         return
     for name in TOKENIZER_FILES:
@@ -80,8 +82,8 @@ def _keep_tokenizer_files(node: Any, data: DataSplits, run_dir: Path) -> None:
             content = read_bytes(in_hub_cache(source / name))
         except OSError:  # most are missing, and training needs none
             continue
-        with replaced_atomically(make_folder(run_dir / TRANSFORMERS) / name) as kept:
-            kept.write(content)
+        with replaced_atomically(make_folder(run_dir / TRANSFORMERS) / name) as stream:
+            stream.write(content)
 
 
 def write_architecture(node: Any, model: Any, run_dir: Path) -> None:

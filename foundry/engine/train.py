@@ -84,62 +84,62 @@ def train(
         deterministic(config.hparams.deterministic),
         fp32_arithmetic(tf32=config.precision.tf32),
         process_group(config.distributed, config.device.kind, join=join) as world,
-        ExitStack() as held,
+        ExitStack() as stack,
     ):
         if world.device.type == "cpu":
             keep_freed_memory()
-        run_dir, state = _agree(world, run_dir, config_hash, held)
+        run_dir, state = _lock_run_dir(world, run_dir, config_hash, stack)
         resume_point = find_resume_point(config.checkpoint.resume, run_dir, world)
         result = find_result(run_dir) if state == "finished" else None
-        now = strict(config)
-        if result is not None and not is_longer(resume_point, now):
+        config_now = strict(config)
+        if result is not None and not is_longer(resume_point, config_now):
             identity = partial(_identity, config)
-            check_finished(config, now, config_hash, run_dir, resume_point, result, identity)
+            check_finished(config, config_now, config_hash, run_dir, resume_point, result, identity)
             return RunResult(run_dir, result)
         if resume_point is not None:
-            check_config(resume_point, config, now, config.checkpoint.on_changed_config)
+            check_config(resume_point, config, config_now, config.checkpoint.on_changed_config)
             if state == "finished":
                 resume_point = without_stop_reason(resume_point)
         observers = [*build_observers(config.tracking, run_dir), *more_observers] if world.is_main else []
         with (
-            _failure_reported(observers, run_dir),
-            _rank_zero_missed(run_dir, world),
+            _report_failure(observers, run_dir),
+            _record_loss_of_rank_zero(run_dir, world),
             explain_worker_deaths(),
             explain_memory_errors(world.device, world.rank),
         ):
             run = RunContext(
                 config=config,
                 config_hash=config_hash,
-                data=_as_begun(build_data(config), resume_point, config.data, config.checkpoint),
-                judge=_build_judge(config.environment, held),
+                data=_in_resumed_order(build_data(config), resume_point, config.data, config.checkpoint),
+                judge=_build_judge(config.environment, stack),
                 world=world,
                 precision=PrecisionPolicy.from_config(config.precision, world.device),
                 run_dir=run_dir,
                 resume_point=resume_point,
                 on_activity=on_activity,
             )
-            return _train(run, observers, held)
+            return _train(run, observers, stack)
 
 
-def _train(run: RunContext, observers: list[Observer], held: ExitStack) -> RunResult:
+def _train(run: RunContext, observers: list[Observer], stack: ExitStack) -> RunResult:
     """Build the trainer and train; rank 0 writes the run's files."""
     trainer, started = build_trainer(run)
-    held.callback(trainer.evaluation.close)
+    stack.callback(trainer.evaluation.close)
     if run.world.is_main:
         write_run_files(run.config, started.plan, run.data, run.run_dir)
         trainer.check_run_dir = partial(check_locked, run.run_dir)
     trainer.observers = observers
-    held.callback(trainer.checkpoints.close)
+    stack.callback(trainer.checkpoints.close)
     with trainer.watchdog, trainer.signals:
         result = trainer.fit(started)
     return RunResult(run.run_dir, result)
 
 
-def _build_judge(environment: Any, held: ExitStack) -> Judge | None:
+def _build_judge(environment: Any, stack: ExitStack) -> Judge | None:
     """Return the judge that scores completions; its process ends with the run."""
     judge = build_judge(environment)
     if judge is not None:
-        held.callback(judge.close)
+        stack.callback(judge.close)
     return judge
 
 
@@ -147,7 +147,9 @@ def _identity(config: Config) -> dict[str, str]:
     return build_data(config).identity()
 
 
-def _as_begun(data: DataSplits, resume_point: ResumePoint | None, settings: Any, checkpoint: Checkpoint) -> DataSplits:
+def _in_resumed_order(
+    data: DataSplits, resume_point: ResumePoint | None, settings: Any, checkpoint: Checkpoint
+) -> DataSplits:
     """Return the data in the order of the resumed run; `settings` are the data's settings."""
     if resume_point is None:
         return data
@@ -156,7 +158,7 @@ def _as_begun(data: DataSplits, resume_point: ResumePoint | None, settings: Any,
     return replace(data, content=identity["content"], fingerprint=order)
 
 
-def _agree(world: World, run_dir: Path, config_hash: str, held: ExitStack) -> tuple[Path, str | None]:
+def _lock_run_dir(world: World, run_dir: Path, config_hash: str, stack: ExitStack) -> tuple[Path, str | None]:
     """Return rank 0's run directory, now locked for this run, and the state of an earlier run in it, or None.
 
     Raises:
@@ -164,14 +166,15 @@ def _agree(world: World, run_dir: Path, config_hash: str, held: ExitStack) -> tu
     """
     state, is_free = None, True
     if world.is_main:
-        is_free = lock(run_dir, held)
+        is_free = lock(run_dir, stack)
         state = read_status(run_dir).get("state")
     gathered = gather((str(run_dir), config_hash, state, is_free), world)
-    different = [rank for rank, (_, other, _, _) in enumerate(gathered) if other != gathered[0][1]]
-    if different:
+    different_ranks = [rank for rank, (_, other, _, _) in enumerate(gathered) if other != gathered[0][1]]
+    if different_ranks:
         raise ConfigError(
             Violation(
-                "configuration", f"of rank {different[0]} is not rank 0's; start every rank with the same overrides"
+                "configuration",
+                f"of rank {different_ranks[0]} is not rank 0's; start every rank with the same overrides",
             )
         )
     if not gathered[0][3]:
@@ -181,7 +184,7 @@ def _agree(world: World, run_dir: Path, config_hash: str, held: ExitStack) -> tu
 
 
 @contextmanager
-def _rank_zero_missed(run_dir: Path, world: World) -> Iterator[None]:
+def _record_loss_of_rank_zero(run_dir: Path, world: World) -> Iterator[None]:
     """Record the run as failed if rank 0, which normally does so, was killed."""
     try:
         yield
@@ -192,7 +195,7 @@ def _rank_zero_missed(run_dir: Path, world: World) -> Iterator[None]:
 
 
 @contextmanager
-def _failure_reported(observers: Sequence[Observer], run_dir: Path) -> Iterator[None]:
+def _report_failure(observers: Sequence[Observer], run_dir: Path) -> Iterator[None]:
     """Notify the observers if the body failed or was interrupted, except after a ConfigError.
 
     Raises:
@@ -208,9 +211,9 @@ def _failure_reported(observers: Sequence[Observer], run_dir: Path) -> Iterator[
         if observers:
             check_locked(run_dir)
         if isinstance(error, KeyboardInterrupt):
-            ended = RunEnded(state="stopped", reason="interrupted", result={})
+            event = RunEnded(state="stopped", reason="interrupted", result={})
         else:
-            ended = RunEnded(state="failed", reason=format_reason(error), result={})
+            event = RunEnded(state="failed", reason=format_reason(error), result={})
         for observer in observers:
-            observer.on_end(ended)
+            observer.on_end(event)
         raise

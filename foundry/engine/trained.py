@@ -79,7 +79,9 @@ def build_trained(run: RunContext) -> Trained:
         from foundry.planning.fits import check_fits  # not needed on one process, which shares no gradients
 
         check_fits(config, run.data, world)
-    initial = _resumed(config) if resume_point is not None and not is_adapted else _build_initial(run, None)
+    initial = (
+        _build_without_weights(config) if resume_point is not None and not is_adapted else _build_initial(run, None)
+    )
     if is_adapted:  # adapters need the base weights, and their digest is computed
         initial = InitialModel(initial.materialize())
     model = initial.model
@@ -126,15 +128,15 @@ def build_trained(run: RunContext) -> Trained:
     )
 
 
-def _resumed(config: Config) -> InitialModel:
+def _build_without_weights(config: Config) -> InitialModel:
     """Return the model of a run whose checkpoint has its weights."""
     return _with_values(InitialModel(build_empty(config)), config.data, partial(build_model, config))
 
 
 def _with_values(initial: InitialModel, data: Any, build: Callable[[], nn.Module]) -> InitialModel:
     """Return the model with weights from `build` if a test of its packing support needs weights."""
-    is_asked = field_of(data, "packing", False) and not knows_documents(initial.model)
-    return InitialModel(build()) if is_asked else initial
+    needs_weights = field_of(data, "packing", False) and not knows_documents(initial.model)
+    return InitialModel(build()) if needs_weights else initial
 
 
 def _build_initial(run: RunContext, node: Any, key: str | None = None) -> InitialModel:

@@ -43,20 +43,22 @@ def save_for_transformers(config: Any, data: DataSplits, source: Path, out: Path
             config.save_pretrained(out)
         return
     settings = read_optional(source / _CONFIG)
-    named = read_optional(source / "special_tokens_map.json") | settings
+    special_tokens = read_optional(source / "special_tokens_map.json") | settings
     generation = {name: value for name, value in read_optional(source / STOP_TOKENS).items() if value is not None}
     tokens = dict[str, str]()
-    if ends := list(dict.fromkeys(_known(tokenizer, *data.stop_ids, generation.get("eos_token_id")))):
-        pad = _id(tokenizer, named.get("pad_token"))
-        pads = _known(tokenizer, pad, generation.get("pad_token_id"), _of(config, "pad_token_id"))
-        firsts = _known(tokenizer, generation.get("bos_token_id"), data.bos_id, _of(config, "bos_token_id"))
+    if ends := list(dict.fromkeys(_valid_ids(tokenizer, *data.stop_ids, generation.get("eos_token_id")))):
+        pad = _id(tokenizer, special_tokens.get("pad_token"))
+        pads = _valid_ids(tokenizer, pad, generation.get("pad_token_id"), _config_value(config, "pad_token_id"))
+        firsts = _valid_ids(
+            tokenizer, generation.get("bos_token_id"), data.bos_id, _config_value(config, "bos_token_id")
+        )
         # null in the config of a base means that its model uses no BOS token, or no padding token.
         is_base = (source / "config.json").is_file()
-        others = {
-            name: next(iter(ids), None if is_base and _of(config, f"{name}_token_id") is None else ends[0])
+        bos_and_pad = {
+            name: next(iter(ids), None if is_base and _config_value(config, f"{name}_token_id") is None else ends[0])
             for name, ids in (("bos", firsts), ("pad", pads))
         }
-        special = {"eos": ends[0]} | {name: id for name, id in others.items() if id is not None}
+        special = {"eos": ends[0]} | {name: id for name, id in bos_and_pad.items() if id is not None}
         tokens = {f"{name}_token": tokenizer.id_to_token(id) for name, id in special.items()}
         ids = {f"{name}_token_id": id for name, id in special.items()} | ({"eos_token_id": ends} if ends[1:] else {})
         for name, value in ids.items():
@@ -70,10 +72,16 @@ def save_for_transformers(config: Any, data: DataSplits, source: Path, out: Path
         _copy_files(source, out)
         # The source's settings decide the first token of a text. Paths and custom code, which foundry never runs, are
         # removed.
-        missing = {name: token for name, token in tokens.items() if name != "bos_token" and named.get(name) is None}
-        of_the_run = () if data.chat_template is None else ("chat_template",)
-        left_out = {name for name in settings if name.endswith("_file")} | {"auto_map", "name_or_path", *of_the_run}
-        settings = {name: value for name, value in settings.items() if name not in left_out} | missing
+        missing = {
+            name: token for name, token in tokens.items() if name != "bos_token" and special_tokens.get(name) is None
+        }
+        run_settings = () if data.chat_template is None else ("chat_template",)
+        removed_names = {name for name in settings if name.endswith("_file")} | {
+            "auto_map",
+            "name_or_path",
+            *run_settings,
+        }
+        settings = {name: value for name, value in settings.items() if name not in removed_names} | missing
     else:
         settings = _own_settings(config) | tokens
     _write_json(out / _CONFIG, settings)
@@ -92,7 +100,7 @@ def _copy_files(source: Path, out: Path) -> None:
 
 def _own_settings(config: Any) -> dict[str, Any]:
     """Return the tokenizer config of a tokenizer that foundry trained, or that came as a single file."""
-    positions = _of(config, "max_position_embeddings")
+    positions = _config_value(config, "max_position_embeddings")
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",  # known to every version of transformers
         "model_input_names": ["input_ids", "attention_mask"],  # as the forward method of a language model takes them
@@ -124,7 +132,7 @@ def _check_tokens(tokenizer: Any, out: Path) -> None:
         log.warning(message, type(loaded).__name__, out, "PreTrainedTokenizerFast.from_pretrained")
 
 
-def _of(config: Any, name: str) -> Any:
+def _config_value(config: Any, name: str) -> Any:
     return getattr(config, name, None)  # some architectures have no padding token
 
 
@@ -134,9 +142,9 @@ def _id(tokenizer: Any, token: Any) -> int | None:
     return tokenizer.token_to_id(text) if isinstance(text, str) else None
 
 
-def _known(tokenizer: Any, *ids: Any) -> list[int]:
+def _valid_ids(tokenizer: Any, *ids: Any) -> list[int]:
     """Return the valid token ids among ids or lists of ids from files; some configs pad with -1."""
-    flat = [one for id in ids for one in (id if isinstance(id, list) else [id])]
+    flat = [item for id in ids for item in (id if isinstance(id, list) else [id])]
     return [id for id in flat if type(id) is int and 0 <= id < 2**31 and tokenizer.id_to_token(id) is not None]
 
 

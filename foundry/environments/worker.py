@@ -92,7 +92,7 @@ class Worker:
 
     def _start(self) -> None:
         command = [sys.executable, "-P", "-m", __name__]
-        with stop_signals.held_back():
+        with stop_signals.blocked_signals():
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,

@@ -70,4 +70,4 @@ def _build_for_evaluation(run: RunContext, objective: Objective, node: Mapping[s
         "max_samples": run.config.evaluation.max_samples,
         "metrics": node.get("metrics"),
     }
-    return build({name: value for name, value in node.items() if name != "metrics"}, offered=arguments)
+    return build({name: value for name, value in node.items() if name != "metrics"}, optional=arguments)

@@ -22,7 +22,7 @@ from typing import Any
 from foundry.config.environment import STORE, default_variables
 from foundry.core.errors import ConfigError, Violation, format_reason
 from foundry.core.safe_path import VARIABLE
-from foundry.core.stop_signals import STOP_SIGNALS, end_with_parent, restored
+from foundry.core.stop_signals import STOP_SIGNALS, end_with_parent, restored_handlers
 from foundry.core.stopped import Stopped
 from foundry.run_dir.ends import NOTES, leave_note
 
@@ -210,7 +210,7 @@ def collect_signals() -> Iterator[list[signal.Signals]]:
     def note(signum: int, frame: FrameType | None) -> None:
         signals.append(signal.Signals(signum))
 
-    with restored():
+    with restored_handlers():
         for signum in STOP_SIGNALS:
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 signal.signal(signum, note)

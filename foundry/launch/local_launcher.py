@@ -27,7 +27,7 @@ from foundry.config.composition.store import GROUPS, group_modules
 from foundry.config.environment import default_variables, visible_gpus
 from foundry.config.schemas.launcher import Local, resolve_launcher
 from foundry.core.errors import ConfigError, Violation, counted
-from foundry.core.part_names import place_of
+from foundry.core.part_names import current_path
 from foundry.core.safe_path import VARIABLE
 from foundry.launch.launchers import ComposedJob, FrozenLauncher, Ledger, say
 from foundry.launch.local import begin_session, block_interrupts, collect_signals, describe_exit, signal_exception
@@ -208,7 +208,7 @@ def _modules(jobs: Iterable[ComposedJob]) -> set[str]:
         if not str(OmegaConf.select(job.config, "optimizer._target_")).startswith("foundry."):
             modules.add("torch._dynamo")
         targets = (OmegaConf.select(job.config, f"{group!s}._target_") for group in job.config)
-        paths = (place_of(str(target)) for target in targets if str(target).startswith("foundry."))
+        paths = (current_path(str(target)) for target in targets if str(target).startswith("foundry."))
         modules |= {path.rpartition(".")[0] for path in paths}
     return modules
 

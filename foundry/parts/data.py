@@ -15,7 +15,7 @@ from foundry.parts.fitting import fitting
 def build_data(config: Config) -> DataSplits:
     """Build the training and validation samples."""
     data: DataSplits = build(
-        fitting(config.data, "data"), offered=offered_to_data(config.simulator), seed=config.hparams.seed
+        fitting(config.data, "data"), optional=offered_to_data(config.simulator), seed=config.hparams.seed
     )
     return data
 

@@ -19,7 +19,7 @@ def build_objective(node: Any, peft: Any, world: World | None = None, tokenizer:
     Its constructor may accept `world`, `tokenizer` and `has_adapters`.
     """
     offered = {"world": world, "tokenizer": tokenizer, "has_adapters": isinstance(peft, LoRA)}
-    return with_defaults(build(node, offered=offered))
+    return with_defaults(build(node, optional=offered))
 
 
 def with_defaults(part: Any) -> Objective:

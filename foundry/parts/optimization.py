@@ -77,7 +77,7 @@ def build_optimizers(config: Config, model: nn.Module) -> list[Optimizer]:
         ConfigError: a parameter is missing or covered twice, or the result is not a list of optimizers.
     """
     offered = {"precision": config.precision.mode}
-    optimizers = build(config.optimizer, offered=offered, model=model, lr=config.hparams.lr)
+    optimizers = build(config.optimizer, optional=offered, model=model, lr=config.hparams.lr)
     if wrong := find_coverage_problem(optimizers, model):
         target = field_of(config.optimizer, "_target_")
         raise ConfigError(Violation("optimizer._target_", f"is {target}, which {wrong}"))

@@ -42,16 +42,16 @@ class Activations:
     backward: int
     recomputes: bool
 
-    def extrapolated(self, twice: "Activations", times: tuple[int, int]) -> "Activations":
+    def extrapolated(self, double: "Activations", ratio: tuple[int, int]) -> "Activations":
         """Extrapolate to more samples: the bytes are linear in the number of samples.
 
         Args:
-            twice: activations of twice as many samples.
-            times: ratio of the numbers of samples, as numerator and denominator.
+            double: activations of twice as many samples.
+            ratio: ratio of the numbers of samples, as numerator and denominator.
         """
-        numerator, denominator = times
-        pairs = zip(astuple(self)[:-1], astuple(twice)[:-1], strict=True)
-        sizes = [few + (more - few) * (numerator - denominator) // denominator for few, more in pairs]
+        numerator, denominator = ratio
+        pairs = zip(astuple(self)[:-1], astuple(double)[:-1], strict=True)
+        sizes = [size + (double_size - size) * (numerator - denominator) // denominator for size, double_size in pairs]
         saved, forward_peak, rounded, block, backward = sizes
         return Activations(saved, forward_peak, rounded, block, backward, self.recomputes)
 
@@ -90,19 +90,21 @@ def count_activations(
             return objective.loss(model, fakes).loss
 
     backward = _backward_bytes(compute_loss, model)
-    saved = _Saved(model)
+    saved = _SavedStorages(model)
     kept_outputs = _KeptOutputs(saved) if grad_checkpointing and selective else nullcontext()
     live = _LiveActivations(saved) if grad_checkpointing else LiveBytes()
     hooks = torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor)
     with hooks, kept_outputs, live:
         compute_loss()
     rounded = sum(saved.rounded.values())
-    kept = saved.outside | saved.inputs | saved.kept
-    inside = [_size({k: s for k, s in block.items() if k not in kept}) for block in saved.inside]
-    own = [size - matrices for size, matrices in zip(inside, saved.rounded_bytes, strict=True)]
-    block = max(own, default=0)
+    kept_storages = saved.outside | saved.inputs | saved.kept
+    block_sizes = [_size({k: s for k, s in block.items() if k not in kept_storages}) for block in saved.inside]
+    sizes_without_rounded = [size - matrices for size, matrices in zip(block_sizes, saved.rounded_bytes, strict=True)]
+    block = max(sizes_without_rounded, default=0)
     return Activations(
-        saved=_size(kept) + block + rounded if grad_checkpointing else _size(saved.outside | _union(saved.inside)),
+        saved=_size(kept_storages) + block + rounded
+        if grad_checkpointing
+        else _size(saved.outside | _union(saved.inside)),
         forward_peak=live.peak + rounded * grad_checkpointing,
         rounded=rounded,
         block=block,
@@ -111,7 +113,7 @@ def count_activations(
     )
 
 
-class _EnoughError(Exception):
+class _LastBlockReached(Exception):
     """The backward pass has reached the input of the last block."""
 
 
@@ -131,31 +133,31 @@ def _backward_bytes(compute_loss: Callable[[], Tensor], model: nn.Module) -> int
         parameter.grad = None
 
     def stop(_: Tensor) -> None:
-        raise _EnoughError
+        raise _LastBlockReached
 
     hooks: list[Any] = [block.register_forward_pre_hook(note, with_kwargs=True) for block in find_blocks(model)]
-    trained = [p for p in model.parameters() if p.requires_grad]
-    hooks += [p.register_post_accumulate_grad_hook(free) for p in trained]  # type: ignore[no-untyped-call]
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    hooks += [p.register_post_accumulate_grad_hook(free) for p in trainable]  # type: ignore[no-untyped-call]
     live = LiveBytes()
     with live:
         loss = compute_loss()
-        live.peak = before = live.now
+        live.peak = bytes_before = live.current
         for value in tree_leaves(inputs):
             if isinstance(value, Tensor) and value.requires_grad:
                 value.register_hook(stop)  # type: ignore[no-untyped-call]
-        with suppress(_EnoughError):
+        with suppress(_LastBlockReached):
             loss.backward()  # type: ignore[no-untyped-call]
     for hook in hooks:
         hook.remove()
-    return live.peak - before
+    return live.peak - bytes_before
 
 
-class _Saved:
+class _SavedStorages:
     """Storages that autograd saves, grouped by the outermost block that computes them."""
 
     def __init__(self, model: nn.Module) -> None:
-        held = [*model.parameters(), *model.buffers()]
-        self._ignored = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in held}
+        model_tensors = [*model.parameters(), *model.buffers()]
+        self._ignored = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in model_tensors}
         self.outside: _Storages = {}
         self.inputs: _Storages = {}
         self.kept: _Storages = {}
@@ -181,8 +183,8 @@ class _Saved:
 
     def recomputed(self) -> int:
         """Return the bytes that blocks have saved so far and that checkpointing frees."""
-        kept = self.outside | self.inputs | self.kept
-        return _size({k: s for k, s in _union(self.inside).items() if k not in kept})
+        kept_storages = self.outside | self.inputs | self.kept
+        return _size({k: s for k, s in _union(self.inside).items() if k not in kept_storages})
 
     @property
     def is_in_block(self) -> bool:
@@ -204,8 +206,8 @@ class _Saved:
             if isinstance(value, Tensor):
                 self._add(value, self.inputs)
         is_amp = torch.is_autocast_enabled("cpu")
-        wide = [p for p in block.parameters() if p.ndim > 1 and p.dtype is torch.float32 and p.requires_grad]
-        size = is_amp * sum(p.numel() for p in wide) * torch.get_autocast_dtype("cpu").itemsize
+        wide_parameters = [p for p in block.parameters() if p.ndim > 1 and p.dtype is torch.float32 and p.requires_grad]
+        size = is_amp * sum(p.numel() for p in wide_parameters) * torch.get_autocast_dtype("cpu").itemsize
         self.rounded_bytes.append(size)
         self.rounded[block] = size  # counted once, even if the block is called several times
 
@@ -218,7 +220,7 @@ class _Saved:
 class _LiveActivations(LiveBytes):  # type: ignore[no-untyped-call]
     """Counts the live storages between blocks, except the storages that checkpointing frees."""
 
-    def __init__(self, saved: _Saved) -> None:
+    def __init__(self, saved: _SavedStorages) -> None:
         super().__init__()
         self._saved, self._freed, self._counted = saved, 0, 0
 
@@ -227,13 +229,13 @@ class _LiveActivations(LiveBytes):  # type: ignore[no-untyped-call]
             return
         if self._counted < len(self._saved.inside):
             self._freed, self._counted = self._saved.recomputed(), len(self._saved.inside)
-        self.peak = max(self.peak, self.now - self._freed)
+        self.peak = max(self.peak, self.current - self._freed)
 
 
 class _KeptOutputs(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the outputs that selective checkpointing keeps."""
 
-    def __init__(self, saved: _Saved) -> None:
+    def __init__(self, saved: _SavedStorages) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._saved = saved
 

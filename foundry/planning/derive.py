@@ -138,9 +138,9 @@ def select_steps(schedule: Schedule, budget: Budget, points: int = 500) -> list[
     total = budget.total_steps
     corners = [stage.first_step for stage in budget.batch_sizes.stages]
     corners += [step for phase in resolve_phases(schedule, budget) for step in (phase.first_step, phase.last_step)]
-    near = {step + offset for step in corners[: 4 * points] for offset in (-1, 0, 1)}
-    even = range(1, total + 1, max(1, math.ceil(total / points)))
-    return sorted(step for step in {1, *even, *near, total} if 1 <= step <= total)
+    near_corners = {step + offset for step in corners[: 4 * points] for offset in (-1, 0, 1)}
+    evenly_spaced = range(1, total + 1, max(1, math.ceil(total / points)))
+    return sorted(step for step in {1, *evenly_spaced, *near_corners, total} if 1 <= step <= total)
 
 
 def resolve_phases(schedule: Schedule, budget: Budget) -> list[Phase]:
@@ -148,16 +148,20 @@ def resolve_phases(schedule: Schedule, budget: Budget) -> list[Phase]:
     if not isinstance(schedule, HasPhases):
         return []
     # An update belongs to the phase in which it reads the curve: at its last sample, or at its first.
-    late = getattr(schedule, "evaluate_at", None) is EvaluateAt.start
+    reads_start = getattr(schedule, "evaluate_at", None) is EvaluateAt.start
     sizes, total = budget.batch_sizes, budget.total_steps
-    phases, done = list[Phase](), 0
+    phases, last_step = list[Phase](), 0
     for name, end in schedule.phases():
         # 0.29 of 100 samples is 28.999999999999996, and the warm-up is over with the 29th.
-        last = total if end == math.inf else sizes.whole_steps(int(without_rounding_error(end))) + (late and end > 0)
+        last = (
+            total
+            if end == math.inf
+            else sizes.whole_steps(int(without_rounding_error(end))) + (reads_start and end > 0)
+        )
         last = min(total, last)
-        if last > done:
-            phases.append(Phase(name=name, first_step=done + 1, last_step=last))
-            done = last
+        if last > last_step:
+            phases.append(Phase(name=name, first_step=last_step + 1, last_step=last))
+            last_step = last
     return phases
 
 
@@ -193,10 +197,10 @@ def _batch_stages(budget: Budget, microbatch: int) -> list[dict[str, int]]:
 
 
 def _schedule_values(schedule: Schedule, budget: Budget, weight_decay: float) -> dict[str, dict[str, float]]:
-    shown = list(planned_updates(schedule, budget, weight_decay, select_steps(schedule, budget)))
-    first, last = shown[0], shown[-1]
+    updates = list(planned_updates(schedule, budget, weight_decay, select_steps(schedule, budget)))
+    first, last = updates[0], updates[-1]
     return {
-        "lr": {"first": first.lr, "highest": max(update.lr for update in shown), "last": last.lr},
+        "lr": {"first": first.lr, "highest": max(update.lr for update in updates), "last": last.lr},
         "weight_decay": {"first": first.weight_decay, "last": last.weight_decay},
     }
 
@@ -221,21 +225,21 @@ def _durations(scheduler: Any, evaluation: Evaluation, budget: Budget) -> dict[s
     if isinstance(scheduler, Scheduler):
         phases = scheduler.phases(budget)
         for name, samples in vars(phases).items():
-            if (given := getattr(scheduler, name, None)) is not None:
+            if (text := getattr(scheduler, name, None)) is not None:
                 end = phases.horizon if name == "decay" else None
-                resolved[f"scheduler.{name}"] = _meaning(given, budget, samples, end)
+                resolved[f"scheduler.{name}"] = _meaning(text, budget, samples, end)
     match evaluation.interval_in(budget):
         case Interval(samples=samples):
             resolved["evaluation.interval"] = _meaning(str(evaluation.interval), budget, samples)
         case EpochInterval() as interval:
             steps = interval.steps_in(0)
-            beyond = "" if steps <= budget.total_steps else f"; the run has {budget.total_steps}: only at the end"
-            resolved["evaluation.interval"] = f"{evaluation.interval} = every {steps} steps of an epoch{beyond}"
+            remark = "" if steps <= budget.total_steps else f"; the run has {budget.total_steps}: only at the end"
+            resolved["evaluation.interval"] = f"{evaluation.interval} = every {steps} steps of an epoch{remark}"
     return resolved
 
 
-def _meaning(given: str, budget: Budget, samples: float, end: float | None = None) -> str:
-    return f"{given} = {_steps(budget, samples, end):.10g} steps = {samples:.10g} samples"
+def _meaning(text: str, budget: Budget, samples: float, end: float | None = None) -> str:
+    return f"{text} = {_steps(budget, samples, end):.10g} steps = {samples:.10g} samples"
 
 
 def _steps(budget: Budget, samples: float, end: float | None = None) -> float:

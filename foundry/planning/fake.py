@@ -39,7 +39,7 @@ def build_fake(make: Callable[[], nn.Module]) -> FakeModel:
     # With fallback kernels, torch would run an operation without a fake kernel on real zeros, and allocate them.
     mode = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
     # torch resamples truncated normals until all values are in range, which cannot be checked on fake tensors.
-    with mode, _left_out(nn.init, "_no_grad_trunc_normal_"):
+    with mode, _replaced_by_identity(nn.init, "_no_grad_trunc_normal_"):
         return FakeModel(make(), mode)
 
 
@@ -51,20 +51,22 @@ def build_adapted(config: Config) -> nn.Module:
     """
     model = build_model(config)
     if isinstance(config.peft, LoRA):
-        with _left_out(nn.Module, "to"):  # torch cannot move fake tensors, and these are already on the right device
+        with _replaced_by_identity(
+            nn.Module, "to"
+        ):  # torch cannot move fake tensors, and these are already on the right device
             add_adapters(model, config.peft, config.hparams.seed)
     return model
 
 
 @contextmanager
-def _left_out(owner: Any, name: str) -> Iterator[None]:
+def _replaced_by_identity(owner: Any, name: str) -> Iterator[None]:
     """During the body, replace a function that modifies and returns its first argument by the identity."""
     original = getattr(owner, name)
 
-    def leave(value: Any, *arguments: Any, **options: Any) -> Any:
+    def return_unchanged(value: Any, *arguments: Any, **options: Any) -> Any:
         return value
 
-    setattr(owner, name, leave)
+    setattr(owner, name, return_unchanged)
     try:
         yield
     finally:

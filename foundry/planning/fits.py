@@ -72,8 +72,12 @@ def read_longest(data: DataSplits, num_samples: int) -> Microbatch:
 
 def answer_tokens(config: Config, data: DataSplits) -> int | None:
     """Return the tokens of the longest prompt with the longest answer; None if the objective generates no answers."""
-    most = field_of(config.objective, "max_new_tokens") if data.train_prompts else None
-    return None if most is None else max(len(prompt.tokens) for prompt in data.train_prompts) + most - 1
+    max_new_tokens = field_of(config.objective, "max_new_tokens") if data.train_prompts else None
+    return (
+        None
+        if max_new_tokens is None
+        else max(len(prompt.tokens) for prompt in data.train_prompts) + max_new_tokens - 1
+    )
 
 
 def row_tokens(config: Config) -> int | None:
@@ -108,10 +112,13 @@ def check_gradient_sync(config: Config, memory: Memory, *, world_size: int, capa
         ConfigError: the estimate exceeds `capacity`.
     """
     if _keeps_whole_gradients(config, world_size) and memory.total > capacity:
-        sync, of = config.distributed.gradient_sync.value, f"but a device has {capacity / _GIB:.4g} GiB available"
+        sync, limit = (
+            config.distributed.gradient_sync.value,
+            f"but a device has {capacity / _GIB:.4g} GiB available",
+        )
         message = (
             f"is {sync}, which keeps whole gradients, {memory.gradients / _GIB:.4g} GiB: the plan needs "
-            f"{memory.total / _GIB:.4g} GiB {of}; set distributed.gradient_sync=every, which keeps a shard of them"
+            f"{memory.total / _GIB:.4g} GiB {limit}; set distributed.gradient_sync=every, which keeps a shard of them"
         )
         raise ConfigError(Violation("distributed.gradient_sync", message))
 

@@ -43,28 +43,29 @@ class Layout:
 
     Attributes:
         units: FSDP2 units, the root last; empty if nothing is sharded.
-        whole: parameters that every rank holds whole.
+        replicated: parameters that every rank holds whole.
         num_shards: number of ranks that share a unit.
         keeps_gathered: whether units stay gathered from the forward to the backward pass.
         prefetches: whether a unit is gathered while the previous one computes.
         offloads: whether shards are in host memory.
-        reduces_whole: whether the gradients of `whole` are copied into one tensor and averaged at the end of a window.
+        reduces_replicated: whether the gradients of `replicated` are copied into one tensor and averaged at the end of
+            a window.
         keeps_gradients: whether gradients stay allocated during the whole run, as in DDP's buckets.
     """
 
     units: list[_Unit]
-    whole: list[nn.Parameter]
+    replicated: list[nn.Parameter]
     num_shards: int = 1
     keeps_gathered: bool = False
     prefetches: bool = False
     offloads: bool = False
-    reduces_whole: bool = False
+    reduces_replicated: bool = False
     keeps_gradients: bool = False
 
     def parts(self, bytes_of: Callable[[nn.Parameter], int]) -> tuple[int, int]:
         """Return the bytes of this rank's shards and of its whole parameters; `bytes_of` counts a full parameter."""
         shards = sum(bytes_of(p) * self._rows(p) // max(1, p.shape[0]) for unit in self.units for p in unit.parameters)
-        return shards, sum(map(bytes_of, self.whole))
+        return shards, sum(map(bytes_of, self.replicated))
 
     def gathered(self, sync: GradientSync, *, ahead: bool = True) -> int:
         """Return the peak bytes of gathered weights: the root and the blocks in flight, or all units if they are kept.
@@ -87,11 +88,11 @@ class Layout:
 
     def gradients(self, sync: GradientSync, accumulates: bool) -> int:
         """Return the peak bytes of gradients, before the window's last reduction if whole gradients are accumulated."""
-        shards, whole = self.parts(grad_bytes)
+        shards, replicated = self.parts(grad_bytes)
         if not accumulates or sync is GradientSync.every:
-            return shards + whole
+            return shards + replicated
         # Offloaded shards are allocated in addition to the whole gradients; other shards replace them.
-        return whole + sum(unit.reduced() for unit in self.units) + (shards if self.offloads else 0)
+        return replicated + sum(unit.reduced() for unit in self.units) + (shards if self.offloads else 0)
 
     def reducing_units(self, sync: GradientSync, accumulates: bool, *, root: bool = True) -> int:
         """Return the peak bytes of one unit's gradients in its reduction.
@@ -104,13 +105,13 @@ class Layout:
             accumulates: whether a window has several microbatches.
             root: whether to count the root too, which is reduced last.
         """
-        summed = accumulates and sync is not GradientSync.every
+        is_accumulated = accumulates and sync is not GradientSync.every
         units = self.units if root else self.units[:-1] or self.units
-        return max((unit.reduced() + (0 if summed else unit.computed()) for unit in units), default=0)
+        return max((unit.reduced() + (0 if is_accumulated else unit.computed()) for unit in units), default=0)
 
     def averaging(self) -> int:
         """Return the bytes of the copy of `whole`'s gradients that is averaged over the ranks."""
-        return sum(map(grad_bytes, self.whole)) if self.reduces_whole else 0
+        return sum(map(grad_bytes, self.replicated)) if self.reduces_replicated else 0
 
     def reducing(self, sync: GradientSync, accumulates: bool) -> int:
         """Return the peak bytes of gradients in a reduction."""
@@ -133,18 +134,18 @@ def build_layout(config: Distributed, model: nn.Module, policy: PrecisionPolicy,
     if isinstance(resolved, DDP):
         if not resolved.shard_optimizer:
             overlaps = resolved.overlap_grad_reduce
-            return Layout([], list(model.parameters()), reduces_whole=not overlaps, keeps_gradients=overlaps)
-        units, whole = _units(model, policy, blocks=resolved.overlap_grad_reduce)
-        return Layout(units, whole, num_shards, keeps_gathered=True, reduces_whole=True)
-    units, whole = _units(model, policy, blocks=True)
+            return Layout([], list(model.parameters()), reduces_replicated=not overlaps, keeps_gradients=overlaps)
+        units, replicated = _units(model, policy, blocks=resolved.overlap_grad_reduce)
+        return Layout(units, replicated, num_shards, keeps_gathered=True, reduces_replicated=True)
+    units, replicated = _units(model, policy, blocks=True)
     return Layout(
         units,
-        whole,
+        replicated,
         num_shards,
         keeps_gathered=not resolved.reshard_after_forward,
         prefetches=resolved.overlap_param_gather,
         offloads=resolved.cpu_offload,
-        reduces_whole=True,
+        reduces_replicated=True,
     )
 
 
@@ -152,13 +153,15 @@ def _units(model: nn.Module, policy: PrecisionPolicy, *, blocks: bool) -> tuple[
     """Return FSDP2's units, the root last, and the parameters that FSDP2 does not shard."""
     modules = list(find_blocks(model)) if blocks else []
     in_blocks = {parameter for module in modules for parameter in module.parameters()}
-    whole = [p for p in model.parameters() if policy.is_replicated(p, in_block=p in in_blocks)]
-    taken, units = set(whole), list[_Unit]()
+    replicated = [p for p in model.parameters() if policy.is_replicated(p, in_block=p in in_blocks)]
+    assigned, units = set(replicated), list[_Unit]()
     for module in (*modules, model):
         types = policy.fsdp_policy(root=module is model)
-        units.append(_Unit([p for p in module.parameters() if p not in taken], types.param_dtype, types.reduce_dtype))
-        taken.update(module.parameters())
-    return units, whole
+        units.append(
+            _Unit([p for p in module.parameters() if p not in assigned], types.param_dtype, types.reduce_dtype)
+        )
+        assigned.update(module.parameters())
+    return units, replicated
 
 
 def num_bytes(tensor: Tensor) -> int:

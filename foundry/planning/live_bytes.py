@@ -13,13 +13,13 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that counts the bytes of storages that operations allocate and that are still alive.
 
     Attributes:
-        now: bytes of the live storages that were allocated within the mode.
-        peak: largest value of `now`.
+        current: bytes of the live storages that were allocated within the mode.
+        peak: largest value of `current`.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now: int = 0
+        self.current: int = 0
         self.peak: int = 0
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
@@ -33,16 +33,16 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
     def _note_peak(self) -> None:
-        self.peak = max(self.peak, self.now)
+        self.peak = max(self.peak, self.current)
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
         if key in self._alive:
             return
 
-        def freed(_: object) -> None:
+        def subtract(_: object) -> None:
             del self._alive[key]
-            self.now -= size
+            self.current -= size
 
-        self._alive[key] = weakref.ref(storage, freed)
-        self.now += size
+        self._alive[key] = weakref.ref(storage, subtract)
+        self.current += size

@@ -118,7 +118,7 @@ def estimate_memory(
     """
     policy = PrecisionPolicy(config.precision.mode)
     num_parts = config.distributed.tensor_parallel
-    model = _as_held(fake.model, policy, narrow_frozen=config.peft.narrows_base, num_parts=num_parts)
+    model = _model_of_rank(fake.model, policy, narrow_frozen=config.peft.narrows_base, num_parts=num_parts)
     layout = build_layout(config.distributed, model, policy, world_size)
     dp_size = config.distributed.dp_size(world_size)
     sizes = resolve_batch_sizes(config.hparams, dp_size=dp_size, tokens_per_sample=None).sizes
@@ -131,10 +131,10 @@ def estimate_memory(
     generation, generation_note = 0, None
     if objective.rollouts is not None and answer_tokens is not None:
         microbatch = objective.example(config.hparams.per_gpu_batch_size, pack_tokens or answer_tokens)
-        asked = [layout, *(frozen[name][0] for name in objective.recorded_models)]
-        whole = sum(each.ungathered(config.distributed.gradient_sync) for each in asked)
+        recorded_layouts = [layout, *(frozen[name][0] for name in objective.recorded_models)]
+        ungathered = sum(unit_layout.ungathered(config.distributed.gradient_sync) for unit_layout in recorded_layouts)
         cache = cache_bytes(fake.model, objective.rollouts, answer_tokens, policy.compute_dtype.itemsize)
-        generation = whole + (cache or 0) // num_parts
+        generation = ungathered + (cache or 0) // num_parts
         generation_note = "the memory of keys and values is unknown" if cache is None else None
     activations, activations_note = _activations(
         config, objective, model, fake.mode, policy, layout, microbatch, device_type
@@ -143,23 +143,25 @@ def estimate_memory(
     shards, grad_shards = layout.parts(num_bytes), layout.parts(grad_bytes)
     optimizer = layout.parts(lambda parameter: state.get(parameter, 0))
     ema = layout.parts(partial(_average_bytes, config))
-    others = [each for each, _ in frozen.values()]
-    frozen_parts = [each.parts(num_bytes) for each in others]
+    frozen_layouts = [unit_layout for unit_layout, _ in frozen.values()]
+    frozen_parts = [unit_layout.parts(num_bytes) for unit_layout in frozen_layouts]
     frozen_bytes = sum(map(sum, frozen_parts)) + sum(buffers for _, buffers in frozen.values())
     buffers = sum(map(num_bytes, model.buffers()))
-    gathered = sum(each.gathered(sync) for each in (layout, *others))
+    gathered = sum(unit_layout.gathered(sync) for unit_layout in (layout, *frozen_layouts))
     weights_in_host = (shards[0] + sum(part for part, _ in frozen_parts)) * offloads
     states_in_host = weights_in_host + (optimizer[0] + ema[0]) * offloads
-    held = sum(shards) + frozen_bytes + buffers
+    weight_bytes = sum(shards) + frozen_bytes + buffers
     moments = count_moments(
         layout,
         sync,
         accumulates=accumulates,
         offloads=offloads,
-        built=held - weights_in_host + max(each.largest_unit() for each in (layout, *others)),
-        states=held + sum(optimizer) + sum(ema) - states_in_host,
+        built_weights=weight_bytes
+        - weights_in_host
+        + max(unit_layout.largest_unit() for unit_layout in (layout, *frozen_layouts)),
+        states=weight_bytes + sum(optimizer) + sum(ema) - states_in_host,
         gathered=gathered,
-        gathered_in_loss=sum(each.gathered(sync, ahead=False) for each in (layout, *others)),
+        gathered_in_loss=sum(unit_layout.gathered(sync, ahead=False) for unit_layout in (layout, *frozen_layouts)),
         activations=activations or Activations(0, 0, 0, 0, 0, False),
         generation=generation,
         # `temporary` is for whole parameters; a rank updates its shards only.
@@ -200,7 +202,7 @@ def _build_frozen(
     for name, node in objective.frozen_models.items():
         with fake.mode:
             model = fake.model if node is None else build_model(config, node)
-        frozen[name] = _as_held(model, policy, num_parts=num_parts).requires_grad_(False).eval()
+        frozen[name] = _model_of_rank(model, policy, num_parts=num_parts).requires_grad_(False).eval()
     objective.compare(frozen)
     if objective.columns:
         return {}
@@ -228,15 +230,15 @@ def checkpoint_bytes(config: Config, fake: FakeModel) -> int | None:
     Raises:
         ConfigError: the optimizer does not fit the model.
     """
-    model = _as_held(fake.model, PrecisionPolicy(config.precision.mode), narrow_frozen=config.peft.narrows_base)
+    model = _model_of_rank(fake.model, PrecisionPolicy(config.precision.mode), narrow_frozen=config.peft.narrows_base)
     state, _, note = _optimizer_state(config, model)
     if note is not None:
         return None
-    held: set[Tensor] = set(model.state_dict(keep_vars=True).values())
+    saved_tensors: set[Tensor] = set(model.state_dict(keep_vars=True).values())
     if isinstance(config.peft, LoRA):
-        held = {tensor for tensor in held if tensor.requires_grad}
+        saved_tensors = {tensor for tensor in saved_tensors if tensor.requires_grad}
     ema = sum(_average_bytes(config, parameter) for parameter in model.parameters())
-    return sum(map(num_bytes, held)) + ema + sum(state.values())
+    return sum(map(num_bytes, saved_tensors)) + ema + sum(state.values())
 
 
 def optimizer_bytes(config: Config, fake: FakeModel) -> dict[str, float]:
@@ -249,7 +251,7 @@ def optimizer_bytes(config: Config, fake: FakeModel) -> dict[str, float]:
     Raises:
         RuntimeError: the optimizers cannot step on fake tensors.
     """
-    model = _as_held(fake.model, PrecisionPolicy(config.precision.mode), narrow_frozen=config.peft.narrows_base)
+    model = _model_of_rank(fake.model, PrecisionPolicy(config.precision.mode), narrow_frozen=config.peft.narrows_base)
     state, _, note = _optimizer_state(config, model)
     if note is not None:
         raise RuntimeError(note)
@@ -273,9 +275,9 @@ def _optimizer_state(config: Config, model: nn.Module) -> tuple[dict[Tensor, int
                 # The state is the same, and some fused kernels do not support fake tensors.
                 group["fused"] = False
             optimizer.step()
-            for updated, held in optimizer.state.items():
-                tensors = [value for value in held.values() if isinstance(value, Tensor) and value.ndim > 0]
-                state[updated] = state.get(updated, 0) + sum(map(num_bytes, tensors))
+            for tensor, parameter_state in optimizer.state.items():
+                tensors = [value for value in parameter_state.values() if isinstance(value, Tensor) and value.ndim > 0]
+                state[tensor] = state.get(tensor, 0) + sum(map(num_bytes, tensors))
             if not fused:  # a fused kernel allocates nothing
                 live = LiveBytes()
                 with live:
@@ -304,20 +306,20 @@ def _activations(
         # The bytes are linear in the samples. Counting all samples is slow if the loss loops over tiles of positions.
         parts = [{name: t[:few] for name, t in microbatch.items()} for few in (_COUNTED_SAMPLES, 2 * _COUNTED_SAMPLES)]
         count = partial(_activations, config, objective, model, mode, policy, layout, device_type=device_type)
-        (few, note), (more, _) = [count(part) for part in parts]
-        if few is None or more is None:
+        (few, note), (double, _) = [count(part) for part in parts]
+        if few is None or double is None:
             return None, note
-        return few.extrapolated(more, (samples, _COUNTED_SAMPLES)), None
+        return few.extrapolated(double, (samples, _COUNTED_SAMPLES)), None
     # FSDP2 gathers weights in the compute type, so autocast does not copy them.
     gathered: dict[Tensor, torch.dtype | None] = {
         p: unit.gather_dtype for unit in layout.units for p in unit.parameters
     }
-    model = _retyped(model, lambda tensor: gathered.get(tensor) or tensor.dtype)
+    model = _copy_in_dtypes(model, lambda tensor: gathered.get(tensor) or tensor.dtype)
     if policy.mode is PrecisionMode.pure_bf16:
         model.register_forward_pre_hook(cast_inputs, with_kwargs=True)
     try:
         with _quiet():
-            found = count_activations(
+            activations = count_activations(
                 objective,
                 model,
                 microbatch,
@@ -329,45 +331,45 @@ def _activations(
             )
     except Exception as error:  # a model may read values, or use an operation without a fake kernel
         return None, f"the model cannot run on fake tensors ({format_reason(error)})"
-    return found, None
+    return activations, None
 
 
-def _as_held(
+def _model_of_rank(
     model: nn.Module, policy: PrecisionPolicy, *, narrow_frozen: bool = False, num_parts: int = 1
 ) -> nn.Module:
     """Return a copy of a fake model as one of `num_parts` ranks holds it, in the types of `PrecisionPolicy.prepare`."""
     is_cast = policy.mode is PrecisionMode.pure_bf16
-    narrowed: set[Tensor] = {*frozen_matrices(model)} if narrow_frozen and policy.is_amp else set()
+    narrow_tensors: set[Tensor] = {*frozen_matrices(model)} if narrow_frozen and policy.is_amp else set()
 
     def dtype_of(tensor: Tensor) -> torch.dtype:
-        if tensor in narrowed:
+        if tensor in narrow_tensors:
             return policy.compute_dtype
         return torch.bfloat16 if is_cast and tensor.is_floating_point() else tensor.dtype
 
     dims = divided_dims(model) if is_divisible(model, num_parts) else {}
-    return _retyped(model, dtype_of, {parameter: (dim, num_parts) for parameter, dim in dims.items()})
+    return _copy_in_dtypes(model, dtype_of, {parameter: (dim, num_parts) for parameter, dim in dims.items()})
 
 
-def _retyped(
+def _copy_in_dtypes(
     model: nn.Module,
     dtype_of: Callable[[Tensor], torch.dtype],
-    cut: Mapping[Tensor, tuple[int, int]] | None = None,
+    divisions: Mapping[Tensor, tuple[int, int]] | None = None,
 ) -> nn.Module:
     """Return a copy of a fake model in other types; `Module.to` cannot change fake tensors in place.
 
-    A parameter in `cut`, which maps to a dimension and a number of parts, is replaced by its first part.
+    A parameter in `divisions`, which maps to a dimension and a number of parts, is replaced by its first part.
     """
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
-        dim, num_parts = (cut or {}).get(parameter, (0, 1))
-        whole = parameter.detach()
-        part = whole.narrow(dim, 0, whole.shape[dim] // num_parts) if num_parts > 1 else whole
+        dim, num_parts = (divisions or {}).get(parameter, (0, 1))
+        full = parameter.detach()
+        part = full.narrow(dim, 0, full.shape[dim] // num_parts) if num_parts > 1 else full
         data = part.to(dtype_of(parameter), copy=True)
         memo[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = buffer.to(dtype_of(buffer), copy=True)
-    retyped: nn.Module = copy.deepcopy(model, memo)
-    return retyped
+    copied: nn.Module = copy.deepcopy(model, memo)
+    return copied
 
 
 def _average_bytes(config: Config, parameter: nn.Parameter) -> int:
@@ -379,8 +381,8 @@ def _average_bytes(config: Config, parameter: nn.Parameter) -> int:
 def _quiet() -> Iterator[None]:
     """Silence torch's log of operators that fail, which the plan's note reports."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True
+    was_disabled, log.disabled = log.disabled, True
     try:
         yield
     finally:
-        log.disabled = before
+        log.disabled = was_disabled

@@ -21,7 +21,7 @@ def count_moments(
     *,
     accumulates: bool,
     offloads: bool,
-    built: int,
+    built_weights: int,
     states: int,
     gathered: int,
     gathered_in_loss: int,
@@ -36,7 +36,8 @@ def count_moments(
         sync: when gradients are reduced.
         accumulates: whether a window has several microbatches.
         offloads: whether shards of gradients are in host memory.
-        built: bytes of the weights of all models on the device, plus the bytes of the largest unit before sharding.
+        built_weights: bytes of the weights of all models on the device, plus the bytes of the largest unit before
+            sharding.
         states: bytes on the device between two steps.
         gathered: bytes of gathered weights of the FSDP2 units in flight.
         gathered_in_loss: the same after the last block of the forward pass, when no unit is prefetched.
@@ -44,13 +45,13 @@ def count_moments(
         generation: bytes of all gathered weights beyond `gathered`, and of keys and values; 0 if nothing is generated.
         temporary: bytes that the optimizers allocate and free in a step.
     """
-    shards, whole = layout.parts(grad_bytes)
+    shards, replicated = layout.parts(grad_bytes)
     in_host = shards if offloads else 0
     gradients = layout.gradients(sync, accumulates) - in_host
-    permanent = whole if layout.keeps_gradients else 0
-    earlier = gradients if accumulates else permanent
+    permanent = replicated if layout.keeps_gradients else 0
+    earlier_gradients = gradients if accumulates else permanent
     in_window = activations.rounded if accumulates and sync is GradientSync.every else 0
-    reduced = shards + whole - in_host
+    reduced_gradients = shards + replicated - in_host
     reducing = layout.reducing_units(sync, accumulates)
     in_loss = gathered_in_loss + activations.forward_peak
     first_backward = gathered + activations.saved + activations.backward
@@ -63,11 +64,11 @@ def count_moments(
     keeps_root = layout.keeps_gathered or sync is GradientSync.last_keep_params
     root = (gathered if keeps_root else 0) + activations.rounded + reducing
     moments = {
-        "build": built,
+        "build": built_weights,
         "generation": states + permanent + gathered + generation if generation else 0,
-        "forward": states + earlier + max(in_loss, first_backward, first_reduction),
+        "forward": states + earlier_gradients + max(in_loss, first_backward, first_reduction),
         "backward": states + gradients + max(last_block, root),
-        "reduction": states + reduced + in_window + layout.averaging() if layout.averaging() else 0,
-        "optimizer": states + reduced + temporary,
+        "reduction": states + reduced_gradients + in_window + layout.averaging() if layout.averaging() else 0,
+        "optimizer": states + reduced_gradients + temporary,
     }
     return {name: size for name, size in moments.items() if size > 0}

@@ -102,11 +102,11 @@ def _step_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     size, tokens = plan["global_batch_size"], plan["tokens_per_step"]
     ranks = f"{plan['world_size']} rank{'s' * (plan['world_size'] > 1)}"
     rollout = plan.get("rollout")
-    made = f"{plan['per_gpu_batch_size']} per rank x {ranks} x {plan['accum_freq']} accumulated"
+    product = f"{plan['per_gpu_batch_size']} per rank x {ranks} x {plan['accum_freq']} accumulated"
     packing = plan.get("packing")
     return [
         ("ranks", f"{plan['world_size']} ({plan['strategy']}), {plan['precision']}, {plan['device']}"),
-        ("samples per step", f"{made} = {size}" if packing is None else f"{size}"),
+        ("samples per step", f"{product} = {size}" if packing is None else f"{size}"),
         *([] if packing is None else [("packed rows per step", _packing(packing))]),
         *([] if rollout is None else [("completions per rollout", _rollout(rollout))]),
         *([] if tokens is None else [("tokens per step", f"{plan['tokens_per_sample']} x {size} = {tokens:,}")]),
@@ -116,14 +116,14 @@ def _step_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _packing(packing: Mapping[str, Any]) -> str:
     if packing["efficiency"] is None:
         return f"of {packing['row_tokens']:,} tokens; their number depends on the completions"
-    used = f"{packing['efficiency']:.1%} of them useful (first {packing['steps']} steps)"
-    return f"{packing['rows_per_step']:.4g} of {packing['row_tokens']:,} tokens, {used}"
+    usage = f"{packing['efficiency']:.1%} of them useful (first {packing['steps']} steps)"
+    return f"{packing['rows_per_step']:.4g} of {packing['row_tokens']:,} tokens, {usage}"
 
 
 def _rollout(rollout: Mapping[str, int]) -> str:
     updates = f"{rollout['updates']} step{'s' * (rollout['updates'] > 1)}"
-    made = f"{rollout['prompts']} prompts x {rollout['generations']} = {rollout['answers']}"
-    return f"{made}, of at most {rollout['max_new_tokens']} tokens, for {updates}"
+    product = f"{rollout['prompts']} prompts x {rollout['generations']} = {rollout['answers']}"
+    return f"{product}, of at most {rollout['max_new_tokens']} tokens, for {updates}"
 
 
 def _run_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -154,11 +154,11 @@ def _row_lengths(notes: Mapping[str, Any]) -> list[tuple[str, str]]:
         return []
     skipped = [f"{count:,} {kind}" for kind, count in notes["skipped_rows"].items()]
     lengths = ", ".join(f"{name} {tokens:,}" for name, tokens in notes["row_tokens"].items())
-    learnt = f"; {notes['trained_share']:.1%} of them are trained on" if "trained_share" in notes else ""
+    trained_share = f"; {notes['trained_share']:.1%} of them are trained on" if "trained_share" in notes else ""
     return [
         ("rows", f"{notes['train_rows']:,} for training, {notes['validation_rows']:,} for validation"),
         *([("skipped", ", ".join(skipped))] if skipped else []),
-        ("tokens per row", lengths + learnt),
+        ("tokens per row", lengths + trained_share),
     ]
 
 
@@ -171,7 +171,7 @@ def _schedule_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def _stage_rows(plan: Mapping[str, Any], most: int = 12) -> list[tuple[str, str]]:
+def _stage_rows(plan: Mapping[str, Any], max_rows: int = 12) -> list[tuple[str, str]]:
     """Return the stages of a batch size ramp, with the middle of a long ramp omitted; empty for a constant size."""
     stages = plan["batch_stages"]
     if len(stages) == 1:
@@ -180,7 +180,11 @@ def _stage_rows(plan: Mapping[str, Any], most: int = 12) -> list[tuple[str, str]
         (f"from step {s['first_step']:,}", f"{s['global_batch_size']} samples, {s['accum_freq']} accumulated")
         for s in stages
     ]
-    return rows if len(rows) <= most else [*rows[: most // 2], ("...", f"{len(rows) - most} more"), *rows[-most // 2 :]]
+    return (
+        rows
+        if len(rows) <= max_rows
+        else [*rows[: max_rows // 2], ("...", f"{len(rows) - max_rows} more"), *rows[-max_rows // 2 :]]
+    )
 
 
 def _memory_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -44,13 +44,13 @@ def attention_on_cuda(original: Callable[..., Tensor], on_math: Callable[[Tensor
     ) -> Tensor:
         options: dict[str, Any] = {"scale": scale}
         if query.device.type == "cuda":
-            is_half = query.dtype in (torch.bfloat16, torch.float16)
+            is_half_precision = query.dtype in (torch.bfloat16, torch.float16)
             head = query.shape[-1]
-            if is_half and attn_mask is None and head <= _LARGEST_FLASH_HEAD and head % 8 == 0:
+            if is_half_precision and attn_mask is None and head <= _LARGEST_FLASH_HEAD and head % 8 == 0:
                 flash = aten._scaled_dot_product_flash_attention
                 result: Tensor = flash(query, key, value, dropout_p, is_causal, False, **options)[0]
                 return result
-            if query.shape[1] == key.shape[1] and head % (8 if is_half else 4) == 0:
+            if query.shape[1] == key.shape[1] and head % (8 if is_half_precision else 4) == 0:
                 bias = None if attn_mask is None else _as_bias(attn_mask, query, key)
                 keeps_log_sums = any(tensor.requires_grad for tensor in (query, key, value))
                 efficient = aten._scaled_dot_product_efficient_attention

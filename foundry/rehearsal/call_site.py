@@ -27,12 +27,12 @@ def call_site() -> str:
         name = frame.f_code.co_filename
         if name.startswith(f"{_PACKAGE}/"):
             if not name.startswith(_ROOM):
-                return _described(str(Path(name).relative_to(_PACKAGE.parent)), name, frame.f_lineno)
+                return _format_line(str(Path(name).relative_to(_PACKAGE.parent)), name, frame.f_lineno)
         elif not name.startswith(_LIBRARIES) and not name.startswith("<"):
-            return _described(name, name, frame.f_lineno)
+            return _format_line(name, name, frame.f_lineno)
         frame = frame.f_back
     return "the backward pass"
 
 
-def _described(shown: str, name: str, line: int) -> str:
-    return f"{shown}:{line} {linecache.getline(name, line).strip()}".strip()
+def _format_line(path: str, name: str, line: int) -> str:
+    return f"{path}:{line} {linecache.getline(name, line).strip()}".strip()

@@ -48,8 +48,8 @@ from foundry.rehearsal.device_dispatch import DeviceDispatch
 from foundry.rehearsal.exchange import Request
 from foundry.rehearsal.fake_cuda import fake_cuda
 from foundry.rehearsal.machine import find_gpu
-from foundry.rehearsal.memory_parts import parts_followed
-from foundry.rehearsal.rehearsed import Peak, Rehearsed
+from foundry.rehearsal.memory_parts import assign_parts
+from foundry.rehearsal.rehearsed import Peak, RehearsalRecord
 from foundry.rehearsal.shortened import shorten, take_steps
 
 _LARGEST_CHECKPOINT = 2**30
@@ -85,7 +85,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
         return {"reason": format_reason(error), "traceback": traceback.format_exc()}
 
 
-def rehearse_here(request: Request) -> Rehearsed:
+def rehearse_here(request: Request) -> RehearsalRecord:
     """Rehearse a run in this process, which must have loaded the device guard.
 
     Raises:
@@ -101,16 +101,16 @@ def rehearse_here(request: Request) -> Rehearsed:
         plan = None
         notes.append(f"the memory cannot be planned: {format_reason(error)}")
     if request.shortens:
-        config = shorten(config, world_size, saves=plan is not None and _saved(plan) <= _LARGEST_CHECKPOINT)
+        config = shorten(config, world_size, saves=plan is not None and _checkpoint_bytes(plan) <= _LARGEST_CHECKPOINT)
     dispatch = DeviceDispatch(request.ranks_per_node)
     follower = _Follower(dispatch)
     with (
         _ranks(world_size, request.ranks_per_node),
         fake_cuda(gpu, request.ranks_per_node, dispatch),
-        parts_followed(dispatch.ledger),
+        assign_parts(dispatch.ledger),
     ):
         result = train(config, Path(request.run_dir), join=_join, on_activity=follower.follow).result
-    return Rehearsed(
+    return RehearsalRecord(
         world_size=world_size,
         ranks_per_node=request.ranks_per_node,
         device=gpu.name,
@@ -135,7 +135,7 @@ def _plan(config: Config, world_size: int) -> Memory:
     return plan_memory(config, fake, build_data(config), world_size=world_size, device_type="cuda")
 
 
-def _saved(plan: Memory) -> int:
+def _checkpoint_bytes(plan: Memory) -> int:
     """Return the bytes of this rank's part of a checkpoint. An unknown optimizer counts as AdamW."""
     return plan.weights + plan.ema + (2 * plan.weights if plan.optimizer is None else plan.optimizer)
 
@@ -150,7 +150,7 @@ def _join(config: Distributed, environment: LaunchEnvironment, backend: str, dev
 @contextmanager
 def _ranks(world_size: int, ranks_per_node: int) -> Iterator[None]:
     """Set the environment variables that a launcher sets for rank 0."""
-    before = dict(os.environ)
+    environment = dict(os.environ)
     for name in [name for name in os.environ if name.startswith(("SLURM_", "TORCHELASTIC_"))]:
         del os.environ[name]
     if world_size > 1:
@@ -161,7 +161,7 @@ def _ranks(world_size: int, ranks_per_node: int) -> Iterator[None]:
         yield
     finally:
         os.environ.clear()
-        os.environ.update(before)
+        os.environ.update(environment)
 
 
 def main() -> None:

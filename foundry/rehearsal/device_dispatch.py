@@ -113,10 +113,10 @@ class DeviceDispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         Raises:
             WaitError: if waits are forbidden.
         """
-        where = call_site()
+        line = call_site()
         if self.forbids_waits:
-            raise WaitError(f"called a synchronizing CUDA operation: {operation} at {where}")
-        self._waits[self.phase, operation, where] += 1
+            raise WaitError(f"called a synchronizing CUDA operation: {operation} at {line}")
+        self._waits[self.phase, operation, line] += 1
 
     def attend(self, kernel: str, query: Tensor) -> None:
         """Record a call of an attention kernel."""
@@ -211,9 +211,9 @@ class DeviceDispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 bytes=size,
                 where=call_site(),
             )
-            alike = entry.shape, entry.dtype, entry.where
+            key = entry.shape, entry.dtype, entry.where
             with self._lock:  # a backward pass may run in another thread
-                if all((other.shape, other.dtype, other.where) != alike for other in self.largest):
+                if all((other.shape, other.dtype, other.where) != key for other in self.largest):
                     insort(self.largest, entry, key=lambda tensor: -tensor.bytes)
                     del self.largest[_NUM_LARGEST:]
 
@@ -239,23 +239,23 @@ class DeviceDispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with self.fake:
             return torch.empty(index.numel(), dtype=torch.int64, device=index.device)
 
-    def _copied_to_host(self, source: Any, kwargs: dict[str, Any]) -> Tensor | None:
+    def _copied_to_host(self, tensor: Any, kwargs: dict[str, Any]) -> Tensor | None:
         """Return a CPU tensor for a copy from the device to the host; None for any other copy.
 
         A small floating-point tensor, such as sums and counts of metrics, is filled with 1, as in `_read`; a larger
         tensor with 0.
         """
         device = kwargs.get("device")
-        if not isinstance(source, FakeTensor) or source.device.type != "cuda" or device is None:
+        if not isinstance(tensor, FakeTensor) or tensor.device.type != "cuda" or device is None:
             return None
         if device.type != "cpu":
             return None
         if not kwargs.get("non_blocking"):
             self.wait(TO_HOST)
-        dtype = kwargs.get("dtype") or source.dtype
-        if dtype.is_floating_point and source.numel() <= _NUM_READ_TOGETHER:
-            return torch.ones(source.shape, dtype=dtype)
-        return torch.zeros(source.shape, dtype=dtype)
+        dtype = kwargs.get("dtype") or tensor.dtype
+        if dtype.is_floating_point and tensor.numel() <= _NUM_READ_TOGETHER:
+            return torch.ones(tensor.shape, dtype=dtype)
+        return torch.zeros(tensor.shape, dtype=dtype)
 
     def _note_copy_to_device(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         source = args[0] if func is aten._to_copy.default else args[1]
@@ -273,8 +273,8 @@ class DeviceDispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with self.fake:
                 return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
 
-        faked: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(Tensor, fake, (args, kwargs))
-        return faked
+        converted: tuple[tuple[Any, ...], dict[str, Any]] = tree_map_only(Tensor, fake, (args, kwargs))
+        return converted
 
     def _communicate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> Any:
         tensors = [x for x in leaves if isinstance(x, Tensor)]
@@ -284,9 +284,9 @@ class DeviceDispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func.name().partition(".")[0]
         if (kind := _COLLECTIVES.get(name)) is not None:
             size, num_nodes = self._group_of(leaves)
-            counted = self._collectives[self.phase, kind, "cuda" if on_device else "cpu", size, num_nodes]
-            counted[0] += 1
-            counted[1] += max((x.numel() * x.element_size() for x in tensors), default=0)
+            totals = self._collectives[self.phase, kind, "cuda" if on_device else "cpu", size, num_nodes]
+            totals[0] += 1
+            totals[1] += max((x.numel() * x.element_size() for x in tensors), default=0)
         if not on_device:
             return func(*args, **kwargs)
         with self.fake:

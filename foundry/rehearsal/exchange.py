@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from foundry.core.errors import ConfigError, Violation
-from foundry.rehearsal.rehearsed import Rehearsed
+from foundry.rehearsal.rehearsed import RehearsalRecord
 
 
 class RehearsalError(RuntimeError):
@@ -35,7 +35,7 @@ class Request:
     shortens: bool
 
 
-def read_answer(content: Mapping[str, Any]) -> Rehearsed:
+def read_answer(content: Mapping[str, Any]) -> RehearsalRecord:
     """Return the record of a rehearsal from the answer of its process.
 
     Raises:
@@ -46,4 +46,4 @@ def read_answer(content: Mapping[str, Any]) -> Rehearsed:
         raise ConfigError(Violation(key, message) for key, message in content["violations"])
     if "reason" in content:
         raise RehearsalError(f"the run failed in its rehearsal: {content['reason']}\n{content['traceback']}")
-    return Rehearsed.from_json(content["rehearsed"])
+    return RehearsalRecord.from_json(content["rehearsed"])

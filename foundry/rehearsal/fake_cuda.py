@@ -41,8 +41,8 @@ class _Stream:
         pass
 
     def record_event(self, event: "_Event | None" = None) -> "_Event":
-        recorded: _Event = torch.cuda.Event() if event is None else event  # type: ignore[no-untyped-call, assignment]
-        return recorded
+        result: _Event = torch.cuda.Event() if event is None else event  # type: ignore[no-untyped-call, assignment]
+        return result
 
     def query(self) -> bool:
         return True
@@ -89,8 +89,10 @@ class _FakeCuda:
 
     def functions(self) -> dict[str, Any]:
         """Return the functions and classes of this stand-in that also exist in torch.cuda."""
-        own = {name: getattr(self, name) for name in dir(self) if not name.startswith("__") and name != "functions"}
-        return {name: value for name, value in own.items() if callable(value) and hasattr(torch.cuda, name)}
+        attributes = {
+            name: getattr(self, name) for name in dir(self) if not name.startswith("__") and name != "functions"
+        }
+        return {name: value for name, value in attributes.items() if callable(value) and hasattr(torch.cuda, name)}
 
     def is_available(self) -> bool:
         return True
@@ -143,7 +145,7 @@ class _FakeCuda:
         live, peak = self.memory_allocated(), self.max_memory_allocated()
         kinds = {"allocated_bytes": (live, peak), "reserved_bytes": (live, peak), "active_bytes": (live, peak)}
         stats = {f"{kind}.all.current": current for kind, (current, _) in kinds.items()}
-        stats |= {f"{kind}.all.peak": most for kind, (_, most) in kinds.items()}
+        stats |= {f"{kind}.all.peak": peak_bytes for kind, (_, peak_bytes) in kinds.items()}
         return {**stats, "num_alloc_retries": 0, "num_ooms": 0}
 
     def empty_cache(self) -> None:
@@ -193,7 +195,7 @@ def fake_cuda(gpu: Gpu, count: int, dispatch: DeviceDispatch) -> Iterator[None]:
     def resize_counted(storage: torch.UntypedStorage, size: int) -> Any:
         """Resize a storage and its ledger entry. FSDP2 frees and allocates gathered weights without an operation."""
         result = resize(storage, size)
-        dispatch.ledger.resized(storage, "gathered")
+        dispatch.ledger.resize(storage, "gathered")
         return result
 
     attend = attention_on_cuda(nn.functional.scaled_dot_product_attention, lambda query: dispatch.attend("math", query))

@@ -23,7 +23,7 @@ class GuardError(RuntimeError):
 
 def reason_not_to_load() -> str | None:
     """Return the reason why this machine cannot have fake CUDA devices; None if it can. Does not import torch."""
-    if _has_own_guard() or _built().exists() or shutil.which("g++"):
+    if _has_own_guard() or _library_path().exists() or shutil.which("g++"):
         return None
     return "g++ is required to build the device guard for a torch without CUDA; install it (Debian: apt install g++)"
 
@@ -53,7 +53,7 @@ def build_guard() -> Path:
     Raises:
         GuardError: if there is no compiler, or it fails.
     """
-    path = _built()
+    path = _library_path()
     if path.exists() and path.stat().st_uid == os.getuid():
         return path
     if reason := reason_not_to_load():
@@ -64,22 +64,22 @@ def build_guard() -> Path:
     except OSError:  # no home directory, or a read-only one
         folder = tempfile.mkdtemp(prefix="foundry-guard-")
         path = Path(folder) / path.name
-    compiled, torch_folder = Path(folder) / "compiled.so", _torch_folder()
+    output, torch_folder = Path(folder) / "compiled.so", _torch_folder()
     options = ["-O0", "-w", "-std=c++20", "-shared", "-fPIC", f"-I{torch_folder / 'include'}"]
     libraries = [f"-L{torch_folder / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch_folder / 'lib'}"]
-    command = ["g++", *options, str(SOURCE), *libraries, "-o", str(compiled)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
+    command = ["g++", *options, str(SOURCE), *libraries, "-o", str(output)]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    if process.returncode:
         shutil.rmtree(folder, ignore_errors=True)
-        first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
+        first = next((line for line in process.stderr.splitlines() if "error" in line), process.stderr.strip()[:200])
         raise GuardError(f"g++ cannot build the device guard for torch {version('torch')}: {first}")
-    compiled.replace(path)  # atomic, since another process may be building it too
+    output.replace(path)  # atomic, since another process may be building it too
     if path.parent != Path(folder):
         shutil.rmtree(folder, ignore_errors=True)
     return path
 
 
-def _built() -> Path:
+def _library_path() -> Path:
     """Return the path of the library for this source and this torch."""
     key = f"{version('torch')} {_torch_folder()}".encode() + SOURCE.read_bytes()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

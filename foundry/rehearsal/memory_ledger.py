@@ -77,54 +77,54 @@ class MemoryLedger:
         """Add the storage of a tensor unless it is known. Return the bytes of a new storage, else 0."""
         storage = tensor.untyped_storage()
         with self._lock:
-            known = self._storages.get(storage._cdata)
-            if known is not None and known.reference() is not None:
-                self._resize(known, storage)
+            entry = self._storages.get(storage._cdata)
+            if entry is not None and entry.reference() is not None:
+                self._resize(entry, storage)
                 return 0
-            if known is not None:  # another thread is about to remove it
-                self._move(-known.size, known.part)
+            if entry is not None:  # another thread is about to remove it
+                self._add_bytes(-entry.size, entry.part)
             key = storage._cdata
             reference = weakref.ref(storage, lambda reference: self._leave(key, reference))
-            entry = self._storages[key] = _Storage(reference, _rounded(storage), self.part)
-            self._move(entry.size, entry.part)
+            entry = self._storages[key] = _Storage(reference, _round_up(storage), self.part)
+            self._add_bytes(entry.size, entry.part)
             return entry.size
 
-    def resized(self, storage: torch.UntypedStorage, part: str) -> None:
+    def resize(self, storage: torch.UntypedStorage, part: str) -> None:
         """Update the size of a resized storage. If it has memory again, it is assigned to this part."""
         with self._lock:
-            known = self._storages.get(storage._cdata)
-            if known is not None:
+            entry = self._storages.get(storage._cdata)
+            if entry is not None:
                 if storage.nbytes():
-                    self._assign(known, part)
-                self._resize(known, storage)
+                    self._assign(entry, part)
+                self._resize(entry, storage)
 
     def assign(self, tensor: Tensor, part: str) -> None:
         """Assign a tensor to a part. Tensors that are not on the device are ignored."""
         with self._lock:
-            known = self._storages.get(tensor.untyped_storage()._cdata)
-            if known is not None:
-                self._assign(known, part)
+            entry = self._storages.get(tensor.untyped_storage()._cdata)
+            if entry is not None:
+                self._assign(entry, part)
 
-    def _assign(self, known: _Storage, part: str) -> None:
-        self._parts[known.part] -= known.size
-        self._parts[part] += known.size
-        known.part = part
+    def _assign(self, entry: _Storage, part: str) -> None:
+        self._parts[entry.part] -= entry.size
+        self._parts[part] += entry.size
+        entry.part = part
 
-    def _resize(self, known: _Storage, storage: torch.UntypedStorage) -> None:
-        size = _rounded(storage)
-        if size != known.size:
-            by, known.size = size - known.size, size
-            self._move(by, known.part)
+    def _resize(self, entry: _Storage, storage: torch.UntypedStorage) -> None:
+        size = _round_up(storage)
+        if size != entry.size:
+            growth, entry.size = size - entry.size, size
+            self._add_bytes(growth, entry.part)
 
     def _leave(self, key: int, reference: "weakref.ref[torch.UntypedStorage]") -> None:
         with self._lock:
             if self._storages[key].reference is reference:
-                gone = self._storages.pop(key)
-                self._move(-gone.size, gone.part)
+                entry = self._storages.pop(key)
+                self._add_bytes(-entry.size, entry.part)
 
-    def _move(self, by: int, part: str) -> None:
-        self.live += by
-        self._parts[part] += by
+    def _add_bytes(self, num_bytes: int, part: str) -> None:
+        self.live += num_bytes
+        self._parts[part] += num_bytes
         self._note_peak()
 
     def _note_peak(self) -> None:
@@ -133,5 +133,5 @@ class MemoryLedger:
             self._peak.size, self._peak.parts = self.live, self.parts
 
 
-def _rounded(storage: torch.UntypedStorage) -> int:
+def _round_up(storage: torch.UntypedStorage) -> int:
     return -(-storage.nbytes() // _BLOCK) * _BLOCK

@@ -17,20 +17,20 @@ OPTIMIZER = ", optimizer"
 
 
 @contextmanager
-def parts_followed(ledger: MemoryLedger) -> Iterator[None]:
+def assign_parts(ledger: MemoryLedger) -> Iterator[None]:
     """Assign the tensors of a run's model and optimizers to parts of a ledger, with global hooks of torch.
 
     Each step of an optimizer is a separate phase. Gradients are assigned after each accumulation, including the
     unsharded gradients of weights that FSDP2 has gathered.
     """
-    followed = set[int]()
+    hooked = set[int]()
     phases = list[str]()  # stack of phases to return to, since the step of an optimizer may call the step of another
 
     def follow_gradients(module: nn.Module, arguments: Any) -> None:
         for parameter in module.parameters(recurse=False):
             is_leaf = parameter.requires_grad and parameter.is_leaf and not is_sharded(parameter)
-            if is_leaf and id(parameter) not in followed:
-                followed.add(id(parameter))
+            if is_leaf and id(parameter) not in hooked:
+                hooked.add(id(parameter))
                 parameter.register_post_accumulate_grad_hook(_assign_gradient)  # type: ignore[no-untyped-call]
 
     def _assign_gradient(parameter: Tensor) -> None:

@@ -20,10 +20,10 @@ from foundry.core.safe_path import environment_of_module
 from foundry.rehearsal.exchange import RehearsalError, Request, read_answer
 from foundry.rehearsal.guard import reason_not_to_load
 from foundry.rehearsal.machine import find_gpu
-from foundry.rehearsal.rehearsed import Rehearsed
+from foundry.rehearsal.rehearsed import RehearsalRecord
 from foundry.rehearsal.shortened import take_steps
 
-Ask = Callable[[Request, Path], Mapping[str, Any]]
+Send = Callable[[Request, Path], Mapping[str, Any]]
 """Function that sends a request to a process, with a folder for their messages, and returns the answer."""
 
 
@@ -36,8 +36,8 @@ def rehearse(
     steps: int = 2,
     run_dir: Path | None = None,
     shortens: bool = True,
-    ask: Ask | None = None,
-) -> Rehearsed:
+    send: Send | None = None,
+) -> RehearsalRecord:
     """Run a few steps on fake GPUs, as rank 0 of any number of ranks, and return their record.
 
     Tensors on the device have shapes but no values. Tensors on the host are real, so data, order, counts and files are
@@ -53,7 +53,7 @@ def rehearse(
         run_dir: run directory, which may contain a run to resume; None for a temporary one.
         shortens: evaluate one microbatch per rank at the end, without samples, and save only a checkpoint of up to 1
             GiB. If False, evaluation, schedule and checkpoints are as configured.
-        ask: function that sends the request to a process; None for a new process.
+        send: function that sends the request to a process; None for a new process.
 
     Raises:
         ConfigError: if a setting is invalid or cannot be rehearsed, the GPU is unknown, or there is no compiler for the
@@ -73,19 +73,27 @@ def rehearse(
             steps=steps,
             shortens=shortens,
         )
-        return read_answer((ask or _ask_new_process)(request, folder))
+        return read_answer((send or _start_process)(request, folder))
 
 
-def _ask_new_process(request: Request, folder: Path) -> dict[str, Any]:
-    asked, answered = folder / "request.json", folder / "answer.json"
-    asked.write_text(json.dumps(asdict(request)))
-    command = [sys.executable, "-P", "-m", "foundry.rehearsal.child", str(os.getpid()), str(asked), str(answered)]
-    done = subprocess.run(command, env=environment_of_module(), capture_output=True, text=True, check=False)
+def _start_process(request: Request, folder: Path) -> dict[str, Any]:
+    request_file, answer_file = folder / "request.json", folder / "answer.json"
+    request_file.write_text(json.dumps(asdict(request)))
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "foundry.rehearsal.child",
+        str(os.getpid()),
+        str(request_file),
+        str(answer_file),
+    ]
+    process = subprocess.run(command, env=environment_of_module(), capture_output=True, text=True, check=False)
     try:
-        answer: dict[str, Any] = json.loads(answered.read_text())
+        answer: dict[str, Any] = json.loads(answer_file.read_text())
     except FileNotFoundError:
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise RehearsalError(f"the rehearsal process ended without a result: {last}") from None
+        last_line = (process.stderr.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
+        raise RehearsalError(f"the rehearsal process ended without a result: {last_line}") from None
     return answer
 
 

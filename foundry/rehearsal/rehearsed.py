@@ -100,7 +100,7 @@ class LargeTensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rehearsed:
+class RehearsalRecord:
     """Record of a run on fake devices, from rank 0.
 
     Attributes:
@@ -160,9 +160,9 @@ class Rehearsed:
     def collectives_of(self, phase: str, device: str = "cuda") -> dict[str, int]:
         """Return the number of calls in one phase by kind, of tensors on devices or in host memory."""
         counts: dict[str, int] = {}
-        for each in self.collectives:
-            if each.phase == phase and each.device == device:
-                counts[each.kind] = counts.get(each.kind, 0) + each.count
+        for collective in self.collectives:
+            if collective.phase == phase and collective.device == device:
+                counts[collective.kind] = counts.get(collective.kind, 0) + collective.count
         return counts
 
     def as_json(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from foundry.parallel.collective_counts import step_collectives
 from foundry.parallel.precision import PrecisionPolicy
 from foundry.planning.report import Sections, num_bytes
 from foundry.rehearsal.memory_parts import OPTIMIZER
-from foundry.rehearsal.rehearsed import Collective, Peak, Rehearsed
+from foundry.rehearsal.rehearsed import Collective, Peak, RehearsalRecord
 from foundry.rehearsal.roofline import LeastTime
 from foundry.tracking.humanize import count
 from foundry.training.trainer import CHECKING
@@ -51,7 +51,7 @@ class RehearsalReport:
         usable_bytes: device memory available to tensors: the total less a margin for CUDA and NCCL.
     """
 
-    record: Rehearsed
+    record: RehearsalRecord
     least: LeastTime
     expected: Mapping[str, int] | None
     tokens_per_step: int | None
@@ -130,8 +130,8 @@ class RehearsalReport:
         for name, parts, planned in _PARTS:
             values: list[float | None] = [sum(peak.parts.get(part, 0) for part in parts) for peak in phases.values()]
             if plan is not None:
-                known = [plan[part] for part in planned]
-                values.append(None if None in known else sum(known))
+                planned_sizes = [plan[part] for part in planned]
+                values.append(None if None in planned_sizes else sum(planned_sizes))
             if any(value is None or value >= factor / 20 for value in values):
                 rows.append((name, _cells(values, factor)))
         totals: list[float | None] = [peak.bytes for peak in phases.values()]
@@ -143,31 +143,34 @@ class RehearsalReport:
         names = [peak.phase for peak in record.peaks]
         first_step = next(index for index, name in enumerate(names) if name.startswith("step "))
         building = [peak for peak in record.peaks[:first_step] if not peak.phase.startswith(CHECKING)]
-        phases["build"] = _named_weights(max(building, key=lambda peak: peak.bytes))
-        shown = {
+        phases["build"] = _count_as_weights(max(building, key=lambda peak: peak.bytes))
+        phase_names = {
             "passes": record.step,
             "optimizer": record.step + OPTIMIZER,
             "evaluate": "evaluating",
             "save": "saving a checkpoint",
         }
-        return phases | {title: record.peak_of(name) for title, name in shown.items() if name in names}
+        return phases | {title: record.peak_of(name) for title, name in phase_names.items() if name in names}
 
     def _collective_rows(self) -> list[tuple[str, str]]:
-        calls = [each for each in self.record.collectives if each.phase == self.record.step]
-        rows = [(each.kind, _described(each)) for each in sorted(calls, key=lambda each: (each.kind, -each.bytes))]
+        calls = [collective for collective in self.record.collectives if collective.phase == self.record.step]
+        rows = [
+            (collective.kind, _format_collective(collective))
+            for collective in sorted(calls, key=lambda collective: (collective.kind, -collective.bytes))
+        ]
         if not rows:
             return []
-        return [*rows, ("by formula", self._compared())]
+        return [*rows, ("by formula", self._format_comparison())]
 
-    def _compared(self) -> str:
+    def _format_comparison(self) -> str:
         if self.expected is None:
             return "unknown for this run"
         record = self.record
-        counted = Counter(record.collectives_of(record.step)) + Counter(record.collectives_of(record.step, "cpu"))
-        kinds = sorted((set(self.expected) | set(counted)) - {"all_to_all"})  # Muon determines their number
+        counts = Counter(record.collectives_of(record.step)) + Counter(record.collectives_of(record.step, "cpu"))
+        kinds = sorted((set(self.expected) | set(counts)) - {"all_to_all"})  # Muon determines their number
         expected = {kind: self.expected.get(kind, 0) for kind in kinds}
-        others = [f"{kind} {number}" for kind, number in expected.items() if number != counted[kind]]
-        return ", ".join(others) or "the same"
+        deviations = [f"{kind} {number}" for kind, number in expected.items() if number != counts[kind]]
+        return ", ".join(deviations) or "the same"
 
     def _time_rows(self) -> list[tuple[str, str]]:
         least, seconds = self.least, self.least.seconds_by_limit
@@ -198,7 +201,7 @@ class RehearsalReport:
         return [*rows, ("at least", f"{_time(least.seconds)} a step, at most {count(round(rate))} {unit} a second")]
 
 
-def _described(each: Collective) -> str:
+def _format_collective(each: Collective) -> str:
     nodes = f" on {each.num_nodes} nodes" if each.num_nodes > 1 else ""
     where = "" if each.device == "cuda" else ", in host memory"
     return f"{each.count} among {each.group_size} ranks{nodes}, {num_bytes(each.bytes)}{where}"
@@ -208,7 +211,7 @@ def _cells(values: Sequence[float | None], factor: int) -> str:
     return "".join(f"{'?' if value is None else f'{value / factor:,.1f}':>{_COLUMN}}" for value in values)
 
 
-def _named_weights(peak: Peak) -> Peak:
+def _count_as_weights(peak: Peak) -> Peak:
     """Return the peak of the build phase with its tensors counted as weights."""
     parts = {**peak.parts}
     parts["weights"] = parts.get("weights", 0) + parts.pop(_BUILDING, 0)

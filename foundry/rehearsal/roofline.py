@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from foundry.rehearsal.rehearsed import Collective, Rehearsed
+from foundry.rehearsal.rehearsed import Collective, RehearsalRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class LeastTime:
 
 
 def least_time(
-    record: Rehearsed, *, peak_flops: float | None, link_bandwidth: float, network_bandwidth: float
+    record: RehearsalRecord, *, peak_flops: float | None, link_bandwidth: float, network_bandwidth: float
 ) -> LeastTime:
     """Return the lower bounds of the last rehearsed step.
 
@@ -57,32 +57,36 @@ def least_time(
         link_bandwidth: bytes per second between GPUs of a node, in one direction.
         network_bandwidth: bytes per second between nodes for each GPU, in one direction.
     """
-    collectives = [each for each in record.collectives if each.phase == record.step and each.device == "cuda"]
+    collectives = [
+        collective
+        for collective in record.collectives
+        if collective.phase == record.step and collective.device == "cuda"
+    ]
     return LeastTime(
         flops=record.flops.get(record.step, 0),
         peak_flops=peak_flops,
-        link_bytes=sum(_link_bytes(each) for each in collectives),
+        link_bytes=sum(_link_bytes(collective) for collective in collectives),
         link_bandwidth=link_bandwidth,
-        network_bytes=sum(_network_bytes(each) for each in collectives),
+        network_bytes=sum(_network_bytes(collective) for collective in collectives),
         network_bandwidth=network_bandwidth,
     )
 
 
-def _link_bytes(each: Collective) -> float:
+def _link_bytes(collective: Collective) -> float:
     """Return the bytes that a rank receives from ranks of its node, including forwarded bytes of other nodes.
 
     An all-to-all forwards nothing: bytes from other nodes come directly through the network.
     """
-    per_node = each.group_size / each.num_nodes
-    passed = each.bytes * _PASSES.get(each.kind, 1) * (1 - 1 / per_node)
-    return passed / each.num_nodes if each.kind == "all_to_all" else passed
+    per_node = collective.group_size / collective.num_nodes
+    passed = collective.bytes * _PASSES.get(collective.kind, 1) * (1 - 1 / per_node)
+    return passed / collective.num_nodes if collective.kind == "all_to_all" else passed
 
 
-def _network_bytes(each: Collective) -> float:
+def _network_bytes(collective: Collective) -> float:
     """Return the bytes that a node receives from other nodes, divided by the number of its ranks in the group."""
-    per_node = each.group_size / each.num_nodes
-    entering = each.bytes * _PASSES.get(each.kind, 1) * (1 - 1 / each.num_nodes)
-    return entering if each.kind == "all_to_all" else entering / per_node
+    per_node = collective.group_size / collective.num_nodes
+    entering = collective.bytes * _PASSES.get(collective.kind, 1) * (1 - 1 / collective.num_nodes)
+    return entering if collective.kind == "all_to_all" else entering / per_node
 
 
 _PASSES = {"all_reduce": 2}

@@ -33,9 +33,9 @@ def take_steps(config: Config, steps: int, world_size: int) -> tuple[Config, lis
     answers = field_of(config.objective, "num_prompts_per_step", 0) * field_of(
         config.objective, "num_generations_per_prompt", 1
     )
-    if world_size > 1 and answers > (generated := field_of(config.objective, "generation_batch_size", answers)):
+    if world_size > 1 and answers > (batch_size := field_of(config.objective, "generation_batch_size", answers)):
         message = (
-            f"is {generated} but fake ranks cannot generate; set it to {answers}, all of a step, or rehearse one rank"
+            f"is {batch_size} but fake ranks cannot generate; set it to {answers}, all of a step, or rehearse one rank"
         )
         raise ConfigError(Violation("objective.generation_batch_size", message))
     notes = []

@@ -17,7 +17,7 @@ from foundry.config.composition.hydra_internals import (
     require_loader,
 )
 from foundry.config.composition.start_dir import anchor_paths
-from foundry.config.diagnostics.override_errors import Known, choice_line, find_errors
+from foundry.config.diagnostics.override_errors import SweepCache, choice_line, find_errors
 from foundry.core.errors import ConfigError, Violation
 
 Overrides = tuple[str, ...]
@@ -64,7 +64,7 @@ class _Composer:
         self._repository, error = open_repository(loader, master.hydra.job.config_name, parsed)
         if error is not None:
             raise error
-        self._known = Known(self._repository)
+        self._known = SweepCache(self._repository)
         self._bases: dict[Overrides, bytes] = {}
         self._overrides: dict[str, Override] = {}
 
@@ -90,7 +90,7 @@ class _Composer:
             return self._base(tuple(line for line in lines if line not in self.hydra_overrides))
 
         name, lines = self._master.hydra.job.config_name, [*self.hydra_overrides, *overrides]
-        return find_errors(self._loader, name, compose, lines, error, whole=True, known=self._known)
+        return find_errors(self._loader, name, compose, lines, error, is_run=True, cache=self._known)
 
     def _compose(self, lines: Overrides) -> DictConfig:
         overrides = [self._parse(line) for line in lines]

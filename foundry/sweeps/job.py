@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from foundry.config.composition.job_overrides import respell_targets
-from foundry.core.part_names import first_path
+from foundry.core.part_names import original_path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Job:
     @property
     def id(self) -> str:
         """Digest of the swept overrides, independent of their order and spelling and of the other jobs."""
-        points = sorted(respell_targets(override, first_path) for override in self.swept)
+        points = sorted(respell_targets(override, original_path) for override in self.swept)
         return hashlib.sha256(json.dumps(points).encode()).hexdigest()[:16]
 
     @property

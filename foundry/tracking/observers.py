@@ -38,4 +38,4 @@ def build_trackers(config: Tracking, run_dir: Path) -> list[Observer]:
     offered: dict[str, Any] = {"run_dir": run_dir}
     offered |= {name: getattr(config, name) for name in config.offered if name != "run_dir"}
     chosen = {name: node for name, node in config.trackers.items() if node is not None}
-    return [SafeObserver(name, build(node, offered=offered)) for name, node in chosen.items()]
+    return [SafeObserver(name, build(node, optional=offered)) for name, node in chosen.items()]

@@ -46,13 +46,13 @@ class Part:
     ids=["plain", "keywords", "asking", "wrapped", "own field"],
 )
 def test_build_passes_offered_arguments_to_functions_that_name_them(node, expected):
-    assert build(node, offered={"precision": "fp32"}, model="m") == expected
+    assert build(node, optional={"precision": "fp32"}, model="m") == expected
 
 
 def test_build_passes_offered_arguments_that_a_constructor_names():
-    assert vars(build({"_target_": f"{HERE}.Part"}, offered={"precision": "fp32"}, model="m"))["precision"] == "fp32"
+    assert vars(build({"_target_": f"{HERE}.Part"}, optional={"precision": "fp32"}, model="m"))["precision"] == "fp32"
 
 
 def test_build_offers_nothing_to_a_builtin_without_a_signature():
-    assert build({"_target_": "builtins.dict", "size": 3}, offered={"precision": "fp32"}) == {"size": 3}
-    assert math.isnan(build({"_target_": f"{HERE}.anything"}, offered={"x": 0.0}, y=math.nan)["y"])
+    assert build({"_target_": "builtins.dict", "size": 3}, optional={"precision": "fp32"}) == {"size": 3}
+    assert math.isnan(build({"_target_": f"{HERE}.anything"}, optional={"x": 0.0}, y=math.nan)["y"])

@@ -215,7 +215,7 @@ def test_help_and_composition_import_no_training_libraries():
     code = (
         "import sys, foundry.commands.main, foundry.config.composition.compose as c; "
         "from foundry.sweeps.plugins import register; "
-        "c.install(alone=True); register(); "
+        "c.install(is_only_application=True); register(); "
         f"sys.exit(' '.join({set(OF_A_RUN)} & set(sys.modules)) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)

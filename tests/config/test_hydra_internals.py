@@ -171,7 +171,7 @@ def test_take_over_replaces_run_job_and_error_reporting(monkeypatch):
     for owner, name in ((utils, "run_and_report"), (hydra, "run_job"), (basic_launcher, "run_job")):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     monkeypatch.setattr(hydra.Hydra, "format_config_groups", hydra.Hydra.format_config_groups)
-    internals.take_over(sorted, lambda loader, overrides: "listed")
+    internals.replace_run_job(sorted, lambda loader, overrides: "listed")
     assert hydra.run_job is basic_launcher.run_job is sorted
     page = hydra.Hydra.format_config_groups
     assert page(SimpleNamespace(config_loader=None), lambda group: not group.startswith("hydra/")) == "listed"
@@ -198,7 +198,7 @@ def test_write_help_skips_composition_for_plain_help(name, loader, monkeypatch, 
 
 def test_compose_once_caches_runs_and_leaves_sweeps_to_hydra(loader, monkeypatch):
     monkeypatch.setattr(hydra.Hydra, "get_mode", inspect.unwrap(hydra.Hydra.get_mode))
-    monkeypatch.setattr(internals, "_known", {})
+    monkeypatch.setattr(internals, "_composed_configs", {})
     internals.compose_once(compose_with)
     application, overrides = GlobalHydra.instance().hydra, ["hparams.lr=0.125", "hydra.job.name=mine"]
     assert application.get_mode(CONFIG_NAME, overrides) is None
@@ -212,7 +212,7 @@ def test_compose_once_caches_runs_and_leaves_sweeps_to_hydra(loader, monkeypatch
     assert application.get_mode(CONFIG_NAME, ["hydra.mode=MULTIRUN"]) is RunMode.MULTIRUN
     assert application.get_mode(CONFIG_NAME, ["hparams.lr=1,2"]) is None
     assert application.get_mode(CONFIG_NAME, ["no.such.key=1"]) is None
-    assert not internals._known
+    assert not internals._composed_configs
 
 
 def test_store_lazily_builds_a_schema_node_on_first_load(loader):

@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
 
-from foundry.config.lengths import given_sizes, resolve_budget
+from foundry.config.lengths import resolve_budget, unrounded_batch_sizes
 from foundry.config.schemas.hparams import BatchRamp, HParams
 from foundry.config.schemas.root import to_config
 from foundry.core.errors import ConfigError
@@ -80,7 +80,7 @@ def test_empty_batches_are_rejected(compose, overrides, message):
 def test_ramp_grows_after_each_every_samples(start, increment, count, every):
     final = start + increment * count
     ramp = BatchRamp(start=start, increment=increment, every_samples=str(every))
-    sizes = given_sizes(HParams(global_batch_size=final, batch_ramp=ramp), tokens_per_sample=None)
+    sizes = unrounded_batch_sizes(HParams(global_batch_size=final, batch_ramp=ramp), tokens_per_sample=None)
     by_hand, size, since = [], start, 0
     for _ in range(every * (count + 2)):
         by_hand.append(size)

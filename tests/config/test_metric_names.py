@@ -10,7 +10,7 @@ from support.contexts import run_context
 
 from foundry.config.build import build
 from foundry.config.composition.store import group_schemas, writable
-from foundry.config.metrics import declared, val_metric_names
+from foundry.config.metrics import held_out_metrics, val_metric_names
 from foundry.config.schemas.evaluation import Mode
 from foundry.core.errors import ConfigError
 from foundry.data.splits import DataSplits
@@ -113,8 +113,10 @@ def test_objective_returns_the_metrics_that_its_schema_declares(name, settings):
     batch = objective.example(2, 3) if objective.rollouts is not None else microbatch(schema.wants)
     returned = objective.loss(Model(), batch).metrics
     measured = val_metric_names(["loss", *returned])
-    assert declared(schema) == measured, f"`metrics` of the schema {name} must be {tuple(returned)}"
-    assert declared(objective) == measured, f"the class of the objective {name} must have metrics = {tuple(returned)}"
+    assert held_out_metrics(schema) == measured, f"`metrics` of the schema {name} must be {tuple(returned)}"
+    assert held_out_metrics(objective) == measured, (
+        f"the class of the objective {name} must have metrics = {tuple(returned)}"
+    )
 
 
 class Own:
@@ -152,7 +154,7 @@ class Louder(Silent):
     ],
 )
 def test_custom_objective_may_declare_its_metrics(objective, known):
-    assert declared(objective) == known
+    assert held_out_metrics(objective) == known
 
 
 def own(folder, monkeypatch, declaration):

@@ -11,7 +11,7 @@ from support.examples import examples
 from foundry.config.checks.static_source import resolve_parameters
 from foundry.config.composition.plain_nodes import check_node
 from foundry.config.composition.store import evaluator_schemas, schemas_in
-from foundry.config.record.recorded import own_named_parts
+from foundry.config.record.recorded import built_in_named_parts
 from foundry.config.schemas import own_trackers
 from foundry.config.schemas.evaluation import Evaluation
 from foundry.config.schemas.tracking import Tracking
@@ -126,4 +126,4 @@ def _defaults(own):
 
 
 def test_named_evaluators_and_trackers_have_schemas():
-    assert set(own_named_parts()) <= {schema._target_ for schema in SCHEMAS}
+    assert set(built_in_named_parts()) <= {schema._target_ for schema in SCHEMAS}

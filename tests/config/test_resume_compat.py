@@ -87,14 +87,14 @@ def test_settings_of_another_strategy_do_not_count_as_removed():
     one, other = (configure(f"distributed={name}") for name in ("ddp", "fsdp"))
     found = list(differences(recorded(one), recorded(other), other))
     assert {"distributed.strategy", "distributed.bucket_cap_mb"} <= {difference.key for difference in found}
-    assert all(difference.is_allowed and not difference.is_gone for difference in found)
+    assert all(difference.is_allowed and not difference.is_removed for difference in found)
 
 
 def test_non_default_value_of_a_new_setting_is_rejected():
     config = configure("hparams.ema_decay=0.9")
     was = without(recorded(config), ("hparams", "ema_decay"))
     (difference,) = differences(was, recorded(config), config)
-    assert (difference.key, difference.was, difference.now, difference.is_allowed) == (
+    assert (difference.key, difference.old, difference.new, difference.is_allowed) == (
         "hparams.ema_decay",
         None,
         0.9,
@@ -174,7 +174,7 @@ def test_settings_of_a_custom_part_have_no_defaults():
     (difference,) = differences(was, recorded(config), config)
     assert (difference.key, difference.is_allowed) == ("model.own", False)
     (difference,) = differences(recorded(config), was, config)
-    assert (difference.key, difference.is_gone, difference.is_allowed) == ("model.own", False, False)
+    assert (difference.key, difference.is_removed, difference.is_allowed) == ("model.own", False, False)
 
 
 @pytest.mark.parametrize(

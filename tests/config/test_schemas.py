@@ -11,7 +11,7 @@ import pytest
 from hydra.utils import get_method, get_object
 
 from foundry.config.build import FOR_THE_BUILDER
-from foundry.config.checks.targets import GIVEN_BY_THE_RUN, runtime_settings
+from foundry.config.checks.targets import RUN_ARGUMENTS, runtime_settings
 from foundry.config.composition.compose import config_dir
 from foundry.config.composition.store import GROUPS, group_schemas
 from foundry.config.schemas.root import Config
@@ -69,7 +69,7 @@ def test_part_accepts_the_fields_of_its_schema(key):
     )
     assert all(p.kind is p.KEYWORD_ONLY for p in parameters.values())
     given = {item.name for item in dataclasses.fields(SCHEMAS[key])} - {"_target_", *FOR_THE_BUILDER} | set(
-        GIVEN_BY_THE_RUN[key[0]]
+        RUN_ARGUMENTS[key[0]]
     )
     given -= set(runtime_settings(key[0])) if key[0] in ("environment", "simulator") else set()
     assert given <= set(parameters), "fields that the part does not take"

@@ -9,8 +9,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from support.examples import long_case, some_of
 
-from foundry.config.checks.static_source import NotThere, resolve_parameters
-from foundry.config.checks.targets import GIVEN_BY_THE_RUN, check_targets
+from foundry.config.checks.static_source import NameNotFound, resolve_parameters
+from foundry.config.checks.targets import RUN_ARGUMENTS, check_targets
 from foundry.config.schemas.evaluation import Evaluation
 from foundry.config.schemas.tracking import Tracking
 
@@ -150,7 +150,7 @@ def own(tmp_path, monkeypatch):
 
 
 def refusals(group, node):
-    parts = dict.fromkeys(GIVEN_BY_THE_RUN) | {group: node, "evaluation": Evaluation(), "tracking": Tracking()}
+    parts = dict.fromkeys(RUN_ARGUMENTS) | {group: node, "evaluation": Evaluation(), "tracking": Tracking()}
     return [str(violation) for violation in check_targets(SimpleNamespace(**parts))]
 
 
@@ -301,15 +301,15 @@ def test_targets_in_installed_packages_resolve(path):
 )
 def test_misspelled_module_of_a_package_with_lazy_names_is_reported(package, module):
     for number in range(1, len(module)):
-        with pytest.raises(NotThere, match=f"^{package} has no ") as error:
+        with pytest.raises(NameNotFound, match=f"^{package} has no ") as error:
             resolve_parameters(f"{package}.{module[:number] + module[number + 1 :]}.Anything")
-        assert module in error.value.among
+        assert module in error.value.candidates
 
 
 def refusal(path):
     try:
         resolve_parameters(path)
-    except NotThere as error:
+    except NameNotFound as error:
         return str(error)
     return None
 
@@ -331,7 +331,7 @@ def test_module_created_at_run_time_is_accepted(monkeypatch):
 
 
 def test_changed_source_file_is_parsed_again(own):
-    with pytest.raises(NotThere):
+    with pytest.raises(NameNotFound):
         resolve_parameters("own_parts.later")
     (own / "own_parts.py").write_text("def later(*, width):\n    return width\n")
     assert resolve_parameters("own_parts.later").names == ("width",)

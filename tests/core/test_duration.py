@@ -52,8 +52,8 @@ def test_integer_one_is_a_step_and_float_one_is_the_whole_run():
 
 
 def test_fraction_without_unit_is_relative_to_the_given_whole():
-    assert Duration.parse("0.25").samples(BUDGET, whole=4000) == 1000
-    assert Duration.parse("0.25 run").samples(BUDGET, whole=4000) == 400
+    assert Duration.parse("0.25").samples(BUDGET, reference=4000) == 1000
+    assert Duration.parse("0.25 run").samples(BUDGET, reference=4000) == 400
     assert str(Duration.parse("0.25 run")) == "0.25 run"
 
 

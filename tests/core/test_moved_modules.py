@@ -11,7 +11,7 @@ from pkgutil import resolve_name
 import pytest
 
 import foundry
-from foundry.config.checks.static_source import NotThere, resolve_parameters
+from foundry.config.checks.static_source import NameNotFound, resolve_parameters
 from foundry.core import errors, moved_modules
 from foundry.core.duration import Duration
 from foundry.core.moved_modules import MOVED, MovedModules, current_name, find_moved
@@ -88,7 +88,7 @@ def test_old_dotted_path_resolves_to_the_moved_part():
     takes = resolve_parameters("foundry.records.timing.Duration")
     assert takes == resolve_parameters("foundry.core.duration.Duration")
     assert takes is not None
-    with pytest.raises(NotThere, match="has no Durations"):
+    with pytest.raises(NameNotFound, match="has no Durations"):
         resolve_parameters("foundry.records.timing.Durations")
 
 

@@ -15,7 +15,7 @@ from support.composition import compose, configure
 import foundry
 from foundry.commands.library import compose as compose_config
 from foundry.config.build import build
-from foundry.config.checks.static_source import NotThere, resolve_parameters
+from foundry.config.checks.static_source import NameNotFound, resolve_parameters
 from foundry.config.composition.job_overrides import key_and_value
 from foundry.config.composition.store import GROUPS, group_schemas, schemas_in
 from foundry.config.record.frozen import hash_config, load_config, plain, read_recorded, save_config
@@ -23,7 +23,7 @@ from foundry.config.record.recorded import foreign_parts, read_settings
 from foundry.config.record.resume_compat import differences
 from foundry.config.schemas import own_evaluators, own_trackers
 from foundry.core import moved_modules, part_names
-from foundry.core.part_names import NAMESPACES, PARTS, find_part, first_path, names_in, place_of, public_name
+from foundry.core.part_names import NAMESPACES, PARTS, current_path, find_part, names_in, original_path, public_name
 from foundry.sweeps.job import Job
 from foundry.tasks.robots.data.simulated import simulator_identity
 
@@ -101,7 +101,7 @@ def stub(path):
 
 def test_stub_files_match_the_table_of_names():
     for owner in ("foundry", *NAMESPACES):
-        known = {name: place_of(f"{owner}.{name}") for name in names_in(owner)}
+        known = {name: current_path(f"{owner}.{name}") for name in names_in(owner)}
         if owner == "foundry":
             known |= {name.rpartition(".")[2]: name for name in NAMESPACES}
             known |= {name: f"{foundry._PLACES[name]}.{name}" for name in foundry.__all__}
@@ -126,8 +126,8 @@ def test_stub_files_match_the_table_of_names():
 )
 def test_public_name_maps_older_paths_and_keeps_others(path, name):
     assert public_name(path) == name
-    assert first_path(name) == first_path(path)
-    assert public_name(first_path(path)) == name
+    assert original_path(name) == original_path(path)
+    assert public_name(original_path(path)) == name
 
 
 def test_part_of_a_moved_module_keeps_public_name_and_first_path(monkeypatch):
@@ -135,8 +135,8 @@ def test_part_of_a_moved_module_keeps_public_name_and_first_path(monkeypatch):
     monkeypatch.setattr(part_names, "_NAMES", part_names._names())
     for path in ("foundry.SFT", "foundry.objectives.sft.SFT", "foundry.run_dir.names.SFT"):
         assert public_name(path) == "foundry.SFT"
-        assert first_path(path) == "foundry.objectives.sft.SFT"
-        assert place_of(path) == "foundry.run_dir.names.SFT"
+        assert original_path(path) == "foundry.objectives.sft.SFT"
+        assert current_path(path) == "foundry.run_dir.names.SFT"
     monkeypatch.setattr("foundry.run_dir.names.SFT", int, raising=False)
     assert foundry.SFT is int
 
@@ -173,10 +173,10 @@ def test_library_page_lists_every_public_name():
     ],
 )
 def test_misspelled_public_name_error_lists_candidates(path, message, near):
-    with pytest.raises(NotThere) as caught:
+    with pytest.raises(NameNotFound) as caught:
         resolve_parameters(path)
     assert str(caught.value) == message
-    assert near in caught.value.among
+    assert near in caught.value.candidates
 
 
 DIT = "foundry.models.dit.DiT"

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from foundry.core.errors import ConfigError, Violation
-from foundry.engine.restore import look_again
+from foundry.engine.restore import retry_if_replaced
 from foundry.run_dir.checkpoints import find, step_name
 
 
@@ -29,7 +29,7 @@ def test_checkpoint_deleted_while_reading_is_replaced_by_the_next(tmp_path, dele
             raise error
         return folder
 
-    assert look_again(tmp_path, "last", read).name == step_name(deleted)
+    assert retry_if_replaced(tmp_path, "last", read).name == step_name(deleted)
 
 
 @pytest.mark.parametrize("is_training", [True, False])
@@ -44,5 +44,5 @@ def test_damaged_checkpoint_that_stays_is_read_once(tmp_path, is_training):
         raise ConfigError(Violation("which", "is not whole"))
 
     with pytest.raises(ConfigError):
-        look_again(tmp_path, "last", read)
+        retry_if_replaced(tmp_path, "last", read)
     assert len(reads) == 1

@@ -6,24 +6,24 @@ from support.examples import long_case
 from test_memory import SMALL, microbatch_of
 from test_memory import plan as memory
 
-from foundry.commands.plan import _MOST_ROWS, _ROWS, _written
+from foundry.commands.plan import _MOST_ROWS, _ROWS, _schedule_steps
 from foundry.core.errors import ConfigError
 from foundry.planning import memory as planning_memory
 
 
 @pytest.mark.parametrize("total", [1, 2, _ROWS, _ROWS + 1, 3 * _ROWS - 1, 10**8, 10**12, 10**18])
 def test_schedule_csv_has_a_bounded_number_of_rows(total):
-    rows = _written(None, total)
+    rows = _schedule_steps(None, total)
     assert 1 <= len(rows) <= _ROWS
     assert rows[-1] <= total
     assert total > _ROWS or list(rows) == list(range(1, total + 1))
 
 
 def test_plan_every_sets_rows_up_to_a_limit():
-    assert _written(3, 10) == range(3, 11, 3)
-    assert len(_written(1, _MOST_ROWS)) == _MOST_ROWS
+    assert _schedule_steps(3, 10) == range(3, 11, 3)
+    assert len(_schedule_steps(1, _MOST_ROWS)) == _MOST_ROWS
     with pytest.raises(ConfigError, match=r"plan\.every: is 1, which makes 100,000,000 rows .* set 1000"):
-        _written(1, 10**8)
+        _schedule_steps(1, 10**8)
 
 
 @pytest.mark.parametrize(

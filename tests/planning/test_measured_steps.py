@@ -2,7 +2,7 @@
 
 import pytest
 
-from foundry.commands.plan import _measured
+from foundry.commands.plan import _median_step_seconds
 from foundry.core.errors import ConfigError
 
 
@@ -13,7 +13,7 @@ def write(folder, *values):
 
 def test_measured_step_time_is_the_median_without_the_first_step(tmp_path):
     write(tmp_path, 9, 1, 2, 4, "NaN", '"fast"')
-    assert _measured(str(tmp_path)) == 2
+    assert _median_step_seconds(str(tmp_path)) == 2
 
 
 @pytest.mark.parametrize("values", [(), (1,), ("NaN", "NaN"), ('"x"', '"y"', "null", "[1]", 3), ("}", 1, 2)])
@@ -22,4 +22,4 @@ def test_metrics_without_step_times_are_rejected(tmp_path, values):
     with pytest.raises(
         ConfigError, match=r"^plan\.measured: is .*, whose metrics\.jsonl has fewer than two logged steps"
     ):
-        _measured(str(tmp_path))
+        _median_step_seconds(str(tmp_path))

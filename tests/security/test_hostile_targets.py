@@ -9,7 +9,7 @@ from support.examples import examples
 
 from foundry.config.composition.store import GROUPS
 from foundry.config.record.frozen import load_config
-from foundry.config.record.recorded import own_targets
+from foundry.config.record.recorded import built_in_targets
 from foundry.core.errors import ConfigError
 from foundry.core.part_names import public_name
 
@@ -17,7 +17,7 @@ from foundry.core.part_names import public_name
 def test_load_config_rejects_hostile_targets_in_every_group(lm, tmp_path, monkeypatch):
     monkeypatch.setenv(CANARY, SECRET)
     canary, good = tmp_path / "canary", yaml.safe_load((lm / "config.yaml").read_text())
-    own = {target for group in GROUPS for target in own_targets(group)} | set(hydra_targets(good))
+    own = {target for group in GROUPS for target in built_in_targets(group)} | set(hydra_targets(good))
     attempts = [(place, change) for name, attack in targets(canary).items() for place, change in places(attack, name)]
     assert len(attempts) >= 500
     for place, change in random.Random(0).sample(attempts, examples(len(attempts))):

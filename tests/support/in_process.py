@@ -146,7 +146,7 @@ def _hydra():
     job, version, alone = (
         JobRuntime.instance().get("name"),
         VersionBase.instance().version_base,
-        composing._process.alone,
+        composing._process.is_only_application,
     )
     GlobalHydra.instance().clear()
 
@@ -159,7 +159,7 @@ def _hydra():
         plugins.class_name_to_class.update(names)
         GlobalHydra.instance().hydra, HydraConfig.instance().cfg = application, config
         JobRuntime.instance().set("name", job)
-        VersionBase.instance().version_base, composing._process.alone = version, alone
+        VersionBase.instance().version_base, composing._process.is_only_application = version, alone
 
     return restore
 

@@ -1,6 +1,6 @@
 """Synthetic rehearsal records, for tests of derived values and tables."""
 
-from foundry.rehearsal.rehearsed import Collective, Peak, Rehearsed
+from foundry.rehearsal.rehearsed import Collective, Peak, RehearsalRecord
 
 MIB = 2**20
 
@@ -36,4 +36,4 @@ def record(**changes):
         "largest": [],
         "notes": [],
     }
-    return Rehearsed(**{**usual, **changes})
+    return RehearsalRecord(**{**usual, **changes})

@@ -40,7 +40,7 @@ class Rehearsals:
             options: options of `foundry.rehearsal.rehearsal.rehearse`.
         """
 
-        def ask(request, folder):
+        def send(request, folder):
             path = folder / "answer.json"
             order = {"request": asdict(request), "path": str(path), "before": before}
             self._server.stdin.write(json.dumps(order) + "\n")
@@ -49,7 +49,7 @@ class Rehearsals:
             assert code == "0", f"the process of the rehearsal ended with {code or self._server.wait()}"
             return json.loads(path.read_text())
 
-        return rehearse(config, ask=ask, **options)
+        return rehearse(config, send=send, **options)
 
     def close(self):
         self._server.stdin.close()

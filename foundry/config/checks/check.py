@@ -13,8 +13,8 @@ from foundry.config.checks.rules import rules
 from foundry.config.composition.base import expand_base
 from foundry.config.composition.plain_nodes import check_plain_nodes
 from foundry.config.composition.start_dir import check_folders
-from foundry.config.composition.store import fill_left_out
-from foundry.config.diagnostics.holes import check_hydra, holes
+from foundry.config.composition.store import fill_missing_parts
+from foundry.config.diagnostics.holes import check_hydra, missing_values
 from foundry.config.environment import Launch, detect
 from foundry.config.metrics import check_sweeper
 from foundry.config.record.secrets import check_secrets
@@ -37,37 +37,49 @@ def check(composed: DictConfig) -> list[Violation]:
         return list(error.violations)
     choices = list(_check_choices(composed))
     if not choices:
-        fill_left_out(composed)
-    base = [] if choices else expand_base(composed) or pin_teacher(composed)
-    unusable = {wrong.key for wrong in choices} | ({"model"} if base else set())
+        fill_missing_parts(composed)
+    base_errors = [] if choices else expand_base(composed) or pin_teacher(composed)
+    unusable = {violation.key for violation in choices} | ({"model"} if base_errors else set())
     keys = [str(key) for key in composed if key != "hydra" and key not in unusable]
-    missing = [hole for key in keys for hole in holes(composed, key, key)]
-    if wrong := [*choices, *base, *missing, *check_hydra(composed)]:
-        return wrong
+    missing = [hole for key in keys for hole in missing_values(composed, key, key)]
+    if violations := [*choices, *base_errors, *missing, *check_hydra(composed)]:
+        return violations
     try:
         config = to_config(composed)
     except OmegaConfBaseException as error:  # inside a user-defined part
         return [Violation(str(error.full_key or "configuration"), first_line(str(error)))]
-    out = list(_check_bounds(config))
-    sound = _sound(config, {violation.key for violation in out})
-    parts = [getattr(sound, item.name) for item in fields(config)]
-    own = [v for part in parts if hasattr(part, "check") for v in _until_out_of_bounds(part.check)]
-    outside = [
+    out_of_bounds = list(_check_bounds(config))
+    guarded_config = _guard_config(config, {violation.key for violation in out_of_bounds})
+    parts = [getattr(guarded_config, item.name) for item in fields(config)]
+    part_violations = [v for part in parts if hasattr(part, "check") for v in _until_out_of_bounds(part.check)]
+    other_violations = [
         *check_folders(composed),
         *check_launcher(composed),
-        *_until_out_of_bounds(partial(check_sweeper, composed, sound)),
+        *_until_out_of_bounds(partial(check_sweeper, composed, guarded_config)),
     ]
-    single = [*check_secrets(composed), *out, *check_plain_nodes(config), *own, *outside]
-    launch = Launch(environment, resolve_num_tasks(composed), sound.distributed)
-    across = [v for rule in rules(sound) for v in _until_out_of_bounds(partial(rule, sound, launch))]
-    wrong_keys = {violation.key for violation in single}
+    key_violations = [
+        *check_secrets(composed),
+        *out_of_bounds,
+        *check_plain_nodes(config),
+        *part_violations,
+        *other_violations,
+    ]
+    launch = Launch(environment, resolve_num_tasks(composed), guarded_config.distributed)
+    rule_violations = [
+        v for rule in rules(guarded_config) for v in _until_out_of_bounds(partial(rule, guarded_config, launch))
+    ]
+    invalid_keys = {violation.key for violation in key_violations}
     # Drop violations of rules that mention a key with a violation already.
-    return single + [v for v in across if not any(key in str(v) or key.startswith(v.key) for key in wrong_keys)]
+    return key_violations + [
+        v for v in rule_violations if not any(key in str(v) or key.startswith(v.key) for key in invalid_keys)
+    ]
 
 
-def _sound(config: Config, wrong: Collection[str]) -> Config:
-    """Return the configuration with guards that raise `OutOfBounds` if a value at a key in `wrong` is read."""
-    return Config(**{item.name: guarded(getattr(config, item.name), wrong, item.name) for item in fields(config)})
+def _guard_config(config: Config, invalid_keys: Collection[str]) -> Config:
+    """Return the configuration with guards that raise `OutOfBounds` if a value at a key in `invalid_keys` is read."""
+    return Config(
+        **{item.name: guarded(getattr(config, item.name), invalid_keys, item.name) for item in fields(config)}
+    )
 
 
 def _until_out_of_bounds(check: Callable[[], Iterator[Violation]]) -> Iterator[Violation]:
@@ -82,9 +94,9 @@ def _check_choices(composed: DictConfig) -> Iterator[Violation]:
     For a list of options, Hydra merges them and does not record a choice.
     """
     choices = OmegaConf.select(composed, "hydra.runtime.choices") or {}
-    given = OmegaConf.select(composed, "hydra.overrides.task")
+    override_node = OmegaConf.select(composed, "hydra.overrides.task")
     # To a container first: iterating over the node would resolve interpolations in the overrides.
-    raw: Any = OmegaConf.to_container(given, resolve=False) if given is not None else []
+    raw: Any = OmegaConf.to_container(override_node, resolve=False) if override_node is not None else []
     overrides = [str(override).lstrip("+") for override in raw]
     for group in (item.name for item in fields(Config)):
         if group not in choices and any(override.startswith(f"{group}=[") for override in overrides):

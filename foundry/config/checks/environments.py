@@ -8,7 +8,7 @@ from omegaconf.errors import OmegaConfBaseException
 from foundry.config.build import field_of
 from foundry.config.checks.targets import runtime_settings
 from foundry.config.composition.store import writable
-from foundry.config.diagnostics.wanted import wanted
+from foundry.config.diagnostics.wanted import expected_kind
 from foundry.config.metrics import EXACT_MATCH, HELD_OUT
 from foundry.config.schemas.environment import InWorker, NoEnvironment, check_weights
 from foundry.config.schemas.rollouts import Rollouts
@@ -38,29 +38,29 @@ def check_environment(config: Config) -> Iterator[Violation]:
     if not isinstance(config.environment, dict):
         return
     settings = writable(InWorker)
-    settings._target_, wrong = "own", False
+    settings._target_, is_invalid = "own", False
     for name in runtime_settings("environment"):
         try:
             if name in config.environment:
                 settings[name] = config.environment[name]
         except OmegaConfBaseException as error:
-            wrong, kind, key = True, wanted(error), str(error.full_key or name)
+            is_invalid, kind, key = True, expected_kind(error), str(error.full_key or name)
             value = OmegaConf.select(OmegaConf.create({name: config.environment[name]}), key)
             message = f"is {shown(value)} but must be {kind}" if kind else first_line(str(error))
             yield Violation(f"environment.{key}", message)
-    if not wrong:
-        read = OmegaConf.to_object(settings)
-        assert isinstance(read, InWorker)
-        yield from check_fields(read, "environment")
-        yield from check_weights(read.weights)
+    if not is_invalid:
+        settings_object = OmegaConf.to_object(settings)
+        assert isinstance(settings_object, InWorker)
+        yield from check_fields(settings_object, "environment")
+        yield from check_weights(settings_object.weights)
 
 
 def _is_idle(config: Config) -> bool:
     """Return whether there is an environment that no objective, evaluator or stop rule can use."""
     objective, evaluation = config.objective, config.evaluation
-    is_own = isinstance(objective, dict) or objective._target_ != type(objective)._target_
-    asks = isinstance(objective, Rollouts) and objective.generates
-    if isinstance(config.environment, NoEnvironment) or is_own or asks:
+    is_custom = isinstance(objective, dict) or objective._target_ != type(objective)._target_
+    generates = isinstance(objective, Rollouts) and objective.generates
+    if isinstance(config.environment, NoEnvironment) or is_custom or generates:
         return False
     parts = [*evaluation.evaluators.values(), *evaluation.stop_rules.values()]
     return all(node is None or (isinstance(node, dict) and node.get("_target_") == HELD_OUT) for node in parts)

@@ -9,7 +9,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from foundry.config.composition.brought import own_hparams
+from foundry.config.composition.brought import hparams_of_method
 from foundry.config.composition.choices import open_repository
 from foundry.config.composition.hydra_internals import IConfigRepository
 from foundry.config.environment import detect
@@ -39,13 +39,13 @@ def log_method(composed: DictConfig) -> None:
     lines = list(hydra.overrides.hydra)
     repo, _ = open_repository(loader, None, OverridesParser.create().parse_overrides(lines))
     is_given = any(str(line).lstrip("+").startswith("hparams=") for line in hydra.overrides.task)
-    if not is_given and (notice := describe_brought(composed, repo, hydra.runtime.choices)) is not None:
+    if not is_given and (notice := describe_implied_hparams(composed, repo, hydra.runtime.choices)) is not None:
         log.log(NOTICE, "%s", notice)
     if (warning := describe_high_rate(composed, repo, hydra.runtime.choices["hparams"])) is not None:
         log.warning("%s", warning)
 
 
-def describe_brought(composed: DictConfig, repo: IConfigRepository, options: Mapping[str, str]) -> str | None:
+def describe_implied_hparams(composed: DictConfig, repo: IConfigRepository, options: Mapping[str, str]) -> str | None:
     """Return a line about the option of `hparams` that other options select, or None if none selects it.
 
     Args:
@@ -54,14 +54,14 @@ def describe_brought(composed: DictConfig, repo: IConfigRepository, options: Map
         options: selected option of each group.
     """
     hparams = composed.hparams
-    own, group = own_hparams(repo, options)
-    if own is None or own != options["hparams"]:
+    method_option, group = hparams_of_method(repo, options)
+    if method_option is None or method_option != options["hparams"]:
         return None
     units = {"epochs": "epoch", "max_steps": "step", "train_samples": "sample"}
     lengths = [(hparams[key], unit) for key, unit in units.items() if hparams[key] is not None]
     budget = " or ".join(f"{length:g} {unit}{'' if length == 1 else 's'}" for length, unit in lengths)
     rate = f"optimizer={options['optimizer']}, hparams.lr={hparams.lr:g}, {hparams.global_batch_size} samples a step"
-    return f"{group}={options[group]} selects hparams={own}: {rate}, {budget}"
+    return f"{group}={options[group]} selects hparams={method_option}: {rate}, {budget}"
 
 
 def describe_high_rate(composed: DictConfig, repo: IConfigRepository, option: str) -> str | None:
@@ -86,8 +86,8 @@ def default_lr(composed: DictConfig, repo: IConfigRepository, option: str) -> fl
         option: name of the option, which may extend another option.
     """
     loaded = repo.load_config(f"hparams/{option}")
-    own = None if loaded is None else OmegaConf.select(loaded.config, "hparams", throw_on_resolution_failure=False)
-    if isinstance(own, DictConfig) and (node := own._get_node("lr")) is not None:
+    hparams = None if loaded is None else OmegaConf.select(loaded.config, "hparams", throw_on_resolution_failure=False)
+    if isinstance(hparams, DictConfig) and (node := hparams._get_node("lr")) is not None:
         copy = composed.copy()
         OmegaConf.update(copy, "hparams.lr", node._value())
         return float(copy.hparams.lr)

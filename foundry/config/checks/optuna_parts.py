@@ -36,31 +36,31 @@ def build_part(kind: str, node: Mapping[str, Any]) -> Any:
         ValueError: `check_part` finds a violation, or Optuna does not have the class.
         TypeError: the arguments do not match the class.
     """
-    if wrong := [str(violation) for violation in check_part(kind, node, kind)]:
-        raise ValueError("; ".join(wrong))
-    return _built(kind, dict(node))
+    if messages := [str(violation) for violation in check_part(kind, node, kind)]:
+        raise ValueError("; ".join(messages))
+    return _build(kind, dict(node))
 
 
 def _check(kind: str, node: Any, key: str) -> Iterator[Violation]:
     children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     for name, value in children:
-        where = f"{key}.{shown(name)}"
+        child_key = f"{key}.{shown(name)}"
         if name == "_target_":
-            package, _, last = str(value).rpartition(".")
-            if package != f"optuna.{kind}s" or not _CLASS.fullmatch(last):
-                yield Violation(where, f"is {shown(value)} but must be a class of optuna.{kind}s")
+            package, _, class_name = str(value).rpartition(".")
+            if package != f"optuna.{kind}s" or not _CLASS.fullmatch(class_name):
+                yield Violation(child_key, f"is {shown(value)} but must be a class of optuna.{kind}s")
         elif name in HYDRA_KEYS:
-            yield Violation(where, f"is {shown(value)} but a {kind} takes a _target_ and arguments only; remove it")
+            yield Violation(child_key, f"is {shown(value)} but a {kind} takes a _target_ and arguments only; remove it")
         else:
-            yield from _check(kind, value, where)
+            yield from _check(kind, value, child_key)
 
 
-def _built(kind: str, node: Any) -> Any:
+def _build(kind: str, node: Any) -> Any:
     if isinstance(node, list):
-        return [_built(kind, item) for item in node]
+        return [_build(kind, item) for item in node]
     if not isinstance(node, dict):
         return node
-    arguments = {str(name): _built(kind, value) for name, value in node.items() if name != "_target_"}
+    arguments = {str(name): _build(kind, value) for name, value in node.items() if name != "_target_"}
     if "_target_" not in node:
         return arguments
     package = import_module(f"optuna.{kind}s")

@@ -13,8 +13,8 @@ from foundry.config.checks.environments import check_environment
 from foundry.config.checks.targets import check_targets
 from foundry.config.composition.store import group_schemas
 from foundry.config.environment import Launch
-from foundry.config.lengths import check_lengths, given_sizes, resolve_budget
-from foundry.config.metrics import check_metrics, measured_by
+from foundry.config.lengths import check_lengths, resolve_budget, unrounded_batch_sizes
+from foundry.config.metrics import check_metrics, computed_metrics
 from foundry.config.schemas.distributed import resolve_distributed
 from foundry.config.schemas.hparams import HParams, ScheduleUnit
 from foundry.config.schemas.root import Config
@@ -42,14 +42,14 @@ def _budget(config: Config, launch: Launch) -> Iterator[Violation]:
 def _batch(config: Config, launch: Launch) -> Iterator[Violation]:
     """Check that batch sizes are consistent and divisible by ranks and microbatches."""
     hparams, tokens = config.hparams, _tokens_per_sample(config)
-    if wrong := list(_batch_schedule(config)):
-        yield from wrong
+    if schedule_violations := list(_batch_schedule(config)):
+        yield from schedule_violations
         return
-    total, staged = hparams.global_batch_size, _staged(hparams)
+    total, size_key = hparams.global_batch_size, _batch_size_key(hparams)
     try:
-        sizes = given_sizes(hparams, tokens_per_sample=tokens)
+        sizes = unrounded_batch_sizes(hparams, tokens_per_sample=tokens)
     except ValueError as error:
-        yield Violation(staged, f"{error}; it must end at hparams.global_batch_size={total}")
+        yield Violation(size_key, f"{error}; it must end at hparams.global_batch_size={total}")
         return
     if sizes.final != total:
         message = f"is {total} but the last size of hparams.batch_schedule is {sizes.final}; set both to the same value"
@@ -74,24 +74,28 @@ def _division(hparams: HParams, sizes: BatchSizes, ranks: int) -> Iterator[Viola
     """Check that each batch size is a multiple of one microbatch per rank, or can be rounded down to a multiple."""
     total = hparams.global_batch_size
     per_gpu = hparams.per_gpu_batch_size
-    key = _staged(hparams)
+    key = _batch_size_key(hparams)
     step = per_gpu * ranks
     product = f"per_gpu_batch_size {per_gpu} x {ranks} {'rank' if ranks == 1 else 'ranks'} = {step}"
-    wrong = [size for size in sizes.sizes if (size < step if hparams.allow_rounding else size % step)]
-    if not wrong:
+    invalid_sizes = [size for size in sizes.sizes if (size < step if hparams.allow_rounding else size % step)]
+    if not invalid_sizes:
         return
     if hparams.allow_rounding:
-        yield Violation(key, f"has {listed(wrong, _MOST_SIZES)}, below {product}, and would be rounded down to 0")
+        yield Violation(
+            key, f"has {listed(invalid_sizes, _MOST_SIZES)}, below {product}, and would be rounded down to 0"
+        )
     elif len(sizes.sizes) > 1:
         remedy = "change them, or set hparams.allow_rounding=true to round each down"
-        yield Violation(key, f"has stages that are not multiples of {product}: {listed(wrong, _MOST_SIZES)}; {remedy}")
+        yield Violation(
+            key, f"has stages that are not multiples of {product}: {listed(invalid_sizes, _MOST_SIZES)}; {remedy}"
+        )
     else:
-        near = sorted({max(step, total // step * step), ceil(total / step) * step})
-        nearest_sizes = " or ".join(map(str, near))
+        nearest_multiples = sorted({max(step, total // step * step), ceil(total / step) * step})
+        nearest_sizes = " or ".join(map(str, nearest_multiples))
         yield Violation(key, f"is {total} but must be a multiple of {product}; nearest: {nearest_sizes}")
 
 
-def _staged(hparams: HParams) -> str:
+def _batch_size_key(hparams: HParams) -> str:
     """Return the key of the setting that determines the batch sizes."""
     if hparams.batch_schedule is not None:
         return "hparams.batch_schedule"
@@ -120,8 +124,8 @@ def _lengths(config: Config, launch: Launch) -> Iterator[Violation]:
     Otherwise, the run checks them before its first step.
     """
     hparams, tokens = config.hparams, _tokens_per_sample(config)
-    given = [length for length in (hparams.max_steps, hparams.train_samples) if length is not None]
-    if hparams.epochs is not None or not given or min(given) < 1:
+    limits = [length for length in (hparams.max_steps, hparams.train_samples) if length is not None]
+    if hparams.epochs is not None or not limits or min(limits) < 1:
         return
     if hparams.batch_schedule is not None and tokens is None and not _has_no_tokens(config.data):
         return  # its thresholds may be in tokens
@@ -151,31 +155,33 @@ def _unit(text: str) -> Unit | None:
 
 def _loss(config: Config, launch: Launch) -> Iterator[Violation]:
     loss = config.hparams.loss_function
-    fitting = getattr(config.objective, "loss_functions", None)
-    if fitting is not None and loss not in fitting:
-        yield Violation("hparams.loss_function", _other_loss(loss, type(config.objective).__name__, fitting))
+    loss_functions = getattr(config.objective, "loss_functions", None)
+    if loss_functions is not None and loss not in loss_functions:
+        yield Violation("hparams.loss_function", _loss_message(loss, type(config.objective).__name__, loss_functions))
         return
-    has_z_loss = fitting is None or hasattr(config.objective, "z_loss_coefficient")
+    has_z_loss = loss_functions is None or hasattr(config.objective, "z_loss_coefficient")
     if config.hparams.z_loss_coefficient > 0 and not has_z_loss:
         name = type(config.objective).__name__
         yield Violation("hparams.z_loss_coefficient", f"is set but objective {name} has no z-loss; set it to 0")
 
 
-def _other_loss(loss: str, objective: str, fitting: Sequence[str]) -> str:
+def _loss_message(loss: str, objective: str, loss_functions: Sequence[str]) -> str:
     """Return a message that the objective determines the loss function, with the objectives that use `loss`."""
     # Instances without values have class defaults, which the property `loss_functions` of some schemas reads.
     schemas = {name: object.__new__(schema) for name, schema in group_schemas("objective").items()}
     names = [name for name, schema in schemas.items() if loss in getattr(schema, "loss_functions", ())]
     options = "|".join(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower() for name in names)
     remedy = f"choose objective={options}, or " if options else ""
-    message = f"is {loss}, which does not choose the loss: objective {objective} minimizes {' or '.join(fitting)}"
-    return f"{message}; {remedy}set hparams.loss_function={fitting[0]}"
+    message = (
+        f"is {loss}, which does not choose the loss: objective {objective} minimizes {' or '.join(loss_functions)}"
+    )
+    return f"{message}; {remedy}set hparams.loss_function={loss_functions[0]}"
 
 
 def _metrics(config: Config, launch: Launch) -> Iterator[Violation]:
-    measured = measured_by(config)
-    if measured is not None:
-        yield from check_metrics(config.evaluation, config.checkpoint.keep_best, measured)
+    computed = computed_metrics(config)
+    if computed is not None:
+        yield from check_metrics(config.evaluation, config.checkpoint.keep_best, computed)
 
 
 def _samples(config: Config, launch: Launch) -> Iterator[Violation]:
@@ -185,25 +191,29 @@ def _samples(config: Config, launch: Launch) -> Iterator[Violation]:
         part = getattr(config, group)
         wants: frozenset[str] = getattr(part, "wants", frozenset())
         if offers is not None and not wants <= offers:
-            made_for, has = " and ".join(sorted(wants)), " and ".join(sorted(offers))
+            needs, content = " and ".join(sorted(wants)), " and ".join(sorted(offers))
             name, data = getattr(part, "described", type(part).__name__), type(config.data).__name__
             yield Violation(
-                group, f"is {name}, which needs {made_for}, but data is {data}, which has {has}; change one of them"
+                group,
+                f"is {name}, which needs {needs}, but data is {data}, which has {content}; change one of them",
             )
 
 
 def _sizes(config: Config, launch: Launch) -> Iterator[Violation]:
     """Check that sizes of model and objective equal the sizes of the data, or are at least as large."""
-    for group, pairs, is_wrong, wanted in (
+    for group, pairs, is_wrong, relation in (
         ("model", _same_as_data(config.model), int.__ne__, "must be"),
         ("model", _ENOUGH, int.__lt__, "must be at least"),
         ("objective", _same_as_data(config.objective), int.__ne__, "must be"),
     ):
-        for own, other in pairs:
-            have, need = getattr(getattr(config, group), own, None), getattr(config.data, other, None)
-            if isinstance(have, int) and isinstance(need, int) and is_wrong(have, need):
-                message = f"is {have} but {wanted} data.{other}={need}; leave it out to follow the data"
-                yield Violation(f"{group}.{own}", message)
+        for name, data_name in pairs:
+            part_size, data_size = (
+                getattr(getattr(config, group), name, None),
+                getattr(config.data, data_name, None),
+            )
+            if isinstance(part_size, int) and isinstance(data_size, int) and is_wrong(part_size, data_size):
+                message = f"is {part_size} but {relation} data.{data_name}={data_size}; leave it out to follow the data"
+                yield Violation(f"{group}.{name}", message)
 
 
 def _same_as_data(part: Any) -> list[tuple[str, str]]:
@@ -218,34 +228,41 @@ def _accumulation(config: Config, launch: Launch) -> Iterator[Violation]:
 
 def _launcher(config: Config, launch: Launch) -> Iterator[Violation]:
     environment, distributed = launch.environment, config.distributed
-    started = environment.local_world_size
-    if environment.launcher != "single" and distributed.nproc_per_node not in (1, started):
+    local = environment.local_world_size
+    if environment.launcher != "single" and distributed.nproc_per_node not in (1, local):
         yield Violation(
             "distributed.nproc_per_node",
-            f"is {distributed.nproc_per_node} but {environment.launcher} started {started} on this node; leave it out",
+            f"is {distributed.nproc_per_node} but {environment.launcher} started {local} on this node; leave it out",
         )
 
 
 def _restarts(config: Config, launch: Launch) -> Iterator[Violation]:
-    key, wanted, launcher = "distributed.max_restarts", config.distributed.max_restarts, launch.environment.launcher
-    if not wanted:
+    key, restarts, launcher = (
+        "distributed.max_restarts",
+        config.distributed.max_restarts,
+        launch.environment.launcher,
+    )
+    if not restarts:
         return
     if launcher == "torchrun":
-        yield Violation(key, f"is {wanted} but torchrun starts the processes; start it with --max-restarts={wanted}")
+        yield Violation(
+            key, f"is {restarts} but torchrun starts the processes; start it with --max-restarts={restarts}"
+        )
     elif launcher in ("slurm", "submitit") or launch.tasks > 1:
         message = "but Slurm or submitit starts the processes; let Slurm requeue the job (docs/slurm.md)"
-        yield Violation(key, f"is {wanted} {message}")
+        yield Violation(key, f"is {restarts} {message}")
     elif config.distributed.nproc_per_node == 1:
         yield Violation(
-            key, f"is {wanted} but foundry starts no processes; set distributed.nproc_per_node, or set this key to 0"
+            key,
+            f"is {restarts} but foundry starts no processes; set distributed.nproc_per_node, or set this key to 0",
         )
     if config.checkpoint.interval is None and config.checkpoint.every_minutes is None:
         message = (
-            f"is {wanted} but the run saves no checkpoints to restart from; set checkpoint.interval or .every_minutes"
+            f"is {restarts} but the run saves no checkpoints to restart from; set checkpoint.interval or .every_minutes"
         )
         yield Violation(key, message)
     if config.checkpoint.resume == "never":
-        yield Violation(key, f"is {wanted} but checkpoint.resume=never prevents restarts; set checkpoint.resume=auto")
+        yield Violation(key, f"is {restarts} but checkpoint.resume=never prevents restarts; set checkpoint.resume=auto")
 
 
 def _strategy(config: Config, launch: Launch) -> Iterator[Violation]:
@@ -269,31 +286,31 @@ def _missing_paths(node: Any, key: str) -> Iterator[Violation]:
         elif item.metadata.get("path"):
             verb, reads_urls = "has" if isinstance(value, list) else "is", item.name in getattr(node, "urls", ())
             for path in listed_paths(value):
-                wrong = None
+                problem = None
                 if reads_urls and is_url(path):
                     if reason := why_no_url(path):
-                        wrong = f" but {reason}"
+                        problem = f" but {reason}"
                 elif not _exists(path):
                     hint = hub_hint(path) if reads_urls else download_hint(path)
-                    wrong = f", which does not exist{hint or '; give an existing file or folder'}"
-                if wrong:
-                    yield Violation(f"{key}.{item.name}", f"{verb} {shown(path)}{wrong}")
+                    problem = f", which does not exist{hint or '; give an existing file or folder'}"
+                if problem:
+                    yield Violation(f"{key}.{item.name}", f"{verb} {shown(path)}{problem}")
 
 
 def _exists(path: str) -> bool:
     parts = Path(path).parts
-    fixed = Path(*takewhile(lambda part: not set(part) & set("*?["), parts))
+    literal_prefix = Path(*takewhile(lambda part: not set(part) & set("*?["), parts))
     try:
-        if len(fixed.parts) == len(parts):
-            return fixed.is_file() or fixed.is_dir()
+        if len(literal_prefix.parts) == len(parts):
+            return literal_prefix.is_file() or literal_prefix.is_dir()
         if "**" in parts:  # a recursive glob can take minutes
-            return fixed.is_dir()
-        return any(True for _ in fixed.glob(str(Path(path).relative_to(fixed))))
+            return literal_prefix.is_dir()
+        return any(True for _ in literal_prefix.glob(str(Path(path).relative_to(literal_prefix))))
     except (OSError, ValueError):  # invalid path, or no permission
         return False
 
 
-def _alone(check: Callable[[Config], Iterator[Violation]], config: Config, launch: Launch) -> Iterator[Violation]:
+def _as_rule(check: Callable[[Config], Iterator[Violation]], config: Config, launch: Launch) -> Iterator[Violation]:
     """Adapt a check of the configuration to the signature of a rule."""
     yield from check(config)
 
@@ -304,9 +321,9 @@ RULES: tuple[Rule, ...] = (
     _accumulation,
     _lengths,
     _samples,
-    partial(_alone, check_environment),
+    partial(_as_rule, check_environment),
     _sizes,
-    partial(_alone, check_targets),
+    partial(_as_rule, check_targets),
     _loss,
     _metrics,
     _launcher,
@@ -321,4 +338,4 @@ def rules(config: Config) -> Iterator[Rule]:
     yield from RULES
     parts: list[Any] = [getattr(config, item.name) for item in fields(config)]
     yield from (part.check_with for part in parts if hasattr(part, "check_with"))
-    yield from (partial(_alone, check) for check in checks())
+    yield from (partial(_as_rule, check) for check in checks())

@@ -17,8 +17,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
-from foundry.config.configured import SETTINGS, needed_settings
-from foundry.core.part_names import NAMESPACES, names_in, place_of
+from foundry.config.configured import SETTINGS, requires_value
+from foundry.core.part_names import NAMESPACES, current_path, names_in
 from foundry.core.safe_path import local_remedy
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
@@ -33,12 +33,12 @@ _PLAIN_BASES = {"object", "ABC", "Module", "Generic", "Protocol", "Optimizer", "
 _DEEPEST = 8
 
 
-class NotThere(Exception):
+class NameNotFound(Exception):
     """Raised if a module or name definitely does not exist; the message continues a sentence after "but"."""
 
-    def __init__(self, message: str, among: Iterable[str] = (), word: str = "") -> None:
+    def __init__(self, message: str, candidates: Iterable[str] = (), word: str = "") -> None:
         super().__init__(message)
-        self.word, self.among = word, sorted(set(among))
+        self.word, self.candidates = word, sorted(set(candidates))
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,14 @@ class Parameters:
     Attributes:
         names: names in order, positional parameters first.
         required: names of the parameters without a default.
-        by_place: maximum number of positional arguments.
-        takes_any: the callable has `**kwargs`.
+        max_positional: maximum number of positional arguments.
+        has_var_keyword: the callable has `**kwargs`.
     """
 
     names: tuple[str, ...]
     required: frozenset[str]
-    by_place: int
-    takes_any: bool = False
+    max_positional: int
+    has_var_keyword: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,15 +78,15 @@ def resolve_parameters(path: str) -> Parameters | None:
     """Return the parameters of the class or function at a dotted path, or None if its source does not determine them.
 
     Raises:
-        NotThere: the module does not exist, or it does not have that name.
+        NameNotFound: the module does not exist, or it does not have that name.
     """
     importlib.invalidate_caches()
     _require_public(path)
-    module, names = _split(place_of(path))
+    module, names = _split(current_path(path))
     if isinstance(module, ModuleSpec) and not names:
-        raise NotThere("that is a module; name a class or function in it")
+        raise NameNotFound("that is a module; name a class or function in it")
     if module.name == "foundry" and names[0] not in dir(sys.modules["foundry"]):
-        raise NotThere(f"foundry has no {names[0]}", [*names_in("foundry"), *NAMESPACES], names[0])
+        raise NameNotFound(f"foundry has no {names[0]}", [*names_in("foundry"), *NAMESPACES], names[0])
     source = _source(module)
     if source is None:
         return None
@@ -99,14 +99,14 @@ def _require_public(path: str) -> None:
     """Reject unknown names in foundry's namespaces.
 
     Raises:
-        NotThere: the namespace does not have that name.
+        NameNotFound: the namespace does not have that name.
     """
     first, _, rest = path.partition(".")
     namespace, _, name = rest.partition(".")
     owner, name = f"{first}.{namespace}", name.partition(".")[0]
     if owner in NAMESPACES and name not in names_in(owner):
         message = f"{owner} has no {name}" if name else "that is a namespace; name a class or function in it"
-        raise NotThere(message, names_in(owner), name)
+        raise NameNotFound(message, names_in(owner), name)
 
 
 def _require_no_misspelt_module(package: Source, name: str) -> None:
@@ -115,18 +115,18 @@ def _require_no_misspelt_module(package: Source, name: str) -> None:
     These names cannot be looked up, but they never resemble the name of a module.
 
     Raises:
-        NotThere: the package has a module with a similar name, and its source does not contain the given name.
+        NameNotFound: the package has a module with a similar name, and its source does not contain the given name.
     """
     modules = [module.name for module in pkgutil.iter_modules(package.folders or ())]
     if difflib.get_close_matches(name, modules, cutoff=0.8) and not re.search(rf"\b{name}\b", package.text):
-        raise NotThere(f"{package.name} has no {name}", modules, name)
+        raise NameNotFound(f"{package.name} has no {name}", modules, name)
 
 
 def _split(path: str) -> tuple[ModuleSpec, list[str]]:
     """Split a dotted path into its innermost module and the remaining names.
 
     Raises:
-        NotThere: the module does not exist.
+        NameNotFound: the module does not exist.
     """
     first, *rest = path.split(".")
     try:
@@ -137,9 +137,9 @@ def _split(path: str) -> tuple[ModuleSpec, list[str]]:
             return ModuleSpec(first, None), rest or [first]
     if spec is None:
         folders = [entry or "." for entry in sys.path if not entry.endswith((".zip", "-packages", "lib-dynload"))]
-        raise NotThere(
+        raise NameNotFound(
             f"there is no module {first}; Python looks in PYTHONPATH and in installed packages{local_remedy(first)}",
-            among=[found.name for found in pkgutil.iter_modules(folders)],
+            candidates=[module.name for module in pkgutil.iter_modules(folders)],
             word=first,
         )
     while rest and spec.submodule_search_locations is not None:
@@ -150,8 +150,8 @@ def _split(path: str) -> tuple[ModuleSpec, list[str]]:
             break
         spec, rest = inner, rest[1:]
     if rest and spec.submodule_search_locations is not None and spec.origin is None:
-        among = [found.name for found in pkgutil.iter_modules(list(spec.submodule_search_locations))]
-        raise NotThere(f"{spec.name} has no module {rest[0]}", among, rest[0])
+        candidates = [module.name for module in pkgutil.iter_modules(list(spec.submodule_search_locations))]
+        raise NameNotFound(f"{spec.name} has no module {rest[0]}", candidates, rest[0])
     return spec, rest
 
 
@@ -159,22 +159,22 @@ def _source(spec: ModuleSpec) -> Source | None:
     """Return the source of a module, or None if it has no readable Python source.
 
     Raises:
-        NotThere: the source has a syntax error, so nothing can be imported from it.
+        NameNotFound: the source has a syntax error, so nothing can be imported from it.
     """
     if spec.origin is None or not spec.origin.endswith(".py") or not Path(spec.origin).is_file():
         return None
-    found, folders = Path(spec.origin).stat(), spec.submodule_search_locations
+    status, folders = Path(spec.origin).stat(), spec.submodule_search_locations
     try:
-        tree, text = _parsed(spec.origin, found.st_mtime_ns, found.st_size)
+        tree, text = _parse_file(spec.origin, status.st_mtime_ns, status.st_size)
     except SyntaxError as error:
-        raise NotThere(f"{spec.origin} line {error.lineno} is not valid Python: {error.msg}") from None
+        raise NameNotFound(f"{spec.origin} line {error.lineno} is not valid Python: {error.msg}") from None
     except (ValueError, OSError, RecursionError):
         return None
     return Source(spec.name, None if folders is None else tuple(folders), tree, text)
 
 
 @lru_cache(maxsize=64)
-def _parsed(path: str, modified: int, size: int) -> tuple[ast.Module, str]:
+def _parse_file(path: str, modified: int, size: int) -> tuple[ast.Module, str]:
     data = Path(path).read_bytes()
     return ast.parse(data), data.decode("utf-8", "replace")
 
@@ -183,32 +183,32 @@ def _parameters_in(source: Source, names: Sequence[str], depth: int) -> Paramete
     """Return the parameters of the definition with these (nested) names in a module, or None if unknown.
 
     Raises:
-        NotThere: the module definitely does not have the name.
+        NameNotFound: the module definitely does not have the name.
     """
-    found = _lookup(source, names[0], depth)
-    if found is None:
+    match = _lookup(source, names[0], depth)
+    if match is None:
         return None
-    source, definition = found
+    source, definition = match
     if isinstance(definition, ast.ClassDef):
         if len(names) == 1:
             return _constructor(source, definition, depth)
         return _method(source, definition, names[1:])
-    return _of_function(source, definition) if len(names) == 1 else None
+    return _function_parameters(source, definition) if len(names) == 1 else None
 
 
 def _lookup(source: Source, name: str, depth: int) -> tuple[Source, Definition] | None:
     """Return the definition of a name in a module, following imports; None if it is not defined exactly once.
 
     Raises:
-        NotThere: the module definitely does not have the name.
+        NameNotFound: the module definitely does not have the name.
     """
-    defined = [node for node in source.tree.body if isinstance(node, Definition) and node.name == name]
-    given = list(_given_names(source.tree))
-    if given.count(name) == 1 and defined:
-        return source, defined[0]
-    if given.count(name) == 0 and not source.is_dynamic:
+    definitions = [node for node in source.tree.body if isinstance(node, Definition) and node.name == name]
+    bound_names = list(_bound_names(source.tree))
+    if bound_names.count(name) == 1 and definitions:
+        return source, definitions[0]
+    if bound_names.count(name) == 0 and not source.is_dynamic:
         modules = [module.name for module in pkgutil.iter_modules(source.folders or ())]
-        raise NotThere(f"{source.name} has no {name}", [*given, *modules], name)
+        raise NameNotFound(f"{source.name} has no {name}", [*bound_names, *modules], name)
     imports = [
         (node, alias)
         for node in source.tree.body
@@ -216,14 +216,14 @@ def _lookup(source: Source, name: str, depth: int) -> tuple[Source, Definition] 
         for alias in node.names
         if (alias.asname or alias.name) == name
     ]
-    if given.count(name) != 1 or not imports or depth > _DEEPEST:
+    if bound_names.count(name) != 1 or not imports or depth > _DEEPEST:
         return None
     (node, alias) = imports[0]
     try:
-        spec, rest = _split(place_of(f"{_absolute(source, node)}.{alias.name}"))
+        spec, rest = _split(current_path(f"{_absolute(source, node)}.{alias.name}"))
         inner = _source(spec) if len(rest) == 1 else None
         return None if inner is None else _lookup(inner, rest[0], depth + 1)
-    except NotThere:  # not reported: importing the module raises the error
+    except NameNotFound:  # not reported: importing the module raises the error
         return None
 
 
@@ -232,11 +232,11 @@ def _absolute(source: Source, node: ast.ImportFrom) -> str:
     if node.level == 0:
         return node.module or ""
     parts = source.name.split(".")
-    kept = parts[: len(parts) - node.level + (0 if source.folders is None else 1)]
-    return ".".join([*kept, node.module] if node.module else kept)
+    package_parts = parts[: len(parts) - node.level + (0 if source.folders is None else 1)]
+    return ".".join([*package_parts, node.module] if node.module else package_parts)
 
 
-def _given_names(node: ast.AST) -> Iterator[str]:
+def _bound_names(node: ast.AST) -> Iterator[str]:
     """Yield each name that the module's code can bind, once for each binding."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, Definition):
@@ -247,7 +247,7 @@ def _given_names(node: ast.AST) -> Iterator[str]:
             yield from (alias.asname or alias.name.partition(".")[0] for alias in child.names)
         elif isinstance(child, ast.Name) and isinstance(child.ctx, (ast.Store, ast.Del)):
             yield child.id
-        yield from _given_names(child)
+        yield from _bound_names(child)
 
 
 def _constructor(source: Source, definition: ast.ClassDef, depth: int) -> Parameters | None:
@@ -255,10 +255,10 @@ def _constructor(source: Source, definition: ast.ClassDef, depth: int) -> Parame
     if not _is_plain(source, definition, depth):
         return None
     if definition.decorator_list:
-        return _of_dataclass(definition)
-    own = [node for node in definition.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
-    if len(own) == 1 and _body_names(definition).count("__init__") == 1:
-        return _of_function(source, own[0], skip=1)
+        return _dataclass_parameters(definition)
+    constructors = [node for node in definition.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
+    if len(constructors) == 1 and _body_names(definition).count("__init__") == 1:
+        return _function_parameters(source, constructors[0], skip=1)
     if not definition.bases and "__init__" not in _body_names(definition):
         return Parameters((), frozenset(), 0)
     if "__init__" in _body_names(definition) or len(definition.bases) != 1:
@@ -284,24 +284,29 @@ def _base(source: Source, base: ast.expr, depth: int) -> tuple[Source, ast.Class
     if not isinstance(base, ast.Name):
         return None
     try:
-        found = _lookup(source, base.id, depth + 1)
-    except NotThere:
+        match = _lookup(source, base.id, depth + 1)
+    except NameNotFound:
         return None
-    if found is None or not isinstance(found[1], ast.ClassDef):
+    if match is None or not isinstance(match[1], ast.ClassDef):
         return None
-    return found[0], found[1]
+    return match[0], match[1]
 
 
 def _body_names(definition: ast.ClassDef) -> list[str]:
-    return list(_given_names(ast.Module(definition.body, [])))
+    return list(_bound_names(ast.Module(definition.body, [])))
 
 
-def _of_dataclass(definition: ast.ClassDef) -> Parameters | None:
+def _dataclass_parameters(definition: ast.ClassDef) -> Parameters | None:
     """Return the parameters of a dataclass without base classes and other decorators; None for other classes."""
-    (decorator, *others) = definition.decorator_list
+    (decorator, *other_decorators) = definition.decorator_list
     call = decorator if isinstance(decorator, ast.Call) else None
     name = ast.unparse(call.func if call else decorator).rpartition(".")[2]
-    if others or name != "dataclass" or definition.bases or (call and any(k.arg == "init" for k in call.keywords)):
+    if (
+        other_decorators
+        or name != "dataclass"
+        or definition.bases
+        or (call and any(k.arg == "init" for k in call.keywords))
+    ):
         return None
     if "__init__" in _body_names(definition):
         return None
@@ -323,62 +328,67 @@ def _of_dataclass(definition: ast.ClassDef) -> Parameters | None:
 
 def _method(source: Source, definition: ast.ClassDef, names: Sequence[str]) -> Parameters | None:
     """Return the parameters of a class method or static method, or None if unknown."""
-    own = [node for node in definition.body if isinstance(node, Definition) and node.name == names[0]]
-    is_whole = not (definition.bases or definition.keywords or definition.decorator_list)
-    if names[0] not in _body_names(definition) and is_whole:
-        what = [node.name for node in definition.body if isinstance(node, Definition)]
-        raise NotThere(f"{definition.name} has no {names[0]}", what, names[0])
-    if len(names) != 1 or len(own) != 1 or not isinstance(own[0], ast.FunctionDef):
+    methods = [node for node in definition.body if isinstance(node, Definition) and node.name == names[0]]
+    has_all_names = not (definition.bases or definition.keywords or definition.decorator_list)
+    if names[0] not in _body_names(definition) and has_all_names:
+        names_in_class = [node.name for node in definition.body if isinstance(node, Definition)]
+        raise NameNotFound(f"{definition.name} has no {names[0]}", names_in_class, names[0])
+    if len(names) != 1 or len(methods) != 1 or not isinstance(methods[0], ast.FunctionDef):
         return None
-    match own[0].decorator_list:
+    match methods[0].decorator_list:
         case [ast.Name("classmethod" | "staticmethod" as kind), *others]:
-            return _of_decorated(source, own[0].args, 1 if kind == "classmethod" else 0, others)
+            return _decorated_parameters(source, methods[0].args, 1 if kind == "classmethod" else 0, others)
     return None
 
 
-def _of_function(source: Source, definition: Definition, skip: int = 0) -> Parameters | None:
+def _function_parameters(source: Source, definition: Definition, skip: int = 0) -> Parameters | None:
     """Return the parameters of a function; `skip` is 1 for a method."""
     if isinstance(definition, ast.ClassDef):
         return None
-    return _of_decorated(source, definition.args, skip, definition.decorator_list)
+    return _decorated_parameters(source, definition.args, skip, definition.decorator_list)
 
 
-def _of_decorated(
+def _decorated_parameters(
     source: Source, arguments: ast.arguments, skip: int, decorators: Sequence[ast.expr]
 ) -> Parameters | None:
     if not decorators:
-        return _of_arguments(arguments, skip)
-    return _of_configured(source, arguments, skip, decorators[0]) if len(decorators) == 1 else None
+        return _argument_parameters(arguments, skip)
+    return _configured_parameters(source, arguments, skip, decorators[0]) if len(decorators) == 1 else None
 
 
-def _of_configured(source: Source, arguments: ast.arguments, skip: int, decorator: ast.expr) -> Parameters | None:
+def _configured_parameters(
+    source: Source, arguments: ast.arguments, skip: int, decorator: ast.expr
+) -> Parameters | None:
     """Return the parameters of a function decorated by `configured_by`: its own, and the fields of the schema."""
     match decorator:
         case ast.Call(func=ast.Name("configured_by"), args=[ast.Name(name)]):
             imports = [node for node in source.tree.body if isinstance(node, ast.ImportFrom)]
-            found = [
+            schema_imports = [
                 (node, alias.name) for node in imports for alias in node.names if name == (alias.asname or alias.name)
             ]
         case _:
             return None
-    own, module = _of_arguments(arguments, skip), _absolute(source, found[0][0]) if len(found) == 1 else ""
-    if own is None or not (module in sys.modules or module.startswith("foundry.")):
+    parameters, module = (
+        _argument_parameters(arguments, skip),
+        _absolute(source, schema_imports[0][0]) if len(schema_imports) == 1 else "",
+    )
+    if parameters is None or not (module in sys.modules or module.startswith("foundry.")):
         return None
-    needs = needed_settings(getattr(importlib.import_module(module), found[0][1]))
-    names = [name for name in own.names if name != SETTINGS]
-    added = {name: is_needed for name, is_needed in needs.items() if name not in names}
-    required = own.required - {SETTINGS} | {name for name, is_needed in added.items() if is_needed}
-    return replace(own, names=(*names, *added), required=required)
+    required_settings = requires_value(getattr(importlib.import_module(module), schema_imports[0][1]))
+    names = [name for name in parameters.names if name != SETTINGS]
+    setting_names = {name: is_needed for name, is_needed in required_settings.items() if name not in names}
+    required = parameters.required - {SETTINGS} | {name for name, is_needed in setting_names.items() if is_needed}
+    return replace(parameters, names=(*names, *setting_names), required=required)
 
 
-def _of_arguments(arguments: ast.arguments, skip: int) -> Parameters | None:
+def _argument_parameters(arguments: ast.arguments, skip: int) -> Parameters | None:
     if arguments.posonlyargs:
         return None
-    by_place = [argument.arg for argument in arguments.args]
-    required = set(by_place[: len(by_place) - len(arguments.defaults)][skip:])
+    positional = [argument.arg for argument in arguments.args]
+    required = set(positional[: len(positional) - len(arguments.defaults)][skip:])
     for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
         if default is None:
             required.add(argument.arg)
-    names = (*by_place[skip:], *(argument.arg for argument in arguments.kwonlyargs))
-    places = sys.maxsize if arguments.vararg else len(by_place) - skip
-    return Parameters(names, frozenset(required), places, takes_any=arguments.kwarg is not None)
+    names = (*positional[skip:], *(argument.arg for argument in arguments.kwonlyargs))
+    max_positional = sys.maxsize if arguments.vararg else len(positional) - skip
+    return Parameters(names, frozenset(required), max_positional, has_var_keyword=arguments.kwarg is not None)

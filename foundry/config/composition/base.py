@@ -43,7 +43,9 @@ class BaseKeys:
 
 _MODEL = BaseKeys("model.path", "model.which", "model.trust")
 _PATH = _MODEL.path
-OF_THE_BASE = "is fixed by the base model and cannot be set; leave it out, or choose model=transformer for a new model"
+FIXED_BY_BASE = (
+    "is fixed by the base model and cannot be set; leave it out, or choose model=transformer for a new model"
+)
 
 
 def expand_base(composed: DictConfig) -> list[Violation]:
@@ -57,9 +59,9 @@ def expand_base(composed: DictConfig) -> list[Violation]:
     node = composed._get_node("model")
     if not isinstance(node, DictConfig) or OmegaConf.get_type(node) is not Base:
         return []
-    own = {item.name for item in fields(Base)}
-    if typed := [name for name in map(str, node) if name not in own]:
-        return [Violation(f"model.{name}", OF_THE_BASE) for name in typed]
+    base_fields = {item.name for item in fields(Base)}
+    if extra_names := [name for name in map(str, node) if name not in base_fields]:
+        return [Violation(f"model.{name}", FIXED_BY_BASE) for name in extra_names]
     if OmegaConf.is_missing(node, "path"):
         message = "has no value (the run directory or transformers folder to start from)"
         return [Violation(_PATH, f"{message}; give it as {_PATH}=...")]
@@ -78,8 +80,8 @@ def expand_base(composed: DictConfig) -> list[Violation]:
     files = {"chat_template": in_hub_cache(folder / CHAT_TEMPLATE)} | (
         {} if is_transformers else {"tokenizer": folder / TOKENIZER}
     )
-    if wrong := list(_check_data(composed.data, model, folder, files)):
-        return wrong
+    if violations := list(_check_data(composed.data, model, folder, files)):
+        return violations
     with open_dict(composed):
         composed.model = model
         _fill_data(composed.data, model, files)
@@ -98,8 +100,8 @@ def resolve_base(folder: Path, which: str, trust: bool, keys: BaseKeys) -> DictC
     Raises:
         ConfigError: if the model does not exist, or is not trusted.
     """
-    if wrong := list(_check_base(folder, which, trust, keys)):
-        raise ConfigError(wrong)
+    if violations := list(_check_base(folder, which, trust, keys)):
+        raise ConfigError(violations)
     if (folder / "config.json").is_file():
         model = writable(HuggingFace)
         model.path = str(folder)
@@ -120,11 +122,11 @@ def _check_base(folder: Path, which: str, trust: bool, keys: BaseKeys) -> Iterat
             message = f"is {shown(folder)}, which is neither a run directory (it has no {CONFIG})"
             yield Violation(keys.path, f"{message} nor a transformers folder (it has no config.json)")
         return
-    what = f"but {keys.path} is a transformers folder, which has no"
+    reason = f"but {keys.path} is a transformers folder, which has no"
     if which != "last":
-        yield Violation(keys.which, f"is {shown(which)} {what} checkpoints; leave it out")
+        yield Violation(keys.which, f"is {shown(which)} {reason} checkpoints; leave it out")
     if trust:
-        message = f"is true {what} custom parts: code in it is never run; leave it out"
+        message = f"is true {reason} custom parts: code in it is never run; leave it out"
         yield Violation(keys.trust, message)
 
 
@@ -143,10 +145,10 @@ def _run_model(run_dir: Path, which: str, trust: bool, keys: BaseKeys) -> DictCo
         message = f"is {run_dir}, whose {CONFIG} uses custom code: {', '.join(foreign)}"
         raise ConfigError(Violation(keys.path, f"{message}; add {keys.trust}=true if you trust its author"))
     try:
-        typed = typed_group(file, "model", recorded)
+        model_node = typed_group(file, "model", recorded)
     except ConfigError as error:
         raise ConfigError(replace(violation, key=keys.path) for violation in error.violations) from None
-    model = typed if isinstance(typed, DictConfig) else OmegaConf.create(typed)
+    model = model_node if isinstance(model_node, DictConfig) else OmegaConf.create(model_node)
     try:
         checkpoint = find(run_dir, which)
     except FileNotFoundError as error:
@@ -156,9 +158,9 @@ def _run_model(run_dir: Path, which: str, trust: bool, keys: BaseKeys) -> DictCo
         for part in weights_of_parts(OmegaConf.to_container(model)):
             OmegaConf.update(model, f"{part}.init_from", None)  # the checkpoint contains the weights of the part
     if OmegaConf.get_type(model) is HuggingFace and model.path is not None:
-        own = run_dir.absolute() / TRANSFORMERS
-        if own.is_dir():
-            model.path = str(own)
+        own_folder = run_dir.absolute() / TRANSFORMERS
+        if own_folder.is_dir():
+            model.path = str(own_folder)
         elif not trust:
             message = (
                 f"is {run_dir}, which has no folder {TRANSFORMERS}/, and whose model comes from {shown(model.path)}"
@@ -170,41 +172,41 @@ def _run_model(run_dir: Path, which: str, trust: bool, keys: BaseKeys) -> DictCo
 
 def _check_data(data: Any, model: DictConfig, folder: Path, files: Mapping[str, Path]) -> Iterator[Violation]:
     """Yield an error for each data setting that exceeds a size of the base, and for each missing file of the base."""
-    is_text = _reads_words(data) and _words_if(data) is None
+    is_text = _has_text(data) and _text_setting(data) is None
     if is_text and (kind := kind_without_tokens(model)):
         yield Violation(_PATH, f"is {folder}, whose model is {kind}, but the data is text; choose a language model")
         return
-    for own, other, what in (("vocab_size", "vocab_size", "tokens"), ("max_seq_len", "seq_len", "positions")):
-        have = _own_size(model, own)
-        need = data.get(other) if isinstance(data, DictConfig) and not _is_left_open(data, other) else None
-        if isinstance(have, int) and isinstance(need, int) and need > have:
-            message = f"is {need} but the model of model.path={folder} has {have} {what}; set data.{other}={have}"
-            yield Violation(f"data.{other}", message)
-    for name, file in files.items() if _reads_words(data) else ():
+    for model_key, data_key, unit in (("vocab_size", "vocab_size", "tokens"), ("max_seq_len", "seq_len", "positions")):
+        size = _fixed_size(model, model_key)
+        need = data.get(data_key) if isinstance(data, DictConfig) and not _is_default(data, data_key) else None
+        if isinstance(size, int) and isinstance(need, int) and need > size:
+            message = f"is {need} but the model of model.path={folder} has {size} {unit}; set data.{data_key}={size}"
+            yield Violation(f"data.{data_key}", message)
+    for name, file in files.items() if _has_text(data) else ():
         is_needed = name == "tokenizer" or os.path.lexists(file)
-        if _is_left_open(data, name) and is_needed and (file.is_symlink() or not file.is_file()):
+        if _is_default(data, name) and is_needed and (file.is_symlink() or not file.is_file()):
             message = f"is {folder}, which has no regular file {file.name}; set data.{name}=..."
             yield Violation(_PATH, message)
 
 
 def _fill_data(data: Any, model: DictConfig, files: Mapping[str, Path]) -> None:
     """Fill in the tokenizer, vocabulary size and chat template of the base if the user has not set them."""
-    size = _own_size(model, "vocab_size")
+    size = _fixed_size(model, "vocab_size")
     values: dict[str, Any] = {name: str(file.absolute()) for name, file in files.items() if file.is_file()}
-    for name, value in {**values, "vocab_size": size}.items() if _reads_words(data) else ():
-        if value is not None and _is_left_open(data, name):
+    for name, value in {**values, "vocab_size": size}.items() if _has_text(data) else ():
+        if value is not None and _is_default(data, name):
             data[name] = value
 
 
-def _reads_words(data: Any) -> bool:
-    """Return True if samples contain text tokens. For some data this depends on a setting (see `_words_if`)."""
+def _has_text(data: Any) -> bool:
+    """Return True if samples contain text tokens. For some data this depends on a setting (see `_text_setting`)."""
     if not isinstance(data, DictConfig) or "tokenizer" not in data:
         return False
-    setting = _words_if(data)
+    setting = _text_setting(data)
     return setting is None or data.get(setting) is not None
 
 
-def _words_if(data: DictConfig) -> str | None:
+def _text_setting(data: DictConfig) -> str | None:
     """Return the name of the setting that enables text in the samples; None if they always have text."""
     return getattr(OmegaConf.get_type(data), "words_if", None)
 
@@ -216,7 +218,7 @@ def kind_without_tokens(model: DictConfig) -> str | None:
     return None if schema is None or wants is None or "tokens" in wants else schema.__name__
 
 
-def _own_size(model: DictConfig, name: str) -> Any:
+def _fixed_size(model: DictConfig, name: str) -> Any:
     """Return a size that the model fixes by itself; None if it follows the data or does not exist.
 
     For a model with a language part, this is the size of the language part.
@@ -226,7 +228,7 @@ def _own_size(model: DictConfig, name: str) -> Any:
     return model[name] if name in model and not OmegaConf.is_interpolation(model, name) else None
 
 
-def _is_left_open(data: Any, name: str) -> bool:
+def _is_default(data: Any, name: str) -> bool:
     """Return True if the data has a setting of this name that still has its default value."""
     if not isinstance(data, DictConfig) or name not in data:
         return False

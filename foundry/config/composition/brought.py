@@ -9,35 +9,35 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from foundry.config.composition.hydra_internals import Chosen, IConfigRepository
+from foundry.config.composition.hydra_internals import ChosenOptions, IConfigRepository
 from foundry.config.composition.store import group_schemas
 from foundry.config.schemas.model import Base
-from foundry.core.tasks import Bringing, bringing
+from foundry.core.tasks import Bringing, option_functions
 
 DEFAULT_HPARAMS = "llm"
 """Default option of `hparams` in config.yaml; replaced by the option that belongs to the training method."""
 
 
-def bring(chosen: Chosen) -> Mapping[str, str]:
+def implied_options(choices: ChosenOptions) -> Mapping[str, str]:
     """Return the additional options to choose, by group. Groups that the user has chosen are never included."""
-    options = chosen.options
+    options = choices.options
     if not {"hparams", "objective", "data", "model", "simulator", "evaluation"} <= options.keys():
         return {}
-    own, _ = own_hparams(chosen.repo, options)
-    data = option_schema(chosen.repo, "data", options["data"])
-    brought: dict[str, str] = {}
-    if own is not None and options["hparams"] == DEFAULT_HPARAMS and "hparams" not in chosen.chosen_by:
-        brought["hparams"] = own
+    method_hparams, _ = hparams_of_method(choices.repo, options)
+    data = option_schema(choices.repo, "data", options["data"])
+    implied: dict[str, str] = {}
+    if method_hparams is not None and options["hparams"] == DEFAULT_HPARAMS and "hparams" not in choices.chosen_by:
+        implied["hparams"] = method_hparams
 
     def is_free(group: str) -> bool:
-        return group not in chosen.chosen_by or str(chosen.chosen_by[group]).startswith("hparams/")
+        return group not in choices.chosen_by or str(choices.chosen_by[group]).startswith("hparams/")
 
-    for bring_more in bringing():
-        brought |= bring_more(Bringing(own, data, "hparams" in brought, is_free))
-    return brought
+    for options_of_task in option_functions():
+        implied |= options_of_task(Bringing(method_hparams, data, "hparams" in implied, is_free))
+    return implied
 
 
-def own_hparams(repo: IConfigRepository, options: Mapping[str, str | None]) -> tuple[str | None, str]:
+def hparams_of_method(repo: IConfigRepository, options: Mapping[str, str | None]) -> tuple[str | None, str]:
     """Return the option of `hparams` that belongs to the chosen options, and the group whose option declares it.
 
     The schema of an option declares it as `brings_hparams`. A new model takes precedence over the data, and the data
@@ -50,8 +50,8 @@ def own_hparams(repo: IConfigRepository, options: Mapping[str, str | None]) -> t
     schemas = {group: option_schema(repo, group, options[group]) for group in ("model", "data", "objective")}
     is_base = schemas["model"] is not None and issubclass(schemas["model"], Base)
     order = ("data", "objective", "model") if is_base else ("model", "data", "objective")
-    named = ((getattr(schemas[group], "brings_hparams", None), group) for group in order)
-    return next((found for found in named if found[0] is not None), (None, ""))
+    declarations = ((getattr(schemas[group], "brings_hparams", None), group) for group in order)
+    return next((declaration for declaration in declarations if declaration[0] is not None), (None, ""))
 
 
 def option_schema(repo: IConfigRepository, group: str, option: str | None) -> type[Any] | None:
@@ -61,8 +61,8 @@ def option_schema(repo: IConfigRepository, group: str, option: str | None) -> ty
     for name in names:
         if (schema := _schemas(group).get(name.rpartition("/")[2])) is not None:
             return schema
-    extended = [name for name in names if "/" not in name and name not in ("_self_", option)]
-    return next((found for name in extended if (found := option_schema(repo, group, name)) is not None), None)
+    parents = [name for name in names if "/" not in name and name not in ("_self_", option)]
+    return next((schema for name in parents if (schema := option_schema(repo, group, name)) is not None), None)
 
 
 @cache

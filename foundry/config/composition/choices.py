@@ -34,7 +34,7 @@ class Choices:
         self._num_composed = 0
         self._pickled: dict[tuple[object, ...], tuple[str, bytes]] = {}
         self._files: dict[tuple[object, ...], bytes] = {}
-        self._opened: dict[tuple[object, ...], tuple[CachingConfigRepository, Exception | None]] = {}
+        self._repositories: dict[tuple[object, ...], tuple[CachingConfigRepository, Exception | None]] = {}
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -62,11 +62,11 @@ class Choices:
         if error is not None or any(o.is_sweep_override() or o.key_or_group == _SEARCHPATH for o in parsed):
             return load(overrides)
         is_value = [isinstance(o.value(), dict) or not repository.group_exists(o.key_or_group) for o in parsed]
-        choices = [line for line, sets_value in zip(overrides, is_value, strict=True) if not sets_value]
+        choice_lines = [line for line, sets_value in zip(overrides, is_value, strict=True) if not sets_value]
         name = JobRuntime.instance().get("name")
-        key = (_sources(loader), config_name, run_mode, getbase(), *choices)
+        key = (_sources(loader), config_name, run_mode, getbase(), *choice_lines)
         if key not in self._pickled:
-            self._pickled[key] = name, pickle.dumps(load(choices))
+            self._pickled[key] = name, pickle.dumps(load(choice_lines))
         name_then, pickled = self._pickled[key]
         config = pickle.loads(pickled)
         assert isinstance(config, DictConfig)
@@ -82,9 +82,9 @@ class Choices:
         """Return the result of `hydra_internals.open_repository`, cached by search path."""
         folders = [override.input_line for override in overrides if override.key_or_group == _SEARCHPATH]
         key = (_sources(loader), config_name, *folders)
-        if key not in self._opened:
-            self._opened[key] = hydra_internals.open_repository(loader, config_name, overrides)
-        return self._opened[key]
+        if key not in self._repositories:
+            self._repositories[key] = hydra_internals.open_repository(loader, config_name, overrides)
+        return self._repositories[key]
 
 
 _current: ContextVar[Choices | None] = ContextVar("choices", default=None)
@@ -133,11 +133,11 @@ def _sources(loader: ConfigLoader) -> tuple[tuple[str, str], ...]:
 
 def _record(overrides: Sequence[Override], config: DictConfig) -> None:
     """Write the overrides, the working folder and copied environment variables into a configuration, as Hydra does."""
-    own = [override for override in overrides if not override.is_hydra_override()]
+    task_overrides = [override for override in overrides if not override.is_hydra_override()]
     config.hydra.overrides.hydra = [override.input_line for override in overrides if override.is_hydra_override()]
-    config.hydra.overrides.task = [override.input_line for override in own]
+    config.hydra.overrides.task = [override.input_line for override in task_overrides]
     config.hydra.runtime.cwd = str(Path.cwd())
-    config.hydra.job.override_dirname = override_dirname(own, config)
+    config.hydra.job.override_dirname = override_dirname(task_overrides, config)
     with open_dict(config.hydra):
         for name in config.hydra.job.env_copy:
             config.hydra.job.env_set[name] = os.environ[name]

@@ -16,13 +16,13 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from foundry.config.composition.brought import bring
+from foundry.config.composition.brought import implied_options
 from foundry.config.composition.choices import compose_with, current, current_files
 from foundry.config.composition.hydra_internals import (
     ConfigLoaderImpl,
-    answer_long_names,
     cache_interpolations,
     cache_option_files,
+    ignore_long_names,
     skip_unused_choices,
     wrap_choosing,
     wrap_loading,
@@ -49,14 +49,14 @@ def config_dir() -> str:
     return str(installed if installed.is_dir() else package.parent / "conf")
 
 
-class _OwnOptions(SearchPathPlugin):
+class _OptionFolders(SearchPathPlugin):
     """Plugin that adds the folders of tasks to Hydra's search path, and foundry's folder last if it is missing."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         add_options_of_tasks(search_path)
-        own = f"file://{config_dir()}"
-        if not {own, config_dir()} & {element.path for element in search_path.get_path()}:
-            search_path.append("foundry", own)
+        folder_url = f"file://{config_dir()}"
+        if not {folder_url, config_dir()} & {element.path for element in search_path.get_path()}:
+            search_path.append("foundry", folder_url)
 
 
 def add_options_of_tasks(search_path: ConfigSearchPath) -> None:
@@ -66,24 +66,24 @@ def add_options_of_tasks(search_path: ConfigSearchPath) -> None:
             search_path.append(f"foundry.tasks.{task.name}", f"file://{task.config_dir}")
 
 
-def install(*, alone: bool = False) -> None:
+def install(*, is_only_application: bool = False) -> None:
     """Register schemas and resolvers, and wrap Hydra's loader. Idempotent.
 
     Args:
-        alone: no other Hydra application runs in this process, so a configuration without foundry's schemas is an
-            error.
+        is_only_application: no other Hydra application runs in this process, so a configuration without foundry's
+            schemas is an error.
 
     Raises:
         UnsupportedHydraError: if the installed version of Hydra is not supported.
     """
     register_schemas()
     register_resolvers()
-    if alone:
-        _process.alone = True
-        Plugins.instance().register(_OwnOptions)
+    if is_only_application:
+        _process.is_only_application = True
+        Plugins.instance().register(_OptionFolders)
     wrap_loading(_load, compose_with)
-    wrap_choosing(bring)
-    answer_long_names()
+    wrap_choosing(implied_options)
+    ignore_long_names()
     cache_interpolations()
     cache_option_files(current_files)
     skip_unused_choices()
@@ -91,7 +91,7 @@ def install(*, alone: bool = False) -> None:
 
 @dataclass
 class _Process:
-    alone: bool = False
+    is_only_application: bool = False
 
 
 _process = _Process()
@@ -119,10 +119,10 @@ def _load(
         return config
 
     with current().used():
-        return _checked(loader, config_name, overrides, run_mode, compose_named)
+        return _compose_checked(loader, config_name, overrides, run_mode, compose_named)
 
 
-def _checked(
+def _compose_checked(
     loader: ConfigLoaderImpl,
     config_name: str | None,
     overrides: list[str],
@@ -137,12 +137,14 @@ def _checked(
     try:
         config = compose(overrides)
     except Exception as error:  # raised by Hydra, OmegaConf, YAML, ANTLR, or by bugs in these
-        if config_name is None or not (_process.alone or includes_schemas(loader, config_name, overrides)):
+        if config_name is None or not (
+            _process.is_only_application or includes_schemas(loader, config_name, overrides)
+        ):
             raise
         _note_secrets(overrides, run_mode)
-        config = _explained(loader, config_name, overrides, run_mode, compose, error)
+        config = _repair(loader, config_name, overrides, run_mode, compose, error)
     if config_name is None or OmegaConf.get_type(config) is not Config:
-        if config_name is not None and _process.alone:
+        if config_name is not None and _process.is_only_application:
             raise ConfigError(Violation("--config-name", f"is {shown(config_name)}, {_NO_SCHEMAS}"))
         return config
     _note_secrets(overrides, run_mode)
@@ -169,7 +171,7 @@ def _note_secrets(overrides: list[str], run_mode: RunMode) -> None:
         raise ConfigError(secrets)
 
 
-def _explained(
+def _repair(
     loader: ConfigLoaderImpl,
     config_name: str,
     overrides: list[str],
@@ -185,15 +187,15 @@ def _explained(
     Raises:
         ConfigError: if neither repair applies; contains all errors.
     """
-    from foundry.config.diagnostics.override_errors import find_errors, master_over_options, without_null_choices
+    from foundry.config.diagnostics.override_errors import compose_sweep_master, find_errors, without_null_choices
 
-    whole = run_mode is RunMode.RUN
-    meant = without_null_choices(loader, config_name, overrides)
-    if meant != overrides:
+    is_run = run_mode is RunMode.RUN
+    repaired = without_null_choices(loader, config_name, overrides)
+    if repaired != overrides:
         try:
-            return compose(meant)
-        except Exception as another:
-            overrides, error = meant, another
-    if not whole and (master := master_over_options(loader, config_name, compose, overrides)) is not None:
+            return compose(repaired)
+        except Exception as second_error:
+            overrides, error = repaired, second_error
+    if not is_run and (master := compose_sweep_master(loader, config_name, compose, overrides)) is not None:
         return master
-    raise ConfigError(find_errors(loader, config_name, compose, overrides, error, whole=whole)) from error
+    raise ConfigError(find_errors(loader, config_name, compose, overrides, error, is_run=is_run)) from error

@@ -48,10 +48,10 @@ _LOAD = ("self", "config_name", "overrides", "run_mode", "from_shell", "validate
 class UnsupportedHydraError(HydraException):
     """Raised if the installed version of Hydra is not supported."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, problem: str) -> None:
         from importlib.metadata import version
 
-        super().__init__(f"hydra-core {version('hydra-core')} {what}; install hydra-core{SUPPORTED}")
+        super().__init__(f"hydra-core {version('hydra-core')} {problem}; install hydra-core{SUPPORTED}")
 
 
 def require(owner: Any, name: str, *parameters: str) -> Any:
@@ -65,13 +65,13 @@ def require(owner: Any, name: str, *parameters: str) -> Any:
     Raises:
         UnsupportedHydraError: if the attribute is missing or takes other parameters.
     """
-    found = getattr(owner, name, None)
+    attribute = getattr(owner, name, None)
     path = f"{getattr(owner, '__name__', type(owner).__name__)}.{name}"
-    if found is None:
+    if attribute is None:
         raise UnsupportedHydraError(f"has no {path}")
-    if parameters and (has := tuple(inspect.signature(inspect.unwrap(found)).parameters)) != parameters:
-        raise UnsupportedHydraError(f"takes {', '.join(has)} in {path}, not {', '.join(parameters)}")
-    return found
+    if parameters and (names := tuple(inspect.signature(inspect.unwrap(attribute)).parameters)) != parameters:
+        raise UnsupportedHydraError(f"takes {', '.join(names)} in {path}, not {', '.join(parameters)}")
+    return attribute
 
 
 Compose = Callable[[Callable[[list[str]], DictConfig], ConfigLoader, str | None, list[str], RunMode], DictConfig]
@@ -106,8 +106,11 @@ def wrap_loading(load: Load, compose_with: Compose) -> None:
             return composed
 
         def compose(overrides: list[str]) -> DictConfig:
-            if run_mode is RunMode.RUN and (known := _known.pop((config_name, *overrides), None)) is not None:
-                return known
+            if (
+                run_mode is RunMode.RUN
+                and (composed_config := _composed_configs.pop((config_name, *overrides), None)) is not None
+            ):
+                return composed_config
             return compose_with(load_all, self, config_name, overrides, run_mode)
 
         return load(self, config_name, overrides, run_mode, compose)
@@ -116,7 +119,7 @@ def wrap_loading(load: Load, compose_with: Compose) -> None:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ChosenOptions:
     """Options that a composition has chosen, before their values are merged.
 
     Attributes:
@@ -131,11 +134,11 @@ class Chosen:
     chosen_by: Mapping[str, str | None]
 
 
-def wrap_choosing(bring: Callable[[Chosen], Mapping[str, str]]) -> None:
+def wrap_choosing(implied_options: Callable[[ChosenOptions], Mapping[str, str]]) -> None:
     """Let options select options of other groups, in every composition. Idempotent.
 
     Args:
-        bring: returns the additional options to choose, by group.
+        implied_options: returns the additional options to choose, by group.
 
     Raises:
         UnsupportedHydraError: if this version of Hydra chooses options in another way.
@@ -149,20 +152,20 @@ def wrap_choosing(bring: Callable[[Chosen], Mapping[str, str]]) -> None:
 
     @functools.wraps(original)
     def create(repo: Any, config_name: Any, overrides_list: list[Override], **kwargs: Any) -> Any:
-        listed = original(repo, config_name, overrides_list, **kwargs)
-        state = listed.overrides
-        by = {key: meta.containing_config_path for key, meta in state.override_metadata.items()}
-        brought = bring(Chosen(repo, state.known_choices, by | dict.fromkeys(state.deletions)))
-        if not brought:
-            return listed
-        more = OverridesParser.create().parse_overrides([f"{group}={option}" for group, option in brought.items()])
-        return original(repo, config_name, [*overrides_list, *more], **kwargs)
+        defaults = original(repo, config_name, overrides_list, **kwargs)
+        state = defaults.overrides
+        chosen_by = {key: meta.containing_config_path for key, meta in state.override_metadata.items()}
+        implied = implied_options(ChosenOptions(repo, state.known_choices, chosen_by | dict.fromkeys(state.deletions)))
+        if not implied:
+            return defaults
+        parsed = OverridesParser.create().parse_overrides([f"{group}={option}" for group, option in implied.items()])
+        return original(repo, config_name, [*overrides_list, *parsed], **kwargs)
 
     setattr(config_loader_impl, "create_defaults_list", create)  # noqa: B010 - not exported, says mypy
 
 
 _RUN = "hydra.mode=RUN"
-_known: dict[tuple[str | None, ...], DictConfig] = {}
+_composed_configs: dict[tuple[str | None, ...], DictConfig] = {}
 """Configuration composed by `compose_once`, keyed by configuration name and overrides; removed when it is used."""
 
 
@@ -195,8 +198,8 @@ def compose_once(compose_with: Compose) -> None:
         if mode is None:  # Hydra adds this override for a run
             composed.hydra.mode = RunMode.RUN
             composed.hydra.overrides.hydra.append(_RUN)
-            _known.clear()  # an entry that was never used may be out of date
-            _known[(config_name, *overrides, _RUN)] = composed
+            _composed_configs.clear()  # an entry that was never used may be out of date
+            _composed_configs[(config_name, *overrides, _RUN)] = composed
         return mode
 
     hydra.Hydra.get_mode = get_mode  # type: ignore[method-assign]
@@ -355,15 +358,15 @@ def edited_files(loader: ConfigLoaderImpl, edit_defaults: Edit, edit_content: Ed
     def load_single(default: Any, repo: IConfigRepository) -> ConfigResult:
         return edit_content(default.config_path, load(default=default, repo=repo))
 
-    own = vars(loader)
-    own.update(_parse_overrides_and_create_caching_repo=parse_and_open, _load_single_config=load_single)
+    loader_attributes = vars(loader)
+    loader_attributes.update(_parse_overrides_and_create_caching_repo=parse_and_open, _load_single_config=load_single)
     try:
         yield
     finally:
-        del own["_parse_overrides_and_create_caching_repo"], own["_load_single_config"]
+        del loader_attributes["_parse_overrides_and_create_caching_repo"], loader_attributes["_load_single_config"]
 
 
-def answer_long_names() -> None:
+def ignore_long_names() -> None:
     """Make Hydra treat a name that is not a valid file name as a group or option that does not exist. Idempotent.
 
     Hydra looks up each key and each value of the command line in the file system, and does not catch the OSError.
@@ -416,8 +419,8 @@ def search_path(folder: str) -> ConfigSearchPath:
     """Return Hydra's search path of options, with `folder` first."""
     from hydra._internal import utils
 
-    made: ConfigSearchPath = require(utils, "create_config_search_path", "search_path_dir")(folder)
-    return made
+    path: ConfigSearchPath = require(utils, "create_config_search_path", "search_path_dir")(folder)
+    return path
 
 
 @contextmanager
@@ -430,12 +433,12 @@ def current_config(composed: DictConfig) -> Iterator[None]:
     state = HydraConfig.instance()
     if "cfg" not in vars(state):
         raise UnsupportedHydraError("has no HydraConfig.cfg")
-    before = state.cfg
+    previous = state.cfg
     state.cfg = cast(Any, composed)
     try:
         yield
     finally:
-        state.cfg = before
+        state.cfg = previous
 
 
 def register_plugin(name: str, make: Callable[..., Plugin]) -> None:
@@ -459,14 +462,14 @@ def error_of(result: JobReturn) -> BaseException | None:
 
 
 def write_help(
-    own: str, write_page: Callable[[ConfigLoader], str], write_sweep_page: Callable[[ConfigLoader], str]
+    primary_config: str, write_page: Callable[[ConfigLoader], str], write_sweep_page: Callable[[ConfigLoader], str]
 ) -> None:
     """Make `--help` alone print a page without composing a configuration, which takes half of the time in Hydra.
 
     With overrides or another configuration, Hydra's own page is printed, since the chosen options may change it.
 
     Args:
-        own: name of the primary configuration that the page describes.
+        primary_config: name of the primary configuration that the page describes.
         write_page: returns the help page.
         write_sweep_page: returns the help page of `-m`.
 
@@ -479,9 +482,9 @@ def write_help(
 
     @functools.wraps(original)
     def app_help(self: Any, config_name: str | None, args_parser: Any, args: Any) -> None:
-        if config_name == own and args.multirun:
+        if config_name == primary_config and args.multirun:
             sys.stdout.write(f"{write_sweep_page(self.config_loader)}\n")
-        elif config_name != own or args.overrides or args.config_dir or args.config_path:
+        elif config_name != primary_config or args.overrides or args.config_dir or args.config_path:
             self.overrides_of_help = list(args.overrides)  # they may name further folders of options
             original(self, config_name, args_parser, args)
         else:
@@ -490,7 +493,9 @@ def write_help(
     hydra.Hydra.app_help = app_help  # type: ignore[method-assign]
 
 
-def take_over(run_job: Callable[..., JobReturn], list_groups: Callable[[ConfigLoader, Sequence[str]], str]) -> None:
+def replace_run_job(
+    run_job: Callable[..., JobReturn], list_groups: Callable[[ConfigLoader, Sequence[str]], str]
+) -> None:
     """Run jobs with `run_job`, and let `hydra.main` raise errors unchanged.
 
     Hydra would print a config error with its own remarks, exit with code 1, and shorten the traceback of real failures.

@@ -24,7 +24,7 @@ _PART = re.compile(r"(?<![\w.])foundry(\.\w+)+")
 
 def respell_targets(override: str, spell: Callable[[str], str]) -> str:
     """Return an override with `spell` applied to foundry's dotted paths if it sets a `_target_`."""
-    return _PART.sub(lambda found: spell(found[0]), override) if "_target_" in override else override
+    return _PART.sub(lambda match: spell(match[0]), override) if "_target_" in override else override
 
 
 def key_and_value(override: str) -> tuple[str, str]:
@@ -35,9 +35,9 @@ def key_and_value(override: str) -> tuple[str, str]:
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
     """Map each key to its last part, or to the whole key if several keys end in the same part."""
-    last = {key: key.rpartition(".")[2] for key in keys}
-    counted = Counter(last.values())
-    return {key: name if counted[name] == 1 else key for key, name in last.items()}
+    last_parts = {key: key.rpartition(".")[2] for key in keys}
+    counts = Counter(last_parts.values())
+    return {key: name if counts[name] == 1 else key for key, name in last_parts.items()}
 
 
 def parse_number(value: str) -> float:
@@ -85,5 +85,5 @@ def recorded_overrides(run_dir: Path) -> tuple[str, ...]:
         overrides = read_yaml(run_dir / HYDRA / "overrides.yaml", max_bytes=_MOST_BYTES)
     except (OSError, ValueError):
         return ()
-    given = overrides if isinstance(overrides, list) else []
-    return tuple(one_line(override) for override in given if isinstance(override, str))
+    lines = overrides if isinstance(overrides, list) else []
+    return tuple(one_line(override) for override in lines if isinstance(override, str))

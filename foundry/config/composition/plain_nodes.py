@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from foundry.config.build import HYDRA_KEYS
 from foundry.config.composition.store import GROUPS, evaluator_schemas, group_schemas, schemas_in, writable
 from foundry.config.diagnostics.elsewhere import names_of
-from foundry.config.diagnostics.wanted import wanted
+from foundry.config.diagnostics.wanted import expected_kind
 from foundry.config.schemas import own_trackers
 from foundry.config.schemas.evaluation import Evaluation
 from foundry.config.schemas.model import HuggingFace, Transformer
@@ -26,7 +26,7 @@ from foundry.config.schemas.tracking import Tracking
 from foundry.config.setting import check_value
 from foundry.core.errors import Violation, shown
 
-_GIVEN = {*Evaluation.offered, *Tracking.offered}
+_RUN_ARGUMENTS = {*Evaluation.offered, *Tracking.offered}
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
 
 
@@ -44,28 +44,28 @@ def check_node(node: Mapping[str, Any], key: str) -> Iterator[Violation]:
         key: dotted key of the mapping.
     """
     schemas = _schemas().get(str(node.get("_target_")), []) if len(node) > 1 else []
-    given = {name: value for name, value in node.items() if name not in HYDRA_KEYS} if schemas else {}
-    for name, value in given.items():
+    values = {name: value for name, value in node.items() if name not in HYDRA_KEYS} if schemas else {}
+    for name, value in values.items():
         settings = [(schema, item) for schema in schemas for item in fields(schema) if item.name == name]
-        wrong = [list(_check_value(schema, item, value, f"{key}.{name}")) for schema, item in settings]
-        if wrong and all(wrong):
-            yield from wrong[0]
-        elif not settings and name in _GIVEN and key.count(".") == 2:
+        violations = [list(_check_value(schema, item, value, f"{key}.{name}")) for schema, item in settings]
+        if violations and all(violations):
+            yield from violations[0]
+        elif not settings and name in _RUN_ARGUMENTS and key.count(".") == 2:
             yield Violation(f"{key}.{name}", f"is {shown(value)} but the run sets it; leave it out")
 
 
 def _check_inside(value: Any, key: str) -> Iterator[Violation]:
-    inside: Mapping[str, Any] = {}
+    children: Mapping[str, Any] = {}
     if is_dataclass(value):
-        inside = {item.name: getattr(value, item.name) for item in fields(value)}
+        children = {item.name: getattr(value, item.name) for item in fields(value)}
     elif isinstance(value, dict):
-        inside = value
+        children = value
         yield from check_node(value, key)
     elif isinstance(value, list):
-        inside = {str(number): item for number, item in enumerate(value)}
-    if inside.get("_target_") == HuggingFace._target_:
-        yield from _check_sizes(inside.get("config"), f"{key}.config")
-    for name, item in inside.items():
+        children = {str(number): item for number, item in enumerate(value)}
+    if children.get("_target_") == HuggingFace._target_:
+        yield from _check_sizes(children.get("config"), f"{key}.config")
+    for name, item in children.items():
         yield from _check_inside(item, f"{key}.{name}")
 
 
@@ -87,13 +87,13 @@ def _sizes() -> dict[str, "Field[Any]"]:
 @cache
 def _schemas() -> dict[str, list[type[Any]]]:
     """Return the schemas of built-in parts, keyed by `_target_`; several schemas may share one target."""
-    found: dict[str, list[type[Any]]] = {}
+    schemas_by_target: dict[str, list[type[Any]]] = {}
     groups = [schema for group in GROUPS for schema in group_schemas(group).values()]
     for schema in [*groups, *evaluator_schemas(), *schemas_in(own_trackers)]:
         target = getattr(schema, "_target_", None)
         if isinstance(target, str):
-            found.setdefault(target, []).append(schema)
-    return found
+            schemas_by_target.setdefault(target, []).append(schema)
+    return schemas_by_target
 
 
 def _check_value(schema: type[Any], item: "Field[Any]", value: Any, key: str) -> Iterator[Violation]:
@@ -103,16 +103,20 @@ def _check_value(schema: type[Any], item: "Field[Any]", value: Any, key: str) ->
     node = writable(schema)
     try:
         node[item.name] = value
-        own = node[item.name]
+        typed_value = node[item.name]
     except (OmegaConfBaseException, ValueError, TypeError, OverflowError) as error:
-        needed = wanted(error) or ("a value other than null" if value is None else "of another type")
-        yield Violation(key, f"is {shown(value)} but must be {needed}")
+        expected = expected_kind(error) or ("a value other than null" if value is None else "of another type")
+        yield Violation(key, f"is {shown(value)} but must be {expected}")
         return
-    if own is None:
+    if typed_value is None:
         return
-    if isinstance(own, Enum) and value != own.name:
-        yield Violation(key, f"is {shown(value)} but must be one of {', '.join(type(own).__members__)}")
-    elif isinstance(own, (Container, Enum)) or (type(own), type(value)) == (float, int) or type(own) is type(value):
+    if isinstance(typed_value, Enum) and value != typed_value.name:
+        yield Violation(key, f"is {shown(value)} but must be one of {', '.join(type(typed_value).__members__)}")
+    elif (
+        isinstance(typed_value, (Container, Enum))
+        or (type(typed_value), type(value)) == (float, int)
+        or type(typed_value) is type(value)
+    ):
         yield from check_value(item, value, key)
     else:
-        yield Violation(key, f"is {shown(value)} but must be {_KINDS.get(type(own), 'of another type')}")
+        yield Violation(key, f"is {shown(value)} but must be {_KINDS.get(type(typed_value), 'of another type')}")

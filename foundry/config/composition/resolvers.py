@@ -43,8 +43,8 @@ def _half(value: int) -> int:
 
 def _where(key: str, value: str, then: Any, otherwise: Any, *, _root_: DictConfig) -> Any:
     """Return `then` if the setting `key` has this value, else `otherwise`, also if the setting does not exist."""
-    own = OmegaConf.select(_root_, key)
-    return then if str(getattr(own, "name", own)) == str(value) else otherwise
+    current = OmegaConf.select(_root_, key)
+    return then if str(getattr(current, "name", current)) == str(value) else otherwise
 
 
 def _unless_given(value: Any, *keys: str, _root_: DictConfig) -> Any:
@@ -64,9 +64,9 @@ def world_size(nproc_per_node: int) -> int:
 
 def _direction_of(metric: str | None, *, _root_: DictConfig) -> str:
     """Return `evaluation.direction` for the run's own metric, and "minimize" for any other metric."""
-    own = OmegaConf.select(_root_, "evaluation.metric")
+    main_metric = OmegaConf.select(_root_, "evaluation.metric")
     direction = OmegaConf.select(_root_, "evaluation.direction")
-    is_maximized = metric in (None, own) and getattr(direction, "name", direction) == "maximize"
+    is_maximized = metric in (None, main_metric) and getattr(direction, "name", direction) == "maximize"
     return "maximize" if is_maximized else "minimize"
 
 
@@ -94,11 +94,11 @@ def _model_vocab_size(default: int, *, _root_: DictConfig) -> int:
     """
     if (run := _run_of_language_part(_root_)) is not None:
         model = (read_recorded(run) or {}).get("model")
-        known = model.get("vocab_size") if isinstance(model, dict) else None
+        size = model.get("vocab_size") if isinstance(model, dict) else None
     else:
         path = _model_folder(_root_=_root_)
-        known = None if path is None else folder_settings(path).get("vocab_size")
-    return known if isinstance(known, int) else default
+        size = None if path is None else folder_settings(path).get("vocab_size")
+    return size if isinstance(size, int) else default
 
 
 def _run_of_language_part(root: DictConfig) -> Path | None:

@@ -62,8 +62,8 @@ def anchor_paths(composed: DictConfig) -> None:
     start = Path(str(composed.hydra.runtime.cwd))
     for key in _path_keys(composed):
         if (value := _value(composed, key)) is not None:
-            anchored = [path if is_url(path) else str(start / Path(path).expanduser()) for path in listed_paths(value)]
-            OmegaConf.update(composed, key, anchored if isinstance(value, list) else anchored[0])
+            paths = [path if is_url(path) else str(start / Path(path).expanduser()) for path in listed_paths(value)]
+            OmegaConf.update(composed, key, paths if isinstance(value, list) else paths[0])
     if (resume := _value(composed, "checkpoint.resume")) not in (None, *_NO_PATHS):
         OmegaConf.update(composed, "checkpoint.resume", str(start / Path(str(resume)).expanduser()))
     uri = str(_value(composed, "tracking.uri") or "") or os.environ.get("MLFLOW_TRACKING_URI") or _DEFAULT_URI
@@ -93,5 +93,5 @@ def _value(composed: DictConfig, key: str) -> str | list[str] | None:
     except OmegaConfBaseException:  # e.g. an interpolation of the job number, which is not known yet
         return None
     if isinstance(value, ListConfig):
-        return [str(each) for each in value]
+        return [str(item) for item in value]
     return None if value is None else str(value)

@@ -44,19 +44,21 @@ def group_schemas(group: str) -> dict[str, type[Any]]:
     Raises:
         ConfigError: if a task defines a schema under a name that already exists.
     """
-    found: dict[str, type[Any]] = {}
+    schemas: dict[str, type[Any]] = {}
     for schema in (schema for module in group_modules(group) for schema in schemas_in(module)):
-        if found.setdefault(schema.__name__, schema) is not schema:
-            message = f"has the same name as {found[schema.__name__].__module__}.{schema.__name__}; rename it"
+        if schemas.setdefault(schema.__name__, schema) is not schema:
+            message = f"has the same name as {schemas[schema.__name__].__module__}.{schema.__name__}; rename it"
             raise ConfigError(Violation(f"{schema.__module__}.{schema.__name__}", message))
-    return found
+    return schemas
 
 
 def group_modules(group: str) -> list[ModuleType]:
     """Return the modules with schemas of a group: its package, the modules in it, and the modules of tasks."""
-    whole = import_module(f"foundry.config.schemas.{group}")
-    files = [import_module(f"{whole.__name__}.{file.name}") for file in iter_modules(getattr(whole, "__path__", ()))]
-    return [whole, *files, *modules_of(group)]
+    package = import_module(f"foundry.config.schemas.{group}")
+    files = [
+        import_module(f"{package.__name__}.{file.name}") for file in iter_modules(getattr(package, "__path__", ()))
+    ]
+    return [package, *files, *modules_of(group)]
 
 
 def evaluator_schemas() -> list[type[Any]]:
@@ -66,11 +68,11 @@ def evaluator_schemas() -> list[type[Any]]:
 
 def schemas_in(module: ModuleType) -> list[type[Any]]:
     """Return every dataclass that a module defines."""
-    own = [value for value in vars(module).values() if isinstance(value, type) and is_dataclass(value)]
-    return [value for value in own if value.__module__ == module.__name__]
+    dataclasses = [value for value in vars(module).values() if isinstance(value, type) and is_dataclass(value)]
+    return [value for value in dataclasses if value.__module__ == module.__name__]
 
 
-def fill_left_out(composed: DictConfig) -> None:
+def fill_missing_parts(composed: DictConfig) -> None:
     """Set optional parts that a configuration lacks, such as an environment, to their schema for "none"."""
     for item in fields(Config):
         schema: Any = item.default_factory

@@ -55,35 +55,35 @@ class Name:
         return [override.partition("=")[0].lstrip("+") for override in self.overrides]
 
     def _split(self) -> tuple[list[str], list[str]]:
-        found = re.fullmatch(r"(?:\[(.*?)\] )?(.*)", self.ours)
-        assert found is not None
-        return shlex.split(found[1] or ""), shlex.split(found[2])
+        match = re.fullmatch(r"(?:\[(.*?)\] )?(.*)", self.ours)
+        assert match is not None
+        return shlex.split(match[1] or ""), shlex.split(match[2])
 
-    def write(self, value: str | None, known: Collection[str], options: Options) -> str | None:
+    def write(self, value: str | None, settings: Collection[str], options: Options) -> str | None:
         """Return the overrides as typed in a shell; None if the row has no override for this value.
 
         Args:
             value: value as typed; None if it is unknown.
-            known: dotted paths of the settings that the chosen options have.
+            settings: dotted paths of the settings that the chosen options have.
             options: lists the options of a group; a choice that is not among them is not written.
         """
         words = re.findall(r"[^\s,;:\[\](){}'\"]+", value or "")
         try:
-            written = [override.format(*words, value="..." if value is None else value) for override in self.overrides]
+            lines = [override.format(*words, value="..." if value is None else value) for override in self.overrides]
         except IndexError:
             return None
-        for number, override in enumerate(written):
+        for number, override in enumerate(lines):
             key, _, option = override.partition("=")
-            if "." not in key and value is not None and (listed := options(key)) and option not in listed:
+            if "." not in key and value is not None and (group_options := options(key)) and option not in group_options:
                 option = plain(option)
-                written[number] = f"{key}={option}"
-                if option not in listed:
+                lines[number] = f"{key}={option}"
+                if option not in group_options:
                     return None
-        if not set(self.settings) <= set(known):
-            backbone = [override.replace("model.", "model.backbone.", 1) for override in written]
-            in_backbone = {override.partition("=")[0] for override in backbone} <= set(known)
-            written = backbone if in_backbone else self.choices + written
-        return " ".join(map(quoted, written)) or None
+        if not set(self.settings) <= set(settings):
+            backbone_lines = [override.replace("model.", "model.backbone.", 1) for override in lines]
+            in_backbone = {override.partition("=")[0] for override in backbone_lines} <= set(settings)
+            lines = backbone_lines if in_backbone else self.choices + lines
+        return " ".join(map(quoted, lines)) or None
 
 
 @cache
@@ -97,8 +97,8 @@ def names() -> tuple[Name, ...]:
 def names_of(key: str) -> tuple[str, ...]:
     """Return the names that other frameworks have for a setting, according to the table."""
     leaf = plain(key.rpartition(".")[2])
-    found = (row.key for row in names() if row.settings == [key] and plain(row.key) not in (leaf, plain(key)))
-    return tuple(dict.fromkeys(found))
+    keys = (row.key for row in names() if row.settings == [key] and plain(row.key) not in (leaf, plain(key)))
+    return tuple(dict.fromkeys(keys))
 
 
 def own_options(group: str) -> list[str]:
@@ -118,7 +118,7 @@ def is_name(key: str) -> bool:
     return bool(_rows(key, None))
 
 
-def hint(key: str, value: str | None, known: Collection[str], options: Options = own_options) -> str:
+def hint(key: str, value: str | None, settings: Collection[str], options: Options = own_options) -> str:
     """Return the hint `; write x=1` for a key of another framework, or an empty string.
 
     If frameworks differ in the meaning of the key, the hint lists the alternatives.
@@ -126,10 +126,10 @@ def hint(key: str, value: str | None, known: Collection[str], options: Options =
     Args:
         key: key as typed, under any prefix. The longest suffix that a framework has is used.
         value: value as typed; None if it is unknown.
-        known: dotted paths of the settings that the chosen options have.
+        settings: dotted paths of the settings that the chosen options have.
         options: lists the options of a group.
     """
-    return _told(key, _rows(key, value), value, known, options)
+    return _format_hint(key, _rows(key, value), value, settings, options)
 
 
 def option_hint(group: str, value: str, options: Options) -> str:
@@ -139,19 +139,21 @@ def option_hint(group: str, value: str, options: Options) -> str:
     rows = [row for row in rows if row.key == group] or rows
     if not rows and plain(value) in options(group):
         return f"; write {group}={plain(value)}"
-    return _told(group, rows[:1], value, (), options)
+    return _format_hint(group, rows[:1], value, (), options)
 
 
-def _told(key: str, rows: Sequence[Name], value: str | None, known: Collection[str], options: Options) -> str:
-    written = dict[str, list[Name]]()
-    for row in _fitting(key, rows, known):
-        if (text := row.write(value, known, options)) is not None:
-            written.setdefault(text, []).append(row)
-    if len(written) == 1:
-        (text, (first, *_)), *_ = written.items()
+def _format_hint(key: str, rows: Sequence[Name], value: str | None, settings: Collection[str], options: Options) -> str:
+    rows_by_text = dict[str, list[Name]]()
+    for row in _rows_for_group(key, rows, settings):
+        if (text := row.write(value, settings, options)) is not None:
+            rows_by_text.setdefault(text, []).append(row)
+    if len(rows_by_text) == 1:
+        (text, (first, *_)), *_ = rows_by_text.items()
         return f"; write {text}{f' ({first.note})' if first.note else ''}"
-    if written:
-        alternatives = [f"{text} ({_whose(those)})" for text, those in written.items()]
+    if rows_by_text:
+        alternatives = [
+            f"{text} ({_format_systems(alternative_rows)})" for text, alternative_rows in rows_by_text.items()
+        ]
         return f"; write {' or '.join(alternatives[:_MOST_ALTERNATIVES])}"
     for row in rows:
         if row.note and not row.ours:
@@ -169,14 +171,14 @@ def _rows(key: str, value: str | None) -> Sequence[Name]:
     for number in range(len(parts)):
         if rows := _by_suffix().get(".".join(parts[number:])):
             exact = [row for row in rows if len(row.key.split(".")) == len(parts) - number] or rows
-            return _about(exact, value)
+            return _rows_for_value(exact, value)
     return []
 
 
-def _about(rows: Sequence[Name], value: str | None) -> Sequence[Name]:
+def _rows_for_value(rows: Sequence[Name], value: str | None) -> Sequence[Name]:
     """Return the rows for this value; without any, the rows for all values; else all rows."""
-    same = [row for row in rows if row.value and value is not None and _in_yaml(row.value) == _in_yaml(value)]
-    return same or [row for row in rows if not row.value] or rows
+    same_value = [row for row in rows if row.value and value is not None and _in_yaml(row.value) == _in_yaml(value)]
+    return same_value or [row for row in rows if not row.value] or rows
 
 
 def _in_yaml(value: str) -> str:
@@ -185,16 +187,16 @@ def _in_yaml(value: str) -> str:
     return {"no": "false", "off": "false", "yes": "true", "on": "true"}.get(word, word)
 
 
-def _fitting(key: str, rows: Sequence[Name], known: Collection[str]) -> Sequence[Name]:
+def _rows_for_group(key: str, rows: Sequence[Name], settings: Collection[str]) -> Sequence[Name]:
     """Return the rows that fit the group of the key and the chosen options; all rows if none fits."""
     group = plain(key).partition(".")[0] if "." in key else ""
-    here = [row for row in rows if any(word.partition(".")[0] == group for word in row.settings)]
-    rows = here or rows
-    chosen = [row for row in rows if row.choices and set(row.settings) <= set(known)]
-    return [row for row in rows if not row.choices or row in chosen] if chosen else rows
+    same_group = [row for row in rows if any(word.partition(".")[0] == group for word in row.settings)]
+    rows = same_group or rows
+    available = [row for row in rows if row.choices and set(row.settings) <= set(settings)]
+    return [row for row in rows if not row.choices or row in available] if available else rows
 
 
-def _whose(rows: Sequence[Name]) -> str:
+def _format_systems(rows: Sequence[Name]) -> str:
     systems = dict.fromkeys(row.system for row in rows)
     value = next((row.value for row in rows if row.value), "")
     return f"{next(iter(systems))}: {value}" if value else next(iter(systems))

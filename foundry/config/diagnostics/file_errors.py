@@ -77,7 +77,7 @@ def compose_without_wrong_entries(
     overrides: list[str],
     *,
     repo: IConfigRepository,
-    chosen: Collection[str],
+    chosen_groups: Collection[str],
 ) -> Composed:
     """Compose overrides, leaving out the wrong entries of files.
 
@@ -86,25 +86,25 @@ def compose_without_wrong_entries(
         compose: composes overrides, unchecked.
         overrides: valid overrides.
         repo: the options of the groups.
-        chosen: groups with an option chosen by the overrides; choices for them in files are ignored.
+        chosen_groups: groups with an option chosen by the overrides; choices for them in files are ignored.
     """
     result, base = Composed(), OmegaConf.create()
 
     def drop_unknown_options(path: str, loaded: ConfigResult) -> ConfigResult:
-        kept = []
+        known_entries = []
         for entry in loaded.defaults_list or []:
-            wrong = [] if loaded.is_schema_source else list(_unknown_options(path, entry, repo, chosen))
-            for override in wrong:  # Hydra loads a file several times, hence the dictionary
+            unknown = [] if loaded.is_schema_source else list(_unknown_options(path, entry, repo, chosen_groups))
+            for override in unknown:  # Hydra loads a file several times, hence the dictionary
                 group = path.rpartition("/")[0] if isinstance(entry, ConfigDefault) else ""
                 result.choices[f"{path} {override.input_line}"] = WrongChoice(_name(path, loaded), override, group)
-            kept += [] if wrong else [entry]
-        loaded.defaults_list = kept if loaded.defaults_list is not None else None
+            known_entries += [] if unknown else [entry]
+        loaded.defaults_list = known_entries if loaded.defaults_list is not None else None
         return loaded
 
     def drop_wrong_entries(path: str, loaded: ConfigResult) -> ConfigResult:
         try:
             base.merge_with(copy.deepcopy(loaded.config))
-        except OmegaConfBaseException as whole:
+        except OmegaConfBaseException as error_of_file:
             if not isinstance(loaded.config, DictConfig):
                 raise
             config = copy.deepcopy(loaded.config)
@@ -112,7 +112,7 @@ def compose_without_wrong_entries(
                 _delete(config, keys)
                 result.entries.append(WrongEntry(_name(path, loaded), override, error))
             if config == loaded.config:
-                raise whole
+                raise error_of_file
             loaded = copy.copy(loaded)
             loaded.config = config
         return loaded
@@ -140,32 +140,34 @@ def _wrong_entries(
     base: DictConfig, config: DictConfig
 ) -> Iterator[tuple[list[Any], Override, OmegaConfBaseException]]:
     """Merge a file value by value. Yield the keys to delete, the override and the error of each failure."""
-    written, told = copy.deepcopy(config), set[str]()
-    for keys in list(_paths(written)):
+    content, reported = copy.deepcopy(config), set[str]()
+    for keys in list(_paths(content)):
         try:
-            base.merge_with(_nested(keys, _at(written, keys)))
+            base.merge_with(_nest(keys, _value_at(content, keys)))
         except OmegaConfBaseException as error:
             path, depth = ".".join(map(str, keys)), len(keys)
             if isinstance(error.full_key, str) and path.startswith(f"{error.full_key}."):
                 depth = error.full_key.count(".") + 1
                 if not (isinstance(error, ConfigKeyError) and is_name(path)):  # one error for the whole section
                     keys, path = keys[:depth], error.full_key
-            if path not in told:
-                told.add(path)
-                node = _at(written, keys)
+            if path not in reported:
+                reported.add(path)
+                node = _value_at(content, keys)
                 value: Any = OmegaConf.to_container(node) if OmegaConf.is_config(node) else node
                 line = f"{path}={as_override(value)}"
                 yield keys[:depth], Override(OverrideType.CHANGE, path, None, value, input_line=line), error
 
 
-def _nested(keys: list[Any], value: Any) -> DictConfig:
+def _nest(keys: list[Any], value: Any) -> DictConfig:
     for key in reversed(keys):
         value = {key: value}
     nested: DictConfig = OmegaConf.create(value)
     return nested
 
 
-def _unknown_options(path: str, entry: Any, repo: IConfigRepository, chosen: Collection[str]) -> Iterator[Override]:
+def _unknown_options(
+    path: str, entry: Any, repo: IConfigRepository, chosen_groups: Collection[str]
+) -> Iterator[Override]:
     folder, names = PurePosixPath("/", path).parent, list[Any]()
     if isinstance(entry, ConfigDefault) and entry.path is not None and not (entry.optional or entry.is_self()):
         file = folder / entry.path
@@ -173,7 +175,7 @@ def _unknown_options(path: str, entry: Any, repo: IConfigRepository, chosen: Col
     elif isinstance(entry, GroupDefault) and entry.group is not None and not entry.optional:
         group = str(("/" if entry.override else folder) / PurePosixPath(entry.group)).lstrip("/")
         names = entry.value if isinstance(entry.value, list) else [entry.value]
-        if group in chosen:
+        if group in chosen_groups:
             return
     else:
         return
@@ -183,17 +185,17 @@ def _unknown_options(path: str, entry: Any, repo: IConfigRepository, chosen: Col
             yield Override(OverrideType.CHANGE, group, None, name, input_line=f"{group}={name}")
 
 
-def _paths(config: DictConfig, above: tuple[Any, ...] = ()) -> Iterator[list[Any]]:
+def _paths(config: DictConfig, parents: tuple[Any, ...] = ()) -> Iterator[list[Any]]:
     """Yield the keys that lead to each value, and to each empty section."""
     for key in config:
         node = config._get_node(key)
         if isinstance(node, DictConfig) and not node._is_none() and not node._is_missing() and len(node):
-            yield from _paths(node, (*above, key))
+            yield from _paths(node, (*parents, key))
         else:
-            yield [*above, key]
+            yield [*parents, key]
 
 
-def _at(config: DictConfig, keys: list[Any]) -> Any:
+def _value_at(config: DictConfig, keys: list[Any]) -> Any:
     """Return the value at a path of keys, unresolved."""
     node: Any = config
     for key in keys:

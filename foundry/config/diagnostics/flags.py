@@ -78,41 +78,41 @@ def find_word(arguments: Sequence[str]) -> int | None:
     return None
 
 
-def _read(arguments: Sequence[str], known: Mapping[str, int]) -> Iterator[tuple[int, str, str | None, list[str]]]:
-    """Yield index and text of each override and flag; for a flag, its name in `known` and the arguments of its value.
+def _read(arguments: Sequence[str], known_flags: Mapping[str, int]) -> Iterator[tuple[int, str, str | None, list[str]]]:
+    """Yield index and text of each override and flag; for a flag, its name in `known_flags` and its value's arguments.
 
     The name is None for an override and for an unknown flag; all arguments up to the next flag or override are values
     of an unknown flag.
     """
-    ahead = deque(enumerate(arguments))
-    while ahead:
-        index, word = ahead.popleft()
-        name, assigned, _ = word.partition("=")
-        flag, values = (_of_hydra(name, known) if _is_flag(word) else None), list[str]()
+    remaining = deque(enumerate(arguments))
+    while remaining:
+        index, word = remaining.popleft()
+        name, equals, _ = word.partition("=")
+        flag, values = (_hydra_flag(name, known_flags) if _is_flag(word) else None), list[str]()
         if flag is not None:
-            takes_next = known[flag] or (flag in _OPTIONAL_VALUE and ahead and ahead[0][1] in _INFO)
-            values += [ahead.popleft()[1]] if takes_next and ahead and not assigned else []
+            takes_next = known_flags[flag] or (flag in _OPTIONAL_VALUE and remaining and remaining[0][1] in _INFO)
+            values += [remaining.popleft()[1]] if takes_next and remaining and not equals else []
         elif _is_flag(word):
-            while ahead and not assigned and not _is_flag(ahead[0][1]) and not _ASSIGNMENT.match(ahead[0][1]):
-                values.append(ahead.popleft()[1])
+            while remaining and not equals and not _is_flag(remaining[0][1]) and not _ASSIGNMENT.match(remaining[0][1]):
+                values.append(remaining.popleft()[1])
         yield index, word, flag, values
 
 
-def split_flags(arguments: Sequence[str], known: Mapping[str, int]) -> tuple[list[Flag], list[str]]:
+def split_flags(arguments: Sequence[str], known_flags: Mapping[str, int]) -> tuple[list[Flag], list[str]]:
     """Split arguments into flags and other arguments.
 
     Args:
         arguments: arguments after the command's name.
-        known: flags of `HYDRA_FLAGS` to keep among the other arguments, with their values.
+        known_flags: flags of `HYDRA_FLAGS` to keep among the other arguments, with their values.
     """
-    flags, others = list[Flag](), list[str]()
-    for _, word, flag, values in _read(arguments, known):
+    flags, other_arguments = list[Flag](), list[str]()
+    for _, word, flag, values in _read(arguments, known_flags):
         if flag is not None or not _is_flag(word):
-            others += [word, *values]
+            other_arguments += [word, *values]
         else:
-            name, assigned, value = word.partition("=")
-            flags.append(_flag(" ".join([word, *values]), name.lstrip("-"), [value] if assigned else values))
-    return flags, others
+            name, equals, value = word.partition("=")
+            flags.append(_flag(" ".join([word, *values]), name.lstrip("-"), [value] if equals else values))
+    return flags, other_arguments
 
 
 def check_flags(arguments: Sequence[str], options: Collection[str] = ()) -> None:
@@ -136,32 +136,32 @@ def plain_overrides(arguments: Sequence[str]) -> list[str]:
     Return none if they may have another meaning than in a run with foundry's own options: in a sweep, or with a config
     file or folder of the user.
     """
-    flags, others = split_flags(arguments, HYDRA_FLAGS)
-    if any(flag.key in _FILES for flag in flags) or any(map(_is_flag, others)):
+    flags, other_arguments = split_flags(arguments, HYDRA_FLAGS)
+    if any(flag.key in _FILES for flag in flags) or any(map(_is_flag, other_arguments)):
         return []
-    return [word for word in others if not re.match(r"[~+]*hydra[./]", word)]
+    return [word for word in other_arguments if not re.match(r"[~+]*hydra[./]", word)]
 
 
-def refuse(flag: Flag, find: Callable[[str], str | None]) -> Violation:
+def refuse(flag: Flag, find_key: Callable[[str], str | None]) -> Violation:
     """Return the error for a flag.
 
     Args:
         flag: the flag as typed.
-        find: returns the full key for a name, or None for an unknown name.
+        find_key: returns the full key for a name, or None for an unknown name.
     """
     from foundry.config.composition.store import GROUPS
     from foundry.config.diagnostics.elsewhere import own_options  # the table is needed for errors only
     from foundry.config.diagnostics.names import did_you_mean, meanings
 
-    if (key := find(flag.key)) is not None:
+    if (key := find_key(flag.key)) is not None:
         return Violation(flag.text, f"is not a valid argument; write {_assignment(key, flag.value)}")
     if flag.key in _FILES:
         path = Path(flag.value)
         folder = f"--config-dir {path.parent} --config-name {path.stem}"
         return Violation(flag.text, f"is not a valid argument; write {folder}")
-    told = did_you_mean(flag.key, meanings(), GROUPS, value=flag.value, options=own_options)
-    told = told or nearest(flag.text.partition("=")[0].split()[0], [name for name in HYDRA_FLAGS if name[:2] == "--"])
-    return Violation(flag.text, f"is not a valid argument{told or '; give settings as key=value'}")
+    hint = did_you_mean(flag.key, meanings(), GROUPS, value=flag.value, options=own_options)
+    hint = hint or nearest(flag.text.partition("=")[0].split()[0], [name for name in HYDRA_FLAGS if name[:2] == "--"])
+    return Violation(flag.text, f"is not a valid argument{hint or '; give settings as key=value'}")
 
 
 def arrange_flags(arguments: Sequence[str]) -> list[str]:
@@ -178,15 +178,15 @@ def arrange_flags(arguments: Sequence[str]) -> list[str]:
     """
     flags, overrides = list[str](), list[str]()
     for _, word, flag, values in _read(arguments, HYDRA_FLAGS):
-        _, assigned, value = word.partition("=")
+        _, equals, value = word.partition("=")
         if flag is None:
             overrides += [word, *values]
-        elif flag in _OPTIONAL_VALUE and not assigned:
+        elif flag in _OPTIONAL_VALUE and not equals:
             flags.append(f"{flag}={values[0] if values else _INFO[0]}")
-        elif flag in _FOLDERS and (assigned or values):
-            flags += [flag, _existing_folder(flag, value if assigned else values[0])]
+        elif flag in _FOLDERS and (equals or values):
+            flags += [flag, _existing_folder(flag, value if equals else values[0])]
         else:
-            flags += [flag, value] if assigned and HYDRA_FLAGS[flag] else [word, *values]
+            flags += [flag, value] if equals and HYDRA_FLAGS[flag] else [word, *values]
     return flags + overrides
 
 
@@ -203,8 +203,8 @@ def _existing_folder(flag: str, path: str) -> str:
 
 def _flag(text: str, name: str, values: Sequence[str]) -> Flag:
     key = name.replace("-", "_")
-    if not values and (negated := re.fullmatch(r"no_(\w.*)", key)) and key not in ("no_cuda",):
-        return Flag(text, negated[1], "false")
+    if not values and (negation := re.fullmatch(r"no_(\w.*)", key)) and key not in ("no_cuda",):
+        return Flag(text, negation[1], "false")
     return Flag(text, key, f"[{','.join(values)}]" if len(values) > 1 else values[0] if values else "true")
 
 
@@ -212,14 +212,14 @@ def _is_flag(word: str) -> bool:
     return word.startswith("-") and word not in ("-", "--") and not _NUMBER.match(word)
 
 
-def _of_hydra(name: str, known: Collection[str]) -> str | None:
+def _hydra_flag(name: str, known_flags: Collection[str]) -> str | None:
     """Return the flag of Hydra that an argument is or abbreviates; a short flag's value may follow without a space."""
-    if name in known:
+    if name in known_flags:
         return name
     if name.startswith("--"):
-        meant = [flag for flag in known if flag.startswith(name)]
-        return meant[0] if len(meant) == 1 and len(name) >= _SHORTEST_ABBREVIATION else None
-    return "-m" if "-m" in known and re.fullmatch(r"-c(job|hydra|all)", name) else None
+        matches = [flag for flag in known_flags if flag.startswith(name)]
+        return matches[0] if len(matches) == 1 and len(name) >= _SHORTEST_ABBREVIATION else None
+    return "-m" if "-m" in known_flags and re.fullmatch(r"-c(job|hydra|all)", name) else None
 
 
 def _setting(key: str, options: Collection[str]) -> str | None:

@@ -42,8 +42,8 @@ Predefined sweeps are hparams_search={ready}. Jobs go to hydra.sweep.dir (defaul
 def write_sweep_page(loader: ConfigLoader) -> str:
     """Return the help page of `-m`: the options of sweepers and launchers."""
     repository, _ = open_repository(loader, None, [])
-    ready = ",".join(repository.get_group_options("hparams_search", ObjectType.CONFIG))
-    lines = [_SWEEPS.format(ready=ready)]
+    presets = ",".join(repository.get_group_options("hparams_search", ObjectType.CONFIG))
+    lines = [_SWEEPS.format(ready=presets)]
     for choice, schemas in {
         "hydra/sweeper=foundry (the default): a grid search": (Sweep,),
         "hydra/sweeper=optuna: a search with Optuna; requires the package optuna": (Search,),
@@ -73,9 +73,11 @@ def list_groups(loader: ConfigLoader, overrides: Sequence[str] = ()) -> str:
     """
     parsed = OverridesParser.create().parse_overrides(list(overrides)) if overrides else []
     repository, _ = open_repository(loader, None, parsed)  # the loader's own methods open a repository for each group
-    known = [item.name for item in fields(Config)]
-    found = [group for group in repository.get_group_options("", ObjectType.GROUP) if group not in _HIDDEN]
-    order = sorted(found, key=lambda group: (known.index(group) if group in known else len(known), group))
+    schema_groups = [item.name for item in fields(Config)]
+    groups = [group for group in repository.get_group_options("", ObjectType.GROUP) if group not in _HIDDEN]
+    order = sorted(
+        groups, key=lambda group: (schema_groups.index(group) if group in schema_groups else len(schema_groups), group)
+    )
     lines = [_line(group, repository.get_group_options(group, ObjectType.CONFIG)) for group in order]
     return "\n".join([*lines, *_own_options(repository)])
 
@@ -90,10 +92,10 @@ def _own_options(repository: IConfigRepository) -> Iterator[str]:
         yield "\n" + textwrap.fill(text, _WIDTH, initial_indent="  ", subsequent_indent="    ")
 
 
-def _groups_of(source: ConfigSource, below: str = "") -> Iterator[str]:
+def _groups_of(source: ConfigSource, parent: str = "") -> Iterator[str]:
     """Yield the groups of a folder, including nested groups."""
-    for name in source.list(below, ObjectType.GROUP):
-        group = f"{below}/{name}" if below else name
+    for name in source.list(parent, ObjectType.GROUP):
+        group = f"{parent}/{name}" if parent else name
         yield group
         yield from _groups_of(source, group)
 

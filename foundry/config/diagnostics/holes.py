@@ -10,26 +10,26 @@ from omegaconf.errors import InterpolationKeyError, InterpolationToMissingValueE
 
 from foundry.config.diagnostics.elsewhere import hint
 from foundry.config.diagnostics.names import did_you_mean
-from foundry.config.diagnostics.wanted import wanted
+from foundry.config.diagnostics.wanted import expected_kind
 from foundry.config.schemas.launcher import is_known
 from foundry.config.schemas.root import Config
 from foundry.config.schemas.sweeper import SCHEMAS as SWEEPERS
 from foundry.core.errors import Violation, first_line, shown
 
 
-def holes(parent: DictConfig | ListConfig, key: Any, path: str) -> Iterator[Violation]:
+def missing_values(parent: DictConfig | ListConfig, key: Any, path: str) -> Iterator[Violation]:
     """Yield an error for each value at or below `key` that is missing, cannot be resolved, or is not in a schema."""
     schema = OmegaConf.get_type(parent)
-    known = {item.name for item in fields(schema)} if is_dataclass(schema) else None
-    if known is not None and key not in known:
-        whole = path.rpartition(".")[0]
-        settings = [f"{whole}.{name}" if whole else name for name in known]
+    field_names = {item.name for item in fields(schema)} if is_dataclass(schema) else None
+    if field_names is not None and key not in field_names:
+        parent_path = path.rpartition(".")[0]
+        settings = [f"{parent_path}.{name}" if parent_path else name for name in field_names]
         unknown = parent._get_node(key)
         hints = {leaf: hint(leaf, value, settings) for leaf, value in _leaves(unknown, path)}
         if not any(hints.values()):
             hints = {path: did_you_mean(path, settings, value=as_override(unknown))}
         for leaf, remedy in hints.items():
-            yield Violation(leaf, f"is not a key of {whole or 'the configuration'}{remedy}")
+            yield Violation(leaf, f"is not a key of {parent_path or 'the configuration'}{remedy}")
     elif OmegaConf.is_missing(parent, key):
         doc = schema.__dataclass_fields__[key].metadata.get("doc", "") if is_dataclass(schema) else ""
         yield Violation(path, f"has no value{f' ({doc})' if doc else ''}; give it as {path}=...")
@@ -39,16 +39,16 @@ def holes(parent: DictConfig | ListConfig, key: Any, path: str) -> Iterator[Viol
         try:
             value = parent[key]
         except OmegaConfBaseException as error:
-            yield Violation(path, _leads_nowhere(str(raw), path, error))
+            yield Violation(path, _interpolation_error(str(raw), path, error))
         else:
-            if known is not None and schema is not Config and not _is_alike(node, value):
+            if field_names is not None and schema is not Config and not _is_alike(node, value):
                 yield Violation(path, f"is {shown(raw)}, which resolves to another kind of value; set {path}=...")
     elif isinstance(child := parent._get_node(key), DictConfig) and not child._is_none():
         for name in list(child):
-            yield from holes(child, name, f"{path}.{name}")
+            yield from missing_values(child, name, f"{path}.{name}")
     elif isinstance(child, ListConfig) and not child._is_none():
         for index in range(len(child)):
-            yield from holes(child, index, f"{path}[{index}]")
+            yield from missing_values(child, index, f"{path}[{index}]")
 
 
 def as_override(node: object) -> str:
@@ -68,16 +68,16 @@ def _leaves(node: Any, path: str) -> Iterator[tuple[str, str]]:
         yield path, as_override(node)
 
 
-def _leads_nowhere(interpolation: str, path: str, error: Exception) -> str:
+def _interpolation_error(interpolation: str, path: str, error: Exception) -> str:
     remedy = f"set {path}=..."
-    if plain := re.fullmatch(r"\$\{(\.*[\w.]+)\}", interpolation):
+    if reference := re.fullmatch(r"\$\{(\.*[\w.]+)\}", interpolation):
         if isinstance(error, InterpolationKeyError | InterpolationToMissingValueError):
             group = path.partition(".")[0]
-            another = "" if group == "hydra" else f" or choose another {group}"
-            return f"refers to {plain[1]}, which has no value here; {remedy}{another}"
-        if plain[1] == path:
+            alternative = "" if group == "hydra" else f" or choose another {group}"
+            return f"refers to {reference[1]}, which has no value here; {remedy}{alternative}"
+        if reference[1] == path:
             return f"refers to itself; {remedy}"
-    if (kind := wanted(error)) is not None:
+    if (kind := expected_kind(error)) is not None:
         return f"is {shown(interpolation)}, which does not resolve to {kind}; {remedy}"
     return f"is {shown(interpolation)}, which cannot be resolved: {first_line(str(error))}; {remedy}"
 
@@ -89,15 +89,15 @@ def _is_alike(node: Any, value: object) -> bool:
     """
     if any(isinstance(node, kind) != isinstance(value, kind) for kind in (DictConfig, ListConfig)):
         return False
-    taken: Any = node._metadata.ref_type
-    given: Any = OmegaConf.get_type(value) if isinstance(value, DictConfig) else None
-    if given is None or not isinstance(taken, type) or not hasattr(taken, "__dataclass_fields__"):
-        return given is None or not is_dataclass(given)
-    return issubclass(given, taken)
+    field_type: Any = node._metadata.ref_type
+    value_type: Any = OmegaConf.get_type(value) if isinstance(value, DictConfig) else None
+    if value_type is None or not isinstance(field_type, type) or not hasattr(field_type, "__dataclass_fields__"):
+        return value_type is None or not is_dataclass(value_type)
+    return issubclass(value_type, field_type)
 
 
 def check_hydra(composed: DictConfig) -> Iterator[Violation]:
-    """Yield the errors of `holes` for the launcher and the sweeper if they have schemas of foundry."""
+    """Yield the errors of `missing_values` for the launcher and the sweeper if they have schemas of foundry."""
     for name in ("launcher", "sweeper"):
         hydra = OmegaConf.select(composed, "hydra")
         if hydra is None or name not in hydra._content:
@@ -108,4 +108,4 @@ def check_hydra(composed: DictConfig) -> Iterator[Violation]:
             yield Violation(f"hydra.{name}", f"is {shown(hydra[name])} but must be a mapping; {remedy}")
             continue
         if is_open or (is_known(hydra[name]) if name == "launcher" else OmegaConf.get_type(hydra, name) in SWEEPERS):
-            yield from holes(hydra, name, f"hydra.{name}")
+            yield from missing_values(hydra, name, f"hydra.{name}")

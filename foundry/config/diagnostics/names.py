@@ -19,7 +19,7 @@ _LIKE_A_LEAF, _LIKE_A_GROUP = 0.6, 0.75
 
 def did_you_mean(
     key: str,
-    known: Collection[str],
+    existing: Collection[str],
     groups: Collection[str] = (),
     *,
     value: str | None = None,
@@ -31,7 +31,7 @@ def did_you_mean(
 
     Args:
         key: key as typed.
-        known: dotted paths of the existing settings.
+        existing: dotted paths of the existing settings.
         groups: groups that may be chosen.
         value: value as typed; None if it is unknown.
         options: lists the options of a group.
@@ -39,17 +39,17 @@ def did_you_mean(
     group, _, leaf = key.rpartition(".")
     if leaf.startswith("_"):  # e.g. _target_, which every part has
         return ""
-    if told := hint(key, value, known, options):
-        return told
+    if framework_hint := hint(key, value, existing, options):
+        return framework_hint
     if leaf in groups:
         return f"; did you mean {leaf}?"
-    settings = [path for path in known if not path.rpartition(".")[2].startswith("_")]
-    if home := [path for path in settings if path.rpartition(".")[2] == leaf]:
-        return f"; did you mean {min(home, key=lambda path: path.count('.'))}?"
+    settings = [path for path in existing if not path.rpartition(".")[2].startswith("_")]
+    if same_name := [path for path in settings if path.rpartition(".")[2] == leaf]:
+        return f"; did you mean {min(same_name, key=lambda path: path.count('.'))}?"
     if paths := [path for path in _by_name().get(leaf.lower().replace("-", "_"), []) if path != key]:
         path = next((path for path in paths if path.startswith(f"{group}.")), paths[0])
         return f"; did you mean {path}?{_brief(meanings().get(path, ''))}"
-    return _spelt_alike(key, settings, groups)
+    return _similar_spelling(key, settings, groups)
 
 
 def override_for(word: str) -> str:
@@ -60,22 +60,22 @@ def override_for(word: str) -> str:
     choices = {option: group for group in reversed(groups) for option in own_options(group)}
     if word in meanings() or word in GROUPS:
         return f"; write {word}=..."
-    if word not in choices and (told := did_you_mean(word, meanings(), GROUPS)):
-        return told
-    near = difflib.get_close_matches(word, choices, n=1, cutoff=_LIKE_A_GROUP)
-    return f"; did you mean {choices[near[0]]}={near[0]}?" if near else ""
+    if word not in choices and (hint := did_you_mean(word, meanings(), GROUPS)):
+        return hint
+    matches = difflib.get_close_matches(word, choices, n=1, cutoff=_LIKE_A_GROUP)
+    return f"; did you mean {choices[matches[0]]}={matches[0]}?" if matches else ""
 
 
-def _spelt_alike(key: str, settings: Collection[str], groups: Collection[str]) -> str:
+def _similar_spelling(key: str, settings: Collection[str], groups: Collection[str]) -> str:
     """Return a hint with the most similar group or setting; outside of the key's group, the similarity must be high."""
     group, _, leaf = key.rpartition(".")
-    if near := difflib.get_close_matches(key, groups, n=1, cutoff=_LIKE_A_GROUP):
-        return f"; did you mean {near[0]}?"
-    same = [path for path in settings if group and path.rpartition(".")[0] == group]
-    for paths, cutoff in ((same, _LIKE_A_LEAF), (settings, _LIKE_A_GROUP)):
+    if matches := difflib.get_close_matches(key, groups, n=1, cutoff=_LIKE_A_GROUP):
+        return f"; did you mean {matches[0]}?"
+    group_settings = [path for path in settings if group and path.rpartition(".")[0] == group]
+    for paths, cutoff in ((group_settings, _LIKE_A_LEAF), (settings, _LIKE_A_GROUP)):
         names = {path.rpartition(".")[2]: path for path in sorted(paths, reverse=True)}
-        if near := difflib.get_close_matches(leaf.lower(), names, n=1, cutoff=cutoff):
-            return f"; did you mean {names[near[0]]}?"
+        if matches := difflib.get_close_matches(leaf.lower(), names, n=1, cutoff=cutoff):
+            return f"; did you mean {names[matches[0]]}?"
     return ""
 
 
@@ -85,21 +85,21 @@ def leaves(config: DictConfig, path: str = "") -> list[str]:
     for key in config:
         if path == "" and key == "hydra":
             continue
-        node, full = config._get_node(key), f"{path}.{key!s}" if path else str(key)
+        node, full_path = config._get_node(key), f"{path}.{key!s}" if path else str(key)
         if isinstance(node, DictConfig) and not node._is_none() and not node._is_missing():
-            paths += leaves(node, full)
+            paths += leaves(node, full_path)
         else:
-            paths.append(full)
+            paths.append(full_path)
     return paths
 
 
 @cache
 def _by_name() -> dict[str, list[str]]:
     """Return the settings of all schemas, keyed by the last part of their paths."""
-    named = dict[str, list[str]]()
+    paths_by_name = dict[str, list[str]]()
     for path in meanings():
-        named.setdefault(path.rpartition(".")[2], []).append(path)
-    return named
+        paths_by_name.setdefault(path.rpartition(".")[2], []).append(path)
+    return paths_by_name
 
 
 @cache

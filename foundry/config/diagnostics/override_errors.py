@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from foundry.config.checks.check import check
 from foundry.config.checks.targets import runtime_settings
-from foundry.config.composition.base import OF_THE_BASE
+from foundry.config.composition.base import FIXED_BY_BASE
 from foundry.config.composition.choices import open_repository
 from foundry.config.composition.hydra_internals import (
     CachingConfigRepository,
@@ -34,7 +34,7 @@ from foundry.config.diagnostics.file_errors import (
     in_file,
 )
 from foundry.config.diagnostics.names import did_you_mean, leaves, meanings, override_for
-from foundry.config.diagnostics.wanted import accepted_options, wanted
+from foundry.config.diagnostics.wanted import accepted_options, expected_kind
 from foundry.config.schemas.model import Base
 from foundry.config.schemas.root import Config
 from foundry.core.errors import Violation, first_line, nearest, shown
@@ -50,13 +50,13 @@ def includes_schemas(loader: ConfigLoaderImpl, config_name: str, overrides: list
     This also works if the configuration cannot be composed.
     """
     (repo, _) = _repository(loader, config_name, _parse(overrides)[0])
-    seen = set[str]()
-    ahead = [config_name]
-    while ahead:
-        name = ahead.pop()
-        if name in seen:
+    visited = set[str]()
+    pending = [config_name]
+    while pending:
+        name = pending.pop()
+        if name in visited:
             continue
-        seen.add(name)
+        visited.add(name)
         try:
             loaded = repo.load_config(name)
         except Exception:  # a file that is no YAML leads nowhere
@@ -64,15 +64,15 @@ def includes_schemas(loader: ConfigLoaderImpl, config_name: str, overrides: list
         for entry in (loaded.defaults_list if loaded else None) or []:
             option = entry.value if isinstance(entry, GroupDefault) else None
             path = f"{entry.group}/{option}" if isinstance(entry, GroupDefault) else getattr(entry, "path", None)
-            ahead += [str(path).lstrip("/")]
-    return "base_config" in seen
+            pending += [str(path).lstrip("/")]
+    return "base_config" in visited
 
 
 def without_null_choices(loader: ConfigLoaderImpl, config_name: str, overrides: list[str]) -> list[str]:
     """Return the overrides with each null choice, e.g. `debug=null`, in the form that Hydra accepts."""
     parsed, violations = _parse(overrides)
-    repo, unreadable = _repository(loader, config_name, parsed)
-    return overrides if violations or unreadable else [choice_line(repo, override) for override in parsed]
+    repo, search_path_errors = _repository(loader, config_name, parsed)
+    return overrides if violations or search_path_errors else [choice_line(repo, override) for override in parsed]
 
 
 def choice_line(repo: IConfigRepository, override: Override) -> str:
@@ -84,23 +84,23 @@ def choice_line(repo: IConfigRepository, override: Override) -> str:
 
 
 @dataclass
-class Known:
+class SweepCache:
     """Cache of results that the jobs of one sweep share.
 
     Attributes:
         repo: the options of the groups, read once.
-        checked: violations of a configuration, keyed by the overrides that compose it.
+        violations: violations of a configuration, keyed by the overrides that compose it.
     """
 
     repo: IConfigRepository
-    checked: dict[tuple[str, ...], list[Violation]] = field(default_factory=dict)
+    violations: dict[tuple[str, ...], list[Violation]] = field(default_factory=dict)
 
     def check(self, config: DictConfig, overrides: list[str]) -> list[Violation]:
         """Check a configuration against the rules, once for the same overrides."""
         key = tuple(overrides)
-        if key not in self.checked:
-            self.checked[key] = check(config)
-        return self.checked[key]
+        if key not in self.violations:
+            self.violations[key] = check(config)
+        return self.violations[key]
 
 
 def find_errors(
@@ -110,13 +110,13 @@ def find_errors(
     overrides: list[str],
     error: Exception,
     *,
-    whole: bool,
-    known: Known | None = None,
+    is_run: bool,
+    cache: SweepCache | None = None,
 ) -> list[Violation]:
     """Explain why composing `overrides` failed with `error`.
 
     The choices of groups are checked first. Then every other override is applied alone to the configuration that those
-    choices compose. The result is checked against the rules if `whole`.
+    choices compose. The result is checked against the rules if `is_run`.
 
     Args:
         loader: Hydra's loader.
@@ -124,49 +124,49 @@ def find_errors(
         compose: composes overrides, unchecked; the result may be modified.
         overrides: overrides that failed together.
         error: exception raised by composing them.
-        whole: the overrides are complete, for one run; False for the fixed overrides of a sweep.
-        known: cache shared with other jobs of the same sweep.
+        is_run: the overrides are complete, for one run; False for the fixed overrides of a sweep.
+        cache: cache shared with other jobs of the same sweep.
     """
     parsed, violations = _parse(overrides)
-    if known is None:
-        options, unreadable = _repository(loader, config_name, parsed)
-        known = Known(options)
-        violations += unreadable
-    repo = known.repo
+    if cache is None:
+        options, search_path_errors = _repository(loader, config_name, parsed)
+        cache = SweepCache(options)
+        violations += search_path_errors
+    repo = cache.repo
     if config_name is not None and not repo.config_exists(config_name):
         hint = nearest(config_name, repo.get_group_options("", ObjectType.CONFIG))
         return [Violation("--config-name", f"is {shown(config_name)}, which is not in any folder of options{hint}")]
-    good = [o for o in parsed if o.key_or_group == _SEARCHPATH and not violations]
+    valid = [o for o in parsed if o.key_or_group == _SEARCHPATH and not violations]
     choices = [o for o in parsed if _is_choice(repo, o)]
     values = [o for o in parsed if o not in choices and o.key_or_group != _SEARCHPATH]
     for choice in choices:
-        found = list(_check_choice(repo, choice, sweeping=not whole))
-        violations += found
-        if not found:
-            good.append(choice)
+        errors = list(_check_choice(repo, choice, sweeping=not is_run))
+        violations += errors
+        if not errors:
+            valid.append(choice)
     incomplete = set[str]()
     try:
-        config = compose(_lines(good))
+        config = compose(_lines(valid))
     except Exception as base_error:
-        made, wrong = _without_wrong_files(loader, compose, repo, good)
-        if made.config is None:
-            wrong += _wrong_alone(loader, compose, repo, good)
-        violations = list(dict.fromkeys([*violations, *wrong]))
-        if made.config is None:
-            return violations or [_unattributed(base_error)]
-        config = made.config
-        incomplete = {choice.incomplete for choice in made.choices.values()} - {""}
+        result, file_errors = _without_wrong_files(loader, compose, repo, valid)
+        if result.config is None:
+            file_errors += _errors_of_single_overrides(loader, compose, repo, valid)
+        violations = list(dict.fromkeys([*violations, *file_errors]))
+        if result.config is None:
+            return violations or [_general_error(base_error)]
+        config = result.config
+        incomplete = {choice.incomplete for choice in result.choices.values()} - {""}
     for value in values:
         if value.key_or_group.partition(".")[0] in incomplete:
             continue
-        found = list(_apply(repo, config, value, sweeping=not whole))
-        violations += found
-        if not found:
-            good.append(value)
+        errors = list(_apply(repo, config, value, sweeping=not is_run))
+        violations += errors
+        if not errors:
+            valid.append(value)
     if not violations:
-        return list(_wrong_alone(loader, compose, repo, good)) or [_unattributed(error)]
+        return list(_errors_of_single_overrides(loader, compose, repo, valid)) or [_general_error(error)]
     is_ours = OmegaConf.get_type(config) is Config
-    return violations + (known.check(config, _lines(good)) if whole and is_ours and not incomplete else [])
+    return violations + (cache.check(config, _lines(valid)) if is_run and is_ours and not incomplete else [])
 
 
 def _without_wrong_files(
@@ -176,20 +176,20 @@ def _without_wrong_files(
     choices: list[Override],
 ) -> tuple[Composed, list[Violation]]:
     """Compose without the wrong entries of files. Return the result, and a violation for each entry."""
-    chosen = {choice.key_or_group for choice in choices}
-    made = compose_without_wrong_entries(loader, compose, _lines(choices), repo=repo, chosen=chosen)
-    known = OmegaConf.create() if made.config is None else made.config
+    chosen_groups = {choice.key_or_group for choice in choices}
+    result = compose_without_wrong_entries(loader, compose, _lines(choices), repo=repo, chosen_groups=chosen_groups)
+    config = OmegaConf.create() if result.config is None else result.config
     violations = [
         in_file(choice.file, violation)
-        for choice in made.choices.values()
-        for violation in _explain_default(repo, known, choice.override)
+        for choice in result.choices.values()
+        for violation in _explain_default(repo, config, choice.override)
     ]
-    violations += [in_file(entry.file, _explain(repo, known, entry.override, entry.error)) for entry in made.entries]
-    if made.error is not None and (broken := describe_yaml_error(made.error)) is not None:
-        violations.append(broken)
-    elif made.error is not None and violations:
-        violations.append(_unattributed(made.error))
-    return made, violations
+    violations += [in_file(entry.file, _explain(repo, config, entry.override, entry.error)) for entry in result.entries]
+    if result.error is not None and (yaml_error := describe_yaml_error(result.error)) is not None:
+        violations.append(yaml_error)
+    elif result.error is not None and violations:
+        violations.append(_general_error(result.error))
+    return result, violations
 
 
 def _explain_default(repo: IConfigRepository, config: DictConfig, choice: Override) -> Iterator[Violation]:
@@ -201,7 +201,7 @@ def _explain_default(repo: IConfigRepository, config: DictConfig, choice: Overri
         yield Violation(violation.key or "defaults", violation.message)
 
 
-def _wrong_alone(
+def _errors_of_single_overrides(
     loader: ConfigLoaderImpl,
     compose: Callable[[list[str]], DictConfig],
     repo: IConfigRepository,
@@ -213,11 +213,11 @@ def _wrong_alone(
         try:
             compose(_lines([*folders, override]))
         except Exception as error:
-            _, in_files = _without_wrong_files(loader, compose, repo, [*folders, override])
-            wrong = _unattributed(error)
-            if wrong.key == "configuration":
-                wrong = Violation(override.get_key_element(), wrong.message)
-            yield from in_files or [wrong]
+            _, file_errors = _without_wrong_files(loader, compose, repo, [*folders, override])
+            violation = _general_error(error)
+            if violation.key == "configuration":
+                violation = Violation(override.get_key_element(), violation.message)
+            yield from file_errors or [violation]
 
 
 def _repository(
@@ -227,12 +227,12 @@ def _repository(
     repo, error = open_repository(loader, config_name, parsed)
     if error is None:
         return repo, []
-    if (broken := describe_yaml_error(error)) is not None:
-        return repo, [broken]
+    if (yaml_error := describe_yaml_error(error)) is not None:
+        return repo, [yaml_error]
     return repo, [Violation(_SEARCHPATH, first_line(str(error)).removeprefix(f"{_SEARCHPATH} "))]
 
 
-def master_over_options(
+def compose_sweep_master(
     loader: ConfigLoaderImpl, config_name: str | None, compose: Callable[[list[str]], DictConfig], overrides: list[str]
 ) -> DictConfig | None:
     """Compose a sweep's own configuration without fixed settings that only swept options have.
@@ -244,17 +244,17 @@ def master_over_options(
         The configuration; None if no option is swept, since the error then affects every job.
     """
     parsed, violations = _parse(overrides)
-    repo, unreadable = _repository(loader, config_name, parsed)
-    good = [o for o in parsed if o.is_hydra_override() or _is_choice(repo, o)]
+    repo, search_path_errors = _repository(loader, config_name, parsed)
+    choices = [o for o in parsed if o.is_hydra_override() or _is_choice(repo, o)]
     try:
-        config = compose(_lines(good))
+        config = compose(_lines(choices))
     except Exception:  # find_errors says which
         return None
-    swept = [o.key_or_group for o in good if o.is_sweep_override()]
-    swept += OmegaConf.select(config, "hydra.sweeper.params") or {}
-    if violations or unreadable or not any(map(repo.group_exists, swept)):
+    swept_keys = [o.key_or_group for o in choices if o.is_sweep_override()]
+    swept_keys += OmegaConf.select(config, "hydra.sweeper.params") or {}
+    if violations or search_path_errors or not any(map(repo.group_exists, swept_keys)):
         return None
-    master = compose(_lines(o for o in parsed if o in good or not list(_apply(repo, config, o, sweeping=True))))
+    master = compose(_lines(o for o in parsed if o in choices or not list(_apply(repo, config, o, sweeping=True))))
     with open_dict(master):
         master.hydra.overrides.task = _lines(o for o in parsed if not o.is_hydra_override())
     return master
@@ -299,7 +299,7 @@ def _check_choice(repo: IConfigRepository, choice: Override, *, sweeping: bool) 
     group, options = choice.key_or_group, _options(repo, choice.key_or_group)
     if choice.is_sweep_override():
         if not sweeping:
-            yield _to_sweep(choice)
+            yield _sweep_error(choice)
         if not sweeping or choice.value_type is ValueType.GLOB_CHOICE_SWEEP:
             return
         try:
@@ -316,25 +316,25 @@ def _check_choice(repo: IConfigRepository, choice: Override, *, sweeping: bool) 
         elif name is None and group in GROUPS:
             yield Violation(group, f"cannot be null; options: {', '.join(options)}")
         elif name is not None and str(name) not in options:
-            listed = f"options: {', '.join(options)}" if options else "no options; add your own with --config-dir"
-            hint = _own_option(group, str(name)) or option_hint(group, str(name), partial(_options, repo))
+            options_text = f"options: {', '.join(options)}" if options else "no options; add your own with --config-dir"
+            hint = _local_option_hint(group, str(name)) or option_hint(group, str(name), partial(_options, repo))
             hint = hint or nearest(str(name), options)
-            yield Violation(group, f"has no option '{shown(name)}'{hint} ({listed})")
+            yield Violation(group, f"has no option '{shown(name)}'{hint} ({options_text})")
 
 
-def _own_option(group: str, name: str) -> str:
+def _local_option_hint(group: str, name: str) -> str:
     """Return a hint if a folder below the current one has the option.
 
     The folder is not used automatically, since it may come from an untrusted source.
     """
     if re.fullmatch(r"[\w-]{1,100}", name):
         for file in sorted(Path.cwd().glob(f"*/{group}/{name}.y*ml")):
-            found = file.relative_to(Path.cwd())
-            return f"; there is {found} here: add --config-dir {found.parts[0]}"
+            path = file.relative_to(Path.cwd())
+            return f"; there is {path} here: add --config-dir {path.parts[0]}"
     return ""
 
 
-def _to_sweep(override: Override) -> Violation:
+def _sweep_error(override: Override) -> Violation:
     text = shown(override.get_value_string())
     return Violation(override.key_or_group, f"is {text}: to sweep over it add -m; for a list write [{text}]")
 
@@ -343,7 +343,7 @@ def _apply(repo: IConfigRepository, config: DictConfig, override: Override, *, s
     """Apply one override to the configuration, or yield its error."""
     if override.is_sweep_override():
         if not sweeping:
-            yield _to_sweep(override)
+            yield _sweep_error(override)
         return
     try:
         apply_overrides([override], config)
@@ -372,16 +372,16 @@ def _explain(repo: IConfigRepository, config: DictConfig, override: Override, er
 
 def _explain_mapping(repo: IConfigRepository, override: Override, node: DictConfig, error: Exception) -> Violation:
     """Return the error of a value that was assigned to a node with a schema."""
-    key, given, names = override.key_or_group, override.value(), [str(name) for name in node]
-    if not isinstance(given, dict):
-        wanted = f"a mapping with keys among {', '.join(names)}"
-        return Violation(key, f"is {shown(override.get_value_string())} but must be {wanted}")
-    unknown = [str(name) for name in given if str(name) not in names]
+    key, mapping, names = override.key_or_group, override.value(), [str(name) for name in node]
+    if not isinstance(mapping, dict):
+        expected = f"a mapping with keys among {', '.join(names)}"
+        return Violation(key, f"is {shown(override.get_value_string())} but must be {expected}")
+    unknown = [str(name) for name in mapping if str(name) not in names]
     if unknown:
         path = f"{key}.{unknown[0]}"
-        known, value = [f"{key}.{name}" for name in names], shown(given[unknown[0]])
-        meant = did_you_mean(path, known, value=value, options=partial(_options, repo))
-        return Violation(path, f"is not a key of {key}{meant}")
+        settings, value = [f"{key}.{name}" for name in names], shown(mapping[unknown[0]])
+        hint = did_you_mean(path, settings, value=value, options=partial(_options, repo))
+        return Violation(path, f"is not a key of {key}{hint}")
     return explain_value(override, error)
 
 
@@ -396,10 +396,10 @@ def explain_value(override: Override, error: Exception) -> Violation:
         return Violation(
             key, f"is {value} but must be {'a list' if isinstance(override.value(), dict) else 'a mapping'}"
         )
-    if (kind := wanted(error)) is not None:
+    if (kind := expected_kind(error)) is not None:
         accepted = accepted_options(error)
-        meant = option_hint(key.partition(".")[0], value, lambda group: ()) if accepted else ""
-        return Violation(key, f"is {value} but must be {kind}{meant or nearest(value, accepted)}")
+        hint = option_hint(key.partition(".")[0], value, lambda group: ()) if accepted else ""
+        return Violation(key, f"is {value} but must be {kind}{hint or nearest(value, accepted)}")
     return Violation(key, f"cannot be {value}: {first_line(message)}")
 
 
@@ -410,39 +410,39 @@ def _unknown_key(repo: IConfigRepository, config: DictConfig, override: Override
     if isinstance(part, DictConfig) and OmegaConf.get_type(part) is dict:
         return f"is not a key of your own {group}; to add it write +{key}=..."
     if group == "model" and OmegaConf.get_type(config, "model") is Base:
-        return OF_THE_BASE
-    elsewhere = list(_options_with(repo, group, leaf))
-    if elsewhere:
-        return f"is not a setting of the chosen {group}; it belongs to {' and '.join(elsewhere)}"
+        return FIXED_BY_BASE
+    other_options = list(_options_with(repo, group, leaf))
+    if other_options:
+        return f"is not a setting of the chosen {group}; it belongs to {' and '.join(other_options)}"
     node = OmegaConf.select(config, group) if group.startswith("hydra") else None
     if isinstance(node, DictConfig):
         return f"is not a key of {group}{nearest(key, [f'{group}.{name}' for name in map(str, node)])}"
     value = override.get_value_string()
     groups = () if group else _groups(repo)
-    meant = did_you_mean(key, leaves(config), groups, value=value, options=partial(_options, repo))
-    return f"is not a key of {group}{meant}" if group else f"is neither a group nor a key{meant}"
+    hint = did_you_mean(key, leaves(config), groups, value=value, options=partial(_options, repo))
+    return f"is not a key of {group}{hint}" if group else f"is neither a group nor a key{hint}"
 
 
 def _options_with(repo: IConfigRepository, group: str, leaf: str) -> Iterator[str]:
     """Yield the options of a group whose schema has a field `leaf`, in the form group=option."""
     if group not in GROUPS:
         return
-    having = {name for name, schema in group_schemas(group).items() if leaf in schema.__dataclass_fields__}
+    schemas_with_field = {name for name, schema in group_schemas(group).items() if leaf in schema.__dataclass_fields__}
     for option in _options(repo, group):
         loaded = repo.load_config(f"{group}/{option}")
         defaults = (loaded.defaults_list if loaded else None) or []
-        used = {str(d.get_name()).rpartition("/")[2] for d in defaults if d.get_name()}
-        if used & having:
+        schemas = {str(d.get_name()).rpartition("/")[2] for d in defaults if d.get_name()}
+        if schemas & schemas_with_field:
             yield f"{group}={option}"
 
 
-def _unattributed(error: Exception) -> Violation:
+def _general_error(error: Exception) -> Violation:
     """Return the violation for an error that no single override explains, such as a wrong key in a YAML file."""
     cause = error.__cause__ or error
     text = f"{first_line(str(error))} {first_line(str(cause)) if cause is not error else ''}".strip()
     if not isinstance(error, HydraException | OmegaConfBaseException):
         text = f"{type(error).__name__}: {text}"
-    where = re.search(r"In '([^']*)'", str(error))
+    location = re.search(r"In '([^']*)'", str(error))
     key = re.search(r"full_key: (\S+)", str(cause)) or re.search(r"full_key: (\S+)", str(error))
     hint = did_you_mean(key[1], meanings()) if key and re.search("Key '.*' (is )?not in", text) else ""
-    return Violation(where[1] if where else key[1] if key else "configuration", text + hint)
+    return Violation(location[1] if location else key[1] if key else "configuration", text + hint)

@@ -27,7 +27,7 @@ _MESSAGES = (
 )
 
 
-def wanted(error: Exception) -> str | None:
+def expected_kind(error: Exception) -> str | None:
     """Return the expected kind of value in words; None if the error is about something else."""
     if names := accepted_options(error):
         return f"one of {', '.join(names)}"
@@ -37,17 +37,17 @@ def wanted(error: Exception) -> str | None:
         if re.search(pattern, str(error)):
             return kind
     for pattern in _MESSAGES:
-        if found := re.search(pattern, str(error)):
-            return " or ".join(dict.fromkeys(_KINDS.get(name, name) for name in found[1].lower().split(", ")))
+        if match := re.search(pattern, str(error)):
+            return " or ".join(dict.fromkeys(_KINDS.get(name, name) for name in match[1].lower().split(", ")))
     return None
 
 
 def accepted_options(error: Exception) -> list[str]:
     """Return the names of the enumeration that the setting takes; empty if it takes other values."""
-    if found := re.search(r"expected one of \[(.*)\]", str(error)):
-        return [name.strip() for name in found[1].split(",")]
+    if match := re.search(r"expected one of \[(.*)\]", str(error)):
+        return [name.strip() for name in match[1].split(",")]
     node = getattr(error, "child_node", None)
     kind = node.enum_type if isinstance(node, EnumNode) else None
-    if kind is None and (found := re.search(r"<enum '(\w+)'>", str(error))):
-        kind = next((known for known in Enum.__subclasses__() if known.__name__ == found[1]), None)
+    if kind is None and (match := re.search(r"<enum '(\w+)'>", str(error))):
+        kind = next((enumeration for enumeration in Enum.__subclasses__() if enumeration.__name__ == match[1]), None)
     return [member.name for member in kind] if isinstance(kind, type) and issubclass(kind, Enum) else []

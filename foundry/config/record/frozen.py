@@ -14,10 +14,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from foundry.config.composition.store import group_schemas, writable
 from foundry.config.record.recorded import (
+    built_in_targets,
     foreign_parts,
     missing_packages,
     missing_tasks,
-    own_targets,
     read_settings,
     variables,
 )
@@ -27,7 +27,7 @@ from foundry.config.schemas.evaluation import recorded_interval
 from foundry.config.schemas.root import Config, to_config
 from foundry.config.target_names import respelled
 from foundry.core.errors import ConfigError, Violation, shown
-from foundry.core.part_names import first_path
+from foundry.core.part_names import original_path
 from foundry.run_dir.files import write_atomically
 from foundry.run_dir.names import CONFIG
 from foundry.run_dir.redact import recorded, remember
@@ -67,23 +67,23 @@ def hash_config(config: Config) -> str:
     For the same hash as earlier versions, parts have their first paths, and newer settings (`since`) are left out at
     their default. `accum_freq`, which is computed from the number of ranks, is left out.
     """
-    content = respelled(_without_later(config), first_path)
+    content = respelled(_hashed_content(config), original_path)
     del content["hparams"]["accum_freq"]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _without_later(node: Any) -> Any:
+def _hashed_content(node: Any) -> Any:
     """Convert to plain containers, leaving out settings that have `since` and are at their default."""
     if not is_dataclass(node):
         return plain(node)
     return {
-        item.name: _without_later(value)
+        item.name: _hashed_content(value)
         for item in fields(node)
-        if not _is_later(item, value := getattr(node, item.name))
+        if not _is_omitted_from_hash(item, value := getattr(node, item.name))
     }
 
 
-def _is_later(item: "Field[Any]", value: Any) -> bool:
+def _is_omitted_from_hash(item: "Field[Any]", value: Any) -> bool:
     default = item.default if item.default_factory is NO_DEFAULT else item.default_factory()
     return item.metadata.get("since") is not None and bool(plain(value) == plain(default))
 
@@ -134,33 +134,33 @@ def load_config(run_dir: Path, *, trust: bool = False) -> Config:
     content = read_settings(path, "run")
     groups = {item.name: item for item in fields(Config)}
     if unknown := [shown(name) for name in content if name not in groups]:
-        raise _refused(path, f"has {', '.join(unknown)}, which this version of foundry does not know")
+        raise _run_error(path, f"has {', '.join(unknown)}, which this version of foundry does not know")
     if missing := [name for name, item in groups.items() if name not in content and item.default == MISSING]:
-        raise _refused(path, f"lacks {' and '.join(missing)}")
+        raise _run_error(path, f"lacks {' and '.join(missing)}")
     if missing := list(missing_tasks(content)):
         raise ConfigError(Violation("run", f"{path} {line}") for line in missing)
-    if not trust and (foreign := list(foreign_parts(content))):
-        raise ConfigError([*_distrust(path, foreign), *_not_installed(path, content)])
-    if absent := list(_not_installed(path, content)):
-        raise ConfigError(absent)
+    if not trust and (foreign_settings := list(foreign_parts(content))):
+        raise ConfigError([*_trust_errors(path, foreign_settings), *_package_errors(path, content)])
+    if missing_parts := list(_package_errors(path, content)):
+        raise ConfigError(missing_parts)
     if isinstance(evaluation := content.get("evaluation"), dict) and "interval" in evaluation:
         evaluation["interval"] = recorded_interval(evaluation["interval"])
     if isinstance(hparams := content.get("hparams"), dict) and hparams.get("torchcompile") == "auto":
         hparams["torchcompile"] = False  # of an earlier version, where the run chose
     nodes = {name: typed_group(path, name, content.get(name, {})) for name in groups}
     try:
-        whole = OmegaConf.create(nodes)
+        merged = OmegaConf.create(nodes)
         list(
-            check_secrets(whole)
+            check_secrets(merged)
         )  # remembers the secrets; an older version may have recorded some, so errors are ignored
-        for where, text in variables(content):
+        for key, text in variables(content):
             if trust:
-                remember(str(OmegaConf.select(whole, where)), text)  # later output shows the variable's name again
+                remember(str(OmegaConf.select(merged, key)), text)  # later output shows the variable's name again
             else:
-                OmegaConf.update(whole, where, text.replace("${", r"\${"))  # escape, to keep the name of the variable
-        return to_config(whole)
+                OmegaConf.update(merged, key, text.replace("${", r"\${"))  # escape, to keep the name of the variable
+        return to_config(merged)
     except (OmegaConfBaseException, ValueError, TypeError) as error:
-        raise _refused(
+        raise _run_error(
             path, f"has an invalid {getattr(error, 'full_key', None) or 'value'}: {_one_line(error)}"
         ) from None
 
@@ -179,27 +179,29 @@ def typed_group(path: Path, group: str, node: Any) -> Any:
         ConfigError: if no schema matches, or a value has the wrong type.
     """
     if not isinstance(node, dict):
-        raise _refused(path, f"has {group}={shown(node)}, which must be a mapping")
+        raise _run_error(path, f"has {group}={shown(node)}, which must be a mapping")
     node = respelled(node)
     schemas = [schema for schema in group_schemas(group).values() if _matches_schema(group, schema, node)]
-    if own_targets(group) and node.get("_target_") not in (None, *own_targets(group)):
+    if built_in_targets(group) and node.get("_target_") not in (None, *built_in_targets(group)):
         return node  # a custom part, which the caller has trusted
     if not schemas:
-        raise _refused(path, f"has a {group} that this version of foundry does not know: {_unknown(group, node)}")
+        raise _run_error(
+            path, f"has a {group} that this version of foundry does not know: {_unknown_settings(group, node)}"
+        )
     schema = min(schemas, key=lambda s: _distance(s, node))
     try:
         return OmegaConf.merge(writable(schema), node)
     except (OmegaConfBaseException, ValueError, TypeError) as error:
         key = ".".join(filter(None, (group, getattr(error, "full_key", None))))
-        raise _refused(path, f"has an invalid {key}: {_one_line(error)}") from None
+        raise _run_error(path, f"has an invalid {key}: {_one_line(error)}") from None
 
 
 def _matches_schema(group: str, schema: type[Any], node: dict[str, Any]) -> bool:
     """Return True if a schema has all fields of a node and the same `_target_`."""
-    declared = {item.name: item.type for item in fields(Config)}[group]
-    default = {item.name: item.default for item in fields(schema)}
-    is_declared = declared is Any or issubclass(schema, cast(type, declared))
-    return is_declared and set(node) <= set(default) and node.get("_target_") == default.get("_target_")
+    declared_type = {item.name: item.type for item in fields(Config)}[group]
+    defaults = {item.name: item.default for item in fields(schema)}
+    is_declared = declared_type is Any or issubclass(schema, cast(type, declared_type))
+    return is_declared and set(node) <= set(defaults) and node.get("_target_") == defaults.get("_target_")
 
 
 def _distance(schema: type[Any], node: dict[str, Any]) -> tuple[bool, bool, int]:
@@ -207,19 +209,19 @@ def _distance(schema: type[Any], node: dict[str, Any]) -> tuple[bool, bool, int]
 
     The strategy distinguishes schemas with equal fields.
     """
-    default = {item.name: plain(item.default) for item in fields(schema)}
-    return set(node) != set(default), node.get("strategy") != default.get("strategy"), len(default)
+    defaults = {item.name: plain(item.default) for item in fields(schema)}
+    return set(node) != set(defaults), node.get("strategy") != defaults.get("strategy"), len(defaults)
 
 
-def _unknown(group: str, node: dict[str, Any]) -> str:
+def _unknown_settings(group: str, node: dict[str, Any]) -> str:
     names = {item.name for schema in group_schemas(group).values() for item in fields(schema)}
     return ", ".join(f"{group}.{shown(name)}" for name in node if name not in names) or f"{group}={shown(node)}"
 
 
-def _distrust(path: Path, foreign: list[str]) -> Iterator[Violation]:
+def _trust_errors(path: Path, foreign_settings: list[str]) -> Iterator[Violation]:
     """Yield errors that name all untrusted parts, in lines of limited length."""
-    lines = [foreign[0]]
-    for part in foreign[1:]:
+    lines = [foreign_settings[0]]
+    for part in foreign_settings[1:]:
         if len(lines[-1]) + len(part) > _LONGEST:
             lines.append(part)
         else:
@@ -228,14 +230,14 @@ def _distrust(path: Path, foreign: list[str]) -> Iterator[Violation]:
         yield Violation("run", f"{path} uses custom code: {line}; add trust=true if you trust its author")
 
 
-def _not_installed(path: Path, content: dict[str, Any]) -> Iterator[Violation]:
+def _package_errors(path: Path, content: dict[str, Any]) -> Iterator[Violation]:
     """Yield an error for each package of parts that is not installed, such as a package of an external task."""
-    for package, where in missing_packages(content).items():
-        message = f"{path} uses parts of {package}, which is not installed here: {where}"
+    for package, setting in missing_packages(content).items():
+        message = f"{path} uses parts of {package}, which is not installed here: {setting}"
         yield Violation("run", f"{message}; install it or add it to PYTHONPATH")
 
 
-def _refused(path: Path, message: str) -> ConfigError:
+def _run_error(path: Path, message: str) -> ConfigError:
     return ConfigError(Violation("run", f"{path} {message}"))
 
 

@@ -15,7 +15,7 @@ from foundry.config.record.secrets import VARIABLE
 from foundry.config.record.strict_yaml import read_yaml
 from foundry.config.schemas.tracking import EXTRAS
 from foundry.core.errors import ConfigError, Violation, shown
-from foundry.core.part_names import place_of, public_name
+from foundry.core.part_names import current_path, public_name
 from foundry.core.tasks import missing_task
 
 _MAX_BITS = 64
@@ -48,9 +48,9 @@ def read_settings(path: Path, key: str) -> dict[str, Any]:
         raise ConfigError(
             Violation(key, f"{path} has no settings: it is {'empty' if content is None else 'not a mapping'}")
         )
-    for where, value in _leaves(content, ""):
-        if reason := _is_strange(value):
-            raise ConfigError(Violation(key, f"{path} has {where}={shown(value)}; {reason}"))
+    for setting, value in _leaves(content, ""):
+        if reason := _strange_reason(value):
+            raise ConfigError(Violation(key, f"{path} has {setting}={shown(value)}; {reason}"))
     return content
 
 
@@ -70,74 +70,74 @@ def foreign_parts(content: dict[str, Any]) -> Iterator[str]:
     - references to environment variables inside of parts.
     """
     for group, node in content.items():
-        own = {f"{group}._target_": own_targets(group), **_own_targets_inside(group)}
-        for where, name, value in _keys(node, group):
+        built_in = {f"{group}._target_": built_in_targets(group), **_nested_targets(group)}
+        for path, name, value in _keys(node, group):
             target = public_name(value) if isinstance(value, str) else value
-            is_own = target in own.get(where, own_named_parts() if _NAMED_PART.fullmatch(where) else ())
-            is_own |= bool(_METRIC.fullmatch(where) and _OF_TORCHMETRICS.fullmatch(str(value)))
-            is_none = where in own and value is None  # null in place of an optional part, e.g. no environment
-            is_hydra = name in HYDRA_KEYS and not is_own and not is_none
+            is_built_in = target in built_in.get(path, built_in_named_parts() if _NAMED_PART.fullmatch(path) else ())
+            is_built_in |= bool(_METRIC.fullmatch(path) and _OF_TORCHMETRICS.fullmatch(str(value)))
+            is_none = path in built_in and value is None  # null in place of an optional part, e.g. no environment
+            is_hydra = name in HYDRA_KEYS and not is_built_in and not is_none
             is_kernel = str(name).endswith("attn_implementation") and value not in (None, *_ATTENTIONS)
             if is_hydra or is_kernel:
-                yield f"{where}={shown(value)}"
+                yield f"{path}={shown(value)}"
         for schema in group_schemas(group).values() if isinstance(node, dict) else ():
             if hasattr(schema, "foreign_settings") and public_name(str(node.get("_target_"))) == schema._target_:
                 yield from (f"{group}.{name}={shown(node[name])}" for name in schema.foreign_settings(node))
-        for where, value in _leaves(node, group) if own_targets(group) else ():
+        for path, value in _leaves(node, group) if built_in_targets(group) else ():
             if isinstance(value, str) and "${" in value:
-                yield f"{where}={shown(value)}"
+                yield f"{path}={shown(value)}"
 
 
 def missing_tasks(content: dict[str, Any]) -> Iterator[str]:
     """Yield a line for each task that the settings refer to but that is not installed."""
-    found = dict[str, str]()
-    for where, name, value in _keys(content, ""):
-        if name == "_target_" and isinstance(value, str) and (task := missing_task(place_of(value))) is not None:
-            found.setdefault(task, f"belongs to the task {task}, which is not installed here: {where}={shown(value)}")
-    yield from found.values()
+    lines = dict[str, str]()
+    for path, name, value in _keys(content, ""):
+        if name == "_target_" and isinstance(value, str) and (task := missing_task(current_path(value))) is not None:
+            lines.setdefault(task, f"belongs to the task {task}, which is not installed here: {path}={shown(value)}")
+    yield from lines.values()
 
 
 def missing_packages(content: dict[str, Any]) -> dict[str, str]:
     """Return the packages of `_target_`s that Python cannot find, each with the key=value that refers to it."""
-    found = dict[str, str]()
-    for where, name, value in _keys(content, ""):
+    packages = dict[str, str]()
+    for path, name, value in _keys(content, ""):
         package = value.partition(".")[0] if name == "_target_" and isinstance(value, str) else ""
-        if package.isidentifier() and package not in {*found, *sys.modules} and find_spec(package) is None:
-            found[package] = f"{where}={shown(value)}"
-    return found
+        if package.isidentifier() and package not in {*packages, *sys.modules} and find_spec(package) is None:
+            packages[package] = f"{path}={shown(value)}"
+    return packages
 
 
 def variables(content: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield path and text of each setting that holds a reference to an environment variable in place of a secret."""
-    for where, _, value in _keys(content, ""):
+    for path, _, value in _keys(content, ""):
         if isinstance(value, str) and VARIABLE.search(value):
-            yield where, value
+            yield path, value
 
 
-def own_targets(group: str) -> tuple[str, ...]:
+def built_in_targets(group: str) -> tuple[str, ...]:
     """Return the `_target_` of each built-in part of a group; empty if the group has no parts."""
     defaults = (item.default for s in group_schemas(group).values() for item in fields(s) if item.name == "_target_")
     return tuple(dict.fromkeys(default for default in defaults if isinstance(default, str)))
 
 
 @cache
-def own_named_parts() -> tuple[str, ...]:
+def built_in_named_parts() -> tuple[str, ...]:
     """Return the `_target_` of each evaluator and tracker of foundry and of installed tasks."""
     return (*(schema._target_ for schema in evaluator_schemas()), *EXTRAS)
 
 
-def _own_targets_inside(group: str) -> dict[str, tuple[str, ...]]:
+def _nested_targets(group: str) -> dict[str, tuple[str, ...]]:
     """Return the `_target_`s of parts nested in the built-in parts of a group, by their path."""
-    found = dict[str, tuple[str, ...]]()
+    targets = dict[str, tuple[str, ...]]()
     for schema in group_schemas(group).values():
         for name, kind in get_type_hints(schema).items():
             if is_dataclass(kind) and (target := getattr(kind, "_target_", None)) is not None:
                 path = f"{group}.{name}._target_"
-                found[path] = (*found.get(path, ()), str(target))
-    return found
+                targets[path] = (*targets.get(path, ()), str(target))
+    return targets
 
 
-def _is_strange(value: object) -> str:
+def _strange_reason(value: object) -> str:
     """Return the reason why foundry cannot have written a value; empty if it can."""
     if isinstance(value, str) and "${" in VARIABLE.sub("", value):
         return "recorded settings have no interpolations"
@@ -152,16 +152,16 @@ def _keys(node: Any, path: str) -> Iterator[tuple[str, object, object]]:
     """Yield path, name and value of every key at any depth."""
     children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     for name, value in children:
-        where = f"{path}.{shown(name)}" if path else shown(name)
+        child_path = f"{path}.{shown(name)}" if path else shown(name)
         if isinstance(node, dict):
-            yield where, name, value
-        yield from _keys(value, where)
+            yield child_path, name, value
+        yield from _keys(value, child_path)
 
 
 def _leaves(node: Any, path: str) -> Iterator[tuple[str, object]]:
     """Yield every name and every value that is not a container, with its path."""
-    for where, name, value in _keys(node, path):
-        yield where, name
+    for key, name, value in _keys(node, path):
+        yield key, name
         for item in value if isinstance(value, list) else [value]:
             if not isinstance(item, (dict, list)):
-                yield where, item
+                yield key, item

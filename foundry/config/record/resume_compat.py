@@ -28,35 +28,35 @@ class Difference:
 
     Attributes:
         key: dotted key of the setting.
-        was: value in the checkpoint; None if it had no value.
-        now: value in this run; None if it has no value.
-        is_gone: the checkpoint has the setting, but this version of foundry does not.
+        old: value in the checkpoint; None if it had no value.
+        new: value in this run; None if it has no value.
+        is_removed: the checkpoint has the setting, but this version of foundry does not.
     """
 
     key: str
-    was: Any
-    now: Any
-    is_gone: bool = False
+    old: Any
+    new: Any
+    is_removed: bool = False
 
     def __str__(self) -> str:
-        was, now = self._texts
-        return f"{self.key}: {was} -> {'no longer a setting' if self.is_gone else now}"
+        old, new = self._texts
+        return f"{self.key}: {old} -> {'no longer a setting' if self.is_removed else new}"
 
     @property
     def _texts(self) -> tuple[str, str]:
         if self.key == _INTERVAL:
-            return contrast(recorded_interval(self.was), recorded_interval(self.now), _shown)
-        return contrast(self.was, self.now, _shown)
+            return contrast(recorded_interval(self.old), recorded_interval(self.new), _format)
+        return contrast(self.old, self.new, _format)
 
     @property
     def has_new_meaning(self) -> bool:
         """True if the same number has another meaning in this version. The change is then always refused."""
-        return self.key == _INTERVAL and type(self.was) is int and self.now == str(self.was)
+        return self.key == _INTERVAL and type(self.old) is int and self.new == str(self.old)
 
     @property
     def on_resume(self) -> OnResume:
         """Policy for a change on resume, declared by the schema of the setting or by its group."""
-        if self.is_gone:
+        if self.is_removed:
             return OnResume.same
         if self.has_new_meaning:
             return OnResume.refused
@@ -82,78 +82,78 @@ class Difference:
     def changes_result(self) -> bool:
         """True if a finished run would have produced another result with the new value."""
         if self.key == "checkpoint.resume":
-            return bool(self.now != "auto")
+            return bool(self.new != "auto")
         return self.on_resume is not OnResume.same
 
     def violation(self) -> Violation:
         """Return the error for a user who resumes with this difference."""
-        was, now = self._texts
+        old, new = self._texts
         if self.has_new_meaning:
             message = (
-                f"is {now}, which counts steps of the run, but an earlier version of foundry started this run and "
+                f"is {new}, which counts steps of the run, but an earlier version of foundry started this run and "
             )
-            remedy = f"counted {now} steps from the start of each epoch; set '{was}' to keep that, or '{now} steps'"
+            remedy = f"counted {new} steps from the start of each epoch; set '{old}' to keep that, or '{new} steps'"
             return Violation(self.key, f"{message}{remedy}")
-        return Violation(self.key, f"is {now} but the checkpoint was trained with {was}; {REMEDY}")
+        return Violation(self.key, f"is {new} but the checkpoint was trained with {old}; {REMEDY}")
 
     def of_finished(self, run_dir: object) -> Violation:
         """Return the error for a user who asks a finished run for the result with this difference."""
-        was, now = self._texts
+        old, new = self._texts
         message = (
-            f"is {now} but {run_dir} holds a finished run with {was}; change it back, or choose another hydra.run.dir"
+            f"is {new} but {run_dir} holds a finished run with {old}; change it back, or choose another hydra.run.dir"
         )
         return Violation(self.key, message)
 
 
-def differences(was: Mapping[str, Any], now: Mapping[str, Any], typed: object = None) -> Iterator[Difference]:
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], config: object = None) -> Iterator[Difference]:
     """Yield every leaf that differs between two configurations, in the order of keys.
 
     Args:
-        was: plain containers of an earlier run, possibly written by another version of foundry.
-        now: plain containers of this run.
-        typed: the dataclasses that `now` was made from. A setting that is missing in `was` then counts as its default,
-            and a setting that is missing in `now` is marked as gone. Without them, both count as ordinary differences.
+        old: plain containers of an earlier run, possibly written by another version of foundry.
+        new: plain containers of this run.
+        config: the dataclasses that `new` was made from. A setting that is missing in `old` then counts as its default,
+            and a setting that is missing in `new` is marked as gone. Without them, both count as ordinary differences.
     """
-    return _differences(respelled(dict(was)), respelled(dict(now)), typed)
+    return _differences(respelled(dict(old)), respelled(dict(new)), config)
 
 
 def _differences(
-    was: Mapping[str, Any], now: Mapping[str, Any], typed: object = None, prefix: str = ""
+    old: Mapping[str, Any], new: Mapping[str, Any], config: object = None, prefix: str = ""
 ) -> Iterator[Difference]:
-    same_part = is_dataclass(typed) and all(was.get(key, now.get(key)) == now.get(key) for key in _KIND)
-    schema = {item.name: item for item in fields(typed)} if same_part else None  # type: ignore[arg-type]
-    for key in [*now, *(key for key in was if key not in now)]:
-        other, path = now.get(key), f"{prefix}{key}"
-        one = was.get(key) if key in was or schema is None else _default(schema[key], other)
-        if isinstance(one, Mapping) and isinstance(other, Mapping):
-            yield from _differences(one, other, getattr(typed, key, None), f"{path}.")
-        elif not _are_same(path, now.get("_target_"), one, other):
-            yield Difference(path, one, other, is_gone=key not in now and schema is not None)
+    same_part = is_dataclass(config) and all(old.get(key, new.get(key)) == new.get(key) for key in _KIND)
+    schema = {item.name: item for item in fields(config)} if same_part else None  # type: ignore[arg-type]
+    for key in [*new, *(key for key in old if key not in new)]:
+        new_value, path = new.get(key), f"{prefix}{key}"
+        old_value = old.get(key) if key in old or schema is None else _default(schema[key], new_value)
+        if isinstance(old_value, Mapping) and isinstance(new_value, Mapping):
+            yield from _differences(old_value, new_value, getattr(config, key, None), f"{path}.")
+        elif not _are_same(path, new.get("_target_"), old_value, new_value):
+            yield Difference(path, old_value, new_value, is_removed=key not in new and schema is not None)
 
 
-def _are_same(path: str, target: object, one: object, other: object) -> bool:
+def _are_same(path: str, target: object, old: object, new: object) -> bool:
     if path == _INTERVAL:
-        return bool(recorded_interval(one) == recorded_interval(other))
-    return one == other or _is_same_mixture(path, target, one, other)
+        return bool(recorded_interval(old) == recorded_interval(new))
+    return old == new or _is_same_mixture(path, target, old, new)
 
 
-def _is_same_mixture(path: str, target: object, one: object, other: object) -> bool:
+def _is_same_mixture(path: str, target: object, old: object, new: object) -> bool:
     """Return True if both are weights of a built-in dataset in equal proportions, and so give the same order."""
-    return path == "data.weights" and str(target).startswith("foundry.") and have_same_proportions(one, other)
+    return path == "data.weights" and str(target).startswith("foundry.") and have_same_proportions(old, new)
 
 
-def _default(item: "Field[Any]", now: Any) -> Any:
+def _default(item: "Field[Any]", new: Any) -> Any:
     """Return a field's default as plain containers. A default that interpolates another setting counts as unchanged."""
-    return _followed(plain(item.default if item.default_factory is MISSING else item.default_factory()), now)
+    return _resolve_default(plain(item.default if item.default_factory is MISSING else item.default_factory()), new)
 
 
-def _followed(value: Any, now: Any) -> Any:
+def _resolve_default(value: Any, new: Any) -> Any:
     if isinstance(value, dict):
         return {
-            key: _followed(inner, now[key] if isinstance(now, Mapping) and key in now else inner)
+            key: _resolve_default(inner, new[key] if isinstance(new, Mapping) and key in new else inner)
             for key, inner in value.items()
         }
-    return now if isinstance(value, str) and value.startswith("${") else value
+    return new if isinstance(value, str) and value.startswith("${") else value
 
 
 @cache
@@ -167,5 +167,5 @@ def _of_groups() -> dict[str, OnResume]:
     return {item.name: item.metadata["on_resume"] for item in fields(Config)}
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     return "not set" if value is None else shown(value)

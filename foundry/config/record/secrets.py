@@ -45,7 +45,7 @@ class _Leaf:
         return isinstance(self.raw, str) and "${" in self.raw and not self.variables
 
     @property
-    def says_nothing(self) -> bool:
+    def is_harmless(self) -> bool:
         """True if the text contains no secret, apart from references to variables or to another setting."""
         if self.is_reference:  # the setting that it refers to is checked by itself
             return recorded(str(self.value())) not in (str(self.value()), MASK)
@@ -54,7 +54,7 @@ class _Leaf:
         return bool(self.variables) and "${" not in rest and masked_text(plain) == plain
 
     def value(self) -> Any:
-        """Return the resolved value; None if it cannot be resolved, which `holes` reports."""
+        """Return the resolved value; None if it cannot be resolved, which `missing_values` reports."""
         try:
             return self.parent[self.key] if isinstance(self.raw, str) and "${" in self.raw else self.raw
         except OmegaConfBaseException:
@@ -70,13 +70,13 @@ def check_secrets(composed: DictConfig) -> Iterator[Violation]:
     if "hydra" in composed:
         hydra = [leaf for key in _HYDRA_GROUPS for leaf in _leaves(composed.hydra, key, f"hydra.{key}", key)]
         leaves += [leaf for leaf in hydra if leaf.path != "hydra.job.override_dirname"]  # repeats the overrides
-    found = False
+    has_secret = False
     for leaf in leaves:
         if (not leaf.is_reference or is_secret(leaf.name, "x")) and _is_secret(leaf):
-            found = True
+            has_secret = True
             yield from _check(leaf)
     # A reference to another setting may lead to a secret. Resolving all of them costs more than everything above.
-    for leaf in leaves if found else ():
+    for leaf in leaves if has_secret else ():
         if leaf.is_reference and _is_secret(leaf):
             yield from _check(leaf)
 
@@ -84,7 +84,7 @@ def check_secrets(composed: DictConfig) -> Iterator[Violation]:
 def _check(leaf: _Leaf) -> Iterator[Violation]:
     """Yield an error if a secret is in plain text; otherwise remember the variables that it comes from."""
     value = str(leaf.value())
-    if not leaf.says_nothing:
+    if not leaf.is_harmless:
         remember(value)
         yield Violation(leaf.path, _remedy(leaf.path))
     elif leaf.path.startswith("hydra.launcher."):
@@ -103,10 +103,10 @@ def check_overrides(overrides: Iterable[str]) -> Iterator[Violation]:
     for override in overrides:
         key, sign, value = override.partition("=")
         name = key.lstrip("+~").rpartition(".")[2].partition("@")[0]
-        bare = value.strip("'\"")
-        if sign and not VARIABLE.search(value) and (is_secret(name, bare) or masked_text(bare) != bare):
-            for part in {bare, *(part.strip(" '\"[]") for part in bare.split(","))}:
-                if is_secret(name, bare):
+        unquoted = value.strip("'\"")
+        if sign and not VARIABLE.search(value) and (is_secret(name, unquoted) or masked_text(unquoted) != unquoted):
+            for part in {unquoted, *(part.strip(" '\"[]") for part in unquoted.split(","))}:
+                if is_secret(name, unquoted):
                     remember(part)
             yield Violation(key.lstrip("+~"), _remedy(key.lstrip("+~")))
 
@@ -130,8 +130,8 @@ def _remedy(path: str) -> str:
             "contains a user, password or token; leave it out and set MLFLOW_TRACKING_USERNAME and "
             "MLFLOW_TRACKING_PASSWORD, MLFLOW_TRACKING_TOKEN or, for a database, MLFLOW_TRACKING_URI in the environment"
         )
-    given = f"{path}='${{oc.env:NAME}}'"
-    return f"is a secret, which the run directory would store; put it into an environment variable and write {given}"
+    example = f"{path}='${{oc.env:NAME}}'"
+    return f"is a secret, which the run directory would store; put it into an environment variable and write {example}"
 
 
 def _leaves(parent: DictConfig | ListConfig, key: Any, path: str, name: str) -> Iterator[_Leaf]:

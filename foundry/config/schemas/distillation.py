@@ -108,10 +108,10 @@ class Teaching:
                 f"is {self.ce_ratio:g} but with objective.mode=on_policy there are no reference answers to train on"
             )
             yield Violation("objective.ce_ratio", f"{message}; leave it out, or set objective.mode=offline")
-        for name, needed, is_used in (
+        for name, requirement, is_used in (
             ("mixed_kl_weight", "objective.divergence=mixed", self.divergence is Divergence.mixed),
             ("jsd_beta", "objective.divergence=jsd", self.divergence is Divergence.jsd),
             ("outside_top_k", "objective.top_k", self.top_k is not None),
         ):
             if not is_used:
-                yield from check_unused(self, "objective", [name], needed)
+                yield from check_unused(self, "objective", [name], requirement)

@@ -134,9 +134,11 @@ class Slurm(Launcher):
             ("cpus_per_task", "cpus_per_gpu"),
             ("mem_gb", "mem_per_gpu", "mem_per_cpu"),
         ):
-            given = [name for name in names if getattr(self, name) is not None]
-            if len(given) > 1:
-                yield Violation(f"hydra.launcher.{given[1]}", f"is set together with {given[0]}; choose one of them")
+            names_set = [name for name in names if getattr(self, name) is not None]
+            if len(names_set) > 1:
+                yield Violation(
+                    f"hydra.launcher.{names_set[1]}", f"is set together with {names_set[0]}; choose one of them"
+                )
 
     def _check_texts(self) -> Iterator[Violation]:
         """Reject texts with line breaks, which would inject options or commands into the batch script."""

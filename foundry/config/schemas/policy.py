@@ -119,10 +119,10 @@ class PolicyGradient(Rollouts):
     @property
     def metrics(self) -> tuple[str, ...]:
         """Names of the metrics that are computed in addition to the loss."""
-        own = ("policy_loss", "ratio", "clipped", "mult_prob_error", "sampler_kl", "entropy")
+        names = ("policy_loss", "ratio", "clipped", "mult_prob_error", "sampler_kl", "entropy")
         has_kl = self.ref_policy_kl_penalty > 0 and not self.use_kl_in_reward
         has_nll = self.positive_example_nll_weight > 0
-        return (*own, *(("kl",) if has_kl else ()), *(("positive_nll",) if has_nll else ()))
+        return (*names, *(("kl",) if has_kl else ()), *(("positive_nll",) if has_nll else ()))
 
     def check(self) -> Iterator[Violation]:
         """Check that prompts have several completions, updates divide the rollout, and no setting would be ignored."""
@@ -131,8 +131,10 @@ class PolicyGradient(Rollouts):
             yield Violation("objective.num_generations_per_prompt", message)
         yield from self.check_rollout()
         ratios = ("use_cispo", "force_on_policy_ratio", "disable_ppo_ratio")
-        if len(chosen := [name for name in ratios if getattr(self, name)]) > 1:
-            yield Violation(f"objective.{chosen[1]}", f"is set together with objective.{chosen[0]}; choose one of them")
+        if len(ratios_set := [name for name in ratios if getattr(self, name)]) > 1:
+            yield Violation(
+                f"objective.{ratios_set[1]}", f"is set together with objective.{ratios_set[0]}; choose one of them"
+            )
         if self.force_on_policy_ratio and self.updates_per_rollout > 1:
             message = "is true but only the first of several updates_per_rollout has ratio 1; set it to false"
             yield Violation("objective.force_on_policy_ratio", message)
@@ -144,7 +146,7 @@ class PolicyGradient(Rollouts):
         is_bounded = corrects and self.importance_weights is not ImportanceWeights.plain
         has_ratio = not (self.use_cispo or self.force_on_policy_ratio or self.disable_ppo_ratio)
         weighs_kl = is_loss and not self.use_on_policy_kl_approximation
-        for names, needed, is_used in (
+        for names, requirement, is_used in (
             (
                 ("kl_type", "kl_input_clamp", "kl_output_clamp", "use_kl_in_reward"),
                 "objective.ref_policy_kl_penalty above 0",
@@ -157,4 +159,4 @@ class PolicyGradient(Rollouts):
             (("ratio_clip_min", "ratio_clip_max"), "a clipped ratio", has_ratio or self.use_cispo),
         ):
             if not is_used:
-                yield from check_unused(self, "objective", names, needed)
+                yield from check_unused(self, "objective", names, requirement)

@@ -102,7 +102,7 @@ class LimitedProcess:
 
     def _start(self) -> None:
         connection, child_connection = Pipe()
-        with stop_signals.held_back(), warnings.catch_warnings():
+        with stop_signals.blocked_signals(), warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads; the fork uses none
             pid = os.fork()
             if pid == 0:

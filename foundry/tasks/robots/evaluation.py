@@ -14,7 +14,7 @@ from foundry.config.build import field_of
 from foundry.config.schemas.device import DeviceKind
 from foundry.config.schemas.root import Config
 from foundry.core.errors import ConfigError, Violation, shown
-from foundry.engine.restore import Restored, build_part, explained, restore
+from foundry.engine.restore import RestoredRun, build_part, explained, restore
 from foundry.parallel.precision import PrecisionPolicy, fp32_arithmetic
 from foundry.parts.data import simulator_factory
 from foundry.run_dir.files import make_folder, write_atomically
@@ -116,7 +116,7 @@ def evaluate_policy(
     }
 
 
-def _open(path: Path, which: str, path_key: str, which_key: str, **options: Any) -> Restored:
+def _open(path: Path, which: str, path_key: str, which_key: str, **options: Any) -> RestoredRun:
     """Restore a policy; errors refer to the options that chose it."""
     keys = {"run": path_key, "which": which_key}
     try:
@@ -130,7 +130,9 @@ def _open(path: Path, which: str, path_key: str, which_key: str, **options: Any)
     return restored
 
 
-def _set_simulator(restored: Restored, path: Path, key: str, simulator: Callable[[int | None], Any] | None) -> Restored:
+def _set_simulator(
+    restored: RestoredRun, path: Path, key: str, simulator: Callable[[int | None], Any] | None
+) -> RestoredRun:
     """Return the policy with the chosen simulator, or with its own if none was chosen.
 
     Raises:
@@ -150,7 +152,7 @@ def _set_simulator(restored: Restored, path: Path, key: str, simulator: Callable
     return restored
 
 
-def _check_sizes(restored: Restored, path: Path) -> None:
+def _check_sizes(restored: RestoredRun, path: Path) -> None:
     """Check that the sizes of the simulator's states, actions and images match those used in training.
 
     Raises:
@@ -203,7 +205,7 @@ def _episode_settings(config: Config) -> dict[str, int]:
 class _Policy:
     """A restored policy that is ready to act."""
 
-    def __init__(self, restored: Restored, at_a_time: int, instruction: InstructionChoice, stack: ExitStack) -> None:
+    def __init__(self, restored: RestoredRun, at_a_time: int, instruction: InstructionChoice, stack: ExitStack) -> None:
         config, self._device = restored.config, restored.device
         self._precision = PrecisionPolicy.from_config(config.precision, self._device)
         self._tf32 = config.precision.tf32

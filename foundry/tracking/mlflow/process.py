@@ -129,7 +129,7 @@ class RemoteStore:
 
 def _start() -> subprocess.Popen[bytes]:
     """Start a process that waits for requests. Its command line contains nothing about the run."""
-    with stop_signals.held_back():
+    with stop_signals.blocked_signals():
         return subprocess.Popen(
             [sys.executable, "-P", "-m", __name__],
             stdin=subprocess.PIPE,

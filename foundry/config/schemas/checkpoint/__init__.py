@@ -81,8 +81,8 @@ class Checkpoint:
     @property
     def is_off(self) -> bool:
         """True if no checkpoint is ever saved, not even when a signal stops the run."""
-        asked = (self.interval, self.every_minutes, self.keep_best.metric)
-        return not self.save_final and all(value is None for value in asked)
+        conditions = (self.interval, self.every_minutes, self.keep_best.metric)
+        return not self.save_final and all(value is None for value in conditions)
 
     def interval_in(self, budget: Budget) -> Interval | None:
         """Return the interval between checkpoints in a run of this budget, or None if only time determines it.

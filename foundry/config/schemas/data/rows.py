@@ -97,8 +97,8 @@ class Packable(Templated):
             return
         if not getattr(run.objective, "takes_packed", False):
             name = type(run.objective).__name__
-            others = "objective=sft, dpo, distillation or grpo"
-            message = f"is true but objective {name} takes one sample per row; set it to false, or choose {others}"
+            remedy = "objective=sft, dpo, distillation or grpo"
+            message = f"is true but objective {name} takes one sample per row; set it to false, or choose {remedy}"
             yield Violation("data.packing", message)
         elif not self.is_ragged:
             message = f"is true but each sample of {type(self).__name__} has data.seq_len tokens, which fill a row"
@@ -146,16 +146,16 @@ class RowFiles(Packable):
         """Check the paths and their weights, and that `columns` renames known columns only."""
         yield from super().check()
         yield from check_sources(self.path, self.validation_path, self.weights)
-        for name, called in self.columns.items():
+        for name, column in self.columns.items():
             if name not in self.known_columns:
-                known = ", ".join(self.known_columns)
+                choices = ", ".join(self.known_columns)
                 yield Violation(
-                    "data.columns", f"has {shown(name)}, which is not a column of this data; choose from {known}"
+                    "data.columns", f"has {shown(name)}, which is not a column of this data; choose from {choices}"
                 )
-            elif not isinstance(called, str) or not all(called.split(".")):
+            elif not isinstance(column, str) or not all(column.split(".")):
                 yield Violation(
                     "data.columns",
-                    f"has {shown(called)} for {name} but must have column names, with dots for nested fields",
+                    f"has {shown(column)} for {name} but must have column names, with dots for nested fields",
                 )
 
 

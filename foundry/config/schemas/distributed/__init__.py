@@ -98,9 +98,9 @@ class Distributed:
 
     def check(self) -> Iterator[Violation]:
         """Check that `strategy` matches the class; otherwise its fields would be missing or ignored."""
-        own = type(self).strategy
-        if self.strategy != own:
-            message = f"is {self.strategy} but distributed={own} is chosen; choose distributed={self.strategy}"
+        strategy = type(self).strategy
+        if self.strategy != strategy:
+            message = f"is {self.strategy} but distributed={strategy} is chosen; choose distributed={self.strategy}"
             yield Violation("distributed.strategy", message)
 
     @property

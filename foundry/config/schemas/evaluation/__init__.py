@@ -186,25 +186,25 @@ class Evaluation:
             ValueError: a text is not a duration, or is a decimal without a unit; a number is not above 0, or is a
                 fraction of an epoch above 1.
         """
-        given = self.interval
-        if isinstance(given, str):
-            if (steps := parse_epoch_steps(given)) is not None:
+        value = self.interval
+        if isinstance(value, str):
+            if (steps := parse_epoch_steps(value)) is not None:
                 return steps
-            duration = Duration.parse_positive(given)
+            duration = Duration.parse_positive(value)
             if duration.unit is Unit.fraction:
                 raise ValueError(
-                    f"is the string '{shown(given)}', without a unit; write {float(given):g} without quotes for a "
-                    f"fraction of an epoch, or '{shown(given)} run' for a fraction of the run"
+                    f"is the string '{shown(value)}', without a unit; write {float(value):g} without quotes for a "
+                    f"fraction of an epoch, or '{shown(value)} run' for a fraction of the run"
                 )
             return duration
-        if given is not None and given <= 0:
-            raise ValueError(f"is {shown(given)} but must be above 0")
-        if given is not None and given > 1:
+        if value is not None and value <= 0:
+            raise ValueError(f"is {shown(value)} but must be above 0")
+        if value is not None and value > 1:
             raise ValueError(
-                f"is {shown(given)}, a fraction of an epoch, which is at most 1.0; write '{shown(given)} epochs', or a "
+                f"is {shown(value)}, a fraction of an epoch, which is at most 1.0; write '{shown(value)} epochs', or a "
                 "whole number of steps"
             )
-        return given
+        return value
 
 
 def recorded_interval(value: Any) -> Any:

@@ -59,13 +59,13 @@ class BatchRamp:
     def check(self) -> Iterator[Violation]:
         """Check that the settings of a ramp are complete, and that its length is given once."""
         names = ("start", "increment", "over_samples", "every_samples")
-        given = {name for name in names if getattr(self, name) is not None}
-        missing = [name for name in ("start", "increment") if name not in given]
-        if not given & {"over_samples", "every_samples"}:
+        settings = {name for name in names if getattr(self, name) is not None}
+        missing = [name for name in ("start", "increment") if name not in settings]
+        if not settings & {"over_samples", "every_samples"}:
             missing.append("over_samples (or every_samples)")
-        if given and missing:
+        if settings and missing:
             yield Violation("hparams.batch_ramp", f"has no {' and no '.join(missing)}; set all three, or none of them")
-        elif given >= {"over_samples", "every_samples"}:
+        elif settings >= {"over_samples", "every_samples"}:
             message = "is set together with over_samples, the length of the whole ramp; choose one of them"
             yield Violation("hparams.batch_ramp.every_samples", message)
 

@@ -237,9 +237,9 @@ class HuggingFace(Model):
         """Check that the pretrained model has enough vocabulary entries and positions for the data."""
         if self.path is None:
             return
-        known = folder_settings(self.path) | self.config
-        entries = known.get("vocab_size")
-        positions = known.get("max_position_embeddings", known.get("n_positions"))
+        config = folder_settings(self.path) | self.config
+        entries = config.get("vocab_size")
+        positions = config.get("max_position_embeddings", config.get("n_positions"))
         if isinstance(entries, int) and entries < self.vocab_size:
             message = (
                 f"is {self.vocab_size} but the model in {self.path} has {entries} tokens; set it to {entries}, if the "
@@ -251,15 +251,15 @@ class HuggingFace(Model):
             yield Violation("data.seq_len", message)
 
     def _check_init_std(self) -> Iterator[Violation]:
-        given = {
+        std_settings = {
             f"model.{name}": value
             for name, value in (("init_std", self.init_std), ("embedding_init_std", self.embedding_init_std))
             if value is not None
         }
         if self.path is not None:
-            for key, value in given.items():
+            for key, value in std_settings.items():
                 yield Violation(key, f"is {value} but the weights come from model.path={self.path}; set it to null")
-        elif self.init_std is None and given:
+        elif self.init_std is None and std_settings:
             message = f"is {self.embedding_init_std} but model.init_std is null; set both or neither"
             yield Violation("model.embedding_init_std", message)
         elif self.init_std is not None:

@@ -43,9 +43,9 @@ class Peft:
 
     def check(self) -> Iterator[Violation]:
         """Check that `method` matches the class; otherwise its fields would be missing or ignored."""
-        own = type(self).method
-        if self.method != own:
-            yield Violation("peft.method", f"is {self.method} but peft={own} is chosen; choose peft={self.method}")
+        method = type(self).method
+        if self.method != method:
+            yield Violation("peft.method", f"is {self.method} but peft={method} is chosen; choose peft={self.method}")
 
 
 @dataclass(frozen=True, kw_only=True)

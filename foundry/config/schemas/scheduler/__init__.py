@@ -107,9 +107,9 @@ class Scheduler:
         """Check that the settings of the weight decay do not contradict each other."""
         start, end, style = self.start_weight_decay, self.end_weight_decay, self.weight_decay_incr_style
         if (start is None) != (end is None):
-            given, missing = ("end", "start") if start is None else ("start", "end")
+            present, missing = ("end", "start") if start is None else ("start", "end")
             yield Violation(
-                f"scheduler.{missing}_weight_decay", f"is null but {given}_weight_decay is set; set both or neither"
+                f"scheduler.{missing}_weight_decay", f"is null but {present}_weight_decay is set; set both or neither"
             )
         elif style is IncrementStyle.constant:
             if start != end:

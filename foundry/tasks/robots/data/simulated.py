@@ -10,7 +10,7 @@ from pkgutil import resolve_name
 from typing import Any
 
 from foundry.config.target_names import respelled
-from foundry.core.part_names import first_path
+from foundry.core.part_names import original_path
 
 _PACKAGES = ("numpy", "mujoco", "gymnasium", "gymnasium-robotics", "metaworld")
 """Packages whose version may change the behavior or rendering of a simulator."""
@@ -26,7 +26,7 @@ acts or renders differently.
 def simulator_identity(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a simulator with the versions and source code that determine its behavior."""
     return {
-        "simulator": respelled(dict(settings), first_path),
+        "simulator": respelled(dict(settings), original_path),
         "versions": {name: _version(name) for name in _PACKAGES},
         "sources": _sources(str(settings.get("_target_", ""))),
     }
