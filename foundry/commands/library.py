@@ -98,9 +98,8 @@ def run(config: Config, run_dir: str | Path | None = None, *, observers: Sequenc
         WorkerFailed: one of several processes failed.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
-    with (
-        restored_handlers() if in_main_thread else nullcontext()
-    ):  # a run that a signal has stopped would keep its own handlers
+    # A run that a signal has stopped would keep its own handlers.
+    with restored_handlers() if in_main_thread else nullcontext():
         return _run(config, run_dir, observers)
 
 

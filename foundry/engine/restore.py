@@ -31,7 +31,7 @@ from foundry.models.initialisation import InitialModel, allocate
 from foundry.models.lora import add_adapters
 from foundry.parallel.device import choose_device
 from foundry.parallel.process_group import World
-from foundry.parts.model import add_log_probs, drawn, resolve_init_from, unfilled
+from foundry.parts.model import add_log_probs, draw_weights, resolve_init_from, unfilled
 from foundry.parts.objective import with_defaults
 from foundry.planning.fake import build_fake
 from foundry.run_dir.checkpoints import find
@@ -222,7 +222,7 @@ def _build_adapted(config: Config, run_dir: Path, checkpoint: Path, *, trust: bo
         if isinstance(node, HuggingFace) and node.path is not None:
             return InitialModel(_build_model(whole_config))
         torch.manual_seed(config.hparams.seed)  # initialize again with the same seed
-        return drawn(_build_model(whole_config), config.hparams.seed)
+        return draw_weights(_build_model(whole_config), config.hparams.seed)
 
     world = World.single(torch.device("cpu"))
     model = read_base(config.model, checkpoint, start, world, "run")

@@ -72,7 +72,7 @@ def start_model(config: Config, node: Any = None) -> InitialModel:
             if files and not compare_files(files, model):
                 return InitialModel(model, partial(copy_files, files))
         return InitialModel(_construct(config, node))
-    initial = drawn(build_empty(config, node), config.hparams.seed, without=weights_of_parts(node))
+    initial = draw_weights(build_empty(config, node), config.hparams.seed, without=weights_of_parts(node))
     has_values = initial.fill is not None or not any(parameter.is_meta for parameter in initial.model.parameters())
     return initial if has_values else InitialModel(_construct(config, node))
 
@@ -100,7 +100,7 @@ def unfilled(node: Any) -> AbstractContextManager[None]:
     return matrices_on_meta() if by_name and not is_fake(torch.empty(0)) else nullcontext()
 
 
-def drawn(model: nn.Module, seed: int, *, without: Iterable[str] = ()) -> InitialModel:
+def draw_weights(model: nn.Module, seed: int, *, without: Iterable[str] = ()) -> InitialModel:
     """Return a model with a function that initializes its weights; unchanged if it has no `initial_weights`.
 
     Args:

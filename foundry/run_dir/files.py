@@ -224,5 +224,5 @@ def inside(folder: Path, name: str) -> Path:
     raise ValueError(f"{name!r} leads out of {folder}")
 
 
-def _unsafe(path: Path, mode: int, wanted: str = "a regular file") -> UnsafeFileError:
-    return UnsafeFileError(path, next((kind for is_kind, kind in _KINDS if is_kind(mode)), "a special file"), wanted)
+def _unsafe(path: Path, mode: int, expected: str = "a regular file") -> UnsafeFileError:
+    return UnsafeFileError(path, next((kind for is_kind, kind in _KINDS if is_kind(mode)), "a special file"), expected)

@@ -64,7 +64,7 @@ class _Composer:
         self._repository, error = open_repository(loader, master.hydra.job.config_name, parsed)
         if error is not None:
             raise error
-        self._known = SweepCache(self._repository)
+        self._cache = SweepCache(self._repository)
         self._bases: dict[Overrides, bytes] = {}
         self._overrides: dict[str, Override] = {}
 
@@ -90,7 +90,7 @@ class _Composer:
             return self._base(tuple(line for line in lines if line not in self.hydra_overrides))
 
         name, lines = self._master.hydra.job.config_name, [*self.hydra_overrides, *overrides]
-        return find_errors(self._loader, name, compose, lines, error, is_run=True, cache=self._known)
+        return find_errors(self._loader, name, compose, lines, error, is_run=True, cache=self._cache)
 
     def _compose(self, lines: Overrides) -> DictConfig:
         overrides = [self._parse(line) for line in lines]

@@ -54,12 +54,12 @@ def draw_curves(axes: "Axes", sweep: SweepReport, parameters: Sequence[Parameter
     for job, points in curves:
         series.setdefault(series_of(parameters, job.index), []).append((job, points))
     texts, title = _curve_names(parameters, [[job for job, _ in alike] for alike in series.values()])
-    named = list(zip((alike[0] for alike in series.values()), texts, strict=True))  # the best of each series is first
-    if len(named) > _MOST_NAMES:
-        named, title = [(curve, text) for curve, text in named if curve[0] is sweep.best], ""
+    labels = list(zip((alike[0] for alike in series.values()), texts, strict=True))  # the best of each series is first
+    if len(labels) > _MOST_NAMES:
+        labels, title = [(curve, text) for curve, text in labels if curve[0] is sweep.best], ""
         if colours is not None:
             name_colours(axes, colours)
-    _write_names(axes, sweep, named, frame, title, colours)
+    _write_names(axes, sweep, labels, frame, title, colours)
 
 
 def _curve_colour(sweep: SweepReport, job: JobReport, colours: Colours | None) -> str:
@@ -74,7 +74,7 @@ def _curve_names(parameters: Sequence[Parameter], series: Sequence[Sequence[JobR
 
     A name is the values of the parameters, under the parameters' names, or the job's number if these are too long.
     """
-    texts = [", ".join(one.label(one.positions[jobs[0].index]) for one in parameters) for jobs in series]
+    texts = [", ".join(item.label(item.positions[jobs[0].index]) for item in parameters) for jobs in series]
     if parameters and max(map(len, texts)) <= _LONGEST_CURVE_NAME and len(set(texts)) == len(texts):
         return texts, ", ".join(parameter.name for parameter in parameters)
     return [f"job{'s' * (len(jobs) > 1)} {listed([job.index for job in jobs], 3)}" for jobs in series], ""
@@ -83,7 +83,7 @@ def _curve_names(parameters: Sequence[Parameter], series: Sequence[Sequence[JobR
 def _write_names(
     axes: "Axes",
     sweep: SweepReport,
-    named: Sequence[tuple[Curve, str]],
+    labels: Sequence[tuple[Curve, str]],
     frame: Frame,
     title: str,
     colours: Colours | None,
@@ -93,17 +93,17 @@ def _write_names(
     Args:
         axes: the panel with the curves.
         sweep: the sweep.
-        named: curves with their names.
+        labels: curves with their names.
         frame: vertical range of the panel.
         title: names of the parameters, shown above the names; empty for none.
         colours: colors of the curves.
     """
     at, (width, height) = axes.get_position(), size_inches(axes)
-    room = max((len(text) + 2 for _, text in named), default=0) * NAME_INCHES / width
+    room = max((len(text) + 2 for _, text in labels), default=0) * NAME_INCHES / width
     axes.set_position((at.x0, at.y0, at.width * (1 - room), at.height))
     ends = [
         (frame.share(next(value for _, value in reversed(points) if math.isfinite(value))), text, job)
-        for (job, points), text in named
+        for (job, points), text in labels
     ]
     ends.sort(key=lambda end: end[0])
     heights = spread([end for end, _, _ in ends], min(_LINE_INCHES / height, 0.95 / max(len(ends), 1)))
@@ -147,6 +147,6 @@ def _finite_curves(sweep: SweepReport, metric: str) -> list[Curve]:
 
 
 def _thin(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Reduce a curve to the number of points that can be distinguished, and keep the last one."""
+    """Reduce a curve to the number of points that can be distinguished, and keep the last point."""
     stride = max(1, math.ceil(len(points) / _MOST_POINTS))
     return [*points[:-1:stride], points[-1]]

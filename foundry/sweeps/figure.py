@@ -49,10 +49,10 @@ def _draw_parameter(
     axes.set_xlabel(shorten(parameter.name, LONGEST_NAME), parse_math=False)
     axes.set_ylabel(shorten(sweep.metric_name, LONGEST_NAME), parse_math=False)
     frame.apply(axes)
-    others = [one for one in parameters if one is not parameter]
-    other = min(others, key=lambda one: len(one.values), default=None)  # few colours are easy to distinguish
+    rest = [item for item in parameters if item is not parameter]
+    other = min(rest, key=lambda item: len(item.values), default=None)  # few colours are easy to distinguish
     colours = None if other is None else Colours(other)
-    place = _scale_categories(axes, parameter, others) if parameter.labels else _scale_numbers(axes, parameter)
+    place = _scale_categories(axes, parameter, rest) if parameter.labels else _scale_numbers(axes, parameter)
     edge = 0.965 if sweep.minimize else 0.035
     transform = axes.get_xaxis_transform()
     for job in reversed(sweep.jobs):  # the best on top
@@ -61,7 +61,7 @@ def _draw_parameter(
             axes.plot(place(job), edge, "x", color=colour, transform=transform, markersize=7, markeredgewidth=1.8)
         elif job.has_metric:
             _draw_job(axes, place(job), sweep, job, frame, colours)
-    _draw_series(axes, place, sweep, parameter, others, colours)
+    _draw_series(axes, place, sweep, parameter, rest, colours)
     if colours is not None:
         name_colours(axes, colours)
 
@@ -71,16 +71,16 @@ def _draw_series(
     place: Callable[[JobReport], float],
     sweep: SweepReport,
     parameter: Parameter,
-    others: Sequence[Parameter],
+    rest: Sequence[Parameter],
     colours: Colours | None,
 ) -> None:
     """Connect the jobs that differ only in the parameter, and show mean and standard deviation over several seeds."""
     series: dict[tuple[float, ...], dict[float, list[JobReport]]] = {}
     for job in sweep.jobs:
         if job.is_complete and job.has_metric:
-            alike = series.setdefault(series_of(others, job.index), {})
+            alike = series.setdefault(series_of(rest, job.index), {})
             alike.setdefault(parameter.positions[job.index], []).append(job)
-    if not others and all(len(jobs) == 1 for by_value in series.values() for jobs in by_value.values()):
+    if not rest and all(len(jobs) == 1 for by_value in series.values() for jobs in by_value.values()):
         return
     for by_value in series.values():
         colour = BLUE if colours is None else colours.of(next(iter(by_value.values()))[0])
@@ -157,7 +157,7 @@ def _scale_numbers(axes: "Axes", parameter: Parameter) -> Callable[[JobReport], 
     return lambda job: parameter.positions[job.index]
 
 
-def _scale_categories(axes: "Axes", parameter: Parameter, others: Sequence[Parameter]) -> Callable[[JobReport], float]:
+def _scale_categories(axes: "Axes", parameter: Parameter, rest: Sequence[Parameter]) -> Callable[[JobReport], float]:
     """Set the category names, at an angle and shortened if they are long.
 
     Jobs of a category are placed side by side, sorted by the other parameters.
@@ -176,7 +176,7 @@ def _scale_categories(axes: "Axes", parameter: Parameter, others: Sequence[Param
     offsets = dict[int, float]()
     for value in range(len(names)):
         alike = [index for index, at in parameter.positions.items() if at == value]
-        alike.sort(key=lambda index: (series_of(others, index), index))
+        alike.sort(key=lambda index: (series_of(rest, index), index))
         step = min(0.1, 0.44 / max(len(alike) - 1, 1))
         offsets |= {index: step * (place - (len(alike) - 1) / 2) for place, index in enumerate(alike)}
     return lambda job: parameter.positions[job.index] + offsets[job.index]

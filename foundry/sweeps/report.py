@@ -98,13 +98,13 @@ class _SweepPoller:
 
     folder: Path
     which: Which
-    asked: float = -math.inf
+    last_request: float = -math.inf
 
     def read(self) -> SweepReport:
         """Return the current state of the sweep."""
-        if time.monotonic() - self.asked < _SECONDS_BETWEEN_QUESTIONS:
+        if time.monotonic() - self.last_request < _SECONDS_BETWEEN_QUESTIONS:
             return read_sweep(self.folder, self.which)
-        self.asked = time.monotonic()
+        self.last_request = time.monotonic()
         return read_settled(self.folder, self.which)
 
 
