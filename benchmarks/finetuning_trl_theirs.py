@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerC
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 from foundry.environments.matching import Arithmetic
-from foundry.environments.protocol import Answer
+from foundry.generation.scoring import Answer
 
 
 class Measured(TrainerCallback):

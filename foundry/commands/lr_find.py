@@ -149,11 +149,11 @@ def ramp(config: Config, options: FindOptions, run_dir: Path) -> RangeTest:
     from foundry.core.protocols import RunContext
     from foundry.data.loader import worker_deaths_explained
     from foundry.engine.assembly import build_trainer
-    from foundry.environments.judge import build_judge
     from foundry.parallel.determinism import deterministic
     from foundry.parallel.precision import PrecisionPolicy, fp32_arithmetic
     from foundry.parallel.process_group import process_group
     from foundry.parts.data import build_data
+    from foundry.parts.judge import build_judge
     from foundry.parts.objective import build_objective
     from foundry.training.guards import LossSpike, NonFiniteError, PersistentSpikeError
     from foundry.training.memory_error import memory_explained

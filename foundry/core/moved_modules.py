@@ -40,6 +40,7 @@ MOVED = {
     "foundry.data.text": "foundry.data.corpora.text",
     "foundry.data.token_files": "foundry.data.corpora.token_files",
     "foundry.data.tokenizer": "foundry.data.corpora.tokenizer",
+    "foundry.environments.protocol": "foundry.generation.scoring",
     "foundry.evaluators.success": "foundry.tasks.robots.evaluators.success",
     "foundry.library": "foundry.commands.library",
     "foundry.models.huggingface": "foundry.models.pretrained.huggingface",

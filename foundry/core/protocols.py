@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from foundry.checkpoint.resume_point import ResumePoint
     from foundry.config.schemas.root import Config
     from foundry.data.splits import DataSplits
-    from foundry.environments.judge import Judge
+    from foundry.generation.scoring import Judge
     from foundry.parallel.precision import PrecisionPolicy
     from foundry.parallel.process_group import World
 

@@ -3,14 +3,15 @@
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from foundry.config.build import build, field_of
 from foundry.config.checks.targets import runtime_settings
+from foundry.config.schemas.environment import reward_metric_names
 from foundry.core.errors import ConfigError, Violation, shown
-from foundry.environments.protocol import Answer, Environment
 from foundry.environments.worker import FaultError, Worker
+from foundry.generation.scoring import Answer, Environment, Judgement
 
 _TIMEOUT_SECONDS = 10.0
 _MOST_LOST = 8
@@ -20,25 +21,8 @@ After that the environment counts as broken, and each further call of the judge 
 """
 _KEY = "environment"
 FAULTS = ("raised", "timed_out", "died", "no_number")
-"""Kinds of faults; an answer with a fault has no reward."""
+"""Kinds of faults in `Judgement.fault`; an answer with a fault has no reward."""
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """Reward and scores of an answer.
-
-    Attributes:
-        reward: weighted sum of the scores; None if the answer cannot be scored.
-        scores: scores by name; scores that are not finite numbers are omitted.
-        fault: one of `FAULTS`; empty if there was no fault.
-        message: description of the fault.
-    """
-
-    reward: float | None
-    scores: Mapping[str, float]
-    fault: str = ""
-    message: str = ""
 
 
 class Judge:
@@ -72,6 +56,11 @@ class Judge:
         self.scores = scores
         self._has_warned = self._has_scored = False
         self._lost = 0  # number of processes lost before any answer was scored
+
+    @property
+    def metrics(self) -> tuple[str, ...] | None:
+        """Names of the metrics of its judgements; None if unknown."""
+        return None if self.scores is None else reward_metric_names(self.scores)
 
     def judge(self, answers: Sequence[Answer], beat: Callable[[str], None] = lambda what: None) -> list[Judgement]:
         """Return the reward and scores of each answer.

@@ -8,7 +8,7 @@ from foundry.config.configured import configured_by
 from foundry.config.schemas.environment import ExactMatch as ExactMatchSettings
 from foundry.config.schemas.environment import Format as FormatSettings
 from foundry.config.schemas.environment import MultipleChoice as MultipleChoiceSettings
-from foundry.environments.protocol import Answer, Scores
+from foundry.generation.scoring import Answer, Scores
 
 
 class ExactMatch:

@@ -5,7 +5,7 @@ import re
 import warnings
 from collections.abc import Sequence
 
-from foundry.environments.protocol import Answer, Scores
+from foundry.generation.scoring import Answer, Scores
 
 _FENCED = re.compile(r"```(?:python|py)?\s*\n(.*?)(?:```|\Z)", re.DOTALL)
 

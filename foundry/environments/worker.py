@@ -21,7 +21,7 @@ from foundry.core import stop_signals
 from foundry.core.errors import shortened, shown, visible
 from foundry.core.foreign import ForeignData
 from foundry.core.safe_path import environment_of_module
-from foundry.environments.protocol import Answer
+from foundry.generation.scoring import Answer
 
 _START_SECONDS = 600.0
 """Timeout for importing and building the environment, on a busy machine."""

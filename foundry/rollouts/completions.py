@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from foundry.data.corpora.tokenizer import decode_tokens
 from foundry.data.splits import Prompt
-from foundry.environments.judge import Judgement
-from foundry.environments.protocol import Answer
 from foundry.generation.decoding import Continuation, Decoding, generate, uncompiled
+from foundry.generation.scoring import Answer, Judgement
 from foundry.models.token_log_probs import IGNORED_TARGET
 from foundry.parallel.gathering import gather
 from foundry.parallel.process_group import World

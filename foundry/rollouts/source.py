@@ -18,8 +18,8 @@ from foundry.data.conversations.prompts import RowNumbers
 from foundry.data.loader import Loader
 from foundry.data.packing import Pack, deal, find_bounds, first_fit_decreasing
 from foundry.data.splits import DataSplits
-from foundry.environments.judge import Judge, Judgement
 from foundry.generation.decoding import Decoding
+from foundry.generation.scoring import Judge, Judgement
 from foundry.generation.text_samples import context_of
 from foundry.models.token_log_probs import IGNORED_TARGET
 from foundry.parallel.gathering import gather

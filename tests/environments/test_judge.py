@@ -15,8 +15,8 @@ from support.examples import some_of
 from foundry.config.checks.environments import check_environment
 from foundry.core.errors import ConfigError, shown
 from foundry.environments.judge import Judge, build_judge
-from foundry.environments.protocol import Answer
 from foundry.environments.worker import Worker
+from foundry.generation.scoring import Answer
 from foundry.objectives.advantages import group_advantages, mean_and_std
 
 ANSWERED = "+evaluation.evaluators.exact_match._target_=foundry.evals.ExactMatch"

@@ -3,8 +3,8 @@
 import pytest
 
 from foundry.environments.matching import Arithmetic, ExactMatch, Format, MultipleChoice
-from foundry.environments.protocol import Answer
 from foundry.environments.python import Python
+from foundry.generation.scoring import Answer
 
 
 def scores(environment, text, answer=None):

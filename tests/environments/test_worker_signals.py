@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from foundry.environments.protocol import Answer
 from foundry.environments.worker import Worker
+from foundry.generation.scoring import Answer
 
 
 class Slow:

@@ -5,12 +5,13 @@ from itertools import takewhile
 from typing import Any
 
 from foundry.config.configured import configured_by
+from foundry.config.schemas.data import Arithmetic
 from foundry.config.schemas.data import PreferenceFiles as PreferenceFilesSettings
 from foundry.data.conversations.chat import ChatTemplate, Segment
 from foundry.data.conversations.chats import RowForm, chat_splits
 from foundry.data.conversations.examples import BadRowError
 from foundry.data.conversations.messages import as_messages, check_template_columns, trained_segments
-from foundry.data.io.row_source import find_rows
+from foundry.data.io.row_source import RowSource, find_rows
 from foundry.data.io.rows import Row
 from foundry.data.splits import DataSplits
 
@@ -30,7 +31,16 @@ def preference_files(settings: PreferenceFilesSettings, *, seed: int = 0) -> Dat
         ConfigError: there are no files, the tokenizer or chat template does not fit, a row cannot be used (unless these
             are skipped), or no row can be used.
     """
-    return chat_splits(find_rows(settings, settings.known_columns), PREFERENCES, settings)
+    return preference_splits(find_rows(settings, settings.known_columns), settings)
+
+
+def preference_splits(source: RowSource, settings: PreferenceFilesSettings | Arithmetic) -> DataSplits:
+    """Tokenize rows of preferences and build their splits.
+
+    Raises:
+        ConfigError: see `preference_files`.
+    """
+    return chat_splits(source, _FORM, settings)
 
 
 def _pair_segments(template: ChatTemplate, row: Row) -> list[list[Segment]]:
@@ -91,5 +101,4 @@ def _starts_with(messages: Sequence[Mapping[str, Any]], prompt: Sequence[Mapping
     return len(prompt) > 0 and list(messages[: len(prompt)]) == list(prompt)
 
 
-PREFERENCES = RowForm(segments=_pair_segments, described="preferences", are_pairs=True)
-"""Form for preference pairs: two examples from a row's `prompt`, `chosen` and `rejected`."""
+_FORM = RowForm(segments=_pair_segments, described="preferences", are_pairs=True)

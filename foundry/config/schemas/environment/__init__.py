@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -25,6 +25,8 @@ def _parse_pattern(text: str) -> re.Pattern[str]:
 @dataclass(frozen=True, kw_only=True)
 class NoEnvironment:
     """No scoring of completions."""
+
+    metrics: ClassVar[tuple[str, ...]] = ()
 
     _target_: str | None = None
 
@@ -53,6 +55,11 @@ class Environment:
         """Names of the scores."""
         return ("correct",)
 
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Names of the metrics of scored completions."""
+        return reward_metric_names(self.scores)
+
     def check(self) -> Iterator[Violation]:
         """Check that all weights are finite and belong to existing scores."""
         yield from check_weights(self.weights)
@@ -60,6 +67,11 @@ class Environment:
             if name not in self.scores:
                 message = f"is not a score of this environment, which has {', '.join(self.scores)}"
                 yield Violation(f"environment.weights.{name}", f"{message}{nearest(name, self.scores)}")
+
+
+def reward_metric_names(scores: Iterable[str]) -> tuple[str, ...]:
+    """Return the names of the metrics of scored completions for these names of scores."""
+    return ("reward", *(f"reward_{name}" for name in scores), "reward_missing")
 
 
 def check_weights(weights: Mapping[str, float]) -> Iterator[Violation]:
