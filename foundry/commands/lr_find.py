@@ -118,7 +118,7 @@ def find(config: Config, options: FindOptions, run_dir: Path) -> RangeTest | Non
         The result; None on ranks above 0.
 
     Raises:
-        ConfigError: the run directory contains a run, the objective trains on rollouts, or a part cannot be built.
+        ConfigError: the run directory contains a run, the objective trains on completions, or a part cannot be built.
     """
     if options.min >= options.max:
         raise ConfigError(Violation(f"{_PREFIX}min", f"is {options.min:g} but must be below max={options.max:g}"))
@@ -143,7 +143,7 @@ def ramp(config: Config, options: FindOptions, run_dir: Path) -> RangeTest:
     """Train through the ramp on this process and those started with it; all ranks return the same result.
 
     Raises:
-        ConfigError: the objective trains on rollouts, or a part cannot be built.
+        ConfigError: the objective trains on completions, or a part cannot be built.
     """
     from foundry.config.record.frozen import hash_config
     from foundry.core.protocols import RunContext
@@ -169,7 +169,7 @@ def ramp(config: Config, options: FindOptions, run_dir: Path) -> RangeTest:
     ):
         data = build_data(config)
         objective = build_objective(config.objective, config.peft, world, data.tokenizer)
-        if objective.rollouts is not None:
+        if objective.makes_samples:
             what = "trains on completions, whose loss does not rank learning rates; compare some: -m hparams.lr=..."
             raise ConfigError(Violation("objective", f"{type(objective).__name__} {what}"))
         if (judge := build_judge(config.environment)) is not None:

@@ -95,6 +95,8 @@ class Task:
             parts for these groups, only the option `none`.
         forms: functions of rows and settings that build the data of a dataset with several forms, by form.
         planned: entries of plan.json by name.
+        objectives: base classes of objectives, by the attribute that asks for one; an objective of another class with
+            that attribute gets the members of the base class that it lacks.
         brings: function of a `Bringing` that returns additional options to choose, by config group.
         run_files: classes with `from_json` and `to_json` for the values in `DataSplits.kept`, by file name.
         plots: plots by file name without suffix.
@@ -113,6 +115,7 @@ class Task:
     builders: Mapping[str, str] = field(default_factory=dict)
     forms: Mapping[str, str] = field(default_factory=dict)
     planned: Mapping[str, Planned] = field(default_factory=dict)
+    objectives: Mapping[str, str] = field(default_factory=dict)
     brings: str | None = None
     run_files: Mapping[str, str] = field(default_factory=dict)
     plots: Mapping[str, Plot] = field(default_factory=dict)
@@ -241,6 +244,14 @@ def builder_of(group: str) -> Callable[[Any], Any]:
 def forms() -> dict[str, Any]:
     """Return the functions of all tasks that build data from rows, by form."""
     return {form: resolve_name(name) for task in installed_tasks() for form, name in task.forms.items()}
+
+
+def objective_bases(part: object) -> Iterator[type[Any]]:
+    """Yield the base classes of objectives of all tasks whose attribute this objective has and is not None."""
+    for task in installed_tasks():
+        for attribute, base in task.objectives.items():
+            if getattr(part, attribute, None) is not None:
+                yield resolve_name(base)
 
 
 def planned() -> dict[str, Planned]:

@@ -12,9 +12,10 @@ from foundry.config.schemas.data import StdlibText
 from foundry.config.schemas.distributed import DDP, FSDP, HSDP, Distributed, GradientSync, Single, resolve_distributed
 from foundry.config.schemas.hparams import HParams
 from foundry.config.schemas.model import Transformer
-from foundry.config.schemas.objective import DPO, NextToken
+from foundry.config.schemas.objective import NextToken
 from foundry.config.schemas.precision import Precision, PrecisionMode
 from foundry.config.schemas.root import Config
+from foundry.tasks.post_training.schemas.objective import DPO
 from foundry.training import memory_error
 from foundry.training.memory_error import (
     DeviceMemory,

@@ -2,20 +2,31 @@
 
 from foundry.core.tasks import Planned, Task
 
+_HERE = "foundry.tasks.post_training"
+
 TASK = Task(
     name="post_training",
-    checks=("foundry.config.checks.environments:check_environment",),
-    resolvers={"completions_per_update": "foundry.tasks.post_training.resolvers:completions_per_update"},
-    pins=("foundry.config.teacher:pin_teacher",),
-    builders={"environment": "foundry.environments.judge:build_judge"},
-    forms={
-        "preferences": "foundry.data.conversations.preferences:preference_splits",
-        "prompts": "foundry.data.conversations.prompts:prompt_splits",
+    schemas={
+        "data": (f"{_HERE}.schemas.data",),
+        "environment": (f"{_HERE}.schemas.environment",),
+        "objective": (f"{_HERE}.schemas.objective",),
     },
-    planned={
-        "rollout": Planned(
-            value="foundry.tasks.post_training.planned:rollout_sizes",
-            row="foundry.tasks.post_training.planned:rollout_row",
-        )
+    checks=(f"{_HERE}.checks.environments:check_environment",),
+    resolvers={"completions_per_update": f"{_HERE}.resolvers:completions_per_update"},
+    pins=(f"{_HERE}.teacher:pin_teacher",),
+    builders={"environment": f"{_HERE}.environments.judge:build_judge"},
+    forms={
+        "preferences": f"{_HERE}.data.preferences:preference_splits",
+        "prompts": f"{_HERE}.data.prompts:prompt_splits",
+    },
+    planned={"rollout": Planned(value=f"{_HERE}.planned:rollout_sizes", row=f"{_HERE}.planned:rollout_row")},
+    objectives={"rollouts": f"{_HERE}.protocols:RolloutObjective"},
+    options={
+        "data": ("preferences", "prompts"),
+        "environment": ("arithmetic", "exact_match", "format", "multiple_choice", "python"),
+        "evaluation": ("reward",),
+        "experiment": ("distill_arithmetic", "dpo_arithmetic", "grpo_arithmetic", "onpolicy_arithmetic"),
+        "hparams": ("distillation", "dpo", "grpo", "nemo_distillation", "nemo_dpo", "nemo_grpo"),
+        "objective": ("distillation", "dpo", "grpo"),
     },
 )

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
-from foundry.config.schemas.rollouts import Rollouts
 from foundry.config.schemas.root import Config
+from foundry.tasks.post_training.schemas.rollouts import Rollouts
 
 
 def rollout_sizes(config: Config) -> dict[str, int] | None:

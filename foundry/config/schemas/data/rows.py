@@ -18,10 +18,13 @@ from foundry.config.schemas.data.base import (
 from foundry.config.setting import OnResume, setting
 from foundry.config.sources import check_sources
 from foundry.core.errors import Violation, shown
+from foundry.core.moved_modules import find_moved
 
 if TYPE_CHECKING:
     from foundry.config.environment import Launch
     from foundry.config.schemas.root import Config
+
+__getattr__ = find_moved(__name__)
 
 LONGEST_ANSWER = "${oc.select:objective.max_new_tokens,0}"
 """Maximum tokens of a completion, if the objective generates completions; otherwise 0."""
@@ -166,31 +169,3 @@ class ChatFiles(RowFiles, Conversations):
     known_columns: ClassVar[tuple[str, ...]] = ("messages", "prompt", "completion")
 
     _target_: str = "foundry.datasets.chat_files"
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreferenceFiles(RowFiles):
-    """Your own preferences in files of rows: `prompt`, `chosen` and `rejected`, texts or lists of messages."""
-
-    offers: ClassVar[frozenset[str]] = frozenset({"tokens", "pairs"})
-    known_columns: ClassVar[tuple[str, ...]] = ("prompt", "chosen", "rejected")
-
-    _target_: str = "foundry.datasets.preference_files"
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptFiles(RowFiles):
-    """Your own prompts in files of rows, texts or messages, with other columns for the environment."""
-
-    offers: ClassVar[frozenset[str]] = frozenset({"tokens", "prompts"})
-    known_columns: ClassVar[tuple[str, ...]] = ("prompt", "messages", "answer")
-
-    _target_: str = "foundry.datasets.prompt_files"
-    max_new_tokens: int = setting(
-        LONGEST_ANSWER, "tokens of seq_len reserved for the completion; default: objective.max_new_tokens", ge=0
-    )
-
-    def check(self) -> Iterator[Violation]:
-        """Check that completions leave room for prompts."""
-        yield from super().check()
-        yield from check_room(self.seq_len, self.max_new_tokens)
