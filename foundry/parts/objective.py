@@ -30,9 +30,10 @@ def with_defaults(part: Any) -> Objective:
     Raises:
         ConfigError: the object lacks `num_valid` or `loss`, or does not allow new attributes.
     """
-    bases = [base for base in objective_bases(part) if not isinstance(part, base)]
-    for base in [*bases, Objective]:
-        _complete(part, base)
+    bases: list[type[Any]] = [*objective_bases(part), Objective]
+    for base in bases:
+        if not isinstance(part, base):
+            _complete(part, base)
     return cast(Objective, part)
 
 
@@ -40,7 +41,7 @@ def _complete(part: Any, base: type[Any]) -> None:
     """Add the public members of a base class of objectives that an object lacks, or has the default of."""
     name = type(part).__name__
     public = {key: value for key, value in vars(base).items() if not key.startswith("_")}
-    defaults = {key: value for key, value in public.items() if not isinstance(part, base) and _lacks(part, key)}
+    defaults = {key: value for key, value in public.items() if _lacks(part, key)}
     if lacking := [f"{key}()" for key in defaults if key in Objective.__abstractmethods__]:
         message = f"returns an object of type {name} without {' and '.join(lacking)}; derive it from foundry.Objective"
         raise ConfigError(Violation("objective._target_", message))

@@ -1,4 +1,4 @@
-"""Settings of datasets of conversations, preferences and prompts, whose rows have different lengths."""
+"""Settings of datasets of conversations and other rows of messages, which have different lengths."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -100,8 +100,7 @@ class Packable(Templated):
             return
         if not getattr(run.objective, "takes_packed", False):
             name = type(run.objective).__name__
-            others = "objective=sft, dpo, distillation or grpo"
-            message = f"is true but objective {name} takes one sample per row; set it to false, or choose {others}"
+            message = f"is true but objective {name} takes one sample per row; set it to false, or use objective=sft"
             yield Violation("data.packing", message)
         elif not self.is_ragged:
             message = f"is true but each sample of {type(self).__name__} has data.seq_len tokens, which fill a row"
