@@ -15,6 +15,7 @@ QUICK = (
     "tests/optim",
     "tests/training",
     "tests/objectives",
+    "tests/tasks/post_training",
     "tests/checkpoint",
     "tests/parity/test_raw_loop.py",
 )

@@ -15,8 +15,8 @@ from torch.utils.data import SequentialSampler
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
-from foundry.environments.matching import Arithmetic
-from foundry.environments.protocol import Answer
+from foundry.generation.scoring import Answer
+from foundry.tasks.post_training.environments.matching import Arithmetic
 
 
 class Measured(TrainerCallback):

@@ -17,11 +17,11 @@ from foundry.models.pretrained.huggingface import HuggingFaceCausalLM as Hugging
 from foundry.models.transformer import Transformer as Transformer
 from foundry.models.vlm import PrefixVLM as PrefixVLM
 from foundry.objectives.diffusion import Diffusion as Diffusion
-from foundry.objectives.distillation import Distillation as Distillation
-from foundry.objectives.dpo import DPO as DPO
-from foundry.objectives.grpo import GRPO as GRPO
 from foundry.objectives.next_token import NextToken as NextToken
 from foundry.objectives.sft import SFT as SFT
+from foundry.tasks.post_training.objectives.distillation import Distillation as Distillation
+from foundry.tasks.post_training.objectives.dpo import DPO as DPO
+from foundry.tasks.post_training.objectives.grpo import GRPO as GRPO
 from foundry.tasks.robots.action_chunks import ActionRegression as ActionRegression
 from foundry.tasks.robots.action_chunks import DiffusionPolicy as DiffusionPolicy
 from foundry.tasks.robots.action_chunks import FlowPolicy as FlowPolicy

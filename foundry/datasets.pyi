@@ -1,13 +1,13 @@
 from foundry.data.arithmetic import arithmetic as arithmetic
 from foundry.data.conversations.chats import chat_files as chat_files
 from foundry.data.conversations.image_chats import image_chat_files as image_chat_files
-from foundry.data.conversations.preferences import preference_files as preference_files
-from foundry.data.conversations.prompts import prompt_files as prompt_files
 from foundry.data.corpora.text import stdlib_text as stdlib_text
 from foundry.data.corpora.text import text_files as text_files
 from foundry.data.corpora.token_files import token_files as token_files
 from foundry.data.images.digits import digits as digits
 from foundry.data.images.image_folder import image_folder as image_folder
+from foundry.tasks.post_training.data.preferences import preference_files as preference_files
+from foundry.tasks.post_training.data.prompts import prompt_files as prompt_files
 from foundry.tasks.robots.data.demonstrations import demonstrations as demonstrations
 from foundry.tasks.robots.data.lerobot import lerobot as lerobot
 from foundry.tasks.robots.data.scenes import scenes as scenes

@@ -14,7 +14,7 @@ from support.house import House, measure
 PACKAGE = Path(__file__).resolve().parent.parent / "foundry"
 FLOORS = 12
 MODULES = 20
-ARROWS = 118
+ARROWS = 106
 CIRCLES = []
 PARAMETERS, SECOND_DEFAULTS = 1, 0
 

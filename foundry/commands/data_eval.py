@@ -47,9 +47,9 @@ def measure(path: Path, options: DataOptions, overrides: Sequence[str], compose:
     from foundry.config.record.frozen import hash_config
     from foundry.core.protocols import RunContext
     from foundry.engine.restore import explained
-    from foundry.environments.judge import build_judge
     from foundry.parallel.precision import PrecisionPolicy, fp32_arithmetic
     from foundry.parallel.process_group import World
+    from foundry.parts.judge import build_judge
     from foundry.training.evaluation import Evaluation
 
     restored = _open(path, options, overrides, compose)

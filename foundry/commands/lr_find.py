@@ -118,7 +118,7 @@ def find(config: Config, options: FindOptions, run_dir: Path) -> RangeTest | Non
         The result; None on ranks above 0.
 
     Raises:
-        ConfigError: the run directory contains a run, the objective trains on rollouts, or a part cannot be built.
+        ConfigError: the run directory contains a run, the objective trains on completions, or a part cannot be built.
     """
     if options.min >= options.max:
         raise ConfigError(Violation(f"{_PREFIX}min", f"is {options.min:g} but must be below max={options.max:g}"))
@@ -143,17 +143,17 @@ def ramp(config: Config, options: FindOptions, run_dir: Path) -> RangeTest:
     """Train through the ramp on this process and those started with it; all ranks return the same result.
 
     Raises:
-        ConfigError: the objective trains on rollouts, or a part cannot be built.
+        ConfigError: the objective trains on completions, or a part cannot be built.
     """
     from foundry.config.record.frozen import hash_config
     from foundry.core.protocols import RunContext
     from foundry.data.loader import explain_worker_deaths
     from foundry.engine.assembly import build_trainer
-    from foundry.environments.judge import build_judge
     from foundry.parallel.determinism import deterministic
     from foundry.parallel.precision import PrecisionPolicy, fp32_arithmetic
     from foundry.parallel.process_group import process_group
     from foundry.parts.data import build_data
+    from foundry.parts.judge import build_judge
     from foundry.parts.objective import build_objective
     from foundry.training.guards import LossSpike, NonFiniteError, PersistentSpikeError
     from foundry.training.memory_error import explain_memory_errors
@@ -169,7 +169,7 @@ def ramp(config: Config, options: FindOptions, run_dir: Path) -> RangeTest:
     ):
         data = build_data(config)
         objective = build_objective(config.objective, config.peft, world, data.tokenizer)
-        if objective.rollouts is not None:
+        if objective.makes_samples:
             reason = "trains on completions, whose loss does not rank learning rates; compare some: -m hparams.lr=..."
             raise ConfigError(Violation("objective", f"{type(objective).__name__} {reason}"))
         if (judge := build_judge(config.environment)) is not None:

@@ -7,7 +7,6 @@ from functools import cache
 from omegaconf import DictConfig, OmegaConf
 
 from foundry.config.schemas.checkpoint import KeepBest
-from foundry.config.schemas.environment import Environment, NoEnvironment
 from foundry.config.schemas.evaluation import Evaluation
 from foundry.config.schemas.own_evaluators import ExactMatch, HeldOut
 from foundry.config.schemas.root import Config
@@ -104,23 +103,10 @@ def _metrics_of_tasks() -> dict[str, tuple[str, ...]]:
 
 
 def reward_metrics(environment: object) -> tuple[str, ...] | None:
-    """Return the metrics of scored completions for the group `environment`.
-
-    Returns None if the environment does not declare its scores.
-
-    The reward is the weighted sum of the scores, whose names follow. The last metric is the fraction of completions
-    without a score.
-    """
-    if isinstance(environment, NoEnvironment) and environment._target_ is None:
-        return ()
-    if not isinstance(environment, Environment) or environment._target_ != getattr(type(environment), "_target_", None):
+    """Return the metrics of scored completions for the group `environment`; None if they are unknown."""
+    if getattr(environment, "_target_", None) != getattr(type(environment), "_target_", None):
         return None
-    return reward_metric_names(environment.scores)
-
-
-def reward_metric_names(scores: Iterable[str]) -> tuple[str, ...]:
-    """Return the metrics of rewards for these names of scores."""
-    return ("reward", *(f"reward_{name}" for name in scores), "reward_missing")
+    return getattr(environment, "metrics", None)
 
 
 def check_metrics(evaluation: Evaluation, keep_best: KeepBest, computed: Iterable[str]) -> Iterator[Violation]:

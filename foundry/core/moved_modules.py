@@ -18,7 +18,6 @@ MOVED = {
     "foundry.config.errors": "foundry.core.errors",
     **dict.fromkeys(
         (
-            "foundry.core.protocols.RolloutObjective",
             "foundry.core.protocols.ComparingObjective",
             "foundry.core.protocols.GenerativeObjective",
             "foundry.core.protocols.PrecomputingObjective",
@@ -27,7 +26,43 @@ MOVED = {
         ),
         "foundry.core.protocols.Objective",
     ),
+    "foundry.config.checks.environments": "foundry.tasks.post_training.checks.environments",
+    "foundry.config.schemas.distillation": "foundry.tasks.post_training.schemas.distillation",
+    "foundry.config.schemas.policy": "foundry.tasks.post_training.schemas.policy",
+    "foundry.config.schemas.rollouts": "foundry.tasks.post_training.schemas.rollouts",
+    "foundry.config.teacher": "foundry.tasks.post_training.teacher",
+    **{
+        f"foundry.config.schemas.data.{name}": f"foundry.tasks.post_training.schemas.data.{name}"
+        for name in ("PreferenceFiles", "PromptFiles")
+    },
+    **{
+        f"foundry.config.schemas.data.rows.{name}": f"foundry.tasks.post_training.schemas.data.{name}"
+        for name in ("PreferenceFiles", "PromptFiles")
+    },
+    **{
+        f"foundry.config.schemas.environment.{name}": f"foundry.tasks.post_training.schemas.environment.{name}"
+        for name in (
+            "Arithmetic",
+            "Environment",
+            "ExactMatch",
+            "Format",
+            "InWorker",
+            "MultipleChoice",
+            "Python",
+            "check_weights",
+        )
+    },
+    **{
+        f"foundry.config.schemas.objective.{name}": f"foundry.tasks.post_training.schemas.objective.{name}"
+        for name in ("DPO", "GRPO", "Distillation", "PreferenceLoss", "Reference")
+    },
+    **{
+        f"foundry.core.protocols.{name}": f"foundry.tasks.post_training.protocols.{name}"
+        for name in ("Prepared", "Rollout", "RolloutObjective")
+    },
     "foundry.data.chats": "foundry.data.conversations.chats",
+    "foundry.data.conversations.preferences": "foundry.tasks.post_training.data.preferences",
+    "foundry.data.conversations.prompts": "foundry.tasks.post_training.data.prompts",
     "foundry.data.demonstrations": "foundry.tasks.robots.data.demonstrations",
     "foundry.data.digits": "foundry.data.images.digits",
     "foundry.data.image_chats": "foundry.data.conversations.image_chats",
@@ -40,13 +75,24 @@ MOVED = {
     "foundry.data.text": "foundry.data.corpora.text",
     "foundry.data.token_files": "foundry.data.corpora.token_files",
     "foundry.data.tokenizer": "foundry.data.corpora.tokenizer",
+    "foundry.environments": "foundry.tasks.post_training.environments",
+    "foundry.environments.protocol": "foundry.generation.scoring",
     "foundry.evaluators.success": "foundry.tasks.robots.evaluators.success",
     "foundry.library": "foundry.commands.library",
     "foundry.models.huggingface": "foundry.models.pretrained.huggingface",
     "foundry.models.policy_dit": "foundry.tasks.robots.models.policy_dit",
     "foundry.models.vla": "foundry.tasks.robots.models.vla",
     "foundry.objectives.action_chunks": "foundry.tasks.robots.action_chunks",
-    "foundry.objectives.rollout": "foundry.core.protocols",
+    "foundry.objectives.advantages": "foundry.tasks.post_training.objectives.advantages",
+    "foundry.objectives.distillation": "foundry.tasks.post_training.objectives.distillation",
+    "foundry.objectives.divergence": "foundry.tasks.post_training.objectives.divergence",
+    "foundry.objectives.dpo": "foundry.tasks.post_training.objectives.dpo",
+    "foundry.objectives.grpo": "foundry.tasks.post_training.objectives.grpo",
+    "foundry.objectives.kl": "foundry.tasks.post_training.objectives.kl",
+    "foundry.objectives.policy_gradient": "foundry.tasks.post_training.objectives.policy_gradient",
+    "foundry.objectives.rollout": "foundry.tasks.post_training.protocols",
+    "foundry.planning.generation": "foundry.tasks.post_training.rollouts.cache_size",
+    "foundry.rollouts": "foundry.tasks.post_training.rollouts",
     "foundry.simulators": "foundry.tasks.robots.simulators",
     "foundry.simulators.protocol": "foundry.core.simulator",
     "foundry.train": "foundry.engine.train",

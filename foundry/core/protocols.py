@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from foundry.checkpoint.resume_point import ResumePoint
     from foundry.config.schemas.root import Config
     from foundry.data.splits import DataSplits
-    from foundry.environments.judge import Judge
+    from foundry.generation.scoring import Judge
     from foundry.parallel.precision import PrecisionPolicy
     from foundry.parallel.process_group import World
 
@@ -74,43 +74,6 @@ class Samples(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rollout:
-    """Prompts with the model's completions, in host memory; completions of one prompt are adjacent.
-
-    Attributes:
-        tokens: (completions, seq) int64, a prompt and its completion, padded on the right.
-        targets: (completions, seq) int64, tokens shifted left by one; -100 if the target is not a token of the
-            completion.
-        group: (completions,) int64, index of the prompt.
-        rewards: (completions,) float64; NaN if a completion could not be scored or there is no environment.
-        is_truncated: (completions,) bool, True if a completion did not end with a stop token.
-        sampler: (completions, seq) float32, log-probability of each target in the sampling distribution; 0 elsewhere.
-        recorded: (completions, seq) float32 by name, values recorded by the objective.
-    """
-
-    tokens: Tensor
-    targets: Tensor
-    group: Tensor
-    rewards: Tensor
-    is_truncated: Tensor
-    sampler: Tensor
-    recorded: Mapping[str, Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """Values that an objective computes from a whole rollout before its updates.
-
-    Attributes:
-        columns: (completions, ...) each, added to the microbatches next to `tokens`, `targets` and `position`.
-        metrics: metrics logged with each of the rollout's updates.
-    """
-
-    columns: Mapping[str, Tensor]
-    metrics: Mapping[str, float] = field(default_factory=dict)
-
-
 class Objective(ABC):
     """Base class of objectives: the loss that a run minimizes.
 
@@ -141,12 +104,13 @@ class Objective(ABC):
     """Names of the values that `precompute` returns. With columns, the frozen models run once on every sample before
     the first step and are then freed; microbatches contain the columns under these names."""
 
-    rollouts: Any = None
-    """Settings of rollouts, a `foundry.config.schemas.rollouts.Rollouts`; the run then calls `record`, `prepare` and
-    `example`. None: the objective trains on the samples of the data."""
+    makes_samples: bool = False
+    """If True, the model makes the samples in the windows of `build_source`, with the shapes of `example`. Their loss
+    does not rank learning rates."""
 
     recorded_models: tuple[str, ...] = ()
-    """Names of the frozen models that `record` calls; their weights are gathered for it."""
+    """Names of the frozen models that the source of windows calls while it makes samples; their weights are gathered
+    for it."""
 
     compare: Callable[[Mapping[str, nn.Module]], None] | None = None
     """Take the frozen models by name, before the first step. They are called like the run's model, with its precision.
@@ -180,21 +144,20 @@ class Objective(ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} declares columns but does not implement precompute()")
 
-    def record(self, model: nn.Module, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Return values of the models before a rollout's first update, (rows, seq) by name.
-
-        Called without gradients, in eval mode, once for each batch of completions that this rank generates.
-        """
-        return {}
-
-    def prepare(self, rollout: Rollout) -> Prepared:
-        """Return values computed from the whole rollout, such as advantages; they must be equal on all ranks."""
-        return Prepared({})
-
     def example(self, num_samples: int, seq_len: int) -> Microbatch:
-        """Return a microbatch of completions with the shapes of training, used for planning."""
+        """Return a microbatch of made samples with the shapes of training, used for planning."""
         tokens = torch.zeros(num_samples, seq_len, dtype=torch.int64)
         return {"tokens": tokens, "targets": tokens, "position": torch.arange(num_samples)}
+
+    def bytes_for_samples(self, model: nn.Module, seq_len: int, element_size: int) -> int | None:
+        """Return the bytes that a rank needs to make samples, without weights; None if unknown.
+
+        Args:
+            model: the unwrapped model, which may have fake parameters.
+            seq_len: tokens of the longest sample.
+            element_size: bytes of a number in the compute type.
+        """
+        return 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,11 +217,15 @@ class SourceContext(RunContext):
         batch_size_at: returns the global batch size after a number of consumed samples.
         build_loader: builds a loader of the training data in the global order; the argument selects all samples on
             every rank (True) or this rank's share (False).
+        frozen: frozen models of the objective, by name.
+        pack_tokens: tokens of a packed row; None gives each sample its own row.
     """
 
     model: nn.Module
     batch_size_at: Callable[[int], int]
     build_loader: "Callable[[bool], WindowSource]"
+    frozen: Mapping[str, nn.Module] = field(default_factory=dict)
+    pack_tokens: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

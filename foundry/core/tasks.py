@@ -64,6 +64,19 @@ class TaskEvaluation:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Planned:
+    """An entry of plan.json.
+
+    Attributes:
+        value: function of the configuration; returns plain JSON, or None if the entry does not apply to the run.
+        row: function of such a value; returns a row of the printed plan: its name and its text.
+    """
+
+    value: str
+    row: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Task:
     """Declaration of everything that a task adds to foundry; all attributes except the name are optional.
 
@@ -76,6 +89,14 @@ class Task:
         checks: functions of a composed `Config` that yield a `Violation` for each error; called after bounds are
             checked.
         resolvers: functions that compute values of the configuration, by name of the OmegaConf resolver.
+        pins: functions of a composed configuration that replace values which may have another meaning later, such as
+            `last`, and return the violations that they find; called before the configuration is checked.
+        builders: functions of the settings of a config group that build its part, by group. foundry itself has no
+            parts for these groups, only the option `none`.
+        forms: functions of rows and settings that build the data of a dataset with several forms, by form.
+        planned: entries of plan.json by name.
+        objectives: base classes of objectives, by the attribute that asks for one; an objective of another class with
+            that attribute gets the members of the base class that it lacks.
         brings: function of a `Bringing` that returns additional options to choose, by config group.
         run_files: classes with `from_json` and `to_json` for the values in `DataSplits.kept`, by file name.
         plots: plots by file name without suffix.
@@ -90,6 +111,11 @@ class Task:
     schemas: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     checks: tuple[str, ...] = ()
     resolvers: Mapping[str, str] = field(default_factory=dict)
+    pins: tuple[str, ...] = ()
+    builders: Mapping[str, str] = field(default_factory=dict)
+    forms: Mapping[str, str] = field(default_factory=dict)
+    planned: Mapping[str, Planned] = field(default_factory=dict)
+    objectives: Mapping[str, str] = field(default_factory=dict)
     brings: str | None = None
     run_files: Mapping[str, str] = field(default_factory=dict)
     plots: Mapping[str, Plot] = field(default_factory=dict)
@@ -197,6 +223,42 @@ def checks() -> Iterator[Any]:
 def resolvers() -> dict[str, Any]:
     """Return the resolvers of all tasks, by name."""
     return {key: resolve_name(name) for task in installed_tasks() for key, name in task.resolvers.items()}
+
+
+def pins() -> Iterator[Callable[[Any], list[Violation]]]:
+    """Yield the functions of all tasks that replace values of a composed configuration."""
+    yield from (resolve_name(name) for task in installed_tasks() for name in task.pins)
+
+
+def builder_of(group: str) -> Callable[[Any], Any]:
+    """Return the function that builds the part of a config group.
+
+    Raises:
+        ConfigError: no installed task builds parts of this group.
+    """
+    for task in installed_tasks():
+        if group in task.builders:
+            found: Callable[[Any], Any] = resolve_name(task.builders[group])
+            return found
+    raise ConfigError(Violation(group, f"is set but no installed task uses it; choose {group}=none"))
+
+
+def forms() -> dict[str, Any]:
+    """Return the functions of all tasks that build data from rows, by form."""
+    return {form: resolve_name(name) for task in installed_tasks() for form, name in task.forms.items()}
+
+
+def objective_bases(part: object) -> Iterator[type[Any]]:
+    """Yield the base classes of objectives of all tasks whose attribute this objective has and is not None."""
+    for task in installed_tasks():
+        for attribute, base in task.objectives.items():
+            if getattr(part, attribute, None) is not None:
+                yield resolve_name(base)
+
+
+def planned() -> dict[str, Planned]:
+    """Return the entries of plan.json of all tasks, by name."""
+    return {name: entry for task in installed_tasks() for name, entry in task.planned.items()}
 
 
 def run_files() -> dict[str, Any]:

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 from foundry.config.configured import configured_by
 from foundry.config.schemas.data import Arithmetic as ArithmeticSettings
 from foundry.config.schemas.data import ArithmeticForm
+from foundry.core.tasks import forms
 from foundry.data.conversations.chats import RowForm, chat_splits
-from foundry.data.conversations.preferences import PREFERENCES
-from foundry.data.conversations.prompts import prompt_splits
 from foundry.data.corpora.corpus import Corpus, Splits
 from foundry.data.corpora.text import text_splits
 from foundry.data.io.row_source import RowSource
@@ -91,10 +90,10 @@ def arithmetic(settings: ArithmeticSettings, *, seed: int = 0) -> DataSplits:
         key="data.seq_len",
         remedy="increase it",
     )
-    if form is ArithmeticForm.prompts:
-        return prompt_splits(source, settings)
-    is_pair = form is ArithmeticForm.preferences
-    return chat_splits(source, PREFERENCES if is_pair else RowForm.conversations(settings.train_on), settings)
+    if form is ArithmeticForm.chats:
+        return chat_splits(source, RowForm.conversations(settings.train_on), settings)
+    data: DataSplits = forms()[form.value](source, settings)
+    return data
 
 
 @dataclass(frozen=True)

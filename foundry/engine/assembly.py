@@ -42,7 +42,6 @@ from foundry.parallel.watchdog import Watchdog
 from foundry.parts.data import samples_per_epoch
 from foundry.parts.optimization import constant_weight_decay
 from foundry.planning.derive import build_plan, planned_updates, resolve_phases, select_steps
-from foundry.rollouts.source import RolloutSource
 from foundry.run_dir.lock import check_locked
 from foundry.run_dir.names import PLOTS, PROFILE
 from foundry.training.best import Best
@@ -149,15 +148,18 @@ def _build_norms(run: RunContext, trained: Trained) -> BlockNorms | None:
 
 
 def _build_source(run: RunContext, trained: Trained) -> WindowSource:
-    """Return the source of windows: the training data, the model's rollouts, or the objective's own source."""
-    objective, model = trained.objective, trained.parallel.model
-    if objective.rollouts is not None:
-        recorded_models = [trained.frozen[name] for name in objective.recorded_models]
-        return RolloutSource(objective, model, run, frozen=recorded_models, pack_tokens=trained.pack_tokens)
+    """Return the source of windows: the training data, or the objective's own source."""
+    objective, pack_tokens = trained.objective, trained.pack_tokens
     if objective.build_source is None:
-        return _build_loader(run, trained.budget, pack_tokens=trained.pack_tokens)
-    build_loader, batch_size_at = partial(_build_loader, run, trained.budget), trained.budget.batch_sizes.at
-    context = SourceContext.of(run, model=model, batch_size_at=batch_size_at, build_loader=build_loader)
+        return _build_loader(run, trained.budget, pack_tokens=pack_tokens)
+    context = SourceContext.of(
+        run,
+        model=trained.parallel.model,
+        batch_size_at=trained.budget.batch_sizes.at,
+        build_loader=partial(_build_loader, run, trained.budget),
+        frozen=trained.frozen,
+        pack_tokens=pack_tokens,
+    )
     return objective.build_source(context)
 
 

@@ -92,9 +92,9 @@ class FirstStepCheck:
 
         config, data, objective = self._run.config, self._run.data, self._trained.objective
         num_rows, pack_tokens = config.hparams.per_gpu_batch_size, self._trained.pack_tokens
-        if objective.rollouts is not None:
+        if objective.makes_samples:
             longest = answer_tokens(config, data)
-            assert longest is not None, "an objective with rollouts has prompts"
+            assert longest is not None, "an objective that makes samples has prompts"
             return _packed_example(objective, num_rows, longest, pack_tokens)
         if objective.build_source is not None:
             raise TypeError(f"{type(objective).__name__} builds its own window source, whose microbatches are unknown")

@@ -26,7 +26,7 @@ from foundry.data.loader import explain_worker_deaths
 from foundry.data.splits import DataSplits
 from foundry.engine.assembly import build_trainer
 from foundry.engine.run_files import write_run_files
-from foundry.environments.judge import Judge, build_judge
+from foundry.generation.scoring import Judge
 from foundry.parallel.determinism import deterministic
 from foundry.parallel.gathering import gather
 from foundry.parallel.malloc import keep_freed_memory
@@ -34,6 +34,7 @@ from foundry.parallel.precision import PrecisionPolicy, fp32_arithmetic
 from foundry.parallel.process_group import Join, World, process_group
 from foundry.parallel.watchdog import CollectiveError
 from foundry.parts.data import build_data
+from foundry.parts.judge import build_judge
 from foundry.run_dir.ends import record_if_dead
 from foundry.run_dir.lock import RunDirectoryLostError, check_locked, lock
 from foundry.run_dir.result import find_result

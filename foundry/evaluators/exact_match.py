@@ -9,16 +9,15 @@ import torch
 from torch import nn
 
 from foundry.config.configured import configured_by
-from foundry.config.metrics import EXACT_MATCH_METRICS, reward_metric_names
+from foundry.config.metrics import EXACT_MATCH_METRICS
 from foundry.config.schemas.own_evaluators import ExactMatch as ExactMatchSettings
 from foundry.core.errors import ConfigError, Violation
 from foundry.core.protocols import EvaluationContext
 from foundry.data.corpora.tokenizer import decode_tokens
 from foundry.data.splits import DataSplits, Prompt
-from foundry.environments.judge import Judge
-from foundry.environments.protocol import Answer
 from foundry.evaluators.torch_metrics import TorchMetrics
 from foundry.generation.decoding import Continuation, Decoding, generate
+from foundry.generation.scoring import REWARD, Answer, Judge
 from foundry.generation.text_samples import context_of
 from foundry.parallel.gathering import gather
 from foundry.parallel.whole_weights import gathered
@@ -65,8 +64,7 @@ class ExactMatch:
         base_names = EXACT_MATCH_METRICS if has_answers else tuple(n for n in EXACT_MATCH_METRICS if n != "exact_match")
         self.metrics: tuple[str, ...] | None = base_names
         if judge is not None:
-            names = judge.scores
-            self.metrics = None if names is None else (*base_names, *reward_metric_names(names))
+            self.metrics = None if judge.metrics is None else (*base_names, *judge.metrics)
         self._metric_names, key = self.metrics, "evaluation.evaluators.exact_match"
         if not len(self._prompts) or (torchmetrics and not has_answers):
             message = "requires data with prompts and answers, such as data=chats"
@@ -104,7 +102,7 @@ class ExactMatch:
                             pairs.append((index, text.strip(), prompt.answer.strip()))
         names = self._metric_names
         if names is None:  # scores of a custom environment, which other ranks may not have seen
-            names = tuple(sorted({"reward", *(name for part in gather(_names(rows), world) for name in part)}))
+            names = tuple(sorted({REWARD, *(name for part in gather(_names(rows), world) for name in part)}))
         sums = torch.tensor(
             [[sum(row.get(name, 0.0) for row in rows), sum(name in row for row in rows)] for name in names],
             dtype=torch.float64,
@@ -112,9 +110,9 @@ class ExactMatch:
         )
         totals = world.all_reduce_sum(sums).tolist()
         means = {name: total / count for name, (total, count) in zip(names, totals, strict=True) if count}
-        if self._judge is not None and "reward" not in means:
+        if self._judge is not None and REWARD not in means:
             log.warning("environment %s gave no reward for any held-out answer", self._judge.name)
-            means["reward"] = math.nan
+            means[REWARD] = math.nan
         if self._torchmetrics is None:
             return means
         all_pairs = sorted(pair for part in gather(pairs, world) for pair in part)
@@ -142,10 +140,7 @@ class ExactMatch:
             for prompt, text, continuation in zip(prompts, texts, continuations, strict=True)
         ]
         for row, judgement in zip(rows, self._judge.judge(answers, context.heartbeat), strict=True):
-            row |= {f"reward_{name}": value for name, value in judgement.scores.items()}
-            row["reward_missing"] = float(judgement.reward is None)
-            if judgement.reward is not None:
-                row["reward"] = judgement.reward
+            row |= judgement.metrics
         return rows
 
 

@@ -62,5 +62,5 @@ def simulator_factory(node: Any) -> Callable[[], Simulator] | None:
 
 
 def samples_per_epoch(objective: Any, data: DataSplits) -> int:
-    """Return the samples of one pass over the training data; an objective with rollouts has several per row."""
+    """Return the samples of one pass over the training data, of which an objective may make several per row."""
     return len(data.train) * int(field_of(objective, "samples_per_row", 1))

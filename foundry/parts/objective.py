@@ -1,7 +1,6 @@
 """Builder of the objective, and a check of the model's forward signature."""
 
 import inspect
-from types import FunctionType, MethodType
 from typing import Any, cast
 
 from torch import nn
@@ -10,6 +9,7 @@ from foundry.config.build import build
 from foundry.config.schemas.peft import LoRA
 from foundry.core.errors import ConfigError, Violation
 from foundry.core.protocols import Objective
+from foundry.core.tasks import objective_bases
 from foundry.parallel.process_group import World
 
 
@@ -25,26 +25,41 @@ def build_objective(node: Any, peft: Any, world: World | None = None, tokenizer:
 def with_defaults(part: Any) -> Objective:
     """Return an object with all attributes of an objective; objects of other classes get the missing defaults.
 
+    Objectives get the members of a task's base class that they ask for and lack (`Task.objectives`).
+
     Raises:
         ConfigError: the object lacks `num_valid` or `loss`, or does not allow new attributes.
     """
-    if isinstance(part, Objective):
-        return part
-    name, names = type(part).__name__, dir(part)  # dir() includes properties without reading them
-    public = {key: value for key, value in vars(Objective).items() if not key.startswith("_")}
-    defaults = {key: value for key, value in public.items() if key not in names and not hasattr(part, key)}
+    bases: list[type[Any]] = [*objective_bases(part), Objective]
+    for base in bases:
+        if not isinstance(part, base):
+            _complete(part, base)
+    return cast(Objective, part)
+
+
+def _complete(part: Any, base: type[Any]) -> None:
+    """Add the public members of a base class of objectives that an object lacks, or has the default of."""
+    name = type(part).__name__
+    public = {key: value for key, value in vars(base).items() if not key.startswith("_")}
+    defaults = {key: value for key, value in public.items() if _lacks(part, key)}
     if lacking := [f"{key}()" for key in defaults if key in Objective.__abstractmethods__]:
         message = f"returns an object of type {name} without {' and '.join(lacking)}; derive it from foundry.Objective"
         raise ConfigError(Violation("objective._target_", message))
     try:
         for key, value in defaults.items():
-            object.__setattr__(part, key, MethodType(value, part) if isinstance(value, FunctionType) else value)
+            object.__setattr__(part, key, value.__get__(part) if hasattr(value, "__get__") else value)
     except (AttributeError, TypeError) as error:
         message = (
             f"returns an object of type {name}, which does not allow new attributes; derive it from foundry.Objective"
         )
         raise ConfigError(Violation("objective._target_", message)) from error
-    return cast(Objective, part)
+
+
+def _lacks(part: Any, key: str) -> bool:
+    """Return whether an object has no attribute of this name, or the default of `Objective`."""
+    if isinstance(part, Objective):
+        return inspect.getattr_static(part, key, None) is vars(Objective).get(key)
+    return key not in dir(part) and not hasattr(part, key)  # dir() includes properties without reading them
 
 
 def check_forward(objective: Objective, model: nn.Module, key: str = "model") -> None:

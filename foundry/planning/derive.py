@@ -2,17 +2,18 @@
 
 import math
 from collections.abc import Iterable, Iterator
+from pkgutil import resolve_name
 from typing import Any
 
 from torch import nn
 
 from foundry.config.schemas.evaluation import Evaluation
-from foundry.config.schemas.rollouts import Rollouts
 from foundry.config.schemas.root import Config
 from foundry.config.schemas.scheduler import EvaluateAt, Scheduler
 from foundry.core.duration import Budget, EpochInterval, Interval, without_rounding_error
 from foundry.core.events import Phase, PlannedUpdate
 from foundry.core.protocols import HasPhases, Schedule
+from foundry.core.tasks import planned
 from foundry.data.packing import first_fit_decreasing
 from foundry.data.splits import DataSplits
 from foundry.models.lora import adapted_layers
@@ -66,22 +67,9 @@ def build_plan(
         "parameters": sum(parameter.numel() for parameter in parameters),
         "trainable_parameters": sum(p.numel() for p in parameters if p.requires_grad),
         "adapters": list(adapted_layers(model)),
-        "rollout": _rollout(config.objective),
+        **{name: resolve_name(entry.value)(config) for name, entry in planned().items()},
         "packing": None if pack_tokens is None else _packing(config, budget, data, pack_tokens),
         "notes": data.notes or {},
-    }
-
-
-def _rollout(objective: Any) -> dict[str, int] | None:
-    """Return the sizes of a rollout; None if the objective does not train on generated answers."""
-    if not isinstance(objective, Rollouts) or not objective.generates:
-        return None
-    return {
-        "prompts": objective.num_prompts_per_step,
-        "generations": objective.num_generations_per_prompt,
-        "answers": objective.samples_per_rollout,
-        "updates": objective.updates_per_rollout,
-        "max_new_tokens": objective.max_new_tokens,
     }
 
 

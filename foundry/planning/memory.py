@@ -34,7 +34,6 @@ from foundry.parts.objective import build_objective
 from foundry.parts.optimization import build_optimizers
 from foundry.planning.activations import Activations, count_activations
 from foundry.planning.fake import FakeModel
-from foundry.planning.generation import cache_bytes
 from foundry.planning.layout import Layout, build_layout, grad_bytes, num_bytes
 from foundry.planning.live_bytes import LiveBytes
 from foundry.planning.moments import count_moments
@@ -129,11 +128,11 @@ def estimate_memory(
     )
     frozen = _build_frozen(config, objective, fake, policy, world_size)
     generation, generation_note = 0, None
-    if objective.rollouts is not None and answer_tokens is not None:
+    if objective.makes_samples and answer_tokens is not None:
         microbatch = objective.example(config.hparams.per_gpu_batch_size, pack_tokens or answer_tokens)
         recorded_layouts = [layout, *(frozen[name][0] for name in objective.recorded_models)]
         ungathered = sum(unit_layout.ungathered(config.distributed.gradient_sync) for unit_layout in recorded_layouts)
-        cache = cache_bytes(fake.model, objective.rollouts, answer_tokens, policy.compute_dtype.itemsize)
+        cache = objective.bytes_for_samples(fake.model, answer_tokens, policy.compute_dtype.itemsize)
         generation = ungathered + (cache or 0) // num_parts
         generation_note = "the memory of keys and values is unknown" if cache is None else None
     activations, activations_note = _activations(

@@ -5,12 +5,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from io import TextIOWrapper
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
 from foundry.core.events import Phase, PlannedUpdate
+from foundry.core.tasks import planned
 from foundry.models.lora import count_by_kind
 from foundry.planning.moments import MOMENTS
 from foundry.run_dir.files import replaced_atomically
@@ -101,14 +103,13 @@ def num_bytes(value: float) -> str:
 def _step_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     size, tokens = plan["global_batch_size"], plan["tokens_per_step"]
     ranks = f"{plan['world_size']} rank{'s' * (plan['world_size'] > 1)}"
-    rollout = plan.get("rollout")
     product = f"{plan['per_gpu_batch_size']} per rank x {ranks} x {plan['accum_freq']} accumulated"
     packing = plan.get("packing")
     return [
         ("ranks", f"{plan['world_size']} ({plan['strategy']}), {plan['precision']}, {plan['device']}"),
         ("samples per step", f"{product} = {size}" if packing is None else f"{size}"),
         *([] if packing is None else [("packed rows per step", _packing(packing))]),
-        *([] if rollout is None else [("completions per rollout", _rollout(rollout))]),
+        *(resolve_name(entry.row)(plan[name]) for name, entry in planned().items() if plan.get(name) is not None),
         *([] if tokens is None else [("tokens per step", f"{plan['tokens_per_sample']} x {size} = {tokens:,}")]),
     ]
 
@@ -118,12 +119,6 @@ def _packing(packing: Mapping[str, Any]) -> str:
         return f"of {packing['row_tokens']:,} tokens; their number depends on the completions"
     usage = f"{packing['efficiency']:.1%} of them useful (first {packing['steps']} steps)"
     return f"{packing['rows_per_step']:.4g} of {packing['row_tokens']:,} tokens, {usage}"
-
-
-def _rollout(rollout: Mapping[str, int]) -> str:
-    updates = f"{rollout['updates']} step{'s' * (rollout['updates'] > 1)}"
-    product = f"{rollout['prompts']} prompts x {rollout['generations']} = {rollout['answers']}"
-    return f"{product}, of at most {rollout['max_new_tokens']} tokens, for {updates}"
 
 
 def _run_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:

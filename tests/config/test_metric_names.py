@@ -110,7 +110,7 @@ def test_objective_returns_the_metrics_that_its_schema_declares(name, settings):
     objective = build(schema)
     if objective.compare is not None:
         objective.compare({"reference": Model(), "teacher": Model()})
-    batch = objective.example(2, 3) if objective.rollouts is not None else microbatch(schema.wants)
+    batch = objective.example(2, 3) if objective.makes_samples else microbatch(schema.wants)
     returned = objective.loss(Model(), batch).metrics
     measured = val_metric_names(["loss", *returned])
     assert held_out_metrics(schema) == measured, f"`metrics` of the schema {name} must be {tuple(returned)}"

@@ -8,8 +8,7 @@ from support.composition import configure
 from support.tiny import TINY_LM
 
 from foundry.config.lengths import check_lengths, resolve_budget
-from foundry.config.schemas.data import ChatFiles, PreferenceFiles
-from foundry.config.schemas.objective import DPO, Distillation
+from foundry.config.schemas.data import ChatFiles
 from foundry.config.schemas.optimizer import Adam, AdamW
 from foundry.config.schemas.scheduler import Cosine
 from foundry.core.batch_sizes import BatchSizes
@@ -18,6 +17,8 @@ from foundry.core.errors import ConfigError
 from foundry.data.splits import DataSplits
 from foundry.engine.train import train
 from foundry.parts.optimization import build_budget, build_schedule
+from foundry.tasks.post_training.schemas.data import PreferenceFiles
+from foundry.tasks.post_training.schemas.objective import DPO, Distillation
 
 STEPS = ["hparams.epochs=null", "hparams.max_steps=50", "evaluation.interval=null"]
 SFT = ["hparams=nemo_sft", "model=transformer"]

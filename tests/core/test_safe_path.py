@@ -11,9 +11,9 @@ import pytest
 import foundry
 from foundry.core import safe_path
 from foundry.core.safe_path import VARIABLE, environment_of_module, leave_current_folder, local_remedy
-from foundry.environments.protocol import Answer
-from foundry.environments.worker import Worker
+from foundry.generation.scoring import Answer
 from foundry.launch import local, snapshot
+from foundry.tasks.post_training.environments.worker import Worker
 
 PACKAGE = Path(foundry.__file__).parent
 STARTED = [file for file in sorted(PACKAGE.rglob("*.py")) if "\nif __name__ ==" in file.read_text(encoding="utf-8")]

@@ -15,9 +15,9 @@ from pyarrow import csv
 
 from foundry.core.errors import ConfigError
 from foundry.data.conversations.chats import chat_files
-from foundry.data.conversations.prompts import prompt_files
 from foundry.data.corpora.text import text_files
 from foundry.data.io.files import suffix_of
+from foundry.tasks.post_training.data.prompts import prompt_files
 
 ROWS = [f"Document {number}: the dog runs over the hill.\n" for number in range(30)]
 

@@ -16,10 +16,10 @@ from support.examples import examples
 from foundry.config.schemas.data import OnBadRow, TrainOn
 from foundry.core.errors import ConfigError
 from foundry.data.conversations.chats import chat_files
-from foundry.data.conversations.preferences import preference_files
-from foundry.data.conversations.prompts import prompt_files
 from foundry.data.loader import Loader
 from foundry.data.order import GlobalOrder
+from foundry.tasks.post_training.data.preferences import preference_files
+from foundry.tasks.post_training.data.prompts import prompt_files
 
 ROWS = [
     {"messages": [{"role": "user", "content": "?" * (n % 7 + 1)}, {"role": "assistant", "content": f"answer {n}"}]}

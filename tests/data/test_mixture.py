@@ -16,13 +16,13 @@ from support.examples import examples
 from foundry.config.sources import proportions
 from foundry.core.errors import ConfigError
 from foundry.data.conversations.chats import chat_files
-from foundry.data.conversations.preferences import preference_files
-from foundry.data.conversations.prompts import prompt_files
 from foundry.data.corpora.text import text_files
 from foundry.data.corpora.token_files import token_files
 from foundry.data.dataset import as_dataset
 from foundry.data.loader import Loader
 from foundry.data.mixture import Interleave, Interleaved, Mixture, MixtureOrder, describe_weights, interleaved
+from foundry.tasks.post_training.data.preferences import preference_files
+from foundry.tasks.post_training.data.prompts import prompt_files
 
 WEIGHTS = st.lists(
     st.one_of(st.integers(1, 50), st.sampled_from([0.7, 0.3, 1e-3, 1 / 3, 12.5, 1e6])), min_size=2, max_size=6

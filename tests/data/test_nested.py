@@ -11,10 +11,10 @@ from support.examples import examples
 
 from foundry.core.errors import ConfigError
 from foundry.data.conversations.chats import chat_files
-from foundry.data.conversations.preferences import preference_files
-from foundry.data.conversations.prompts import prompt_files
 from foundry.data.corpora.text import text_files
 from foundry.data.io.nested import names_in, path_in, value_at
+from foundry.tasks.post_training.data.preferences import preference_files
+from foundry.tasks.post_training.data.prompts import prompt_files
 
 ROWS = [
     {

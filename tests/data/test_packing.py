@@ -14,7 +14,6 @@ from support.composition import compose, configure
 
 from foundry.core.errors import ConfigError
 from foundry.data.conversations.examples import Examples
-from foundry.data.conversations.prompts import RowNumbers
 from foundry.data.loader import Loader
 from foundry.data.order import GlobalOrder
 from foundry.data.packing import find_bounds, first_fit_decreasing
@@ -28,6 +27,7 @@ from foundry.parts.model import resolve_packing
 from foundry.parts.optimization import build_budget, build_schedule
 from foundry.planning.derive import build_plan
 from foundry.planning.report import show
+from foundry.tasks.post_training.data.prompts import RowNumbers
 
 VOCAB, CAPACITY, WINDOW = 40, 24, 16
 DROPOUT = {"hidden_dropout": 0.3, "attention_dropout": 0.2}

@@ -12,7 +12,7 @@ MORTAL = '''
 import os
 import signal
 
-from foundry.objectives.distillation import Distillation
+from foundry.tasks.post_training.objectives.distillation import Distillation
 
 
 class Mortal(Distillation):

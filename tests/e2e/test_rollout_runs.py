@@ -11,7 +11,7 @@ OWN = '''
 import os
 import signal
 
-from foundry.objectives.grpo import GRPO
+from foundry.tasks.post_training.objectives.grpo import GRPO
 
 
 class Mortal(GRPO):

@@ -7,8 +7,8 @@ import pytest
 from support.contexts import evaluation_context
 from support.rollout_parts import Vowels, make_data, make_model
 
-from foundry.environments.judge import Judge
 from foundry.evaluators.exact_match import ExactMatch
+from foundry.tasks.post_training.environments.judge import Judge
 
 
 class Silent:

@@ -7,7 +7,7 @@ import pytest
 import foundry
 from foundry.config.composition.store import group_schemas
 from foundry.config.metrics import declared_metrics
-from foundry.config.schemas.policy import KLType
+from foundry.tasks.post_training.schemas.policy import KLType
 
 OPEN = {
     "DPO": {},

@@ -13,9 +13,9 @@ from typing import Any
 
 from golden_cases import FOLDER, OWN_FOLDER
 
-from foundry.config.schemas.distillation import Divergence, OutsideTopK
-from foundry.config.schemas.objective import PreferenceLoss
-from foundry.config.schemas.policy import ImportanceWeights, KLGradient, KLType
+from foundry.tasks.post_training.schemas.distillation import Divergence, OutsideTopK
+from foundry.tasks.post_training.schemas.objective import PreferenceLoss
+from foundry.tasks.post_training.schemas.policy import ImportanceWeights, KLGradient, KLType
 
 Case = dict[str, Any]
 

@@ -18,24 +18,24 @@ from torch import Tensor, nn
 
 from foundry.config.schemas.evaluation import EarlyStopping as EarlyStoppingSettings
 from foundry.config.schemas.evaluation import Evaluation, PatienceUnit
-from foundry.config.schemas.policy import KLType, PolicyGradient
 from foundry.config.schemas.scheduler import EvaluateAt
 from foundry.core.batch_sizes import BatchSizes
 from foundry.core.duration import Budget
 from foundry.generation.sampling import filtered
 from foundry.models.lora import match_targets, merged, scaling
 from foundry.models.token_log_probs import TokenLogProbs
-from foundry.objectives.advantages import group_advantages
-from foundry.objectives.dpo import PairLosses, pair_losses
-from foundry.objectives.kl import kl_estimate
 from foundry.objectives.next_token import NextToken
-from foundry.objectives.policy_gradient import (
+from foundry.optim.schedules import Constant, Cosine
+from foundry.tasks.post_training.objectives.advantages import group_advantages
+from foundry.tasks.post_training.objectives.dpo import PairLosses, pair_losses
+from foundry.tasks.post_training.objectives.kl import kl_estimate
+from foundry.tasks.post_training.objectives.policy_gradient import (
     Completions,
     policy_loss,
     positive_example_nll,
     sampling_mismatch,
 )
-from foundry.optim.schedules import Constant, Cosine
+from foundry.tasks.post_training.schemas.policy import KLType, PolicyGradient
 from foundry.training.early_stopping import EarlyStopping
 
 TOLERANCE = 2e-6

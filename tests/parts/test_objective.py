@@ -71,10 +71,10 @@ def test_every_optional_objective_member_has_a_default(make):
     assert type(objective) is make
     assert [getattr(objective, name) for name in OPTIONAL] == [None] * 4
     assert (objective.columns, objective.forward_keywords, objective.recorded_models) == ((), (), ())
-    assert (objective.reads_log_probs, objective.asks_for_loss, objective.rollouts) == (False, False, None)
+    assert (objective.reads_log_probs, objective.asks_for_loss, objective.makes_samples) == (False, False, False)
     assert objective.metrics == (("error",) if make is Frozen else None)
-    assert dict(objective.frozen_models) == objective.record(None, None, None) == {}
-    assert objective.prepare(None).columns == {}
+    assert dict(objective.frozen_models) == {}
+    assert objective.bytes_for_samples(None, 3, 4) == 0
     assert objective.example(2, 3)["tokens"].shape == (2, 3)
     part = {"x": torch.ones(2), "position": torch.arange(2)}
     assert (objective.num_valid(part), objective.loss(lambda x: 3 * x, part).loss) == (2, 18)
@@ -144,9 +144,3 @@ def test_builtin_objectives_derive_from_the_base_class():
 def test_earlier_protocol_names_are_the_objective_base_class(kind):
     exec(f"from foundry.core.protocols import {kind}Objective as found", scope := {})
     assert scope["found"] is Objective
-
-
-def test_earlier_rollout_module_name_still_imports():
-    exec("from foundry.objectives.rollout import Prepared, Rollout, RolloutObjective", scope := {})
-    assert scope["Rollout"] is protocols.Rollout
-    assert scope["RolloutObjective"] is Objective

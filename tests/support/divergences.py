@@ -1,7 +1,7 @@
 """Divergence of a student from its teacher, computed from their logits."""
 
-from foundry.config.schemas.distillation import Teaching
-from foundry.objectives.divergence import divergence_from, keep_teacher
+from foundry.tasks.post_training.objectives.divergence import divergence_from, keep_teacher
+from foundry.tasks.post_training.schemas.distillation import Teaching
 
 
 def divergence(student_logits, teacher_logits, **options):

@@ -2,15 +2,15 @@
 
 import torch
 
-from foundry.config.schemas.distillation import DistillationMode
-from foundry.data.conversations.prompts import RowNumbers
 from foundry.data.corpora.tokenizer import train_tokenizer
 from foundry.data.splits import DataSplits, Prompt
-from foundry.environments.judge import Judge
 from foundry.models.transformer import Transformer
-from foundry.objectives.distillation import Distillation
-from foundry.objectives.grpo import GRPO
-from foundry.rollouts.source import RolloutSource
+from foundry.tasks.post_training.data.prompts import RowNumbers
+from foundry.tasks.post_training.environments.judge import Judge
+from foundry.tasks.post_training.objectives.distillation import Distillation
+from foundry.tasks.post_training.objectives.grpo import GRPO
+from foundry.tasks.post_training.rollouts.source import RolloutSource
+from foundry.tasks.post_training.schemas.distillation import DistillationMode
 from support.contexts import run_context
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}

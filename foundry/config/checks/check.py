@@ -21,15 +21,15 @@ from foundry.config.record.secrets import check_secrets
 from foundry.config.schemas.launcher import check_launcher, resolve_num_tasks
 from foundry.config.schemas.root import Config, to_config
 from foundry.config.setting import OutOfBounds, check_fields, guarded
-from foundry.config.teacher import pin_teacher
 from foundry.core.errors import ConfigError, Violation, first_line
+from foundry.core.tasks import pins
 
 
 def check(composed: DictConfig) -> list[Violation]:
     """Return all violations of a composed configuration, in a fixed order.
 
-    This first modifies the configuration: `model=base` is replaced by the model that it loads, and a teacher's
-    checkpoint by its step.
+    This first modifies the configuration: `model=base` is replaced by the model that it loads, and
+    tasks replace values that may have another meaning later, such as the last checkpoint of another run.
     """
     try:
         environment = detect()
@@ -38,7 +38,7 @@ def check(composed: DictConfig) -> list[Violation]:
     choices = list(_check_choices(composed))
     if not choices:
         fill_missing_parts(composed)
-    base_errors = [] if choices else expand_base(composed) or pin_teacher(composed)
+    base_errors = [] if choices else expand_base(composed) or [wrong for pin in pins() for wrong in pin(composed)]
     unusable = {violation.key for violation in choices} | ({"model"} if base_errors else set())
     keys = [str(key) for key in composed if key != "hydra" and key not in unusable]
     missing = [hole for key in keys for hole in missing_values(composed, key, key)]

@@ -9,7 +9,6 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from foundry.config.checks.environments import check_environment
 from foundry.config.checks.targets import check_targets
 from foundry.config.composition.store import group_schemas
 from foundry.config.environment import Launch
@@ -321,7 +320,6 @@ RULES: tuple[Rule, ...] = (
     _accumulation,
     _lengths,
     _samples,
-    partial(_as_rule, check_environment),
     _sizes,
     partial(_as_rule, check_targets),
     _loss,

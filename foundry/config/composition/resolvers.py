@@ -23,7 +23,6 @@ def register_resolvers() -> None:
     OmegaConf.register_new_resolver("half", _half, replace=True)
     OmegaConf.register_new_resolver("where", _where, replace=True)
     OmegaConf.register_new_resolver("unless_given", _unless_given, replace=True)
-    OmegaConf.register_new_resolver("completions_per_update", _completions_per_update, replace=True)
     OmegaConf.register_new_resolver("mode_of", _mode_of, replace=True)
     OmegaConf.register_new_resolver("direction_of", _direction_of, replace=True)
     OmegaConf.register_new_resolver("model_folder", _model_folder, replace=True)
@@ -50,10 +49,6 @@ def _where(key: str, value: str, then: Any, otherwise: Any, *, _root_: DictConfi
 def _unless_given(value: Any, *keys: str, _root_: DictConfig) -> Any:
     """Return a value, or null if one of the settings `keys` is set."""
     return value if all(OmegaConf.select(_root_, key) is None for key in keys) else None
-
-
-def _completions_per_update(prompts: int, generations: int, updates: int) -> int:
-    return max(1, prompts * generations // max(1, updates))
 
 
 def world_size(nproc_per_node: int) -> int:

@@ -1,1 +1,1 @@
-"""Datasets of chats, preferences and prompts: tokenized examples with a loss mask."""
+"""Datasets of chats: tokenized examples with a loss mask."""

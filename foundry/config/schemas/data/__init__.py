@@ -9,13 +9,14 @@ from foundry.config.schemas.data.rows import (
     Conversations,
     OnBadRow,
     Packable,
-    PreferenceFiles,
-    PromptFiles,
     RowFiles,
     Templated,
     TrainOn,
 )
 from foundry.config.schemas.data.text import StdlibText, Text, TextFiles, TokenDtype, TokenFiles
+from foundry.core.moved_modules import find_moved
+
+__getattr__ = find_moved(__name__)
 
 __all__ = [
     "CHAT_TEMPLATES",
@@ -34,8 +35,6 @@ __all__ = [
     "OnBadRow",
     "Packable",
     "PictureFit",
-    "PreferenceFiles",
-    "PromptFiles",
     "RowFiles",
     "StdlibText",
     "Templated",

@@ -8,14 +8,13 @@ from foundry.config.schemas.data.base import Tokenised
 from foundry.config.schemas.data.rows import (
     LONGEST_ANSWER,
     Conversations,
-    PreferenceFiles,
-    PromptFiles,
     TrainOn,
     check_room,
 )
 from foundry.config.schemas.data.text import Text
 from foundry.config.setting import setting
 from foundry.core.errors import Violation
+from foundry.core.tasks import installed_tasks
 
 
 class ArithmeticForm(Enum):
@@ -25,6 +24,10 @@ class ArithmeticForm(Enum):
     chats = "chats"
     preferences = "preferences"
     prompts = "prompts"
+
+
+_OFFERS = {ArithmeticForm.preferences: "pairs", ArithmeticForm.prompts: "prompts"}
+"""Contents of a sample in the forms that a task builds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +65,9 @@ class Arithmetic(Conversations):
         by_form: dict[ArithmeticForm, type[Tokenised]] = {
             ArithmeticForm.text: Text,
             ArithmeticForm.chats: Conversations,
-            ArithmeticForm.preferences: PreferenceFiles,
-            ArithmeticForm.prompts: PromptFiles,
         }
-        return by_form[self.form].offers
+        known = by_form.get(self.form)
+        return frozenset({"tokens", _OFFERS[self.form]}) if known is None else known.offers
 
     @property
     def is_ragged(self) -> bool:  # type: ignore[override]
@@ -75,6 +77,9 @@ class Arithmetic(Conversations):
     def check(self) -> Iterator[Violation]:
         """Check that no setting would be ignored, and that prompts leave room for a completion."""
         yield from super().check()
+        if self.form in _OFFERS and not any(self.form.value in task.forms for task in installed_tasks()):
+            message = f"is {self.form.value} but no installed task trains on this form; choose text or chats"
+            yield Violation("data.form", message)
         if self.train_on is not TrainOn.all and self.form is not ArithmeticForm.chats:
             yield Violation("data.train_on", f"is {self.train_on.value} but has no effect without data.form=chats")
         if self.form is ArithmeticForm.prompts:

@@ -1,4 +1,4 @@
-"""Settings of datasets of conversations, preferences and prompts, whose rows have different lengths."""
+"""Settings of datasets of conversations and other rows of messages, which have different lengths."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,10 +18,13 @@ from foundry.config.schemas.data.base import (
 from foundry.config.setting import OnResume, setting
 from foundry.config.sources import check_sources
 from foundry.core.errors import Violation, shown
+from foundry.core.moved_modules import find_moved
 
 if TYPE_CHECKING:
     from foundry.config.environment import Launch
     from foundry.config.schemas.root import Config
+
+__getattr__ = find_moved(__name__)
 
 LONGEST_ANSWER = "${oc.select:objective.max_new_tokens,0}"
 """Maximum tokens of a completion, if the objective generates completions; otherwise 0."""
@@ -97,8 +100,7 @@ class Packable(Templated):
             return
         if not getattr(run.objective, "takes_packed", False):
             name = type(run.objective).__name__
-            remedy = "objective=sft, dpo, distillation or grpo"
-            message = f"is true but objective {name} takes one sample per row; set it to false, or choose {remedy}"
+            message = f"is true but objective {name} takes one sample per row; set it to false, or use objective=sft"
             yield Violation("data.packing", message)
         elif not self.is_ragged:
             message = f"is true but each sample of {type(self).__name__} has data.seq_len tokens, which fill a row"
@@ -166,31 +168,3 @@ class ChatFiles(RowFiles, Conversations):
     known_columns: ClassVar[tuple[str, ...]] = ("messages", "prompt", "completion")
 
     _target_: str = "foundry.datasets.chat_files"
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreferenceFiles(RowFiles):
-    """Your own preferences in files of rows: `prompt`, `chosen` and `rejected`, texts or lists of messages."""
-
-    offers: ClassVar[frozenset[str]] = frozenset({"tokens", "pairs"})
-    known_columns: ClassVar[tuple[str, ...]] = ("prompt", "chosen", "rejected")
-
-    _target_: str = "foundry.datasets.preference_files"
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptFiles(RowFiles):
-    """Your own prompts in files of rows, texts or messages, with other columns for the environment."""
-
-    offers: ClassVar[frozenset[str]] = frozenset({"tokens", "prompts"})
-    known_columns: ClassVar[tuple[str, ...]] = ("prompt", "messages", "answer")
-
-    _target_: str = "foundry.datasets.prompt_files"
-    max_new_tokens: int = setting(
-        LONGEST_ANSWER, "tokens of seq_len reserved for the completion; default: objective.max_new_tokens", ge=0
-    )
-
-    def check(self) -> Iterator[Violation]:
-        """Check that completions leave room for prompts."""
-        yield from super().check()
-        yield from check_room(self.seq_len, self.max_new_tokens)

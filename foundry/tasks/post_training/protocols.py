@@ -1,0 +1,89 @@
+"""Base class of objectives that train on completions of the model, and the rollouts that they receive."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from foundry.core.protocols import Objective, SourceContext, WindowSource
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """Prompts with the model's completions, in host memory; completions of one prompt are adjacent.
+
+    Attributes:
+        tokens: (completions, seq) int64, a prompt and its completion, padded on the right.
+        targets: (completions, seq) int64, tokens shifted left by one; -100 if the target is not a token of the
+            completion.
+        group: (completions,) int64, index of the prompt.
+        rewards: (completions,) float64; NaN if a completion could not be scored or there is no environment.
+        is_truncated: (completions,) bool, True if a completion did not end with a stop token.
+        sampler: (completions, seq) float32, log-probability of each target in the sampling distribution; 0 elsewhere.
+        recorded: (completions, seq) float32 by name, values recorded by the objective.
+    """
+
+    tokens: Tensor
+    targets: Tensor
+    group: Tensor
+    rewards: Tensor
+    is_truncated: Tensor
+    sampler: Tensor
+    recorded: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Values that an objective computes from a whole rollout before its updates.
+
+    Attributes:
+        columns: (completions, ...) each, added to the microbatches next to `tokens`, `targets` and `position`.
+        metrics: metrics logged with each of the rollout's updates.
+    """
+
+    columns: Mapping[str, Tensor]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class RolloutObjective(Objective):
+    """Base class of objectives that can train on completions of the model.
+
+    An object of another class with an attribute `rollouts` gets the members that it lacks.
+    """
+
+    rollouts: Any = None
+    """Settings of rollouts, a `foundry.tasks.post_training.schemas.rollouts.Rollouts`; the run then calls `record`,
+    `prepare` and `example`. None: the objective trains on the samples of the data."""
+
+    @property
+    def makes_samples(self) -> bool:  # type: ignore[override] # depends on the settings
+        """True if the objective trains on completions of the model."""
+        return self.rollouts is not None
+
+    @property
+    def build_source(self) -> Callable[[SourceContext], WindowSource] | None:  # type: ignore[override] # as above
+        """Builder of the source of completions; None if the objective trains on the samples of the data."""
+        if self.rollouts is None:
+            return None
+        from foundry.tasks.post_training.rollouts.source import RolloutSource
+
+        return partial(RolloutSource.of, self)
+
+    def bytes_for_samples(self, model: nn.Module, seq_len: int, element_size: int) -> int | None:
+        """Return the bytes of keys and values for the completions that a rank generates at a time."""
+        from foundry.tasks.post_training.rollouts.cache_size import cache_bytes
+
+        return cache_bytes(model, self.rollouts, seq_len, element_size)
+
+    def record(self, model: nn.Module, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """Return values of the models before a rollout's first update, (rows, seq) by name.
+
+        Called without gradients, in eval mode, once for each batch of completions that this rank generates.
+        """
+        return {}
+
+    def prepare(self, rollout: Rollout) -> Prepared:
+        """Return values computed from the whole rollout, such as advantages; they must be equal on all ranks."""
+        return Prepared({})

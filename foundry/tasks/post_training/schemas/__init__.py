@@ -1,0 +1,1 @@
+"""Settings of the data, objectives and environments of post-training."""
