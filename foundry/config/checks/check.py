@@ -28,8 +28,8 @@ from foundry.core.tasks import pins
 def check(composed: DictConfig) -> list[Violation]:
     """Return all violations of a composed configuration, in a fixed order.
 
-    This first modifies the configuration: `model=base` is replaced by the model that it loads, and
-    tasks replace values that may have another meaning later, such as the last checkpoint of another run.
+    This first modifies the configuration: `model=base` is replaced by the model that it loads, and tasks
+    replace values that may have another meaning later, such as the last checkpoint of another run.
     """
     try:
         environment = detect()
