@@ -61,7 +61,7 @@ TakeStep = Callable[[list[Microbatch], int], Tensor]
 
 
 class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counter of this rank's collectives and of the bytes that it receives with ring collectives."""
+    """Counter of this rank's collectives, and of the bytes that it would receive if each used the ring algorithm."""
 
     def __init__(self, ranks: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -232,7 +232,7 @@ def _averages(ema: WeightAverage | None) -> dict[str, Tensor]:
 
 @contextmanager
 def readable(folder: Path) -> Iterator[None]:
-    """Convert errors in reading tensors to a one-line `CheckpointError`, for files that match the manifest."""
+    """Convert errors in reading the tensors of a verified checkpoint to a one-line `CheckpointError`."""
     try:
         yield
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:

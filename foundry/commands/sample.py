@@ -43,7 +43,7 @@ _SAMPLING = tuple(dict.fromkeys(kind for kind in _KINDS if is_dataclass(kind)))
 
 @dataclass(frozen=True, kw_only=True)
 class SampleOptions(*_SAMPLING, _CommonOptions):  # type: ignore[misc] # as many bases as there are objectives
-    """Options of the command, including the sampling options of every objective; null uses the objective's setting."""
+    """Options of the command, with the sampling options of every objective; null leaves those to the objective."""
 
 
 def sample(options: SampleOptions) -> Path:

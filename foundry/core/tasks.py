@@ -238,8 +238,8 @@ def builder_of(group: str) -> Callable[[Any], Any]:
     """
     for task in installed_tasks():
         if group in task.builders:
-            found: Callable[[Any], Any] = resolve_name(task.builders[group])
-            return found
+            builder: Callable[[Any], Any] = resolve_name(task.builders[group])
+            return builder
     raise ConfigError(Violation(group, f"is set but no installed task uses it; choose {group}=none"))
 
 

@@ -78,8 +78,8 @@ class Judge(Protocol):
         """Names in `Judgement.metrics`; None if unknown."""
         ...
 
-    def judge(self, answers: Sequence[Answer], beat: Callable[[str], None] = ...) -> Sequence[Judgement]:
-        """Return the reward and scores of each answer; `beat` is called with the name of the current activity."""
+    def judge(self, answers: Sequence[Answer], heartbeat: Callable[[str], None] = ...) -> Sequence[Judgement]:
+        """Return the reward and scores of each answer; `heartbeat` is called with the name of the current activity."""
         ...
 
     def close(self) -> None:

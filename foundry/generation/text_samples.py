@@ -168,7 +168,7 @@ def continue_text(
 
 
 def _about_pictures(inputs: "Sequence[_Input]", continuations: Sequence[Continuation], data: Any) -> PictureAnswers:
-    """Return the answers with the first image of each prompt."""
+    """Return each answer with the question, the reference answer and the first image of its prompt."""
     return PictureAnswers(
         images=torch.stack([item.images[0] for item in inputs if item.images is not None]),
         questions=tuple(" ".join(data.decode(item.tokens[item.turn :]).split()) for item in inputs),

@@ -101,7 +101,7 @@ def unfilled(node: Any) -> AbstractContextManager[None]:
 
 
 def draw_weights(model: nn.Module, seed: int, *, without: Iterable[str] = ()) -> InitialModel:
-    """Return a model with a function that initializes its weights; unchanged if it has no `initial_weights`.
+    """Return a model and, if it has `initial_weights`, the function that initializes its weights later.
 
     Args:
         model: the unwrapped model.

@@ -110,7 +110,7 @@ class Layout:
         return max((unit.reduced() + (0 if is_accumulated else unit.computed()) for unit in units), default=0)
 
     def averaging(self) -> int:
-        """Return the bytes of the copy of `whole`'s gradients that is averaged over the ranks."""
+        """Return the bytes of the copy of `replicated`'s gradients that is averaged over the ranks; 0 without one."""
         return sum(map(grad_bytes, self.replicated)) if self.reduces_replicated else 0
 
     def reducing(self, sync: GradientSync, accumulates: bool) -> int:

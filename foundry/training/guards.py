@@ -109,7 +109,8 @@ class UpdateGuard:
             optimizers: all optimizers of the run.
             world: process group of the run.
             scaler: loss scaler; it handles gradients that overflow as long as lowering the scale can help.
-            on_device: decide on the device; None decides there if the device is a GPU and its optimizers allow it.
+            on_device: decide on the device; None does so on a GPU if all optimizers support it, and without a loss
+                scaler and spike detection.
         """
         self._config, self._world, self._scaler = config, world, scaler
         self._window = None if config.spike_zscore is None else LossWindow(config.spike_window)

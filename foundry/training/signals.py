@@ -120,8 +120,8 @@ class SignalHandler:
         If submitit handles `signum`, rank 0 calls its handler, which pickles the job again and runs `scontrol requeue`.
         From then on this process ignores signals: a scheduler may signal all processes of a task again, and a requeue
         sends SIGTERM. The other ranks sleep until Slurm ends them: if they continued, they would train past the
-        checkpoint, and if they exited, srun might end rank 0 too early. Without Slurm they return: submitit waits for
-        all of them before it starts the job again.
+        checkpoint, and if they exited, srun might end rank 0 too early. Without Slurm the other ranks return, since
+        submitit waits for all ranks before it starts the job again.
 
         Slurm requeues a job that it preempts only if the job still runs when the grace time ends. A job that exits
         earlier, with its work saved, has to request the requeue; otherwise it counts as failed.

@@ -176,7 +176,7 @@ def test_strict_saver_raises_at_the_next_call(tmp_path, asynchronous):
     (tmp_path / "checkpoints").write_text("in the way")
     checkpointer = saver(tmp_path, asynchronous=asynchronous)
     ask(checkpointer, 1, Net(1).state_dict)
-    with pytest.raises(SaveError, match=r"no checkpoint of step 1 at .*step_00000001: rank 0: FileExistsError"):
+    with pytest.raises(SaveError, match=r"no checkpoint of step 1 at .*step_00000001: rank 0: UnsafeFileError"):
         ask(checkpointer, 2, Net(1).state_dict)
     with pytest.raises(SaveError, match="no checkpoint of step 3"):
         ask(checkpointer, 3, Net(1).state_dict, wait=True)

@@ -106,14 +106,15 @@ def test_cached_composition_has_the_current_working_directory(loads, monkeypatch
 
 def test_cached_composition_has_the_name_of_its_own_job(tmp_path):
     install()
+    GlobalHydra.instance().clear()
     (tmp_path / "other.yaml").write_text("a: 1\n")
-    found, choices = [], Choices()
+    names, choices = [], Choices()
     with choices.used():
         for name, *overrides in (["first"], ["first"], ["second"], ["third", "hydra.job.name=first"]):
             with initialize_config_dir(str(tmp_path), job_name=name, version_base="1.3"):
                 loader = GlobalHydra.instance().config_loader()
-                found.append(loader.load_configuration("other", overrides, RunMode.RUN).hydra.job.name)
-    assert found == ["first", "first", "second", "first"]
+                names.append(loader.load_configuration("other", overrides, RunMode.RUN).hydra.job.name)
+    assert names == ["first", "first", "second", "first"]
     assert len(choices._pickled) == 1
 
 

@@ -1,7 +1,7 @@
 """Unusual values for every setting of every option give a one-line error or a valid run.
 
-`FOUNDRY_ALL_VALUES=1 pytest -s tests/config/test_hostile_values.py` tries every value on every setting. Without it, the
-test tries a fixed share of them.
+`FOUNDRY_ALL_VALUES=1 pytest -n 0 -s -m "long or not long" tests/config/test_hostile_values.py` tries every value on
+every setting. Without the variable, the test tries a fixed share of them.
 """
 
 import json

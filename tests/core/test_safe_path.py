@@ -159,12 +159,12 @@ def test_code_snapshot_copies_files_on_the_import_path(tmp_path, monkeypatch):
     subprocess.run(["git", "init", "-q"], check=True)
     subprocess.run(["git", "add", "."], check=True)
     monkeypatch.setattr(sys, "path", ["/lib", str(tmp_path / "mine")])
-    assert sorted(snapshot._tracked()) == ["mine/inner/part.py", "mine/model.py"]
+    assert sorted(snapshot._tracked_files()) == ["mine/inner/part.py", "mine/model.py"]
     assert snapshot.copied_folders(tmp_path / "code") == []
     (tmp_path / "code" / "mine").mkdir(parents=True)
     assert snapshot.copied_folders(tmp_path / "code") == [tmp_path / "code" / "mine"]
     monkeypatch.setattr(sys, "path", [str(tmp_path), "/lib"])
-    assert "torch.py" in snapshot._tracked()
+    assert "torch.py" in snapshot._tracked_files()
     assert snapshot.copied_folders(tmp_path / "code") == []
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.harness import run_ranks
-from support.toy import FP32, NUM_SAMPLES, Toy, global_batch, largest_difference, sum_loss, whole
+from support.toy import FP32, NUM_SAMPLES, Toy, full_tensor, global_batch, largest_difference, sum_loss
 
 from foundry.config.schemas.distributed import DDP, FSDP
 
@@ -35,7 +35,7 @@ def differences(world):
         with parallel.sync.microbatch(first=True, last=True):
             (NextToken().loss(parallel.model, microbatch).loss * world.world_size).backward()
         parallel.sync.finish()
-        gradients = {name: whole(parameter.grad) for name, parameter in parallel.inner.named_parameters()}
+        gradients = {name: full_tensor(parameter.grad) for name, parameter in parallel.inner.named_parameters()}
         found[name] = largest_difference(gradients, alone())
     return found
 

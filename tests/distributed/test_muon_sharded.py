@@ -6,7 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from support.harness import run_ranks
-from support.toy import FP32, Toy, backward_window, largest_difference, whole, whole_parameters
+from support.toy import FP32, Toy, backward_window, full_tensor, largest_difference, whole_parameters
 
 from foundry.config.schemas.distributed import DDP, FSDP, HSDP, Distributed
 
@@ -33,7 +33,9 @@ def train(config, world, num_microbatches):
             optimizer.step()
             optimizer.zero_grad()
     state = optimizers[0].state
-    momentum = {name: whole(state[p]["momentum_buffer"]) for name, p in parallel.inner.named_parameters() if p in state}
+    momentum = {
+        name: full_tensor(state[p]["momentum_buffer"]) for name, p in parallel.inner.named_parameters() if p in state
+    }
     after = whole_parameters(parallel)
     return after, momentum, largest_difference({n: after[n] for n in momentum}, {n: before[n] for n in momentum})
 
@@ -88,7 +90,7 @@ def steps_of_both(mesh, placements, ns_dtype, held_in):
                 matrix.grad = place(gradient)
             optimizer.step()
         momentum = [optimizer.state[matrix]["momentum_buffer"] for matrix in matrices]
-        held.append([whole(tensor.detach()) for tensor in (*matrices, *momentum)])
+        held.append([full_tensor(tensor.detach()) for tensor in (*matrices, *momentum)])
     return list(zip(*held, strict=True))
 
 

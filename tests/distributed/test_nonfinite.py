@@ -2,7 +2,7 @@
 
 import pytest
 from support.harness import run_ranks
-from support.toy import FP32, Toy, global_batch, sum_loss, whole, whole_parameters
+from support.toy import FP32, Toy, full_tensor, global_batch, sum_loss, whole_parameters
 
 from foundry.config.schemas.distributed import DDP, FSDP
 
@@ -117,7 +117,10 @@ def skip(world, on_device):
             average.update(result.skipped)
             skipped.append(bool(result.skipped))
         step.guard.check()
-        return {**whole_parameters(parallel), **{f"ema.{k}": whole(v) for k, v in average.average.items()}}, skipped
+        return {
+            **whole_parameters(parallel),
+            **{f"ema.{k}": full_tensor(v) for k, v in average.average.items()},
+        }, skipped
 
     for name, config in WRAPPERS.items():
         ours, skipped = run(config, (1, 2, 3), bad=2)

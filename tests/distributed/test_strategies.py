@@ -89,7 +89,7 @@ def _collectives(parallel, world):
 
 
 def named(configs):
-    """Return the names of all results for `configs`."""
+    """Return the names of the results that `train_all` returns for `configs`."""
     names = [name for name, _ in cases(configs)]
     return names + [f"{name}-checkpointed" for name in names if name in CHECKPOINTED]
 

@@ -6,7 +6,17 @@ from functools import partialmethod
 
 import pytest
 from support.harness import count_collectives, recorded_collectives, run_ranks, spawn
-from support.toy import FP32, NUM_BLOCKS, Toy, backward_window, global_batch, largest_difference, sum_loss, train, whole
+from support.toy import (
+    FP32,
+    NUM_BLOCKS,
+    Toy,
+    backward_window,
+    full_tensor,
+    global_batch,
+    largest_difference,
+    sum_loss,
+    train,
+)
 
 from foundry.config.schemas.distributed import DDP, FSDP, HSDP, GradientSync, Single
 from foundry.config.schemas.precision import PrecisionMode
@@ -137,7 +147,7 @@ def check_grad_norm_of_a_mixture(world):
         parallel = wrap(config, world)
         backward_window(parallel, FP32, world, 0, 2)
         parameters = list(parallel.model.parameters())
-        expected = torch.cat([whole(p.grad).flatten() for p in parameters]).norm()
+        expected = torch.cat([full_tensor(p.grad).flatten() for p in parameters]).norm()
         norm = clip_grad_norm_(parameters, 0.1)
         assert type(norm) is torch.Tensor
         assert norm.shape == ()

@@ -1,5 +1,5 @@
-"""Schedules, batch sizes and checkpoints of Megatron, number for number: every case of `goldens/`, or of the folder in
-the environment variable FOUNDRY_GOLDENS.
+"""Schedules, batch sizes and checkpoints of Megatron, number for number except for deliberate differences: every case
+of `goldens/`, or of the folder in the environment variable FOUNDRY_GOLDENS.
 """
 
 import pytest

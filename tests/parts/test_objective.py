@@ -127,7 +127,7 @@ def test_objective_subclass_without_a_loss_is_abstract():
 
 
 def test_configured_objective_gets_the_defaults(monkeypatch):
-    monkeypatch.setattr("foundry.parts.objective.build", lambda node, offered: build({"_target_": node}))
+    monkeypatch.setattr("foundry.parts.objective.build", lambda node, optional: build({"_target_": node}))
     for name, kind in (("Squared", Squared), ("Plain", Plain)):
         config = SimpleNamespace(objective=f"{__name__}.{name}", peft=None)
         assert type(objective := build_objective(config.objective, config.peft)) is kind

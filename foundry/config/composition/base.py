@@ -221,7 +221,7 @@ def kind_without_tokens(model: DictConfig) -> str | None:
 def _fixed_size(model: DictConfig, name: str) -> Any:
     """Return a size that the model fixes by itself; None if it follows the data or does not exist.
 
-    For a model with a language part, this is the size of the language part.
+    Sizes such as `vocab_size` are those of the language part, if the model has one.
     """
     part = getattr(OmegaConf.get_type(model), "language_part", None)
     model = model if part is None else model[part]

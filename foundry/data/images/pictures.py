@@ -40,7 +40,7 @@ def decode_picture(content: bytes, size: tuple[int, int]) -> Pixels:
             if picture.size != size[::-1]:
                 raise ValueError(f"is {picture.size[1]} by {picture.size[0]} pixels, not {size[0]} by {size[1]}")
             return np.asarray(picture.convert("RGB"))
-    except (SyntaxError, Image.DecompressionBombError) as error:
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(f"is not an image: {error}") from None
 
 

@@ -23,5 +23,5 @@ def rollout_sizes(config: Config) -> dict[str, int] | None:
 def rollout_row(rollout: Mapping[str, int]) -> tuple[str, str]:
     """Return the row of the printed plan for the result of `rollout_sizes`."""
     updates = f"{rollout['updates']} step{'s' * (rollout['updates'] > 1)}"
-    made = f"{rollout['prompts']} prompts x {rollout['generations']} = {rollout['answers']}"
-    return "completions per rollout", f"{made}, of at most {rollout['max_new_tokens']} tokens, for {updates}"
+    product = f"{rollout['prompts']} prompts x {rollout['generations']} = {rollout['answers']}"
+    return "completions per rollout", f"{product}, of at most {rollout['max_new_tokens']} tokens, for {updates}"

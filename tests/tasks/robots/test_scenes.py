@@ -115,7 +115,7 @@ def test_scene_seeds_differ_from_demonstrations_and_evaluations():
     ("changes", "message"),
     [
         ({"simulator": None}, "simulator: none is incompatible with data=scenes"),
-        ({"image_size": None}, "simulator.image_size: is null but data=scenes"),
+        ({"image_size": None}, "simulator.image_size: null is incompatible with data=scenes"),
         ({"simulator": partial(Reach, image_size=16)}, "data: is scenes but Reach has no describe"),
         ({"image_size": 24}, "data.image_size: is 24 but RecordingReach returns no image of this size"),
         ({"simulator": RecordingReach}, "data.image_size: is 16 but RecordingReach returns no image of this size"),

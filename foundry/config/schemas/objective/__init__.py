@@ -18,7 +18,7 @@ __getattr__ = find_moved(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class TextSampling:
-    """Options of `foundry.sample` for text; null uses the objective's setting."""
+    """Options of `foundry.sample` for text; null leaves an option to the objective."""
 
     prompt: str | None = setting(None, "text to continue; for a run on conversations, the user's message")
     prompts: list[str] | None = setting(None, "several prompts, such as \"['a','b']\"")
@@ -37,7 +37,7 @@ class TextSampling:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSampling:
-    """Options of `foundry.sample` for images; null uses the objective's setting."""
+    """Options of `foundry.sample` for images; null leaves an option to the objective."""
 
     labels: list[int] | None = setting(None, "classes to generate, one image each, such as [3,1,4]")
     samples_per_class: int | None = setting(None, "images per class", ge=1)

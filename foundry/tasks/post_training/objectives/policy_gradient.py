@@ -154,7 +154,7 @@ def _clip_loss(log_prob: Tensor, ratio: Tensor, advantage: Tensor, s: PolicyGrad
 
 
 def _sampler_weights(log_ratio: Tensor, mask: Tensor, s: PolicyGradient) -> Tensor:
-    """Return the importance weight of each token, (completions, tokens), within its bounds.
+    """Return the importance weight of each token, (completions, tokens), bounded as `importance_weights` says.
 
     It is the trainer's probability divided by the sampler's, both at the time of the rollout.
 
