@@ -49,12 +49,12 @@ FIXED_BY_BASE = (
 
 
 def expand_base(composed: DictConfig) -> list[Violation]:
-    """Replace `model=base` in a composed configuration by the model that it refers to.
+    """Replace `model=base` in a composed configuration by the model that it refers to, and fill in its data settings.
 
-    Any other model is left unchanged.
+    A configuration with any other model is left unchanged.
 
     Returns:
-        The errors in the base and in settings that conflict with it. If there are any, the configuration is unchanged.
+        The errors in the base and in settings that conflict with it. After an error, the configuration is unchanged.
     """
     node = composed._get_node("model")
     if not isinstance(node, DictConfig) or OmegaConf.get_type(node) is not Base:
@@ -98,7 +98,8 @@ def resolve_base(folder: Path, which: str, trust: bool, keys: BaseKeys) -> DictC
         keys: the settings to name in error messages.
 
     Raises:
-        ConfigError: if the model does not exist, or is not trusted.
+        ConfigError: if the model or checkpoint does not exist, cannot be read or is not trusted, or if `which` or
+            `trust` is set for a transformers folder.
     """
     if violations := list(_check_base(folder, which, trust, keys)):
         raise ConfigError(violations)
@@ -131,7 +132,7 @@ def _check_base(folder: Path, which: str, trust: bool, keys: BaseKeys) -> Iterat
 
 
 def _run_model(run_dir: Path, which: str, trust: bool, keys: BaseKeys) -> DictConfig:
-    """Return the recorded model of a run, with `init_from` set to one of its checkpoints.
+    """Return the recorded model of a run, with `init_from` set to the checkpoint `which` of the run.
 
     Raises:
         ConfigError: if the model is not trusted, if this version of foundry cannot read it, or if the checkpoint does
@@ -171,7 +172,7 @@ def _run_model(run_dir: Path, which: str, trust: bool, keys: BaseKeys) -> DictCo
 
 
 def _check_data(data: Any, model: DictConfig, folder: Path, files: Mapping[str, Path]) -> Iterator[Violation]:
-    """Yield an error for each data setting that exceeds a size of the base, and for each missing file of the base."""
+    """Yield errors: text for a model without tokens, data sizes above those of the base, missing files of the base."""
     is_text = _has_text(data) and _text_setting(data) is None
     if is_text and (kind := kind_without_tokens(model)):
         yield Violation(_PATH, f"is {folder}, whose model is {kind}, but the data is text; choose a language model")
@@ -190,7 +191,7 @@ def _check_data(data: Any, model: DictConfig, folder: Path, files: Mapping[str, 
 
 
 def _fill_data(data: Any, model: DictConfig, files: Mapping[str, Path]) -> None:
-    """Fill in the tokenizer, vocabulary size and chat template of the base if the user has not set them."""
+    """Fill in the base's tokenizer, vocabulary size and chat template in text data, if the user has not set them."""
     size = _fixed_size(model, "vocab_size")
     values: dict[str, Any] = {name: str(file.absolute()) for name, file in files.items() if file.is_file()}
     for name, value in {**values, "vocab_size": size}.items() if _has_text(data) else ():
@@ -199,7 +200,7 @@ def _fill_data(data: Any, model: DictConfig, files: Mapping[str, Path]) -> None:
 
 
 def _has_text(data: Any) -> bool:
-    """Return True if samples contain text tokens. For some data this depends on a setting (see `_text_setting`)."""
+    """Return True if the samples of the data contain text tokens, which for some data depends on `_text_setting`."""
     if not isinstance(data, DictConfig) or "tokenizer" not in data:
         return False
     setting = _text_setting(data)
@@ -207,19 +208,19 @@ def _has_text(data: Any) -> bool:
 
 
 def _text_setting(data: DictConfig) -> str | None:
-    """Return the name of the setting that enables text in the samples; None if they always have text."""
+    """Return the name of the setting that enables text in the samples; None if all samples have text."""
     return getattr(OmegaConf.get_type(data), "words_if", None)
 
 
 def kind_without_tokens(model: DictConfig) -> str | None:
-    """Return the class name of an image model, such as `DiT`; None for language models and the user's own models."""
+    """Return the name of the schema of a model that reads no tokens, such as `DiT`; None for any other model."""
     schema = OmegaConf.get_type(model)
     wants = getattr(schema, "wants", None)
     return None if schema is None or wants is None or "tokens" in wants else schema.__name__
 
 
 def _fixed_size(model: DictConfig, name: str) -> Any:
-    """Return a size that the model fixes by itself; None if it follows the data or does not exist.
+    """Return the model's size `name`; None if the size is interpolated from the data or the model does not have it.
 
     Sizes such as `vocab_size` are those of the language part, if the model has one.
     """

@@ -19,7 +19,7 @@ DEFAULT_HPARAMS = "llm"
 
 
 def implied_options(choices: ChosenOptions) -> Mapping[str, str]:
-    """Return the additional options to choose, by group. Groups that the user has chosen are never included."""
+    """Return the options that the chosen options bring with them, by group, without groups that the user has chosen."""
     options = choices.options
     if not {"hparams", "objective", "data", "model", "simulator", "evaluation"} <= options.keys():
         return {}
@@ -40,8 +40,8 @@ def implied_options(choices: ChosenOptions) -> Mapping[str, str]:
 def hparams_of_method(repo: IConfigRepository, options: Mapping[str, str | None]) -> tuple[str | None, str]:
     """Return the option of `hparams` that belongs to the chosen options, and the group whose option declares it.
 
-    The schema of an option declares it as `brings_hparams`. A new model takes precedence over the data, and the data
-    over the objective. A base model comes last, since every method can train it.
+    The schema of an option declares `brings_hparams`. A new model takes precedence over the data, and the data over the
+    objective. A base model comes last, since every method can train it. Without a declaration: None and "".
 
     Args:
         repo: the folders of options.

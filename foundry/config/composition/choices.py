@@ -25,9 +25,9 @@ _SEARCHPATH = "hydra.searchpath"
 class Choices:
     """Cache of composed configurations without value overrides, keyed by the chosen options.
 
-    Reading and merging options takes most of the time of a composition. From the second composition on, it is done once
-    for all compositions that choose the same options. Overrides of values are then applied to a copy, as Hydra does in
-    its last step. Compositions that choose other options share the files that they read.
+    Reading and merging options takes most of the time of a composition. From the second composition on, options are
+    read and merged once for all compositions that choose the same options. Overrides of values are then applied to a
+    copy, as Hydra does in its last step. Compositions that choose different options share the option files in memory.
     """
 
     def __init__(self) -> None:
@@ -91,18 +91,18 @@ _current: ContextVar[Choices | None] = ContextVar("choices", default=None)
 
 
 def current() -> Choices:
-    """Return the cache that is currently in use, or a new one."""
+    """Return the cache of compositions that is currently in use, or a new cache if there is none."""
     return _current.get() or Choices()
 
 
 def current_files() -> dict[tuple[object, ...], bytes] | None:
-    """Return the option files that the cache in use has read; None during its first composition."""
+    """Return the option files that the current cache has read; None without a cache or during its first composition."""
     choices = _current.get()
     return None if choices is None or choices._num_composed < 2 else choices._files
 
 
 def keep_choices(choices: Choices | None = None) -> None:
-    """Make all later compositions of this process use this cache. None keeps the current one, or creates one."""
+    """Make all later compositions use this cache. None keeps the current cache, or creates a cache if there is none."""
     _current.set(choices or current())
 
 
@@ -122,7 +122,7 @@ def open_repository(
 ) -> tuple[CachingConfigRepository, Exception | None]:
     """Return the repository of options of a loader, and the error about `hydra.searchpath` or None.
 
-    Cached if a cache is in use.
+    Within a cache of compositions, the result is cached.
     """
     return current().open(loader, config_name, overrides)
 

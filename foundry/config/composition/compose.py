@@ -1,9 +1,10 @@
 """Checks that make Hydra reject an invalid configuration while composing it.
 
 Hydra has no hook between composing a configuration and using it, so one method of its loader is wrapped. Every
-composition then rejects an invalid configuration: for a run, for `--cfg job`, by `compose()` in a test, and for each
-job of a sweep before the first one starts. Configurations without foundry's schemas belong to other applications and
-are not checked. See hydra-core issues 981 and 2193; the wrapper can be removed when Hydra has this hook.
+composition by the loader then rejects an invalid configuration: for a run, for `--cfg job`, and by `compose()` in a
+test. foundry's sweepers bypass the wrapper and check each job themselves. Configurations without foundry's schemas
+belong to other applications and are not checked. See hydra-core issues 981 and 2193; the wrapper can be removed when
+Hydra has this hook.
 """
 
 from collections.abc import Callable
@@ -50,7 +51,7 @@ def config_dir() -> str:
 
 
 class _OptionFolders(SearchPathPlugin):
-    """Plugin that adds the folders of tasks to Hydra's search path, and foundry's folder last if it is missing."""
+    """Plugin that appends the option folders of tasks, and foundry's if it is missing, to Hydra's search path."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         add_options_of_tasks(search_path)
@@ -60,7 +61,7 @@ class _OptionFolders(SearchPathPlugin):
 
 
 def add_options_of_tasks(search_path: ConfigSearchPath) -> None:
-    """Add the option folders of installed tasks to the search path. Options of foundry with the same name win."""
+    """Append the option folders of installed tasks to the search path. Options in earlier folders take precedence."""
     for task in installed_tasks():
         if task.config_dir is not None:
             search_path.append(f"foundry.tasks.{task.name}", f"file://{task.config_dir}")
@@ -106,7 +107,7 @@ def _load(
 ) -> DictConfig:
     """Compose with Hydra's `compose`, and reject an invalid configuration of foundry.
 
-    Other configurations are not checked.
+    Configurations of other Hydra applications are not checked.
 
     Raises:
         ConfigError: if the configuration is invalid; contains all errors.
@@ -149,7 +150,8 @@ def _compose_checked(
         return config
     _note_secrets(overrides, run_mode)
     # A sweep's master configuration leaves swept keys at their defaults; each job is checked when it is composed. The
-    # master configuration itself is written to disk, so only secrets, `hydra` settings and folders are checked here.
+    # master configuration is written to disk, so it is checked for secrets, and otherwise only for wrong `hydra`
+    # settings and folders.
     if (
         violations := check(config)
         if run_mode is RunMode.RUN
@@ -161,7 +163,7 @@ def _compose_checked(
 
 
 def _note_secrets(overrides: list[str], run_mode: RunMode) -> None:
-    """Redact secrets among the overrides in error messages.
+    """Redact in all later output the secrets that the overrides contain.
 
     Raises:
         ConfigError: if the overrides of a sweep contain secrets, which would be written to its multirun.yaml.
@@ -181,8 +183,8 @@ def _repair(
 ) -> DictConfig:
     """Repair a failed composition that is valid apart from Hydra's restrictions, or collect every error in it.
 
-    The repairs are null choices in Hydra's form, and for a sweep a master configuration without settings of swept
-    options.
+    The repairs: a null choice such as `debug=null` is written in Hydra's form, and the master configuration of a sweep
+    is composed without the settings that only swept options have.
 
     Raises:
         ConfigError: if neither repair applies; contains all errors.

@@ -1,7 +1,7 @@
-"""All uses of Hydra beyond its documented interface. Each access is tested by name.
+"""All uses of Hydra beyond its documented interface.
 
-A version of Hydra that lacks one of these attributes, or has other parameters, is rejected with an error that names the
-version.
+A version of Hydra that lacks a function or class used here, or has other parameters, is rejected with an error that
+names the version.
 """
 
 import copy
@@ -82,8 +82,8 @@ def wrap_loading(load: Load, compose_with: Compose) -> None:
     """Route every composition through `load`. Idempotent.
 
     Args:
-        load: composes, checks the result and explains errors.
-        compose_with: composes overrides with Hydra's function.
+        load: composes a configuration, checks it and explains errors.
+        compose_with: composes overrides with Hydra's function, which it receives as `load`.
 
     Raises:
         UnsupportedHydraError: if this version of Hydra composes in another way.
@@ -125,8 +125,8 @@ class ChosenOptions:
     Attributes:
         repo: the folders of options.
         options: the chosen option of each group.
-        chosen_by: the path of the file that overrides a group, such as `hparams/llm`; None for the command line. Groups
-            at their default are left out.
+        chosen_by: for each group whose default is overridden, the path of the file that overrides it, such as
+            `hparams/llm`, or None for the command line.
     """
 
     repo: IConfigRepository
@@ -173,7 +173,7 @@ def compose_once(compose_with: Compose) -> None:
     """Compose the configuration of a run once instead of twice. Idempotent.
 
     Hydra first composes a configuration and reads only its `hydra.mode`. Here, that configuration is composed as for a
-    run, and is reused for the run unless the command turns out to be a sweep.
+    run, and if its `hydra.mode` is null, Hydra's second composition reuses it.
 
     Args:
         compose_with: composes overrides with Hydra's function.
@@ -195,7 +195,7 @@ def compose_once(compose_with: Compose) -> None:
             mode = composed.hydra.mode
         except Exception:  # perhaps a sweep; for a run, the second composition reports the error
             return original(self, config_name, overrides)
-        if mode is None:  # Hydra adds this override for a run
+        if mode is None:  # Hydra then adds the override `hydra.mode=RUN`
             composed.hydra.mode = RunMode.RUN
             composed.hydra.overrides.hydra.append(_RUN)
             _composed_configs.clear()  # an entry that was never used may be out of date
@@ -211,7 +211,7 @@ class _LazyNode(ConfigNode):
     A run loads a fifth of the schemas.
 
     Hydra copies its store for each configuration that it composes; this class avoids the copy of a schema. From the
-    second load on, its node is unpickled, which takes a tenth of the time of making it, or less.
+    second load on, the node is unpickled, in at most a tenth of the time of the conversion.
     """
 
     def __init__(self, name: str, group: str | None, make: Callable[[], DictConfig]) -> None:
@@ -231,7 +231,7 @@ class _LazyNode(ConfigNode):
 
 
 def store_lazily(name: str, make: Callable[[], DictConfig], *, group: str | None = None) -> None:
-    """Store a schema in Hydra's `ConfigStore` as its `store()` does, but make its node only when it is loaded.
+    """Store a schema as `ConfigStore.store()` of Hydra does, but make its node only when the schema is loaded.
 
     Raises:
         UnsupportedHydraError: if this version of Hydra stores schemas in another way.
@@ -255,7 +255,7 @@ def cache_interpolations() -> None:
 def skip_unused_choices() -> None:
     """Collect the choices for interpolations in a defaults list only if the list has interpolations. Idempotent.
 
-    Hydra collects them for every file with options, which takes a third of the time of composing.
+    Hydra collects the choices for every file with options, which takes a third of the time of composing.
 
     Raises:
         UnsupportedHydraError: if this version of Hydra collects choices in another way.
@@ -283,7 +283,7 @@ def cache_option_files(current: Callable[[], dict[tuple[object, ...], bytes] | N
     Hydra reads and parses all files again for each composition, which takes two fifths of the time of composing.
 
     Args:
-        current: returns the cache in use, or None to read the file. It maps search path and file to the pickled file.
+        current: returns the cache, which maps search path and file to the pickled content; None to read every file.
 
     Raises:
         UnsupportedHydraError: if this version of Hydra reads files in another way.
@@ -369,7 +369,8 @@ def edited_files(loader: ConfigLoaderImpl, edit_defaults: Edit, edit_content: Ed
 def ignore_long_names() -> None:
     """Make Hydra treat a name that is not a valid file name as a group or option that does not exist. Idempotent.
 
-    Hydra looks up each key and each value of the command line in the file system, and does not catch the OSError.
+    Hydra looks up each key and each value of the command line in the file system, and does not catch the OSError that
+    a too long name raises.
     """
     Plugins.instance()  # registers the sources and reloads their modules
     source = SourcesRegistry.instance().resolve("pkg")
@@ -416,7 +417,7 @@ def override_dirname(overrides: Sequence[Override], config: DictConfig) -> str:
 
 
 def search_path(folder: str) -> ConfigSearchPath:
-    """Return Hydra's search path of options, with `folder` first."""
+    """Return Hydra's search path of options, with `folder` after the options of Hydra itself."""
     from hydra._internal import utils
 
     path: ConfigSearchPath = require(utils, "create_config_search_path", "search_path_dir")(folder)
@@ -425,7 +426,7 @@ def search_path(folder: str) -> ConfigSearchPath:
 
 @contextmanager
 def current_config(composed: DictConfig) -> Iterator[None]:
-    """Make `${hydra:...}` refer to the values of this configuration. `HydraConfig.set_config` would copy it.
+    """Make `${hydra:...}` refer to `composed` within the context. `HydraConfig.set_config` would make a copy.
 
     Raises:
         UnsupportedHydraError: if this version of Hydra keeps its configuration elsewhere.
@@ -442,10 +443,10 @@ def current_config(composed: DictConfig) -> Iterator[None]:
 
 
 def register_plugin(name: str, make: Callable[..., Plugin]) -> None:
-    """Register a callable that makes the sweeper or launcher of this name.
+    """Register with Hydra a callable that makes the sweeper or launcher of this name.
 
-    Hydra only searches its package of plugins, and `Plugins.register` would use the name of the class's own module,
-    which Hydra then refuses to instantiate.
+    Hydra only searches its package of plugins. `Plugins.register` would register a class under the name of its own
+    module, and Hydra refuses to instantiate plugins of modules outside of that package.
 
     Raises:
         UnsupportedHydraError: if this version of Hydra keeps its plugins elsewhere.
@@ -464,13 +465,14 @@ def error_of(result: JobReturn) -> BaseException | None:
 def write_help(
     primary_config: str, write_page: Callable[[ConfigLoader], str], write_sweep_page: Callable[[ConfigLoader], str]
 ) -> None:
-    """Make `--help` alone print a page without composing a configuration, which takes half of the time in Hydra.
+    """Make `--help` print a page without composing a configuration; in Hydra, composing takes half of the time.
 
-    With overrides or another configuration, Hydra's own page is printed, since the chosen options may change it.
+    Hydra's own page is printed for another primary configuration and, without `-m`, if there are overrides or folders
+    of options, which may change the page.
 
     Args:
         primary_config: name of the primary configuration that the page describes.
-        write_page: returns the help page.
+        write_page: returns the help page of a run.
         write_sweep_page: returns the help page of `-m`.
 
     Raises:
@@ -485,7 +487,7 @@ def write_help(
         if config_name == primary_config and args.multirun:
             sys.stdout.write(f"{write_sweep_page(self.config_loader)}\n")
         elif config_name != primary_config or args.overrides or args.config_dir or args.config_path:
-            self.overrides_of_help = list(args.overrides)  # they may name further folders of options
+            self.overrides_of_help = list(args.overrides)  # may set hydra.searchpath, which adds folders of options
             original(self, config_name, args_parser, args)
         else:
             sys.stdout.write(f"{write_page(self.config_loader)}\n")
@@ -501,9 +503,9 @@ def replace_run_job(
     Hydra would print a config error with its own remarks, exit with code 1, and shorten the traceback of real failures.
 
     Args:
-        run_job: replaces Hydra's function, which makes the directory and writes files before the task begins.
-        list_groups: returns the list of groups in the page of `--help`, given its overrides; Hydra's own list takes two
-            seconds and ignores folders that overrides add.
+        run_job: replaces Hydra's `run_job`, which makes the directory and writes files before the task begins.
+        list_groups: returns the list of groups for the page of `--help`, from the loader and the command's overrides;
+            Hydra's own list takes two seconds and ignores folders that overrides add.
 
     Raises:
         UnsupportedHydraError: if this version of Hydra runs jobs in another way.

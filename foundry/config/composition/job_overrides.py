@@ -23,7 +23,7 @@ _PART = re.compile(r"(?<![\w.])foundry(\.\w+)+")
 
 
 def respell_targets(override: str, spell: Callable[[str], str]) -> str:
-    """Return an override with `spell` applied to foundry's dotted paths if it sets a `_target_`."""
+    """Return an override, with `spell` applied to each dotted path of foundry if the override contains `_target_`."""
     return _PART.sub(lambda match: spell(match[0]), override) if "_target_" in override else override
 
 
@@ -59,17 +59,17 @@ def format_command(overrides: Sequence[str], sweep_command: Sequence[str]) -> st
 
     Args:
         overrides: the overrides of the job.
-        sweep_command: the command-line arguments that started its sweep; empty if unknown.
+        sweep_command: the command-line arguments that started the sweep of the job; empty if unknown.
     """
     is_sweep_by_flag = not sweep_command or {"-m", "--multirun"} & set(sweep_command)
-    # An option of `hparams_search` starts a sweep without a flag.
+    # An option of `hparams_search` starts a sweep without the flag -m.
     is_sweep_by_option = not is_sweep_by_flag or any(override.startswith("hparams_search=") for override in overrides)
     mode = ("hydra.mode=RUN",) if is_sweep_by_option else ()
     return shlex.join(["python", "-m", "foundry", *_config_flags(sweep_command), *overrides, *mode])
 
 
 def _config_flags(command: Sequence[str]) -> list[str]:
-    """Return the flags that select the user's own option folders and the primary configuration."""
+    """Return the flags of a command that select the user's own option folders and the primary configuration."""
     flags = list[str]()
     for flag, value in itertools.pairwise([*command, ""]):
         if flag in _CONFIG_FLAGS:
@@ -80,7 +80,7 @@ def _config_flags(command: Sequence[str]) -> list[str]:
 
 
 def recorded_overrides(run_dir: Path) -> tuple[str, ...]:
-    """Read the overrides that Hydra wrote into the run directory of a job. Empty if that file is missing or invalid."""
+    """Return the overrides that Hydra wrote into a job's run directory; empty if their file is missing or invalid."""
     try:
         overrides = read_yaml(run_dir / HYDRA / "overrides.yaml", max_bytes=_MOST_BYTES)
     except (OSError, ValueError):

@@ -1,7 +1,7 @@
 """Checks of types and bounds in plain mappings: built-in parts that are chosen by `_target_`.
 
 Evaluators and trackers have names that the user chooses, and a built-in part may be nested in a part of the user. No
-schema is composed for these mappings, so it is looked up by `_target_`. `targets.py` checks unknown and missing
+schema is composed for these mappings, so the schema is looked up by `_target_`. `targets.py` checks unknown and missing
 arguments.
 """
 
@@ -31,7 +31,7 @@ _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 
 def check_plain_nodes(config: Config) -> Iterator[Violation]:
-    """Check the settings of every built-in part in a plain mapping."""
+    """Check the settings of every built-in part in a plain mapping, and the sizes in every transformers config."""
     for item in fields(config):
         yield from _check_inside(getattr(config, item.name), item.name)
 
@@ -79,7 +79,7 @@ def _check_sizes(config: Any, key: str) -> Iterator[Violation]:
 
 @cache
 def _sizes() -> dict[str, "Field[Any]"]:
-    """Return the numeric fields of the built-in decoder, keyed by their names in foundry and in other frameworks."""
+    """Return the decoder's numeric fields with bounds, keyed by their names in foundry and in other frameworks."""
     numbers = [item for item in fields(Transformer) if item.metadata.get("bounds") and item.type in (int, float)]
     return {name: item for item in numbers for name in (item.name, *names_of(f"model.{item.name}"))}
 

@@ -41,7 +41,7 @@ def _half(value: int) -> int:
 
 
 def _where(key: str, value: str, then: Any, otherwise: Any, *, _root_: DictConfig) -> Any:
-    """Return `then` if the setting `key` has this value, else `otherwise`, also if the setting does not exist."""
+    """Return `then` if the setting `key` exists and equals `value` as text, else `otherwise`."""
     current = OmegaConf.select(_root_, key)
     return then if str(getattr(current, "name", current)) == str(value) else otherwise
 
@@ -58,7 +58,7 @@ def world_size(nproc_per_node: int) -> int:
 
 
 def _direction_of(metric: str | None, *, _root_: DictConfig) -> str:
-    """Return `evaluation.direction` for the run's own metric, and "minimize" for any other metric."""
+    """Return `evaluation.direction` if `metric` is null or `evaluation.metric`, and "minimize" for any other metric."""
     main_metric = OmegaConf.select(_root_, "evaluation.metric")
     direction = OmegaConf.select(_root_, "evaluation.direction")
     is_maximized = metric in (None, main_metric) and getattr(direction, "name", direction) == "maximize"
@@ -72,7 +72,7 @@ def _mode_of(metric: str | None, *, _root_: DictConfig) -> str:
 def _model_folder(*, _root_: DictConfig) -> str | None:
     """Return the transformers folder of the model, or the tokenizer of the run that initializes its language part.
 
-    Returns None if the model has neither, or the folder does not exist.
+    Returns None if the model has neither, or if the folder or the tokenizer's file does not exist.
     """
     if (run := _run_of_language_part(_root_)) is not None:
         return str(run / TOKENIZER) if (run / TOKENIZER).is_file() else None
@@ -83,9 +83,9 @@ def _model_folder(*, _root_: DictConfig) -> str | None:
 
 
 def _model_vocab_size(default: int, *, _root_: DictConfig) -> int:
-    """Return the vocabulary size of the model to start from.
+    """Return the vocabulary size of the transformers folder or run that the model starts from.
 
-    Returns `default` if there is no model or it does not record the size.
+    Returns `default` if there is neither, or if the vocabulary size is not recorded there.
     """
     if (run := _run_of_language_part(_root_)) is not None:
         model = (read_recorded(run) or {}).get("model")
@@ -99,7 +99,7 @@ def _model_vocab_size(default: int, *, _root_: DictConfig) -> int:
 def _run_of_language_part(root: DictConfig) -> Path | None:
     """Return the run whose weights initialize the language part of the model.
 
-    Returns None if it has no language part or starts from new weights.
+    Returns None if the model has no language part, or if the language part starts from new weights.
     """
     part = getattr(OmegaConf.get_type(root, "model"), "language_part", None)
     weights = None if part is None else OmegaConf.select(root, f"model.{part}.init_from")
@@ -107,7 +107,7 @@ def _run_of_language_part(root: DictConfig) -> Path | None:
 
 
 def _image_classes(*, _root_: DictConfig) -> int:
-    """Return the number of class folders in `data.path`; 1 if it cannot be read, which another check reports."""
+    """Return the number of class folders in `data.path`; 1 if the path cannot be read, which another check reports."""
     try:
         return len(class_folders(str(OmegaConf.select(_root_, "data.path"))))
     except ConfigError:

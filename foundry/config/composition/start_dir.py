@@ -44,7 +44,7 @@ def check_start_dir() -> None:
 
 
 def check_folders(composed: DictConfig) -> Iterator[Violation]:
-    """Yield an error for each folder setting that is a URL. As a path, `s3://bucket/run` means a local folder `s3:`."""
+    """Yield an error for each folder to write or lock that is a URL. As a path, `s3://bucket/run` is a folder `s3:`."""
     for key in _WRITTEN:
         value = _value(composed, key)
         if isinstance(value, str) and "://" in value:
@@ -54,8 +54,8 @@ def check_folders(composed: DictConfig) -> Iterator[Violation]:
 def anchor_paths(composed: DictConfig) -> None:
     """Make the paths of a configuration absolute if its job will change into the run directory.
 
-    This is the case if `hydra.job.chdir=true`. It applies to every setting of foundry's schemas that names a file or
-    folder. For the user's own parts, it is unknown which values are paths.
+    A job does so if `hydra.job.chdir=true`. Every setting of foundry's schemas that names a file or folder becomes
+    absolute. In the user's own parts, it is unknown which values are paths.
     """
     if not OmegaConf.select(composed, "hydra.job.chdir"):
         return

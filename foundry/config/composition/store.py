@@ -42,7 +42,7 @@ def group_schemas(group: str) -> dict[str, type[Any]]:
     """Return the schemas of a group by class name: every dataclass that its modules define.
 
     Raises:
-        ConfigError: if a task defines a schema under a name that already exists.
+        ConfigError: if two modules of the group define schemas of the same name.
     """
     schemas: dict[str, type[Any]] = {}
     for schema in (schema for module in group_modules(group) for schema in schemas_in(module)):
@@ -62,7 +62,7 @@ def group_modules(group: str) -> list[ModuleType]:
 
 
 def evaluator_schemas() -> list[type[Any]]:
-    """Return the schemas of evaluators, which are chosen by `_target_`: of foundry and of tasks."""
+    """Return the schemas of foundry's and all tasks' evaluators, which are chosen by `_target_`."""
     return [schema for module in (own_evaluators, *modules_of(EVALUATORS)) for schema in schemas_in(module)]
 
 
@@ -82,9 +82,9 @@ def fill_missing_parts(composed: DictConfig) -> None:
 
 @cache
 def register_schemas() -> None:
-    """Store every schema as `schema/<group>/<ClassName>`, and the root as `base_config`.
+    """Store the schemas of all groups as `schema/<group>/<ClassName>`, and the root schema as `base_config`.
 
-    They are stored apart from the options, so that completion and error messages list only options that can be chosen.
+    Schemas are stored apart from the options, so that completion and error messages list only options to choose.
     """
     store_lazily("base_config", _base_config)
     schemas = {group: group_schemas(group).values() for group in GROUPS}
