@@ -26,7 +26,7 @@ from foundry.core.tasks import pins
 
 
 def check(composed: DictConfig) -> list[Violation]:
-    """Return all violations of a composed configuration, in a fixed order.
+    """Return the violations of a composed configuration, in a fixed order; bounds and rules need complete values.
 
     This first modifies the configuration: `model=base` is replaced by the model that it loads, and tasks
     replace values that may have another meaning later, such as the last checkpoint of another run.
@@ -46,7 +46,7 @@ def check(composed: DictConfig) -> list[Violation]:
         return violations
     try:
         config = to_config(composed)
-    except OmegaConfBaseException as error:  # inside a user-defined part
+    except OmegaConfBaseException as error:  # a value inside a user-defined part
         return [Violation(str(error.full_key or "configuration"), first_line(str(error)))]
     out_of_bounds = list(_check_bounds(config))
     guarded_config = _guard_config(config, {violation.key for violation in out_of_bounds})
@@ -69,7 +69,7 @@ def check(composed: DictConfig) -> list[Violation]:
         v for rule in rules(guarded_config) for v in _until_out_of_bounds(partial(rule, guarded_config, launch))
     ]
     invalid_keys = {violation.key for violation in key_violations}
-    # Drop violations of rules that mention a key with a violation already.
+    # Drop violations of rules that mention an invalid key, or whose own key is a group with an invalid key.
     return key_violations + [
         v for v in rule_violations if not any(key in str(v) or key.startswith(v.key) for key in invalid_keys)
     ]
@@ -83,7 +83,7 @@ def _guard_config(config: Config, invalid_keys: Collection[str]) -> Config:
 
 
 def _until_out_of_bounds(check: Callable[[], Iterator[Violation]]) -> Iterator[Violation]:
-    """Yield the violations of a check until it reads an out-of-bounds value, which would make its results invalid."""
+    """Yield the violations of a check until the check reads an out-of-bounds value, since later results are invalid."""
     with suppress(OutOfBounds):
         yield from check()
 
@@ -91,11 +91,11 @@ def _until_out_of_bounds(check: Callable[[], Iterator[Violation]]) -> Iterator[V
 def _check_choices(composed: DictConfig) -> Iterator[Violation]:
     """Check that each group has exactly one option.
 
-    For a list of options, Hydra merges them and does not record a choice.
+    Hydra accepts a list of options for a group: it merges them and records no choice.
     """
     choices = OmegaConf.select(composed, "hydra.runtime.choices") or {}
     override_node = OmegaConf.select(composed, "hydra.overrides.task")
-    # To a container first: iterating over the node would resolve interpolations in the overrides.
+    # Convert the node to a list first: iterating over the node would resolve interpolations in the overrides.
     raw: Any = OmegaConf.to_container(override_node, resolve=False) if override_node is not None else []
     overrides = [str(override).lstrip("+") for override in raw]
     for group in (item.name for item in fields(Config)):

@@ -26,9 +26,10 @@ _LARGE = 1e6
 
 
 def log_method(composed: DictConfig) -> None:
-    """Log the hyperparameters that the method selected, and warn if the learning rate is far above its default.
+    """Log the hyperparameters that other options selected, and warn of a learning rate far above the default.
 
-    Only rank 0 logs. Nothing is logged in the jobs of a sweep, which may search over learning rates.
+    The default is that of the option of `hparams`. Only rank 0 logs. Nothing is logged in the jobs of a sweep, which
+    may search over learning rates.
 
     Args:
         composed: checked configuration of the job that Hydra is running.
@@ -46,7 +47,7 @@ def log_method(composed: DictConfig) -> None:
 
 
 def describe_implied_hparams(composed: DictConfig, repo: IConfigRepository, options: Mapping[str, str]) -> str | None:
-    """Return a line about the option of `hparams` that other options select, or None if none selects it.
+    """Return a line about the chosen option of `hparams`; None unless another chosen option selects it.
 
     Args:
         composed: the configuration.
@@ -65,7 +66,7 @@ def describe_implied_hparams(composed: DictConfig, repo: IConfigRepository, opti
 
 
 def describe_high_rate(composed: DictConfig, repo: IConfigRepository, option: str) -> str | None:
-    """Return a warning if the learning rate is more than `MOST_TIMES` the default of an option of `hparams`.
+    """Return a warning if the learning rate is more than `MOST_TIMES` times the default of `hparams=option`.
 
     Returns None for SGD, because its learning rates are not comparable to the learning rates of adaptive optimizers.
     """

@@ -1,6 +1,6 @@
 """Validation and construction of Optuna's samplers and pruners.
 
-Only classes of Optuna are allowed, because a search passes its pruner to its runs in a file.
+Only classes of Optuna are allowed, because a search passes its pruner to its jobs in a file.
 """
 
 import re
@@ -15,7 +15,7 @@ _CLASS = re.compile(r"[A-Z]\w*")
 
 
 def check_part(kind: str, node: Mapping[str, Any], key: str) -> Iterator[Violation]:
-    """Check that a node contains only a class of `optuna.samplers` or `optuna.pruners` and its arguments.
+    """Check that a node has a class of `optuna.samplers` or `optuna.pruners`, depending on `kind`, and arguments only.
 
     Args:
         kind: "sampler" or "pruner".

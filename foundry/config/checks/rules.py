@@ -39,7 +39,7 @@ def _budget(config: Config, launch: Launch) -> Iterator[Violation]:
 
 
 def _batch(config: Config, launch: Launch) -> Iterator[Violation]:
-    """Check that batch sizes are consistent and divisible by ranks and microbatches."""
+    """Check that batch sizes end at `global_batch_size` and are multiples of one microbatch per rank."""
     hparams, tokens = config.hparams, _tokens_per_sample(config)
     if schedule_violations := list(_batch_schedule(config)):
         yield from schedule_violations
@@ -102,13 +102,13 @@ def _batch_size_key(hparams: HParams) -> str:
 
 
 def _tokens_per_sample(config: Config) -> int | None:
-    """Return the tokens per sample if the data's schema determines it, otherwise None."""
+    """Return the number of tokens per sample if the schema of the data determines this number, otherwise None."""
     length = getattr(config.data, "seq_len", None)
     return length if isinstance(length, int) and not getattr(config.data, "is_ragged", False) else None
 
 
 def _offers(data: Any) -> frozenset[str] | None:
-    """Return the contents of a sample according to the data's schema, or None if unknown."""
+    """Return the contents of a sample that the data's schema declares, or None if it declares no contents."""
     return getattr(data, "offers", None)
 
 
@@ -118,16 +118,16 @@ def _has_no_tokens(data: Any) -> bool:
 
 
 def _lengths(config: Config, launch: Launch) -> Iterator[Violation]:
-    """Check the durations if the length of the run is known without the data.
+    """Check the durations of schedule, evaluations and checkpoints if the run's length is known without the data.
 
-    Otherwise, the run checks them before its first step.
+    Otherwise, the run checks the durations before its first step.
     """
     hparams, tokens = config.hparams, _tokens_per_sample(config)
     limits = [length for length in (hparams.max_steps, hparams.train_samples) if length is not None]
     if hparams.epochs is not None or not limits or min(limits) < 1:
         return
     if hparams.batch_schedule is not None and tokens is None and not _has_no_tokens(config.data):
-        return  # its thresholds may be in tokens
+        return  # thresholds of the batch schedule may be in tokens
     names = ("warmup", "horizon", "decay", "weight_decay_horizon")
     texts = [getattr(config.scheduler, name, None) for name in names]
     units = {_unit(str(text)) for text in texts if text is not None}
@@ -140,7 +140,7 @@ def _lengths(config: Config, launch: Launch) -> Iterator[Violation]:
         budget = resolve_budget(hparams, samples_per_epoch=1, dp_size=launch.dp_size, tokens_per_sample=tokens)
         yield from check_lengths(config, budget)
     except ValueError:
-        return  # `_batch` reports it
+        return  # `_batch` reports the error
     except ConfigError as error:
         yield from error.violations
 
@@ -199,7 +199,7 @@ def _samples(config: Config, launch: Launch) -> Iterator[Violation]:
 
 
 def _sizes(config: Config, launch: Launch) -> Iterator[Violation]:
-    """Check that sizes of model and objective equal the sizes of the data, or are at least as large."""
+    """Check that sizes of model and objective equal the data's, or for model sizes in `_ENOUGH`, are at least equal."""
     for group, pairs, is_wrong, relation in (
         ("model", _same_as_data(config.model), int.__ne__, "must be"),
         ("model", _ENOUGH, int.__lt__, "must be at least"),

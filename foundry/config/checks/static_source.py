@@ -27,14 +27,14 @@ _DYNAMIC = {
     *("sys.modules", "__getattr__", "__path__", "globals()", "locals()"),
     *("setattr(", "exec(", "vars(", "import_module("),
 }
-"""Strings in the source of a module whose names cannot all be determined statically."""
+"""Strings that show that a module may create names during import, so that its source does not determine all names."""
 _PLAIN_BASES = {"object", "ABC", "Module", "Generic", "Protocol", "Optimizer", "Dataset", "FSDPBlock"}
 """Base classes that do not change the parameters of a subclass's `__init__`."""
 _DEEPEST = 8
 
 
 class NameNotFound(Exception):
-    """Raised if a module or name definitely does not exist; the message continues a sentence after "but"."""
+    """Raised if a module or name definitely cannot be imported; the message continues a sentence after "but"."""
 
     def __init__(self, message: str, candidates: Iterable[str] = (), word: str = "") -> None:
         super().__init__(message)
@@ -112,7 +112,7 @@ def _require_public(path: str) -> None:
 def _require_no_misspelt_module(package: Source, name: str) -> None:
     """Reject a misspelt module name in a package that creates names during import (torch, transformers).
 
-    These names cannot be looked up, but they never resemble the name of a module.
+    Names created during import cannot be looked up, but they never resemble the name of a module.
 
     Raises:
         NameNotFound: the package has a module with a similar name, and its source does not contain the given name.
@@ -144,7 +144,7 @@ def _split(path: str) -> tuple[ModuleSpec, list[str]]:
         )
     while rest and spec.submodule_search_locations is not None:
         inner = PathFinder.find_spec(f"{spec.name}.{rest[0]}", list(spec.submodule_search_locations))
-        if inner is None and f"{spec.name}.{rest[0]}" in sys.modules:  # created at run time
+        if inner is None and f"{spec.name}.{rest[0]}" in sys.modules:  # a module created at run time
             return ModuleSpec(rest[0], None), rest[1:] or rest
         if inner is None:
             break
@@ -197,7 +197,7 @@ def _parameters_in(source: Source, names: Sequence[str], depth: int) -> Paramete
 
 
 def _lookup(source: Source, name: str, depth: int) -> tuple[Source, Definition] | None:
-    """Return the definition of a name in a module, following imports; None if it is not defined exactly once.
+    """Return the definition of a name in a module, following imports; None if unknown, such as a name bound twice.
 
     Raises:
         NameNotFound: the module definitely does not have the name.
@@ -237,7 +237,7 @@ def _absolute(source: Source, node: ast.ImportFrom) -> str:
 
 
 def _bound_names(node: ast.AST) -> Iterator[str]:
-    """Yield each name that the module's code can bind, once for each binding."""
+    """Yield each name that the code of a module or class can bind, once for each binding."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, Definition):
             yield child.name
@@ -268,7 +268,7 @@ def _constructor(source: Source, definition: ast.ClassDef, depth: int) -> Parame
 
 
 def _is_plain(source: Source, definition: ast.ClassDef, depth: int) -> bool:
-    """Return whether `__init__` alone determines the constructor's parameters."""
+    """Return True if the `__init__` of a class or of its parent alone determines the constructor's parameters."""
     if definition.keywords or "__new__" in _body_names(definition) or depth > _DEEPEST:
         return False
     for base in definition.bases:
@@ -342,7 +342,7 @@ def _method(source: Source, definition: ast.ClassDef, names: Sequence[str]) -> P
 
 
 def _function_parameters(source: Source, definition: Definition, skip: int = 0) -> Parameters | None:
-    """Return the parameters of a function; `skip` is 1 for a method."""
+    """Return the parameters of a function without the first `skip`, such as `self`; None if unknown."""
     if isinstance(definition, ast.ClassDef):
         return None
     return _decorated_parameters(source, definition.args, skip, definition.decorator_list)

@@ -27,7 +27,7 @@ _NAMED_PARTS = {
     "evaluation.stop_rules": (Evaluation.offered, ("metrics",)),
     "tracking.trackers": (Tracking.offered, ()),
 }
-"""Groups of named parts: arguments that the run passes if a part accepts them, and keys that it does not receive."""
+"""Arguments that the run passes to named parts if they accept them, and keys that the parts need not accept."""
 
 _FOR_HYDRA = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_")
 
@@ -69,7 +69,7 @@ def check_targets(config: Config) -> Iterator[Violation]:
 
 
 def _optional_arguments(key: str) -> tuple[str, ...]:
-    """Return the arguments that the run passes to a part if it accepts them."""
+    """Return the arguments that the run passes to the part at a key if the part accepts them."""
     part_group = _NAMED_PARTS.get(key.rpartition(".")[0])
     return _OPTIONAL_ARGUMENTS.get(key, ()) if part_group is None else part_group[0]
 
@@ -126,7 +126,7 @@ def _check_arguments(
     if num_positional > parameters.max_positional:
         values = counted(num_positional, "value")
         yield Violation(f"{key}._args_", f"has {values} but {target} takes {parameters.max_positional} by position")
-    is_called_by_run = not node.get("_partial_") or key in RUN_ARGUMENTS  # the run calls these parts
+    is_called_by_run = not node.get("_partial_") or key in RUN_ARGUMENTS  # the run calls partial parts of these groups
     for name in parameters.names[num_positional:] if is_called_by_run else ():
         if name in parameters.required and name not in (*names, *passed, *_optional_arguments(key)):
             yield Violation(f"{key}.{name}", f"has no value but {target} needs one; give it as +{key}.{name}=...")

@@ -26,7 +26,7 @@ class Name:
         system: framework that has the key.
         version: version of the framework that was read; empty for names in common use.
         key: dotted key, as the framework spells it.
-        value: value that the row applies to; empty for all values without a row.
+        value: value that the row applies to; empty for all values without their own row.
         ours: equivalent overrides of foundry, separated by spaces; empty without a counterpart. `{value}` is the value
             as typed, `{0}` and `{1}` its words. Choices in brackets are needed if the chosen options lack the key.
         note: a remark, or the reason why a name has no counterpart.
@@ -41,7 +41,7 @@ class Name:
 
     @property
     def choices(self) -> list[str]:
-        """Overrides in brackets."""
+        """Overrides that `ours` has in brackets, which choose options."""
         return self._split()[0]
 
     @property
@@ -65,7 +65,7 @@ class Name:
         Args:
             value: value as typed; None if it is unknown.
             settings: dotted paths of the settings that the chosen options have.
-            options: lists the options of a group; a choice that is not among them is not written.
+            options: lists the options of a group; nothing is written for a row that chooses an unknown option.
         """
         words = re.findall(r"[^\s,;:\[\](){}'\"]+", value or "")
         try:
@@ -133,7 +133,7 @@ def hint(key: str, value: str | None, settings: Collection[str], options: Option
 
 
 def option_hint(group: str, value: str, options: Options) -> str:
-    """Return the hint `; write x=y` for an unknown option that another framework has, or an empty string."""
+    """Return the hint `; write x=y` for an option in another framework's or another spelling, or an empty string."""
     rows = [row for row in names() if row.value and plain(row.value) == plain(value)]
     rows = [row for row in rows if group in row.settings or row.key == group]
     rows = [row for row in rows if row.key == group] or rows
@@ -166,7 +166,7 @@ def _format_hint(key: str, rows: Sequence[Name], value: str | None, settings: Co
 
 
 def _rows(key: str, value: str | None) -> Sequence[Name]:
-    """Return the rows of all frameworks for the longest known suffix of a key, and a value."""
+    """Return the rows of all frameworks that match a value and the longest known suffix of a key."""
     parts = plain(key).split(".")
     for number in range(len(parts)):
         if rows := _by_suffix().get(".".join(parts[number:])):
@@ -176,7 +176,7 @@ def _rows(key: str, value: str | None) -> Sequence[Name]:
 
 
 def _rows_for_value(rows: Sequence[Name], value: str | None) -> Sequence[Name]:
-    """Return the rows for this value; without any, the rows for all values; else all rows."""
+    """Return the rows for this value, or if this value has no row, the rows without a value, or else all rows."""
     same_value = [row for row in rows if row.value and value is not None and _in_yaml(row.value) == _in_yaml(value)]
     return same_value or [row for row in rows if not row.value] or rows
 

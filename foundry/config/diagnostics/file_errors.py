@@ -46,7 +46,7 @@ class WrongChoice:
     Attributes:
         file: file name for messages.
         override: override that chooses the option.
-        incomplete: group of the file if the file extends the option, so that its other keys are unknown; else empty.
+        incomplete: group of the file if the file extends the missing option, whose keys are unknown; else empty.
     """
 
     file: str
@@ -56,11 +56,11 @@ class WrongChoice:
 
 @dataclass
 class Composed:
-    """Configuration composed without wrong entries of files, and these entries.
+    """Configuration composed without the wrong entries of configuration files, and a list of the wrong entries.
 
     Attributes:
-        config: the configuration; None if composing fails for other reasons.
-        error: exception of that failure; else None.
+        config: the configuration; None if composing fails even without the wrong entries.
+        error: exception of that failure; None if composing succeeds.
         entries: keys and values that could not be merged.
         choices: options that do not exist, keyed by file and choice.
     """
@@ -79,11 +79,11 @@ def compose_without_wrong_entries(
     repo: IConfigRepository,
     chosen_groups: Collection[str],
 ) -> Composed:
-    """Compose overrides, leaving out the wrong entries of files.
+    """Compose overrides, leaving out the wrong entries of configuration files.
 
     Args:
         loader: the loader that `compose` uses.
-        compose: composes overrides, unchecked.
+        compose: composes overrides without checks.
         overrides: valid overrides.
         repo: the options of the groups.
         chosen_groups: groups with an option chosen by the overrides; choices for them in files are ignored.
@@ -139,7 +139,7 @@ def describe_yaml_error(error: Exception) -> Violation | None:
 def _wrong_entries(
     base: DictConfig, config: DictConfig
 ) -> Iterator[tuple[list[Any], Override, OmegaConfBaseException]]:
-    """Merge a file value by value. Yield the keys to delete, the override and the error of each failure."""
+    """Merge a file into `base` value by value. Yield the keys to delete, the override and the error of each failure."""
     content, reported = copy.deepcopy(config), set[str]()
     for keys in list(_paths(content)):
         try:
@@ -148,7 +148,7 @@ def _wrong_entries(
             path, depth = ".".join(map(str, keys)), len(keys)
             if isinstance(error.full_key, str) and path.startswith(f"{error.full_key}."):
                 depth = error.full_key.count(".") + 1
-                if not (isinstance(error, ConfigKeyError) and is_name(path)):  # one error for the whole section
+                if not (isinstance(error, ConfigKeyError) and is_name(path)):  # report one error for the whole section
                     keys, path = keys[:depth], error.full_key
             if path not in reported:
                 reported.add(path)
@@ -214,7 +214,7 @@ def _delete(config: DictConfig, keys: list[Any]) -> None:
 
 
 def _name(path: str, loaded: ConfigResult) -> str:
-    """Return the name of a file for messages, relative to the current folder if it lies below."""
+    """Return the name of a file for messages, relative to the current folder if the file lies in it."""
     name = path if path.endswith((".yaml", ".yml")) else f"{path}.yaml"
     folder = loaded.path.partition("://")[2] if loaded.path.startswith("file://") else ""
     return _shortest(Path(folder, name)) if folder else name

@@ -38,7 +38,7 @@ HYDRA_FLAGS = {
 """Flags of Hydra's command line, with the number of values that follow; the value of `--info` is optional."""
 
 JSON = "--json"
-"""Flag of commands that print facts as JSON."""
+"""Flag that makes a command print its result as JSON."""
 
 _FOLDERS = ("--config-path", "-cp", "--config-dir", "-cd")
 _OPTIONAL_VALUE = ("--info", "-i")
@@ -53,7 +53,7 @@ _SHORTEST_ABBREVIATION = len("--cfg")
 
 @dataclass(frozen=True)
 class Flag:
-    """An argument that begins with a dash and is unknown to Hydra.
+    """An argument that begins with a dash and is not a known flag, with its value.
 
     Attributes:
         text: flag and value as typed.
@@ -67,7 +67,7 @@ class Flag:
 
 
 def find_word(arguments: Sequence[str]) -> int | None:
-    """Return the index of the first argument that is not an override, a flag or the value of a flag; None without one.
+    """Return the index of the first word that is not an override, flag or value of a flag; None if no word is.
 
     Args:
         arguments: arguments after the program name.
@@ -81,8 +81,8 @@ def find_word(arguments: Sequence[str]) -> int | None:
 def _read(arguments: Sequence[str], known_flags: Mapping[str, int]) -> Iterator[tuple[int, str, str | None, list[str]]]:
     """Yield index and text of each override and flag; for a flag, its name in `known_flags` and its value's arguments.
 
-    The name is None for an override and for an unknown flag; all arguments up to the next flag or override are values
-    of an unknown flag.
+    Overrides and unknown flags have the name None. The values of an unknown flag are all arguments up to the next flag
+    or override.
     """
     remaining = deque(enumerate(arguments))
     while remaining:
@@ -99,11 +99,11 @@ def _read(arguments: Sequence[str], known_flags: Mapping[str, int]) -> Iterator[
 
 
 def split_flags(arguments: Sequence[str], known_flags: Mapping[str, int]) -> tuple[list[Flag], list[str]]:
-    """Split arguments into flags and other arguments.
+    """Split arguments into unknown flags and other arguments.
 
     Args:
         arguments: arguments after the command's name.
-        known_flags: flags of `HYDRA_FLAGS` to keep among the other arguments, with their values.
+        known_flags: flags to keep among the other arguments, each with its number of values, as in `HYDRA_FLAGS`.
     """
     flags, other_arguments = list[Flag](), list[str]()
     for _, word, flag, values in _read(arguments, known_flags):
@@ -133,8 +133,8 @@ def check_flags(arguments: Sequence[str], options: Collection[str] = ()) -> None
 def plain_overrides(arguments: Sequence[str]) -> list[str]:
     """Return the overrides of a run among arguments with invalid flags.
 
-    Return none if they may have another meaning than in a run with foundry's own options: in a sweep, or with a config
-    file or folder of the user.
+    The result is empty if there is also a flag of Hydra or of a config file, such as `-m` or `--config-dir`: overrides
+    may then have another meaning than in a run with foundry's own options.
     """
     flags, other_arguments = split_flags(arguments, HYDRA_FLAGS)
     if any(flag.key in _FILES for flag in flags) or any(map(_is_flag, other_arguments)):
@@ -213,7 +213,7 @@ def _is_flag(word: str) -> bool:
 
 
 def _hydra_flag(name: str, known_flags: Collection[str]) -> str | None:
-    """Return the flag of Hydra that an argument is or abbreviates; a short flag's value may follow without a space."""
+    """Return the flag of Hydra that an argument is or abbreviates; for `-cjob`, `-m`, which takes no value either."""
     if name in known_flags:
         return name
     if name.startswith("--"):
@@ -223,7 +223,7 @@ def _hydra_flag(name: str, known_flags: Collection[str]) -> str | None:
 
 
 def _setting(key: str, options: Collection[str]) -> str | None:
-    """Return the key if it is a setting or group of foundry without any change; otherwise None."""
+    """Return the key if it is exactly one of `options`, a setting or group of foundry, or `hydra.*`; otherwise None."""
     from foundry.config.composition.store import GROUPS
     from foundry.config.diagnostics.names import meanings
 

@@ -68,7 +68,7 @@ def list_groups(loader: ConfigLoader, overrides: Sequence[str] = ()) -> str:
     """Return the description and the options of each group, including options in the user's folders.
 
     Args:
-        loader: config loader that knows these folders.
+        loader: config loader that knows the folders of the user.
         overrides: overrides that may add folders, such as `hydra.searchpath`.
     """
     parsed = OverridesParser.create().parse_overrides(list(overrides)) if overrides else []

@@ -53,7 +53,7 @@ def did_you_mean(
 
 
 def override_for(word: str) -> str:
-    """`; did you mean hparams=x?` for the name of an option or a setting that stands alone, or nothing."""
+    """Return a hint such as `; did you mean hparams=x?` for an argument without `=`, or an empty string."""
     if not re.fullmatch(r"[A-Za-z][\w./-]*", word):
         return ""
     groups = ("hparams", *GROUPS, "experiment", "debug", "hparams_search")

@@ -59,7 +59,7 @@ def includes_schemas(loader: ConfigLoaderImpl, config_name: str, overrides: list
         visited.add(name)
         try:
             loaded = repo.load_config(name)
-        except Exception:  # a file that is no YAML leads nowhere
+        except Exception:  # a file that cannot be parsed includes nothing
             continue
         for entry in (loaded.defaults_list if loaded else None) or []:
             option = entry.value if isinstance(entry, GroupDefault) else None
@@ -96,7 +96,7 @@ class SweepCache:
     violations: dict[tuple[str, ...], list[Violation]] = field(default_factory=dict)
 
     def check(self, config: DictConfig, overrides: list[str]) -> list[Violation]:
-        """Check a configuration against the rules, once for the same overrides."""
+        """Return the violations of a configuration, from the cache if the same overrides were checked before."""
         key = tuple(overrides)
         if key not in self.violations:
             self.violations[key] = check(config)
@@ -115,13 +115,14 @@ def find_errors(
 ) -> list[Violation]:
     """Explain why composing `overrides` failed with `error`.
 
-    The choices of groups are checked first. Then every other override is applied alone to the configuration that those
-    choices compose. The result is checked against the rules if `is_run`.
+    The choices of groups are checked first. Then the other overrides are applied one by one to the configuration that
+    the valid choices compose. If that finds errors and `is_run`, the rules check the configuration without the wrong
+    overrides.
 
     Args:
         loader: Hydra's loader.
         config_name: name of the primary configuration.
-        compose: composes overrides, unchecked; the result may be modified.
+        compose: composes overrides without checks; the composed configuration may be modified.
         overrides: overrides that failed together.
         error: exception raised by composing them.
         is_run: the overrides are complete, for one run; False for the fixed overrides of a sweep.
@@ -175,7 +176,7 @@ def _without_wrong_files(
     repo: IConfigRepository,
     choices: list[Override],
 ) -> tuple[Composed, list[Violation]]:
-    """Compose without the wrong entries of files. Return the result, and a violation for each entry."""
+    """Compose without the wrong entries of files. Return the result, and a violation for each wrong entry."""
     chosen_groups = {choice.key_or_group for choice in choices}
     result = compose_without_wrong_entries(loader, compose, _lines(choices), repo=repo, chosen_groups=chosen_groups)
     config = OmegaConf.create() if result.config is None else result.config
@@ -241,14 +242,15 @@ def compose_sweep_master(
     options lack are left out here. Each job is composed with all settings, and refused if its own options lack one.
 
     Returns:
-        The configuration; None if no option is swept, since the error then affects every job.
+        The configuration; None if no group is swept, since the error then affects every job, or if there are errors
+        in the choices of groups or in the syntax of overrides.
     """
     parsed, violations = _parse(overrides)
     repo, search_path_errors = _repository(loader, config_name, parsed)
     choices = [o for o in parsed if o.is_hydra_override() or _is_choice(repo, o)]
     try:
         config = compose(_lines(choices))
-    except Exception:  # find_errors says which
+    except Exception:  # `find_errors` reports the error
         return None
     swept_keys = [o.key_or_group for o in choices if o.is_sweep_override()]
     swept_keys += OmegaConf.select(config, "hydra.sweeper.params") or {}
@@ -277,7 +279,7 @@ def _parse(overrides: list[str]) -> tuple[list[Override], list[Violation]]:
                 violations.append(Violation(shown(line) or "''", f"{_NO_OVERRIDE}{override_for(line) or _QUOTES}"))
         except HydraException:
             violations.append(Violation(shown(line) or "''", f"{_NO_OVERRIDE}{override_for(line) or _QUOTES}"))
-        except Exception as error:  # numbers of too many digits, brackets within brackets without end
+        except Exception as error:  # such as a number of too many digits, or too deeply nested brackets
             violations.append(Violation(shown(line), f"cannot be parsed: {first_line(str(error))}"))
     return parsed, violations
 
@@ -347,7 +349,7 @@ def _apply(repo: IConfigRepository, config: DictConfig, override: Override, *, s
         return
     try:
         apply_overrides([override], config)
-    except Exception as error:  # a value that OmegaConf did not expect, too
+    except Exception as error:  # any exception, since OmegaConf does not expect every value
         cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
         yield _explain(repo, config, override, cause)
 

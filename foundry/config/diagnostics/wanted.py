@@ -28,7 +28,7 @@ _MESSAGES = (
 
 
 def expected_kind(error: Exception) -> str | None:
-    """Return the expected kind of value in words; None if the error is about something else."""
+    """Return in words the kind of value that a setting takes; None if the error does not tell it."""
     if names := accepted_options(error):
         return f"one of {', '.join(names)}"
     if isinstance(error, OverflowError):
@@ -43,7 +43,7 @@ def expected_kind(error: Exception) -> str | None:
 
 
 def accepted_options(error: Exception) -> list[str]:
-    """Return the names of the enumeration that the setting takes; empty if it takes other values."""
+    """Return the member names of the enumeration that a setting takes; empty if the error is not about one."""
     if match := re.search(r"expected one of \[(.*)\]", str(error)):
         return [name.strip() for name in match[1].split(",")]
     node = getattr(error, "child_node", None)
