@@ -172,7 +172,7 @@ def _run_model(run_dir: Path, which: str, trust: bool, keys: BaseKeys) -> DictCo
 
 
 def _check_data(data: Any, model: DictConfig, folder: Path, files: Mapping[str, Path]) -> Iterator[Violation]:
-    """Yield errors: text for a model without tokens, data sizes above those of the base, missing files of the base."""
+    """Yield errors: text for a model without tokens, data sizes above the base's sizes, missing files of the base."""
     is_text = _has_text(data) and _text_setting(data) is None
     if is_text and (kind := kind_without_tokens(model)):
         yield Violation(_PATH, f"is {folder}, whose model is {kind}, but the data is text; choose a language model")
@@ -222,7 +222,7 @@ def kind_without_tokens(model: DictConfig) -> str | None:
 def _fixed_size(model: DictConfig, name: str) -> Any:
     """Return the model's size `name`; None if the size is interpolated from the data or the model does not have it.
 
-    Sizes such as `vocab_size` are those of the language part, if the model has one.
+    If the model has a language part, this is a size of that part, such as its `vocab_size`.
     """
     part = getattr(OmegaConf.get_type(model), "language_part", None)
     model = model if part is None else model[part]

@@ -91,7 +91,7 @@ _current: ContextVar[Choices | None] = ContextVar("choices", default=None)
 
 
 def current() -> Choices:
-    """Return the cache of compositions that is currently in use, or a new cache if there is none."""
+    """Return the cache of compositions that is currently in use, or a new cache if no cache is in use."""
     return _current.get() or Choices()
 
 
@@ -102,7 +102,7 @@ def current_files() -> dict[tuple[object, ...], bytes] | None:
 
 
 def keep_choices(choices: Choices | None = None) -> None:
-    """Make all later compositions use this cache. None keeps the current cache, or creates a cache if there is none."""
+    """Make all later compositions use this cache. None keeps the current cache, or creates the first one."""
     _current.set(choices or current())
 
 

@@ -314,7 +314,7 @@ def load_unchecked(loader: ConfigLoader, config_name: str | None, overrides: lis
 def open_repository(
     loader: ConfigLoader, config_name: str | None, overrides: Sequence[Override]
 ) -> tuple[CachingConfigRepository, Exception | None]:
-    """Return the repository of options, including `hydra.searchpath`, and the error in that search path or None."""
+    """Return the repository of options, including `hydra.searchpath`, and the error in that setting or None."""
     names = ("self", "config_name", "parsed_overrides", "repo")
     add_search_path = require(ConfigLoaderImpl, "_process_config_searchpath", *names)
     repository = CachingConfigRepository(require_loader(loader).repository)
@@ -445,8 +445,8 @@ def current_config(composed: DictConfig) -> Iterator[None]:
 def register_plugin(name: str, make: Callable[..., Plugin]) -> None:
     """Register with Hydra a callable that makes the sweeper or launcher of this name.
 
-    Hydra only searches its package of plugins. `Plugins.register` would register a class under the name of its own
-    module, and Hydra refuses to instantiate plugins of modules outside of that package.
+    Hydra only searches its package of plugins. `Plugins.register` would register a class under the name of the class's
+    own module, and Hydra refuses to instantiate a plugin by the name of a module outside of that package.
 
     Raises:
         UnsupportedHydraError: if this version of Hydra keeps its plugins elsewhere.
