@@ -39,7 +39,7 @@ _LONGEST = 140  # characters in a line
 def plain(node: Any) -> Any:
     """Convert dataclasses, enums and containers to values for YAML and JSON.
 
-    Secrets become references to their variables.
+    A secret becomes a reference to the environment variable that it came from.
     """
     if is_dataclass(node):
         return {item.name: plain(getattr(node, item.name)) for item in fields(node)}
@@ -55,7 +55,7 @@ def plain(node: Any) -> Any:
 def strict(config: Config) -> dict[str, Any]:
     """Return the configuration as strict JSON, for a manifest.
 
-    Infinity, e.g. without gradient clipping, becomes a string.
+    An infinite number, such as `grad_clip_norm=inf`, becomes a string.
     """
     content: dict[str, Any] = json.loads(encode(plain(config)))
     return content
@@ -64,8 +64,8 @@ def strict(config: Config) -> dict[str, Any]:
 def hash_config(config: Config) -> str:
     """Return the SHA-256 of the configuration as hex digits, independent of the number of ranks.
 
-    For the same hash as earlier versions, parts have their first paths, and newer settings (`since`) are left out at
-    their default. `accum_freq`, which is computed from the number of ranks, is left out.
+    For the same hash as in earlier versions, each `_target_` has the path of its first version, and settings with
+    `since` are left out at their default. `accum_freq`, which is computed from the number of ranks, is left out.
     """
     content = respelled(_hashed_content(config), original_path)
     del content["hparams"]["accum_freq"]
@@ -94,7 +94,7 @@ def save_config(config: Config, run_dir: Path) -> Path:
 
 
 def save_yaml(node: Any, path: Path) -> Path:
-    """Write an OmegaConf node to a file, interpolations unresolved, and return its path."""
+    """Write an OmegaConf node to a file, interpolations unresolved, and return the path of the file."""
     write_atomically(path, OmegaConf.to_yaml(node))
     return path
 
@@ -117,9 +117,9 @@ def read_recorded(run_dir: Path) -> dict[str, Any] | None:
 def load_config(run_dir: Path, *, trust: bool = False) -> Config:
     """Read a run's configuration back with its types.
 
-    Imports nothing; resolves environment variables only with `trust`.
+    Imports no part; resolves environment variables only with `trust`.
 
-    A setting that is missing because an earlier version wrote the file takes its default.
+    A setting that the file lacks, because an earlier version wrote the file, takes its default.
 
     Args:
         run_dir: the run directory, which may come from an untrusted source.
@@ -146,13 +146,13 @@ def load_config(run_dir: Path, *, trust: bool = False) -> Config:
     if isinstance(evaluation := content.get("evaluation"), dict) and "interval" in evaluation:
         evaluation["interval"] = recorded_interval(evaluation["interval"])
     if isinstance(hparams := content.get("hparams"), dict) and hparams.get("torchcompile") == "auto":
-        hparams["torchcompile"] = False  # of an earlier version, where the run chose
+        hparams["torchcompile"] = False  # an earlier version recorded auto, and each run decided
     nodes = {name: typed_group(path, name, content.get(name, {})) for name in groups}
     try:
         merged = OmegaConf.create(nodes)
         list(
             check_secrets(merged)
-        )  # remembers the secrets; an older version may have recorded some, so errors are ignored
+        )  # remembers the secrets; errors are ignored, since an older version may have recorded secrets as text
         for key, text in variables(content):
             if trust:
                 remember(str(OmegaConf.select(merged, key)), text)  # later output shows the variable's name again
@@ -166,9 +166,9 @@ def load_config(run_dir: Path, *, trust: bool = False) -> Config:
 
 
 def typed_group(path: Path, group: str, node: Any) -> Any:
-    """Merge a recorded group into the schema that wrote it, with public names of parts.
+    """Merge a recorded group into the schema that wrote the group, with public names of parts.
 
-    Custom parts are returned as they are.
+    Custom parts are returned as mappings, without a schema.
 
     Args:
         path: file that the group was read from.
@@ -197,7 +197,7 @@ def typed_group(path: Path, group: str, node: Any) -> Any:
 
 
 def _matches_schema(group: str, schema: type[Any], node: dict[str, Any]) -> bool:
-    """Return True if a schema has all fields of a node and the same `_target_`."""
+    """Return True if a schema belongs to the group, and has all fields of a node and the same `_target_`."""
     declared_type = {item.name: item.type for item in fields(Config)}[group]
     defaults = {item.name: item.default for item in fields(schema)}
     is_declared = declared_type is Any or issubclass(schema, cast(type, declared_type))
@@ -207,7 +207,7 @@ def _matches_schema(group: str, schema: type[Any], node: dict[str, Any]) -> bool
 def _distance(schema: type[Any], node: dict[str, Any]) -> tuple[bool, bool, int]:
     """Return a sort key: the distance of a node from a matching schema.
 
-    The strategy distinguishes schemas with equal fields.
+    The value of `strategy` distinguishes schemas with equal fields.
     """
     defaults = {item.name: plain(item.default) for item in fields(schema)}
     return set(node) != set(defaults), node.get("strategy") != defaults.get("strategy"), len(defaults)

@@ -22,7 +22,7 @@ _MAX_BITS = 64
 _NAMED_PART = re.compile(r"(evaluation\.evaluators|tracking\.trackers)\.\w+\._target_")
 _METRIC = re.compile(r"evaluation\.evaluators\.\w+\.torchmetrics\.\w+\._target_")
 _OF_TORCHMETRICS = re.compile(r"torchmetrics\.(text|classification|regression)\.(?!BERTScore|InfoLM)[A-Z]\w*")
-"""Metrics that only compute. The two excluded classes load a model from a path in their arguments."""
+"""Metrics of torchmetrics that only compute. The two excluded classes load a model from a path in their arguments."""
 _ATTENTIONS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
 
 
@@ -34,8 +34,8 @@ def read_settings(path: Path, key: str) -> dict[str, Any]:
         key: option that names the directory, for messages.
 
     Raises:
-        ConfigError: if the file cannot be read or has no settings, or if a setting is an interpolation. foundry records
-            resolved values, and for a secret the name of its variable, which `variables` finds.
+        ConfigError: if the file cannot be read or has no settings, or if a value is one that foundry never records,
+            such as an interpolation. A reference to an environment variable, recorded for a secret, is accepted.
     """
     try:
         content = read_yaml(path)
@@ -138,7 +138,7 @@ def _nested_targets(group: str) -> dict[str, tuple[str, ...]]:
 
 
 def _strange_reason(value: object) -> str:
-    """Return the reason why foundry cannot have written a value; empty if it can."""
+    """Return the reason why foundry cannot have recorded a value; empty if foundry may have recorded the value."""
     if isinstance(value, str) and "${" in VARIABLE.sub("", value):
         return "recorded settings have no interpolations"
     if value == "???":

@@ -50,7 +50,7 @@ class Difference:
 
     @property
     def has_new_meaning(self) -> bool:
-        """True if the same number has another meaning in this version. The change is then always refused."""
+        """True if the number is unchanged but has another meaning in this version, so that a resume is refused."""
         return self.key == _INTERVAL and type(self.old) is int and self.new == str(self.old)
 
     @property
@@ -65,7 +65,7 @@ class Difference:
 
     @property
     def is_allowed(self) -> bool:
-        """True if a run may be resumed with this difference."""
+        """True if the policy allows to resume with this difference; False for data, whose content decides."""
         return self.on_resume not in (OnResume.refused, OnResume.data)
 
     @property
@@ -97,7 +97,7 @@ class Difference:
         return Violation(self.key, f"is {new} but the checkpoint was trained with {old}; {REMEDY}")
 
     def of_finished(self, run_dir: object) -> Violation:
-        """Return the error for a user who asks a finished run for the result with this difference."""
+        """Return the error for starting a run with this difference in the run directory of a finished run."""
         old, new = self._texts
         message = (
             f"is {new} but {run_dir} holds a finished run with {old}; change it back, or choose another hydra.run.dir"
@@ -112,7 +112,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], config: object =
         old: plain containers of an earlier run, possibly written by another version of foundry.
         new: plain containers of this run.
         config: the dataclasses that `new` was made from. A setting that is missing in `old` then counts as its default,
-            and a setting that is missing in `new` is marked as gone. Without them, both count as ordinary differences.
+            and a setting that is missing in `new` is marked as removed. With None, both are ordinary differences.
     """
     return _differences(respelled(dict(old)), respelled(dict(new)), config)
 
@@ -138,7 +138,7 @@ def _are_same(path: str, target: object, old: object, new: object) -> bool:
 
 
 def _is_same_mixture(path: str, target: object, old: object, new: object) -> bool:
-    """Return True if both are weights of a built-in dataset in equal proportions, and so give the same order."""
+    """Return True if two values are weights of a built-in dataset in equal proportions, with the same data order."""
     return path == "data.weights" and str(target).startswith("foundry.") and have_same_proportions(old, new)
 
 

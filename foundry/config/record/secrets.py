@@ -23,9 +23,9 @@ _HYDRA_GROUPS = ("callbacks", "env", "job", "launcher", "run", "sweep", "sweeper
 
 @dataclass(frozen=True)
 class _Leaf:
-    """Unresolved value with its path, and the key name that classifies it.
+    """Unresolved value with its path, and the key name that tells if the value is a secret.
 
-    A part of a secret is classified by the key of the whole secret.
+    For a part of a secret, such as an item of a list, this is the key of the whole secret.
     """
 
     path: str
@@ -75,14 +75,14 @@ def check_secrets(composed: DictConfig) -> Iterator[Violation]:
         if (not leaf.is_reference or is_secret(leaf.name, "x")) and _is_secret(leaf):
             has_secret = True
             yield from _check(leaf)
-    # A reference to another setting may lead to a secret. Resolving all of them costs more than everything above.
+    # A reference to another setting may lead to a secret. Resolving all references costs more than everything above.
     for leaf in leaves if has_secret else ():
         if leaf.is_reference and _is_secret(leaf):
             yield from _check(leaf)
 
 
 def _check(leaf: _Leaf) -> Iterator[Violation]:
-    """Yield an error if a secret is in plain text; otherwise remember the variables that it comes from."""
+    """Yield an error if files would contain the secret; otherwise remember the variables that the secret comes from."""
     value = str(leaf.value())
     if not leaf.is_harmless:
         remember(value)
@@ -99,7 +99,7 @@ def _check(leaf: _Leaf) -> Iterator[Violation]:
 
 
 def check_overrides(overrides: Iterable[str]) -> Iterator[Violation]:
-    """Yield an error for each secret in overrides, before a sweep records them, and redact it in all later output."""
+    """Yield an error for each plain-text secret in the overrides of a command, and redact it in all later output."""
     for override in overrides:
         key, sign, value = override.partition("=")
         name = key.lstrip("+~").rpartition(".")[2].partition("@")[0]
@@ -135,7 +135,7 @@ def _remedy(path: str) -> str:
 
 
 def _leaves(parent: DictConfig | ListConfig, key: Any, path: str, name: str) -> Iterator[_Leaf]:
-    """Yield the values at and below a key, classified by `name`; parts of a secret keep the name of the whole."""
+    """Yield the values at and below a key, each with the name of its key; parts of a secret have the secret's name."""
     node: Any = parent._get_node(key)
     if isinstance(node, (DictConfig, ListConfig)) and not (
         node._is_none() or node._is_missing() or node._is_interpolation()

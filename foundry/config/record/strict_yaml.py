@@ -9,14 +9,14 @@ from omegaconf._utils import get_yaml_loader
 from foundry.run_dir.files import read_text
 
 MAX_BYTES = 2**20
-"""Largest size of a settings file. foundry writes no larger ones."""
+"""Largest size of a settings file that is read. foundry writes no larger settings files."""
 
 _MAX_DEPTH = 32
 _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class _Loader(_Base):  # type: ignore[misc]
-    """Loader that parses numbers as OmegaConf does and constructs only mappings, lists, strings and numbers."""
+    """Safe loader, which constructs only plain values, lists and mappings, and parses numbers as OmegaConf does."""
 
     yaml_implicit_resolvers = get_yaml_loader().yaml_implicit_resolvers
 
