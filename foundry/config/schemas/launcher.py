@@ -203,7 +203,7 @@ _OF_PLUGIN: dict[str, type[Launcher]] = {SubmititSlurm._target_: SubmititSlurm, 
 
 
 def is_known(node: DictConfig) -> bool:
-    """Return whether foundry has a schema for the launcher."""
+    """Return True if foundry has a schema for the launcher with these settings."""
     return OmegaConf.get_type(node) in SCHEMAS or _of_plugin(node) is not None
 
 
@@ -227,7 +227,7 @@ def _of_plugin(node: DictConfig) -> type[Launcher] | None:
 
 
 def resolve_num_tasks(composed: DictConfig) -> int:
-    """Return the number of processes that the launcher starts per job, over all nodes; 1 if the run starts them."""
+    """Return the number of processes that the launcher starts per job, over all nodes; 1 for other launchers."""
     node = OmegaConf.select(composed, "hydra.launcher", throw_on_resolution_failure=False)
     if not isinstance(node, DictConfig):
         return 1

@@ -12,7 +12,7 @@ def _parse_folder(text: str) -> Path:
     """Parse the path of a folder in the run directory.
 
     Raises:
-        ValueError: the path points outside the run directory.
+        ValueError: the path points outside the run directory, or is the run directory.
     """
     path = Path(text)
     if path.is_absolute() or ".." in path.parts or path == Path():

@@ -1,6 +1,6 @@
 """Settings of sweeps (`hydra.sweeper`): the jobs of a sweep, and the metric for their comparison.
 
-They belong to Hydra's part of the configuration, not to the configuration of a run.
+These settings belong to Hydra's part of the configuration, not to the configuration of a run.
 """
 
 from collections.abc import Iterator
@@ -81,7 +81,7 @@ class Search(Sweeper):
     )
 
     def check(self) -> Iterator[Violation]:
-        """Yield a violation for an invalid sampler or pruner, and if there is no metric."""
+        """Yield a violation for an invalid sampler, an invalid pruner and a metric of null."""
         if self.metric is None:
             yield Violation("hydra.sweeper.metric", "is null but a search compares jobs by this metric; name a metric")
         for name, node in (("sampler", self.sampler), ("pruner", self.pruner)):

@@ -27,7 +27,7 @@ class ArithmeticForm(Enum):
 
 
 _OFFERS = {ArithmeticForm.preferences: "pairs", ArithmeticForm.prompts: "prompts"}
-"""Contents of a sample in the forms that a task builds."""
+"""Contents of a sample in the forms that installed tasks build, in addition to tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class Arithmetic(Conversations):
 
     @property
     def offers(self) -> frozenset[str]:  # type: ignore[override] # it depends on the form
-        """Contents of a sample, which determine the objectives that can use it."""
+        """Contents of a sample, which determine the objectives that can train on the data."""
         by_form: dict[ArithmeticForm, type[Tokenised]] = {
             ArithmeticForm.text: Text,
             ArithmeticForm.chats: Conversations,
@@ -75,7 +75,7 @@ class Arithmetic(Conversations):
         return self.form is not ArithmeticForm.text
 
     def check(self) -> Iterator[Violation]:
-        """Check that no setting would be ignored, and that prompts leave room for a completion."""
+        """Check that a task trains on `form`, `train_on` has an effect, and prompts leave room for a completion."""
         yield from super().check()
         if self.form in _OFFERS and not any(self.form.value in task.forms for task in installed_tasks()):
             message = f"is {self.form.value} but no installed task trains on this form; choose text or chats"

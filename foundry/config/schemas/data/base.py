@@ -56,8 +56,8 @@ class Data:
     """Base class of data settings; the number of consumed samples is the complete state of a data loader.
 
     Attributes:
-        words_if: setting that must be given for samples to contain text; None if they contain text whenever there is a
-            tokenizer.
+        words_if: setting that must not be null for samples to contain text; None if samples contain text whenever the
+            data has a tokenizer.
     """
 
     words_if: ClassVar[str | None] = None
@@ -121,7 +121,7 @@ class Tokenised(Data):
         return {TOKENIZER: "a run over text"}
 
     def check(self) -> Iterator[Violation]:
-        """Check that a byte-level tokenizer has room for 256 bytes and the end of a document."""
+        """Check that a tokenizer trained on the data has room for 256 bytes and the end of a document."""
         if self.tokenizer is None:
             yield from check_entries(self.vocab_size)
 

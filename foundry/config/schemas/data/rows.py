@@ -95,7 +95,7 @@ class Packable(Templated):
     )
 
     def check_with(self, run: "Config", launch: "Launch") -> Iterator[Violation]:
-        """Check packing: samples differ in length, the objective supports it, and torch.compile is off."""
+        """Check with `packing`: samples differ in length, the objective takes packed rows, and torch.compile is off."""
         if not self.packing:
             return
         if not getattr(run.objective, "takes_packed", False):
@@ -124,7 +124,7 @@ class RowFiles(Packable):
     """Base class of settings for rows in JSONL, Parquet, Arrow or CSV files.
 
     Attributes:
-        known_columns: columns that are read.
+        known_columns: foundry's names of the columns that this data reads.
     """
 
     known_columns: ClassVar[tuple[str, ...]] = ()
@@ -145,7 +145,7 @@ class RowFiles(Packable):
     )
 
     def check(self) -> Iterator[Violation]:
-        """Check the paths and their weights, and that `columns` renames known columns only."""
+        """Check the paths and their weights, and that `columns` has known columns and valid column names."""
         yield from super().check()
         yield from check_sources(self.path, self.validation_path, self.weights)
         for name, column in self.columns.items():

@@ -109,14 +109,14 @@ class Distributed:
         return 3 * self.timeout_seconds if self.start_timeout_seconds is None else self.start_timeout_seconds
 
     def dp_size(self, world_size: int) -> int:
-        """Return the data-parallel size: ranks, or groups of `tensor_parallel` ranks, with different samples."""
+        """Return the number of ranks, or of groups of `tensor_parallel` ranks, that process different samples."""
         return max(1, world_size // max(1, self.tensor_parallel))
 
     def mesh_shape(self, world_size: int) -> dict[str, int]:
-        """Return the dimensions of the device mesh, outermost first.
+        """Return the sizes of the device mesh by dimension, outermost first; empty without a mesh.
 
-        The data is divided over `replicate` and `shard`. `tensor` is the innermost dimension, so that the ranks of a
-        tensor-parallel group are neighbours.
+        The data is divided over the dimensions `replicate` and `shard`. `tensor` is the innermost dimension, so that
+        the ranks of a tensor-parallel group are neighbours.
         """
         return {}
 
@@ -144,7 +144,7 @@ class DDP(Distributed):
     overlap_param_gather: bool = setting(False, "with shard_optimizer: gather the next block's weights during compute")
 
     def check(self) -> Iterator[Violation]:
-        """Check that no field would be ignored in this combination."""
+        """Check that DDP supports the combination of fields, and ignores none of them."""
         yield from super().check()
         if self.overlap_param_gather and not self.shard_optimizer:
             message = "is true but there is nothing to gather without shard_optimizer=true; set that, or leave this out"
@@ -209,7 +209,7 @@ class HSDP(FSDP):
     )
 
     def mesh_shape(self, world_size: int) -> dict[str, int]:
-        """Return a mesh whose shard dimension is inside the replicate dimension, so that shards stay on a node."""
+        """Return a mesh with `shard` inside of `replicate`, so that the shards of a replica are neighbouring ranks."""
         shards = self.dp_size(world_size) // self.num_replicas
         return self._with_tensor(replicate=self.num_replicas, shard=shards)
 

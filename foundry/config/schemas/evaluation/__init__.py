@@ -104,7 +104,7 @@ class Evaluation:
     early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
 
     def __post_init__(self) -> None:
-        """Convert an integer interval to text, which records use to mark it as a duration."""
+        """Convert an integer interval to text; in recorded configurations, text means a duration in steps."""
         if type(self.interval) is int and self.interval > 0:
             object.__setattr__(self, "interval", str(self.interval))
 
@@ -138,7 +138,7 @@ class Evaluation:
             )
 
     def check_patience(self, budget: Budget) -> Iterator[Violation]:
-        """Check that a patience in evaluations can be exhausted before the end of a run of this budget.
+        """Check that the run has more evaluations before its end than `patience`, if patience counts evaluations.
 
         Raises:
             ValueError: see `interval_in`.

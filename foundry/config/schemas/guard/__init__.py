@@ -65,7 +65,7 @@ class Guard:
         return self.max_skips if self.non_finite is NonFinite.skip else 0
 
     def check(self) -> Iterator[Violation]:
-        """Check that no field would be ignored in this combination."""
+        """Check that no field is set that the other fields make ineffective."""
         if self.spike_zscore is not None:
             return
         if self.spike_window != _DEFAULT_WINDOW:
@@ -77,7 +77,7 @@ class Guard:
             yield Violation("guard.max_skips", message)
 
     def check_with(self, run: "Config", launch: "Launch") -> Iterator[Violation]:
-        """Check that a rollback has checkpoints to return to."""
+        """Check that checkpoints are saved during the run if `spike_action` is rollback and spikes are detected."""
         goes_back = self.spike_zscore is not None and self.spike_action is SpikeAction.rollback
         if goes_back and run.checkpoint.interval is None and run.checkpoint.every_minutes is None:
             message = "is rollback but the run saves no checkpoints to return to; set checkpoint.interval or"

@@ -33,7 +33,7 @@ def parse_auto(text: str) -> None:
     """Check a setting that can be true, false or auto.
 
     Raises:
-        ValueError: the text is something else.
+        ValueError: the text is another word.
     """
     if text.lower() not in ("true", "false", "auto"):
         raise ValueError(f"is {shown(text)} but must be true, false or auto")
@@ -188,7 +188,7 @@ class HParams:
     )
 
     def check(self) -> Iterator[Violation]:
-        """Check the batch size ramp, and that no setting would be ignored."""
+        """Check the batch size ramp, and that no policy of recomputation is set without recomputation."""
         yield from self.batch_ramp.check()
         if self.grad_checkpointing_policy is CheckpointingPolicy.selective and not self.grad_checkpointing:
             message = "is selective but nothing is recomputed; set hparams.grad_checkpointing=true, or leave this out"

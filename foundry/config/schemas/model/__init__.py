@@ -61,7 +61,7 @@ class Model:
 class Base(Model):
     """The model of another run or of a transformers folder, with its weights and tokenizer.
 
-    Composition replaces this schema by that of the loaded model, so no run records it.
+    Composition replaces this schema by the schema of the loaded model, so no run records `Base`.
     """
 
     brings_hparams: ClassVar[str] = "continued"
@@ -174,7 +174,7 @@ class PrefixVLM(Transformer):
             yield Violation("model.image_size", f"{message}={near}")
 
     def check_with(self, run: "Config", launch: "Launch") -> Iterator[Violation]:
-        """Check that the image size is known."""
+        """Check that the image size is not null, unless the image size of the data is also null."""
         yield from super().check_with(run, launch)
         if self.image_size is None and getattr(run.data, "image_size", 0) is not None:
             message = "is null but the model reads images; leave it out to follow the data"
@@ -220,9 +220,9 @@ class HuggingFace(Model):
     )
 
     def check(self) -> Iterator[Violation]:
-        """Check that the size of a new model is given, because transformers' default has billions of parameters.
+        """Check that `config` of a new model is given, because transformers' default has billions of parameters.
 
-        The checks also cover the initial standard deviations and a pretrained model's folder.
+        Also check the initial standard deviations and the sizes of a pretrained model in a folder.
         """
         if self.path is None and not self.config:
             message = (
@@ -234,7 +234,7 @@ class HuggingFace(Model):
         yield from self._check_folder()
 
     def _check_folder(self) -> Iterator[Violation]:
-        """Check that the pretrained model has enough vocabulary entries and positions for the data."""
+        """Check that a pretrained model in `path` has enough vocabulary entries and positions for the data."""
         if self.path is None:
             return
         config = folder_settings(self.path) | self.config
@@ -269,7 +269,7 @@ class HuggingFace(Model):
 
 
 def folder_settings(path: str) -> dict[str, Any]:
-    """Return the text model's settings in config.json of a transformers folder, or {} if it cannot be read.
+    """Return the text model's settings in config.json of a transformers folder, or {} if the file cannot be read.
 
     Errors in the folder are reported when the model is built.
     """
@@ -299,7 +299,7 @@ class DiT(Model):
     mlp_ratio: float = setting(4.0, "feed-forward width divided by hidden_size", gt=0, le=1000)
 
     def check(self) -> Iterator[Violation]:
-        """Check the divisibility of image size, number of heads and hidden size."""
+        """Check that `patch_size` divides `image_size`, and that `num_heads` and 4 divide `hidden_size`."""
         if self.image_size % self.patch_size:
             yield Violation(
                 "model.patch_size", f"is {self.patch_size} but must divide model.image_size={self.image_size}"

@@ -113,7 +113,7 @@ class SFT:
     temperature: float = setting(0.0, "sampling temperature of text samples; 0: the most likely token", ge=0)
 
     def check_with(self, run: "Config", launch: "Launch") -> Iterator[Violation]:
-        """Check that attention dropout is not combined with tensor parallelism: its masks are for whole layers."""
+        """Check that attention dropout is not combined with tensor parallelism: dropout masks are for whole layers."""
         size = run.distributed.tensor_parallel
         if size > 1 and self.attention_dropout:
             message = f"is {self.attention_dropout:g}, which is not supported with distributed.tensor_parallel"

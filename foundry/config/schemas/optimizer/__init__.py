@@ -39,7 +39,7 @@ class Matched(Multipliers):
 
 
 def _is_factor(name: str, mapping: dict[str, Any]) -> bool:
-    """Return whether a multiplier is missing or a number; null is valid for `wd_mult` (default by parameter kind)."""
+    """Return True if the multiplier `name` is missing, a number or, for `wd_mult`, null (default by parameter kind)."""
     value = mapping.get(name, 1.0)
     return (value is None and name == "wd_mult") or (isinstance(value, (int, float)) and not isinstance(value, bool))
 
@@ -143,7 +143,7 @@ class NsDtype(Enum):
 
     @classmethod
     def following(cls, precision: PrecisionMode) -> "NsDtype":
-        """Return bf16 if the model computes in bf16, otherwise fp32; devices that need fp16 lack native bf16."""
+        """Return bf16 if the model computes in bf16, otherwise fp32, also for fp16: its devices lack native bf16."""
         return cls.bf16 if precision in (PrecisionMode.amp_bfloat16, PrecisionMode.pure_bf16) else cls.fp32
 
 

@@ -94,7 +94,7 @@ class LoRA(Peft):
             yield Violation("peft.target_modules", f"{message}, or train all weights with peft=none")
 
     def check_with(self, run: "Config", launch: "Launch") -> Iterator[Violation]:
-        """Check that the base is one unsharded model, and that optimizer and precision suit adapters."""
+        """Check that the base is one run or folder, and that optimizer, precision and distribution suit adapters."""
         for name, path in weights_of_parts(run.model).items():
             message = f"is {path} but peft=lora saves only adapters, whose base must be one run or folder; train a run"
             remedy = "without peft first, then start from it with model=base"

@@ -130,7 +130,7 @@ class Scheduler:
             )
 
     def check_with(self, run: "Config", launch: "Launch") -> Iterator[Violation]:
-        """Check that no learning rate of the schedule is above its peak, `hparams.lr`."""
+        """Check that `min_lr`, `force_min_lr` and `warmup_init` are not above the peak, `hparams.lr`."""
         lr = run.hparams.lr
         for name in ("min_lr", "force_min_lr", "warmup_init"):
             if getattr(self, name) > lr:
@@ -146,7 +146,7 @@ class Constant(Scheduler):
     _target_: str = "foundry.schedules.Constant.from_durations"
 
     def check(self) -> Iterator[Violation]:
-        """Check that no setting would be ignored by a constant learning rate."""
+        """Check that `min_lr` and `force_min_lr`, which have no effect on a constant learning rate, are 0."""
         yield from super().check()
         for name in ("min_lr", "force_min_lr"):
             if getattr(self, name) != 0:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from foundry.config.schemas.root import Config
 
 EXTRAS = {"foundry.TensorBoard": "tensorboard", "foundry.WandB": "wandb"}
-"""Extra of foundry that installs a tracker's optional package, which has the same name."""
+"""Names of optional packages by tracker; foundry's extra of the same name installs the package."""
 
 
 JSON = "json"
@@ -25,7 +25,7 @@ def parse_progress(text: str) -> None:
     """Check a setting that can be true, false or json.
 
     Raises:
-        ValueError: the text is something else.
+        ValueError: the text is another word.
     """
     if text not in ("True", "False", JSON):
         raise ValueError(f"is {shown(text)} but must be true, false or json")
@@ -92,7 +92,7 @@ class Tracking:
     )
 
     def check(self) -> Iterator[Violation]:
-        """Check trackers and their packages, the values of tags, and the interval of logged norms."""
+        """Check trackers and their packages, tags, the interval of norms, and that settings of MLflow have effect."""
         every, logged = self.norms_every_n_steps, self.log_every_n_steps
         if every is not None and every % logged:
             message = f"is {every} but norms are recorded only at logged steps; set a multiple of {logged}"
@@ -117,7 +117,7 @@ class Tracking:
                 yield Violation(key, missing_message(extra, extra))
 
     def check_with(self, run: "Config", launch: "Launch") -> Iterator[Violation]:
-        """Check that a model to be logged in MLflow is saved at the end, and that transformers can load it."""
+        """Check with `log_model` that checkpoints are saved, and that transformers can load the exported model."""
         if not self.log_model:
             return
         if run.checkpoint.is_off:
