@@ -16,7 +16,7 @@ FOR_THE_BUILDER = ("init_from",)
 
 
 def build(node: Any, *, optional: Mapping[str, Any] | None = None, **runtime: Any) -> Any:
-    """Instantiate `node._target_` with its fields and with values that exist only at run time.
+    """Instantiate the `_target_` of `node` with the node's fields and with values that exist only at run time.
 
     Args:
         node: mapping or schema with `_target_`.
@@ -38,7 +38,7 @@ def field_of(node: Any, name: str, default: Any = None) -> Any:
 
 
 def weights_of_parts(node: Any, prefix: str = "") -> dict[str, str]:
-    """Return the `init_from` of each nested part of a model, keyed by the dotted name of the part in the model."""
+    """Return each `init_from` that a nested part of a model sets, keyed by the dotted name of the part in the model."""
     paths = dict[str, str]()
     children = node if isinstance(node, dict) else {item.name: getattr(node, item.name) for item in fields(node)}
     for key, value in children.items():

@@ -1,4 +1,4 @@
-"""`key=value` arguments of the other commands, with the same grammar, types and errors as those of a run."""
+"""`key=value` arguments of commands other than training, with the grammar, types and errors of a run's overrides."""
 
 import errno
 import json
@@ -67,7 +67,7 @@ class Outcome:
 
 
 def command(schema: type[Options], run: Callable[[Options], Outcome], *, name: str, doc: str) -> None:
-    """Run a command with the arguments after its name, as `run_words`.
+    """Parse the arguments after the command's name, and run the command; errors are handled as in `run_words`.
 
     Args:
         schema: frozen dataclass of `setting`s with the options.
@@ -123,7 +123,7 @@ def take_json(arguments: Sequence[str]) -> tuple[list[str], bool]:
 
 @contextmanager
 def facts_alone() -> Iterator[None]:
-    """Redirect standard output, also of child processes, to standard error, so that the facts are the only output."""
+    """Redirect standard output, also of child processes, to standard error, so that only facts are printed to it."""
     sys.stdout.flush()
     stdout_copy = os.dup(1)
     try:
@@ -283,7 +283,7 @@ def check_output(key: str, path: Path, *, own_name: str | None = None, is_earlie
     Args:
         key: option that names the file.
         path: path of the file.
-        own_name: as in `refusal`.
+        own_name: as `own_output` in `refusal`.
         is_earlier: as in `refusal`.
 
     Raises:
@@ -306,7 +306,7 @@ def check_output_folder(key: str, folder: Path) -> None:
 
 
 def answer_help(arguments: Sequence[str], write_help: Callable[[], str]) -> bool:
-    """Handle `--help` and `--version`; return True if one was given, so that there is nothing else to do.
+    """Print the help page for `--help`, or the versions for `--version`; return True if one of these was given.
 
     Args:
         arguments: arguments after the command's name.

@@ -13,7 +13,7 @@ from foundry.config.build import FOR_THE_BUILDER
 
 R = TypeVar("R")
 SETTINGS = "settings"
-"""Name of the parameter that takes the object."""
+"""Name of the parameter that takes the object of the schema."""
 
 
 def configured_by(schema: type) -> Callable[[Callable[..., R]], Callable[..., R]]:
@@ -79,7 +79,7 @@ def _is_setting(item: "Field[Any]") -> bool:
 
 
 def _from_keywords(schema: type, setting_fields: list["Field[Any]"], keywords: dict[str, Any], name: str) -> Any:
-    """Remove the fields from the keywords, and build the object.
+    """Remove the fields of the schema from the keywords, and build an object of the schema from them.
 
     Raises:
         TypeError: if a field without a default is missing.
@@ -122,7 +122,7 @@ def _default(item: "Field[Any]") -> Any:
 
 
 def _signature_parameters(parameters: Any, setting_fields: list["Field[Any]"]) -> Iterator[Parameter]:
-    """Yield the parameters of the function, with the fields in place of `settings`."""
+    """Yield the parameters of the function, with the fields of the schema in place of the parameter `settings`."""
     function_parameters = [parameter for parameter in parameters if parameter.name != SETTINGS]
     keyword_parameters = [parameter for parameter in function_parameters if parameter.kind is Parameter.VAR_KEYWORD]
     yield from (parameter for parameter in function_parameters if parameter.kind is not Parameter.VAR_KEYWORD)

@@ -67,9 +67,9 @@ class Launch:
     """How the run will be started, as far as composition can know.
 
     Attributes:
-        environment: what torchrun or Slurm say, if one of them started this process.
-        tasks: processes that a launcher starts for each job.
-        distributed: what the run itself starts.
+        environment: rank and sizes of this process by torchrun, submitit or Slurm; one process without these.
+        tasks: number of processes that a sweep's launcher starts for each job.
+        distributed: settings with the number of processes that the run itself starts.
     """
 
     environment: LaunchEnvironment
@@ -123,7 +123,7 @@ def is_local_submitit(environ: Mapping[str, str] | None = None) -> bool:
 
 @contextmanager
 def default_variables(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables that are not set, and unset them on exit.
+    """Set the environment variables in `values` that are not set yet, and unset the added variables on exit.
 
     Enter this context in the main thread: changing the environment while another thread reads it is not safe.
     """
@@ -233,7 +233,7 @@ def _slurm(variables: Mapping[str, str]) -> LaunchEnvironment:
 
 
 def _slurm_local_world_size(variables: Mapping[str, str], world_size: int, num_nodes: int) -> int:
-    """Return the number of tasks on this node, from Slurm's run-length form `2(x3),1`, or assuming an even spread."""
+    """Return the number of tasks on this node: from Slurm's lists, such as `2(x3),1`, or assuming an even spread."""
     counts: list[int] = []
     for item in (variables.get("SLURM_STEP_TASKS_PER_NODE") or "").split(","):
         if match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item):

@@ -7,7 +7,7 @@ from foundry.core.errors import ConfigError, Violation, shown
 
 
 def class_folders(path: str) -> list[Path]:
-    """Return the subfolders of the classes, sorted by name, without hidden ones.
+    """Return the subfolders of an image folder, one per class, sorted by name, without hidden folders.
 
     If there are no subfolders, the result is the folder itself, and all images belong to one class.
 

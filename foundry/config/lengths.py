@@ -12,7 +12,7 @@ from foundry.core.phases import Phases
 
 
 def resolve_batch_sizes(hparams: HParams, *, dp_size: int, tokens_per_sample: int | None) -> BatchSizes:
-    """Return the global batch size over the course of the run, rounded if `hparams.allow_rounding` is set.
+    """Return the global batch size over the course of the run, rounded down if `hparams.allow_rounding` is set.
 
     Raises:
         ValueError: as `unrounded_batch_sizes`, or if a size is rounded down to 0.
@@ -48,7 +48,7 @@ def resolve_budget(
     """Return the length of the run: the shortest of the configured budgets, in whole optimizer steps.
 
     Raises:
-        ConfigError: if it is shorter than one optimizer step, or too long to be counted.
+        ConfigError: if the run is shorter than one optimizer step, or has too many samples to be counted.
     """
     sizes = resolve_batch_sizes(hparams, dp_size=dp_size, tokens_per_sample=tokens_per_sample)
     limits = [

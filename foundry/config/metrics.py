@@ -27,12 +27,12 @@ def val_metric_name(metric: str) -> str:
 
 
 def val_metric_names(metrics: Iterable[str]) -> tuple[str, ...]:
-    """Return the names of metrics in an evaluation, without duplicates."""
+    """Return the names of an objective's metrics when they are computed on held-out data, without duplicates."""
     return tuple(dict.fromkeys(map(val_metric_name, metrics)))
 
 
 def held_out_metrics(objective: object) -> tuple[str, ...] | None:
-    """Return the held-out metrics of an objective or its schema; None if `declared_metrics` returns None."""
+    """Return the names of an objective's metrics on held-out data, with the loss; None if they are not declared."""
     metrics = declared_metrics(objective)
     return None if metrics is None else val_metric_names(("loss", *metrics))
 
@@ -63,9 +63,9 @@ def check_metric(key: str, metric: str, computed: Iterable[str]) -> Iterator[Vio
 
 
 def computed_metrics(config: Config) -> tuple[str, ...] | None:
-    """Return the metrics that evaluations of a run compute; None if one evaluator does not declare its metrics.
+    """Return the metrics that evaluations of a run compute; None if the metrics of one evaluator are unknown.
 
-    Also None if the objective needs an environment that is missing, since the rewards are then unknown.
+    The metrics of `ExactMatch` are unknown if the objective needs rewards but the environment declares none.
     """
     metrics, needs_rewards = list[str](), getattr(config.objective, "needs_rewards", False)
     for node in filter(None, config.evaluation.evaluators.values()):
@@ -110,7 +110,7 @@ def reward_metrics(environment: object) -> tuple[str, ...] | None:
 
 
 def check_metrics(evaluation: Evaluation, keep_best: KeepBest, computed: Iterable[str]) -> Iterator[Violation]:
-    """Check every setting of a run that chooses a metric. Those equal to `evaluation.metric` are checked with it."""
+    """Check every setting of a run that chooses a metric; one equal to `evaluation.metric` gives no second error."""
     metrics, main_metric = list(computed), evaluation.metric
     metric_settings = {
         "evaluation.metric": main_metric,

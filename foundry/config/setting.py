@@ -23,7 +23,7 @@ class OnResume(Enum):
     """Policy for a setting whose value differs from the checkpoint on resume.
 
     Attributes:
-        refused: the change would make it another run.
+        refused: the change would make the resumed run another run.
         schedule: the change is allowed if the learning-rate schedule stays the same; see
             `checkpoint.scheduler_on_resume`.
         data: the setting is a location of data; the content of the data decides.
@@ -142,7 +142,7 @@ def check_fields(node: object, path: str) -> Iterator[Violation]:
 
 
 def check_unused(node: Any, path: str, names: Iterable[str], requirement: str) -> Iterator[Violation]:
-    """Yield a violation for each of these fields that is not at its default, since `requirement` is not set.
+    """Yield a violation for each field in `names` that is not at its default, since `requirement` is not set.
 
     Args:
         node: dataclass of settings.
@@ -198,7 +198,7 @@ def check_value(item: "Field[Any]", value: object, key: str) -> Iterator[Violati
     if problem is None and isinstance(value, (int, float)) and not isinstance(value, bool):
         problem = _number_problem(value, item.metadata.get("bounds", {}), finite=item.metadata.get("finite", True))
         if problem is not None and value <= 0 and (meaning := _NULL.search(item.metadata.get("doc", ""))):
-            problem += f"; {key}={meaning[1]}"  # other frameworks write -1 or 0 for it
+            problem += f"; {key}={meaning[1]}"  # other frameworks write -1 or 0 for null
     if problem is not None:
         yield Violation(key, problem)
 

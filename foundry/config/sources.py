@@ -14,7 +14,7 @@ _HUB_NAME = re.compile(r"(?:[A-Za-z0-9](?:[\w-]|\.(?=\d))*/)[A-Za-z0-9](?:[\w-]|
 
 
 def listed_paths(value: object) -> list[str]:
-    """Return a setting that may be null, one path or a list of paths as a list of strings."""
+    """Return the paths in a setting, which may be null, one path or a list of paths, as a list of strings."""
     if value is None:
         return []
     return [str(path) for path in value] if isinstance(value, (list, tuple)) else [str(value)]
@@ -75,12 +75,12 @@ def refuse_urls(data: object, run: object) -> None:
 
 
 def hub_hint(path: str) -> str:
-    """Return a hint for a path that does not exist but may be the name of a dataset on the Hugging Face hub."""
+    """Return a hint if a missing path may be the name of a dataset on the Hugging Face hub, else an empty string."""
     return f"; for a dataset of the Hugging Face hub, write hf://datasets/{path}" if _is_hub_name(path) else ""
 
 
 def download_hint(path: str, *, of_data: bool = False) -> str:
-    """Return the download command for a path that does not exist but may be a name on the Hugging Face hub.
+    """Return the download command if a missing path may be a name on the Hugging Face hub, else an empty string.
 
     Args:
         path: folder or file that does not exist, as typed.
@@ -96,7 +96,7 @@ def download_hint(path: str, *, of_data: bool = False) -> str:
 
 
 def _is_hub_name(path: str) -> bool:
-    """Return True if a path may be a name on the Hugging Face hub. Paths in an existing folder are not."""
+    """Return True if a path may be a name on the Hugging Face hub: OWNER/NAME, and no local folder is named OWNER."""
     return _HUB_NAME.fullmatch(path) is not None and not Path(path).parent.is_dir()
 
 

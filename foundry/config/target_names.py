@@ -25,7 +25,7 @@ def respelled(content: Any, spell: Callable[[str], str] = public_name) -> Any:
 
 
 def use_public_names(composed: DictConfig) -> None:
-    """Replace older paths in a composed configuration, except in the `hydra` node."""
+    """Replace older paths by public names in each `_target_` of a configuration, except in the `hydra` node."""
     for key in composed:
         if key != "hydra":
             _rename_in(composed, key)
