@@ -67,7 +67,7 @@ class Launch:
     """How the run will be started, as far as composition can know.
 
     Attributes:
-        environment: rank and sizes of this process by torchrun, submitit or Slurm; one process without these.
+        environment: rank and sizes of this process by torchrun, submitit or Slurm; otherwise of a single process.
         tasks: number of processes that a sweep's launcher starts for each job.
         distributed: settings with the number of processes that the run itself starts.
     """
@@ -78,7 +78,7 @@ class Launch:
 
     @property
     def world_size(self) -> int:
-        """Ranks of the run."""
+        """Number of ranks of the run."""
         if self.environment.launcher != "single":
             return self.environment.world_size
         return self.tasks if self.tasks > 1 else self.distributed.nproc_per_node
@@ -233,7 +233,7 @@ def _slurm(variables: Mapping[str, str]) -> LaunchEnvironment:
 
 
 def _slurm_local_world_size(variables: Mapping[str, str], world_size: int, num_nodes: int) -> int:
-    """Return the number of tasks on this node: from Slurm's lists, such as `2(x3),1`, or assuming an even spread."""
+    """Return the number of tasks on this node by Slurm's variables, such as `2(x3),1`, or assuming an even spread."""
     counts: list[int] = []
     for item in (variables.get("SLURM_STEP_TASKS_PER_NODE") or "").split(","):
         if match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item):

@@ -79,7 +79,7 @@ def resolve_budget(
 
 
 def check_lengths(config: Config, budget: Budget) -> Iterator[Violation]:
-    """Check that phases fit into the horizon, and the batch ramp and intervals into the run."""
+    """Check that phases fit into the horizon, the batch ramp into run or horizon, and intervals into the run."""
     horizon = float(budget.total_samples)
     if isinstance(config.scheduler, Scheduler):
         try:

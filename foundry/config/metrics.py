@@ -65,7 +65,8 @@ def check_metric(key: str, metric: str, computed: Iterable[str]) -> Iterator[Vio
 def computed_metrics(config: Config) -> tuple[str, ...] | None:
     """Return the metrics that evaluations of a run compute; None if the metrics of one evaluator are unknown.
 
-    The metrics of `ExactMatch` are unknown if the objective needs rewards but the environment declares none.
+    The metrics of `ExactMatch` are unknown for a custom environment, and if an objective that needs rewards has no
+    environment.
     """
     metrics, needs_rewards = list[str](), getattr(config.objective, "needs_rewards", False)
     for node in filter(None, config.evaluation.evaluators.values()):

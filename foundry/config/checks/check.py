@@ -26,7 +26,7 @@ from foundry.core.tasks import pins
 
 
 def check(composed: DictConfig) -> list[Violation]:
-    """Return the violations of a composed configuration, in a fixed order; bounds and rules need complete values.
+    """Return the violations of a composed configuration in a fixed order; bounds and rules only if no value is missing.
 
     This first modifies the configuration: `model=base` is replaced by the model that it loads, and tasks
     replace values that may have another meaning later, such as the last checkpoint of another run.
@@ -46,7 +46,7 @@ def check(composed: DictConfig) -> list[Violation]:
         return violations
     try:
         config = to_config(composed)
-    except OmegaConfBaseException as error:  # a value inside a user-defined part
+    except OmegaConfBaseException as error:  # an invalid value in a user-defined part
         return [Violation(str(error.full_key or "configuration"), first_line(str(error)))]
     out_of_bounds = list(_check_bounds(config))
     guarded_config = _guard_config(config, {violation.key for violation in out_of_bounds})

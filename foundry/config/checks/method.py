@@ -26,10 +26,9 @@ _LARGE = 1e6
 
 
 def log_method(composed: DictConfig) -> None:
-    """Log the hyperparameters that other options selected, and warn of a learning rate far above the default.
+    """Log which option of `hparams` other options selected, and warn of a rate far above that option's learning rate.
 
-    The default is that of the option of `hparams`. Only rank 0 logs. Nothing is logged in the jobs of a sweep, which
-    may search over learning rates.
+    Only rank 0 logs. Nothing is logged in the jobs of a sweep, which may search over learning rates.
 
     Args:
         composed: checked configuration of the job that Hydra is running.

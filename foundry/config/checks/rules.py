@@ -199,7 +199,7 @@ def _samples(config: Config, launch: Launch) -> Iterator[Violation]:
 
 
 def _sizes(config: Config, launch: Launch) -> Iterator[Violation]:
-    """Check that sizes of model and objective equal the data's, or for model sizes in `_ENOUGH`, are at least equal."""
+    """Check that sizes of model and objective equal the data's; model sizes in `_ENOUGH` may also be larger."""
     for group, pairs, is_wrong, relation in (
         ("model", _same_as_data(config.model), int.__ne__, "must be"),
         ("model", _ENOUGH, int.__lt__, "must be at least"),

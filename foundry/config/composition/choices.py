@@ -102,7 +102,7 @@ def current_files() -> dict[tuple[object, ...], bytes] | None:
 
 
 def keep_choices(choices: Choices | None = None) -> None:
-    """Make all later compositions use this cache. None keeps the current cache, or creates the first one."""
+    """Make all later compositions use this cache. None keeps the current cache, or makes one if none is in use."""
     _current.set(choices or current())
 
 
@@ -122,7 +122,7 @@ def open_repository(
 ) -> tuple[CachingConfigRepository, Exception | None]:
     """Return the repository of options of a loader, and the error about `hydra.searchpath` or None.
 
-    Within a cache of compositions, the result is cached.
+    The result is cached if a cache of compositions is in use.
     """
     return current().open(loader, config_name, overrides)
 

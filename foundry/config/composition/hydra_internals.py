@@ -455,7 +455,7 @@ def register_plugin(name: str, make: Callable[..., Plugin]) -> None:
 
 
 def error_of(result: JobReturn) -> BaseException | None:
-    """Return the exception that a job raised, or None. The property `return_value` would raise it."""
+    """Return the exception that a job raised, or None. The property `return_value` would raise the exception."""
     if result.status is not JobStatus.FAILED:
         return None
     error = require(result, "_return_value")

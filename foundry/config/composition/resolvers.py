@@ -52,7 +52,7 @@ def _unless_given(value: Any, *keys: str, _root_: DictConfig) -> Any:
 
 
 def world_size(nproc_per_node: int) -> int:
-    """Return the number of ranks: from torchrun or Slurm if one of them started this process, else `nproc_per_node`."""
+    """Return the number of ranks: of torchrun, Slurm or submitit if it started this process, else `nproc_per_node`."""
     environment = detect()
     return nproc_per_node if environment.launcher == "single" else environment.world_size
 

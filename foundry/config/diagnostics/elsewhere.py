@@ -133,7 +133,7 @@ def hint(key: str, value: str | None, settings: Collection[str], options: Option
 
 
 def option_hint(group: str, value: str, options: Options) -> str:
-    """Return the hint `; write x=y` for an option in another framework's or another spelling, or an empty string."""
+    """Return the hint `; write x=y` for another framework's name or spelling of an option, or an empty string."""
     rows = [row for row in names() if row.value and plain(row.value) == plain(value)]
     rows = [row for row in rows if group in row.settings or row.key == group]
     rows = [row for row in rows if row.key == group] or rows

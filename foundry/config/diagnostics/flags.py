@@ -67,7 +67,7 @@ class Flag:
 
 
 def find_word(arguments: Sequence[str]) -> int | None:
-    """Return the index of the first word that is not an override, flag or value of a flag; None if no word is.
+    """Return the index of the first argument apart from overrides, flags and their values, or None.
 
     Args:
         arguments: arguments after the program name.
@@ -213,7 +213,7 @@ def _is_flag(word: str) -> bool:
 
 
 def _hydra_flag(name: str, known_flags: Collection[str]) -> str | None:
-    """Return the flag of Hydra that an argument is or abbreviates; for `-cjob`, `-m`, which takes no value either."""
+    """Return the flag of Hydra that an argument is or abbreviates; `-cjob` counts as `-m`: both take no value."""
     if name in known_flags:
         return name
     if name.startswith("--"):

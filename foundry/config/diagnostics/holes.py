@@ -97,7 +97,7 @@ def _is_alike(node: Any, value: object) -> bool:
 
 
 def check_hydra(composed: DictConfig) -> Iterator[Violation]:
-    """Yield an error if launcher or sweeper is not a mapping; with a schema of foundry, the `missing_values` errors."""
+    """Yield errors of launcher and sweeper: not a mapping or, with foundry's schema, the errors of `missing_values`."""
     for name in ("launcher", "sweeper"):
         hydra = OmegaConf.select(composed, "hydra")
         if hydra is None or name not in hydra._content:

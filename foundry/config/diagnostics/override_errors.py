@@ -116,8 +116,8 @@ def find_errors(
     """Explain why composing `overrides` failed with `error`.
 
     The choices of groups are checked first. Then the other overrides are applied one by one to the configuration that
-    the valid choices compose. If that finds errors and `is_run`, the rules check the configuration without the wrong
-    overrides.
+    the valid choices compose. If there are errors and `is_run` is True, the rules also check the configuration without
+    the wrong overrides.
 
     Args:
         loader: Hydra's loader.

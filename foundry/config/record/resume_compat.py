@@ -65,7 +65,7 @@ class Difference:
 
     @property
     def is_allowed(self) -> bool:
-        """True if the policy allows to resume with this difference; False for data, whose content decides."""
+        """True if the policy allows a resume with this difference; False for data, whose content decides."""
         return self.on_resume not in (OnResume.refused, OnResume.data)
 
     @property

@@ -25,7 +25,7 @@ _HYDRA_GROUPS = ("callbacks", "env", "job", "launcher", "run", "sweep", "sweeper
 class _Leaf:
     """Unresolved value with its path, and the key name that tells if the value is a secret.
 
-    For a part of a secret, such as an item of a list, this is the key of the whole secret.
+    For an item of a list or a part of a secret, this is the key of the whole list or secret.
     """
 
     path: str
@@ -135,7 +135,7 @@ def _remedy(path: str) -> str:
 
 
 def _leaves(parent: DictConfig | ListConfig, key: Any, path: str, name: str) -> Iterator[_Leaf]:
-    """Yield the values at and below a key, each with the name of its key; parts of a secret have the secret's name."""
+    """Yield the values at and below a key with their key names; parts of lists and secrets have the whole's name."""
     node: Any = parent._get_node(key)
     if isinstance(node, (DictConfig, ListConfig)) and not (
         node._is_none() or node._is_missing() or node._is_interpolation()

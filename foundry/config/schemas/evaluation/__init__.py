@@ -104,7 +104,7 @@ class Evaluation:
     early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
 
     def __post_init__(self) -> None:
-        """Convert an integer interval to text; in recorded configurations, text means a duration in steps."""
+        """Convert an integer interval to text, since a recorded integer means steps counted anew in each epoch."""
         if type(self.interval) is int and self.interval > 0:
             object.__setattr__(self, "interval", str(self.interval))
 

@@ -143,7 +143,7 @@ class NsDtype(Enum):
 
     @classmethod
     def following(cls, precision: PrecisionMode) -> "NsDtype":
-        """Return bf16 if the model computes in bf16, otherwise fp32, also for fp16: its devices lack native bf16."""
+        """Return bf16 if the model computes in bf16, else fp32, also with fp16: GPUs for fp16 lack native bf16."""
         return cls.bf16 if precision in (PrecisionMode.amp_bfloat16, PrecisionMode.pure_bf16) else cls.fp32
 
 

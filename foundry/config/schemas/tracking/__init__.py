@@ -92,7 +92,7 @@ class Tracking:
     )
 
     def check(self) -> Iterator[Violation]:
-        """Check trackers and their packages, tags, the interval of norms, and that settings of MLflow have effect."""
+        """Check trackers and their packages, tags, the interval of norms, and that MLflow is on if settings need it."""
         every, logged = self.norms_every_n_steps, self.log_every_n_steps
         if every is not None and every % logged:
             message = f"is {every} but norms are recorded only at logged steps; set a multiple of {logged}"
