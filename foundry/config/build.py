@@ -20,7 +20,7 @@ def build(node: Any, *, optional: Mapping[str, Any] | None = None, **runtime: An
 
     Args:
         node: mapping or schema with `_target_`.
-        optional: keyword arguments that are passed only if the part has a parameter of this name that its fields do
+        optional: keyword arguments, each passed only if the part has a parameter of the same name that `node` does
             not set.
         runtime: keyword arguments passed as they are, without being merged into the configuration or copied.
     """

@@ -94,7 +94,7 @@ def computed_metrics(config: Config) -> tuple[str, ...] | None:
 
 @cache
 def _metrics_of_tasks() -> dict[str, tuple[str, ...]]:
-    """Return the metrics of the evaluators of tasks, keyed by `_target_`. Their schemas declare them as `metrics`."""
+    """Return the metrics of the evaluators of tasks, keyed by `_target_`, as their schemas declare in `metrics`."""
     metrics_by_target: dict[str, tuple[str, ...]] = {}
     for value in (value for module in modules_of(EVALUATORS) for value in vars(module).values()):
         target, metrics = getattr(value, "_target_", None), getattr(value, "metrics", None)

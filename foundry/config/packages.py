@@ -34,9 +34,9 @@ def pip_command(package: str, extra: str) -> str:
 def conflict_message() -> str | None:
     """Return a warning if an installed build of 0.1 shares its files with this version; None otherwise.
 
-    The distribution changed its name, so pip installs this version beside 0.1 and overwrites its files. The unrelated
-    package of the old name on the public index has another console script, and a stale `foundry.egg-info` in a checkout
-    has no RECORD: neither causes the warning.
+    The distribution changed its name, so pip installs this version beside 0.1 and overwrites files of 0.1. The
+    unrelated package of the old name on the public index has another console script, and a stale `foundry.egg-info` in
+    a checkout has no RECORD: the package and the egg-info cause no warning.
     """
     folders = _distribution_folders(DISTRIBUTION)
     for folder, version in _distribution_folders(_OLD_DISTRIBUTION).items():

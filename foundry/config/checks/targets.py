@@ -36,7 +36,7 @@ _FOR_HYDRA = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_")
 def runtime_settings(group: str) -> tuple[str, ...]:
     """Return the settings of a group that a part need not accept.
 
-    The run itself reads them, or a preset sets them for all parts.
+    The run itself reads these settings, or a preset sets them for all parts.
     """
     paths = (path for path, metadata in settings() if metadata.get("runtime") and path.startswith(f"{group}."))
     return tuple(dict.fromkeys(path.removeprefix(f"{group}.") for path in paths))

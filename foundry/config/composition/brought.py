@@ -1,8 +1,8 @@
 """Options that are chosen together with other options, such as the hyperparameters of a training method.
 
-Hydra cannot express this. Presets such as `hparams=policy` choose the objective, the objective chooses `hparams`, and a
-defaults list is processed in one order. An option chosen by interpolation cannot override other groups and needs a file
-for every objective, including the user's objectives.
+Hydra cannot express such a choice. Presets such as `hparams=policy` choose the objective, the objective chooses
+`hparams`, and a defaults list is processed in one order. An option chosen by interpolation cannot override other groups
+and needs a file for every objective, including the user's objectives.
 """
 
 from collections.abc import Mapping

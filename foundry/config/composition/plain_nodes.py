@@ -99,7 +99,7 @@ def _schemas() -> dict[str, list[type[Any]]]:
 def _check_value(schema: type[Any], item: "Field[Any]", value: Any, key: str) -> Iterator[Violation]:
     """Check a value that the constructor receives unconverted; a schema would convert the text 5 to a number."""
     if isinstance(value, str) and "${" in value:
-        return  # assigning it to the node would make it an interpolation
+        return  # assigning the text to the node would make an interpolation of it
     node = writable(schema)
     try:
         node[item.name] = value

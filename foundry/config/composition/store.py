@@ -73,7 +73,7 @@ def schemas_in(module: ModuleType) -> list[type[Any]]:
 
 
 def fill_missing_parts(composed: DictConfig) -> None:
-    """Set the optional parts that a configuration lacks, environment and simulator, to their schema for "none"."""
+    """Set environment and simulator to `NoEnvironment` and `NoSimulator` if a configuration lacks them."""
     for item in fields(Config):
         schema: Any = item.default_factory
         if item.type is Any and schema is not NO_DEFAULT and OmegaConf.is_missing(composed, item.name):

@@ -103,7 +103,7 @@ def names_of(key: str) -> tuple[str, ...]:
 
 def own_options(group: str) -> list[str]:
     """Return foundry's own options of a group; empty if there is no group of this name."""
-    from foundry.config.composition.compose import config_dir  # a circular import at module level
+    from foundry.config.composition.compose import config_dir  # would be a circular import at module level
 
     return sorted(path.stem for path in Path(config_dir(), group).glob("*.yaml")) if "." not in group else []
 
@@ -209,7 +209,7 @@ def quoted(override: str) -> str:
 
 @cache
 def _by_suffix() -> dict[str, list[Name]]:
-    """Return the rows, keyed by every suffix of their keys."""
+    """Return the rows of the table, by every suffix of their dotted keys."""
     index = dict[str, list[Name]]()
     for row in names():
         parts = plain(row.key).split(".")

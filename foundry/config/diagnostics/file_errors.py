@@ -86,7 +86,7 @@ def compose_without_wrong_entries(
         compose: composes overrides without checks.
         overrides: valid overrides.
         repo: the options of the groups.
-        chosen_groups: groups with an option chosen by the overrides; choices for them in files are ignored.
+        chosen_groups: groups with an option chosen by the overrides; choices of files for these groups are ignored.
     """
     result, base = Composed(), OmegaConf.create()
 

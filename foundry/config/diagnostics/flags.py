@@ -150,7 +150,7 @@ def refuse(flag: Flag, find_key: Callable[[str], str | None]) -> Violation:
         find_key: returns the full key for a name, or None for an unknown name.
     """
     from foundry.config.composition.store import GROUPS
-    from foundry.config.diagnostics.elsewhere import own_options  # the table is needed for errors only
+    from foundry.config.diagnostics.elsewhere import own_options  # names.csv is needed for errors only
     from foundry.config.diagnostics.names import did_you_mean, meanings
 
     if (key := find_key(flag.key)) is not None:

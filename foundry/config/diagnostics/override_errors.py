@@ -124,7 +124,7 @@ def find_errors(
         config_name: name of the primary configuration.
         compose: composes overrides without checks; the composed configuration may be modified.
         overrides: overrides that failed together.
-        error: exception raised by composing them.
+        error: exception raised by composing `overrides`.
         is_run: the overrides are complete, for one run; False for the fixed overrides of a sweep.
         cache: cache shared with other jobs of the same sweep.
     """

@@ -155,9 +155,9 @@ def load_config(run_dir: Path, *, trust: bool = False) -> Config:
         )  # remembers the secrets; errors are ignored, since an older version may have recorded secrets as text
         for key, text in variables(content):
             if trust:
-                remember(str(OmegaConf.select(merged, key)), text)  # later output shows the variable's name again
+                remember(str(OmegaConf.select(merged, key)), text)  # later output shows the variable's name only
             else:
-                OmegaConf.update(merged, key, text.replace("${", r"\${"))  # escape, to keep the name of the variable
+                OmegaConf.update(merged, key, text.replace("${", r"\${"))  # escape the reference, so that it stays text
         return to_config(merged)
     except (OmegaConfBaseException, ValueError, TypeError) as error:
         raise _run_error(

@@ -28,8 +28,8 @@ class Difference:
 
     Attributes:
         key: dotted key of the setting.
-        old: value in the checkpoint; None if it had no value.
-        new: value in this run; None if it has no value.
+        old: value in the checkpoint; None if the checkpoint has no value.
+        new: value in this run; None if this run has no value.
         is_removed: the checkpoint has the setting, but this version of foundry does not.
     """
 
