@@ -63,9 +63,9 @@ def keyed_integers(
 
 
 def _generators(seed: int, stream: str, positions: Tensor) -> Iterator[np.random.Generator]:
-    """Yield a generator for each position.
+    """Yield a random generator for each position.
 
-    It is one object whose state is reset, which is six times faster than new objects.
+    All positions share one generator object, whose state is reset: six times faster than new objects.
     """
     key = np.frombuffer(hashlib.blake2b(f"{seed}:{stream}".encode(), digest_size=16).digest(), dtype="<u8")
     philox = np.random.Philox(key=key, counter=0)
