@@ -94,11 +94,12 @@ def run(config: Config, run_dir: str | Path | None = None, *, observers: Sequenc
         ConfigError: a setting is invalid. Most errors are found before training, some only during it, such as an
             environment that returns no rewards.
         NonFiniteError: the loss or gradient became NaN or infinite.
-        Stopped: a signal was received and the run is saved; a SystemExit with the shell's exit code for that signal.
+        Stopped: a signal was received, and the run is saved unless checkpoints are off; a SystemExit with the shell's
+            exit code for this signal.
         WorkerFailed: one of several processes failed.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
-    # A run that a signal has stopped would keep its own handlers.
+    # Otherwise the handlers of a run that a signal has stopped would stay installed in the script.
     with restored_handlers() if in_main_thread else nullcontext():
         return _run(config, run_dir, observers)
 
@@ -147,7 +148,7 @@ def _compose(overrides: list[str], config_dir: str | Path | None, config_name: s
 
 
 def _job_logging(composed: DictConfig, run_dir: Path) -> dict[str, Any]:
-    """Return the logging configuration of rank 0 in a separate process."""
+    """Return the logging configuration for rank 0, which runs in a separate process."""
     OmegaConf.update(composed, "hydra.runtime.output_dir", str(run_dir), force_add=True)
     settings: Any = OmegaConf.to_container(composed.hydra.job_logging, resolve=True)
     return dict(settings)

@@ -75,7 +75,7 @@ def send_pending(run_dir: Path, uri: str | None = None) -> int:
 
 
 def send_metrics(run_dir: Path, values: Mapping[str, float], *, step: int, uri: str | None = None) -> str | None:
-    """Add metrics measured after a run to the run in MLflow; if that fails, keep them as pending records.
+    """Add metrics measured after a run to the run in MLflow; if MLflow fails, keep them as pending records.
 
     Args:
         run_dir: run directory; see `send_pending`.
@@ -127,7 +127,7 @@ def _resolve_uri(destination: Destination, uri: str | None) -> str:
 
 
 def _check_artifacts(store: MlflowStore, destination: Destination) -> None:
-    """Refuse a database in the run's folder whose artifacts are elsewhere: it may have come with the run directory.
+    """Refuse an SQLite database whose artifacts are outside of its folder: it may have come with the run directory.
 
     Raises:
         ValueError: the artifacts are outside the folder of the database.
