@@ -1,4 +1,4 @@
-"""Commands that accept all options of a run, and options of their own with a prefix."""
+"""Commands that accept all options of a run, and with a prefix the command's options."""
 
 import sys
 from collections.abc import Callable, Sequence

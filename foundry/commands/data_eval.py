@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from foundry.engine.restore import RestoredRun
 
 _ANSWERED = f"+evaluation.evaluators.exact_match._target_={EXACT_MATCH}"
-"""Override that adds the exact-match evaluator: with an environment, a configuration without it is refused."""
+"""Override that adds the exact-match evaluator, which every configuration with an environment needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +84,8 @@ def measure(path: Path, options: DataOptions, overrides: Sequence[str], compose:
 def _open(path: Path, options: DataOptions, overrides: Sequence[str], compose: Compose) -> "RestoredRun":
     """Return the model with the data to evaluate it on.
 
-    Overrides of data and objective are composed with `model=base`, so that the rules for a run from this model refuse
-    data that does not fit it.
+    Overrides of data and objective are composed with `model=base`, so that the rules for a run that starts from this
+    model refuse data that does not fit the model.
 
     Raises:
         ConfigError: as `measure`.

@@ -47,7 +47,7 @@ def compose(
     Args:
         overrides: overrides as on the command line, such as `hparams.max_steps=10`, except for Hydra's own keys.
         config_dir: folder with additional options, as with `--config-dir`.
-        config_name: primary configuration in that folder, as with `--config-name`; None uses foundry's.
+        config_name: primary configuration in `config_dir`, as with `--config-name`; None uses foundry's.
 
     Raises:
         ConfigError: lists all configuration errors.

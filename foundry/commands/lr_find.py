@@ -196,7 +196,7 @@ def ramp(config: Config, options: FindOptions, run_dir: Path) -> RangeTest:
                 decay = trainer.schedule.weight_decay(samples_before, trainer.progress.samples)
                 try:
                     loss = trainer.step(window, rate, step, weight_decay=decay).loss.item()
-                except (NonFiniteError, LossSpike, PersistentSpikeError):  # a run would end here
+                except (NonFiniteError, LossSpike, PersistentSpikeError):  # a run would end or roll back here
                     break
                 trainer.watchdog.started()
                 rates.append(rate)

@@ -48,8 +48,8 @@ def send_pending(run_dir: Path, uri: str | None = None) -> int:
         The number of records sent; 0 if none were pending.
 
     Raises:
-        ValueError: the directory does not name the run in MLflow, names another store than the user's, or its records
-            are invalid or refer to files of others.
+        ValueError: the directory does not name the run in MLflow or names a store that the user did not select, or its
+            records are invalid or refer to files outside of the directory.
         OSError: a file cannot be read.
         Exception: raised by MLflow; the records are then kept.
     """

@@ -36,7 +36,7 @@ class TaskOptions(EvalOptions):
 
 
 def measure(path: Path, options: TaskOptions, overrides: Sequence[str], compose: object) -> dict[str, Any]:
-    """Evaluate a run with lm_eval, on the folder that `foundry.export` writes, so that others can reproduce the result.
+    """Evaluate a run with lm_eval, on the folder that `foundry.export` writes, so that anyone can reproduce the result.
 
     Args:
         path: run directory or transformers folder.
@@ -100,7 +100,7 @@ def find_tasks(names: Sequence[str], *, trust: bool) -> "tuple[TaskManager, list
     Only descriptions of tasks are read; lm_eval's own tasks are indexed only if a name may refer to one.
 
     Args:
-        names: names of lm_eval's tasks, groups and tags; YAML files that describe a task; folders of such files.
+        names: names of lm_eval's tasks, groups and tags; YAML files that describe a task; folders of YAML files.
         trust: whether to read files, whose functions and templates lm_eval runs.
 
     Raises:

@@ -14,7 +14,7 @@ from foundry.core.errors import shown
 LARGEST_COUNT = 10**18
 """Largest number of samples, tokens or steps; it fits into int64."""
 MOST_STAGES = 10_000
-"""Maximum number of batch sizes in a run; all of them are held in memory."""
+"""Maximum number of batch sizes in a run, which keeps the list of its batch sizes in memory."""
 
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _COUNT = re.compile(r"(?P<number>(\d+\.?\d*|\.\d+)(e\+?\d{1,2})?)(?P<suffix>[kmbt]?)", re.IGNORECASE)
@@ -93,7 +93,7 @@ class BatchSizes:
 
         Args:
             text: entries separated by spaces or commas, in any order.
-            tokens_per_sample: if given, thresholds count tokens and are divided by it, rounding down.
+            tokens_per_sample: if given, thresholds count tokens and are divided by this number, rounding down.
 
         Raises:
             ValueError: the text does not have this format or has too many entries, its smallest threshold is not 0

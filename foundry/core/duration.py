@@ -204,8 +204,7 @@ class Interval:
             step: number of the step, counted from one.
             samples_before: samples consumed before the step.
             samples_after: samples consumed after the step.
-            tokens: tokens consumed before and after the step; None if they are not counted and all samples have equal
-                lengths.
+            tokens: tokens consumed before and after the step; None if the data does not count tokens.
         """
         if self.steps is not None:
             return step % self.steps == 0

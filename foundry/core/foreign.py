@@ -52,7 +52,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def is_out_of_host_memory(error: BaseException) -> bool:
-    """Return whether torch or the system failed to allocate host memory; both raise general exception classes."""
+    """Return whether torch or the system failed to allocate host memory, for which both raise a general exception."""
     return isinstance(error, (RuntimeError, OSError)) and any(text in str(error) for text in _HOST_MEMORY)
 
 

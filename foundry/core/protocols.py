@@ -27,8 +27,8 @@ __getattr__ = find_moved(__name__)
 Microbatch = dict[str, Tensor]
 """One rank's share of one forward pass; the first dimension of every tensor is the sample.
 
-`position`: (batch,) int64, always in host memory: each sample's position in the global order. Random numbers are keyed
-by it; -1 marks padding, a sample that is ignored in sums and counts.
+`position`: (batch,) int64, always in host memory: each sample's position in the global order, the key of its random
+numbers; -1 marks padding, a sample that is ignored in sums and counts.
 
 With packing, the first dimension of some tensors is the packed row instead. `documents` is then the sample index of
 each token, `document_starts`, (entries,) int32, the start of each sample in the flattened rows, and `longest_document`,
@@ -194,7 +194,7 @@ class RunContext:
 
     @property
     def beat(self) -> Callable[[str], None]:
-        """Alias of `heartbeat`, its earlier name."""
+        """Earlier name of `heartbeat`."""
         return self.heartbeat
 
     @property

@@ -46,9 +46,9 @@ def ignore() -> None:
 
 
 def outlive() -> None:
-    """Ignore the stop signals while the parent process is alive, which ends this process by SIGKILL; else exit on one.
+    """Ignore stop signals while the parent process is alive; if it has ended, exit on a stop signal.
 
-    Processes that this process starts or forks handle the signals by default.
+    The parent ends this process by SIGKILL. Processes that this process starts or forks handle the signals by default.
     """
     parent = os.getppid()
 

@@ -50,7 +50,7 @@ class TaskEvaluation:
         measure: function of the run directory, the command's options, the overrides and `compose`, which composes
             overrides; returns the measurements by name.
         options: frozen dataclass of `setting`s; the command adds its common options, such as `run` and `which`.
-        file: name of a file that only run directories with this evaluation contain; empty if it is chosen otherwise.
+        file: name of a file that only run directories with this evaluation contain; empty without such a file.
         groups: config groups that the command line may override in this evaluation.
         described: subject of the evaluation, such as "of policies in a simulator", for errors about options of another
             evaluation.
@@ -91,9 +91,9 @@ class Task:
         resolvers: functions that compute values of the configuration, by name of the OmegaConf resolver.
         pins: functions of a composed configuration that replace values which may have another meaning later, such as
             `last`, and return the violations that they find; called before the configuration is checked.
-        builders: functions of the settings of a config group that build its part, by group. foundry itself has no
+        builders: functions that build the part of a config group from its settings, by group. foundry itself has no
             parts for these groups, only the option `none`.
-        forms: functions of rows and settings that build the data of a dataset with several forms, by form.
+        forms: functions that build data from rows and settings, for datasets with several forms, by form.
         planned: entries of plan.json by name.
         objectives: base classes of objectives, each by the name of an attribute; an objective of another class that has
             this attribute gets the members of the base class that it lacks.

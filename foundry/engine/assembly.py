@@ -140,7 +140,7 @@ def _build_trainer(run: RunContext, trained: Trained) -> Trainer:
 
 
 def _build_norms(run: RunContext, trained: Trained) -> BlockNorms | None:
-    """Return the recorder of norms by block; None if `tracking.norms_every_n_steps` is None."""
+    """Return the recorder of norms by block; None if `tracking.norms_every_n_steps` is not set."""
     every, inner = run.config.tracking.norms_every_n_steps, trained.parallel.inner
     if every is None:
         return None

@@ -40,7 +40,7 @@ is set.
 """
 
 _MOST_BASES = 16
-"""Maximum length of a chain of adapter runs, in which each run is the base of the next one."""
+"""Maximum length of a chain of adapter runs, each of which starts from the one before."""
 
 
 @dataclass(frozen=True)

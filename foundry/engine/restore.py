@@ -221,7 +221,7 @@ def _build_adapted(config: Config, run_dir: Path, checkpoint: Path, *, trust: bo
             return InitialModel(_build(whole_config, run_dir, trust=trust))
         if isinstance(node, HuggingFace) and node.path is not None:
             return InitialModel(_build_model(whole_config))
-        torch.manual_seed(config.hparams.seed)  # initialize again with the same seed
+        torch.manual_seed(config.hparams.seed)  # the run's seed, which gives the base the same random weights again
         return draw_weights(_build_model(whole_config), config.hparams.seed)
 
     world = World.single(torch.device("cpu"))
@@ -275,7 +275,7 @@ def _check_bounds(run_dir: Path, config: Config) -> None:
 
 
 def _data(config: Config, run_dir: Path) -> DataSplits:
-    """Return the run's tokenizer and data files, without samples; if the run has no such files, build its data again.
+    """Return the run's tokenizer and data files, without samples; a run without these files gets its data built again.
 
     If the files exist, no samples are read: the configuration names their path, which may be somebody else's.
 
@@ -337,7 +337,7 @@ def _read_run_files(run_dir: Path) -> dict[str, RunFile]:
 
 
 def _special_tokens(file: Path, tokenizer: Any) -> dict[str, Any]:
-    """Read the stop tokens and the first token of chats; in old runs without the file, ask the tokenizer for its end.
+    """Read the stop tokens and the first token of chats; without the file, as in old runs, use the tokenizer's end.
 
     Raises:
         ConfigError: the file is not in foundry's format.

@@ -149,7 +149,7 @@ def _build_initial(run: RunContext, node: Any, key: str | None = None) -> Initia
     if path is not None and tokenizer is not None:
         check_same(tokenizer, path, None if node is run.config.model else key)
     initial = read_initial(node, path, partial(start_model, run.config), run.world, "model.init_from")
-    if path is None:  # otherwise `init_from` of the whole model applies
+    if path is None:  # weights of the whole model take precedence over `init_from` of its parts
         for weights in weights_of_parts(node).values() if tokenizer is not None else ():
             check_same(tokenizer, Path(weights).expanduser())
         initial = read_parts(initial, node, run.world)

@@ -114,7 +114,8 @@ def _check_tokens(tokenizer: Any, out: Path) -> None:
     """Log a warning if transformers tokenizes the probe text differently from the run.
 
     Some architectures have their own tokenizer class, which `AutoTokenizer` uses regardless of the folder's settings:
-    it keeps the vocabulary but has its own pre-tokenizer (`MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS` of transformers).
+    the class keeps the vocabulary but pre-tokenizes differently (`MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS` of
+    transformers).
     """
     from transformers import AutoTokenizer
 

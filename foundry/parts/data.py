@@ -29,7 +29,7 @@ def build_simulator(node: Any) -> Simulator | None:
     """Build the simulator of the group `simulator`; return None if the group is empty.
 
     Raises:
-        ConfigError: the simulator cannot be built, or `state_dim` or `action_dim` in its settings is not its own.
+        ConfigError: the simulator cannot be built, or its `state_dim` or `action_dim` differs from its settings.
     """
     if field_of(node, "_target_") is None:
         return None

@@ -25,7 +25,7 @@ def build_objective(node: Any, peft: Any, world: World | None = None, tokenizer:
 def with_defaults(part: Any) -> Objective:
     """Return the objective `part` with all attributes of `Objective`; missing ones get their defaults.
 
-    A missing member of a base class in `Task.objectives` is added if the objective has the attribute of that class.
+    An objective with the attribute for which `Task.objectives` names a base class also gets that class's members.
 
     Raises:
         ConfigError: the object lacks `num_valid` or `loss`, or does not allow new attributes.

@@ -91,7 +91,7 @@ class Layout:
         shards, replicated = self.parts(grad_bytes)
         if not accumulates or sync is GradientSync.every:
             return shards + replicated
-        # Offloaded shards are allocated in addition to the whole gradients; other shards replace them.
+        # Offloaded shards of gradients are allocated in addition to whole gradients; shards on the device replace them.
         return replicated + sum(unit.reduced() for unit in self.units) + (shards if self.offloads else 0)
 
     def reducing_units(self, sync: GradientSync, accumulates: bool, *, root: bool = True) -> int:

@@ -58,7 +58,7 @@ class Memory:
         buffers: buffers of the model.
         activations_estimated: activations that the forward pass of one microbatch saves; None if unknown.
         generation: transient: gathered weights, and keys and values of the answers that are generated at a time.
-        host: part of weights, gradients, optimizer and ema that is in host memory instead of device memory.
+        host: part of weights, gradients, optimizer, ema and frozen that is in host memory instead of device memory.
         moments: bytes on the device at each of the moments of `foundry.planning.moments`, without unknown parts.
         note: why `optimizer`, `activations_estimated` or a part of `generation` is unknown; None if all are known.
     """
@@ -110,7 +110,7 @@ def estimate_memory(
         device_type: "cuda" or "cpu"; on a CPU offloading has no effect.
         tokenizer: tokenizer of the data, for objectives that use one; None for data without text.
         answer_tokens: tokens of the longest prompt with an answer, if the objective generates answers.
-        pack_tokens: tokens of a row that holds several answers; None if each has its own row.
+        pack_tokens: tokens of a row that holds several answers; None if each answer has its own row.
 
     Raises:
         ConfigError: the strategy does not fit the number of ranks, or the optimizer does not fit the model.

@@ -111,7 +111,7 @@ class RehearsalRecord:
         steps: number of optimizer steps in this rehearsal.
         last_step: number of the last step.
         result: content of result.json; its losses and metrics are meaningless.
-        plan: planned bytes by part, and their `total`; None if the plan cannot be computed.
+        plan: planned bytes by part, and the planned peak as `total`; None if the memory cannot be planned.
         peaks: peak of each phase, in order of time.
         live: live memory after the last step.
         host_waits: host waits by phase, operation and line.

@@ -215,7 +215,7 @@ def _cells(values: Sequence[float | None], factor: int) -> str:
 
 
 def _count_as_weights(peak: Peak) -> Peak:
-    """Return the peak of the build phase with its tensors counted as weights."""
+    """Return the peak of the build phase with the bytes of `_BUILDING` counted as weights."""
     parts = {**peak.parts}
     parts["weights"] = parts.get("weights", 0) + parts.pop(_BUILDING, 0)
     return Peak(phase=peak.phase, bytes=peak.bytes, parts=parts)

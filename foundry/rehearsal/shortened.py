@@ -57,7 +57,7 @@ def shorten(config: Config, world_size: int, *, saves: bool) -> Config:
     Args:
         config: configuration of the run.
         world_size: number of ranks.
-        saves: write a checkpoint at the end of the run, unless checkpoints are off; its size for this rank is real.
+        saves: write a checkpoint at the end of the run, unless checkpoints are off; this rank's part has its real size.
     """
     samples = config.distributed.dp_size(world_size) * config.hparams.per_gpu_batch_size
     held_out = {name: node for name, node in config.evaluation.evaluators.items() if _is_held_out(node)}
