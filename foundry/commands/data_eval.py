@@ -139,7 +139,7 @@ def _with_data(
     *,
     keeps_objective: bool,
 ) -> "RestoredRun":
-    """Return the run with the data that the overrides select, and with their objective unless `keeps_objective`."""
+    """Return the run with the data, and without `keeps_objective` the objective, that the overrides select."""
     from foundry.engine.restore import retry_if_replaced
     from foundry.parts.data import build_data
 

@@ -153,7 +153,7 @@ class Comparison:
 
     @property
     def is_same(self) -> bool:
-        """True if the settings, plans and results of both runs are equal, and the metrics of all common steps."""
+        """True if settings, plans, results and the metrics of common steps are equal."""
         same = all(_equal(run, against) for _, run, against in self.results)
         return same and not self.settings and not self.plan and self.first_difference is None
 

@@ -126,10 +126,7 @@ def export_checkpoint(options: ExportOptions) -> Path:
 
 
 def _stream_weights(run_dir: Path, out: Path, options: ExportOptions) -> "RestoredRun | None":
-    """Write the weights of a checkpoint one tensor at a time; write nothing and return None if that is not possible.
-
-    See `_stored_weights` for the reason.
-    """
+    """Write the weights of a checkpoint one tensor at a time; return None if `_stored_weights` returns None."""
     from foundry.checkpoint.export_files import write_weights
     from foundry.checkpoint.folder import CheckpointError
     from foundry.engine.restore import open_without_weights
@@ -231,7 +228,7 @@ def _check_base(text: str, out: Path, *, is_merged: bool) -> None:
     """Refuse a folder for the base that cannot be written or is not needed.
 
     Raises:
-        ConfigError: the export is merged, or the folder is `out`, contains files, or cannot be written.
+        ConfigError: the export is merged, or the folder is `out` or contains files.
     """
     if is_merged:
         raise ConfigError(Violation("base", f"is {text} but the export is the base with merged adapters; leave it out"))

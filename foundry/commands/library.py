@@ -99,7 +99,7 @@ def run(config: Config, run_dir: str | Path | None = None, *, observers: Sequenc
         WorkerFailed: one of several processes failed.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
-    # Otherwise the handlers of a run that a signal has stopped would stay installed in the script.
+    # Otherwise the signal handlers of a stopped run would stay installed in the script.
     with restored_handlers() if in_main_thread else nullcontext():
         return _run(config, run_dir, observers)
 

@@ -118,8 +118,8 @@ def find(config: Config, options: FindOptions, run_dir: Path) -> RangeTest | Non
         The result; None on ranks above 0.
 
     Raises:
-        ConfigError: an option is invalid, the run directory contains a run, the objective trains on completions, a part
-            cannot be built, or the loss diverges at once or does not fall.
+        ConfigError: the run directory contains a run, the objective trains on completions, a part cannot be built, or
+            the loss does not fall.
     """
     if options.min >= options.max:
         raise ConfigError(Violation(f"{_PREFIX}min", f"is {options.min:g} but must be below max={options.max:g}"))
@@ -208,7 +208,7 @@ def ramp(config: Config, options: FindOptions, run_dir: Path) -> RangeTest:
 
 
 def _show(is_main: bool, step: int, steps: int, rate: float, loss: float) -> None:
-    """Print a line on rank 0 for the first step and for each tenth of the ramp."""
+    """Print a line on rank 0 for each tenth of the ramp."""
     if is_main and (step == 1 or step % max(1, steps // 10) == 0):
         sys.stdout.write(f"step {step}/{steps}  lr {rate:.2e}  loss {loss:.4f}\n")
         sys.stdout.flush()

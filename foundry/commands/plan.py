@@ -79,7 +79,7 @@ class PlanOptions:
         """Return the overrides of the run that these options imply.
 
         Raises:
-            ConfigError: an option is set that only a rehearsal uses, without `rehearse`.
+            ConfigError: an option requires `rehearse`, which is not set.
         """
         if not self.rehearse:
             only = ("ranks_per_node", "link_gb_per_second", "network_gb_per_second")
@@ -137,7 +137,7 @@ def _schedule_steps(every: int | None, total_steps: int) -> range:
     """Return the numbers of the optimizer steps in schedule.csv, counted from 1.
 
     Raises:
-        ConfigError: `every` selects more than `_MOST_ROWS` steps.
+        ConfigError: there are more than `_MOST_ROWS`.
     """
     rows = total_steps // every if every is not None else 0
     if rows > _MOST_ROWS:
@@ -187,8 +187,7 @@ class _Target:
     Attributes:
         name: name of the device.
         device_type: "cuda" or "cpu".
-        free_bytes: `plan.device_gib` in bytes, if set; else the free memory of this machine's GPU or all memory of
-            `gpu`; None for a CPU.
+        free_bytes: `plan.device_gib`, else the memory of the GPU (on this machine, the free memory); None for a CPU.
         gpu: GPU of a rehearsal or of `plan.device`; None for this machine's device.
     """
 

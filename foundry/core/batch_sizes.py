@@ -69,8 +69,8 @@ class BatchSizes:
         increment / (final - start) the size is start + increment * int(c / P) up to c = over_samples, and final beyond.
 
         Raises:
-            ValueError: `start` or `over_samples` is below 1, or the size does not grow from `start` to `final` in 1 to
-                `MOST_STAGES` whole increments.
+            ValueError: `start` or `over_samples` is below 1, or the size does not grow in 1 to `MOST_STAGES` whole
+                increments.
         """
         if not 0 < start < final or increment <= 0 or (final - start) % increment:
             raise ValueError(f"does not grow from {start} to {final} in increments of {increment}")
@@ -96,8 +96,8 @@ class BatchSizes:
             tokens_per_sample: if given, thresholds count tokens and are divided by this number, rounding down.
 
         Raises:
-            ValueError: the text does not have this format or has too many entries, its smallest threshold is not 0
-                samples, or two thresholds are the same number of samples.
+            ValueError: the text has another format or too many entries, its first threshold is not 0, or two thresholds
+                are the same number of samples.
         """
         entries = [word for word in re.split(r"[\s,]+", text.strip()) if word]
         if not entries:
@@ -125,7 +125,7 @@ class BatchSizes:
 
     @property
     def sizes(self) -> list[int]:
-        """Batch size from each threshold on, in the order of the thresholds."""
+        """Batch sizes in the order of their thresholds."""
         return [size for _, size in self.thresholds]
 
     @property

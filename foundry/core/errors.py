@@ -89,7 +89,7 @@ def contrast(old: object, new: object, format_value: Callable[[object], str] = s
         full_texts = [visible(format_full(value)) for value in (old, new)]
         if full_texts[0] != full_texts[1]:
             break
-    else:  # the values differ only in a secret, which is masked in both texts
+    else:  # a secret, the only difference, is masked in both texts
         return texts
     prefix_length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*full_texts, strict=False)))
     begin = max(0, prefix_length - _BEFORE_DIFFERENCE)

@@ -116,8 +116,8 @@ class RunEnded:
 
     Attributes:
         state: finished, stopped, requeued or failed.
-        reason: reason of the end in one line; empty if the run reached its last step.
-        result: content of result.json if the run finished; empty otherwise.
+        reason: reason in one line; empty if the run finished all its steps.
+        result: content of result.json; empty unless the run finished.
     """
 
     state: str

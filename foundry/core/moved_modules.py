@@ -7,7 +7,7 @@ its old name. Both names share one module object, so patching one also patches t
 import sys
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # every import of foundry runs this module, so it imports as little as possible
+if TYPE_CHECKING:  # not imported at run time, since every import of foundry runs this module
     from collections.abc import Callable, Sequence
     from importlib.machinery import ModuleSpec
     from types import CodeType, ModuleType
@@ -152,7 +152,7 @@ class MovedModules:
     def find_spec(
         fullname: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
     ) -> "ModuleSpec | None":
-        """Return the import spec of an old module or package name; None for other names, and if nothing replaces it."""
+        """Return the import spec of an old module or package name; None for other names."""
         if not fullname.startswith("foundry.") or not MOVED:
             return None
         from importlib.machinery import ModuleSpec, PathFinder

@@ -234,7 +234,7 @@ class EvaluationContext(RunContext):
     Attributes:
         step: optimizer steps taken.
         folder: output folder of rank 0 for files such as samples; may not exist yet.
-        files: files that evaluators have written; an evaluator appends its own, and observers receive the first.
+        files: files that evaluators wrote and appended here; observers receive the first.
     """
 
     step: int
@@ -366,7 +366,7 @@ class CheckpointManager(Protocol):
     """Saves and restores checkpoints of a run; all ranks call every method together, except `is_time`."""
 
     def is_time(self) -> bool:
-        """Return True on rank 0, once each time that its clock makes a checkpoint due; always False on other ranks."""
+        """Return True once each time a checkpoint is due by the clock of rank 0; always False on other ranks."""
         ...
 
     def is_due(self, step: int, samples_before: int, samples_after: int, tokens: tuple[int, int] | None = None) -> bool:
@@ -402,8 +402,8 @@ class CheckpointManager(Protocol):
             wait: return only after the checkpoint is on disk.
 
         Raises:
-            SaveError: `wait` is True and the checkpoint could not be written, or an earlier one could not and
-                `checkpoint.strict_saves` is set.
+            SaveError: `wait` is True and the checkpoint could not be written, or with `checkpoint.strict_saves` an
+                earlier one.
         """
         ...
 

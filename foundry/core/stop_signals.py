@@ -48,7 +48,7 @@ def ignore() -> None:
 def outlive() -> None:
     """Ignore stop signals while the parent process is alive; if it has ended, exit on a stop signal.
 
-    The parent ends this process by SIGKILL. Processes that this process starts or forks handle the signals by default.
+    The parent ends this process by SIGKILL. Processes started or forked from here handle the signals by default.
     """
     parent = os.getppid()
 

@@ -80,7 +80,7 @@ def _keep_tokenizer_files(node: Any, data: DataSplits, run_dir: Path) -> None:
     for name in TOKENIZER_FILES:
         try:
             content = read_bytes(in_hub_cache(source / name))
-        except OSError:  # most tokenizers lack most of these files, and training needs none of them
+        except OSError:  # most of these files are missing, and training needs none of them
             continue
         with replaced_atomically(make_folder(run_dir / TRANSFORMERS) / name) as stream:
             stream.write(content)

@@ -137,7 +137,7 @@ def _train(run: RunContext, observers: list[Observer], stack: ExitStack) -> RunR
 
 
 def _build_judge(environment: Any, stack: ExitStack) -> Judge | None:
-    """Return the judge that scores completions, None without an environment; the judge is closed when the run ends."""
+    """Return the judge that scores completions; None without an environment. The judge is closed with the run."""
     judge = build_judge(environment)
     if judge is not None:
         stack.callback(judge.close)
@@ -186,7 +186,7 @@ def _lock_run_dir(world: World, run_dir: Path, config_hash: str, stack: ExitStac
 
 @contextmanager
 def _record_loss_of_rank_zero(run_dir: Path, world: World) -> Iterator[None]:
-    """Record the run as failed if a collective failed because rank 0, which normally records failures, is dead."""
+    """Record the run as failed if a collective fails and rank 0, which normally records failures, is dead."""
     try:
         yield
     except CollectiveError as error:

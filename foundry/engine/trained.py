@@ -129,7 +129,7 @@ def build_trained(run: RunContext) -> Trained:
 
 
 def _build_without_weights(config: Config) -> InitialModel:
-    """Return the model of a run that resumes from a checkpoint with all weights; its weights are not initialized."""
+    """Return the model of a run, uninitialized since its checkpoint has the weights."""
     return _with_values(InitialModel(build_empty(config)), config.data, partial(build_model, config))
 
 

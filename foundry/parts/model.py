@@ -106,7 +106,7 @@ def draw_weights(model: nn.Module, seed: int, *, without: Iterable[str] = ()) ->
     Args:
         model: the unwrapped model.
         seed: seed of the weights.
-        without: names of submodules that the function does not initialize, since their weights are read from files.
+        without: names of submodules that the function skips, since their weights are read from files.
 
     Raises:
         ConfigError: `initial_weights` does not cover all parameters on the meta device.

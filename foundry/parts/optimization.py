@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def build_budget(config: Config, data: DataSplits, dp_size: int) -> Budget:
-    """Return the length of the run; log a warning if it is too short for early stopping with a patience in epochs.
+    """Return the budget of the run; warn if it is too short for early stopping.
 
     Raises:
         ConfigError: a length in the settings does not fit the data or the run.

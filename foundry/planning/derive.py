@@ -134,8 +134,8 @@ def resolve_phases(schedule: Schedule, budget: Budget) -> list[Phase]:
     """Return the learning-rate phases that the run reaches, in order; empty if the schedule does not define phases."""
     if not isinstance(schedule, HasPhases):
         return []
-    # An update belongs to the phase of its last sample, where it reads the curve; with scheduler.evaluate_at=start, to
-    # the phase of its first sample.
+    # An update belongs to the phase of the sample at which it reads the curve: its last, or with evaluate_at=start its
+    # first.
     reads_start = getattr(schedule, "evaluate_at", None) is EvaluateAt.start
     sizes, total = budget.batch_sizes, budget.total_steps
     phases, last_step = list[Phase](), 0

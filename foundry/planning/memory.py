@@ -60,7 +60,7 @@ class Memory:
         generation: transient: gathered weights, and keys and values of the answers that are generated at a time.
         host: part of weights, gradients, optimizer, ema and frozen that is in host memory instead of device memory.
         moments: bytes on the device at each of the moments of `foundry.planning.moments`, without unknown parts.
-        note: why `optimizer`, `activations_estimated` or a part of `generation` is unknown; None if all are known.
+        note: why a part of the memory is unknown; None if all are known.
     """
 
     weights: int
@@ -108,7 +108,7 @@ def estimate_memory(
         world_size: number of ranks.
         microbatch: real tensors with the shapes of a microbatch; None if unknown, which leaves activations unknown.
         device_type: "cuda" or "cpu"; on a CPU offloading has no effect.
-        tokenizer: tokenizer of the data, for objectives that use one; None for data without text.
+        tokenizer: tokenizer of the data, for objectives that use one.
         answer_tokens: tokens of the longest prompt with an answer, if the objective generates answers.
         pack_tokens: tokens of a row that holds several answers; None if each answer has its own row.
 

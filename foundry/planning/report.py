@@ -183,7 +183,7 @@ def _stage_rows(plan: Mapping[str, Any], max_rows: int = 12) -> list[tuple[str, 
 
 
 def _memory_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return rows on the nonzero parts of the memory, the peak on a device, and the memory available there."""
+    """Return rows with the nonzero parts of the memory, the peak, and the available memory."""
     memory = plan["memory"]
     rows = [
         (name, "unknown" if memory[key] is None else num_bytes(memory[key]))

@@ -25,8 +25,8 @@ def attention_on_cuda(original: Callable[..., Tensor], on_math: Callable[[Tensor
 
     The selection follows `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`: flash attention for half precision
     without a mask and heads of up to 256 numbers, grouped or not; else memory-efficient attention for equal numbers of
-    query and key heads; else the plain formula, also for a head size that is not a multiple of 8 (4 in fp32). A build
-    of torch without CUDA always selects the formula.
+    query and key heads; else the plain formula, also if the head size is no multiple of 8 (4 in fp32). A build of torch
+    without CUDA always selects the formula.
 
     Args:
         original: torch's function, which is still used for tensors on the CPU.

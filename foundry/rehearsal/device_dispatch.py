@@ -218,7 +218,7 @@ class DeviceDispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     del self.largest[_NUM_LARGEST:]
 
     def _read(self, func: Any, tensor: FakeTensor) -> Any:
-        """Return a substitute for values on the device that the host reads; see `DeviceDispatch`."""
+        """Return a substitute for device values that the host reads; see the class."""
         self.wait(func.name())
         if func is aten.equal.default:
             return True

@@ -23,7 +23,7 @@ class Request:
         ranks_per_node: number of ranks on each node.
         device: short name of a GPU.
         steps: number of the last optimizer step.
-        shortens: run one small evaluation and save at most one checkpoint, as in `foundry.rehearsal.shortened.shorten`.
+        shortens: run one small evaluation and save at most one checkpoint; see `shorten`.
     """
 
     config_dir: str

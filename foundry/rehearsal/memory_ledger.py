@@ -81,7 +81,7 @@ class MemoryLedger:
             if entry is not None and entry.reference() is not None:
                 self._resize(entry, storage)
                 return 0
-            if entry is not None:  # the earlier storage at this address is gone; another thread is about to remove it
+            if entry is not None:  # of a freed storage, which another thread is about to remove
                 self._add_bytes(-entry.size, entry.part)
             key = storage._cdata
             reference = weakref.ref(storage, lambda reference: self._leave(key, reference))

@@ -119,7 +119,7 @@ class RehearsalRecord:
         attention: calls of attention kernels by phase, kernel and shape.
         flops: floating-point operations of matrix products, convolutions and attention by phase.
         largest: the largest tensors, largest first.
-        notes: remarks for the user: settings changed for the rehearsal, or why there is no plan.
+        notes: settings that were changed for the rehearsal, and why there is no plan.
     """
 
     world_size: int

@@ -120,9 +120,9 @@ class RehearsalReport:
         return f"{self._above_plan:+.1%} of {num_bytes(self._planned or 0)}"
 
     def _memory_rows(self) -> list[tuple[str, str]]:
-        """Return a row for each part of the memory: its bytes at the peak of each phase, and its bytes in the plan.
+        """Return a row for each part of the memory: its bytes at the peak of each phase, and in the plan.
 
-        All numbers have one unit. The planned parts need not be in memory at the same moment.
+        All numbers have one unit. The planned parts need not occur at the same moment.
         """
         phases = self._phases()
         plan = self.record.plan
