@@ -62,7 +62,7 @@ class RunRecord:
         settings: resolved configuration.
         plan: content of plan.json, nested names joined by dots.
         steps: hash of the metrics of each logged step, by step; a long run's metrics would need gigabytes of memory.
-        evaluations: metrics of each evaluation by name, by step.
+        evaluations: metrics of each evaluation, by step and then by name.
         result: content of result.json, nested names joined by dots; only `status` if the run has not finished.
     """
 

@@ -241,7 +241,7 @@ def _check_base(text: str, out: Path, *, is_merged: bool) -> None:
 def _save_adapters(
     restored: "RestoredRun", peft: "LoRA", run_dir: Path, options: ExportOptions, dtype: "torch.dtype | None"
 ) -> None:
-    """Write adapters in PEFT's format, with the layer names of the exported base, the tokenizer, and the base if asked.
+    """Write adapters in PEFT's format, with the layer names of the exported base, the tokenizer, and if set `base`.
 
     Raises:
         ConfigError: `base` is set, but transformers does not support the model.

@@ -107,7 +107,7 @@ def run(config: Config, run_dir: str | Path | None = None, *, observers: Sequenc
 def _run(config: Config, run_dir: str | Path | None, observers: Sequence[Observer]) -> "RunResult":
     environment, processes = detect(), config.distributed.nproc_per_node
     if environment.rank > 0:
-        return start(config, Path(os.curdir), observers=observers)  # the ranks use rank 0's directory
+        return start(config, Path(os.curdir), observers=observers)  # other ranks use rank 0's directory
     starts_ranks = processes > 1 and environment.launcher == "single"
     if starts_ranks and threading.current_thread() is not threading.main_thread():
         message = f"is {processes} but only the main thread can start processes; call run() there, or set it to 1"

@@ -230,7 +230,7 @@ def _rehearse(
     """Rehearse the run, print its tables, and return the `rehearsal` section of plan.json.
 
     Raises:
-        ConfigError: raised by the run.
+        ConfigError: a setting of the run is invalid, or cannot be rehearsed.
         SystemExit: the run failed; the reason has been printed.
     """
     from foundry.planning.report import show_sections

@@ -37,7 +37,7 @@ class SyncOptions:
 
 
 def send_pending(run_dir: Path, uri: str | None = None) -> int:
-    """Send the records that a run could not deliver, and delete the file with them.
+    """Send the records that a run could not deliver, and delete the file that holds the records.
 
     Args:
         run_dir: run directory, possibly from an untrusted source: it does not decide where its records are sent, or

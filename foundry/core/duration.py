@@ -159,7 +159,7 @@ class Interval:
     """Schedule of a recurring event: every so many optimizer steps, samples or tokens.
 
     Attributes:
-        steps: optimizer steps between events, or None.
+        steps: optimizer steps between events; None if the interval has another unit.
         samples: samples between events, unless `steps` or `tokens` applies; an event is due at the step that reaches a
             multiple.
         tokens: tokens between events, if the run counts its tokens; None if the interval has another unit.
@@ -230,7 +230,7 @@ class EpochInterval:
 
     A batch belongs to the epoch of its first sample. So if an epoch is not an integer number of batches, its last batch
     includes the first samples of the next epoch. If batches grow, later epochs have fewer batches. An interval may be
-    longer than the run; then no event is due.
+    longer than the run if the epoch is longer too; then no event is due.
 
     Attributes:
         every: an integer number of batches, or a fraction of the epoch's batches; at least one batch, at most the

@@ -1,4 +1,4 @@
-"""Events that observers receive, always between two optimizer steps."""
+"""Events that observers receive; no event is sent during an optimizer step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -40,7 +40,7 @@ def keyed_uniform(seed: int, positions: Tensor, *, stream: str, device: torch.de
 
 
 def keyed_sequences(seed: int, positions: Sequence[int], length: int, *, stream: str) -> Tensor:
-    """Return uniform numbers in [0, 1), (batch, length) float64; a shorter sequence is a prefix of a longer one.
+    """Return uniform numbers in [0, 1), (batch, length) float64; a shorter row is a prefix of a longer one's numbers.
 
     Args:
         seed: as in `keyed_normal`.

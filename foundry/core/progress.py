@@ -13,7 +13,7 @@ from foundry.core.state_values import read_count, read_optional_count
 
 @dataclass(kw_only=True)
 class Progress:
-    """Progress of a run, which advances only after an optimizer step.
+    """Progress of a run, counted in whole optimizer steps.
 
     Attributes:
         samples_per_epoch: samples in one pass over the training data.

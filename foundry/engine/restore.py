@@ -337,7 +337,7 @@ def _read_run_files(run_dir: Path) -> dict[str, RunFile]:
 
 
 def _special_tokens(file: Path, tokenizer: Any) -> dict[str, Any]:
-    """Read the stop tokens and the first token of chats; without the file, as in old runs, use the tokenizer's end.
+    """Read the stop tokens and the first token of chats; without the file, as in old runs, use the end token only.
 
     Raises:
         ConfigError: the file is not in foundry's format.

@@ -25,7 +25,7 @@ def build_objective(node: Any, peft: Any, world: World | None = None, tokenizer:
 def with_defaults(part: Any) -> Objective:
     """Return the objective `part` with all attributes of `Objective`; missing ones get their defaults.
 
-    An objective with the attribute for which `Task.objectives` names a base class also gets that class's members.
+    An objective with an attribute that is a key of `Task.objectives` also gets the members of that base class.
 
     Raises:
         ConfigError: the object lacks `num_valid` or `loss`, or does not allow new attributes.

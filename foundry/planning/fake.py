@@ -44,7 +44,7 @@ def build_fake(make: Callable[[], nn.Module]) -> FakeModel:
 
 
 def build_adapted(config: Config) -> nn.Module:
-    """Build the model of a run with its adapters, if any, without loading the weights of the base model.
+    """Build the model of a run with its adapters, if any. Within `build_fake`, no weights of a base are loaded.
 
     Raises:
         ConfigError: the settings select a layer that the model does not have, or that does not support adapters.

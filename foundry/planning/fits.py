@@ -71,7 +71,7 @@ def read_longest(data: DataSplits, num_samples: int) -> Microbatch:
 
 
 def answer_tokens(config: Config, data: DataSplits) -> int | None:
-    """Return the tokens of the longest prompt with the longest answer; None if no answers are generated to prompts."""
+    """Return the tokens of the longest prompt with the longest answer; None without prompts or without generation."""
     max_new_tokens = field_of(config.objective, "max_new_tokens") if data.train_prompts else None
     return (
         None

@@ -271,7 +271,7 @@ def _optimizer_state(config: Config, model: nn.Module) -> tuple[dict[Tensor, int
         for optimizer in optimizers:
             fused = [group for group in optimizer.param_groups if group.get("fused")]
             for group in fused:
-                # The state is the same, and some fused kernels do not support fake tensors.
+                # Without fused kernels the state is the same; some fused kernels do not support fake tensors.
                 group["fused"] = False
             optimizer.step()
             for tensor, parameter_state in optimizer.state.items():

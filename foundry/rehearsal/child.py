@@ -149,7 +149,7 @@ def _join(config: Distributed, environment: LaunchEnvironment, backend: str, dev
 
 @contextmanager
 def _ranks(world_size: int, ranks_per_node: int) -> Iterator[None]:
-    """Set the environment variables that a launcher sets for rank 0."""
+    """Context manager that sets the environment variables that a launcher sets for rank 0 of several ranks."""
     environment = dict(os.environ)
     for name in [name for name in os.environ if name.startswith(("SLURM_", "TORCHELASTIC_"))]:
         del os.environ[name]

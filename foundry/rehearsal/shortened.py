@@ -16,7 +16,7 @@ _LONGEST_WAIT_SECONDS = 10.0**6
 
 
 def take_steps(config: Config, steps: int, world_size: int) -> tuple[Config, list[str]]:
-    """Return the configuration with a budget in steps, and notes on settings that cannot be rehearsed.
+    """Return the configuration with a budget of `steps` steps, and notes on settings that cannot be rehearsed.
 
     Args:
         config: configuration of the run.
