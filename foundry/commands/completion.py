@@ -67,7 +67,7 @@ def _with_prefix(last: str, words: Iterable[str]) -> Iterator[str]:
 
 
 def _complete_command(name: str, words: list[str], last: str) -> Iterator[str]:
-    """Yield the options of a command, and the overrides that it accepts."""
+    """Yield the candidates for a command: its own options, and the overrides that it accepts."""
     module, schema = import_module(f"foundry.commands.{name}"), OPTIONS[name]
     if name == "eval":
         options, groups = module.options_for(words)
@@ -86,7 +86,7 @@ def _complete_command(name: str, words: list[str], last: str) -> Iterator[str]:
 
 
 def _complete_options(schema: type[Any], last: str, prefix: str = "") -> Iterator[str]:
-    """Yield names of options, or values of the option at the start of `last`."""
+    """Yield the names of options that complete `last`, or after `=` the values of the option."""
     key, equals, value = last.partition("=")
     hints = get_type_hints(schema)
     if not equals:
@@ -96,7 +96,7 @@ def _complete_options(schema: type[Any], last: str, prefix: str = "") -> Iterato
 
 
 def _values(key: str, hint: Any, value: str) -> list[str]:
-    """Return candidate values: all values of an enumeration or a boolean, matching files for a string."""
+    """Return candidate values: true and false, members of an enumeration, last and best for `which`, files for text."""
     kinds = get_args(hint) or (hint,)
     if bool in kinds:
         return ["true", "false"]

@@ -1,4 +1,4 @@
-"""Commands that accept all options of a run, and options of their own with a prefix."""
+"""Commands that accept all options of a run, and with a prefix the command's options."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -44,12 +44,12 @@ def run_composed(
     Args:
         schema: frozen dataclass of `setting`s with the command's own options, which are typed as `plan.every` for
             `foundry.plan`, or as `every` if no config group has that name.
-        work: called with the composed configuration, these options, and a new run directory; returns None on ranks
-            above 0.
+        work: called with the composed configuration, the command's own options, and a new run directory; returns None
+            on ranks above 0.
         name: name of the command, for the help page.
         doc: description of the command, for the help page.
-        overrides_of: returns the overrides of the run that these options imply; they follow the overrides of the
-            command line. It may raise a ConfigError, whose keys have no prefix.
+        overrides_of: returns the overrides of the run that the command's own options imply; they follow the overrides
+            of the command line. It may raise a ConfigError, whose keys have no prefix.
     """
     prefix = name.rpartition(".")[2] + "."
     names = {option.name for option in fields(schema)}  # type: ignore[arg-type]
@@ -88,7 +88,7 @@ def run_composed(
 
 
 def split_options(schema: type[Any], prefix: str, words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split arguments into the command's own options, without the prefix, and the arguments of the run."""
+    """Return the command's own options among the arguments, without the prefix, and the remaining arguments."""
     unprefixed = {option.name for option in fields(schema)}.difference(GROUPS)
     own_options = [word for word in words if word.startswith(prefix) or word.partition("=")[0] in unprefixed]
     return [word.removeprefix(prefix) for word in own_options], [word for word in words if word not in own_options]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from foundry.engine.restore import RestoredRun
 
 _ANSWERED = f"+evaluation.evaluators.exact_match._target_={EXACT_MATCH}"
-"""Override that adds the exact-match evaluator, since an environment without one is refused."""
+"""Override that adds the exact-match evaluator, which every configuration with an environment needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +84,8 @@ def measure(path: Path, options: DataOptions, overrides: Sequence[str], compose:
 def _open(path: Path, options: DataOptions, overrides: Sequence[str], compose: Compose) -> "RestoredRun":
     """Return the model with the data to evaluate it on.
 
-    Overrides of data and objective are composed with `model=base`, so that the rules for a run from this model refuse
-    data that does not fit it.
+    Overrides of data and objective are composed with `model=base`, so that the rules for a run that starts from this
+    model refuse data that does not fit the model.
 
     Raises:
         ConfigError: as `measure`.
@@ -139,7 +139,7 @@ def _with_data(
     *,
     keeps_objective: bool,
 ) -> "RestoredRun":
-    """Replace the data by the data that the overrides select."""
+    """Return the run with the data, and without `keeps_objective` the objective, that the overrides select."""
     from foundry.engine.restore import retry_if_replaced
     from foundry.parts.data import build_data
 
@@ -156,7 +156,7 @@ def _with_data(
 
 
 def _with_own_data(restored: "RestoredRun", path: Path, *, trust: bool) -> "RestoredRun":
-    """Build the data of a run, with the tokenizer and the chat template of its directory."""
+    """Return the run with its own data, built with the tokenizer and the chat template of the run directory."""
     from foundry.config.record.frozen import load_config
     from foundry.config.sources import refuse_urls
     from foundry.engine.restore import build_part
@@ -170,7 +170,7 @@ def _with_own_data(restored: "RestoredRun", path: Path, *, trust: bool) -> "Rest
     if hasattr(config.data, "cache_dir"):
         files["cache_dir"] = os.environ.get("FOUNDRY_CACHE", ".cache/foundry")
     optional = offered_to_data(config.simulator)
-    if files:  # do not read from the base's folder, or write to the paths in the settings
+    if files:  # so that the data reads no file of the base, and writes no cache to the path in the settings
         config = replace(config, data=replace(config.data, **files))
     return replace(
         restored, config=config, data=build_part(config, "data", seed=config.hparams.seed, optional=optional)
@@ -178,10 +178,10 @@ def _with_own_data(restored: "RestoredRun", path: Path, *, trust: bool) -> "Rest
 
 
 def _build_evaluators(restored: "RestoredRun", options: DataOptions, judge: Any) -> dict[str, Any]:
-    """Build the evaluators: validation loss, unless the objective needs frozen models, and exact match with rewards.
+    """Build evaluators of the loss, if the objective needs no frozen models, and of exact match, if there are prompts.
 
     Raises:
-        ConfigError: there is nothing to evaluate.
+        ConfigError: the objective needs frozen models, and the data has no prompts.
     """
     from foundry.engine.restore import build_part
     from foundry.evaluators.exact_match import ExactMatch
@@ -218,7 +218,7 @@ def _torchmetrics(config: Any, target: str) -> dict[str, Any]:
 
 
 def _with_perplexity(metrics: dict[str, float], config: Any) -> dict[str, float]:
-    """Insert the perplexity after the loss, if the loss is a cross-entropy of tokens."""
+    """Insert the perplexity after the loss, if the loss was measured and `hparams.loss_function` is cross_entropy."""
     nats = metrics.get("cross_entropy", metrics.get("loss"))
     if nats is None or config.hparams.loss_function != "cross_entropy":
         return metrics

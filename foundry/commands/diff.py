@@ -61,9 +61,9 @@ class RunRecord:
         folder: the directory.
         settings: resolved configuration.
         plan: content of plan.json, nested names joined by dots.
-        steps: hash of the metrics of each logged step, by step; the records of a long run would need gigabytes.
-        evaluations: metrics of each evaluation by name, by step.
-        result: content of result.json, nested names joined by dots; the state if the run has not finished.
+        steps: hash of the metrics of each logged step, by step; a long run's metrics would need gigabytes of memory.
+        evaluations: metrics of each evaluation, by step and then by name.
+        result: content of result.json, nested names joined by dots; only `status` if the run has not finished.
     """
 
     folder: Path
@@ -100,7 +100,7 @@ class RunRecord:
         return cls(folder, settings, dict(flat(plan)), steps, evaluations, dict(flat(result)))
 
     def logged(self, step: int) -> Mapping[str, Any]:
-        """Return the metrics of a logged step by name; reads the file again."""
+        """Return the metrics of a logged step by name, read from metrics.jsonl again."""
         records = [record for record in read_step(self.folder, step) if not is_evaluation(record)]
         return records[-1] if records else {}
 
@@ -141,7 +141,7 @@ class Comparison:
 
     @cached_property
     def first_difference(self) -> tuple[int, str, Any, Any] | None:
-        """First common step with different numbers: step, metric and both values; None if all are equal."""
+        """Step, metric and both values of the first difference in a step that both runs have; None without one."""
         run, against = self.run, self.against
         logged = (step for step in self.common_steps if run.steps[step] != against.steps[step])
         evaluated = sorted(run.evaluations.keys() & against.evaluations.keys())
@@ -153,7 +153,7 @@ class Comparison:
 
     @property
     def is_same(self) -> bool:
-        """True if nothing differs."""
+        """True if settings, plans, results and the metrics of common steps are equal."""
         same = all(_equal(run, against) for _, run, against in self.results)
         return same and not self.settings and not self.plan and self.first_difference is None
 
@@ -203,7 +203,7 @@ def compare(run: Path, against: Path) -> Comparison:
 
 
 def curves_figure(comparison: Comparison) -> "Figure":
-    """Plot the training loss and each evaluation metric that both runs have, one panel each."""
+    """Plot the training loss and the evaluation metrics that both runs have, one panel each, at most `_MOST_PANELS`."""
     runs = (comparison.run, comparison.against)
     losses = [{step: {"loss": value} for step, value in _read_losses(run)} for run in runs]
     curves: list[tuple[str, list[Mapping[int, Mapping[str, Any]]]]] = [("loss", [*losses])]

@@ -120,7 +120,10 @@ def group_of(override: str) -> str:
 
 
 def _choose(words: Sequence[str], run: Path | None) -> TaskEvaluation:
-    """Select the evaluation: lm_eval tasks if `tasks` is given, else the evaluation of the run's task, else `DATA`."""
+    """Select the evaluation: lm_eval tasks if `tasks` is given, else the evaluation of the run's task, else `DATA`.
+
+    `DATA` also applies if the evaluation of the run's task does not accept all overridden groups.
+    """
     keys = {group_of(word) for word in words}
     if "tasks" in keys:
         return LM_EVAL
@@ -183,7 +186,7 @@ def _write(out: Path, result: dict[str, Any]) -> None:
 def _track(path: Path, uri: str | None, result: Mapping[str, Any], overrides: Sequence[str]) -> None:
     """Add the result to the run in MLflow, as `eval/loss`, or for a task as `eval/sums/acc`.
 
-    Results on other data than the run's include the name of that data: `eval/test/loss`.
+    The names of results on other data, or in another simulator, include the name of these: `eval/test/loss`.
     """
     from foundry.commands.sync import send_metrics
     from foundry.run_dir.checkpoints import NAME
@@ -204,7 +207,7 @@ def _track(path: Path, uri: str | None, result: Mapping[str, Any], overrides: Se
 
 
 def _data_names(overrides: Sequence[str]) -> list[str]:
-    """Return names of the data and the simulator that overrides put in place of the run's own."""
+    """Return the names of the data and of the simulator in the overrides, which replace the run's own."""
     values = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
     data = Path(values.get("data.path", "").strip("'\"")).stem or values.get("data")
     return [name for name in (data, values.get("simulator")) if name]

@@ -66,15 +66,16 @@ def export(options: ExportOptions) -> Outcome:
 def export_checkpoint(options: ExportOptions) -> Path:
     """Write weights, a model card and the files of the run's data; for a language model also the transformers config.
 
-    Weights are written to model.safetensors, or above 5 GB to several files with an index; they are read from the
-    checkpoint and written one tensor at a time. For a run with adapters, write a PEFT folder instead, or with `merge`
-    the base model with the adapters merged.
+    Weights are written to model.safetensors, or above 5 GB to several files with an index. A built-in model without
+    adapters is read from the checkpoint one tensor at a time, if its export only renames tensors. For a run with
+    adapters, write a PEFT folder instead, or with `merge` the base model with the adapters merged.
 
     Returns:
         The folder of the checkpoint.
 
     Raises:
-        ConfigError: the run or checkpoint does not exist, `out` contains files, or there are no adapters to merge.
+        ConfigError: the run or checkpoint does not exist, `out` contains files, or `merge` or `base` is set for a run
+            without adapters.
     """
     out = folder_option("out", options.out)
     check_output_folder("out", out)
@@ -125,7 +126,7 @@ def export_checkpoint(options: ExportOptions) -> Path:
 
 
 def _stream_weights(run_dir: Path, out: Path, options: ExportOptions) -> "RestoredRun | None":
-    """Write the weights of a checkpoint one tensor at a time; return None if `_stored_weights` does."""
+    """Write the weights of a checkpoint one tensor at a time; return None if `_stored_weights` returns None."""
     from foundry.checkpoint.export_files import write_weights
     from foundry.checkpoint.folder import CheckpointError
     from foundry.engine.restore import open_without_weights
@@ -203,7 +204,7 @@ def _weights_in_memory(model: "nn.Module", dtype: "torch.dtype | None") -> "dict
 
 
 def _source_dtype(model: "nn.Module") -> "torch.dtype | None":
-    """Return the dtype of the model's original transformers folder; None for other models."""
+    """Return the dtype of the transformers folder that the model was read from; None for other models."""
     from foundry.core.model_hooks import hook
 
     return None if (hf_config := hook(model, "hf_config")) is None else hf_config().dtype
@@ -213,7 +214,7 @@ def _save_for_transformers(config: Any, data: "DataSplits", run_dir: Path, out: 
     """Call `save_for_transformers` with the files of the run directory.
 
     Raises:
-        ConfigError: one of these files is damaged.
+        ConfigError: one of the files of the run directory is damaged.
     """
     from foundry.engine.transformers_files import save_for_transformers
 
@@ -227,7 +228,7 @@ def _check_base(text: str, out: Path, *, is_merged: bool) -> None:
     """Refuse a folder for the base that cannot be written or is not needed.
 
     Raises:
-        ConfigError: states the reason.
+        ConfigError: the export is merged, or the folder is `out` or contains files.
     """
     if is_merged:
         raise ConfigError(Violation("base", f"is {text} but the export is the base with merged adapters; leave it out"))
@@ -240,10 +241,10 @@ def _check_base(text: str, out: Path, *, is_merged: bool) -> None:
 def _save_adapters(
     restored: "RestoredRun", peft: "LoRA", run_dir: Path, options: ExportOptions, dtype: "torch.dtype | None"
 ) -> None:
-    """Write adapters in PEFT's format, with the layer names of the exported base, the tokenizer, and the base if asked.
+    """Write adapters in PEFT's format, with the layer names of the exported base, the tokenizer, and if set `base`.
 
     Raises:
-        ConfigError: the base should be written for transformers, which does not support this model.
+        ConfigError: `base` is set, but transformers does not support the model.
     """
     from peft import LoraConfig
     from safetensors.torch import save_file

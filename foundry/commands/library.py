@@ -47,7 +47,7 @@ def compose(
     Args:
         overrides: overrides as on the command line, such as `hparams.max_steps=10`, except for Hydra's own keys.
         config_dir: folder with additional options, as with `--config-dir`.
-        config_name: primary configuration in that folder, as with `--config-name`; None uses foundry's.
+        config_name: primary configuration in `config_dir`, as with `--config-name`; None uses foundry's.
 
     Raises:
         ConfigError: lists all configuration errors.
@@ -94,11 +94,12 @@ def run(config: Config, run_dir: str | Path | None = None, *, observers: Sequenc
         ConfigError: a setting is invalid. Most errors are found before training, some only during it, such as an
             environment that returns no rewards.
         NonFiniteError: the loss or gradient became NaN or infinite.
-        Stopped: a signal was received and the run is saved; a SystemExit with the shell's exit code for that signal.
+        Stopped: a signal was received, and the run is saved unless checkpoints are off; a SystemExit with the shell's
+            exit code for this signal.
         WorkerFailed: one of several processes failed.
     """
     in_main_thread = threading.current_thread() is threading.main_thread()
-    # A run that a signal has stopped would keep its own handlers.
+    # Otherwise the signal handlers of a stopped run would stay installed in the script.
     with restored_handlers() if in_main_thread else nullcontext():
         return _run(config, run_dir, observers)
 
@@ -106,7 +107,7 @@ def run(config: Config, run_dir: str | Path | None = None, *, observers: Sequenc
 def _run(config: Config, run_dir: str | Path | None, observers: Sequence[Observer]) -> "RunResult":
     environment, processes = detect(), config.distributed.nproc_per_node
     if environment.rank > 0:
-        return start(config, Path(os.curdir), observers=observers)  # the ranks use rank 0's directory
+        return start(config, Path(os.curdir), observers=observers)  # other ranks use rank 0's directory
     starts_ranks = processes > 1 and environment.launcher == "single"
     if starts_ranks and threading.current_thread() is not threading.main_thread():
         message = f"is {processes} but only the main thread can start processes; call run() there, or set it to 1"
@@ -147,7 +148,7 @@ def _compose(overrides: list[str], config_dir: str | Path | None, config_name: s
 
 
 def _job_logging(composed: DictConfig, run_dir: Path) -> dict[str, Any]:
-    """Return the logging configuration of rank 0 in a separate process."""
+    """Return the logging configuration for rank 0, which runs in a separate process."""
     OmegaConf.update(composed, "hydra.runtime.output_dir", str(run_dir), force_add=True)
     settings: Any = OmegaConf.to_container(composed.hydra.job_logging, resolve=True)
     return dict(settings)

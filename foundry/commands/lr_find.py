@@ -84,7 +84,7 @@ class RangeTest:
 
     @property
     def suggestion(self) -> float | None:
-        """Rate of the steepest descent before the minimum of the smoothed loss; None if the loss does not fall."""
+        """Rate of the steepest descent before the minimum of the smoothed loss; None without a fall above its noise."""
         lines = [line for line in self._lines if math.isfinite(line[0])]
         if not lines:
             return None
@@ -94,7 +94,7 @@ class RangeTest:
         return self.rates[steepest] if fall > _CLEAR * self._noise(lowest) else None
 
     def _noise(self, last: int) -> float:
-        """Return the standard error of a smoothed loss, estimated from the differences of neighboring losses."""
+        """Return the standard error of a smoothed loss, from the differences of neighboring losses up to `last`."""
         differences = [b - a for a, b in pairwise(self.losses[: last + 1]) if math.isfinite(a + b)]
         if not differences:
             return 0.0
@@ -110,7 +110,7 @@ def find(config: Config, options: FindOptions, run_dir: Path) -> RangeTest | Non
     """Train through the ramp, write the result into the run directory, and print the suggested rate.
 
     Args:
-        config: configuration of the run; schedule, budget, checkpoints and evaluations are ignored.
+        config: configuration of the run; its learning rates, budget, checkpoints and evaluations are ignored.
         options: options of the ramp.
         run_dir: directory without a run.
 
@@ -118,7 +118,8 @@ def find(config: Config, options: FindOptions, run_dir: Path) -> RangeTest | Non
         The result; None on ranks above 0.
 
     Raises:
-        ConfigError: the run directory contains a run, the objective trains on completions, or a part cannot be built.
+        ConfigError: the run directory contains a run, the objective trains on completions, a part cannot be built, or
+            the loss does not fall.
     """
     if options.min >= options.max:
         raise ConfigError(Violation(f"{_PREFIX}min", f"is {options.min:g} but must be below max={options.max:g}"))
@@ -140,7 +141,7 @@ def find(config: Config, options: FindOptions, run_dir: Path) -> RangeTest | Non
 
 
 def ramp(config: Config, options: FindOptions, run_dir: Path) -> RangeTest:
-    """Train through the ramp on this process and those started with it; all ranks return the same result.
+    """Train through the ramp as one rank of the run; all ranks call this and return the same result.
 
     Raises:
         ConfigError: the objective trains on completions, or a part cannot be built.
@@ -195,7 +196,7 @@ def ramp(config: Config, options: FindOptions, run_dir: Path) -> RangeTest:
                 decay = trainer.schedule.weight_decay(samples_before, trainer.progress.samples)
                 try:
                     loss = trainer.step(window, rate, step, weight_decay=decay).loss.item()
-                except (NonFiniteError, LossSpike, PersistentSpikeError):  # a run would end here
+                except (NonFiniteError, LossSpike, PersistentSpikeError):  # a run would end or roll back here
                     break
                 trainer.watchdog.started()
                 rates.append(rate)
@@ -207,7 +208,7 @@ def ramp(config: Config, options: FindOptions, run_dir: Path) -> RangeTest:
 
 
 def _show(is_main: bool, step: int, steps: int, rate: float, loss: float) -> None:
-    """Print a line for each tenth of the ramp."""
+    """Print a line on rank 0 for each tenth of the ramp."""
     if is_main and (step == 1 or step % max(1, steps // 10) == 0):
         sys.stdout.write(f"step {step}/{steps}  lr {rate:.2e}  loss {loss:.4f}\n")
         sys.stdout.flush()

@@ -20,8 +20,8 @@ _LIKE_A_COMMAND = 0.7
 def main(config_dir: Path | None = None, config_name: str | None = None) -> None:
     """Entry point of commands and runs, and of a project's own command.
 
-    The first argument without `=` is the name of a command, and all other arguments are passed to it. The default
-    command is `train`.
+    The first argument that is not an override, a flag or the value of a flag is the name of a command, which gets all
+    other arguments. The default command is `train`.
 
     Args:
         config_dir: folder of the project's options, as with `--config-dir`; None uses only foundry's options.
@@ -39,7 +39,7 @@ def main(config_dir: Path | None = None, config_name: str | None = None) -> None
 
 
 def _asks_for_words(arguments: list[str]) -> bool:
-    """Whether arguments are those of the function that completes words in a shell."""
+    """Return whether the arguments come from a shell's completion function, which asks for candidates."""
     is_completion = not {"-sc", "--shell-completion"}.isdisjoint(arguments)
     return is_completion and any(word.startswith("query=") for word in arguments)
 

@@ -76,7 +76,8 @@ def write_model_card(
         run_dir: run directory.
         restored: run, opened at the exported step.
         out: folder of the export.
-        library: library that loads the export: transformers, peft, or safetensors for models that these do not support.
+        library: library that loads the export: peft for adapters, else transformers, or safetensors for models without
+            a transformers config.
         base: for adapters, the transformers folder with their base; None without one.
     """
     settings = masked(plain(restored.config))
@@ -112,7 +113,7 @@ def _architecture(model: Any) -> str:
 
 
 def _numbers(run_dir: Path, step: int) -> dict[str, Any]:
-    """Return the metrics at this step from the run and `foundry.eval`; without any, the run's final loss."""
+    """Return the metrics of this step: from evaluations in the run, or else result.json, and from `foundry.eval`."""
     try:
         records = read_step(run_dir, step) if (run_dir / METRICS).is_file() else []
     except (OSError, ValueError):
@@ -140,7 +141,7 @@ def _cell(value: Any) -> str:
 
 
 def _set_values(node: Mapping[str, Any], group: str) -> Iterator[tuple[str, Any]]:
-    """Yield the settings of a group that are set; a part is described by the name of its class or function."""
+    """Yield the settings of a group, except null, false and empty ones; a part by the name of its class or function."""
     for name, value in flat(node, f"{group}."):
         if name.endswith("._target_"):
             yield name.removesuffix("._target_"), str(value).removesuffix(".from_durations").rpartition(".")[2]

@@ -53,7 +53,7 @@ def _resolve_name(folder: Path, name: str | None) -> str:
     """Return the name of the package.
 
     Raises:
-        ConfigError: the name is not a Python identifier, or is already in use.
+        ConfigError: the name is not a valid package name, or a project folder or module already has it.
     """
     key = "dir" if name is None else "name"
     remedy = "choose another, such as name=my_project"

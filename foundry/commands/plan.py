@@ -79,7 +79,7 @@ class PlanOptions:
         """Return the overrides of the run that these options imply.
 
         Raises:
-            ConfigError: an option requires a rehearsal.
+            ConfigError: an option requires `rehearse`, which is not set.
         """
         if not self.rehearse:
             only = ("ranks_per_node", "link_gb_per_second", "network_gb_per_second")
@@ -90,7 +90,7 @@ class PlanOptions:
 
 
 def plan(config: Config, options: PlanOptions, run_dir: Path) -> dict[str, Any]:
-    """Write plan.json, schedule.csv and schedule.png into the run directory and print a table; allocates no weights.
+    """Write plan.json, schedule.csv and schedule.png into the run directory, and print tables; allocates no weights.
 
     Raises:
         ConfigError: a setting does not fit the data, or the run directory contains a run.
@@ -134,10 +134,10 @@ def plan(config: Config, options: PlanOptions, run_dir: Path) -> dict[str, Any]:
 
 
 def _schedule_steps(every: int | None, total_steps: int) -> range:
-    """Return the updates in schedule.csv, counted from 1.
+    """Return the numbers of the optimizer steps in schedule.csv, counted from 1.
 
     Raises:
-        ConfigError: there are too many.
+        ConfigError: there are more than `_MOST_ROWS`.
     """
     rows = total_steps // every if every is not None else 0
     if rows > _MOST_ROWS:
@@ -153,7 +153,7 @@ def _schedule_steps(every: int | None, total_steps: int) -> range:
 def _content(
     config: Config, budget: Any, data: Any, schedule: Any, fake: Any, ranks: int, target: "_Target"
 ) -> dict[str, Any]:
-    """Return the plan with memory and checkpoint size of the model."""
+    """Return the content of plan.json, with the memory of the run and the size of a checkpoint."""
     from foundry.planning.derive import build_plan
     from foundry.planning.fits import check_gradient_sync, plan_memory, row_tokens, usable_memory
     from foundry.planning.memory import checkpoint_bytes
@@ -187,7 +187,7 @@ class _Target:
     Attributes:
         name: name of the device.
         device_type: "cuda" or "cpu".
-        free_bytes: free memory of a GPU; None for a CPU.
+        free_bytes: `plan.device_gib`, else the memory of the GPU (on this machine, the free memory); None for a CPU.
         gpu: GPU of a rehearsal or of `plan.device`; None for this machine's device.
     """
 
@@ -230,7 +230,7 @@ def _rehearse(
     """Rehearse the run, print its tables, and return the `rehearsal` section of plan.json.
 
     Raises:
-        ConfigError: raised by the run.
+        ConfigError: a setting of the run is invalid, or cannot be rehearsed.
         SystemExit: the run failed; the reason has been printed.
     """
     from foundry.planning.report import show_sections
@@ -266,13 +266,13 @@ def _rehearse(
 
 
 def _median_step_seconds(path: str) -> float:
-    """Return the median duration of a run's logged steps, excluding the first, which includes warmup.
+    """Return the median step duration of a run's logged steps, without the first logged step, which includes warmup.
 
     Args:
         path: run directory, relative to the folder where the command was started.
 
     Raises:
-        ConfigError: the run has logged fewer than two steps.
+        ConfigError: the run has no metrics.jsonl, or fewer than two logged steps.
     """
     from foundry.tracking.metrics_file import read_curve
 

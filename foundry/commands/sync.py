@@ -37,7 +37,7 @@ class SyncOptions:
 
 
 def send_pending(run_dir: Path, uri: str | None = None) -> int:
-    """Send the records that a run could not deliver, and delete the file with them.
+    """Send the records that a run could not deliver, and delete the file that holds the records.
 
     Args:
         run_dir: run directory, possibly from an untrusted source: it does not decide where its records are sent, or
@@ -48,8 +48,8 @@ def send_pending(run_dir: Path, uri: str | None = None) -> int:
         The number of records sent; 0 if none were pending.
 
     Raises:
-        ValueError: the directory does not name the run in MLflow, names another store than the user's, or its records
-            are invalid or refer to files of others.
+        ValueError: the directory does not name the run in MLflow or names a store that the user did not select, or its
+            records are invalid or refer to files outside of the directory.
         OSError: a file cannot be read.
         Exception: raised by MLflow; the records are then kept.
     """
@@ -75,7 +75,7 @@ def send_pending(run_dir: Path, uri: str | None = None) -> int:
 
 
 def send_metrics(run_dir: Path, values: Mapping[str, float], *, step: int, uri: str | None = None) -> str | None:
-    """Add metrics measured after a run to the run in MLflow; if that fails, keep them as pending records.
+    """Add metrics measured after a run to the run in MLflow; if MLflow fails, keep them as pending records.
 
     Args:
         run_dir: run directory; see `send_pending`.
@@ -127,7 +127,7 @@ def _resolve_uri(destination: Destination, uri: str | None) -> str:
 
 
 def _check_artifacts(store: MlflowStore, destination: Destination) -> None:
-    """Refuse a database in the run's folder whose artifacts are elsewhere: it may have come with the run directory.
+    """Refuse an SQLite database whose artifacts are outside of its folder: it may have come with the run directory.
 
     Raises:
         ValueError: the artifacts are outside the folder of the database.

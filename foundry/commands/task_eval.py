@@ -36,7 +36,7 @@ class TaskOptions(EvalOptions):
 
 
 def measure(path: Path, options: TaskOptions, overrides: Sequence[str], compose: object) -> dict[str, Any]:
-    """Evaluate a run with lm_eval, on the folder that `foundry.export` writes, so that others can reproduce the result.
+    """Evaluate a run with lm_eval, on the folder that `foundry.export` writes, so that anyone can reproduce the result.
 
     Args:
         path: run directory or transformers folder.
@@ -100,7 +100,7 @@ def find_tasks(names: Sequence[str], *, trust: bool) -> "tuple[TaskManager, list
     Only descriptions of tasks are read; lm_eval's own tasks are indexed only if a name may refer to one.
 
     Args:
-        names: names of lm_eval's tasks, groups and tags; YAML files that describe a task; folders of such files.
+        names: names of lm_eval's tasks, groups and tags; YAML files that describe a task; folders of YAML files.
         trust: whether to read files, whose functions and templates lm_eval runs.
 
     Raises:
@@ -155,8 +155,8 @@ def evaluate_tasks(
         batch_size: number of requests in a batch.
 
     Returns:
-        Results by task: `num_samples`, `shots`, `version`, and `metrics` by their names in lm_eval, with
-            `_stderr`.
+        Results by task: `num_samples`, `num_fewshot`, `version`, and `metrics` by their names in lm_eval, with standard
+            errors as `<metric>_stderr`.
 
     Raises:
         ConfigError: a task cannot be loaded, for example because its data is missing and cannot be downloaded.
@@ -208,7 +208,7 @@ def lm_eval_version() -> str:
 
 
 def _of_task(name: str, measured: Any) -> dict[str, Any]:
-    """Return lm_eval's results for a task or group; its keys are `metric,filter`, and most tasks have no filter."""
+    """Return lm_eval's results for a task or group; a metric without a filter loses the ending `,none` of its key."""
     values = {key.removesuffix(",none"): value for key, value in measured["results"][name].items()}
     counts = measured.get("n-samples", {}).get(name, {})
     return {

@@ -42,13 +42,13 @@ Result = TypeVar("Result")
 
 @hydra_main(config_path=config_dir(), config_name=CONFIG_NAME, version_base="1.3")
 def task(composed: DictConfig) -> float | None:
-    """Run one composed configuration; return the metric that sweeps minimize."""
+    """Run one composed configuration; return the metric that sweeps compare."""
     log_method(composed)
     return in_run_dir(partial(start_job, to_config(composed))).metric
 
 
 def in_run_dir(work: Callable[[Path], Result]) -> Result:
-    """Run `work` in the folder that Hydra created; `foundry.launch.claim` removes the folder if the run is refused."""
+    """Run `work` with the run directory that Hydra created; `foundry.launch.claim` removes it if the run is refused."""
     run_dir = Path(HydraConfig.get().runtime.output_dir)
     try:
         return work(run_dir)
@@ -60,7 +60,7 @@ def in_run_dir(work: Callable[[Path], Result]) -> Result:
         if detect().rank == 0:
             with suppress(OSError):  # the terminal is closed, as after SIGHUP
                 sys.stderr.write(f"{stopped}{_resume_hint(stopped)}\n")
-        raise  # contains the exit code; a sweep ends too
+        raise  # `stopped` contains the exit code; a sweep ends too
     except Exception as error:
         log_to_file(f"failed:\n{format_trace(error)}")
         raise
@@ -116,7 +116,7 @@ def enter(task: Callable[[], object], options: Collection[str] = ()) -> None:
     """Compose and run a task; exit with code 2 and a line for each configuration error, or 1 if the task failed.
 
     Args:
-        task: composes the arguments in `sys.argv` and runs.
+        task: function that composes the arguments in `sys.argv` and runs the result.
         options: keys of the command's own options, which are not settings of a run.
     """
     try:

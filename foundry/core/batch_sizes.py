@@ -14,7 +14,7 @@ from foundry.core.errors import shown
 LARGEST_COUNT = 10**18
 """Largest number of samples, tokens or steps; it fits into int64."""
 MOST_STAGES = 10_000
-"""Maximum number of batch sizes in a run; all of them are held in memory."""
+"""Maximum number of batch sizes in a run, which keeps the list of its batch sizes in memory."""
 
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _COUNT = re.compile(r"(?P<number>(\d+\.?\d*|\.\d+)(e\+?\d{1,2})?)(?P<suffix>[kmbt]?)", re.IGNORECASE)
@@ -38,12 +38,12 @@ class Stage:
 class BatchSizes:
     """Step function from samples consumed to batch size, with the optimizer steps that result from it.
 
-    A step uses the size at the number of samples consumed before it, so it may extend beyond the next threshold;
-    `stages` are the resulting steps. After the last threshold the size is constant.
+    A step uses the size at the number of samples consumed before the step, so a step may extend beyond the next
+    threshold. `stages` groups the resulting steps by size. After the last threshold the size is constant.
     """
 
     def __init__(self, thresholds: Iterable[tuple[int, int]]) -> None:
-        """Create from pairs of samples consumed and the size from there on, in increasing order, the first at 0.
+        """Create from pairs (samples consumed, batch size from then on), by increasing samples, the first at 0 samples.
 
         Raises:
             ValueError: a size is below 1.
@@ -69,7 +69,8 @@ class BatchSizes:
         increment / (final - start) the size is start + increment * int(c / P) up to c = over_samples, and final beyond.
 
         Raises:
-            ValueError: the size does not grow from start to final in whole increments.
+            ValueError: `start` or `over_samples` is below 1, or the size does not grow in 1 to `MOST_STAGES` whole
+                increments.
         """
         if not 0 < start < final or increment <= 0 or (final - start) % increment:
             raise ValueError(f"does not grow from {start} to {final} in increments of {increment}")
@@ -92,10 +93,11 @@ class BatchSizes:
 
         Args:
             text: entries separated by spaces or commas, in any order.
-            tokens_per_sample: if given, thresholds count tokens and are divided by it, rounding down.
+            tokens_per_sample: if given, thresholds count tokens and are divided by this number, rounding down.
 
         Raises:
-            ValueError: the text does not have this format, its first threshold is not 0, or a threshold occurs twice.
+            ValueError: the text has another format or too many entries, its first threshold is not 0, or two thresholds
+                are the same number of samples.
         """
         entries = [word for word in re.split(r"[\s,]+", text.strip()) if word]
         if not entries:
@@ -114,25 +116,25 @@ class BatchSizes:
         return cls(pairs)
 
     def rounded(self, multiple: int) -> Self:
-        """Return a copy with each size rounded down to a multiple.
+        """Return a copy with each batch size rounded down to a multiple of `multiple`.
 
         Raises:
-            ValueError: a size is below the multiple and would become 0.
+            ValueError: a size is below `multiple` and would become 0.
         """
         return type(self)((samples, size // multiple * multiple) for samples, size in self.thresholds)
 
     @property
     def sizes(self) -> list[int]:
-        """All sizes in order."""
+        """Batch sizes in the order of their thresholds."""
         return [size for _, size in self.thresholds]
 
     @property
     def final(self) -> int:
-        """Size after the last threshold."""
+        """Batch size from the last threshold on."""
         return self.thresholds[-1][1]
 
     def at(self, samples: int) -> int:
-        """Return the size of the step that starts after `samples` samples."""
+        """Return the batch size of the optimizer step that starts when `samples` samples have been consumed."""
         return self.thresholds[bisect_right(self._starts, samples) - 1][1]
 
     def samples_after(self, steps: float) -> float:
@@ -171,7 +173,7 @@ def parse_count(text: str) -> int:
     """Parse an integer with an optional suffix in either case: `9765625`, `250B`, `1.5M`, `1e6`.
 
     Raises:
-        ValueError: the text is not an integer, or exceeds `LARGEST_COUNT`.
+        ValueError: the text is not a non-negative integer, or exceeds `LARGEST_COUNT`.
     """
     match = _COUNT.fullmatch(text.strip().replace("_", ""))
     if match is not None:
@@ -203,7 +205,7 @@ def _increment_start(k: int, samples_per_increment: float) -> int:
 
 
 def _merge_thresholds(thresholds: Iterable[tuple[int, int]]) -> Sequence[tuple[int, int]]:
-    """Remove thresholds that do not change the size, and all but the last at the same number of samples."""
+    """Return the thresholds that change the batch size; of several at the same number of samples, the last counts."""
     merged: list[tuple[int, int]] = []
     for samples, size in thresholds:
         if merged and merged[-1][0] == samples:

@@ -65,7 +65,8 @@ class Duration:
         """Parse a duration in the user's notation.
 
         Raises:
-            ValueError: the text has another form, is negative, is a fraction above 1, or exceeds `LARGEST_COUNT`.
+            ValueError: the text has another form, is negative, a fraction above 1, a fraction of a step, above
+                `LARGEST_COUNT`, or too close to 0.
         """
         match, message = _PATTERN.fullmatch(text.strip()), f"'{shown(text)}'"
         if match is None:
@@ -117,7 +118,7 @@ class Duration:
         Args:
             budget: size of the run.
             reference: reference length of a fraction, in samples; None for the run.
-            end: end of a length in steps, in samples, if batch sizes vary; None if the length starts with the run.
+            end: samples consumed at the end of a length in steps; None if the length starts with the run.
 
         Raises:
             ValueError: the duration counts tokens and the data has no tokens.
@@ -158,9 +159,10 @@ class Interval:
     """Schedule of a recurring event: every so many optimizer steps, samples or tokens.
 
     Attributes:
-        steps: optimizer steps between events, or None.
-        samples: samples between events if `steps` is None; an event is due at the step that reaches a multiple.
-        tokens: tokens between events, for an interval in tokens and a run that counts its tokens.
+        steps: optimizer steps between events; None if the interval has another unit.
+        samples: samples between events, unless `steps` or `tokens` applies; an event is due at the step that reaches a
+            multiple.
+        tokens: tokens between events, if the run counts its tokens; None if the interval has another unit.
     """
 
     steps: int | None
@@ -172,7 +174,8 @@ class Interval:
         """Parse a duration as the interval of a run with this budget.
 
         Raises:
-            ValueError: the text is not a duration, is zero, or is longer than the run.
+            ValueError: the text is not a duration, is zero, is longer than the run, or counts tokens and the data has
+                no tokens.
         """
         duration = Duration.parse_positive(text)
         # 0.07 of 100 samples is 7.000000000000001, which the seventh sample would not reach.
@@ -201,8 +204,7 @@ class Interval:
             step: number of the step, counted from one.
             samples_before: samples consumed before the step.
             samples_after: samples consumed after the step.
-            tokens: tokens consumed before and after the step; None if they are not counted and all samples have equal
-                lengths.
+            tokens: tokens consumed before and after the step; None if the data does not count tokens.
         """
         if self.steps is not None:
             return step % self.steps == 0
@@ -228,7 +230,7 @@ class EpochInterval:
 
     A batch belongs to the epoch of its first sample. So if an epoch is not an integer number of batches, its last batch
     includes the first samples of the next epoch. If batches grow, later epochs have fewer batches. An interval may be
-    longer than the run: in an epoch that does not end, no event is due.
+    longer than the run if the epoch is longer too; then no event is due.
 
     Attributes:
         every: an integer number of batches, or a fraction of the epoch's batches; at least one batch, at most the
@@ -253,7 +255,7 @@ class EpochInterval:
         return max(1, min(interval, batches))
 
     def due(self, step: int, samples_before: int, samples_after: int, tokens: tuple[int, int] | None = None) -> bool:
-        """Return whether an event is due after optimizer step `step`; see `Interval.due`; `tokens` is ignored."""
+        """Return whether an event is due after optimizer step `step`; see `Interval.due`, `tokens` has no effect."""
         epoch = samples_before // self.samples_per_epoch
         return (step - self._steps_before(epoch)) % self.steps_in(epoch) == 0
 

@@ -30,7 +30,7 @@ class WeightAverage:
 
         Args:
             skipped: whether the optimizer step was skipped, so that the average must not change either; a () bool
-                tensor if only the device knows.
+                tensor if this value is only on the device.
         """
         if isinstance(skipped, Tensor):
             self._update_on_device(skipped)
@@ -56,7 +56,7 @@ class WeightAverage:
         return {"updates": int(self._updates)}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Restore a `state_dict()`."""
+        """Restore the number of updates from a `state_dict()`."""
         self._updates = read_count(state, "updates")
 
     @contextmanager

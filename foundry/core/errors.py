@@ -27,9 +27,9 @@ class Violation:
 
 
 class ConfigError(Exception):
-    """An error in a configuration, found before training.
+    """Errors in a configuration, nearly always found before training.
 
-    Printed with one line for each violation; exit code 2.
+    A command prints one line for each violation and has exit code 2.
     """
 
     def __init__(self, violations: Iterable[Violation] | Violation) -> None:
@@ -61,7 +61,7 @@ def nearest(word: str, candidates: Iterable[str]) -> str:
 
 
 def shown(value: object) -> str:
-    """Format a value for an error message: short floats, plain text, and long values with the middle omitted."""
+    """Format a value for an error message: None as null, a float with 6 digits, a long text with its middle omitted."""
     if value is None:
         return "null"
     if isinstance(value, float):
@@ -89,7 +89,7 @@ def contrast(old: object, new: object, format_value: Callable[[object], str] = s
         full_texts = [visible(format_full(value)) for value in (old, new)]
         if full_texts[0] != full_texts[1]:
             break
-    else:  # a secret is masked in both
+    else:  # a secret, the only difference, is masked in both texts
         return texts
     prefix_length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*full_texts, strict=False)))
     begin = max(0, prefix_length - _BEFORE_DIFFERENCE)
@@ -98,7 +98,7 @@ def contrast(old: object, new: object, format_value: Callable[[object], str] = s
 
 
 def listed(items: Sequence[object], max_items: int) -> str:
-    """List the first `max_items` items by name, as in `a, b and 3 more`."""
+    """Return the first `max_items` items and the number of the remaining ones, as in `a, b and 3 more`."""
     remainder = f" and {len(items) - max_items} more" if len(items) > max_items else ""
     return ", ".join(map(str, items[:max_items])) + remainder
 

@@ -1,4 +1,4 @@
-"""Events that observers receive; they are sent at step boundaries only."""
+"""Events that observers receive; no event is sent during an optimizer step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStarted:
-    """A run is about to take its first step.
+    """A run is about to take its first step, or its first step after a resume.
 
     Attributes:
         run_dir: the run directory.
@@ -43,7 +43,7 @@ class RunStarted:
         updates: planned updates of the run, or a selection sufficient for plots.
         phases: phases of the learning rate.
         step: optimizer steps already taken by an earlier start of the same run.
-        metric: main evaluation metric, reported as the result of the run; None if the run has no evaluation metric.
+        metric: name of the metric that is reported as the result of the run; None if `evaluation.metric` is not set.
         data: training data as `name`, `digest` and `source` (its location), or None.
         devices: devices of all ranks, for display: "NVIDIA H100 80GB HBM3 x 8", or "cpu, 2 threads".
     """
@@ -68,10 +68,10 @@ class StepLogged:
         loss: loss over this step's global batch.
         step_seconds: mean duration of a step since the last logged one.
         tflops: achieved TFLOP/s per rank; None if the model does not define its FLOPs.
-        mfu: fraction of the device's peak FLOP/s; None if the peak is unknown.
+        mfu: fraction of the device's peak FLOP/s; None if the peak or `tflops` is unknown.
         peak_memory_bytes: peak memory of tensors on this rank's GPU in this run; on a CPU, peak memory of the process.
-        reserved_memory_bytes: peak memory that torch reserved on that GPU, its cache included; None on a CPU.
-        allocator_retries: how many times that GPU ran full and torch had to free its cache; None on a CPU.
+        reserved_memory_bytes: peak memory that torch reserved on this rank's GPU, with torch's cache; None on a CPU.
+        allocator_retries: how many times this rank's GPU ran full and torch had to free its cache; None on a CPU.
         metrics: metrics of the objective, averaged over the global batch.
     """
 
@@ -116,8 +116,8 @@ class RunEnded:
 
     Attributes:
         state: finished, stopped, requeued or failed.
-        reason: reason in one line; empty if finished.
-        result: content of result.json; empty if failed.
+        reason: reason in one line; empty if the run finished all its steps.
+        result: content of result.json; empty unless the run finished.
     """
 
     state: str
@@ -126,9 +126,9 @@ class RunEnded:
 
 
 class Observer(Protocol):
-    """Receives the events of a run on rank 0, in order. An observer logs its own errors and never stops a run.
+    """Receives the events of a run on rank 0, in order. It must log its own errors: an exception would end the run.
 
-    The one exception is writing the result of a finished run, which must succeed for the run to count as finished.
+    Only the observer that writes the result of a finished run raises, since without a result the run is not finished.
     """
 
     def on_start(self, event: RunStarted) -> None:

@@ -16,7 +16,7 @@ class ForeignData:
 
     No library documents all exceptions that damaged or hostile data can raise in it, so all are converted. The body
     must contain only the library call and a check of its result, because errors in foundry's own code would be
-    converted too. A `RuntimeError` about memory is not converted: `explain_memory_errors` explains how to use less
+    converted too. A `RuntimeError` about host memory is not converted: `explain_memory_errors` explains how to use less
     memory.
 
     Args:
@@ -43,7 +43,7 @@ class ForeignData:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the message of an exception in one line, preceded by its type if the message needs it."""
+    """Return an exception in one line: its message, after the type if that is a built-in one such as KeyError."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     message = shortened(visible(str(error)), _LONGEST_REASON)
@@ -52,7 +52,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def is_out_of_host_memory(error: BaseException) -> bool:
-    """Return whether torch or the system failed to allocate host memory; both raise general exception classes."""
+    """Return whether torch or the system failed to allocate host memory, for which both raise a general exception."""
     return isinstance(error, (RuntimeError, OSError)) and any(text in str(error) for text in _HOST_MEMORY)
 
 

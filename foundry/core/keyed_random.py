@@ -40,7 +40,7 @@ def keyed_uniform(seed: int, positions: Tensor, *, stream: str, device: torch.de
 
 
 def keyed_sequences(seed: int, positions: Sequence[int], length: int, *, stream: str) -> Tensor:
-    """Return uniform numbers in [0, 1), (batch, length) float64; a shorter sequence is a prefix of a longer one.
+    """Return uniform numbers in [0, 1), (batch, length) float64; a shorter row is a prefix of a longer one's numbers.
 
     Args:
         seed: as in `keyed_normal`.
@@ -63,9 +63,9 @@ def keyed_integers(
 
 
 def _generators(seed: int, stream: str, positions: Tensor) -> Iterator[np.random.Generator]:
-    """Yield a generator for each position.
+    """Yield a random generator for each position.
 
-    It is one object whose state is reset, which is six times faster than new objects.
+    All positions share one generator object, whose state is reset: six times faster than new objects.
     """
     key = np.frombuffer(hashlib.blake2b(f"{seed}:{stream}".encode(), digest_size=16).digest(), dtype="<u8")
     philox = np.random.Philox(key=key, counter=0)

@@ -16,16 +16,16 @@ class ModelHooks(Protocol):
     def get_fsdp_block_types(self) -> tuple[type[nn.Module], ...]:
         """Return types of repeating blocks that do not derive from `FSDPBlock`.
 
-        Like `FSDPBlock`s, they are sharded, checkpointed and compiled separately.
+        Like `FSDPBlock`s, modules of these types are sharded, checkpointed and compiled separately.
         """
         ...
 
     def initial_weights(self) -> Mapping[str, Any] | None:
         """Return the initialization of each parameter, a `foundry.models.keyed_draws.Draw`, by parameter name.
 
-        With this method each rank initializes only its own shards, and nothing is initialized on resume. If it is
-        missing or returns None, every rank first builds the whole model with the weights that its constructor assigns.
-        Called before the model is wrapped, when its matrices may be on the meta device. Parameters that the mapping
+        With this method each rank initializes only its own shards, and nothing is initialized on resume. If the method
+        is missing or returns None, every rank first builds the whole model with the weights of its constructor. It is
+        called before the model is wrapped, when its matrices may be on the meta device. Parameters that the mapping
         omits keep the constructor's values, which is allowed for vectors only.
         """
         ...

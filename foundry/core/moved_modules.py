@@ -7,7 +7,7 @@ its old name. Both names share one module object, so patching one also patches t
 import sys
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # this is read by every import of foundry
+if TYPE_CHECKING:  # not imported at run time, since every import of foundry runs this module
     from collections.abc import Callable, Sequence
     from importlib.machinery import ModuleSpec
     from types import CodeType, ModuleType
@@ -152,7 +152,7 @@ class MovedModules:
     def find_spec(
         fullname: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
     ) -> "ModuleSpec | None":
-        """Return the import spec of an old name; None for other names."""
+        """Return the import spec of an old module or package name; None for other names."""
         if not fullname.startswith("foundry.") or not MOVED:
             return None
         from importlib.machinery import ModuleSpec, PathFinder
@@ -200,7 +200,7 @@ class _Alias:
 def install() -> None:
     """Add the finder to `sys.meta_path` once.
 
-    It is placed before the file finder, because the old folders may still exist with cached bytecode.
+    The finder is placed before the file finder, because the old folders may still exist with cached bytecode.
     """
     if MovedModules not in sys.meta_path:
         sys.meta_path.insert(0, MovedModules)

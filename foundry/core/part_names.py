@@ -1,7 +1,7 @@
 """Public names of foundry's own parts: `foundry.GRPO`, `foundry.schedules.Linear`.
 
-Configurations use them as `_target_`, and `from foundry import GRPO` imports a part. They stay the same when modules
-move. Models, objectives, simulators and trackers are directly in `foundry`; other parts are in a namespace:
+Configurations use public names as `_target_`, and `from foundry import GRPO` imports a part. Public names stay the same
+when modules move. Models, objectives, simulators and trackers are directly in `foundry`; other parts in a namespace:
 
 | namespace | parts of | such as |
 |---|---|---|

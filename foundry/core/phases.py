@@ -37,9 +37,9 @@ class Phases:
     ) -> Self:
         """Convert durations to samples; fractions of `warmup` and `decay` are relative to the horizon.
 
-        Megatron-LM defines them in the same way. So a run that is shorter than its horizon follows the first part of
-        the whole schedule. This includes the weight decay, whose horizon defaults to the longer of run and horizon. A
-        clamped warmup leaves at least the last step before the horizon.
+        Megatron-LM defines these fractions in the same way. So a run that is shorter than its horizon follows the first
+        part of the whole schedule, including the weight decay, whose horizon defaults to the longer of run and horizon.
+        A clamped warmup ends before the decay and at least one step before the horizon.
 
         Raises:
             ValueError: a duration counts tokens and the data has no tokens.

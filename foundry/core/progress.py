@@ -1,7 +1,7 @@
 """Counters of a run's progress.
 
-Learning rate, weight decay and batch size follow the samples consumed; their lengths in tokens are converted with the
-data's tokens per sample. Intervals in tokens, tokens per second and FLOPs follow the tokens consumed.
+Learning rate, weight decay and batch size follow the samples consumed; a schedule length in tokens is converted with
+the data's tokens per sample. Intervals in tokens, tokens per second and FLOPs follow the tokens consumed.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from foundry.core.state_values import read_count, read_optional_count
 
 @dataclass(kw_only=True)
 class Progress:
-    """Progress of a run, which advances only after an optimizer step.
+    """Progress of a run, counted in whole optimizer steps.
 
     Attributes:
         samples_per_epoch: samples in one pass over the training data.
@@ -46,7 +46,7 @@ class Progress:
         return {"steps": self.steps, "samples": self.samples, "tokens": self.tokens}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a `state_dict()`; without a token count, tokens are computed from `tokens_per_sample`."""
+        """Restore a `state_dict()`; if it has no key `tokens`, the tokens are computed from `tokens_per_sample`."""
         self.steps, self.samples = read_count(state, "steps"), read_count(state, "samples")
         constant = None if self.tokens_per_sample is None else self.samples * self.tokens_per_sample
         self.tokens = read_optional_count({"tokens": constant, **state}, "tokens")

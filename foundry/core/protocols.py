@@ -27,8 +27,8 @@ __getattr__ = find_moved(__name__)
 Microbatch = dict[str, Tensor]
 """One rank's share of one forward pass; the first dimension of every tensor is the sample.
 
-`position`: (batch,) int64, always in host memory: each sample's position in the global order. Random numbers are keyed
-by it; -1 marks padding, a sample that is ignored in sums and counts.
+`position`: (batch,) int64, always in host memory: each sample's position in the global order, the key of its random
+numbers; -1 marks padding, a sample that is ignored in sums and counts.
 
 With packing, the first dimension of some tensors is the packed row instead. `documents` is then the sample index of
 each token, `document_starts`, (entries,) int32, the start of each sample in the flattened rows, and `longest_document`,
@@ -83,8 +83,8 @@ class Objective(ABC):
     """
 
     metrics: tuple[str, ...] | None = None
-    """Names of the metrics in `LossSum`; a microbatch may lack any of them. Settings that select another name are
-    refused before the first step. None: every microbatch of every rank has the same metrics."""
+    """Names of the metrics in `LossSum`; a microbatch may lack any of them. Settings that select a metric of another
+    name are refused before the first step. None: every microbatch of every rank has the same metrics."""
 
     reads_log_probs: bool = False
     """If True, every model returns `foundry.models.token_log_probs.TokenLogProbs`, including models that return logits.
@@ -105,17 +105,16 @@ class Objective(ABC):
     the first step and are then freed; microbatches contain the columns under these names."""
 
     makes_samples: bool = False
-    """If True, the model makes the samples in the windows of `build_source`, with the shapes of `example`. Their loss
-    does not rank learning rates."""
+    """If True, the model makes the samples in the windows of `build_source`, with the shapes of `example`. Then the
+    loss does not rank learning rates."""
 
     recorded_models: tuple[str, ...] = ()
-    """Names of the frozen models that the source of windows calls while it makes samples; their weights are gathered
-    for it."""
+    """Names of the frozen models that the source of windows calls while it makes samples, with gathered weights."""
 
     compare: Callable[[Mapping[str, nn.Module]], None] | None = None
-    """Take the frozen models by name, before the first step. They are called like the run's model, with its precision.
-    They are in eval mode, need no gradients, and are sharded if the run's model is, so every rank must call them
-    together."""
+    """Take the frozen models by name, before the first step. The objective calls them like the run's model, with its
+    precision. They are in eval mode, need no gradients, and are sharded if the run's model is, so every rank must call
+    them together."""
 
     generate: Callable[..., Samples] | None = None
     """Generate samples: `generate(model, data, device, **options)`, with the objective's own options. Every rank calls
@@ -172,9 +171,9 @@ class RunContext:
         data: training and validation samples.
         judge: scores completions; None if the run has no environment.
         run_dir: output directory of rank 0.
-        resume_point: checkpoint to resume from; None if the run starts from scratch.
-        on_activity: called with the optimizer step and the name of each activity that begins.
-        heartbeat: heartbeat, called with the name of the next activity; the watchdog ends a process without heartbeats.
+        resume_point: checkpoint to resume from; None for a new run.
+        on_activity: called with the optimizer step and the name of each activity that begins; None to call nothing.
+        heartbeat: called with the name of the next activity; the watchdog ends a process that stops calling it.
     """
 
     config: "Config"
@@ -190,12 +189,12 @@ class RunContext:
 
     @classmethod
     def of(cls, run: "RunContext", **attributes: Any) -> Self:
-        """Return a context with the attributes of `run`, overridden and extended by `attributes`."""
+        """Return a context with the attributes of `run`; `attributes` replace or extend them."""
         return cls(**{**vars(run), **attributes})
 
     @property
     def beat(self) -> Callable[[str], None]:
-        """Alias of `heartbeat`, its earlier name."""
+        """Earlier name of `heartbeat`."""
         return self.heartbeat
 
     @property
@@ -235,7 +234,7 @@ class EvaluationContext(RunContext):
     Attributes:
         step: optimizer steps taken.
         folder: output folder of rank 0 for files such as samples; may not exist yet.
-        files: files written; observers receive the first.
+        files: files that evaluators wrote and appended here; observers receive the first.
     """
 
     step: int
@@ -314,11 +313,11 @@ class WindowSource(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position; any number of ranks can continue from it in the same order."""
+        """Return the position in the data; any number of ranks can continue from it in the same order."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a position."""
+        """Continue from a position that `state_dict` returned."""
         ...
 
     def tensors(self) -> dict[str, Tensor]:
@@ -342,7 +341,7 @@ class Schedule(Protocol):
         ...
 
     def weight_decay(self, samples_before: int, samples_after: int) -> float | None:
-        """Return the weight decay of that update; None keeps the optimizer's setting."""
+        """Return the weight decay of the update, as in `lr`; None keeps the optimizer's setting."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -367,11 +366,11 @@ class CheckpointManager(Protocol):
     """Saves and restores checkpoints of a run; all ranks call every method together, except `is_time`."""
 
     def is_time(self) -> bool:
-        """Return True once each time a checkpoint is due by this rank's clock."""
+        """Return True once each time a checkpoint is due by the clock of rank 0; always False on other ranks."""
         ...
 
     def is_due(self, step: int, samples_before: int, samples_after: int, tokens: tuple[int, int] | None = None) -> bool:
-        """Return True if a checkpoint is due by interval after step `step`, which consumed those samples and tokens."""
+        """Return True if a checkpoint is due by the interval in the settings; arguments as in `Interval.due`."""
         ...
 
     def check_state(self) -> None:
@@ -392,7 +391,7 @@ class CheckpointManager(Protocol):
         is_best: bool,
         wait: bool,
     ) -> Path | None:
-        """Save the run with the trainer's `state_dict`; return None if checkpoints are off.
+        """Save the run with the trainer's state and return the checkpoint's folder; None if checkpoints are off.
 
         Args:
             progress: counters of steps, samples and tokens.
@@ -403,7 +402,8 @@ class CheckpointManager(Protocol):
             wait: return only after the checkpoint is on disk.
 
         Raises:
-            SaveError: `wait` is True and the checkpoint could not be written.
+            SaveError: `wait` is True and the checkpoint could not be written, or with `checkpoint.strict_saves` an
+                earlier one.
         """
         ...
 
@@ -416,11 +416,11 @@ class CheckpointManager(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop pending writes at the end of the run; if a rank is gone, not all ranks call this."""
+        """Release the manager at the end of the run without a collective, since other ranks may be gone."""
         ...
 
     def roll_back(self) -> dict[str, Any] | None:
-        """Load weights and optimizers from the newest checkpoint; return the trainer's state, or None without one."""
+        """Load weights and optimizers from the newest intact checkpoint, if any; return its trainer state, or None."""
         ...
 
 

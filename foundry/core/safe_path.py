@@ -15,7 +15,7 @@ VARIABLE = "PYTHONSAFEPATH"
 def leave_current_folder() -> None:
     """Remove the current folder from the front of `sys.path`, and keep it out of Python processes started from here.
 
-    If this package was imported from the current folder, a checkout of foundry, the folder becomes the last entry.
+    If foundry was imported from the current folder, a checkout of foundry, that folder becomes the last entry instead.
     """
     if sys.flags.safe_path or os.environ.get(VARIABLE):
         return

@@ -17,7 +17,7 @@ class Step(NamedTuple):
 
     Attributes:
         observation: observation after the action.
-        success: whether the task is completed now; an episode counts as a success if any of its steps does.
+        success: whether the task is completed now; an episode is a success if `success` is True after any of its steps.
         ended: whether the episode ended for another reason, such as its length or a failure.
     """
 

@@ -10,10 +10,10 @@ _MOST = 2**63
 
 
 def read_count(state: Mapping[str, Any], name: str) -> int:
-    """Return an integer from 0 to 2**63 - 1.
+    """Return the value `name` of a state, an integer from 0 to 2**63 - 1.
 
     Raises:
-        ValueError: the value is not an integer in this range; the message contains its name.
+        ValueError: the value is not an integer in this range; the message contains `name`.
     """
     value = state[name]
     if type(value) is not int or not 0 <= value < _MOST:
@@ -22,15 +22,15 @@ def read_count(state: Mapping[str, Any], name: str) -> int:
 
 
 def read_optional_count(state: Mapping[str, Any], name: str) -> int | None:
-    """Return an integer as in `read_count`, or None."""
+    """Return the value `name` of a state: None, or an integer as in `read_count`."""
     return None if state[name] is None else read_count(state, name)
 
 
 def read_optional_number(state: Mapping[str, Any], name: str) -> float | None:
-    """Return a finite number as saved (int or float), or None.
+    """Return the value `name` of a state: a finite number as saved (int or float), or None.
 
     Raises:
-        ValueError: the value is neither; the message contains its name.
+        ValueError: the value is another one; the message contains `name`.
     """
     value: float | None = state[name]
     if value is not None and not _is_finite(value):
@@ -39,10 +39,10 @@ def read_optional_number(state: Mapping[str, Any], name: str) -> float | None:
 
 
 def read_numbers(state: Mapping[str, Any], name: str) -> Sequence[float]:
-    """Return a list of finite numbers.
+    """Return the value `name` of a state, a list of finite numbers.
 
     Raises:
-        ValueError: the value is not a list of finite numbers; the message contains its name.
+        ValueError: the value is not a list of finite numbers; the message contains `name`.
     """
     values: Sequence[float] = state[name]
     if not isinstance(values, list) or not all(map(_is_finite, values)):

@@ -46,9 +46,9 @@ def ignore() -> None:
 
 
 def outlive() -> None:
-    """Survive the stop signals as long as the parent process, which ends this one by SIGKILL, is alive.
+    """Ignore stop signals while the parent process is alive; if it has ended, exit on a stop signal.
 
-    Processes that this one starts or forks handle the signals by default.
+    The parent ends this process by SIGKILL. Processes started or forked from here handle the signals by default.
     """
     parent = os.getppid()
 
@@ -57,7 +57,7 @@ def outlive() -> None:
             os._exit(128 + number)
 
     for signum in STOP_SIGNALS:
-        signal.signal(signum, ignore)  # not SIG_IGN, and not blocked: programs started from here would inherit both
+        signal.signal(signum, ignore)  # programs started from here would inherit SIG_IGN or a blocked signal
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     os.register_at_fork(after_in_child=lambda: [signal.signal(signum, signal.SIG_DFL) for signum in STOP_SIGNALS])
 

@@ -6,18 +6,18 @@ from typing import Literal
 
 
 class Stopped(SystemExit):
-    """A signal arrived, and the run saved and ends. It has not failed, and it has no result.
+    """A signal ends the run, after a checkpoint if the run saves any. The run has not failed, and it has no result.
 
     It derives from SystemExit, so that the process gets the exit code under any launcher: Hydra's `run_job` and
     submitit catch only `Exception`. So after Ctrl-C a sweep ends instead of continuing with the next job, and no
-    traceback is printed. The code is the shell's for a process that a signal ended: 130 for Ctrl-C, 143 for SIGTERM,
-    138 and 140 for SIGUSR1 and SIGUSR2. These differ from the codes for finished (0), failed (1) and refused (2). The
+    traceback is printed. The exit code is the shell's for a process that a signal ended: 130 for Ctrl-C, 143 for
+    SIGTERM, 138 and 140 for SIGUSR1 and SIGUSR2, unlike those for finished (0), failed (1) and refused (2). The
     exception can be pickled, to be passed between processes.
 
     Attributes:
         signum: the signal.
         step: optimizer steps done.
-        checkpoint: checkpoint to resume from; None if the run saves no checkpoints.
+        checkpoint: checkpoint to resume from; None if the run saves no checkpoints, or could not save this one.
         state: state for status.json: `requeued` if a scheduler restarts the job by itself, else `stopped`.
     """
 

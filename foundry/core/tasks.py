@@ -49,8 +49,8 @@ class TaskEvaluation:
     Attributes:
         measure: function of the run directory, the command's options, the overrides and `compose`, which composes
             overrides; returns the measurements by name.
-        options: frozen dataclass of `setting`s; the command adds those of every evaluation, such as `run` and `which`.
-        file: in run directories that are evaluated like this; empty for an evaluation that is chosen otherwise.
+        options: frozen dataclass of `setting`s; the command adds its common options, such as `run` and `which`.
+        file: name of a file that only run directories with this evaluation contain; empty without such a file.
         groups: config groups that the command line may override in this evaluation.
         described: subject of the evaluation, such as "of policies in a simulator", for errors about options of another
             evaluation.
@@ -69,7 +69,7 @@ class Planned:
 
     Attributes:
         value: function of the configuration; returns plain JSON, or None if the entry does not apply to the run.
-        row: function of such a value; returns a row of the printed plan: its name and its text.
+        row: function of the result of `value`; returns a row of the printed plan: its name and its text.
     """
 
     value: str
@@ -91,12 +91,12 @@ class Task:
         resolvers: functions that compute values of the configuration, by name of the OmegaConf resolver.
         pins: functions of a composed configuration that replace values which may have another meaning later, such as
             `last`, and return the violations that they find; called before the configuration is checked.
-        builders: functions of the settings of a config group that build its part, by group. foundry itself has no
+        builders: functions that build the part of a config group from its settings, by group. foundry itself has no
             parts for these groups, only the option `none`.
-        forms: functions of rows and settings that build the data of a dataset with several forms, by form.
+        forms: functions that build data from rows and settings, for datasets with several forms, by form.
         planned: entries of plan.json by name.
-        objectives: base classes of objectives, by the attribute that asks for one; an objective of another class with
-            that attribute gets the members of the base class that it lacks.
+        objectives: base classes of objectives, each by the name of an attribute; an objective of another class that has
+            this attribute gets the members of the base class that it lacks.
         brings: function of a `Bringing` that returns additional options to choose, by config group.
         run_files: classes with `from_json` and `to_json` for the values in `DataSplits.kept`, by file name.
         plots: plots by file name without suffix.
@@ -151,7 +151,7 @@ def installed_tasks() -> tuple[Task, ...]:
 
 
 def _entry_points() -> "list[EntryPoint]":
-    """Return the entry points of other packages; imports importlib.metadata, which is slow, only if there are any."""
+    """Return the entry points for tasks; imports importlib.metadata, which is slow, only if a package declares any."""
     if not any(map(_declares_tasks, sys.path)):
         return []
     from importlib.metadata import entry_points
@@ -200,7 +200,7 @@ class Bringing:
     Attributes:
         hparams: option of `hparams` that the chosen method names; None if the method names no option.
         data: schema of the chosen data; None for data without a schema.
-        is_brought: whether that option replaces the default of `hparams`.
+        is_brought: whether the option in `hparams` replaces the default option of the group `hparams`.
         is_free: returns whether the option of a group is a default or was chosen by an option of `hparams`.
     """
 
@@ -249,7 +249,7 @@ def forms() -> dict[str, Any]:
 
 
 def objective_bases(part: object) -> Iterator[type[Any]]:
-    """Yield the base classes of objectives of all tasks whose attribute this objective has and is not None."""
+    """Yield the base classes in `Task.objectives` of all tasks whose attribute the objective has, other than None."""
     for task in installed_tasks():
         for attribute, base in task.objectives.items():
             if getattr(part, attribute, None) is not None:

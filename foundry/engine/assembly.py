@@ -140,7 +140,7 @@ def _build_trainer(run: RunContext, trained: Trained) -> Trainer:
 
 
 def _build_norms(run: RunContext, trained: Trained) -> BlockNorms | None:
-    """Return the recorder of norms by block; None if `tracking.norms_every_n_steps` is None."""
+    """Return the recorder of norms by block; None if `tracking.norms_every_n_steps` is not set."""
     every, inner = run.config.tracking.norms_every_n_steps, trained.parallel.inner
     if every is None:
         return None
@@ -148,7 +148,7 @@ def _build_norms(run: RunContext, trained: Trained) -> BlockNorms | None:
 
 
 def _build_source(run: RunContext, trained: Trained) -> WindowSource:
-    """Return the source of windows: the training data, or the objective's own source."""
+    """Return the source of windows: a loader of the training data, or the source that the objective builds."""
     objective, pack_tokens = trained.objective, trained.pack_tokens
     if objective.build_source is None:
         return _build_loader(run, trained.budget, pack_tokens=pack_tokens)
@@ -164,7 +164,7 @@ def _build_source(run: RunContext, trained: Trained) -> WindowSource:
 
 
 def _build_loader(run: RunContext, budget: Budget, all_samples: bool = False, pack_tokens: int | None = None) -> Loader:
-    """Return a loader of the training samples in the global order: this rank's part, or all samples."""
+    """Return a loader of the training samples in the global order: this rank's part, or with `all_samples` all."""
     config, data, world = run.config, run.data, run.world
     return Loader(
         dataset=data.train,

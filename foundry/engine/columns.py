@@ -1,7 +1,7 @@
-"""Columns: values that frozen models compute for every sample, once before the first step, and kept with the run.
+"""Columns: values that frozen models compute for every sample before the first step, kept in the run directory.
 
-The file contains, for example, the log-probabilities of a reference model, and digests of the data and of the frozen
-models' weights. A resumed run does not need these models or another pass over the data.
+Their file contains, for example, the log-probabilities of a reference model, and digests of the data and of the frozen
+models' weights. So a resumed run does not need the frozen models, and makes no other pass over the data.
 """
 
 import hashlib
@@ -39,7 +39,7 @@ class WithColumns(WrappedDataset):
 
     Args:
         dataset: the wrapped dataset.
-        columns: tensors by name, (len(dataset), ...) each.
+        columns: tensors by column name, (len(dataset), ...) each.
     """
 
     def __init__(self, dataset: Dataset, columns: Mapping[str, Tensor]) -> None:
@@ -55,11 +55,11 @@ class WithColumns(WrappedDataset):
         return {**super().batch(indices), **self._columns_of(indices)}
 
     def batch_at(self, indices: Sequence[int], positions: Sequence[int]) -> dict[str, Tensor]:
-        """Return the samples at these positions; their columns belong to the samples returned by `batch`."""
+        """Return the batch of these positions; its columns were computed without the augmentation of a position."""
         return {**super().batch_at(indices, positions), **self._columns_of(indices)}
 
     def packed(self, packs: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-        """Return packed rows, with the columns of each sample, (samples, ...), in the order of the packs."""
+        """Return packed rows, with the columns of their samples, (samples, ...) each, in the order of the packs."""
         samples = [index for pack in packs for index in pack]
         return {**super().packed(packs), **self._columns_of(samples)}
 
@@ -106,7 +106,7 @@ def join_columns(
 
 
 def _compute(objective: Objective, dataset: Dataset, run: RunContext) -> dict[str, Tensor]:
-    """Compute the columns of a dataset; each rank computes its part and gets all of them."""
+    """Return the columns of a dataset; each rank computes them for its part of the samples, and gets them for all."""
     world, columns = run.world, dict[str, Tensor]()
     if world.is_main:
         log.info(
@@ -153,7 +153,7 @@ def _write(file: Path, columns: Columns, metadata: Mapping[str, str]) -> None:
 
 
 def _read_together(file: Path, metadata: Mapping[str, str], world: World) -> Columns | None:
-    """Return the columns in a file if every rank can read them and their metadata match; otherwise None."""
+    """Return the columns in a file if every rank can read it and finds `metadata` in its metadata; otherwise None."""
     columns = _read(file, metadata)
     return columns if all(gather(columns is not None, world)) else None
 

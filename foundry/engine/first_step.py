@@ -36,8 +36,8 @@ _PADDING = {"tokens": 0, "targets": IGNORED_TARGET, "documents": -1}
 class FirstStepCheck:
     """Runs forward, backward and reduction on the largest microbatches, with memory for the optimizer state reserved.
 
-    Afterwards RNG states, buffers and gradients are as before. Guard, loss scaler, optimizers and averages are not
-    called, and no window is read.
+    After a successful check, RNG states, buffers and gradients are as before it. Guard, loss scaler, optimizers and
+    averaged weights are not called, and no window is read.
 
     Args:
         run: context with the configuration, the data and the ranks.
@@ -64,7 +64,8 @@ class FirstStepCheck:
             state_memory = self._reserve_optimizer_state()
             keeps_gradients = accumulates and config.distributed.gradient_sync is not GradientSync.every
             with _without_buckets(trained.parallel.model, keeps_gradients=keeps_gradients):
-                # Unsharded gradients of an earlier microbatch may coexist with the activations of the last one.
+                # Two microbatches if a window has several: unsharded gradients of the first coexist with the
+                # activations of the second.
                 self._step.discard_gradients([microbatch] * (1 + accumulates))
             del state_memory
             synchronize(world.device)
@@ -73,7 +74,7 @@ class FirstStepCheck:
             log.info("the first step fits: checked with %s in %.1f s", shapes, time.monotonic() - began)
 
     def _agreed_microbatch(self) -> Microbatch | None:
-        """Return the microbatch if every rank could build one; otherwise None."""
+        """Return this rank's largest microbatch; if any rank cannot build one, log the reason and return None."""
         microbatch, reason = None, None
         try:
             microbatch = self._largest_microbatch()
@@ -106,7 +107,7 @@ class FirstStepCheck:
         return {**batch, "position": torch.arange(first, first + num_rows)}
 
     def _reserve_optimizer_state(self) -> list[Tensor]:
-        """Allocate as much memory as the optimizers will allocate for their state in the first step."""
+        """Allocate as much memory as the optimizers will need for their state; none if it exists, or is unknown."""
         if any(optimizer.state for optimizer in self._trained.optimizers):
             return []
         from foundry.planning.fake import build_adapted, build_fake
@@ -138,7 +139,7 @@ def _full_rows(dataset: Dataset, num_rows: int, pack_tokens: int) -> Microbatch:
 
 
 def _packed_example(objective: Objective, num_rows: int, longest: int, pack_tokens: int | None) -> Microbatch:
-    """Return completions of the largest shape, one in each row."""
+    """Return a microbatch of made completions of the largest shape, one in each row."""
     batch = objective.example(num_rows, pack_tokens or longest)
     if pack_tokens is None:
         return batch
@@ -166,10 +167,10 @@ def _restored_state(models: Sequence[nn.Module], world: World) -> Iterator[None]
 
 @contextmanager
 def _without_buckets(model: nn.Module, *, keeps_gradients: bool) -> Iterator[None]:
-    """Context manager that does not touch DDP's gradient buckets, which DDP reorders after their first reduction.
+    """Context manager without reductions by DDP, since DDP reorders its gradient buckets after the first reduction.
 
-    The order determines the rounding of sums over more than two ranks. Gradients are freed at once, since in training
-    they are stored in the buckets, unless a window accumulates them outside.
+    The order of the buckets determines the rounding of sums over more than two ranks. Without `keeps_gradients`, each
+    gradient is freed at once, since in training gradients are stored in the buckets.
     """
     if not isinstance(model, DistributedDataParallel):
         yield

@@ -1,8 +1,8 @@
 """The initial model of a run: random weights or the weights of a base, and adapters if configured.
 
-Adapters are added after the base has its weights and before the model is wrapped; they are initialized from the seed
-alone. Checkpoints of a run with adapters contain only the adapters. The base is read again when the run is resumed or
-opened, and compared with the digest in its checkpoints.
+Adapters are added after the base has its weights and before the model is wrapped; their initial weights depend only on
+the seed. Checkpoints of a run with adapters contain only the adapters. When the run is resumed or opened, the base is
+read again, and compared with the digest in the run's checkpoints.
 """
 
 import logging
@@ -35,10 +35,12 @@ from foundry.run_dir.checkpoints import MANIFEST
 log = logging.getLogger(__name__)
 
 StartModel = Callable[[Any], InitialModel]
-"""Builds the model of a configuration; from a transformers folder with its weights, unless `init_from` is set."""
+"""Function that builds a model from its configuration, with the weights of its transformers folder unless `init_from`
+is set.
+"""
 
 _MOST_BASES = 16
-"""Maximum length of a chain of adapter runs, in which each run is the base of the next one."""
+"""Maximum length of a chain of adapter runs, each of which starts from the one before."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Base:
 
 
 def resolve_weights(node: Any) -> Path | None:
-    """Return the path of a model's weights; None if they are not read from a file."""
+    """Return the path in `init_from`, or else of the transformers folder, with a model's weights; None without one."""
     weights = resolve_init_from(node)
     return Path(node.path) if weights is None and isinstance(node, HuggingFace) and node.path else weights
 
@@ -197,7 +199,7 @@ def find_base(checkpoint: Path) -> Path | None:
 
 
 def _find_adapters(path: Path, key: str) -> tuple[Path, Manifest, Base] | None:
-    """Return the checkpoint with adapters at a path; None if the path is anything else."""
+    """Return the checkpoint with adapters at a path, its manifest and its base; None if the path is anything else."""
     try:
         folder = find_checkpoint(path)
         if folder is None:
@@ -230,7 +232,7 @@ def _check_digest(model: nn.Module, folder: Path, base: Base, key: str) -> None:
 
 
 def _merge(model: nn.Module, folder: Path, manifest: Manifest, base: Base, world: World, key: str) -> None:
-    """Merge the adapters of a checkpoint, averaged if available, into the base weights."""
+    """Merge the adapters of a checkpoint into the base weights; their averaged weights, if the checkpoint has them."""
     _check_digest(model, folder, base, key)
     settings: Any = OmegaConf.to_object(typed_group(folder / MANIFEST, "peft", manifest.config.get("peft")))
     if not isinstance(settings, LoRA) or [*check_fields(settings, "peft"), *settings.check()]:

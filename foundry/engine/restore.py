@@ -55,8 +55,7 @@ class RestoredRun:
     Attributes:
         config: configuration of the run.
         model: model in eval mode, on `device`.
-        data: data of the run; for text only the tokenizer, and for data with files in the run directory only those
-            files.
+        data: data of the run; without samples if the run directory has a tokenizer or files of the data.
         checkpoint: folder of the checkpoint.
         device: device of the model.
         base_path: path of the adapters' base; None without adapters or if the base is not stored in a file.
@@ -104,7 +103,8 @@ def retry_if_replaced(run_dir: Path, which: str, read: Callable[[], Result]) -> 
     Args:
         run_dir: run directory.
         which: "last", "best", or a step number.
-        read: finds and reads the checkpoint; called again after a ConfigError or OSError if the checkpoint is gone.
+        read: finds and reads the checkpoint; called again after a ConfigError or OSError if the checkpoint is gone and
+            `which` now selects another.
     """
     for _ in range(_MOST_LOOKS):
         checkpoint = _identity(run_dir, which)
@@ -117,7 +117,7 @@ def retry_if_replaced(run_dir: Path, which: str, read: Callable[[], Result]) -> 
 
 
 def _identity(run_dir: Path, which: str) -> Path | None:
-    """Return the current checkpoint, or None if it does not exist."""
+    """Return the folder of the checkpoint that `which` selects now; None if it does not exist."""
     try:
         return find(run_dir, which)
     except OSError:
@@ -221,7 +221,7 @@ def _build_adapted(config: Config, run_dir: Path, checkpoint: Path, *, trust: bo
             return InitialModel(_build(whole_config, run_dir, trust=trust))
         if isinstance(node, HuggingFace) and node.path is not None:
             return InitialModel(_build_model(whole_config))
-        torch.manual_seed(config.hparams.seed)  # initialize again with the same seed
+        torch.manual_seed(config.hparams.seed)  # the run's seed, which gives the base the same random weights again
         return draw_weights(_build_model(whole_config), config.hparams.seed)
 
     world = World.single(torch.device("cpu"))
@@ -231,10 +231,12 @@ def _build_adapted(config: Config, run_dir: Path, checkpoint: Path, *, trust: bo
 
 
 def _own_architecture(config: Config, run_dir: Path, *, trust: bool) -> dict[str, Any]:
-    """Return arguments that build a transformers model without its original folder, whose weights are not needed.
+    """Return arguments that build a transformers model without weights, from the architecture in the run directory.
+
+    With `trust`, a run directory without the architecture is allowed: the original folder is read.
 
     Raises:
-        ConfigError: only the original folder has the architecture, and the configuration could name any folder.
+        ConfigError: the run directory has no architecture, and the run is not trusted.
     """
     if not isinstance(config.model, HuggingFace) or config.model.path is None:
         return {}
@@ -262,7 +264,7 @@ def _find_checkpoint(run_dir: Path, which: str) -> Path:
 
 
 def _check_bounds(run_dir: Path, config: Config) -> None:
-    """Refuse built parts whose settings are invalid, as composing does for new runs."""
+    """Refuse invalid settings of the groups in `_BUILT`, as composing does for new runs."""
     violations = list[Violation]()
     for group in _BUILT:
         node = getattr(config, group)
@@ -273,9 +275,9 @@ def _check_bounds(run_dir: Path, config: Config) -> None:
 
 
 def _data(config: Config, run_dir: Path) -> DataSplits:
-    """Return the run's tokenizer and data files without samples; data that has none is built again.
+    """Return the run's tokenizer and data files, without samples; a run without these files gets its data built again.
 
-    The samples are not read again: the configuration names their path, which may be somebody else's.
+    If the files exist, no samples are read: the configuration names their path, which may be somebody else's.
 
     Raises:
         ConfigError: a file that the data wrote is missing or invalid.
@@ -335,7 +337,7 @@ def _read_run_files(run_dir: Path) -> dict[str, RunFile]:
 
 
 def _special_tokens(file: Path, tokenizer: Any) -> dict[str, Any]:
-    """Read the stop tokens and the first token of chats; without the file, as in old runs, derive the stop token.
+    """Read the stop tokens and the first token of chats; without the file, as in old runs, use the end token only.
 
     Raises:
         ConfigError: the file is not in foundry's format.

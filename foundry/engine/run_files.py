@@ -31,7 +31,7 @@ from foundry.run_dir.names import (
 
 
 def write_run_files(config: Config, plan: dict[str, Any], data: DataSplits, run_dir: Path) -> None:
-    """Write the configuration, the plan, and files that replace the data later: tokenizer, chat template, kept files.
+    """Write the configuration, the plan, and the files to open the run without its data, such as a tokenizer.
 
     Raises:
         ConfigError: a folder or a link occupies the path of one of these files.
@@ -74,13 +74,13 @@ def _keep_tokenizer_files(node: Any, data: DataSplits, run_dir: Path) -> None:
     file = tokenizer_file(path)
     source = (
         copies if (copies := file.parent / TRANSFORMERS).is_dir() else file.parent
-    )  # a run's folder has its own copies
+    )  # if `path` is a run directory, it has copies of these files
     if file.name != TOKENIZER or source == run_dir / TRANSFORMERS:
         return
     for name in TOKENIZER_FILES:
         try:
             content = read_bytes(in_hub_cache(source / name))
-        except OSError:  # most are missing, and training needs none
+        except OSError:  # most of these files are missing, and training needs none of them
             continue
         with replaced_atomically(make_folder(run_dir / TRANSFORMERS) / name) as stream:
             stream.write(content)

@@ -64,7 +64,7 @@ def train(
     join: Join | None = None,
     on_activity: Callable[[int, str], None] | None = None,
 ) -> RunResult:
-    """Train on this process and those started with it; resume if the run directory contains an unfinished run.
+    """Train as one rank of the run; resume if the run directory contains an unfinished run.
 
     Args:
         config: composed configuration, equal on all ranks.
@@ -74,10 +74,10 @@ def train(
         on_activity: called with the optimizer step and the name of each activity that begins, such as "training".
 
     Raises:
-        ConfigError: a setting does not fit the data or the machine, or differs from the run to resume; nothing has been
-            trained.
+        ConfigError: a setting does not fit the data or the machine, or differs from the run to resume; a few of these
+            errors are found only in training.
         NonFiniteError: the loss or gradient became NaN or infinite.
-        Stopped: a signal was received; the run is saved.
+        Stopped: a signal was received; the run is saved unless checkpoints are off.
         RunDirectoryLostError: the run directory was deleted, moved or replaced.
     """
     config_hash = hash_config(config)
@@ -137,7 +137,7 @@ def _train(run: RunContext, observers: list[Observer], stack: ExitStack) -> RunR
 
 
 def _build_judge(environment: Any, stack: ExitStack) -> Judge | None:
-    """Return the judge that scores completions; its process ends with the run."""
+    """Return the judge that scores completions; None without an environment. The judge is closed with the run."""
     judge = build_judge(environment)
     if judge is not None:
         stack.callback(judge.close)
@@ -186,7 +186,7 @@ def _lock_run_dir(world: World, run_dir: Path, config_hash: str, stack: ExitStac
 
 @contextmanager
 def _record_loss_of_rank_zero(run_dir: Path, world: World) -> Iterator[None]:
-    """Record the run as failed if rank 0, which normally does so, was killed."""
+    """Record the run as failed if a collective fails and rank 0, which normally records failures, is dead."""
     try:
         yield
     except CollectiveError as error:
@@ -197,7 +197,7 @@ def _record_loss_of_rank_zero(run_dir: Path, world: World) -> Iterator[None]:
 
 @contextmanager
 def _report_failure(observers: Sequence[Observer], run_dir: Path) -> Iterator[None]:
-    """Notify the observers if the body failed or was interrupted, except after a ConfigError.
+    """Notify the observers if the body failed or Ctrl-C interrupted it, except after a ConfigError or SystemExit.
 
     Raises:
         RunDirectoryLostError: the run directory was replaced, so observers must not write to it.

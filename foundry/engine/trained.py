@@ -76,13 +76,13 @@ def build_trained(run: RunContext) -> Trained:
     if hparams.torchcompile:
         require_compiler(world.device)
     if world.world_size > 1:
-        from foundry.planning.fits import check_fits  # not needed on one process, which shares no gradients
+        from foundry.planning.fits import check_fits  # a single process needs no check, since it shards no gradients
 
         check_fits(config, run.data, world)
     initial = (
         _build_without_weights(config) if resume_point is not None and not is_adapted else _build_initial(run, None)
     )
-    if is_adapted:  # adapters need the base weights, and their digest is computed
+    if is_adapted:  # adapters need the base weights, whose digest is computed
         initial = InitialModel(initial.materialize())
     model = initial.model
     if (training_warning := hook(model, "training_warning")) is not None and (line := training_warning()) is not None:
@@ -129,12 +129,12 @@ def build_trained(run: RunContext) -> Trained:
 
 
 def _build_without_weights(config: Config) -> InitialModel:
-    """Return the model of a run whose checkpoint has its weights."""
+    """Return the model of a run, uninitialized since its checkpoint has the weights."""
     return _with_values(InitialModel(build_empty(config)), config.data, partial(build_model, config))
 
 
 def _with_values(initial: InitialModel, data: Any, build: Callable[[], nn.Module]) -> InitialModel:
-    """Return the model with weights from `build` if a test of its packing support needs weights."""
+    """Return the model of `build` if the test of the model's packing support needs weights; else `initial`."""
     needs_weights = field_of(data, "packing", False) and not knows_documents(initial.model)
     return InitialModel(build()) if needs_weights else initial
 
@@ -149,7 +149,7 @@ def _build_initial(run: RunContext, node: Any, key: str | None = None) -> Initia
     if path is not None and tokenizer is not None:
         check_same(tokenizer, path, None if node is run.config.model else key)
     initial = read_initial(node, path, partial(start_model, run.config), run.world, "model.init_from")
-    if path is None:  # otherwise `init_from` of the whole model applies
+    if path is None:  # weights of the whole model take precedence over `init_from` of its parts
         for weights in weights_of_parts(node).values() if tokenizer is not None else ():
             check_same(tokenizer, Path(weights).expanduser())
         initial = read_parts(initial, node, run.world)

@@ -22,10 +22,10 @@ _PROBE = (
 def save_for_transformers(config: Any, data: DataSplits, source: Path, out: Path, *, with_model: bool = True) -> None:
     """Write config.json and, if there is a tokenizer, its files, so that `generate()` stops and chats as in the run.
 
-    Files beside the run's original tokenizer are copied unchanged, except for two settings: the chat template is the
-    run's, and the run's stop tokens come before the original ones. A BOS or padding token that is null in the config of
-    the base stays null. For a tokenizer that foundry trained, the first stop token is the EOS token; it also pads, on
-    the left, and starts a text without a prompt.
+    Files beside the run's original tokenizer are copied, but the chat template is the run's, the run's stop tokens come
+    before the original ones, missing special tokens are added, and paths and custom code are removed. A BOS or padding
+    token that no file of the base sets stays null. For a tokenizer that foundry trained, the first stop token is the
+    EOS token; it also pads, on the left, and starts a text without a prompt.
 
     Args:
         config: transformers config of the model; the special tokens are set in it.
@@ -70,8 +70,8 @@ def save_for_transformers(config: Any, data: DataSplits, source: Path, out: Path
     write_atomically(out / TOKENIZER, tokenizer.to_str(pretty=True))
     if settings:
         _copy_files(source, out)
-        # The source's settings decide the first token of a text. Paths and custom code, which foundry never runs, are
-        # removed.
+        # No BOS token is added: the original settings decide whether a text starts with one. Paths and custom code,
+        # which foundry never runs, are removed.
         missing = {
             name: token for name, token in tokens.items() if name != "bos_token" and special_tokens.get(name) is None
         }
@@ -114,7 +114,8 @@ def _check_tokens(tokenizer: Any, out: Path) -> None:
     """Log a warning if transformers tokenizes the probe text differently from the run.
 
     Some architectures have their own tokenizer class, which `AutoTokenizer` uses regardless of the folder's settings:
-    it keeps the vocabulary but has its own pre-tokenizer (`MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS` of transformers).
+    the class keeps the vocabulary but pre-tokenizes differently (`MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS` of
+    transformers).
     """
     from transformers import AutoTokenizer
 
@@ -133,17 +134,17 @@ def _check_tokens(tokenizer: Any, out: Path) -> None:
 
 
 def _config_value(config: Any, name: str) -> Any:
-    return getattr(config, name, None)  # some architectures have no padding token
+    return getattr(config, name, None)  # the configs of some architectures have no `pad_token_id`
 
 
 def _id(tokenizer: Any, token: Any) -> int | None:
-    """Return the id of a token in transformers' format: a string, or an object with one."""
+    """Return the id of a token that is a string, or an object with the string as `content`; None if it is unknown."""
     text = token.get("content") if isinstance(token, dict) else token
     return tokenizer.token_to_id(text) if isinstance(text, str) else None
 
 
 def _valid_ids(tokenizer: Any, *ids: Any) -> list[int]:
-    """Return the valid token ids among ids or lists of ids from files; some configs pad with -1."""
+    """Return the valid token ids among ids and lists of ids from files; some configs have an invalid -1 for padding."""
     flat = [item for id in ids for item in (id if isinstance(id, list) else [id])]
     return [id for id in flat if type(id) is int and 0 <= id < 2**31 and tokenizer.id_to_token(id) is not None]
 

@@ -21,7 +21,7 @@ def build_data(config: Config) -> DataSplits:
 
 
 def offered_to_data(simulator: Any) -> dict[str, Any]:
-    """Return optional arguments of data: a factory of the simulator, and its settings, the group `simulator`."""
+    """Return optional arguments of data: a factory of the simulator, and the settings of the group `simulator`."""
     return {"simulator": simulator_factory(simulator), "simulator_settings": _simulator_settings(simulator)}
 
 
@@ -29,7 +29,7 @@ def build_simulator(node: Any) -> Simulator | None:
     """Build the simulator of the group `simulator`; return None if the group is empty.
 
     Raises:
-        ConfigError: the simulator cannot be built, or its sizes differ from the configuration.
+        ConfigError: the simulator cannot be built, or its `state_dim` or `action_dim` differs from its settings.
     """
     if field_of(node, "_target_") is None:
         return None
@@ -62,5 +62,5 @@ def simulator_factory(node: Any) -> Callable[[], Simulator] | None:
 
 
 def samples_per_epoch(objective: Any, data: DataSplits) -> int:
-    """Return the samples of one pass over the training data, of which an objective may make several per row."""
+    """Return the number of samples in one pass over the training data: rows times the objective's samples per row."""
     return len(data.train) * int(field_of(objective, "samples_per_row", 1))

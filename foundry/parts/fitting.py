@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 def fitting(node: Any, group: str) -> Any:
-    """Return the node of a custom part without those optional settings that its constructor does not accept."""
+    """Return the settings of a part; a custom part's without the optional ones that its constructor does not accept."""
     optional = [name for name in runtime_settings(group) if isinstance(node, dict) and name in node]
     if not optional:
         return node

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def build_judge(node: Any) -> "Judge | None":
-    """Build the judge of a run from its config group `environment`; None if the run has no environment.
+    """Build the judge of a run from the config group `environment`; return None if the run has no environment.
 
     Raises:
         ConfigError: no installed task uses environments, or the environment cannot be built.

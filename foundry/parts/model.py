@@ -34,9 +34,9 @@ _TILE = "logprob_tile_tokens"
 
 
 def build_model(config: Config, node: Any = None) -> nn.Module:
-    """Build a model with its initial weights in host memory; they depend only on the seed.
+    """Build a model with its initial weights in host memory: of its transformers folder, or random from the seed.
 
-    `init_from` is not read here.
+    The weights in `init_from` are not read here.
 
     Args:
         config: configuration of the run.
@@ -49,10 +49,10 @@ def build_model(config: Config, node: Any = None) -> nn.Module:
 
 
 def start_model(config: Config, node: Any = None) -> InitialModel:
-    """Build a model with its initial weights, which each rank initializes or reads for itself if the model supports it.
+    """Build a model and, if the model supports it, a function that later fills the weights of one rank's shards only.
 
-    Weights come from the transformers folder in `node`, or are randomly initialized. If `node` has
-    `init_from`, the model is left as its constructor builds it.
+    The function reads the transformers folder in `node`, or initializes weights at random. If `node` has `init_from`,
+    the model is left as its constructor builds it.
 
     Args:
         config: configuration of the run.
@@ -91,8 +91,8 @@ def build_empty(config: Config, node: Any = None) -> nn.Module:
 def unfilled(node: Any) -> AbstractContextManager[None]:
     """Return a context manager for building a model whose weights are loaded later.
 
-    If the class has `initial_weights`, its matrices are built on the meta device. Other classes are built as usual, and
-    fake tensors stay fake.
+    If the model's class has `initial_weights`, matrices are built on the meta device. Other classes are built as usual,
+    and fake tensors stay fake.
     """
     by_name = False
     with suppress(ImportError, AttributeError, ValueError):  # building the model reports an import error
@@ -106,7 +106,7 @@ def draw_weights(model: nn.Module, seed: int, *, without: Iterable[str] = ()) ->
     Args:
         model: the unwrapped model.
         seed: seed of the weights.
-        without: names of submodules whose weights come from elsewhere.
+        without: names of submodules that the function skips, since their weights are read from files.
 
     Raises:
         ConfigError: `initial_weights` does not cover all parameters on the meta device.
@@ -124,7 +124,7 @@ def draw_weights(model: nn.Module, seed: int, *, without: Iterable[str] = ()) ->
 
 
 def _draw(draws: Mapping[str, Draw], seed: int, model: nn.Module) -> None:
-    """Initialize this rank's part of a model, wrapped or not."""
+    """Initialize this rank's part of the parameters of a model, which may be wrapped."""
     parameters = dict(model.named_parameters())
     chunks = local_chunks(parameters).items()
     parts = {name: Part(chunk.local, tuple(parameters[name].shape), chunk.offsets) for name, chunk in chunks}
@@ -150,8 +150,8 @@ def add_log_probs(model: nn.Module, objective: Any, vocab_size: int | None, *, t
         model: changed in place.
         objective: group `objective` of the configuration.
         vocab_size: vocabulary size of the data; None uses all columns of the logits.
-        tile_tokens: number of positions whose logits are computed at a time, if the constructor does not accept it; 0
-            computes all at once.
+        tile_tokens: number of positions whose logits are computed at a time; 0 computes all at once, unless the model's
+            constructor has this setting.
 
     Raises:
         ConfigError: `tile_tokens` is set but cannot be applied.
@@ -188,13 +188,13 @@ def _takes(target: str, name: str) -> bool:
 
 
 def resolve_init_from(node: Any) -> Path | None:
-    """Return the path in `init_from`, which custom models may have too; None if not set."""
+    """Return the path in `init_from` of a model's settings, which custom models may have too; None if not set."""
     path = field_of(node, "init_from")
     return None if path is None else Path(path)
 
 
 def resolve_packing(data: Any, model: nn.Module, name: str = "model") -> int | None:
-    """Return the number of tokens of a packed row; None if packing is off, or if the model would mix packed samples.
+    """Return the number of tokens of a packed row; None if packing is off, or the model mixes samples of a row.
 
     Args:
         data: group `data` of the configuration.

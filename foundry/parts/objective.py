@@ -1,4 +1,4 @@
-"""Builder of the objective, and a check of the model's forward signature."""
+"""Builder of the objective, and a check that the model's forward() accepts the objective's arguments."""
 
 import inspect
 from typing import Any, cast
@@ -16,16 +16,16 @@ from foundry.parallel.process_group import World
 def build_objective(node: Any, peft: Any, world: World | None = None, tokenizer: Any = None) -> Objective:
     """Build the objective, without frozen models, from the groups `objective` and `peft`.
 
-    Its constructor may accept `world`, `tokenizer` and `has_adapters`.
+    The objective's constructor may accept `world`, `tokenizer` and `has_adapters`.
     """
     offered = {"world": world, "tokenizer": tokenizer, "has_adapters": isinstance(peft, LoRA)}
     return with_defaults(build(node, optional=offered))
 
 
 def with_defaults(part: Any) -> Objective:
-    """Return an object with all attributes of an objective; objects of other classes get the missing defaults.
+    """Return the objective `part` with all attributes of `Objective`; missing ones get their defaults.
 
-    Objectives get the members of a task's base class that they ask for and lack (`Task.objectives`).
+    An objective with an attribute that is a key of `Task.objectives` also gets the members of that base class.
 
     Raises:
         ConfigError: the object lacks `num_valid` or `loss`, or does not allow new attributes.
@@ -38,7 +38,7 @@ def with_defaults(part: Any) -> Objective:
 
 
 def _complete(part: Any, base: type[Any]) -> None:
-    """Add the public members of a base class of objectives that an object lacks, or has the default of."""
+    """Add to an object each public member of `base` that it lacks, or that is still the default of `Objective`."""
     name = type(part).__name__
     public = {key: value for key, value in vars(base).items() if not key.startswith("_")}
     defaults = {key: value for key, value in public.items() if _lacks(part, key)}
@@ -56,7 +56,7 @@ def _complete(part: Any, base: type[Any]) -> None:
 
 
 def _lacks(part: Any, key: str) -> bool:
-    """Return whether an object has no attribute of this name, or the default of `Objective`."""
+    """Return whether an object has no attribute `key`, or is an `Objective` with the default of `Objective` for it."""
     if isinstance(part, Objective):
         return inspect.getattr_static(part, key, None) is vars(Objective).get(key)
     return key not in dir(part) and not hasattr(part, key)  # dir() includes properties without reading them

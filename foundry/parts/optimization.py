@@ -24,10 +24,10 @@ log = logging.getLogger(__name__)
 
 
 def build_budget(config: Config, data: DataSplits, dp_size: int) -> Budget:
-    """Return the length of the run.
+    """Return the budget of the run; warn if it is too short for early stopping.
 
     Raises:
-        ConfigError: a length that depends on the data is invalid.
+        ConfigError: a length in the settings does not fit the data or the run.
     """
     hparams, tokens = config.hparams, data.tokens_per_sample
     if hparams.batch_schedule is not None and hparams.batch_schedule_unit is ScheduleUnit.tokens and tokens is None:
@@ -37,7 +37,7 @@ def build_budget(config: Config, data: DataSplits, dp_size: int) -> Budget:
         epoch = samples_per_epoch(config.objective, data)
         budget = resolve_budget(hparams, samples_per_epoch=epoch, dp_size=dp_size, tokens_per_sample=tokens)
     except ValueError as error:
-        # Thresholds in tokens, for data whose number of tokens per sample is known only now.
+        # Thresholds in tokens are checked here, since the number of tokens per sample is known only with the data.
         raise ConfigError(Violation("hparams.batch_schedule", str(error))) from None
     if wrong := list(check_lengths(config, budget)):
         raise ConfigError(wrong)
@@ -51,7 +51,8 @@ def build_budget(config: Config, data: DataSplits, dp_size: int) -> Budget:
 def build_schedule(config: Config, budget: Budget) -> Schedule:
     """Build the schedule of learning rate and weight decay.
 
-    Logs a warning about settings that it does not follow, and about a run whose only step has learning rate 0.
+    Logs a warning about settings that the schedule does not follow, and about a run whose only step has learning rate
+    0.
     """
     own = constant_weight_decay(config.optimizer)
     start = getattr(config.scheduler, "start_weight_decay", None)
@@ -74,7 +75,7 @@ def build_optimizers(config: Config, model: nn.Module) -> list[Optimizer]:
     """Build optimizers that together cover each trainable parameter of the wrapped model once.
 
     Raises:
-        ConfigError: a parameter is missing or covered twice, or the result is not a list of optimizers.
+        ConfigError: a trainable parameter is in no optimizer or in two, or the result is not a list of optimizers.
     """
     offered = {"precision": config.precision.mode}
     optimizers = build(config.optimizer, optional=offered, model=model, lr=config.hparams.lr)
@@ -85,5 +86,5 @@ def build_optimizers(config: Config, model: nn.Module) -> list[Optimizer]:
 
 
 def constant_weight_decay(optimizer: Any) -> float:
-    """Return the weight decay to use if the schedule sets none: the optimizer's, or 0 if it has none."""
+    """Return the weight decay for a schedule that sets none: `weight_decay` of the optimizer's settings, or 0."""
     return float(field_of(optimizer, "weight_decay") or 0.0)

@@ -29,8 +29,8 @@ class Activations:
             from blocks, and the largest recomputed block.
         forward_peak: peak of live bytes in the forward pass; for most models it is reached in the loss.
         rounded: matrices of blocks in the type of autocast, which caches them until the window ends; part of `saved`.
-        block: the largest block without its rounded matrices; part of `saved`.
-        backward: peak bytes that a block's backward pass allocates beyond the activations that it frees, without
+        block: activations of the largest block, without its rounded matrices; part of `saved`.
+        backward: peak bytes that the backward pass of the loss and of the last block adds to the activations, without
             gradients of parameters.
         recomputes: whether blocks are recomputed in the backward pass.
     """
@@ -67,13 +67,13 @@ def count_activations(
     grad_checkpointing: bool,
     selective: bool = False,
 ) -> Activations:
-    """Count the tensors that autograd saves for one microbatch, and the temporary ones.
+    """Return the bytes of the tensors that autograd saves for one microbatch, and of temporary tensors.
 
     Args:
         objective: objective that computes the loss.
         model: model of fake tensors; its blocks keep the hooks of this function.
         microbatch: real tensors.
-        mode: mode of the model's tensors.
+        mode: fake tensor mode of the model.
         autocast: context of the forward pass.
         device_type: device of the run, "cuda" or "cpu"; it determines how many tokens are projected to logits at a
             time.
@@ -182,7 +182,7 @@ class _SavedStorages:
                     self._add(value, self.kept)
 
     def recomputed(self) -> int:
-        """Return the bytes that blocks have saved so far and that checkpointing frees."""
+        """Return the bytes of the storages that blocks have saved so far and that checkpointing would free."""
         kept_storages = self.outside | self.inputs | self.kept
         return _size({k: s for k, s in _union(self.inside).items() if k not in kept_storages})
 
@@ -218,7 +218,7 @@ class _SavedStorages:
 
 
 class _LiveActivations(LiveBytes):  # type: ignore[no-untyped-call]
-    """Counts the live storages between blocks, except the storages that checkpointing frees."""
+    """Counts the live storages while no block computes, except the blocks' storages that checkpointing frees."""
 
     def __init__(self, saved: _SavedStorages) -> None:
         super().__init__()

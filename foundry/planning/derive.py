@@ -76,8 +76,7 @@ def build_plan(
 def _packing(config: Config, budget: Budget, data: DataSplits, capacity: int) -> dict[str, Any]:
     """Measure how full the packed rows of the first steps are.
 
-    The number of rows and the efficiency are None if the lengths are not known yet, because the model generates the
-    answers.
+    The number of rows and the efficiency are None if the model generates the answers: their lengths are not known yet.
     """
     if data.train.lengths_of([0]) is None:
         return {"steps": 0, "row_tokens": capacity, "rows_per_step": None, "efficiency": None}
@@ -122,7 +121,7 @@ def planned_updates(
 
 
 def select_steps(schedule: Schedule, budget: Budget, points: int = 500) -> list[int]:
-    """Return enough steps to plot every curve: evenly spaced ones, and both sides of each corner."""
+    """Return the numbers of enough steps to plot every curve: evenly spaced steps, and both sides of each corner."""
     total = budget.total_steps
     corners = [stage.first_step for stage in budget.batch_sizes.stages]
     corners += [step for phase in resolve_phases(schedule, budget) for step in (phase.first_step, phase.last_step)]
@@ -135,12 +134,13 @@ def resolve_phases(schedule: Schedule, budget: Budget) -> list[Phase]:
     """Return the learning-rate phases that the run reaches, in order; empty if the schedule does not define phases."""
     if not isinstance(schedule, HasPhases):
         return []
-    # An update belongs to the phase in which it reads the curve: at its last sample, or at its first.
+    # An update belongs to the phase of the sample at which it reads the curve: its last, or with evaluate_at=start its
+    # first.
     reads_start = getattr(schedule, "evaluate_at", None) is EvaluateAt.start
     sizes, total = budget.batch_sizes, budget.total_steps
     phases, last_step = list[Phase](), 0
     for name, end in schedule.phases():
-        # 0.29 of 100 samples is 28.999999999999996, and the warm-up is over with the 29th.
+        # 0.29 of 100 samples is 28.999999999999996, but a warmup of this length ends with the 29th sample.
         last = (
             total
             if end == math.inf
@@ -208,7 +208,7 @@ def _schedule_lengths(schedule: Schedule, budget: Budget) -> dict[str, float]:
 
 
 def _durations(scheduler: Any, evaluation: Evaluation, budget: Budget) -> dict[str, str]:
-    """Describe each duration as given and as resolved: `"1"` is one step and `"1.0"` the whole run."""
+    """Return each duration in the settings as given and in steps and samples: `"1"` is one step, `"1.0"` the run."""
     resolved = dict[str, str]()
     if isinstance(scheduler, Scheduler):
         phases = scheduler.phases(budget)

@@ -31,7 +31,7 @@ class FakeModel:
 
 
 def build_fake(make: Callable[[], nn.Module]) -> FakeModel:
-    """Build a model without allocating its weights; exceptions of its constructor are raised unchanged.
+    """Build a model without allocating its weights; exceptions of `make` are raised unchanged.
 
     Args:
         make: builds the model, as for training.
@@ -44,7 +44,7 @@ def build_fake(make: Callable[[], nn.Module]) -> FakeModel:
 
 
 def build_adapted(config: Config) -> nn.Module:
-    """Build the model of a run with its adapters, if any, without loading the weights of the base model.
+    """Build the model of a run with its adapters, if any. Within `build_fake`, no weights of a base are loaded.
 
     Raises:
         ConfigError: the settings select a layer that the model does not have, or that does not support adapters.
@@ -60,7 +60,7 @@ def build_adapted(config: Config) -> nn.Module:
 
 @contextmanager
 def _replaced_by_identity(owner: Any, name: str) -> Iterator[None]:
-    """During the body, replace a function that modifies and returns its first argument by the identity."""
+    """During the body, replace a function that modifies and returns its first argument by one that only returns it."""
     original = getattr(owner, name)
 
     def return_unchanged(value: Any, *arguments: Any, **options: Any) -> Any:

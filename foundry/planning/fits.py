@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def plan_memory(config: Config, fake: FakeModel, data: DataSplits, *, world_size: int, device_type: str) -> Memory:
-    """Estimate the memory on the rank that needs the most, for microbatches of the longest sample.
+    """Estimate the memory on the rank that needs the most, for microbatches of the longest sample or of full rows.
 
     Args:
         config: configuration of the run.
@@ -71,7 +71,7 @@ def read_longest(data: DataSplits, num_samples: int) -> Microbatch:
 
 
 def answer_tokens(config: Config, data: DataSplits) -> int | None:
-    """Return the tokens of the longest prompt with the longest answer; None if the objective generates no answers."""
+    """Return the tokens of the longest prompt with the longest answer; None without prompts or without generation."""
     max_new_tokens = field_of(config.objective, "max_new_tokens") if data.train_prompts else None
     return (
         None
@@ -100,7 +100,7 @@ def usable_memory(free_bytes: int, distributed: Resolved, world_size: int) -> in
 
 
 def check_gradient_sync(config: Config, memory: Memory, *, world_size: int, capacity: int) -> None:
-    """Check that the run fits its devices if whole gradients are kept through a window; other runs are not checked.
+    """Check that a run that keeps whole gradients through a window fits its devices; other runs are not checked.
 
     Args:
         config: configuration of the run.
@@ -129,7 +129,7 @@ def check_fits(config: Config, data: DataSplits, world: World) -> None:
     Estimates the memory only if the run keeps whole gradients; otherwise the call costs nothing.
 
     Raises:
-        ConfigError: the estimate exceeds this rank's device memory, or its share of the host memory.
+        ConfigError: the estimate exceeds the free memory of this rank's GPU, or on a CPU its share of host memory.
     """
     if not _keeps_whole_gradients(config, world.world_size):
         return

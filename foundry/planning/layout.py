@@ -17,7 +17,7 @@ class _Unit:
     """Parameters that FSDP2 gathers and reduces together.
 
     Attributes:
-        parameters: parameters that belong to no inner unit.
+        parameters: parameters of the unit's module that belong to no unit inside of it.
         gather_dtype: type of gathered weights and of newly computed gradients; None for the parameter's type.
         reduce_dtype: type of the gradients' reduction; None to reduce them as computed.
     """
@@ -63,7 +63,7 @@ class Layout:
     keeps_gradients: bool = False
 
     def parts(self, bytes_of: Callable[[nn.Parameter], int]) -> tuple[int, int]:
-        """Return the bytes of this rank's shards and of its whole parameters; `bytes_of` counts a full parameter."""
+        """Return the bytes of this rank's shards and of `replicated`; `bytes_of` counts an unsharded parameter."""
         shards = sum(bytes_of(p) * self._rows(p) // max(1, p.shape[0]) for unit in self.units for p in unit.parameters)
         return shards, sum(map(bytes_of, self.replicated))
 
@@ -91,13 +91,13 @@ class Layout:
         shards, replicated = self.parts(grad_bytes)
         if not accumulates or sync is GradientSync.every:
             return shards + replicated
-        # Offloaded shards are allocated in addition to the whole gradients; other shards replace them.
+        # Offloaded shards of gradients are allocated in addition to whole gradients; shards on the device replace them.
         return replicated + sum(unit.reduced() for unit in self.units) + (shards if self.offloads else 0)
 
     def reducing_units(self, sync: GradientSync, accumulates: bool, *, root: bool = True) -> int:
         """Return the peak bytes of one unit's gradients in its reduction.
 
-        These are the gradients in the reduction's type and, unless they are accumulated whole, the gradients as
+        Gradients count in the reduction's type and, unless whole gradients are accumulated, again as they were
         computed.
 
         Args:
@@ -114,11 +114,11 @@ class Layout:
         return sum(map(grad_bytes, self.replicated)) if self.reduces_replicated else 0
 
     def reducing(self, sync: GradientSync, accumulates: bool) -> int:
-        """Return the peak bytes of gradients in a reduction."""
+        """Return the peak bytes of gradients in a reduction: of one unit, or of `replicated`."""
         return max(self.reducing_units(sync, accumulates), self.averaging())
 
     def largest_unit(self) -> int:
-        """Return the bytes of the largest unit in its parameters' types: it is allocated whole before it is sharded."""
+        """Return the bytes of the largest unit in its parameters' types: a unit is allocated whole, then sharded."""
         return max((sum(map(num_bytes, unit.parameters)) for unit in self.units), default=0)
 
     def _rows(self, parameter: nn.Parameter) -> int:

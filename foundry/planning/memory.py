@@ -50,7 +50,7 @@ class Memory:
         weights: parameters, or this rank's shards of them.
         frozen_weights: the part of `weights` that is not trained.
         gathered: transient: gathered weights of the FSDP2 units that compute or are prefetched.
-        gradients: peak of the gradients; between two microbatches without a reduction FSDP2 keeps whole ones.
+        gradients: peak of the gradients; FSDP2 keeps whole gradients between microbatches without a reduction.
         reducing: transient: gradients in a reduction.
         optimizer: state of the optimizers without scalars; None if they cannot step on fake tensors.
         ema: averaged weights.
@@ -58,9 +58,9 @@ class Memory:
         buffers: buffers of the model.
         activations_estimated: activations that the forward pass of one microbatch saves; None if unknown.
         generation: transient: gathered weights, and keys and values of the answers that are generated at a time.
-        host: part of weights, gradients, optimizer and ema that is in host memory instead of device memory.
+        host: part of weights, gradients, optimizer, ema and frozen that is in host memory instead of device memory.
         moments: bytes on the device at each of the moments of `foundry.planning.moments`, without unknown parts.
-        note: why a value is None.
+        note: why a part of the memory is unknown; None if all are known.
     """
 
     weights: int
@@ -108,9 +108,9 @@ def estimate_memory(
         world_size: number of ranks.
         microbatch: real tensors with the shapes of a microbatch; None if unknown, which leaves activations unknown.
         device_type: "cuda" or "cpu"; on a CPU offloading has no effect.
-        tokenizer: tokenizer of the data, for objectives that use it.
+        tokenizer: tokenizer of the data, for objectives that use one.
         answer_tokens: tokens of the longest prompt with an answer, if the objective generates answers.
-        pack_tokens: tokens of a row that holds several answers; None if each has its own row.
+        pack_tokens: tokens of a row that holds several answers; None if each answer has its own row.
 
     Raises:
         ConfigError: the strategy does not fit the number of ranks, or the optimizer does not fit the model.
@@ -188,10 +188,10 @@ def estimate_memory(
 def _build_frozen(
     config: Config, objective: Objective, fake: FakeModel, policy: PrecisionPolicy, world_size: int
 ) -> dict[str, tuple[Layout, int]]:
-    """Return the layouts of the frozen models that the objective compares with, and the bytes of their buffers.
+    """Return the layout of each frozen model of the objective and the bytes of its buffers, by the model's name.
 
-    Passes the models to the objective. Returns no model if all are evaluated before the first step: without gradients
-    they need less memory than a training step.
+    Also passes the frozen models to the objective. Returns an empty dict if the objective has columns: the frozen
+    models then run before the first step, and without gradients need less memory than a step.
     """
     if objective.compare is None:
         return {}
@@ -260,7 +260,7 @@ def optimizer_bytes(config: Config, fake: FakeModel) -> dict[str, float]:
 def _optimizer_state(config: Config, model: nn.Module) -> tuple[dict[Tensor, int], int, str | None]:
     """Return the bytes of each whole parameter's state, and the bytes that a step allocates once the state exists.
 
-    Scalars are not counted. The third value is None, or the reason why the bytes are unknown.
+    Scalars are not counted. The third value is the reason why the bytes are unknown; None if they are known.
     """
     for parameter in model.parameters():
         parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
@@ -271,7 +271,7 @@ def _optimizer_state(config: Config, model: nn.Module) -> tuple[dict[Tensor, int
         for optimizer in optimizers:
             fused = [group for group in optimizer.param_groups if group.get("fused")]
             for group in fused:
-                # The state is the same, and some fused kernels do not support fake tensors.
+                # Without fused kernels the state is the same; some fused kernels do not support fake tensors.
                 group["fused"] = False
             optimizer.step()
             for tensor, parameter_state in optimizer.state.items():
@@ -336,7 +336,10 @@ def _activations(
 def _model_of_rank(
     model: nn.Module, policy: PrecisionPolicy, *, narrow_frozen: bool = False, num_parts: int = 1
 ) -> nn.Module:
-    """Return a copy of a fake model as one of `num_parts` ranks holds it, in the types of `PrecisionPolicy.prepare`."""
+    """Return a copy of a fake model as one of `num_parts` tensor-parallel ranks holds it.
+
+    It has the types of a model after `PrecisionPolicy.prepare`.
+    """
     is_cast = policy.mode is PrecisionMode.pure_bf16
     narrow_tensors: set[Tensor] = {*frozen_matrices(model)} if narrow_frozen and policy.is_amp else set()
 
@@ -356,7 +359,7 @@ def _copy_in_dtypes(
 ) -> nn.Module:
     """Return a copy of a fake model in other types; `Module.to` cannot change fake tensors in place.
 
-    A parameter in `divisions`, which maps to a dimension and a number of parts, is replaced by its first part.
+    `divisions` maps a parameter to a dimension and a number of parts: the copy has only the first of these parts.
     """
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
@@ -378,7 +381,7 @@ def _average_bytes(config: Config, parameter: nn.Parameter) -> int:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence torch's log of operators that fail, which the plan's note reports."""
+    """Silence torch's log of operators that fail on fake tensors, since `Memory.note` reports the failure."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled, log.disabled = log.disabled, True
     try:

@@ -12,7 +12,7 @@ MOMENTS = {
     "reduction": "while gradients that are not sharded are averaged over the ranks",
     "optimizer": "in the optimizer step: gradients, and the optimizer's temporary tensors",
 }
-"""Moments in the order of a run, with the largest parts at each. Between them memory changes monotonically."""
+"""Moments in the order of a run, each with the largest parts of the memory then. Memory peaks at one of them."""
 
 
 def count_moments(
@@ -40,7 +40,7 @@ def count_moments(
             sharding.
         states: bytes on the device between two steps.
         gathered: bytes of gathered weights of the FSDP2 units in flight.
-        gathered_in_loss: the same after the last block of the forward pass, when no unit is prefetched.
+        gathered_in_loss: bytes of gathered weights after the last block's forward pass, when no unit is prefetched.
         activations: activations of one microbatch.
         generation: bytes of all gathered weights beyond `gathered`, and of keys and values; 0 if nothing is generated.
         temporary: bytes that the optimizers allocate and free in a step.

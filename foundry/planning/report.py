@@ -50,7 +50,7 @@ _MEMORY_PARTS = {
 
 
 def write_csv(updates: Iterable[PlannedUpdate], folder: Path) -> Path:
-    """Write one row for each update; the numbers read back as the same floats."""
+    """Write schedule.csv with one row for each update; its numbers read back as the same floats."""
     path = folder / CSV
     with replaced_atomically(path) as stream:
         file = TextIOWrapper(stream, encoding="utf-8", newline="")
@@ -62,14 +62,14 @@ def write_csv(updates: Iterable[PlannedUpdate], folder: Path) -> Path:
 
 
 def write_picture(updates: Sequence[PlannedUpdate], phases: Sequence[Phase], folder: Path) -> Path:
-    """Plot learning rate, weight decay and batch size."""
+    """Plot learning rate, weight decay and batch size of the updates in schedule.png."""
     path = folder / PICTURE
     save_figure(schedule_figure(updates, phases, run_name=folder.absolute().name), path)
     return path
 
 
 def show(plan: Mapping[str, Any], console: Console) -> None:
-    """Print the plan."""
+    """Print the tables of a plan."""
     sections = (
         ("Step", _step_rows(plan)),
         ("Run", _run_rows(plan)),
@@ -183,7 +183,7 @@ def _stage_rows(plan: Mapping[str, Any], max_rows: int = 12) -> list[tuple[str, 
 
 
 def _memory_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the nonzero parts of the memory, and their sum at the peak."""
+    """Return rows with the nonzero parts of the memory, the peak, and the available memory."""
     memory = plan["memory"]
     rows = [
         (name, "unknown" if memory[key] is None else num_bytes(memory[key]))

@@ -15,7 +15,7 @@ KERNELS = {
     "aten::_flash_attention_forward": "varlen",
     "torch_attn::_varlen_attn": "varlen",
 }
-"""Operations that are one attention kernel, mapped to its name."""
+"""Operations that run one attention kernel each, mapped to the name of the kernel."""
 
 _LARGEST_FLASH_HEAD = 256
 
@@ -24,12 +24,13 @@ def attention_on_cuda(original: Callable[..., Tensor], on_math: Callable[[Tensor
     """Return a `scaled_dot_product_attention` that selects kernels for CUDA tensors as a CUDA build of torch does.
 
     The selection follows `aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`: flash attention for half precision
-    without a mask, with heads grouped or not; memory-efficient attention with a mask or in fp32, for equal heads; the
-    plain formula otherwise. A build without CUDA always selects the formula.
+    without a mask and heads of up to 256 numbers, grouped or not; else memory-efficient attention for equal numbers of
+    query and key heads; else the plain formula, also if the head size is no multiple of 8 (4 in fp32). A build of torch
+    without CUDA always selects the formula.
 
     Args:
         original: torch's function, which is still used for tensors on the CPU.
-        on_math: called with the query if the plain formula is selected; each kernel is a separate operation.
+        on_math: called with the query if the plain formula is selected; every other kernel is an operation of torch.
     """
 
     def attend(

@@ -17,10 +17,10 @@ _LIBRARIES = tuple(
 
 
 def call_site() -> str:
-    """Return `file:line text` of the innermost frame outside of libraries and of this package.
+    """Return `file:line text` of the innermost frame outside of libraries and of `foundry.rehearsal`.
 
-    Paths in foundry begin with the package name. The threads of autograd have frames of foundry only while they
-    recompute a block.
+    Paths in foundry begin with the package name. Return "the backward pass" if no frame is outside: threads of autograd
+    have frames of foundry only while they recompute a block.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

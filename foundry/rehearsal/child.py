@@ -53,7 +53,7 @@ from foundry.rehearsal.rehearsed import Peak, RehearsalRecord
 from foundry.rehearsal.shortened import shorten, take_steps
 
 _LARGEST_CHECKPOINT = 2**30
-"""Largest checkpoint, in bytes of this rank's part, that a rehearsal writes."""
+"""Largest size in bytes of this rank's part of a checkpoint that a shortened rehearsal writes."""
 
 
 class _Follower:
@@ -136,12 +136,12 @@ def _plan(config: Config, world_size: int) -> Memory:
 
 
 def _checkpoint_bytes(plan: Memory) -> int:
-    """Return the bytes of this rank's part of a checkpoint. An unknown optimizer counts as AdamW."""
+    """Return the bytes of this rank's part of a checkpoint. An optimizer state of unknown size counts as AdamW's."""
     return plan.weights + plan.ema + (2 * plan.weights if plan.optimizer is None else plan.optimizer)
 
 
 def _join(config: Distributed, environment: LaunchEnvironment, backend: str, device: torch.device) -> None:
-    """Create a process group with fake other ranks. Every collective completes at once."""
+    """Create a process group whose other ranks are fake. Every collective completes at once."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group(dist.Backend.FAKE, store=FakeStore(), rank=0, world_size=environment.world_size)
@@ -149,7 +149,7 @@ def _join(config: Distributed, environment: LaunchEnvironment, backend: str, dev
 
 @contextmanager
 def _ranks(world_size: int, ranks_per_node: int) -> Iterator[None]:
-    """Set the environment variables that a launcher sets for rank 0."""
+    """Context manager that sets the environment variables that a launcher sets for rank 0 of several ranks."""
     environment = dict(os.environ)
     for name in [name for name in os.environ if name.startswith(("SLURM_", "TORCHELASTIC_"))]:
         del os.environ[name]

@@ -63,7 +63,7 @@ _READS = {
     aten._unique2.default,
     aten.unique_consecutive.default,
 }
-"""Operations with a result, or a shape of the result, that the host has to read."""
+"""Operations on the device whose result, or the shape of the result, the host has to read."""
 
 
 _WITHOUT_FAKE_KERNEL = {aten._fused_sgd_.default, aten._fused_sgd_.tensor_lr}
@@ -77,8 +77,8 @@ class WaitError(RuntimeError):
 class DeviceDispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Mode that makes CUDA tensors fake and keeps CPU tensors real, so that data, counts, seeds and files are real.
 
-    Values on the device do not exist. If the host reads one, floats are 1, integers are 0, and booleans are False,
-    except that comparisons with a lower bound (`count > 0`) are True.
+    Values on the device do not exist. If the host reads a number, it gets 1 for a float, 0 for an integer, and False
+    for a boolean, except that comparisons with a lower bound (`count > 0`) and of whole tensors (`equal`) are True.
 
     Attributes:
         ledger: memory of the device.
@@ -218,7 +218,7 @@ class DeviceDispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     del self.largest[_NUM_LARGEST:]
 
     def _read(self, func: Any, tensor: FakeTensor) -> Any:
-        """Return a substitute for values that the host reads."""
+        """Return a substitute for device values that the host reads; see the class."""
         self.wait(func.name())
         if func is aten.equal.default:
             return True
@@ -232,7 +232,7 @@ class DeviceDispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         raise NotImplementedError(f"{func.name()} at {call_site()} has a result whose shape depends on values")
 
     def _selected(self, index: Tensor | None) -> Tensor | None:
-        """Return an index without a mask. A mask selects all elements, and the host waits for their number."""
+        """Return an index; for a boolean mask, indices of all its elements, whose number the host waits for."""
         if index is None or index.dtype is not torch.bool:
             return index
         self.wait("aten::nonzero")
@@ -242,7 +242,7 @@ class DeviceDispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _copied_to_host(self, tensor: Any, kwargs: dict[str, Any]) -> Tensor | None:
         """Return a CPU tensor for a copy from the device to the host; None for any other copy.
 
-        A small floating-point tensor, such as sums and counts of metrics, is filled with 1, as in `_read`; a larger
+        A small floating-point tensor, such as sums and counts of metrics, is filled with 1, as in `_read`; every other
         tensor with 0.
         """
         device = kwargs.get("device")
@@ -302,7 +302,7 @@ class DeviceDispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _group_of(self, leaves: list[Any]) -> tuple[int, int]:
-        """Return the number of ranks and of nodes of a collective's process group."""
+        """Return the number of ranks and of nodes of a collective's process group; 1 and 1 if it has no group."""
         for value in leaves:
             if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
                 group = dist.ProcessGroup.unbox(value)
@@ -327,7 +327,7 @@ def _group_named(name: str) -> Any:
 
 
 def _on_host(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operation of the host. Pinned memory is ordinary memory with a flag."""
+    """Run an operation on the host. A tensor in pinned memory is an ordinary tensor with `is_pinned_in_rehearsal`."""
     if func is aten._pin_memory.default:
         copy = args[0].clone()
         copy.is_pinned_in_rehearsal = True

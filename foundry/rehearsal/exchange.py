@@ -9,7 +9,7 @@ from foundry.rehearsal.rehearsed import RehearsalRecord
 
 
 class RehearsalError(RuntimeError):
-    """Raised if a run fails in its rehearsal. The message contains the reason and the run's own traceback."""
+    """Raised if a run fails in its rehearsal. The message contains the reason and, if there is one, the traceback."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class Request:
         ranks_per_node: number of ranks on each node.
         device: short name of a GPU.
         steps: number of the last optimizer step.
-        shortens: skip evaluations and checkpoints except a small one of each.
+        shortens: run one small evaluation and save at most one checkpoint; see `shorten`.
     """
 
     config_dir: str
@@ -39,7 +39,7 @@ def read_answer(content: Mapping[str, Any]) -> RehearsalRecord:
     """Return the record of a rehearsal from the answer of its process.
 
     Raises:
-        ConfigError: if the process raised it.
+        ConfigError: if the process of the rehearsal raised one.
         RehearsalError: if the run failed.
     """
     if "violations" in content:

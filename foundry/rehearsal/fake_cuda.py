@@ -81,7 +81,7 @@ class _FakeCuda:
 
     def __init__(self, gpu: Gpu, count: int, dispatch: DeviceDispatch) -> None:
         self._gpu, self._count, self._dispatch, self._device = gpu, count, dispatch, 0
-        # Classes, since other libraries use them in annotations.
+        # Stream and Event are classes, not functions, since other libraries use them in annotations.
         self.Stream = type("Stream", (_Stream,), {"dispatch": dispatch})
         self.Event = type("Event", (_Event,), {"dispatch": dispatch})
         self._stream: _Stream = self.Stream(torch.device("cuda", 0))
@@ -113,7 +113,7 @@ class _FakeCuda:
         return self._device
 
     def set_device(self, device: Any) -> None:
-        pass  # rank 0 of a node always uses the first device
+        pass  # a rehearsal runs as rank 0, which uses the first device
 
     def get_device_name(self, device: Any = None) -> str:
         return self._gpu.name
@@ -183,7 +183,7 @@ class _FakeCuda:
 
 @contextmanager
 def fake_cuda(gpu: Gpu, count: int, dispatch: DeviceDispatch) -> Iterator[None]:
-    """Replace torch.cuda by a stand-in with fake GPUs, and record operations on them in `dispatch`.
+    """Replace torch.cuda by a stand-in with fake GPUs, and record operations on these GPUs in `dispatch`.
 
     Args:
         gpu: specification of the GPUs.

@@ -22,7 +22,7 @@ class GuardError(RuntimeError):
 
 
 def reason_not_to_load() -> str | None:
-    """Return the reason why this machine cannot have fake CUDA devices; None if it can. Does not import torch."""
+    """Return the reason why this machine cannot have fake CUDA devices, or None. Does not import torch."""
     if _has_own_guard() or _library_path().exists() or shutil.which("g++"):
         return None
     return "g++ is required to build the device guard for a torch without CUDA; install it (Debian: apt install g++)"
@@ -31,7 +31,7 @@ def reason_not_to_load() -> str | None:
 def load_guard() -> None:
     """Add a fake CUDA device to this process, and hide real ones from it.
 
-    Call it before anything imports torch, which queries its devices once. This function imports torch.
+    Call this function before anything imports torch, which queries its devices once. This function imports torch.
 
     Raises:
         GuardError: if there is no compiler, the compilation fails, or torch is already imported.
@@ -48,7 +48,7 @@ def load_guard() -> None:
 
 
 def build_guard() -> Path:
-    """Return the guard's shared library for the installed torch. Compiled unless it is in the user's cache.
+    """Return the path of the guard's shared library for the installed torch; compile it unless the user's cache has it.
 
     Raises:
         GuardError: if there is no compiler, or it fails.

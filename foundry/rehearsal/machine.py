@@ -36,7 +36,7 @@ GPUS = {
     "l4": Gpu("NVIDIA L4", int(22.0 * _GIB), (8, 9), 0.3e12, 32e9, 12.5e9),
     "l40s": Gpu("NVIDIA L40S", int(44.4 * _GIB), (8, 9), 0.864e12, 32e9, 25e9),
 }
-"""GPUs of common servers, from NVIDIA's data sheets. Networks: 200 Gbit/s per GPU for A100, 400 for H100 and later."""
+"""GPUs of common servers, from NVIDIA's data sheets. Networks: 100 Gbit/s for L4, 200 for A100 and L40S, else 400."""
 
 
 def find_gpu(name: str, key: str) -> Gpu:

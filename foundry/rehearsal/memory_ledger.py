@@ -74,14 +74,14 @@ class MemoryLedger:
         return {part: size for part, size in self._parts.items() if size}
 
     def enter(self, tensor: Tensor) -> int:
-        """Add the storage of a tensor unless it is known. Return the bytes of a new storage, else 0."""
+        """Add the storage of a tensor and return its bytes; if it is in the ledger, update its size and return 0."""
         storage = tensor.untyped_storage()
         with self._lock:
             entry = self._storages.get(storage._cdata)
             if entry is not None and entry.reference() is not None:
                 self._resize(entry, storage)
                 return 0
-            if entry is not None:  # another thread is about to remove it
+            if entry is not None:  # of a freed storage, which another thread is about to remove
                 self._add_bytes(-entry.size, entry.part)
             key = storage._cdata
             reference = weakref.ref(storage, lambda reference: self._leave(key, reference))
@@ -90,7 +90,7 @@ class MemoryLedger:
             return entry.size
 
     def resize(self, storage: torch.UntypedStorage, part: str) -> None:
-        """Update the size of a resized storage. If it has memory again, it is assigned to this part."""
+        """Update the size of a resized storage, and assign it to `part` if its new size is not 0."""
         with self._lock:
             entry = self._storages.get(storage._cdata)
             if entry is not None:
@@ -99,7 +99,7 @@ class MemoryLedger:
                 self._resize(entry, storage)
 
     def assign(self, tensor: Tensor, part: str) -> None:
-        """Assign a tensor to a part. Tensors that are not on the device are ignored."""
+        """Assign a tensor's storage to a part. Tensors whose storage is not in the ledger are ignored."""
         with self._lock:
             entry = self._storages.get(tensor.untyped_storage()._cdata)
             if entry is not None:

@@ -20,8 +20,8 @@ OPTIMIZER = ", optimizer"
 def assign_parts(ledger: MemoryLedger) -> Iterator[None]:
     """Assign the tensors of a run's model and optimizers to parts of a ledger, with global hooks of torch.
 
-    Each step of an optimizer is a separate phase. Gradients are assigned after each accumulation, including the
-    unsharded gradients of weights that FSDP2 has gathered.
+    Each step of an optimizer is a separate phase. A gradient is assigned each time that autograd adds to it, also the
+    unsharded gradient of weights that FSDP2 has gathered.
     """
     hooked = set[int]()
     phases = list[str]()  # stack of phases to return to, since the step of an optimizer may call the step of another

@@ -1,6 +1,6 @@
 """Entry point of rehearsals: `rehearse(config, world_size=256)` runs `foundry.engine.train.train` on fake GPUs.
 
-It needs no GPU and no other rank. It runs in a separate process, which must load a device guard before torch.
+A rehearsal needs no GPU and no other rank. It runs in a separate process, which must load a device guard before torch.
 """
 
 import json
@@ -41,8 +41,8 @@ def rehearse(
     """Run a few steps on fake GPUs, as rank 0 of any number of ranks, and return their record.
 
     Tensors on the device have shapes but no values. Tensors on the host are real, so data, order, counts and files are
-    the same as in the run. The record has memory, collectives, host waits, attention kernels and FLOPs. It has no
-    speed, no memory of kernels and of NCCL, and no fragmentation. torch.compile is disabled.
+    the same as in the run. The record has memory, collectives, host waits, attention kernels and FLOPs, but no
+    durations, no memory of kernels and of NCCL, and no fragmentation. torch.compile is disabled.
 
     Args:
         config: the composed configuration.
@@ -52,7 +52,7 @@ def rehearse(
         steps: number of the last optimizer step.
         run_dir: run directory, which may contain a run to resume; None for a temporary one.
         shortens: evaluate one microbatch per rank at the end, without samples, and save only a checkpoint of up to 1
-            GiB. If False, evaluation, schedule and checkpoints are as configured.
+            GiB per rank. If False, evaluation, schedule, batch sizes and checkpoints are as configured.
         send: function that sends the request to a process; None for a new process.
 
     Raises:

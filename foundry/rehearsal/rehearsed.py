@@ -26,8 +26,8 @@ class HostWait:
 
     Attributes:
         phase: phase of the run.
-        operation: name of the operation, such as aten::_local_scalar_dense, which is `.item()`, or "copy to the
-            device".
+        operation: name of the operation, such as aten::_local_scalar_dense, which is `.item()`, or "blocking copy to
+            the device".
         where: file:line and text of the innermost line in foundry or in the user's code.
         count: number of calls in this phase.
     """
@@ -67,7 +67,7 @@ class Attention:
 
     Attributes:
         phase: phase of the run.
-        kernel: flash, efficient, varlen or math, which keeps all scores in memory.
+        kernel: flash, efficient, cudnn, varlen, or math for the plain formula, which keeps all scores in memory.
         query: (batch, heads, tokens, head size) of the query.
         count: number of calls.
     """
@@ -111,7 +111,7 @@ class RehearsalRecord:
         steps: number of optimizer steps in this rehearsal.
         last_step: number of the last step.
         result: content of result.json; its losses and metrics are meaningless.
-        plan: planned bytes by part, and their `total`; None if the plan cannot be computed.
+        plan: planned bytes by part, and the planned peak as `total`; None if the memory cannot be planned.
         peaks: peak of each phase, in order of time.
         live: live memory after the last step.
         host_waits: host waits by phase, operation and line.
@@ -119,7 +119,7 @@ class RehearsalRecord:
         attention: calls of attention kernels by phase, kernel and shape.
         flops: floating-point operations of matrix products, convolutions and attention by phase.
         largest: the largest tensors, largest first.
-        notes: settings that were changed for the rehearsal.
+        notes: settings that were changed for the rehearsal, and why there is no plan.
     """
 
     world_size: int
@@ -141,7 +141,7 @@ class RehearsalRecord:
 
     @property
     def step(self) -> str:
-        """Phase of the last step, which excludes work that only the first step has."""
+        """Name of the phase of the last step, which is without the additional work of the first step."""
         return f"step {self.last_step}"
 
     @property
@@ -158,7 +158,7 @@ class RehearsalRecord:
         return [wait for wait in self.host_waits if wait.phase == phase]
 
     def collectives_of(self, phase: str, device: str = "cuda") -> dict[str, int]:
-        """Return the number of calls in one phase by kind, of tensors on devices or in host memory."""
+        """Return the number of collectives in one phase by kind, of GPU tensors, or with "cpu" of host tensors."""
         counts: dict[str, int] = {}
         for collective in self.collectives:
             if collective.phase == phase and collective.device == device:

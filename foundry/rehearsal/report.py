@@ -33,14 +33,14 @@ _PARTS: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("other models", ("held",), ("ema", "frozen", "buffers", "generation")),
 )
 _BUILDING = "held"
-"""Part of the tensors that a run builds, including weights: only the first optimizer step identifies weights."""
+"""Memory part of all tensors that a run builds, even weights: only the first optimizer step identifies weights."""
 _LIMITS = {"arithmetic": "arithmetic", "link": "within a node", "network": "between nodes"}
 _COLUMN = 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class RehearsalReport:
-    """Rehearsal with the figures to compare it with.
+    """Record of a rehearsal, with the numbers to compare it with.
 
     Attributes:
         record: record of the rehearsal.
@@ -120,7 +120,10 @@ class RehearsalReport:
         return f"{self._above_plan:+.1%} of {num_bytes(self._planned or 0)}"
 
     def _memory_rows(self) -> list[tuple[str, str]]:
-        """Return a matrix of parts by phases, in one unit. The peaks need not occur at the same moment."""
+        """Return a row for each part of the memory: its bytes at the peak of each phase, and in the plan.
+
+        All numbers have one unit. The planned parts need not occur at the same moment.
+        """
         phases = self._phases()
         plan = self.record.plan
         largest = max(self.record.peak.bytes, self._planned or 0)
@@ -138,7 +141,7 @@ class RehearsalReport:
         return [*rows, ("total", _cells([*totals, *([] if plan is None else [self._planned])], factor))]
 
     def _phases(self) -> dict[str, Peak]:
-        """Return the peaks to show, by a short name: building, last step, evaluation and checkpoint."""
+        """Return the peaks to show, by a short name: of the build, the last step, the evaluation and the checkpoint."""
         record, phases = self.record, dict[str, Peak]()
         names = [peak.phase for peak in record.peaks]
         first_step = next(index for index, name in enumerate(names) if name.startswith("step "))
@@ -167,7 +170,7 @@ class RehearsalReport:
             return "unknown for this run"
         record = self.record
         counts = Counter(record.collectives_of(record.step)) + Counter(record.collectives_of(record.step, "cpu"))
-        kinds = sorted((set(self.expected) | set(counts)) - {"all_to_all"})  # Muon determines their number
+        kinds = sorted((set(self.expected) | set(counts)) - {"all_to_all"})  # their number depends on Muon
         expected = {kind: self.expected.get(kind, 0) for kind in kinds}
         deviations = [f"{kind} {number}" for kind, number in expected.items() if number != counts[kind]]
         return ", ".join(deviations) or "the same"
@@ -212,7 +215,7 @@ def _cells(values: Sequence[float | None], factor: int) -> str:
 
 
 def _count_as_weights(peak: Peak) -> Peak:
-    """Return the peak of the build phase with its tensors counted as weights."""
+    """Return the peak of the build phase with the bytes of `_BUILDING` counted as weights."""
     parts = {**peak.parts}
     parts["weights"] = parts.get("weights", 0) + parts.pop(_BUILDING, 0)
     return Peak(phase=peak.phase, bytes=peak.bytes, parts=parts)
@@ -234,7 +237,7 @@ def expected_collectives(
         config: configuration of the run.
         model: model of the run; its tensors may be fake.
         world_size: number of ranks.
-        is_packed: rows contain several samples.
+        is_packed: whether rows contain several samples.
     """
     strategy = resolve_distributed(config.distributed, world_size)
     has_buckets = isinstance(strategy, DDP) and not strategy.shard_optimizer and strategy.overlap_grad_reduce

@@ -7,7 +7,7 @@ from foundry.rehearsal.rehearsed import Collective, RehearsalRecord
 
 @dataclass(frozen=True, kw_only=True)
 class LeastTime:
-    """Lower bounds of the duration of a step. All three may overlap, so the largest is the least time.
+    """Lower bounds of the duration of a step. Arithmetic and both kinds of traffic may overlap, so the largest counts.
 
     Attributes:
         flops: floating-point operations of this rank.
@@ -90,4 +90,7 @@ def _network_bytes(collective: Collective) -> float:
 
 
 _PASSES = {"all_reduce": 2}
-"""Passes over the bytes: an all-reduce is a reduce-scatter and an all-gather. Switches that sum need fewer."""
+"""How often a collective sends its bytes: an all-reduce twice, since it is a reduce-scatter and an all-gather.
+
+Switches that sum the bytes of several ranks need fewer.
+"""

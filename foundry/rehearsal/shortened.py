@@ -16,7 +16,7 @@ _LONGEST_WAIT_SECONDS = 10.0**6
 
 
 def take_steps(config: Config, steps: int, world_size: int) -> tuple[Config, list[str]]:
-    """Return the configuration with a budget in steps, and notes on settings that cannot be rehearsed.
+    """Return the configuration with a budget of `steps` steps, and notes on settings that cannot be rehearsed.
 
     Args:
         config: configuration of the run.
@@ -52,10 +52,12 @@ def take_steps(config: Config, steps: int, world_size: int) -> tuple[Config, lis
 def shorten(config: Config, world_size: int, *, saves: bool) -> Config:
     """Return the configuration with steps of full size, one evaluation of a microbatch per rank, and one checkpoint.
 
+    The schedule and the batch size are constant, and the checkpoint depends on `saves`.
+
     Args:
         config: configuration of the run.
         world_size: number of ranks.
-        saves: write a checkpoint at the end of the run, as large as a real one of this rank.
+        saves: write a checkpoint at the end of the run, unless checkpoints are off; this rank's part has its real size.
     """
     samples = config.distributed.dp_size(world_size) * config.hparams.per_gpu_batch_size
     held_out = {name: node for name, node in config.evaluation.evaluators.items() if _is_held_out(node)}
