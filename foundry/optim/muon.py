@@ -1,10 +1,10 @@
 """Muon optimizer for matrices that may be sharded.
 
 `torch.optim.Muon` multiplies the shards of a matrix through DTensor in bfloat16, which rounds partial products before
-they are summed: after three steps, two ranks differ from one by 1e-3. Here each update is gathered and orthogonalized
-as a whole matrix, so the result is the same for any number of ranks; momentum and weights stay sharded. One rank
-orthogonalizes each matrix. The update is sent in the dtype of the iteration, because the iteration rounds it to this
-dtype anyway.
+they are summed: after three steps, the weights of a run on two ranks differ from a run on one rank by 1e-3. Here each
+update is gathered and orthogonalized as a whole matrix, so the result is the same for any number of ranks; momentum and
+weights stay sharded. One rank orthogonalizes each matrix. The update is sent in the dtype of the iteration, because the
+iteration rounds it to this dtype anyway.
 
 Equal gradients give equal updates in fp32 and in bfloat16. If gradients differ in the last bit, for example because of
 another summation order, the difference of the updates is at most 3.4445^5 = 485 times as large in fp32. In bfloat16 a
@@ -73,10 +73,10 @@ class Muon(EagerOptimizer):
         ns_dtype: dtype of the Newton-Schulz iterations: float32 or bfloat16.
         weight_decay: decoupled weight decay, multiplied by the learning rate.
         group: ranks that hold equal plain matrices and gradients, as with DDP, and share the work; None makes each rank
-            do all of it. For DTensors the ranks of their mesh are used.
+            orthogonalize all plain matrices. For DTensors the ranks of their mesh share the work.
     """
 
-    # Like fused optimizers, skips the update if `found_inf` is 1, without a device synchronization.
+    # Like torch's fused optimizers, this one skips the update if `found_inf` is 1, without a device synchronization.
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -174,7 +174,7 @@ class Muon(EagerOptimizer):
 
         Args:
             work: the batch.
-            members: its matrices and their parameter groups.
+            members: the matrices of the batch and their parameter groups.
             directions: this rank's part of each update.
         """
         for numbers in work.weight_chunks:
@@ -188,7 +188,7 @@ class Muon(EagerOptimizer):
             self._store(weights, weight, updated)
 
     def _store(self, targets: list[Tensor], old: Tensor, new: Tensor) -> None:
-        """Write new values to tensors, or the old ones if the update is skipped.
+        """Write new values to tensors, or the old values if `found_inf` makes this update be skipped.
 
         `old` and `new` are the concatenated values of all tensors, (elements,).
         """
@@ -229,7 +229,7 @@ def orthogonalise(matrix: Tensor, num_steps: int, dtype: torch.dtype) -> Tensor:
 
 
 def _chunks(members: list[_Member], kind: Callable[[Tensor, dict[str, Any]], Hashable]) -> list[list[int]]:
-    """Group the matrices by kind, and split each group so that it does not exceed the limit in bytes."""
+    """Group the matrices by kind, and split each group into chunks of at most the limit in bytes, or of one matrix."""
     kinds: dict[Hashable, list[int]] = {}
     for number, member in enumerate(members):
         kinds.setdefault(kind(*member), []).append(number)
@@ -248,11 +248,11 @@ def _chunks(members: list[_Member], kind: Callable[[Tensor, dict[str, Any]], Has
 
 
 def _device(matrix: Tensor) -> torch.device:
-    """Return the device on which a matrix is orthogonalized: the GPU if its shards are offloaded from one."""
+    """Return the device on which a matrix is orthogonalized: its own, or the GPU if its shards are offloaded to CPU."""
     return torch.device(matrix.device_mesh.device_type) if is_sharded(matrix) else matrix.device
 
 
 def _cost(rows: int, columns: int) -> float:
-    """Return the FLOPs of an iteration, up to a constant factor."""
+    """Return the FLOPs of a Newton-Schulz iteration on a matrix, up to a constant factor."""
     short, long = sorted((rows, columns))
     return short**2 * (2.0 * long + short)
