@@ -23,7 +23,7 @@ class NextToken(Objective):
 
     reads_log_probs = True
     asks_for_loss = True
-    """Logits are always computed tile by tile, regardless of `model.logprob_tile_tokens`."""
+    """With models that use `project_loss`, logits are computed tile by tile even if `logprob_tile_tokens` is 0."""
     metrics: tuple[str, ...] = from_settings()
 
     @configured_by(NextTokenSettings)
@@ -57,7 +57,7 @@ class NextToken(Objective):
     def generate(self, model: nn.Module, data: Any, device: Any, **options: Any) -> TextSamples | PictureAnswers:
         """Continue prompts.
 
-        Options are passed to `continue_text`, with lengths and temperature from the settings by default.
+        Options are passed to `continue_text`; defaults of `max_new_tokens` and `temperature` are from the settings.
         """
         defaults = {"max_new_tokens": self.settings.sample_tokens, "temperature": self.settings.temperature}
         return continue_text(model, data, device, **{**defaults, **options})
