@@ -24,7 +24,10 @@ class Samples(Protocol):
 
 
 class Dataset(ABC):
-    """Map-style dataset. A subclass defines `__len__` and `__getitem__`; all other methods have defaults."""
+    """Map-style dataset. A subclass defines `__len__` and `__getitem__`; the other methods have defaults.
+
+    By default, a dataset does not support packing.
+    """
 
     @abstractmethod
     def __len__(self) -> int:

@@ -277,7 +277,7 @@ class Loader:
 def _begin_worker(worker: int) -> None:
     """Set up signal handling and garbage collection in a worker, which inherits both from the training process."""
     stop_signals.outlive()
-    gc.enable()  # the training process disables this to collect garbage between steps; a worker has no steps
+    gc.enable()  # training disables automatic collection and collects between steps; a worker has no steps
 
 
 def _identity(microbatch: Microbatch) -> Microbatch:

@@ -31,7 +31,7 @@ class Mixture:
 
 
 class Interleave:
-    """Assigns each position to the source with the largest weight / (2 c + 1), if c earlier positions are its own.
+    """Assigns each position to the source with the largest weight / (2 c + 1), for c earlier positions of that source.
 
     This is the method of Webster and Sainte-Laguë, which apportions seats to parties: after any number of positions,
     the count of each source differs from its exact share by at most (number of sources + 1) / 2. Weights are converted
@@ -102,7 +102,7 @@ class MixtureOrder(GlobalOrder):
 
 @dataclass(frozen=True)
 class Sources(Generic[_Item]):
-    """Concatenation of the items of several sources, which remain accessible one by one as `parts`."""
+    """Concatenation of the items of several sources; `parts` has the items of each source."""
 
     parts: Sequence[Iterable[_Item]]
 

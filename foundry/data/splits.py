@@ -19,7 +19,7 @@ class _DatasetField:
         self._name = name
 
     def __get__(self, instance: object, owner: type | None = None) -> Dataset:
-        if instance is None:  # the field has no default
+        if instance is None:  # `dataclass` asks the class for a default; this field has none
             raise AttributeError(self._name)
         return cast(Dataset, vars(instance)[self._name])
 
@@ -51,7 +51,7 @@ class RunFile(Protocol):
 
 
 class Prompt(NamedTuple):
-    """A prompt with its reference answer.
+    """A prompt with its reference answer, if known.
 
     Attributes:
         tokens: token ids of the prompt, which the model continues.

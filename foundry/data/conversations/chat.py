@@ -304,7 +304,7 @@ def _check_syntax(template: ChatTemplate) -> None:
 
 
 def find_template(folder: Path) -> str | None:
-    """Return the template that transformers or foundry wrote next to a tokenizer, if any.
+    """Return the template that transformers or foundry wrote next to a tokenizer, or None.
 
     Raises:
         ConfigError: the template cannot be read.

@@ -145,7 +145,7 @@ def resolve_tokenizer(source: RowSource, form: RowForm, settings: Templated) -> 
     If the settings name no tokenizer, one is trained on the training rows and cached.
 
     Raises:
-        ConfigError: the tokenizer does not exist, or it has too many entries.
+        ConfigError: the tokenizer, the chat template or a file cannot be read, or the tokenizer has too many entries.
     """
     vocab_size = settings.vocab_size
     if settings.tokenizer is not None:

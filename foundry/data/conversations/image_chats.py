@@ -40,7 +40,7 @@ def image_chat_files(settings: ImageChatFilesSettings, *, seed: int = 0) -> Data
     Images are decoded once into a memory-mapped array in the cache. The split depends only on the order of the rows.
 
     Raises:
-        ConfigError: see `chat_files`; a row whose image cannot be read is a row that cannot be used.
+        ConfigError: see `chat_files`; a row whose image cannot be read counts as a row that cannot be used.
     """
     rows = ChatFiles(
         path=settings.path,
@@ -113,7 +113,7 @@ def _picture_of(row: Row, places: Sequence[str]) -> Path | None:
 def _fill(files: Sequence[Path], missing: Mapping[str, str], size: int, folder: Path) -> tuple[str, ...]:
     """Write the decoded images and the errors of unreadable ones, and return the names of the written files."""
     errors = dict[int, str]()
-    shape = (max(1, len(files)), 3, size, size)  # an empty file cannot be mapped
+    shape = (max(1, len(files)), 3, size, size)  # at least one image, because an empty file cannot be memory-mapped
     images = np.lib.format.open_memmap(folder / _IMAGES, mode="w+", dtype=np.uint8, shape=shape)
     for number, file in enumerate(files):
         try:

@@ -144,7 +144,7 @@ def trained_end_token(tokenizer: Tokenizer) -> int:
 
 
 class _Encoded(NamedTuple):
-    """Number of documents in a token file, and the count of each token, (vocab_size,) int64."""
+    """Number of documents in a token file, and the count of each token id, (ids,) int64."""
 
     documents: int
     counts: NDArray[np.int64]
@@ -222,8 +222,8 @@ def unigram_entropy(train: NDArray[np.int64], held_out: NDArray[np.int64]) -> fl
     One is added to every training count. The result is NaN if there are no validation tokens.
 
     Args:
-        train: count of each token in the training split, (vocab_size,) int64.
-        held_out: count of each token in the validation split, (vocab_size,) int64.
+        train: count of each token id in the training split, (ids,) int64.
+        held_out: count of each token id in the validation split, (ids,) int64.
     """
     log_probabilities = np.log((train + 1) / (train + 1).sum())
     return float(-(held_out * log_probabilities).sum() / held_out.sum()) if held_out.any() else float("nan")

@@ -147,7 +147,7 @@ def check_same(tokenizer: Tokenizer, weights: Path, key: str | None = None) -> N
         base_tokenizer = parse_tokenizer(read_text(in_hub_cache(file)))
     if _content(base_tokenizer) == _content(tokenizer):
         return
-    base_tokenizer.add_special_tokens([END_OF_DOCUMENT])  # as `load_tokenizer` does if there is no end token
+    base_tokenizer.add_special_tokens([END_OF_DOCUMENT])  # as `load_tokenizer` does for a tokenizer without end token
     if _content(base_tokenizer) != _content(tokenizer):
         if key is not None:
             message = (

@@ -47,7 +47,7 @@ def list_suffixes(kinds: Mapping[str, str]) -> str:
 
 
 def open_bytes(file: Path) -> io.BufferedReader:
-    """Open a file for reading bytes, with streaming decompression.
+    """Open a file for reading bytes; .gz and .zst files are decompressed as a stream.
 
     Raises:
         OSError: the file cannot be opened.

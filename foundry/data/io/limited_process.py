@@ -58,7 +58,7 @@ class LimitedProcess:
             reply = self._send(request)
         if reply is None:
             raise LimitExceededError("ends its process")
-        succeeded, value = pickle.loads(reply)  # safe: written by our own process
+        succeeded, value = pickle.loads(reply)  # safe: the reply was pickled by a fork of this process
         if succeeded:
             return value
         if isinstance(value, MemoryError):
