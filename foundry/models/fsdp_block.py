@@ -15,7 +15,7 @@ class FSDPBlock(nn.Module):
 
 
 def find_blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the blocks of a model; a block within another block comes first.
+    """Yield the blocks of a model; a block within another block comes before it.
 
     A block is an `FSDPBlock`, or an instance of a type that the `get_fsdp_block_types()` method of an enclosing module
     returns. The method is looked up on every module, and its types apply to the modules below it.

@@ -26,8 +26,8 @@ On a sharded model each rank fills its own shards.
 
 _OUTPUT = re.compile(
     r"^(?!.*norm)(.*\.)?("
-    r"o_proj|out_proj|c_proj|down_proj|output_linear|dense_4h_to_h|fc2|fc_out|w2|Wo"  # named after their role
-    r"|\w*att\w*\.dense|output\.dense"  # named after their position: BLOOM, Falcon, GPT-NeoX, Phi; BERT
+    r"o_proj|out_proj|c_proj|down_proj|output_linear|dense_4h_to_h|fc2|fc_out|w2|Wo"  # layers named after their role
+    r"|\w*att\w*\.dense|output\.dense"  # layers named after their place: BLOOM, Falcon, GPT-NeoX, Phi; BERT
     r")$"
 )
 """Matrices whose product a block adds to the residual stream, matched by their path within the block."""
@@ -38,7 +38,7 @@ class InitialModel:
     """A newly built model, and the function that initializes it.
 
     Attributes:
-        model: not wrapped. Its matrices may be on the meta device and then have no values.
+        model: unwrapped model. Its matrices may be on the meta device and then have no values.
         fill: initializes the weights once the model is on its training device; None if the weights are initialized
             already or their values are not needed.
     """

@@ -79,7 +79,7 @@ class KVCache(Cache):
         return ((causal & is_token) | (columns == rows)).unsqueeze(1)
 
     def bounds(self, seq_len: int, device: torch.device, dtype: torch.dtype, head_dim: int) -> DocumentBounds | None:
-        """Return the bounds of left-padded sequences for the first columns.
+        """Return the document bounds of left-padded sequences, for attention within the first `seq_len` columns.
 
         None if no sequence is padded, the cache is not empty, or the variable-length kernel does not support the
         device, dtype or head size.

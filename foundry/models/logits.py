@@ -120,7 +120,7 @@ class LogitsForward:
             )
 
     def _check_logits(self, answer: Any, tokens: Tensor) -> None:
-        """Raise a ConfigError unless the model returned logits for each position of the tokens."""
+        """Raise a ConfigError unless the model returned logits of the data's whole vocabulary for each position."""
         batch, seq = tokens.shape
         if isinstance(answer, Tensor) and answer.dim() == 3 and answer.shape[:2] == tokens.shape:
             if self._vocab_size is None or answer.shape[-1] >= self._vocab_size:

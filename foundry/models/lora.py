@@ -169,7 +169,7 @@ def merge_adapters(model: nn.Module) -> None:
     for layer in adapted_layers(model).values():
         base, a, b = layer.base_layer, layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
         settings = {"alpha": layer.lora_alpha[_ADAPTER], "rslora": layer.use_rslora[_ADAPTER]}
-        weight = base.weight if isinstance(base, nn.Linear) else base.weight.T  # transformers' Conv1D
+        weight = base.weight if isinstance(base, nn.Linear) else base.weight.T  # a Conv1D has (in, out) features
         weight.copy_(merged(weight, a, b, **settings))
     remove_adapters(model)
 

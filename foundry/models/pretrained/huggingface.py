@@ -244,7 +244,7 @@ class HuggingFaceCausalLM(nn.Module):
         config: Any = self.config
         std = resolve_std(init_std, config.hidden_size)
         self._stds = std, resolve_std(embedding_init_std, config.hidden_size)
-        # OPT and a few other architectures use the second name.
+        # OPT and a few other architectures call this field `init_std`.
         for name in ("initializer_range", "init_std"):
             if hasattr(config, name):
                 setattr(config, name, std)
