@@ -26,12 +26,12 @@ from foundry.optim.owners import Batch, divide, join, place, unflatten
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _CHUNK_BYTES = 64 * 2**20
-"""Size of the parts of matrices whose momentum or weights are updated together, unless a single part is larger.
+"""Maximum size of the parts of matrices whose momentum or weights are updated together; a larger part is alone.
 
 An update needs up to four times as much memory.
 """
 _HOST_CHUNK_BYTES = 64 * 2**10
-"""The same limit on a CPU.
+"""Limit like `_CHUNK_BYTES`, for parts of matrices on a CPU.
 
 Concatenating saves calls, but copying more than the CPU's cache holds costs more than the saved calls.
 """
@@ -113,7 +113,7 @@ class Muon(EagerOptimizer):
         return None
 
     def _divide_work(self, all_members: list[_Member]) -> list[_Work]:
-        """Return the matrices in batches; recomputed only if the set of matrices with gradients changes."""
+        """Return the matrices in batches, which are recomputed only if the set of matrices with gradients changes."""
         matrix_ids = [id(matrix) for matrix, _ in all_members]
         if self._work[0] != matrix_ids:
             kinds: dict[Any, list[int]] = {}
@@ -181,8 +181,8 @@ class Muon(EagerOptimizer):
             matrix, group = members[numbers[0]]
             weights = [local_part(members[number][0]) for number in numbers]
             weight, rate = join(weights), group["lr"] * 0.2 * math.sqrt(max(matrix.shape))
-            # In fp32 for bf16 weights too: the bf16 `add_` rounds differently at the end of a tensor, and shards end at
-            # different places.
+            # Computed in fp32 for bf16 weights too: the bf16 `add_` rounds differently at the end of a tensor, and
+            # shards end at different places.
             updated = weight.float() * (1 - group["lr"] * group["weight_decay"])
             updated.add_(join([directions[number] for number in numbers]), alpha=-rate)
             self._store(weights, weight, updated)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 _BATCH_BYTES = 64 * 2**20
-"""Size of the whole matrices that an owner receives at a time, unless a single one is larger.
+"""Maximum size of the whole matrices that an owner receives in a batch, unless a single matrix is larger.
 
 About three batches are in flight.
 """
@@ -245,7 +245,7 @@ class Batch:
         return join([torch.empty(0, dtype=self._dtype, device=device), *tensors])
 
     def _carry(self, flat: Tensor, device: torch.device) -> Tensor:
-        """Copy a tensor to a device in a single copy through pinned memory; copies to the CPU are synchronous."""
+        """Copy a tensor that is on another device through pinned memory, in one copy, synchronous if to the CPU."""
         if flat.device.type == device.type:
             return flat
         if device.type == "cpu":

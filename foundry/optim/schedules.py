@@ -157,7 +157,7 @@ class Linear(Schedule):
     """Linear decay to `min_lr`."""
 
     def after_warmup(self, samples: float) -> float:
-        """Return min_lr + (1 - r) (max_lr - min_lr), with r the elapsed fraction of the decay."""
+        """Return min_lr + (1 - r) (max_lr - min_lr), with r the elapsed fraction of the decay, at most 1."""
         return self.min_lr if samples > self.horizon else self._between(1.0 - self._elapsed(samples))
 
 
@@ -165,7 +165,7 @@ class Cosine(Schedule):
     """Cosine decay to `min_lr`."""
 
     def after_warmup(self, samples: float) -> float:
-        """Return min_lr + (cos(pi r) + 1) / 2 (max_lr - min_lr), with r the elapsed fraction of the decay."""
+        """Return min_lr + (cos(pi r) + 1) / 2 (max_lr - min_lr), with r the elapsed share of the decay, at most 1."""
         if samples > self.horizon:
             return self.min_lr
         return self._between(0.5 * (math.cos(math.pi * self._elapsed(samples)) + 1.0))
@@ -175,7 +175,7 @@ class InverseSquareRoot(Schedule):
     """Inverse square root decay with `min_lr` as lower bound; the learning rate drops to `min_lr` after the horizon."""
 
     def after_warmup(self, samples: float) -> float:
-        """Return max(min_lr, max_lr sqrt(w) / sqrt(n)) for warmup w and sample count n, both at least 1."""
+        """Return max(min_lr, max_lr sqrt(w / n)), with warmup w and sample count n, both at least 1."""
         if samples > self.horizon:
             return self.min_lr
         return max(self.min_lr, self.max_lr * math.sqrt(max(self.warmup, 1)) / math.sqrt(max(samples, 1)))
