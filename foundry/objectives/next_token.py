@@ -37,7 +37,7 @@ class NextToken(Objective):
     def loss(self, model: nn.Module, microbatch: Microbatch) -> LossSum:
         """Return the sum over valid tokens of cross-entropy + z_loss_coefficient x logsumexp².
 
-        With a z-loss, the sums of the cross-entropy and of the weighted z-loss are also returned as metrics.
+        With a z-loss, its weighted sum and the sum of the cross-entropy are also returned as metrics.
         """
         targets = valid_targets(microbatch)
         token_loss = TokenLoss(z_loss_coefficient=self.settings.z_loss_coefficient)

@@ -87,7 +87,7 @@ class SFT(Objective):
         return continue_text(model, data, device, **{**defaults, **options})
 
     def _dropout_keys(self, microbatch: Microbatch, targets: Tensor) -> dict[str, Tensor]:
-        """Return the keyword argument with dropout keys, (batch,) int64; empty without dropout."""
+        """Return the keyword argument with the dropout key of each sample, (samples,) int64; empty without dropout."""
         if not self._has_dropout:
             return {}
         keys = keyed_integers(

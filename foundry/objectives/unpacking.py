@@ -41,7 +41,7 @@ def unpack(
 ) -> Tensor:
     """Unpack rows to one row per document, so that a sum over a row is the sum over a document.
 
-    Uses a gather: a scatter-add on a GPU would add values in a different order each time.
+    This is done with a gather, because a scatter-add on a GPU would add values in a different order each time.
 
     Args:
         values: (rows, seq), values of the microbatch's tokens.
