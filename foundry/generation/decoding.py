@@ -105,7 +105,7 @@ def generate(
     Returns:
         A continuation for each prompt, in order.
     """
-    model = model.module if isinstance(model, DistributedDataParallel) else model  # no gradients to reduce here
+    model = model.module if isinstance(model, DistributedDataParallel) else model  # DDP only reduces gradients
     keys = range(len(prompts)) if keys is None else keys
     size = batch_size if _new_cache(model, 1) is not None else 1
     results, was_training = list[Continuation](), model.training
