@@ -23,7 +23,7 @@ STEPS = 1000
 class Pruning:
     """Stop rule that reports a trial's evaluations to its Optuna study, and stops the run if the pruner decides to.
 
-    Only rank 0 opens the study's file, and it broadcasts the decision. Every rank makes the same calls.
+    Only rank 0 opens the study's file, and it broadcasts the decision. Every rank must make the same calls.
 
     Attributes:
         reason: reason to end the trial; None while it continues.
