@@ -19,7 +19,7 @@ def first_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> list[Pack
 
     A pack of samples with several parts, such as preference pairs, has as many rows as a sample has parts, and holds
     all parts of its samples. Each part of a sample, the longest first, goes into the row with the most room left; a
-    sample of two parts is placed in the pack whenever its rows have room for both parts.
+    sample of two parts therefore fits whenever the rows of the pack have room for both parts.
 
     Args:
         lengths: (samples,) or (samples, parts) int64, in tokens, each at most `capacity`.

@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 class DrawnSamples:
-    """Generates samples with the objective; rank 0 saves them as samples_<step>, and as samples, which it replaces.
+    """Generates samples; rank 0 saves them as samples_<step>, and again as samples, which always has the newest.
 
     Args:
         objective: objective with `generate`.

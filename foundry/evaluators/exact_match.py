@@ -74,7 +74,7 @@ class ExactMatch:
             self.metrics = None
 
     def evaluate(self, model: nn.Module, context: EvaluationContext) -> dict[str, float]:
-        """Generate and compare answers; metrics without values are omitted, but `reward` of an environment is NaN."""
+        """Generate and compare answers; metrics without values are omitted, except `reward` with a judge: it is NaN."""
         world, size = context.world, self.settings.per_gpu_batch_size
         rows, pairs = list[dict[str, float]](), list[tuple[int, str, str]]()
         with gathered(model) as full_model:

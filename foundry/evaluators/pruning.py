@@ -99,7 +99,7 @@ class _Trial:
         from optuna.trial import Trial
 
         value = metrics.get(self._metric)
-        if value is None:  # the search reports a missing metric itself, from the first result
+        if value is None:  # the search itself fails after its first result if the runs do not measure its metric
             return None
         try:
             frozen_trial = self._study.get_trials(deepcopy=False)[self._number]

@@ -188,7 +188,7 @@ class Muon(EagerOptimizer):
             self._store(weights, weight, updated)
 
     def _store(self, targets: list[Tensor], old: Tensor, new: Tensor) -> None:
-        """Write new values to tensors, or the old values if `found_inf` makes this update be skipped.
+        """Write new values to tensors, or the old values if the update is skipped because `found_inf` is above 0.
 
         `old` and `new` are the concatenated values of all tensors, (elements,).
         """

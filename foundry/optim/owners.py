@@ -245,7 +245,7 @@ class Batch:
         return join([torch.empty(0, dtype=self._dtype, device=device), *tensors])
 
     def _carry(self, flat: Tensor, device: torch.device) -> Tensor:
-        """Copy a tensor that is on another device through pinned memory, in one copy, synchronous if to the CPU."""
+        """Return `flat` on a device, copied through pinned memory if it is on another; copies to a CPU block."""
         if flat.device.type == device.type:
             return flat
         if device.type == "cpu":

@@ -34,9 +34,9 @@ class LimitedProcess:
     """Calls a function in a separate process.
 
     Args:
-        function: function with picklable arguments and result. It sees the variables of this process as they are when
-            the process is forked, at the first call or after the process has exited. Its standard output and standard
-            error are discarded, and its standard input is empty.
+        function: function with picklable arguments and result. It sees the caller's variables as they are at the fork:
+            at the first call, and at the first call after the separate process has exited. Its standard output and
+            standard error are discarded, and its standard input is empty.
         cpu_seconds: limit of processor time per call.
         memory_bytes: limit of additional memory that the process can allocate.
     """
