@@ -20,7 +20,7 @@ from foundry.data.splits import DataSplits
 _FORMAT = 1
 _VALIDATION_ROWS = 512
 _THREE_DIGITS, _TWO_TURNS = 0.4, 0.15
-"""Probability of a sum of three-digit numbers, and of a conversation with two questions."""
+"""Probability that a sum has three-digit numbers, and probability that a row has two sums."""
 
 
 class Sum(NamedTuple):
@@ -38,7 +38,7 @@ class Sum(NamedTuple):
         """Return the addition worked out digit by digit with carries, from the last digit to the first, and the answer.
 
         Args:
-            wrong_digit: position of a digit whose carry is inverted, 0 for the last digit; None gives the right answer.
+            wrong_digit: position of a digit, 0 for the last, whose carry is inverted; None gives the right answer.
         """
         steps, answer, carry = list[str](), "", 0
         for place, (first, second) in enumerate(zip(reversed(str(self.a)), reversed(str(self.b)), strict=True)):
@@ -128,7 +128,7 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _ConvertedRows:
-    """Re-iterable over `make(row number, sums)` for each row, counted from 1."""
+    """Re-iterable over the result of `make(row number, sums)` for each row; row numbers start at 1."""
 
     rows: _Rows
     make: Callable[[int, list[Sum]], Any]
@@ -158,6 +158,6 @@ def _preference(number: int, sums: list[Sum]) -> Row:
 
 
 def _question(number: int, sums: list[Sum]) -> Row:
-    """Return a row whose prompt ends with the question of the last sum, and whose column `answer` has its answer."""
+    """Return a row whose prompt ends with the question of the last sum; the column `answer` has its solution."""
     *prompt, answer = [message for addition in sums for message in _turns(addition)]
     return Row(0, number, {"prompt": prompt, "answer": answer["content"]})

@@ -24,7 +24,10 @@ class Samples(Protocol):
 
 
 class Dataset(ABC):
-    """Map-style dataset. A subclass defines `__len__` and `__getitem__`; all other methods have defaults."""
+    """Map-style dataset. A subclass defines `__len__` and `__getitem__`; the other methods have defaults.
+
+    By default, a dataset does not support packing.
+    """
 
     @abstractmethod
     def __len__(self) -> int:
@@ -35,7 +38,7 @@ class Dataset(ABC):
         """Return one sample, without a batch dimension."""
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """Return samples stacked along a new first dimension; the default reads them one by one."""
+        """Return samples stacked along a new first dimension; the default reads the samples one by one."""
         return cast(dict[str, Tensor], default_collate([self[index] for index in indices]))
 
     def batch_at(self, indices: Sequence[int], positions: Sequence[int]) -> dict[str, Tensor]:
@@ -72,7 +75,7 @@ class Dataset(ABC):
         return None if lengths is None else int(lengths.sum())
 
     def packed(self, packs: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-        """Return samples packed into rows, in the format of `Examples.packed`, or of `Pairs.packed` for two parts."""
+        """Return packed rows, in the format of `Examples.packed`, or of `Pairs.packed` if a sample has two parts."""
         raise NotImplementedError(f"{type(self).__name__} has lengths_of() but not packed()")
 
 
@@ -124,7 +127,7 @@ class WrappedDataset(Dataset):
         return self.dataset.lengths_of(indices)
 
     def num_tokens(self, indices: Sequence[int]) -> int | None:
-        """Return the total tokens of these samples, or None if all samples have `DataSplits.tokens_per_sample`."""
+        """Return the total tokens of these samples, or None if each has `DataSplits.tokens_per_sample` tokens."""
         return self.dataset.num_tokens(indices)
 
     def packed(self, packs: Sequence[Sequence[int]]) -> dict[str, Tensor]:
@@ -133,7 +136,7 @@ class WrappedDataset(Dataset):
 
 
 class _Adapted(WrappedDataset):
-    """Wrapper around samples of any class that adds the missing methods with their defaults."""
+    """Wrapper around samples of any class; methods of `Dataset` that the class lacks get their defaults."""
 
     dataset: Any
 
@@ -149,7 +152,7 @@ class _Adapted(WrappedDataset):
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the wrapped samples, for user-defined objectives and evaluators."""
-        if name == "dataset":  # not set yet during unpickling
+        if name == "dataset":  # during unpickling, before this attribute is set
             raise AttributeError(name)
         return getattr(self.dataset, name)
 

@@ -42,11 +42,11 @@ class DataWorkerError(RuntimeError):
 def explain_worker_deaths(prefetcher: Any = None) -> Iterator[None]:
     """Convert torch's errors about a dead data loader worker to `DataWorkerError`.
 
-    Torch raises them from its SIGCHLD handler, which can interrupt any code of this process. If a worker dies while it
-    sends a batch, torch may report a broken connection instead, which looks like a lost rank.
+    Torch raises these errors from its SIGCHLD handler, which can interrupt any code of this process. If a worker dies
+    while it sends a batch, torch may report a broken connection instead, which looks like a lost rank.
 
     Args:
-        prefetcher: the iterator of the `DataLoader`; None if the caller does not have it.
+        prefetcher: the iterator of the `DataLoader`, to get exit codes from its workers; None if it is not at hand.
 
     Raises:
         DataWorkerError: a worker has died.
@@ -66,8 +66,8 @@ def explain_worker_deaths(prefetcher: Any = None) -> Iterator[None]:
 def _exit_codes(workers: Sequence[BaseProcess]) -> dict[int, int | None]:
     """Return the exit codes of the workers that failed, by process id.
 
-    A dying process breaks its connections before its exit code is available, so this waits for it. Meanwhile torch's
-    SIGCHLD handler may raise the same error, which is ignored.
+    A dying process breaks its connections before its exit code is available, so this waits up to 1 s for a worker to
+    exit. Meanwhile torch's SIGCHLD handler may raise an error about the same worker, which is ignored.
     """
     try:
         closed = connection.wait([worker.sentinel for worker in workers], _REAP_SECONDS) if workers else []
@@ -119,8 +119,8 @@ class Loader:
     """Window source that reads a dataset in its global order.
 
     Within the window that starts at position c, microbatch m of rank r holds the `per_gpu_batch_size` positions
-    starting at c + (m * dp_size + r) * per_gpu_batch_size. The only state is the number of consumed samples and the
-    number of skipped samples.
+    starting at c + (m * dp_size + r) * per_gpu_batch_size. The state is the number of consumed samples, the number of
+    skipped samples, and whether the order is keyed.
 
     With packing, the samples of one window share rows. Every rank packs all samples of the window, and a microbatch
     holds at most `per_gpu_batch_size` rows instead of samples (for preference pairs: pairs of rows). The model sees the
@@ -147,7 +147,7 @@ class Loader:
             dataset: training samples.
             order: global order of the samples.
             batch_size_at: function from the number of consumed samples to the global batch size.
-            per_gpu_batch_size: samples per microbatch.
+            per_gpu_batch_size: samples per microbatch; with packing, rows.
             dp_rank: data-parallel rank.
             dp_size: number of data-parallel ranks.
             num_workers: worker processes that prefetch; 0 reads in this process.
@@ -157,7 +157,7 @@ class Loader:
             pack_tokens: row length in tokens for packing; None disables packing.
 
         Raises:
-            ConfigError: packing is requested, but the dataset does not provide the lengths of its samples.
+            ConfigError: packing is enabled, but the dataset does not provide the lengths of its samples.
         """
         if pack_tokens is not None and dataset.lengths_of([0]) is None:
             message = f"is true but {class_name(dataset)} has no lengths_of(), which packing requires"
@@ -193,9 +193,9 @@ class Loader:
         return {"samples": self.samples, "skipped": self._skipped, **order}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after `state["samples"]` samples, with the kind of order (keyed or table) that read them."""
+        """Continue after `state["samples"]` samples, with the kind of order (keyed or table) that the state records."""
         self.samples, self._skipped = read_count(state, "samples"), read_count(state, "skipped")
-        # Earlier versions used permutation tables for datasets of any size.
+        # A state without the marker is from an order with tables; earlier versions used tables for any size.
         self._reader.order.is_keyed &= state.get("order") == _KEYED
         self._prefetcher = None
 
@@ -209,8 +209,8 @@ class Loader:
     def rewind(self, samples: int) -> None:
         """Reset the count of consumed samples to `samples`, but continue reading after the last window.
 
-        The samples between the new and the old count are counted as skipped: their updates are undone, and they are not
-        read again.
+        The samples between the new and the old count are counted as skipped: the updates made with these samples are
+        undone, and the samples are not read again.
         """
         self._skipped += self.samples - samples
         self.samples = samples
@@ -234,7 +234,7 @@ class Loader:
             yield range(offset, offset + self._per_gpu)
 
     def _packs(self, start: int, capacity: int) -> Iterator[list[Pack]]:
-        """Yield the packs of this rank's microbatches; all ranks have equally many, of nearly the same size."""
+        """Yield the packs of each of this rank's microbatches; all ranks have equally many, of nearly equal size."""
         first = start + self._skipped
         positions = range(first, first + self._batch_size_at(start))
         lengths = self._reader.dataset.lengths_of(self._reader.order.indices(positions).tolist())
@@ -254,7 +254,8 @@ class Loader:
 
     def _start_prefetching(self) -> Iterator[Microbatch]:
         # The batch sampler uses a copy of this loader, which has no reference to the iterator. In a reference cycle,
-        # the garbage collector would destroy the iterator after its queues, and it would wait 5 s for each worker.
+        # the garbage collector would destroy the iterator's queues first, and the iterator would then wait 5 s for
+        # each worker.
         position = copy(self)
         loader = DataLoader(
             cast(Any, self._reader),
@@ -276,7 +277,7 @@ class Loader:
 def _begin_worker(worker: int) -> None:
     """Set up signal handling and garbage collection in a worker, which inherits both from the training process."""
     stop_signals.outlive()
-    gc.enable()  # the trainer collects garbage between steps; a worker has no steps
+    gc.enable()  # training disables automatic collection and collects between steps; a worker has no steps
 
 
 def _identity(microbatch: Microbatch) -> Microbatch:
@@ -286,9 +287,10 @@ def _identity(microbatch: Microbatch) -> Microbatch:
 def held_out_batches(
     dataset: Dataset, *, per_gpu_batch_size: int, dp_rank: int, dp_size: int, max_samples: int | None
 ) -> Iterator[Microbatch]:
-    """Yield this rank's microbatches of a validation dataset, the same number on every rank, each sample once.
+    """Yield this rank's microbatches of the first `max_samples` validation samples (None: all), each sample once.
 
-    Padding samples in the last microbatches have position -1 and are ignored by the metrics.
+    All ranks have equally many microbatches. Samples that only fill up the last microbatches have position -1 and are
+    ignored by the metrics.
     """
     stride = per_gpu_batch_size * dp_size
     total = len(dataset) if max_samples is None else min(max_samples, len(dataset))

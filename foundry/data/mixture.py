@@ -31,7 +31,7 @@ class Mixture:
 
 
 class Interleave:
-    """Assigns each position to a source: the one with the largest weight / (2 c + 1), where c counts its positions.
+    """Assigns each position to the source with the largest weight / (2 c + 1), for c earlier positions of that source.
 
     This is the method of Webster and Sainte-Laguë, which apportions seats to parties: after any number of positions,
     the count of each source differs from its exact share by at most (number of sources + 1) / 2. Weights are converted
@@ -48,9 +48,9 @@ class Interleave:
     def counts(self, position: int) -> list[int]:
         """Return the number of positions before `position` that belong to each source.
 
-        The n-th position of a source, from zero, is due at (2 n + 1) / (2 share). The number due by `position` is the
-        share of the source, rounded. The sum of these is then corrected: it differs from `position` by at most half the
-        number of sources.
+        The n-th position of a source, from zero, is due at (2 n + 1) / (2 share). The number due by `position` is
+        share x position, rounded. The sum of these numbers differs from `position` by at most half the number of
+        sources; the numbers are then corrected until it is equal.
         """
         counts = [(2 * weight * position + self._total) // (2 * self._total) for weight in self._weights]
         sources = range(len(counts))
@@ -102,7 +102,7 @@ class MixtureOrder(GlobalOrder):
 
 @dataclass(frozen=True)
 class Sources(Generic[_Item]):
-    """Concatenation of the items of several sources, which remain accessible one by one as `parts`."""
+    """Concatenation of the items of several sources; `parts` has the items of each source."""
 
     parts: Sequence[Iterable[_Item]]
 
@@ -112,13 +112,13 @@ class Sources(Generic[_Item]):
 
 
 def parts_of(items: Iterable[_Item]) -> Sequence[Iterable[_Item]]:
-    """Return the parts of `Sources`, or `items` as the only part."""
+    """Return the parts of `items` if it is a `Sources`, else `items` as the only part."""
     return items.parts if isinstance(items, Sources) else (items,)
 
 
 @dataclass(frozen=True)
 class Interleaved(Generic[_Item]):
-    """Items of several sources, evenly interleaved, so that any prefix covers all sources."""
+    """Items of several sources, evenly interleaved, so that a prefix has items of all sources in proportion."""
 
     parts: Sequence[Iterable[_Item]]
 
@@ -152,7 +152,7 @@ def describe_weights(weights: Sequence[float] | None) -> str:
 
 
 def _describe_share(share: Fraction) -> str:
-    """Return a share exactly, as a decimal if possible (0.7, the format of earlier versions), otherwise as 2/3."""
+    """Return a share exactly, as a decimal if possible (0.7, as in earlier versions), else as a fraction like 2/3."""
     decimals = str(float(share))
     return decimals if Fraction(decimals) == share else str(share)
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAX_TABLE_SAMPLES = 2**24
-"""Largest dataset whose permutations are tables (at most 128 MB each); larger ones are computed by position."""
+"""Largest number of samples whose permutation is a table (at most 128 MB); above, it is computed by position."""
 
 _ROUNDS = 8
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
@@ -52,7 +52,7 @@ class GlobalOrder:
     def _permutation(self, epoch: int) -> NDArray[np.int64]:
         if epoch not in self._permutations:
             generator = np.random.Generator(np.random.Philox(key=int.from_bytes(self._digest(epoch, 16), "little")))
-            # A window covers two epochs at most: the end of one and the start of the next.
+            # Besides the new table, keep only the preceding epoch's: a window rarely covers more than two epochs.
             self._permutations = {e: p for e, p in self._permutations.items() if e == epoch - 1}
             self._permutations[epoch] = generator.permutation(self.num_samples)
         return self._permutations[epoch]
@@ -64,9 +64,9 @@ class GlobalOrder:
 def keyed_permutation(items: NDArray[np.int64], *, num_items: int, key: bytes) -> NDArray[np.int64]:
     """Apply a pseudorandom permutation of `num_items` items to some of them, without a table of all items.
 
-    The permutation is a generalised Feistel network over the smallest rectangle that holds all items, applied again to
-    the few results that fall outside (cycle walking; both in Black and Rogaway, 2002, "Ciphers with arbitrary finite
-    domains"). Its round function is the finaliser of SplitMix64 (Steele et al., 2014).
+    The permutation is a generalised Feistel network over a nearly square rectangle of at least `num_items` cells,
+    applied again to results that are not items (cycle walking; both in Black and Rogaway, 2002, "Ciphers with arbitrary
+    finite domains"). Its round function is the finaliser of SplitMix64 (Steele et al., 2014).
 
     Args:
         items: (n,) int64 from 0 to num_items - 1.

@@ -11,27 +11,27 @@ _KERNEL_TILE = 128
 """Largest number of tokens per thread block of FlashAttention."""
 
 Pack = list[int]
-"""Samples that share a row, in their order; if samples have several parts, they share as many rows."""
+"""Samples that share a row, in the order of the row; samples of n parts share n rows."""
 
 
 def first_fit_decreasing(lengths: NDArray[np.int64], capacity: int) -> list[Pack]:
     """Put each sample, the longest first, into the first pack that has room for it (Johnson, 1973).
 
     A pack of samples with several parts, such as preference pairs, has as many rows as a sample has parts, and holds
-    all parts of its samples. Each part, the longest first, goes into the row with the most room left; for two parts
-    this finds a placement if one exists.
+    all parts of its samples. Each part of a sample, the longest first, goes into the row with the most room left; a
+    sample of two parts therefore fits whenever the rows of the pack have room for both parts.
 
     Args:
         lengths: (samples,) or (samples, parts) int64, in tokens, each at most `capacity`.
         capacity: row length in tokens.
 
     Returns:
-        The packs, which depend on the lengths only.
+        The packs, as lists of sample indices; every rank computes the same packs from the same lengths.
     """
     parts = np.sort(lengths if lengths.ndim == 2 else lengths[:, None])[:, ::-1]
     packs, room = list[Pack](), np.full(parts.shape, capacity)
     for sample in np.argsort(-parts.sum(1), kind="stable").tolist():
-        remaining = room[: len(packs) + 1].copy()  # the last one is empty
+        remaining = room[: len(packs) + 1].copy()  # room of each pack so far, and of a new one
         for length in parts[sample]:
             remaining[np.arange(len(remaining)), remaining.argmax(1)] -= length
         index = int((remaining >= 0).all(1).argmax())
@@ -50,7 +50,7 @@ def place_parts(lengths: Sequence[Sequence[int]], num_rows: int) -> list[list[tu
         num_rows: number of rows of the pack.
 
     Returns:
-        For each row, its (sample, part) indices in order.
+        For each row, the (sample, part) indices in it, in order; samples are numbered within the pack.
     """
     rows: list[list[tuple[int, int]]] = [[] for _ in range(num_rows)]
     filled = [0] * num_rows
@@ -89,7 +89,7 @@ def find_bounds(documents: Tensor) -> dict[str, Tensor]:
 
 
 def deal(packs: Sequence[Pack], *, per_gpu_batch_size: int, dp_rank: int, dp_size: int) -> Iterator[list[Pack]]:
-    """Yield the packs of each microbatch of a rank; all ranks have equally many, of nearly the same size."""
+    """Yield the packs of each microbatch of a rank; all ranks have equally many microbatches, of nearly equal size."""
     count = dp_size * -(-len(packs) // (per_gpu_batch_size * dp_size))
     for index in range(dp_rank, count, dp_size):
         yield list(packs[index::count]) or [[]]

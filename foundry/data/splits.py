@@ -19,7 +19,7 @@ class _DatasetField:
         self._name = name
 
     def __get__(self, instance: object, owner: type | None = None) -> Dataset:
-        if instance is None:  # the field has no default
+        if instance is None:  # `dataclass` asks the class for a default; this field has none
             raise AttributeError(self._name)
         return cast(Dataset, vars(instance)[self._name])
 
@@ -30,19 +30,19 @@ class _DatasetField:
 class RunFile(Protocol):
     """Metadata of the dataset that the run directory keeps in a file, such as normalization statistics.
 
-    The class is registered in `foundry.core.tasks.Task.run_files`. It also has a class method `from_json(text)`, which
-    raises ValueError, with the reason, if the text is invalid.
+    Each implementation is registered in `foundry.core.tasks.Task.run_files`, and has a class method `from_json(text)`,
+    which raises ValueError, with the reason, if the text is invalid.
     """
 
     overrides: ClassVar[tuple[str, ...]]
-    """Overrides for composing other data, for example for an evaluation, for a run that has this file."""
+    """Overrides that a run with this file applies when it composes other data, for example for an evaluation."""
 
     def to_json(self) -> str:
-        """Return the values as JSON that `from_json` reads back exactly."""
+        """Return the metadata as JSON that `from_json` reads back exactly."""
         ...
 
     def applied_to(self, data: "DataSplits") -> "DataSplits":
-        """Return other data preprocessed with the values of this run.
+        """Return `data` preprocessed with this metadata, such as the normalization statistics of the run.
 
         Raises:
             ConfigError: the data does not fit this run.
@@ -51,14 +51,14 @@ class RunFile(Protocol):
 
 
 class Prompt(NamedTuple):
-    """A prompt with its reference answer.
+    """A prompt with its reference answer, if known.
 
     Attributes:
         tokens: token ids of the prompt, which the model continues.
         answer: reference text for the completion; None if unknown.
-        row: unique id of the prompt; random numbers for its completions are keyed by it.
-        columns: columns of its row, by name; None if there is only the answer.
-        turn: index of the first token of the last user turn.
+        row: unique id of the prompt; random numbers for completions of the prompt are keyed by this id.
+        columns: columns of the prompt's row, by name; None if the row has only an answer.
+        turn: index of the first token after the previous answer in the loss (usually the last user turn); 0 if none.
         images: images of the prompt, (images, 3, image_size, image_size) uint8; None for text only.
     """
 
@@ -84,18 +84,18 @@ class DataSplits:
         validation: validation samples, of the same types.
         fingerprint: hash of the samples and their order in the dataset; it seeds the sample order of a run.
         tokens_per_sample: tokens of a sample, the mean if lengths differ; None if samples are not token sequences.
-        max_tokens: maximum tokens of a sample, or of a prompt with its completion; None for `tokens_per_sample`.
-        tokenizer: a `tokenizers.Tokenizer` for text; None otherwise.
+        max_tokens: maximum tokens of a sample, or of a prompt with its completion; None if it is `tokens_per_sample`.
+        tokenizer: a `tokenizers.Tokenizer`; None if the data has no text, or is token files without a tokenizer.
         notes: statistics for plan.json, such as the unigram entropy of the validation text.
         prompts: validation prompts, most of them with answers; empty if the data has no prompts.
-        train_prompts: training prompts, one for each training sample.
-        stop_ids: tokens that end a document or an answer, the end of a document first; empty for data without tokens.
+        train_prompts: training prompts, one for each training sample; empty if the data has no prompts to train on.
+        stop_ids: tokens that end a document or an answer, the end of a document first; empty without a tokenizer.
         bos_id: beginning-of-sequence token of the chat template, or None.
         kept: metadata by the name of its file in the run directory, so that the run can be opened without its data.
         class_names: names of the classes, by class index; empty if classes have no names.
         chat_template: Jinja source as in transformers, for chat data; None if the model continues plain text.
         mixture: mixture of the training samples if sources have weights; None otherwise.
-        content: like the fingerprint, but independent of file names; None for the fingerprint.
+        content: like the fingerprint, but independent of file names; None if it equals the fingerprint.
     """
 
     train: _DatasetField = _DatasetField()

@@ -21,7 +21,8 @@ def build_evaluators(run: RunContext, objective: Objective) -> dict[str, Evaluat
     """Build the evaluators by name, including the one that generates samples.
 
     Raises:
-        ConfigError: all evaluators declare their metrics, and a setting selects another metric.
+        ConfigError: a metric of torchmetrics cannot be built, or a setting selects a metric that no evaluator declares,
+            although all evaluators declare their metrics.
     """
     evaluators, metric_names = dict[str, Evaluator](), list[str]()
     evaluation, data, are_known = run.config.evaluation, run.data, True
@@ -50,7 +51,7 @@ def build_evaluators(run: RunContext, objective: Objective) -> dict[str, Evaluat
 
 
 def build_stop_rules(run: RunContext, objective: Objective) -> dict[str, StopRule]:
-    """Build the stop rules by name."""
+    """Build the stop rules by name, early stopping included."""
     evaluation = run.config.evaluation
     nodes = [(name, node) for name, node in evaluation.stop_rules.items() if node is not None]
     rules: dict[str, StopRule] = {"early_stopping": EarlyStopping(evaluation.early_stopping)}
@@ -58,7 +59,7 @@ def build_stop_rules(run: RunContext, objective: Objective) -> dict[str, StopRul
 
 
 def _build_for_evaluation(run: RunContext, objective: Objective, node: Mapping[str, Any]) -> Any:
-    """Build an evaluator or a stop rule; the setting `metrics` is passed only if the constructor accepts it."""
+    """Build an evaluator or a stop rule with the optional arguments that its constructor accepts."""
     arguments = {
         "objective": objective,
         "data": run.data,

@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 class DrawnSamples:
-    """Generates images or text with the objective; rank 0 saves them as samples_<step>, and the newest as samples.
+    """Generates samples; rank 0 saves them as samples_<step>, and again as samples, which always has the newest.
 
     Args:
         objective: objective with `generate`.
@@ -31,7 +31,7 @@ class DrawnSamples:
     def evaluate(self, model: nn.Module, context: EvaluationContext) -> dict[str, float]:
         """Generate and save samples; returns no metrics."""
         with gathered_if_they_fit(model, context.world) as full_model:
-            # One heartbeat per token or per denoising step, since each can take long in a large model.
+            # One heartbeat per token or per denoising step, since a single step can take long in a large model.
             hook = full_model.register_forward_pre_hook(lambda module, inputs: context.heartbeat("drawing samples"))
             try:
                 with context.autocast():

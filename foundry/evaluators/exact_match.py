@@ -31,11 +31,11 @@ log = logging.getLogger(__name__)
 class ExactMatch:
     """Fraction of prompts whose greedy answer equals the reference answer, ignoring whitespace around it.
 
-    `ended` is the fraction of answers that end with a stop token within the model's context; it is the only metric if
-    no prompt has a reference answer. In a run with an environment, `reward` is the mean over the answers that have one,
-    `reward_<score>` the mean of each score, and `reward_missing` the fraction of answers without a reward. Prompts are
-    divided among the ranks in fixed batches, so that the result does not depend on the number of ranks; each rank needs
-    memory for the whole model.
+    `ended` is the fraction of answers that end with a stop token within the model's context. If no prompt has a
+    reference answer, there is no `exact_match`. In a run with an environment, `reward` is the mean over the answers
+    with a reward, `reward_<score>` the mean of each score, and `reward_missing` the fraction of answers without a
+    reward. Prompts are divided among the ranks in fixed batches, so that the result does not depend on the number of
+    ranks; each rank needs memory for the whole model.
 
     Args:
         settings: number of prompts, and maximum length of an answer.
@@ -74,7 +74,7 @@ class ExactMatch:
             self.metrics = None
 
     def evaluate(self, model: nn.Module, context: EvaluationContext) -> dict[str, float]:
-        """Generate and compare answers; metrics without values are omitted, except `reward`, which is then NaN."""
+        """Generate and compare answers; metrics without values are omitted, except `reward` with a judge: it is NaN."""
         world, size = context.world, self.settings.per_gpu_batch_size
         rows, pairs = list[dict[str, float]](), list[tuple[int, str, str]]()
         with gathered(model) as full_model:
@@ -101,7 +101,7 @@ class ExactMatch:
                         if prompt.answer is not None:
                             pairs.append((index, text.strip(), prompt.answer.strip()))
         names = self._metric_names
-        if names is None:  # scores of a custom environment, which other ranks may not have seen
+        if names is None:  # other ranks may have metrics that this rank lacks, from scores of a custom environment
             names = tuple(sorted({REWARD, *(name for part in gather(_names(rows), world) for name in part)}))
         sums = torch.tensor(
             [[sum(row.get(name, 0.0) for row in rows), sum(name in row for row in rows)] for name in names],

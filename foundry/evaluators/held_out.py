@@ -24,7 +24,7 @@ _LOSS = "loss"
 
 
 class HeldOut:
-    """Means over all valid items of the validation split on all ranks: the loss and the objective's own metrics.
+    """Means of the loss and of the objective's metrics over the evaluated samples of the validation split on all ranks.
 
     Args:
         settings: number of samples, and microbatch size.
@@ -34,7 +34,7 @@ class HeldOut:
             a second forward pass.
 
     Raises:
-        ConfigError: the objective has no `predict`, or one of `torchmetrics` is not a torchmetrics metric.
+        ConfigError: there are `torchmetrics` but the objective has no `predict`, or one is not a torchmetrics metric.
     """
 
     @configured_by(HeldOutSettings)
@@ -84,7 +84,7 @@ class HeldOut:
                 with context.autocast():
                     predictions, targets = self._objective.predict(model, on_device)
                 self._torchmetrics.add(predictions.float(), targets)
-        # The loss and its count are reduced together with the metrics; a metric called "loss" does not replace it.
+        # The loss and its count are reduced with the metrics; an objective's metric "loss" does not replace this loss.
         loss_metric = {_LOSS: Mean(loss, count)}
         total = reduce_sums(LossSum(loss, {**loss_metric, **metrics, **loss_metric}), self._declared_metrics, world)
         means, _ = read_means(total.metrics)

@@ -17,13 +17,13 @@ from foundry.run_dir.trial import TrialLink, open_storage
 log = logging.getLogger(__name__)
 
 STEPS = 1000
-"""Number of pruner steps in a run: pruners of Optuna count in thousandths, so that batch sizes do not matter."""
+"""Number of pruner steps in a run: a step is a thousandth of the run, so that batch sizes do not matter."""
 
 
 class Pruning:
-    """Stop rule that reports a trial's evaluations to its Optuna study, and stops the run if the study's pruner does.
+    """Stop rule that reports a trial's evaluations to its Optuna study, and stops the run if the pruner decides to.
 
-    Only rank 0 opens the study's file and broadcasts the result. Every rank makes the same calls.
+    Only rank 0 opens the study's file, and it broadcasts the decision. Every rank must make the same calls.
 
     Attributes:
         reason: reason to end the trial; None while it continues.
@@ -95,16 +95,16 @@ class _Trial:
             raise _config_error(run_dir, error) from None
 
     def judge(self, metrics: Mapping[str, float], share: float) -> str | None:
-        """Report a value; return the reason to end the trial, or None."""
+        """Report the study's metric at this fraction of the run; return the reason to end the trial, or None."""
         from optuna.trial import Trial
 
         value = metrics.get(self._metric)
-        if value is None:  # the search reports a missing metric itself, from the first result
+        if value is None:  # the search itself fails after its first result if the runs do not measure its metric
             return None
         try:
             frozen_trial = self._study.get_trials(deepcopy=False)[self._number]
             trial, step = Trial(self._study, frozen_trial._trial_id), round(STEPS * share)
-            if step not in frozen_trial.intermediate_values:  # otherwise repeated after a rollback
+            if step not in frozen_trial.intermediate_values:  # reported already if the run repeats it after a rollback
                 trial.report(value, step)
             with warnings.catch_warnings():
                 # numpy's warning if a trial has reported only NaN; the pruner then ends the trial.

@@ -1,4 +1,4 @@
-"""Metrics of torchmetrics in an evaluation: each rank updates them with its share, and all ranks get equal values."""
+"""Metrics of torchmetrics in an evaluation: each rank adds its share of the data, and all ranks get equal values."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 class TorchMetrics:
     """Metrics of torchmetrics by name; if one has several values, their names start with its name: `rougeL_fmeasure`.
 
-    Sums are computed in float64.
+    From `start` to `measure`, sums are computed in float64.
 
     Args:
         metrics: instances of `torchmetrics.Metric`.
         config_key: config key of the metrics, for errors.
 
     Raises:
-        ConfigError: one is not a `torchmetrics.Metric`.
+        ConfigError: a value of `metrics` is not a `torchmetrics.Metric`.
     """
 
     def __init__(self, metrics: "Mapping[str, Metric]", config_key: str) -> None:
@@ -56,7 +56,7 @@ class TorchMetrics:
             metric.update(*((predictions[None], targets[None]) if is_of_text else (predictions, targets)))
 
     def measure(self, world: World) -> dict[str, float]:
-        """Return the values over all ranks; every rank calls this. Empty if no rank has updated the metrics.
+        """Return the metrics over all ranks, which must all call this; empty if no rank has updated the metrics.
 
         Raises:
             ConfigError: a metric cannot be synchronized over ranks, or a value is not a number.
@@ -69,7 +69,7 @@ class TorchMetrics:
         return self._values()
 
     def measure_texts(self, texts: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-        """Return the values for all answers; every rank passes all answers, so no synchronization is needed."""
+        """Return the metrics of texts and references; every rank passes all texts, so ranks need no synchronization."""
         for metric in self._metrics.values() if texts else ():
             metric.reset()
             metric.sync_on_compute = False

@@ -18,7 +18,7 @@ from foundry.generation.sampling import draw_tokens, filtered
 def disable_compilation() -> AbstractContextManager[Any]:
     """Return a context that runs compiled blocks eagerly.
 
-    `torch.compiler` imports the compiler, so it is called only if the compiler has been imported already.
+    `torch.compiler.set_stance` imports the compiler, so it is called only if the compiler is imported already.
     """
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
@@ -83,10 +83,10 @@ def generate(
     heartbeat: Callable[[str], None] | None = None,
     images: Sequence[Tensor] | None = None,
 ) -> list[Continuation]:
-    """Continue prompts; samples depend on seed, key and position in the continuation, not on the batch composition.
+    """Continue prompts; samples depend on seed, key and position in the continuation, not on the other prompts.
 
-    If a sequence outgrows the context, the model either recomputes its last `context` tokens for each new token, or
-    stops.
+    If a sequence outgrows the context, the model either reads the last `context` tokens again for each new token
+    (`is_sliding`), or the continuation ends.
 
     Args:
         model: maps (tokens, return_logits) to `TokenLogProbs`; its training mode is restored.
@@ -105,7 +105,7 @@ def generate(
     Returns:
         A continuation for each prompt, in order.
     """
-    model = model.module if isinstance(model, DistributedDataParallel) else model  # no gradients to reduce here
+    model = model.module if isinstance(model, DistributedDataParallel) else model  # DDP only reduces gradients
     keys = range(len(prompts)) if keys is None else keys
     size = batch_size if _new_cache(model, 1) is not None else 1
     results, was_training = list[Continuation](), model.training
@@ -137,7 +137,7 @@ def _new_cache(model: nn.Module, length: int, padding: Tensor | None = None) -> 
 
 
 class _Batch:
-    """Prompts that are continued together; finished ones are removed once they are at least half of the batch."""
+    """Prompts that are continued together; `_drop_finished` removes prompts whose continuation has ended."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class _Batch:
         self._sequences = [list(prompt) for prompt in prompts]
         self._log_probs: list[list[float]] = [[] for _ in prompts]
         self._is_ended = [False] * len(prompts)
-        self._is_done = [False] * len(prompts)  # ended by a stop token, or at the maximum length
+        self._is_done = [False] * len(prompts)  # ended by a stop token, or without sliding at the end of the context
         self._rows = list(range(len(prompts)))  # indices of the prompts in the model's batch
         self._cache: Any = None
         num_drawn = decoding.max_new_tokens if decoding.temperature > 0 else 0
@@ -230,7 +230,7 @@ class _Batch:
                 self._is_ended[row] = token in self._decoding.stop_ids
 
     def _drop_finished(self) -> None:
-        """Remove finished rows if they are at least half of the batch, or if the cache must be rebuilt anyway."""
+        """Remove finished rows if they are at least half of the batch, or if the cache is full or does not exist."""
         active = [index for index, row in enumerate(self._rows) if not self._is_done[row]]
         is_full = self._cache is None or self._cache.filled == self._cache.length
         if 2 * len(active) <= len(self._rows) or is_full:

@@ -19,8 +19,8 @@ class ImageSamples:
     """Generated images with their classes.
 
     Attributes:
-        images: (n, channels, height, width) float32 in [-1, 1], in host memory; a single channel is drawn as ink on
-            paper.
+        images: (n, channels, height, width) float32 in [-1, 1], in host memory; a single channel is drawn inverted, so
+            that -1 is white.
         labels: (n,) int64.
         names: names of all classes; empty to show class numbers.
     """

@@ -34,7 +34,7 @@ class PictureAnswers:
 
     @property
     def text(self) -> str:
-        """All questions with their answers, separated by empty lines."""
+        """All questions with their answers and reference answers, separated by empty lines."""
         return "\n\n".join("\n".join(lines) for lines in self._lines())
 
     def save(self, stem: Path) -> Path:

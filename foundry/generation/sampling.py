@@ -7,7 +7,7 @@ from torch import Tensor
 def filtered(logits: Tensor, *, temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0) -> Tensor:
     """Divide logits by the temperature, then apply top-k, then top-p to the remaining tokens (Holtzman et al., 2020).
 
-    Equal logits are kept in the order of their token ids. Differentiable with respect to the kept logits.
+    Of equal logits, lower token ids are kept first. The result is differentiable with respect to the kept logits.
 
     Args:
         logits: (..., vocab), any floating-point dtype; the result has the same dtype.

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 REWARD = "reward"
-"""Name of the metric of rewards, and the beginning of the names of all metrics of scored answers."""
+"""Name of the metric with the mean reward, and prefix of the names of all metrics from scores."""
 Scores = Mapping[str, float | None]
 """Scores of an answer by name; None or NaN if a score cannot be determined."""
 
@@ -18,7 +18,7 @@ class Answer:
         text: the completion, without its stop token.
         prompt: the prompt as the model received it.
         columns: columns of the prompt's row, such as `answer`.
-        is_truncated: whether it reached the length limit instead of a stop token.
+        is_truncated: whether the completion ended at a length limit instead of a stop token.
     """
 
     text: str
@@ -56,7 +56,7 @@ class Judgement:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Values by name, which are averaged over the answers that have them; `reward_missing` is 0 or 1."""
+        """Values by metric name; each metric is averaged over the answers with a value. `reward_missing` is 0 or 1."""
         values = {f"{REWARD}_{name}": value for name, value in self.scores.items()}
         values[f"{REWARD}_missing"] = float(self.reward is None)
         return values if self.reward is None else {**values, REWARD: self.reward}

@@ -108,15 +108,15 @@ def continue_text(
         temperature: sampling temperature; 0 for greedy decoding.
         top_k: number of most probable tokens to sample from; None for all.
         top_p: sample from the smallest set of tokens whose probabilities sum to this value.
-        stop: tokens that end a text; None for the data's stop tokens.
+        stop: tokens that end a text; None for the data's stop tokens, or all special tokens if the data has none.
         chat: format prompts with the data's chat template, if it has one.
         image: image for the prompts, (3, image_size, image_size) uint8; None for text models, or to use held-out
             prompts with their own images.
         seed: seed of the sampling.
 
     Raises:
-        ConfigError: a prompt has no tokens, the template rejects it, `stop` contains an unknown token, or a vision
-            model gets no image.
+        ConfigError: `prompt` and `prompts` are both set or are needed but missing, a prompt has no tokens, the template
+            rejects it, `stop` contains an unknown token, or a vision model gets no image.
     """
     special = [token for token, added in data.tokenizer.get_added_tokens_decoder().items() if added.special]
     stop_ids = list(data.stop_ids) or special
@@ -187,7 +187,7 @@ def _resolve_prompts(prompt: str | None, prompts: Sequence[str] | None, data: An
     """Return the texts to continue.
 
     Raises:
-        ConfigError: no text is given, or both `prompt` and `prompts` are.
+        ConfigError: `prompt` and `prompts` are both set, `prompts` is empty, or neither is set for a chat.
     """
     if prompts is None:
         if prompt is None and chat and data.chat_template is not None:

@@ -14,8 +14,8 @@ class Documents:
 
     Args:
         documents: (batch, seq) int64, index of each token's document in the microbatch; -1 for padding.
-        bounds: bounds of the same documents, with each run of padding as a document. None makes GPUs attend with a
-            mask.
+        bounds: bounds of the same documents; consecutive padding tokens count as a document. None makes GPUs attend
+            with a mask.
 
     Attributes:
         positions: (batch, seq) int64, position of each token in its document.
@@ -37,8 +37,9 @@ class Documents:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, grouped: bool) -> Tensor:
         """Compute causal attention within each document; all tensors are (batch, heads, seq, head_dim).
 
-        With bounds, GPUs use the variable-length kernel for the dtypes and head sizes that it supports. CPUs process
-        one document after the other: for a row of 16 documents that takes a ninth of the time of attention with a mask.
+        GPUs use the variable-length kernel if there are bounds and it supports the dtype and head size, else a mask.
+        CPUs process one document after the other: for a row of 16 documents this takes a ninth of the time of attention
+        with a mask.
         """
         if self._bounds is not None and has_kernel(query.device, query.dtype, query.shape[-1]):
             return self._bounds.attend(query, key, value)
@@ -61,7 +62,7 @@ class Documents:
 
 
 def knows_documents(model: torch.nn.Module) -> bool:
-    """Return the model's `isolates_documents` attribute; this check runs no forward pass."""
+    """Return the model's attribute `isolates_documents`, by default False; this check runs no forward pass."""
     return bool(getattr(model, "isolates_documents", False))
 
 
@@ -69,10 +70,10 @@ def knows_documents(model: torch.nn.Module) -> bool:
 def isolates_documents(model: torch.nn.Module) -> bool:
     """Return True if packing documents into one row leaves the outputs of each document unchanged.
 
-    Runs the model on a small packed row. The second document must give the same outputs as alone, up to a tolerance of
-    1e-3, and bitwise the same outputs after the first document is changed. The second check is exact because freshly
-    initialized weights would leak only little between documents. A model whose attribute `isolates_documents` is True
-    is not run.
+    Runs the model on a small row of two documents. The second document must give the same outputs as in a row of its
+    own, up to a tolerance of 1e-3, and bitwise the same outputs if the first document is changed. This second check is
+    exact because freshly initialized weights would leak only little between documents. A model whose attribute
+    `isolates_documents` is True is not run.
     """
     if knows_documents(model):
         return True

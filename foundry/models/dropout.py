@@ -13,11 +13,11 @@ _POSITION_BITS = 22
 
 @dataclass(frozen=True)
 class KeyedDropout:
-    """Dropout masks computed by hashing the sample's key and the element's position in it.
+    """Dropout masks computed by hashing the sample's key and the element's position in the sample.
 
     Key and position do not depend on padding. The hash is SplitMix64 (Steele et al., 2014), seeded with the key.
-    PyTorch's generators cannot be keyed by sample on the device, and on the host as many random numbers as activations
-    would be needed.
+    PyTorch's generators cannot be keyed by sample on the device, and a generator on the host would have to draw a
+    random number for every activation.
 
     Args:
         keys: (batch, seq or 1) int64, key of each token's sample; keys for other layers and uses are derived with
@@ -29,7 +29,7 @@ class KeyedDropout:
     positions: Tensor
 
     def fold(self, number: int) -> "KeyedDropout":
-        """Return masks for another use with the same samples, such as another layer."""
+        """Return independent masks for another use with the same samples, such as another layer."""
         return KeyedDropout(_mix(self.keys ^ ~number), self.positions)
 
     def hidden(self, x: Tensor, probability: float) -> Tensor:

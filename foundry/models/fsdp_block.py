@@ -10,12 +10,12 @@ from foundry.core.model_hooks import hook
 class FSDPBlock(nn.Module):
     """Base class that marks a repeating block, such as a transformer layer. It adds no behavior.
 
-    A model whose blocks cannot inherit from it returns their types from `get_fsdp_block_types()`.
+    A model whose blocks cannot inherit from this class returns the types of its blocks from `get_fsdp_block_types()`.
     """
 
 
 def find_blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the blocks of a model, inner before outer.
+    """Yield the blocks of a model; a block within another block comes before it.
 
     A block is an `FSDPBlock`, or an instance of a type that the `get_fsdp_block_types()` method of an enclosing module
     returns. The method is looked up on every module, and its types apply to the modules below it.

@@ -26,8 +26,8 @@ On a sharded model each rank fills its own shards.
 
 _OUTPUT = re.compile(
     r"^(?!.*norm)(.*\.)?("
-    r"o_proj|out_proj|c_proj|down_proj|output_linear|dense_4h_to_h|fc2|fc_out|w2|Wo"  # named after their role
-    r"|\w*att\w*\.dense|output\.dense"  # named after their position: BLOOM, Falcon, GPT-NeoX, Phi; BERT
+    r"o_proj|out_proj|c_proj|down_proj|output_linear|dense_4h_to_h|fc2|fc_out|w2|Wo"  # layers named after their role
+    r"|\w*att\w*\.dense|output\.dense"  # layers named after their place: BLOOM, Falcon, GPT-NeoX, Phi; BERT
     r")$"
 )
 """Matrices whose product a block adds to the residual stream, matched by their path within the block."""
@@ -38,9 +38,9 @@ class InitialModel:
     """A newly built model, and the function that initializes it.
 
     Attributes:
-        model: not wrapped. Its matrices may be on the meta device and then have no values.
-        fill: initializes the weights once the model is on its training device; None if it is initialized already or its
-            values are not needed.
+        model: unwrapped model. Its matrices may be on the meta device and then have no values.
+        fill: initializes the weights once the model is on its training device; None if the weights are initialized
+            already or their values are not needed.
     """
 
     model: nn.Module
@@ -55,7 +55,7 @@ class InitialModel:
 
 
 def resolve_std(std: float | str, hidden_size: int) -> float:
-    """Return the standard deviation given as a number or as the name of a rule.
+    """Return the standard deviation that `std` specifies, as a number or as the name of a rule.
 
     Args:
         std: a number, `small`: sqrt(2 / (5 hidden_size)), or `wang`: sqrt(1 / (3 hidden_size)).
@@ -71,8 +71,8 @@ def resolve_std(std: float | str, hidden_size: int) -> float:
 def output_std(std: float, num_layers: int) -> float:
     """Return the std of matrices that add to the residual stream: std / sqrt(2 num_layers).
 
-    A model has 2 num_layers of them. From GPT-2 (Radford et al., 2019, section 2.3), computed as in Megatron-LM's
-    `scaled_init_method_normal`.
+    A model has 2 num_layers matrices of this kind. The rule is from GPT-2 (Radford et al., 2019, section 2.3), computed
+    as in Megatron-LM's `scaled_init_method_normal`.
     """
     return std / math.sqrt(2.0 * num_layers)
 
@@ -80,12 +80,12 @@ def output_std(std: float, num_layers: int) -> float:
 def matrix_draws(model: nn.Module, *, std: float, embedding_std: float) -> dict[str, Draw]:
     """Return the initialization of a transformer's weights by parameter name.
 
-    Matrices are N(0, std), matrices that add to the residual stream have `output_std`, and embeddings are N(0,
-    embedding_std) with a padding row of zeros. A head tied to an embedding is initialized as an embedding. Biases are
-    zero; norms are not listed and keep their values.
+    All are normal with mean 0. The standard deviation of matrices is `std`, of matrices that add to the residual stream
+    `output_std`, and of embeddings `embedding_std`, with a padding row of zeros. A head tied to an embedding is
+    initialized as an embedding. Biases are zero; norms are not listed and keep their values.
 
     Args:
-        model: its blocks are found by `find_blocks`; on any device including meta, and with fake tensors.
+        model: model on any device including meta, or of fake tensors, whose blocks `find_blocks` finds.
         std: standard deviation of a matrix.
         embedding_std: standard deviation of token and position embeddings.
 
@@ -141,7 +141,7 @@ class _Undrawn(TorchFunctionMode):
 def matrices_on_meta() -> Iterator[None]:
     """Put the matrices of modules that are built inside the context on the meta device.
 
-    Nothing fills them afterwards.
+    These matrices have no values; the caller allocates and fills them (see `InitialModel`).
 
     Vectors and buffers keep the values assigned by their constructors: they are small, and only the constructors can
     compute them. Shared parameters stay shared, because the tensor itself is swapped.
@@ -195,7 +195,7 @@ def _output_projections(blocks: Sequence[nn.Module]) -> set[Tensor]:
 
 
 def _check_coverage(model: nn.Module, embeddings: dict[Tensor, int | None]) -> None:
-    """Raise a ConfigError for parameters that are not plain matrices, such as convolutions and fixed sinusoids."""
+    """Raise a ConfigError for parameters that `matrix_draws` has no rule for, such as convolution weights."""
     convolution_weights = {p for module in model.modules() if isinstance(module, _ConvNd) for p in module.parameters()}
     violations = [
         name

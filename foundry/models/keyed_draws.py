@@ -1,7 +1,7 @@
 """Weight initialization keyed by seed, parameter name and element index: any slice has the same bits on every rank.
 
 Philox (Salmon et al., 2011) hashes a key and a counter. The key holds the seed and the parameter name; the counter is
-the block index in the flattened tensor. A rank therefore generates only the values of its own shards, for any sharding.
+the place in the flattened tensor. A rank therefore generates only the rows of its own shards, for any sharding.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ _COUNTERS = _BLOCK // 8
 """Steps of Philox's counter per block: a step gives 256 bits, and a value takes 32."""
 
 _PIECE = 2**22
-"""Maximum number of values held in a temporary tensor, in addition to the tensor being filled."""
+"""Maximum number of values in a temporary tensor while a tensor is filled, unless a single row has more."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ Compute = Callable[[Tensor], Tensor]
 """Maps a block of random words, (2, _BLOCK / 2) int32, to values, (_BLOCK,) float32."""
 
 Draw = Normal | Uniform | Constant
-"""Initialization of a parameter; `ModelHooks.initial_weights` returns one by parameter name."""
+"""Initialization of a parameter; `ModelHooks.initial_weights` returns one for each parameter name."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def draw_parts(draws: Mapping[str, Draw], parts: Mapping[str, Part], seed: int) 
     Args:
         draws: initialization by parameter name.
         parts: slices by parameter name. Parameters missing from `draws` keep their values; fake tensors are skipped.
-        seed: seed of the run.
+        seed: seed of the random values.
     """
     for name, part in parts.items():
         if is_fake(part.target):

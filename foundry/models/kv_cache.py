@@ -79,9 +79,10 @@ class KVCache(Cache):
         return ((causal & is_token) | (columns == rows)).unsqueeze(1)
 
     def bounds(self, seq_len: int, device: torch.device, dtype: torch.dtype, head_dim: int) -> DocumentBounds | None:
-        """Return the bounds of left-padded sequences for the first columns.
+        """Return the document bounds of left-padded sequences, for attention within the first `seq_len` columns.
 
-        None if no sequence is padded, the cache is not empty, or no kernel supports attention with bounds.
+        None if no sequence is padded, the cache is not empty, or the variable-length kernel does not support the
+        device, dtype or head size.
 
         Args:
             seq_len: number of columns to process.
@@ -111,7 +112,7 @@ class LayerCache:
         self._values: Tensor | None = None
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append keys and values of the next columns, (batch, heads, seq, head_dim) each; return all columns."""
+        """Append keys and values of the next columns, (batch, heads, seq, head_dim); return all cached columns."""
         shape = (*key.shape[:2], self._model_cache.length, key.shape[3])
         if self._keys is None or self._values is None:
             self._keys, self._values = key.new_zeros(shape), value.new_zeros(shape)

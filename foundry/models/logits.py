@@ -18,8 +18,8 @@ def answer_with_log_probs(model: nn.Module, *, tile_tokens: int = 0, vocab_size:
     """Make a model that returns logits, (batch, seq, vocab), return `TokenLogProbs` instead.
 
     The model's `forward` is replaced by a `LogitsForward`. Log-probabilities are therefore computed inside the root
-    module under every distributed strategy, and parameter names do not change. A model that returns `TokenLogProbs`
-    already is passed through.
+    module under every distributed strategy, and parameter names do not change. If the model already returns
+    `TokenLogProbs`, these outputs are passed through.
 
     Args:
         model: not yet wrapped; changed in place.
@@ -27,7 +27,7 @@ def answer_with_log_probs(model: nn.Module, *, tile_tokens: int = 0, vocab_size:
         vocab_size: vocabulary size of the data, the minimum for the model's vocabulary; None skips this check.
 
     Raises:
-        ConfigError: `tile_tokens` is given, but the signature shows that the model computes log-probabilities itself.
+        ConfigError: `tile_tokens` is not 0, but the signature shows that the model computes log-probabilities itself.
     """
     model.forward = LogitsForward(model, tile_tokens=tile_tokens, vocab_size=vocab_size)
 
@@ -37,8 +37,8 @@ class LogitsForward:
 
     The signature adds `targets`, `return_logits`, `read` and `per_token` to the parameters of the model. The signature
     is unchanged if the model takes `return_logits`, or arbitrary keyword arguments together with either targets or
-    arbitrary positional arguments. Targets are passed to the model if its second positional parameter is required or is
-    named after targets or labels.
+    arbitrary positional arguments. Targets are passed to the model if its signature is unchanged, or if its second
+    positional parameter is required or is named after targets or labels.
     """
 
     def __init__(self, model: nn.Module, *, tile_tokens: int, vocab_size: int | None) -> None:
@@ -81,7 +81,8 @@ class LogitsForward:
             options: keyword arguments passed to the model.
 
         Raises:
-            ConfigError: the output is not `TokenLogProbs`, and not a tensor of logits for every position.
+            ConfigError: the output is neither `TokenLogProbs` nor logits of all tokens for every position, or the model
+                computes log-probabilities itself and does not take a requested argument.
         """
         arguments = {"return_logits": return_logits, "read": read, "per_token": per_token}
         accepted = {
@@ -119,7 +120,7 @@ class LogitsForward:
             )
 
     def _check_logits(self, answer: Any, tokens: Tensor) -> None:
-        """Raise a ConfigError unless the model returned logits for each position of the tokens."""
+        """Raise a ConfigError unless the model returned logits of the data's whole vocabulary for each position."""
         batch, seq = tokens.shape
         if isinstance(answer, Tensor) and answer.dim() == 3 and answer.shape[:2] == tokens.shape:
             if self._vocab_size is None or answer.shape[-1] >= self._vocab_size:

@@ -29,7 +29,7 @@ _NO_ALIASES: Mapping[str, Sequence[str]] = {}
 _KEY = "peft.target_modules"
 _ADAPTER = "default"
 _SEED_OFFSET = 0x4C6F5241
-"""Offset of the seed, so that adapters do not use the same random numbers as the initial weights."""
+"""Number added to the seed, so that adapters do not use the same random numbers as the initial weights."""
 
 
 def match_targets(
@@ -50,7 +50,7 @@ def match_targets(
 
 
 def scaling(alpha: float, rank: int, *, rslora: bool = False) -> float:
-    """Return the scale of the product of the two matrices: alpha / rank, or alpha / √rank (Kalajdzievski, 2023)."""
+    """Return the scale of an adapter's product B A: alpha / rank, or for rsLoRA alpha / √rank (Kalajdzievski, 2023)."""
     return alpha / (math.sqrt(rank) if rslora else rank)
 
 
@@ -63,8 +63,8 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, *, alpha: float, rslora: bool =
         weight: (out_features, in_features).
         a: (rank, in_features).
         b: (out_features, rank).
-        alpha: scale of the adapter.
-        rslora: divide by the square root of the rank instead of the rank.
+        alpha: numerator of the adapter's scale.
+        rslora: divide alpha by the square root of the rank instead of the rank.
     """
     dtype = torch.promote_types(torch.promote_types(weight.dtype, a.dtype), torch.float32)
     delta = scaling(alpha, a.shape[0], rslora=rslora) * (b.to(dtype) @ a.to(dtype))
@@ -110,7 +110,7 @@ def add_adapters(model: nn.Module, settings: LoRA, seed: int) -> list[str]:
     Args:
         model: not yet wrapped. The adapters are float32; `<layer>.weight` is renamed to `<layer>.base_layer.weight`.
         settings: adapter settings.
-        seed: seed of the adapters' initial weights, which depend on nothing else.
+        seed: seed of the adapters' initial weights, which use no other random state.
 
     Returns:
         Full names of the adapted layers.
@@ -165,11 +165,11 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def merge_adapters(model: nn.Module) -> None:
-    """Merge the adapters of an unwrapped model into the weights of their layers and remove them, in place."""
+    """Merge the adapters of an unwrapped model into the weights of their layers, and remove the adapters, in place."""
     for layer in adapted_layers(model).values():
         base, a, b = layer.base_layer, layer.lora_A[_ADAPTER].weight, layer.lora_B[_ADAPTER].weight
         settings = {"alpha": layer.lora_alpha[_ADAPTER], "rslora": layer.use_rslora[_ADAPTER]}
-        weight = base.weight if isinstance(base, nn.Linear) else base.weight.T  # transformers' Conv1D
+        weight = base.weight if isinstance(base, nn.Linear) else base.weight.T  # a Conv1D has (in, out) features
         weight.copy_(merged(weight, a, b, **settings))
     remove_adapters(model)
 
@@ -190,7 +190,7 @@ def frozen_matrices(model: nn.Module) -> list[nn.Parameter]:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module only multiplies by a matrix: nn.Linear, or transformers' Conv1D."""
+    """Return whether a module is a linear layer: nn.Linear, or transformers' Conv1D."""
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 

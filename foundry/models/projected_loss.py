@@ -15,10 +15,8 @@ _CPU_TILE_TOKENS = 256
 _TILE_ELEMENTS = 2**28
 """Number of logits per tile on devices other than CPUs, about 2 GB at 8 bytes each.
 
-CPUs are fastest with a few hundred tokens.
-
-With fewer tokens per tile, the matrix product would take less time than reading and writing the head's float32
-gradient.
+With smaller tiles, the matrix product on these devices would take less time than reading and writing the head's float32
+gradient. CPUs are fastest with a few hundred tokens.
 """
 _CPU_ROWS = 2048
 """Number of rows of a matrix that a CPU adds at a time."""
@@ -41,7 +39,7 @@ def tiles_for(device_type: str) -> Iterator[None]:
 
 
 def _tile_tokens(device_type: str, vocab_size: int) -> int:
-    """Return the number of tokens projected at a time if the caller did not set it."""
+    """Return the default number of tokens to project at a time, for the planned device if there is one."""
     is_cpu = (_planned_device.get() or device_type) == "cpu"
     return _CPU_TILE_TOKENS if is_cpu else max(1, _TILE_ELEMENTS // vocab_size)
 
@@ -168,7 +166,7 @@ class _ProjectedLoss(torch.autograd.Function):
 def _add_wider(total: Tensor, part: Tensor) -> None:
     """Add `part` to `total`, of a wider dtype, in place.
 
-    A CPU adds chunks, because a single add would first convert all of `part`.
+    On a CPU `part` is added in chunks, because a single addition would first convert all of `part`.
     """
     rows = _CPU_ROWS if total.device.type == "cpu" else len(total)
     for total_rows, part_rows in zip(torch.split(total, rows), torch.split(part, rows), strict=True):

@@ -22,11 +22,11 @@ class Split(Enum):
 
     Attributes:
         columns: a linear layer without bias whose output features are sharded; its input is replicated.
-        rows: a linear layer without bias whose input features are sharded; its outputs are summed.
-        vocabulary: the entries of an embedding, or of a head that is not called as a module: its weight is read with
-            `VocabularyShard.of`.
-        input: none of the module's own parameters. Its first argument is the input of several layers sharded by
-            columns, so the gradient of this argument is summed once for all of them.
+        rows: a linear layer without bias whose input features are sharded; its outputs are summed over the ranks.
+        vocabulary: an embedding, or a head that is not called as a module, whose entries are sharded; its weight is
+            read with `VocabularyShard.of`.
+        input: a module whose own parameters are not sharded. Its first argument is the input of several layers sharded
+            by columns, so the gradient of this argument is summed once for all these layers.
     """
 
     columns = "columns"
@@ -66,7 +66,7 @@ class VocabularyShard:
         return local, cls(group, group.rank() * len(local), len(local))
 
     def find(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the index of each target in this rank's entries, and whether this rank holds it.
+        """Return the index of each target in this rank's entries, and whether this rank holds the target.
 
         The index is 0 for targets that other ranks hold.
         """
@@ -106,7 +106,7 @@ class VocabularyShard:
 
 
 def embed_divided(embedding: nn.Embedding, tokens: Tensor) -> Tensor:
-    """Look up tokens (...) int64 in an embedding whose entries are sharded; returns (..., hidden_size).
+    """Look up tokens, (...) int64, in an embedding whose entries are sharded over ranks; returns (..., hidden_size).
 
     DTensor's own embedding materializes the gradient of all entries on each rank.
     """

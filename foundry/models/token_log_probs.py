@@ -21,7 +21,7 @@ _CPU_CHUNK_ELEMENTS = 2**21
 class TokenLogProbs:
     """Output of a causal language model for target tokens.
 
-    All fields are differentiable; if `loss` is set, only `loss` is.
+    All fields but `correct` are differentiable; if `loss` is set, only `loss` is.
 
     Attributes:
         log_prob: (batch, seq) float32, log p(target); exactly 0 at ignored targets. (batch, 0) without targets.
@@ -111,7 +111,8 @@ def read_log_probs(
         return_logits: also return the logits.
         read: function that computes further values from the logits.
         per_token: (batch, seq, ...) each, further arguments of `read`.
-        shard: vocabulary entries that the logits cover; None if they cover all. Logits of a shard are not returned.
+        shard: vocabulary entries that the logits cover; None if they cover all. Requires targets and no
+            `return_logits`.
     """
     if targets is None:
         empty = logits.new_empty((logits.shape[0], 0), dtype=torch.float32)
@@ -122,8 +123,8 @@ def read_log_probs(
             for logits_tile, *others in zip(*_split(tile_tokens, logits, targets, *per_token), strict=True)
         ]
         return _join_tiles(tiles, targets, logits if return_logits else None)
-    # On a CPU the allocator returns large buffers to the kernel, and page faults on new ones take half the time of the
-    # loss.
+    # Small chunks on a CPU: the allocator returns large buffers to the kernel, and page faults on new buffers would
+    # take half the time of the loss.
     chunk = max(1, _CPU_CHUNK_ELEMENTS // logits.shape[-1]) if logits.device.type == "cpu" else 0
     tiles = [
         _log_probs(logits_tile, read, shard, *others)
@@ -133,9 +134,9 @@ def read_log_probs(
 
 
 def _split(tile_tokens: int, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
-    """Flatten (batch, seq, ...) over positions and split each tensor into tiles of `tile_tokens`.
+    """Flatten batch and seq of each (batch, seq, ...) tensor, and split the result into tiles of `tile_tokens`.
 
-    0 gives a single tile.
+    A `tile_tokens` of 0 gives a single tile.
     """
     flat = [tensor.flatten(0, 1) for tensor in tensors]
     return [torch.split(tensor, tile_tokens or max(1, len(tensor))) for tensor in flat]

@@ -104,7 +104,7 @@ class Attention(nn.Module):
             draws: dropout masks of the attention weights; None disables dropout.
             documents: document layout of packed rows.
         """
-        is_causal = mask is None and query.shape[2] == key.shape[2]  # otherwise the single query attends to all keys
+        is_causal = mask is None and query.shape[2] == key.shape[2]  # a single query without mask attends to all keys
         if isinstance(mask, DocumentBounds):
             heads_output = mask.attend(query, key, value)
         elif draws is not None and self.dropout > 0:
@@ -228,7 +228,8 @@ class Transformer(nn.Module):
         attention_dropout: dropout probability of the attention weights.
 
     Raises:
-        ConfigError: the numbers of heads are not divisible as required.
+        ConfigError: num_heads does not divide hidden_size into even head sizes, or num_kv_heads does not divide
+            num_heads.
     """
 
     isolates_documents = True
@@ -405,7 +406,7 @@ class Transformer(nn.Module):
         )
 
     def export_state(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the state dict under transformers' parameter names, which are the same."""
+        """Return a copy of the state dict, whose names are already the names of transformers."""
         return dict(state_dict)
 
 
@@ -418,7 +419,7 @@ def to_compute_dtype(x: Tensor) -> Tensor:
 def rotary_table(seq_len: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return cosines and sines of rotary positions, (seq_len, head_dim) float32 each (Su et al., 2021).
 
-    Angles repeat for both halves of a head, as in transformers. They are computed in each forward pass, which costs
+    Angles repeat for both halves of a head, as in transformers. Both are computed in each forward pass, which costs
     little. A buffer would be rounded by `.to(torch.bfloat16)` and left empty by initialization on the meta device.
     """
     exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
@@ -437,5 +438,5 @@ def _keyed_dropout(keys: Tensor, documents: Tensor | None, packed: Documents | N
     """Return dropout masks keyed by sample, independent of the sample's place in a packed row."""
     if documents is None or packed is None:
         return KeyedDropout(keys[:, None], torch.arange(seq_len, device=keys.device)[None])
-    # Padding has document -1 and therefore indexes the last key.
+    # Padding has document -1, which indexes the appended key 0.
     return KeyedDropout(torch.cat([keys, keys.new_zeros(1)])[documents], packed.positions)

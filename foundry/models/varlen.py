@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch.nn.attention.varlen
 
 _HEAD_DIM_STEP, _LARGEST_HEAD_DIM = 8, 192
-"""FlashAttention supports larger heads too, but not their backward pass on some GPUs."""
+"""Required divisor and maximum of `head_dim`; some GPUs lack FlashAttention's backward pass for larger heads."""
 _MIN_CAPABILITY = (8, 0)
 _SUPPORTS_GROUPED_HEADS = torch.__version__ >= "2.12"
 
@@ -70,8 +70,8 @@ class DocumentBounds:
 def has_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Return whether `DocumentBounds.attend` supports this device, dtype and head size.
 
-    FlashAttention needs an NVIDIA GPU of compute capability 8.0 or higher, float16 or bfloat16, and a `head_dim` that
-    is a multiple of 8.
+    It needs FlashAttention on an NVIDIA GPU of compute capability 8.0 or higher, float16 or bfloat16, and a `head_dim`
+    that is a multiple of 8 and at most 192.
     """
     is_half = dtype in (torch.bfloat16, torch.float16)
     has_size = head_dim % _HEAD_DIM_STEP == 0 and head_dim <= _LARGEST_HEAD_DIM

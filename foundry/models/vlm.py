@@ -51,7 +51,7 @@ class PictureStem(nn.Module):
         return patches + self.positions.to(patches.dtype)
 
     def initial_weights(self) -> dict[str, Draw]:
-        """Return the initialization by parameter name: convolutions N(0, 1 / fan in), positions N(0, 0.02)."""
+        """Return the initialization by parameter name: normal, std 1 / √fan_in for convolutions, 0.02 for positions."""
         draws: dict[str, Draw] = {"positions": Normal(0.02)}
         for name, conv in self._convolutions():
             draws[f"{name}.weight"] = Normal(conv.weight[0].numel() ** -0.5)
@@ -73,8 +73,8 @@ class PictureStem(nn.Module):
 class PrefixBlock(TransformerBlock):
     """A transformer block that also returns its keys and values, so that other models can attend to them.
 
-    They are outputs of the forward pass because FSDP2 gathers the weights of a block for the backward pass of its
-    outputs, and because a checkpointed block recomputes its outputs.
+    Keys and values are outputs of the forward pass because FSDP2 gathers the weights of a block for the backward pass
+    of its outputs, and because a checkpointed block recomputes its outputs.
     """
 
     def forward(  # type: ignore[override]
@@ -97,7 +97,7 @@ class PrefixBlock(TransformerBlock):
             sin: as `cos`.
             mask: (batch, 1, seq, seq) bool, true where a query may attend to a key.
             draws: dropout masks.
-            keys_only: compute keys and values only, and return x unchanged.
+            keys_only: compute keys and values only, and return `x` as the residual stream.
         """
         query, key, value = self.self_attn.project(self.input_layernorm(x), cos, sin)
         value = value.clone()  # FSDP2 warns about block outputs that are views
@@ -113,12 +113,12 @@ class PrefixVLM(Transformer):
     PaliGemma (Beyer et al., 2024). Rotary positions are continuous across image patches and text.
 
     Args:
-        settings: decoder settings, and the number and size of images, which do not count toward `max_seq_len`.
+        settings: decoder settings, and the number and size of images, whose patches do not count in `max_seq_len`.
         hidden_dropout: as for `Transformer`.
         attention_dropout: as for `Transformer`.
 
     Raises:
-        ConfigError: the sizes are not divisible as required.
+        ConfigError: as for `Transformer`, or image_size is not a multiple of 8.
     """
 
     isolates_documents = False
@@ -135,7 +135,7 @@ class PrefixVLM(Transformer):
     ) -> None:
         super().__init__(settings, hidden_dropout=hidden_dropout, attention_dropout=attention_dropout)
         assert settings.image_size is not None, "a run without images is rejected earlier"
-        self.image_size = settings.image_size  # by which samples and `foundry.sample` know that it looks at pictures
+        self.image_size = settings.image_size  # by this attribute `foundry.sample` detects that the model reads images
         self.stem = PictureStem(settings.image_size, settings.num_images, settings.hidden_size)
         self.init_weights()
 
@@ -199,7 +199,7 @@ class PrefixVLM(Transformer):
         return self.model.norm(x), cache, is_visible
 
     def observe(self, tokens: Tensor, images: Tensor) -> tuple[list[KeysAndValues], Tensor]:
-        """Return the keys and values and the padding mask of `trunk`.
+        """Return the keys and values, and the padding mask, that `trunk` returns.
 
         Hidden states of the last layer are not computed.
         """
@@ -249,7 +249,7 @@ class PrefixVLM(Transformer):
     def flops_per_sample(self, seq_len: int) -> float:
         """Return the FLOPs of a forward and backward pass over the images of a sample and seq_len text tokens.
 
-        Counted as in `Transformer.flops_per_sample`. The head is applied to text positions only.
+        The FLOPs are counted as in `Transformer.flops_per_sample`. The head is applied to text positions only.
         """
         length = len(self.stem.positions) + seq_len
         attention = 12 * len(self.model.layers) * self.model.embed_tokens.embedding_dim * length

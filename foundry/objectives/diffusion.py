@@ -17,15 +17,15 @@ from foundry.core.protocols import LossSum, Microbatch, Objective
 from foundry.generation.image_samples import ImageSamples
 
 _MAX_CLASSES = 16
-"""Maximum number of classes to generate images for by default."""
+"""Maximum number of classes of the images that are generated if no labels are given."""
 
 
 class Diffusion(Objective):
-    """Mean squared error of the predicted noise (Ho et al., 2020) or velocity (Salimans and Ho, 2022).
+    """Mean squared error of predicted noise (Ho et al., 2020), velocity (Salimans and Ho, 2022) or clean image.
 
     A microbatch holds `images`: (batch, channels, height, width) float32 in [-1, 1], `labels`: (batch,) int64 and
     `position`. The model maps (noisy images, timesteps, labels) to a prediction of the images' shape; the label
-    `num_classes` stands for "no class". If there are more than 16 classes, `generate` selects at most 16 of them.
+    `num_classes` stands for "no class". Without labels, `generate` selects at most 16 of the classes.
     """
 
     metrics: tuple[str, ...] = from_settings()
@@ -80,7 +80,7 @@ class Diffusion(Objective):
             data: the data splits; the first training image defines the shape, and `class_names` labels the result.
             device: device of the model.
             samples_per_class: images per class; None uses the objective's setting.
-            labels: class of each image; None generates the same number for every class.
+            labels: class of each image; None generates `samples_per_class` images for each of at most 16 classes.
             guidance_scale: guidance scale; None uses the objective's setting.
             steps: denoising steps; None uses the objective's setting.
             seed: seed of the initial noise; None uses the objective's setting.
@@ -135,7 +135,7 @@ class Diffusion(Objective):
         return unconditional + scale * (conditional - unconditional)
 
     def _noise(self, position: Tensor, images: Tensor) -> tuple[Tensor, torch.IntTensor]:
-        """Return noise, with the shape of the images, and timesteps, (batch,) int64, of the samples at `position`."""
+        """Return the noise, shaped like `images`, and timesteps, (batch,) int64, of samples at these positions."""
         device, num_timesteps = images.device, len(self.noise_schedule.alphas_cumprod)
         seed = self.settings.seed
         noise = keyed_normal(seed, position, tuple(images.shape[1:]), stream="noise", device=device)
@@ -172,7 +172,7 @@ def make_noise_schedule(
 
     With trailing spacing, generation starts at the noisiest timestep. For velocity prediction this timestep is pure
     noise, like the initial noise of generation (Lin et al., 2024, arXiv:2305.08891). Noise prediction cannot recover an
-    image from pure noise, and sample prediction does not need it.
+    image from pure noise, and sample prediction does not need pure noise.
     """
     schedule: DDIMScheduler = DDIMScheduler(
         num_train_timesteps=num_train_timesteps,

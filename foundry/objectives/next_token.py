@@ -23,7 +23,7 @@ class NextToken(Objective):
 
     reads_log_probs = True
     asks_for_loss = True
-    """Logits are always computed tile by tile, regardless of `model.logprob_tile_tokens`."""
+    """With models that use `project_loss`, logits are computed tile by tile even if `logprob_tile_tokens` is 0."""
     metrics: tuple[str, ...] = from_settings()
 
     @configured_by(NextTokenSettings)
@@ -37,7 +37,7 @@ class NextToken(Objective):
     def loss(self, model: nn.Module, microbatch: Microbatch) -> LossSum:
         """Return the sum over valid tokens of cross-entropy + z_loss_coefficient x logsumexp².
 
-        With a z-loss, the sums of the cross-entropy and of the weighted z-loss are also returned as metrics.
+        With a z-loss, its weighted sum and the sum of the cross-entropy are also returned as metrics.
         """
         targets = valid_targets(microbatch)
         token_loss = TokenLoss(z_loss_coefficient=self.settings.z_loss_coefficient)
@@ -57,7 +57,7 @@ class NextToken(Objective):
     def generate(self, model: nn.Module, data: Any, device: Any, **options: Any) -> TextSamples | PictureAnswers:
         """Continue prompts.
 
-        Options are passed to `continue_text`, with lengths and temperature from the settings by default.
+        Options are passed to `continue_text`; defaults of `max_new_tokens` and `temperature` are from the settings.
         """
         defaults = {"max_new_tokens": self.settings.sample_tokens, "temperature": self.settings.temperature}
         return continue_text(model, data, device, **{**defaults, **options})

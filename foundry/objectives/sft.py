@@ -23,7 +23,7 @@ class SFT(Objective):
     A microbatch holds `tokens` and `targets`: (batch, seq) int64, targets -100 for prompts and padding, and `position`.
     Packed rows also have `documents`: (batch, seq) int64, index of each token's sample, -1 for padding; `position` then
     has one entry per sample. Data with images also has `images`: (batch, images, 3, size, size) uint8, which are passed
-    to the model. Dropout masks depend on `seed` and the sample's position.
+    to the model. With dropout, the model also gets dropout keys, which depend on `seed` and the sample's position.
     """
 
     reads_log_probs = True
@@ -41,7 +41,7 @@ class SFT(Objective):
     def num_valid(self, microbatch: Microbatch) -> int:
         """Return the number of targets that are not ignored.
 
-        With `sft_average_log_probs`, the number of samples with targets.
+        With `sft_average_log_probs`, return the number of samples with at least one of these targets.
         """
         is_valid = valid_targets(microbatch) != IGNORED_TARGET
         if not self.settings.sft_average_log_probs:
@@ -51,9 +51,10 @@ class SFT(Objective):
         return int(is_valid.any(1).sum())
 
     def loss(self, model: nn.Module, microbatch: Microbatch) -> LossSum:
-        """Return the loss summed over valid tokens, or over samples as means over their valid tokens.
+        """Return the sum of the loss over valid tokens.
 
-        The accuracy is the fraction of valid tokens whose target is the argmax.
+        With `sft_average_log_probs`, return the sum over samples of the mean loss of a sample's valid tokens. The
+        metric `accuracy` is the fraction of valid tokens whose target is the argmax.
         """
         targets = valid_targets(microbatch)
         keywords: dict[str, Any] = self._dropout_keys(microbatch, targets)
@@ -80,13 +81,13 @@ class SFT(Objective):
     def generate(self, model: nn.Module, data: Any, device: Any, **options: Any) -> TextSamples | PictureAnswers:
         """Answer prompts.
 
-        Options are passed to `continue_text`, with lengths and temperature from the settings by default.
+        Options are passed to `continue_text`; defaults of `max_new_tokens` and `temperature` are from the settings.
         """
         defaults = {"max_new_tokens": self.settings.sample_tokens, "temperature": self.settings.temperature}
         return continue_text(model, data, device, **{**defaults, **options})
 
     def _dropout_keys(self, microbatch: Microbatch, targets: Tensor) -> dict[str, Tensor]:
-        """Return the keyword argument with dropout keys, (batch,) int64; empty without dropout."""
+        """Return the keyword argument with the dropout key of each sample, (samples,) int64; empty without dropout."""
         if not self._has_dropout:
             return {}
         keys = keyed_integers(

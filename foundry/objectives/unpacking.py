@@ -18,8 +18,8 @@ def document_keywords(model: nn.Module, microbatch: Microbatch) -> dict[str, Any
     The result is empty if rows are not packed.
 
     Args:
-        model: wrapped or not; `document_bounds` is included if its forward() takes it.
-        microbatch: its `documents` may have further dimensions before (rows, seq).
+        model: wrapped or not; `document_bounds` is included if the model's forward() takes it.
+        microbatch: microbatch whose `documents`, if any, may have further dimensions before (rows, seq).
     """
     if "documents" not in microbatch:
         return {}
@@ -41,11 +41,11 @@ def unpack(
 ) -> Tensor:
     """Unpack rows to one row per document, so that a sum over a row is the sum over a document.
 
-    Uses a gather: a scatter-add on a GPU would add values in a different order each time.
+    This is done with a gather, because a scatter-add on a GPU would add values in a different order each time.
 
     Args:
         values: (rows, seq), values of the microbatch's tokens.
-        microbatch: without `documents` its rows are the documents, and the values are returned unchanged.
+        microbatch: if it has no `documents`, each row is a document, and `values` is returned unchanged.
         parts: documents per sample.
         width: length of the longest document in tokens, or an upper bound; None uses the row length.
         fill: value after the last token of a document.

@@ -11,15 +11,15 @@ from foundry.core.sharded import local_part
 from foundry.optim.eager import AdamW
 
 _CHUNK_BYTES = 256 * 2**20
-"""Size of the moments of a chunk in the dtype of the update, unless a single parameter has more."""
+"""Maximum size of the converted moments of a chunk of parameters, unless a single parameter has more."""
 
 
 class Bf16AdamW(AdamW):
     """AdamW (Loshchilov and Hutter, 2019) with moments rounded to bf16 between steps, which halves their memory.
 
-    A step converts the moments of a chunk of parameters to the dtype of the parameters, updates both with torch's
-    kernel, and rounds the moments to the nearest bf16 values. DTensors are updated shard by shard. The arguments equal
-    those for `torch.optim.AdamW`; `amsgrad`, `maximize`, `capturable` and `differentiable` have no effect.
+    A step converts the moments of a chunk of parameters to the dtype of the parameters, updates parameters and moments
+    with torch's kernel, and rounds the moments to the nearest bf16 values. DTensors are updated shard by shard. The
+    arguments are as for `torch.optim.AdamW`; `amsgrad`, `maximize`, `capturable` and `differentiable` have no effect.
     """
 
     @torch.no_grad()
@@ -61,7 +61,7 @@ class Bf16AdamW(AdamW):
         """Return the parameter's moments and step count under torch's names, initialized to zeros."""
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
-            # The device that torch's kernels expect: that of the parameter if fused, otherwise the CPU.
+            # The device that torch's kernels expect: the device of the parameter if fused, otherwise the CPU.
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if is_fused else "cpu")
             state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.bfloat16)

@@ -1,9 +1,9 @@
 """PyTorch's optimizers without the import of torch's compiler.
 
-`torch.optim.Optimizer` wraps its methods to exclude them from `torch.compile`. For that it imports `torch._dynamo` and
-sympy, which takes as long as importing torch itself even if nothing is compiled. These classes use the original
-methods, found with `inspect.unwrap`; in a version of torch that wraps nothing they equal torch's classes. A compiled
-model imports the compiler anyway.
+`torch.optim.Optimizer` wraps its methods to exclude them from `torch.compile`. To do so it imports `torch._dynamo` and
+sympy, which takes as long as importing torch itself even if nothing is compiled. The classes of this module use the
+original methods, found with `inspect.unwrap`; in a version of torch that wraps nothing they equal torch's classes. A
+compiled model imports the compiler anyway.
 """
 
 import inspect

@@ -1,10 +1,10 @@
 """Muon optimizer for matrices that may be sharded.
 
 `torch.optim.Muon` multiplies the shards of a matrix through DTensor in bfloat16, which rounds partial products before
-they are summed: after three steps, two ranks differ from one by 1e-3. Here each update is gathered and orthogonalized
-as a whole matrix, so the result is the same for any number of ranks; momentum and weights stay sharded. One rank
-orthogonalizes each matrix. The update is sent in the dtype of the iteration, because the iteration rounds it to this
-dtype anyway.
+they are summed: after three steps, the weights of a run on two ranks differ from a run on one rank by 1e-3. Here each
+update is gathered and orthogonalized as a whole matrix, so the result is the same for any number of ranks; momentum and
+weights stay sharded. One rank orthogonalizes each matrix. The update is sent in the dtype of the iteration, because the
+iteration rounds it to this dtype anyway.
 
 Equal gradients give equal updates in fp32 and in bfloat16. If gradients differ in the last bit, for example because of
 another summation order, the difference of the updates is at most 3.4445^5 = 485 times as large in fp32. In bfloat16 a
@@ -26,12 +26,12 @@ from foundry.optim.owners import Batch, divide, join, place, unflatten
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _CHUNK_BYTES = 64 * 2**20
-"""Size of the parts of matrices whose momentum or weights are updated together, unless a single part is larger.
+"""Maximum size of the parts of matrices whose momentum or weights are updated together; a larger part is alone.
 
 An update needs up to four times as much memory.
 """
 _HOST_CHUNK_BYTES = 64 * 2**10
-"""The same limit on a CPU.
+"""Limit like `_CHUNK_BYTES`, for parts of matrices on a CPU.
 
 Concatenating saves calls, but copying more than the CPU's cache holds costs more than the saved calls.
 """
@@ -73,10 +73,10 @@ class Muon(EagerOptimizer):
         ns_dtype: dtype of the Newton-Schulz iterations: float32 or bfloat16.
         weight_decay: decoupled weight decay, multiplied by the learning rate.
         group: ranks that hold equal plain matrices and gradients, as with DDP, and share the work; None makes each rank
-            do all of it. For DTensors the ranks of their mesh are used.
+            orthogonalize all plain matrices. For DTensors the ranks of their mesh share the work.
     """
 
-    # Like fused optimizers, skips the update if `found_inf` is 1, without a device synchronization.
+    # Like torch's fused optimizers, this one skips the update if `found_inf` is 1, without a device synchronization.
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -113,7 +113,7 @@ class Muon(EagerOptimizer):
         return None
 
     def _divide_work(self, all_members: list[_Member]) -> list[_Work]:
-        """Return the matrices in batches; recomputed only if the set of matrices with gradients changes."""
+        """Return the matrices in batches, which are recomputed only if the set of matrices with gradients changes."""
         matrix_ids = [id(matrix) for matrix, _ in all_members]
         if self._work[0] != matrix_ids:
             kinds: dict[Any, list[int]] = {}
@@ -174,21 +174,21 @@ class Muon(EagerOptimizer):
 
         Args:
             work: the batch.
-            members: its matrices and their parameter groups.
+            members: the matrices of the batch and their parameter groups.
             directions: this rank's part of each update.
         """
         for numbers in work.weight_chunks:
             matrix, group = members[numbers[0]]
             weights = [local_part(members[number][0]) for number in numbers]
             weight, rate = join(weights), group["lr"] * 0.2 * math.sqrt(max(matrix.shape))
-            # In fp32 for bf16 weights too: the bf16 `add_` rounds differently at the end of a tensor, and shards end at
-            # different places.
+            # Computed in fp32 for bf16 weights too: the bf16 `add_` rounds differently at the end of a tensor, and
+            # shards end at different places.
             updated = weight.float() * (1 - group["lr"] * group["weight_decay"])
             updated.add_(join([directions[number] for number in numbers]), alpha=-rate)
             self._store(weights, weight, updated)
 
     def _store(self, targets: list[Tensor], old: Tensor, new: Tensor) -> None:
-        """Write new values to tensors, or the old ones if the update is skipped.
+        """Write new values to tensors, or the old values if the update is skipped because `found_inf` is above 0.
 
         `old` and `new` are the concatenated values of all tensors, (elements,).
         """
@@ -229,7 +229,7 @@ def orthogonalise(matrix: Tensor, num_steps: int, dtype: torch.dtype) -> Tensor:
 
 
 def _chunks(members: list[_Member], kind: Callable[[Tensor, dict[str, Any]], Hashable]) -> list[list[int]]:
-    """Group the matrices by kind, and split each group so that it does not exceed the limit in bytes."""
+    """Group the matrices by kind, and split each group into chunks of at most the limit in bytes, or of one matrix."""
     kinds: dict[Hashable, list[int]] = {}
     for number, member in enumerate(members):
         kinds.setdefault(kind(*member), []).append(number)
@@ -248,11 +248,11 @@ def _chunks(members: list[_Member], kind: Callable[[Tensor, dict[str, Any]], Has
 
 
 def _device(matrix: Tensor) -> torch.device:
-    """Return the device on which a matrix is orthogonalized: the GPU if its shards are offloaded from one."""
+    """Return the device on which a matrix is orthogonalized: its own, or the GPU if its shards are offloaded to CPU."""
     return torch.device(matrix.device_mesh.device_type) if is_sharded(matrix) else matrix.device
 
 
 def _cost(rows: int, columns: int) -> float:
-    """Return the FLOPs of an iteration, up to a constant factor."""
+    """Return the FLOPs of a Newton-Schulz iteration on a matrix, up to a constant factor."""
     short, long = sorted((rows, columns))
     return short**2 * (2.0 * long + short)

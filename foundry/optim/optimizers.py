@@ -1,7 +1,7 @@
 """PyTorch's optimizers and Muon, with common parameter groups.
 
-Each function takes the wrapped model and returns the optimizers that together cover its trainable parameters. Parameter
-groups have `lr_mult` and `wd_mult`, which scale the values of the schedule.
+`adamw`, `adam`, `sgd` and `muon` take the wrapped model and return optimizers that together cover its trainable
+parameters. Parameter groups have `lr_mult` and `wd_mult`, which scale the values of the schedule.
 """
 
 import re
@@ -102,7 +102,7 @@ def _groups(
 
 
 def _moments(model: nn.Module, settings: AdamSettings | MuonSettings) -> dict[str, Any]:
-    """Return the keyword arguments of torch's Adam and AdamW."""
+    """Return `betas`, `eps` and `fused` as keyword arguments for torch's Adam and AdamW."""
     return {"betas": (settings.beta1, settings.beta2), "eps": settings.eps, "fused": _fused(model)}
 
 
@@ -176,7 +176,7 @@ def _kind(value: object) -> str:
 
 
 def _assign(model: nn.Module, groups: Groups) -> dict[nn.Parameter, Mapping[str, Any]]:
-    """Map parameters to their groups; the groups of embeddings and head are left out if they keep their defaults."""
+    """Map parameters to their groups; the group of embeddings or of the head is left out if it has default values."""
     named_groups = {
         **{name: groups[name] for name in ("embeddings", "head") if not _is_neutral(groups.get(name, {}))},
         **{f"patterns.{name}": group for name, group in groups.get("patterns", {}).items()},

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 _BATCH_BYTES = 64 * 2**20
-"""Size of the whole matrices that an owner receives at a time, unless a single one is larger.
+"""Maximum size of the whole matrices that an owner receives in a batch, unless a single matrix is larger.
 
 About three batches are in flight.
 """
@@ -113,8 +113,8 @@ def _part(
     from torch.distributed.tensor import Replicate, Shard
 
     bounds, copy = [[0, shape[0]], [0, shape[1]]], []
-    # FSDP2 shards tensors that tensor parallelism has sharded before, with a strided placement. It must be applied
-    # last, although its mesh dimension comes first.
+    # FSDP2 shards tensors that tensor parallelism has sharded before, with a strided placement. This placement must be
+    # applied last, although its mesh dimension comes first.
     for dim in sorted(range(mesh.ndim), key=lambda dim: not isinstance(placements[dim], (Shard, Replicate))):
         placement, index = placements[dim], coordinate[dim]
         if isinstance(placement, Replicate):
@@ -140,7 +140,7 @@ class Batch:
     """Matrices of one group that are exchanged together, each with an owner.
 
     Args:
-        placed: layout of each matrix.
+        layouts: layout of each matrix.
         owners: owner of each matrix, a rank of the group; in ascending order.
         dtype: dtype of the exchange.
         device: device of the exchange.
@@ -166,7 +166,7 @@ class Batch:
         self.is_mine = [owner == rank for owner in owners]
         owned_layouts = [layout for layout, owner in pairs if owner == rank]
         self._shapes = [layout.shape for layout in owned_layouts]
-        # Both flags are the same on all ranks; otherwise a rank could wait in a collective that another rank skips.
+        # The next two flags are the same on all ranks; otherwise a rank could wait in a collective that another skips.
         self._is_gathered = not all(layout.is_whole(owner) for layout, owner in pairs)
         self._is_scattered = len(ranks) > 1
         # The owner receives only the parts of its replica, and sends results to all replicas.
@@ -194,7 +194,7 @@ class Batch:
         """Send this rank's parts to the owners of the matrices.
 
         Args:
-            parts: the parts of the matrices whose `is_sent` is true, in their order.
+            parts: this rank's parts of the matrices whose `is_sent` is true, in the order of the batch.
 
         Returns:
             A function that waits for the whole matrices owned by this rank and returns them.
@@ -245,7 +245,7 @@ class Batch:
         return join([torch.empty(0, dtype=self._dtype, device=device), *tensors])
 
     def _carry(self, flat: Tensor, device: torch.device) -> Tensor:
-        """Copy a tensor to a device in a single copy through pinned memory; copies to the CPU are synchronous."""
+        """Return `flat` on a device, copied through pinned memory if it is on another; copies to a CPU block."""
         if flat.device.type == device.type:
             return flat
         if device.type == "cpu":

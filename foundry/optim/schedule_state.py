@@ -18,9 +18,9 @@ _REMEDIES = {
 def reconcile(schedule: Schedule, saved: Mapping[str, Any], mode: SchedulerOnResume) -> Schedule:
     """Return the configured schedule or the one in the checkpoint, depending on the mode.
 
-    No other state carries schedule values over a resume: progress counts samples, both curves are pure functions of it,
-    and the values in parameter groups are overwritten before every update. (Megatron-LM keeps the checkpoint's bounds
-    in the groups, loses WSD's decay, and adds the saved count to its own.)
+    No other state carries schedule values over a resume: learning rate and weight decay are pure functions of the
+    number of consumed samples, and their values in parameter groups are overwritten before every update. (Megatron-LM
+    keeps the checkpoint's bounds in the groups, loses WSD's decay, and adds the saved count to its own.)
 
     Args:
         schedule: the configured schedule.

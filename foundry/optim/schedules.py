@@ -28,7 +28,7 @@ class WeightDecay:
         style: shape of the curve.
 
     Raises:
-        ValueError: the horizon is empty, or `start` and `end` differ although the style is constant.
+        ValueError: the style is constant and `start` and `end` differ, or it is not constant and the horizon is 0.
     """
 
     start: float
@@ -46,7 +46,7 @@ class WeightDecay:
         """Return the value after `samples` samples: start + f (end - start).
 
         With r = samples / horizon, f is r for linear and (cos(pi (1 - r)) + 1) / 2 for cosine. From the horizon on the
-        value is exactly `end`, which the sum may miss by a rounding error.
+        value is exactly `end`, which the formula may miss by a rounding error.
         """
         if self.style is IncrementStyle.constant or samples >= self.horizon:
             return self.end
@@ -110,7 +110,7 @@ class Schedule(ABC):
         return self.lr_at(samples_after if self.evaluate_at is EvaluateAt.end else samples_before)
 
     def weight_decay(self, samples_before: int, samples_after: int) -> float | None:
-        """Return the weight decay of that update; None keeps the optimizer's own value."""
+        """Return the weight decay of the update with these sample counts; None keeps the optimizer's own value."""
         if self.weight_decay_curve is None:
             return None
         return self.weight_decay_curve.at(samples_after if self.evaluate_at is EvaluateAt.end else samples_before)
@@ -157,7 +157,7 @@ class Linear(Schedule):
     """Linear decay to `min_lr`."""
 
     def after_warmup(self, samples: float) -> float:
-        """Return min_lr + (1 - r) (max_lr - min_lr), with r the elapsed fraction of the decay."""
+        """Return min_lr + (1 - r) (max_lr - min_lr), with r the elapsed fraction of the decay, at most 1."""
         return self.min_lr if samples > self.horizon else self._between(1.0 - self._elapsed(samples))
 
 
@@ -165,7 +165,7 @@ class Cosine(Schedule):
     """Cosine decay to `min_lr`."""
 
     def after_warmup(self, samples: float) -> float:
-        """Return min_lr + (cos(pi r) + 1) / 2 (max_lr - min_lr), with r the elapsed fraction of the decay."""
+        """Return min_lr + (cos(pi r) + 1) / 2 (max_lr - min_lr), with r the elapsed share of the decay, at most 1."""
         if samples > self.horizon:
             return self.min_lr
         return self._between(0.5 * (math.cos(math.pi * self._elapsed(samples)) + 1.0))
@@ -175,7 +175,7 @@ class InverseSquareRoot(Schedule):
     """Inverse square root decay with `min_lr` as lower bound; the learning rate drops to `min_lr` after the horizon."""
 
     def after_warmup(self, samples: float) -> float:
-        """Return max(min_lr, max_lr sqrt(w) / sqrt(n)) for warmup w and sample count n, both at least 1."""
+        """Return max(min_lr, max_lr sqrt(w / n)), with warmup w and sample count n, both at least 1."""
         if samples > self.horizon:
             return self.min_lr
         return max(self.min_lr, self.max_lr * math.sqrt(max(self.warmup, 1)) / math.sqrt(max(samples, 1)))
@@ -205,7 +205,7 @@ class WSD(Schedule):
         return [("warmup", self.warmup), *corners, ("floor", math.inf)]
 
     def after_warmup(self, samples: float) -> float:
-        """Return the peak until `horizon - decay`, then the decay of `decay_style` at its elapsed fraction q."""
+        """Return max_lr until `horizon - decay`, then the `decay_style` curve at the elapsed share q of the decay."""
         start = self.horizon - self.decay
         if samples <= start:
             return self.max_lr

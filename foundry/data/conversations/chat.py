@@ -86,10 +86,11 @@ class ChatTemplate:
 
         Args:
             messages: messages with `role` and `content`, at least one of the assistant.
-            num_trained: number of the last answers that are trained on; None for all.
+            num_trained: number of answers to train on, counted from the last; None for all.
 
         Raises:
-            ValueError: the template rejects the messages, marks no answer, or does not continue its own prompt.
+            ValueError: the template rejects the messages, marks no answer, or renders an answer that does not continue
+                the text before it.
             ConfigError: rendering exceeds a limit of time or memory.
         """
         segments: list[Segment] = self._limited("_segments", messages, num_trained)
@@ -121,6 +122,8 @@ class ChatTemplate:
     @contextmanager
     def limited(self, function: Callable[Parameters, Result]) -> Iterator[Callable[Parameters, Result]]:
         """Yield a version of `function` that runs in one separate process, with limits for each conversation.
+
+        If the template is built in, or the caller already runs in a limited process, yield `function` itself.
 
         Args:
             function: function that renders conversations with this template; its arguments and its result must be
@@ -193,10 +196,10 @@ class ChatTemplate:
         return self._render(messages, for_answer=for_answer)[0]
 
     def _answer_by_prefix(self, messages: Sequence[Message], index: int, full_text: str) -> tuple[int, int]:
-        """Return the start and end of the answer at `index` in the text of the whole conversation.
+        """Return where the answer in message `index` starts and ends in the text of the whole conversation.
 
         Raises:
-            ValueError: the rendering of a shorter conversation is not a prefix of the whole.
+            ValueError: the text of the messages up to the answer, or before it, is not a prefix of the whole text.
         """
         prompt_text = self._text(messages[:index], for_answer=True)
         answered_text = full_text if index + 1 == len(messages) else self._text(messages[: index + 1])
@@ -230,7 +233,7 @@ class ChatTemplate:
 
 
 _thread_state = threading.local()
-"""Attribute `process`: the last template that this thread rendered, and its process."""
+"""Attribute `process`: the last template that this thread rendered in a separate process, and that process."""
 
 
 def _call(process: LimitedProcess, *args: Any, **options: Any) -> Any:
@@ -258,7 +261,7 @@ def resolve_chat_template(
         choice: `plain`, `chatml`, or a file; None for the template next to the tokenizer if any, else plain.
         tokenizer_path: tokenizer.json or its folder; None if the tokenizer was trained for this run.
         tokenizer: the loaded tokenizer.
-        end: id of its end-of-document token.
+        end: id of the tokenizer's end-of-document token.
 
     Raises:
         ConfigError: the file cannot be read, it is not a valid template, or the tokenizer lacks the tokens of `chatml`.
@@ -301,7 +304,7 @@ def _check_syntax(template: ChatTemplate) -> None:
 
 
 def find_template(folder: Path) -> str | None:
-    """Return the template that transformers or foundry wrote next to a tokenizer, if any.
+    """Return the template that transformers or foundry wrote next to a tokenizer, or None.
 
     Raises:
         ConfigError: the template cannot be read.
@@ -329,7 +332,7 @@ def _bos_token(folder: Path | None) -> str:
 
 
 def resolve_stop_ids(template: ChatTemplate, tokenizer: Tokenizer, end: int) -> tuple[int, ...]:
-    """Return the stop tokens of answers: end of document, and the special token that ends a turn of the template."""
+    """Return the stop tokens of answers: end of document, and the special token that ends an answer, if any."""
     example = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     try:
         answer = template.segments(example, num_trained=1)[-1].text

@@ -72,8 +72,8 @@ def chat_files(settings: ChatFilesSettings, *, seed: int = 0) -> DataSplits:
     The split depends only on the order of the rows.
 
     Raises:
-        ConfigError: there are no files, the tokenizer or chat template does not fit, a row cannot be used (unless these
-            are skipped), or no row can be used.
+        ConfigError: there are no files, the tokenizer or chat template does not fit, a row cannot be used and
+            `on_bad_row` is `refuse`, or a split has no usable row.
     """
     source = find_rows(settings, settings.known_columns)
     return chat_splits(source, RowForm.conversations(settings.train_on), settings)
@@ -142,10 +142,10 @@ def chat_splits(
 def resolve_tokenizer(source: RowSource, form: RowForm, settings: Templated) -> tuple[Tokenizer, int]:
     """Return the tokenizer and the id of its end-of-document token.
 
-    If the settings name no tokenizer, one is trained on the conversations and cached.
+    If the settings name no tokenizer, one is trained on the training rows and cached.
 
     Raises:
-        ConfigError: the tokenizer does not exist, or it has too many entries.
+        ConfigError: the tokenizer, the chat template or a file cannot be read, or the tokenizer has too many entries.
     """
     vocab_size = settings.vocab_size
     if settings.tokenizer is not None:

@@ -88,7 +88,7 @@ class Examples(MapsFiles, BatchDataset):
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """Number of input tokens of each row, (rows,) int64: one less than the row has, because of the shift."""
+        """Number of input tokens of each row, (rows,) int64: all but the last token, which is only a target."""
         return np.diff(self.offsets) - 1
 
     @property
@@ -169,7 +169,7 @@ class Pairs(BatchDataset):
                 numbers += [2 * (first + pair) + part for pair, part in row]
             first += len(pack)
         batch = self.examples.packed(rows)
-        # `Examples.packed` numbers the documents by position; map these ids to the ids of the pairs.
+        # `Examples.packed` numbers the documents by place; map these numbers to the document ids of the pairs.
         batch["documents"] = torch.tensor(numbers)[batch["documents"] + 1]
         return {name: value.view(len(packs), 2, -1) for name, value in batch.items()}
 
@@ -264,7 +264,7 @@ def encode_rows(
     Args:
         read: opens the rows; called only if the tokens are not cached.
         encode: returns the texts of a row.
-        description: text that identifies everything on which rows and texts depend, except the tokenizer.
+        description: text that identifies everything on which the rows and their texts depend.
         tokenizer: encodes each text separately.
         max_tokens: maximum tokens of a row; longer rows are skipped.
         cache_dir: parent folder of the cache.
@@ -349,7 +349,7 @@ class _Encoder:
     limited: Limited
 
     def encoded(self, rows: Iterable[Row]) -> Iterator[tuple[Row, list[_Tokens] | BadRowError]]:
-        """Yield each row with the tokens of its examples, or with the error if it cannot be used."""
+        """Yield each row with the tokens and loss masks of its examples, or with the error if it cannot be used."""
         with self.limited(self._texts_of_batch) as texts_of_batch:
             for batch in batches(rows):
                 yield from self._encode_batch(batch, texts_of_batch(batch))
@@ -396,7 +396,7 @@ class _Encoder:
 
 
 def describe_lengths(train: Examples, validation: Examples, statistics: RowStatistics) -> dict[str, Any]:
-    """Return the statistics for plan.json: rows, percentiles of their tokens, and the share of tokens in the loss."""
+    """Return statistics of rows for plan.json: counts, percentiles of row lengths, and share of tokens in the loss."""
     lengths = np.concatenate([train.lengths, validation.lengths]) + 1
     shares = np.percentile(lengths, [50, 90, 99], method="inverted_cdf").astype(int).tolist()
     return {
@@ -412,7 +412,7 @@ def describe_lengths(train: Examples, validation: Examples, statistics: RowStati
 
 
 def describe_pairs(train: Pairs, validation: Pairs) -> dict[str, Any]:
-    """Return the statistics of pairs for plan.json: their number, and the mean loss tokens of both kinds of rows."""
+    """Return statistics of pairs for plan.json: counts, and mean loss tokens of the chosen and the rejected rows."""
     token_counts = [
         np.add.reduceat(part.examples.trained, part.examples.offsets[:-1], dtype=np.int64)
         for part in (train, validation)
@@ -427,7 +427,7 @@ def describe_pairs(train: Pairs, validation: Pairs) -> dict[str, Any]:
 
 
 def list_skipped(statistics: RowStatistics, places: Sequence[str]) -> tuple[str, list[str]]:
-    """Return a summary of the skipped rows, and a line with file, row number and error for each of the first few."""
+    """Return a summary of the skipped rows, and a line with file, row number and error for the first five of them."""
     total = sum(statistics.skipped.values())
     counts = ", ".join(f"{count} {kind}" for kind, count in sorted(statistics.skipped.items()))
     first = [f"{places[file]}:{number} {message}" for file, number, message in statistics.first]

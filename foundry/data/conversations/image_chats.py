@@ -40,7 +40,7 @@ def image_chat_files(settings: ImageChatFilesSettings, *, seed: int = 0) -> Data
     Images are decoded once into a memory-mapped array in the cache. The split depends only on the order of the rows.
 
     Raises:
-        ConfigError: see `chat_files`; a row whose image cannot be read is a row that cannot be used.
+        ConfigError: see `chat_files`; a row whose image cannot be read counts as a row that cannot be used.
     """
     rows = ChatFiles(
         path=settings.path,
@@ -60,7 +60,7 @@ def image_chat_files(settings: ImageChatFilesSettings, *, seed: int = 0) -> Data
 
 
 def add_picture_hash(source: RowSource, pictures: RowPictures) -> RowSource:
-    """Return the same rows, with the hash of the images appended to their fingerprints."""
+    """Return `source` with the hash of the images appended to its fingerprint and its content hash."""
     fingerprint, content = (f"{text}-{pictures.content}" for text in (source.fingerprint, source.content))
     return replace(source, fingerprint=fingerprint, content=content)
 
@@ -81,7 +81,7 @@ def _read_pictures(source: RowSource, size: int, cache_dir: str) -> tuple[RowPic
         try:
             if not file.is_file():
                 missing[str(file)] = "is not a file"
-        except (OSError, ValueError) as error:  # a name that no file can have
+        except (OSError, ValueError) as error:  # such as a name that no file can have
             missing[str(file)] = f"cannot be read: {getattr(error, 'strerror', None) or error}"
     existing = [file for file in files if str(file) not in missing]
     digests = dict(zip(existing, file_digests(existing, cache_dir), strict=True))
@@ -111,9 +111,9 @@ def _picture_of(row: Row, places: Sequence[str]) -> Path | None:
 
 
 def _fill(files: Sequence[Path], missing: Mapping[str, str], size: int, folder: Path) -> tuple[str, ...]:
-    """Decode the images into the folder, and return the names of the written files."""
+    """Write the decoded images and the errors of unreadable ones, and return the names of the written files."""
     errors = dict[int, str]()
-    shape = (max(1, len(files)), 3, size, size)  # an empty file cannot be mapped
+    shape = (max(1, len(files)), 3, size, size)  # at least one image, because an empty file cannot be memory-mapped
     images = np.lib.format.open_memmap(folder / _IMAGES, mode="w+", dtype=np.uint8, shape=shape)
     for number, file in enumerate(files):
         try:

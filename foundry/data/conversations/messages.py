@@ -17,7 +17,7 @@ def check_template_columns(template: ChatTemplate, columns: Mapping[str, Any]) -
     """Reject a row with tools or other variables for the chat template.
 
     Raises:
-        BadRowError: the row has one of these columns.
+        BadRowError: a column of `FOR_TEMPLATE` has a value; for `documents`, only if the template uses that name.
     """
     for name in FOR_TEMPLATE:
         value = columns.get(name)
@@ -38,11 +38,11 @@ def trained_segments(
     Args:
         template: the chat template.
         messages: messages with `role` and `content`.
-        num_trained: number of the last answers that are trained on; None for all.
+        num_trained: number of answers to train on, counted from the last; None for all.
 
     Raises:
-        BadRowError: there is no answer, a trained answer is empty or has a weight, or the template rejects the
-            messages.
+        BadRowError: there is no answer, a trained answer is empty or has a weight other than 1, or the conversation
+            does not fit the template.
     """
     answers = [message for message in messages if message["role"] == "assistant"]
     if not answers:
@@ -89,7 +89,7 @@ def as_messages(value: Any, name: str, role: str) -> list[dict[str, Any]]:
         role: role of the message made from a text.
 
     Raises:
-        BadRowError: the value is neither.
+        BadRowError: the value is not a valid text or a valid list of messages.
     """
     if isinstance(value, str):
         return check_messages([{"role": role, "content": value}], name)

@@ -39,7 +39,7 @@ class Corpus:
 
     Attributes:
         fingerprint: SHA-256 of contents, file names and split, in hexadecimal.
-        content: the same without file names, if these do not matter.
+        content: like the fingerprint, but without file names if the split does not depend on them.
         read: opens the documents; called only if their tokens are not cached.
     """
 
@@ -67,7 +67,7 @@ def stdlib_corpus(*, held_out: float) -> Corpus:
 def _python_files(root: Path) -> list[Path]:
     paths: list[Path] = []
     for folder, subfolders, files in os.walk(root):
-        subfolders[:] = set(subfolders) - _NOT_SOURCE - _GENERATED  # os.walk skips removed ones
+        subfolders[:] = set(subfolders) - _NOT_SOURCE - _GENERATED  # os.walk skips the removed subfolders
         paths += (Path(folder, file) for file in files if file.endswith(".py"))
     return sorted(paths)
 
@@ -103,7 +103,7 @@ class HeldOutNumbers:
 
     @classmethod
     def choose(cls, count: int, share: float) -> Self:
-        """Find the largest hash in the set, in two passes over all hashes that keep few of them in memory.
+        """Build the set: find its largest hash in two passes over all hashes that keep few of them in memory.
 
         Args:
             count: number of numbers, at least two.
@@ -133,11 +133,11 @@ def files_corpus(settings: TextFiles) -> Corpus:
     """Return the corpus of the configured files. A text file is one document; in other files, each row is one.
 
     If there are several paths, `Splits.train` is a `Sources` with one part per path. If there are no validation files,
-    a fraction of the documents is held out, or the end of the document if there is only one.
+    a fraction of the documents of each path is held out, or the end of the document if a path has only one.
 
     Raises:
-        ConfigError: there are no files, they are of several kinds, or a file cannot be read. Errors in their contents
-            are raised by `read`.
+        ConfigError: there are no files, they are of several kinds, or a file cannot be read. Errors in the contents of
+            files are raised by `Corpus.read`.
     """
     utf8 = Utf8(settings.encoding_errors.value)
     description = f"files {settings.text_field} {settings.held_out}{'' if utf8.is_strict else f' {utf8.errors}'}"
@@ -236,7 +236,7 @@ def _count(source: Documents, key: str, progress: ReadingProgress) -> tuple[int,
     """Return the number of documents and their total bytes.
 
     Raises:
-        ConfigError: all documents are empty.
+        ConfigError: there are no documents, or all are empty.
     """
     count, num_filled, size = source.count(progress)
     if not num_filled:

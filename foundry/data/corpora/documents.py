@@ -1,4 +1,4 @@
-"""Streaming readers of the documents in text files and tables; errors name the file and the line or row."""
+"""Streaming readers of the documents in text files, JSON files and tables; errors name the file."""
 
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class Documents:
                 yield text
 
     def count(self, progress: ReadingProgress) -> tuple[int, int, int]:
-        """Return the number of documents, the number of non-empty ones, and their total bytes.
+        """Return the number of documents, the number of non-empty ones, and the size of all texts in UTF-8 bytes.
 
         This reads all files completely, so it also finds damaged files.
         """
@@ -62,7 +62,8 @@ def documents(files: Sequence[Path], *, text_field: str, key: str, utf8: Utf8 = 
         utf8: how to handle bytes that are not valid UTF-8.
 
     Raises:
-        ConfigError: during iteration, if a file cannot be read or a row has no text; the message has file and row.
+        ConfigError: during iteration, if a file cannot be read, or `text_field` is missing or not text; the message
+            names the file.
     """
     read: Callable[[Path], Iterator[str]] = partial(_text_file, utf8=utf8)
     if (kind := TEXTS[suffix_of(files[0])]) != "text":
@@ -102,7 +103,7 @@ def _read_text(row: object, text_field: str, location: str) -> str:
     """Return the text of a row; null is an empty document.
 
     Raises:
-        ConfigError: the row is not an object, the key is missing, or its value is not text.
+        ConfigError: the row is not an object, the key is missing, or its value is not valid text.
     """
     if not isinstance(row, dict):
         raise _config_error(_FIELD, f"{location} holds {type(row).__name__}, not an object with the key {text_field!r}")

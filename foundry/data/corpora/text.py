@@ -46,7 +46,7 @@ def text_files(settings: TextFilesSettings, *, seed: int = 0) -> DataSplits:
 def text_splits(
     corpus: Corpus, settings: Tokenised, *, paths: Sequence[str] = (), weights: Sequence[float] | None = None
 ) -> DataSplits:
-    """Tokenize a corpus and build splits of fixed-length sequences; no sequence spans two sources.
+    """Tokenize a corpus and build splits of fixed-length sequences; no training sequence spans two sources.
 
     Raises:
         ConfigError: the tokenizer does not fit, or a split or a source is shorter than one sample.

@@ -82,7 +82,7 @@ def tokenize_corpus(corpus: Corpus, settings: Tokenised) -> TokenisedCorpus:
     description = "" if tokenizer_and_end is None else tokenizer_and_end[0].to_str()
     if tokenizer_and_end is not None and tokenizer_and_end[1] != find_end_token(tokenizer_and_end[0]):
         description += f" {tokenizer_and_end[1]}"
-    # This fingerprint seeds the sample order of a run, so its format must not change, or resumed runs would change.
+    # This fingerprint seeds the sample order of a run: if its format changed, resumed runs would read other samples.
     description = f"{_FORMAT} {vocab_size} {description} {corpus.fingerprint}"
     fingerprint = hashlib.sha256(description.encode()).hexdigest()[:32]
     folder = cached_folder(settings.cache_dir, fingerprint, partial(_build, corpus, vocab_size, tokenizer_and_end))
@@ -131,20 +131,20 @@ def _build(
 
 
 def train_with_end(texts: Iterable[str], vocab_size: int) -> tuple[Tokenizer, int]:
-    """Train a BPE tokenizer with at most `vocab_size` entries, and return it with its end-of-document token."""
+    """Train a BPE tokenizer of at most `vocab_size` entries, and return it and the id of its end-of-document token."""
     tokenizer = train_tokenizer(texts, vocab_size)
     return tokenizer, trained_end_token(tokenizer)
 
 
 def trained_end_token(tokenizer: Tokenizer) -> int:
-    """Return the end-of-document token of a tokenizer trained by `train_tokenizer`."""
+    """Return the id of the end-of-document token of a tokenizer trained by `train_tokenizer`."""
     end: int | None = tokenizer.token_to_id(END_OF_DOCUMENT)
     assert end is not None
     return end
 
 
 class _Encoded(NamedTuple):
-    """Number of documents in a token file, and the count of each token, (vocab_size,) int64."""
+    """Number of documents in a token file, and the count of each token id, (ids,) int64."""
 
     documents: int
     counts: NDArray[np.int64]
@@ -163,7 +163,7 @@ def _encode(progress: ReadingProgress, tokenizer: Tokenizer, end: int, texts: It
 
 
 def token_dtype(tokenizer: Tokenizer) -> np.dtype[Any]:
-    """Return the smallest dtype that can hold every token id."""
+    """Return uint16 if it can hold every token id, else uint32."""
     return np.dtype(np.uint16 if count_ids(tokenizer) <= 2**16 else np.uint32)
 
 
@@ -186,7 +186,7 @@ class ArrayWriter:
         self.length += len(values)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        """Overwrite the header with the final length; the size of the header does not depend on it."""
+        """Close the file, after writing the final length into its header unless an exception was raised."""
         with self._stream:
             if kind is None:
                 self._stream.seek(0)
@@ -201,7 +201,7 @@ def batches(items: Iterable[_Item], size: Callable[[_Item], int] | None = None) 
     """Yield the items in batches of at most 256, which the tokenizer encodes in parallel.
 
     Args:
-        items: items of any number.
+        items: any number of items.
         size: returns the characters of an item; a batch also ends when it reaches 2**20 characters. None disables this
             limit.
     """
@@ -222,8 +222,8 @@ def unigram_entropy(train: NDArray[np.int64], held_out: NDArray[np.int64]) -> fl
     One is added to every training count. The result is NaN if there are no validation tokens.
 
     Args:
-        train: count of each token in the training split, (vocab_size,) int64.
-        held_out: count of each token in the validation split, (vocab_size,) int64.
+        train: count of each token id in the training split, (ids,) int64.
+        held_out: count of each token id in the validation split, (ids,) int64.
     """
     log_probabilities = np.log((train + 1) / (train + 1).sum())
     return float(-(held_out * log_probabilities).sum() / held_out.sum()) if held_out.any() else float("nan")

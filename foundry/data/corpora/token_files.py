@@ -70,10 +70,11 @@ class _TokenFile:
 
 @configured_by(TokenFilesSettings)
 def token_files(settings: TokenFilesSettings, *, seed: int = 0) -> DataSplits:
-    """Build splits of memory-mapped token files; the split depends on the files only.
+    """Build splits of memory-mapped token files; the split does not depend on the seed.
 
     Raises:
-        ConfigError: there are no files, a file has no tokens or a token outside vocab_size, or a source is too short.
+        ConfigError: there are no files, a file cannot be read or has a token outside vocab_size, or no file of a source
+            is long enough for a sample.
     """
     seq_len, vocab_size, dtype, held_out = settings.seq_len, settings.vocab_size, settings.dtype, settings.held_out
     tokenizer_and_end = None if settings.tokenizer is None else load_tokenizer(settings.tokenizer, vocab_size)
@@ -156,7 +157,7 @@ def _locate_tokens(file: Path, dtype: TokenDtype, key: str) -> _TokenFile:
     """Locate the tokens in a file.
 
     Raises:
-        ConfigError: the file has no tokens, or its size is not a multiple of the token size.
+        ConfigError: the file cannot be read, or its format or size is wrong.
     """
     try:
         return _from_npy(file) if file.suffix == ".npy" else _from_bin(file, np.dtype(dtype.name))

@@ -32,7 +32,7 @@ class TokenSequences(MapsFiles, BatchDataset):
 
     @property
     def dropped_tokens(self) -> int:
-        """Number of tokens after the last complete sample."""
+        """Number of tokens after the last complete sample, including the last target of that sample."""
         return len(self.tokens) - len(self) * self.seq_len
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
@@ -96,7 +96,7 @@ class Reordered(BatchDataset):
 
     Args:
         dataset: the dataset.
-        places: index of each sample in the dataset, (n,) int64.
+        places: index in `dataset` of each sample of this view, (n,) int64.
     """
 
     def __init__(self, dataset: SequencesOfFiles, places: NDArray[np.int64]) -> None:

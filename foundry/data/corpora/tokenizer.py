@@ -1,4 +1,4 @@
-"""Byte-level BPE tokenizers: trained on text, or read from a file or folder."""
+"""Tokenizers: byte-level BPE trained on text, or any tokenizer.json, read from a file or folder."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -50,16 +50,16 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 def load_tokenizer(path: str, vocab_size: int) -> tuple[Tokenizer, int]:
     """Load a tokenizer, and determine its end-of-document token.
 
-    This is the end-of-sequence token declared by the files next to tokenizer.json, or otherwise the first existing
-    token of a list of common names. If the tokenizer has neither, `END_OF_DOCUMENT` is added to it.
+    This token is the end-of-sequence token declared by the files next to tokenizer.json, or otherwise the first token
+    of a list of common names that the tokenizer has. If there is neither, `END_OF_DOCUMENT` is added to the tokenizer.
 
     Args:
         path: a tokenizer.json, or a folder that contains one.
         vocab_size: entries of the model's embedding, the maximum for the tokenizer.
 
     Raises:
-        ConfigError: tokenizer.json cannot be read, it has more entries than vocab_size or than the model in its folder,
-            or it lacks the declared token.
+        ConfigError: tokenizer.json cannot be read, has more entries than vocab_size or than the model in its folder, or
+            lacks the declared token.
     """
     file = tokenizer_file(path)
     if not file.is_file():
@@ -135,7 +135,7 @@ def check_same(tokenizer: Tokenizer, weights: Path, key: str | None = None) -> N
     Args:
         tokenizer: tokenizer of the data.
         weights: a run directory, a checkpoint in one, a folder in transformers format, or a file next to a
-            tokenizer.json. Nothing is compared if there is no tokenizer.
+            tokenizer.json. Nothing is compared if the weights have no tokenizer.json.
         key: setting that selects an additional model (such as a teacher or reference); None for the run's own model.
 
     Raises:
@@ -147,7 +147,7 @@ def check_same(tokenizer: Tokenizer, weights: Path, key: str | None = None) -> N
         base_tokenizer = parse_tokenizer(read_text(in_hub_cache(file)))
     if _content(base_tokenizer) == _content(tokenizer):
         return
-    base_tokenizer.add_special_tokens([END_OF_DOCUMENT])  # `load_tokenizer` adds it if there is no end token
+    base_tokenizer.add_special_tokens([END_OF_DOCUMENT])  # as `load_tokenizer` does for a tokenizer without end token
     if _content(base_tokenizer) != _content(tokenizer):
         if key is not None:
             message = (
@@ -161,13 +161,13 @@ def check_same(tokenizer: Tokenizer, weights: Path, key: str | None = None) -> N
 
 
 def _content(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the tokenizer's JSON without truncation, padding and post-processor, which are never used."""
+    """Return the tokenizer's JSON without truncation, padding and post-processor, which foundry never uses."""
     content = json.loads(tokenizer.to_str())
     return {name: value for name, value in content.items() if name not in ("truncation", "padding", "post_processor")}
 
 
 def find_end_token(tokenizer: Tokenizer) -> int | None:
-    """Return the first end-of-document token with a common name, or None."""
+    """Return the id of the first token of `_END_TOKENS` that the tokenizer has, or None."""
     ids = (tokenizer.token_to_id(token) for token in _END_TOKENS)
     return next((token for token in ids if token is not None), None)
 
@@ -189,7 +189,7 @@ def config_value(file: Path, key: str) -> Any:
     If the key is missing at the top level, `text_config` is searched (multimodal models).
 
     Raises:
-        ConfigError: the file is not a JSON object.
+        ConfigError: the file cannot be read, or is not a JSON object.
     """
     try:
         content = json.loads(read_text(in_hub_cache(file)))

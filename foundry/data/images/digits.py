@@ -44,7 +44,7 @@ def digits(settings: DigitsSettings, *, seed: int = 0) -> DataSplits:
     The split depends on a hash of each image's index, so runs with different seeds have the same validation images.
 
     Raises:
-        ConfigError: the configured sizes differ from those of the images, or held_out leaves a split without a class.
+        ConfigError: a configured size differs from the size of the images, or a split would lack a class.
     """
     pixels, classes = load_digits(return_X_y=True)
     for key, expected in {"image_size": 8, "num_channels": 1, "num_classes": 10}.items():

@@ -82,12 +82,12 @@ class Pictures(MapsFiles, BatchDataset):
             images: all images, (n, channels, height, width) uint8.
             labels: class of each image, (n,) int64.
             members: indices of the images in this dataset, (m,) int64.
-            mirror: append the horizontally flipped version of each image.
+            mirror: append the horizontally flipped version of each image to the dataset.
         """
         self._images, self._labels, self._members, self._mirror = images, labels, members, mirror
 
     def __len__(self) -> int:
-        """Return the number of images, flipped ones included."""
+        """Return the number of images, flipped versions included."""
         return len(self._members) * (2 if self._mirror else 1)
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
@@ -111,8 +111,8 @@ def image_folder(settings: ImageFolderSettings, *, seed: int = 0) -> DataSplits:
         seed: seed of the random shifts; the split does not depend on it.
 
     Raises:
-        ConfigError: the folder does not exist, a file in it is not an image, a class has too few images for
-            held_out, or num_classes differs from the number of subfolders.
+        ConfigError: the folder does not exist, a file with the suffix of an image cannot be decoded, a class has too
+            few images for held_out, or num_classes differs from the number of subfolders.
     """
     path, cache_dir, random_crop = settings.path, settings.cache_dir, settings.random_crop
     size, channels, fit = settings.image_size, settings.num_channels, settings.fit
@@ -169,7 +169,7 @@ def image_folder(settings: ImageFolderSettings, *, seed: int = 0) -> DataSplits:
 
 
 def _pictures_in(folder: Path) -> tuple[list[Path], int]:
-    """Return the image files below a folder, sorted, and the number of other files, without hidden ones."""
+    """Return the sorted image files below a folder, and the number of other files; hidden files are ignored."""
     pictures, num_others = list[Path](), 0
     for parent, subfolders, names in os.walk(folder, followlinks=True):
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]

@@ -65,7 +65,7 @@ class PictureExamples(MapsFiles, BatchDataset):
 
 
 class PicturePrompts(Sequence[Prompt]):
-    """Prompts with the images of their examples.
+    """Prompts made from examples, each with the image of its example.
 
     Args:
         prompts: one prompt for each example, in the same order.

@@ -48,7 +48,7 @@ def unreadable(error: OSError | ValueError) -> str:
     """Return the predicate of a message about an unreadable image, such as `cannot be read: Input/output error`.
 
     Args:
-        error: exception of `read_picture`. Its own predicate, such as `is not an image`, is kept.
+        error: exception of `read_picture`. A message that is a predicate already, such as `is not an image`, is kept.
     """
     is_predicate = isinstance(error, (UnsafeFileError, ValueError))
     reason = getattr(error, "strerror", None) or str(error)
@@ -83,7 +83,7 @@ def read_picture(file: Path, *, size: int, channels: int, fit: PictureFit) -> Pi
                 picture = Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba)
             picture = picture.convert("RGB" if channels == 3 else "L")
     except OSError as error:
-        if error.strerror is not None:  # of the system, not of Pillow
+        if error.strerror is not None:  # an error of the operating system, not of Pillow
             raise
         raise ValueError(f"is not an image: {error}") from None
     except (SyntaxError, Image.DecompressionBombError) as error:

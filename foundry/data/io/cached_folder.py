@@ -46,8 +46,7 @@ def cached_folder(
         contents: the content of the folder, for messages.
 
     Raises:
-        ConfigError: the cache cannot be written, or `fill` raises an OSError about another file. Its other exceptions
-            are not caught.
+        ConfigError: the cache cannot be written, or `fill` raises an OSError about a file outside the cache.
     """
     folder = Path(cache_dir).expanduser().resolve() / name
     try:
@@ -104,7 +103,7 @@ def _make(folder: Path, fill: Callable[[Path], tuple[str, ...]], contents: str) 
 
 
 def _is_about(folder: Path, error: OSError) -> bool:
-    """Return True if an error concerns a file in the folder, or can only occur while writing."""
+    """Return True if an error concerns a file in the folder, or names no file and can only occur while writing."""
     if error.filename is None:
         return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
     return Path(os.fsdecode(error.filename)).is_relative_to(folder)
@@ -122,8 +121,8 @@ def find_damage(folder: Path) -> str | None:
     """Return a description of the damage to a sealed folder, "" if the folder does not exist, or None if it is intact.
 
     File sizes are always compared, and checksums too for folders up to 256 MiB. Checksums of larger folders, which take
-    as long as reading them from disk, are compared once a day, and if inode, size, mtime or ctime of a file (programs
-    cannot set the ctime) has changed since.
+    as long as reading the files from disk, are compared if the last comparison is a day old, or if inode, size, mtime
+    or ctime of a file (programs cannot set the ctime) has changed since then.
     """
     try:
         files = json.loads(read_text(folder / _MANIFEST))["files"]
@@ -173,8 +172,8 @@ def publish(temporary: Path, folder: Path) -> None:
 def sweep_temporaries(parent: Path) -> None:
     """Remove temporary folders of processes that have ended.
 
-    If it is unknown whether the process has ended, because it ran on another machine, the folder is removed a week
-    after the last write to it.
+    If it is unknown whether a process has ended, for example because it ran on another machine, its folder is removed a
+    week after the last write to the folder.
     """
     for temporary in parent.iterdir():
         if not _TEMPORARY.fullmatch(temporary.name) or temporary.is_symlink():

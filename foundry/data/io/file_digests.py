@@ -24,8 +24,8 @@ _Digests = dict[str, tuple[list[int], str]]
 def file_digests(files: Sequence[Path], cache_dir: str | None = None) -> list[bytes]:
     """Return the SHA-256 of each file's content.
 
-    The hashes of large files are cached by path, inode, size, mtime and ctime (which programs cannot set). If several
-    processes call this at once, one reads the files and the others wait for it.
+    If the files have 64 MiB or more in total, the hashes are cached by path, inode, size, mtime and ctime (which
+    programs cannot set). If several processes call this at once, one then reads the files and the others wait for it.
 
     Args:
         files: regular files.
@@ -47,7 +47,7 @@ def file_digests(files: Sequence[Path], cache_dir: str | None = None) -> list[by
             cache_file.parent.mkdir(parents=True, exist_ok=True)
             lock = FileLock(cache_file.with_suffix(".lock"), mode=0o666)
             lock.acquire()
-        except (OSError, NotImplementedError):  # not reported here: writing the tokens reports it
+        except (OSError, NotImplementedError):  # not reported here: writing the tokens to the cache reports the error
             return [bytes.fromhex(_hash(file)) for file in files]
         with lock:
             digests = _read(cache_file)
@@ -73,7 +73,7 @@ def _save(file: Path, digests: _Digests) -> None:
             return
     try:
         write_atomically(file, json.dumps(digests))
-    except OSError:  # not reported here: writing the tokens reports it
+    except OSError:  # not reported here: writing the tokens to the cache reports the error
         return
 
 

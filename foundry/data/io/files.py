@@ -47,7 +47,7 @@ def list_suffixes(kinds: Mapping[str, str]) -> str:
 
 
 def open_bytes(file: Path) -> io.BufferedReader:
-    """Open a file for reading bytes, with streaming decompression.
+    """Open a file for reading bytes; .gz and .zst files are decompressed as a stream.
 
     Raises:
         OSError: the file cannot be opened.
@@ -121,7 +121,7 @@ def column_values(column: Any, utf8: Utf8, file: Path, first: int) -> list[Any]:
         first: number of the first row, for messages.
 
     Raises:
-        ValueError: a text is not valid UTF-8; the message has the row numbers.
+        ValueError: a text is not valid UTF-8 and is rejected; the message has the range of rows.
     """
     import pyarrow as pa
 
@@ -151,7 +151,7 @@ class Table:
 
     Attributes:
         schema: pyarrow schema of all columns.
-        read: yields record batches of the given columns, with all rows in order.
+        read: function from column names to an iterator of record batches, with all rows in order.
     """
 
     schema: Any

@@ -1,7 +1,7 @@
 """Function calls in a separate process with limits of processor time and memory.
 
 The kernel enforces both limits, even within one long operation of the interpreter, such as `'a' * 10**10` or `9**9**9`.
-The process is a fork, so it starts in milliseconds with all modules imported. It exits when it is idle.
+The process is a fork, so it starts in milliseconds with all modules imported. It exits after 10 seconds without a call.
 """
 
 import contextlib
@@ -34,8 +34,9 @@ class LimitedProcess:
     """Calls a function in a separate process.
 
     Args:
-        function: function with picklable arguments and result. It sees the variables of this process as they are when
-            the process is forked, at the first call. Its standard output is discarded, and its standard input is empty.
+        function: function with picklable arguments and result. It sees the caller's variables as they are at the fork:
+            at the first call, and at the first call after the separate process has exited. Its standard output and
+            standard error are discarded, and its standard input is empty.
         cpu_seconds: limit of processor time per call.
         memory_bytes: limit of additional memory that the process can allocate.
     """
@@ -49,7 +50,7 @@ class LimitedProcess:
         """Call the function, and return its result or raise its exception.
 
         Raises:
-            LimitExceededError: the call exceeded a limit.
+            LimitExceededError: the call exceeded a limit, or ended its process.
         """
         request = pickle.dumps((args, options))
         reply = self._send(request)
@@ -57,7 +58,7 @@ class LimitedProcess:
             reply = self._send(request)
         if reply is None:
             raise LimitExceededError("ends its process")
-        succeeded, value = pickle.loads(reply)  # safe: written by our own process
+        succeeded, value = pickle.loads(reply)  # safe: the reply was pickled by a fork of this process
         if succeeded:
             return value
         if isinstance(value, MemoryError):
@@ -75,7 +76,7 @@ class LimitedProcess:
         self._connection, self._owner = None, 0
 
     def _send(self, request: bytes) -> bytes | None:
-        """Return the reply, or None if the process exited before it read the request.
+        """Return the reply, or None if the process exited, without being killed, before it replied.
 
         Raises:
             LimitExceededError: the process was killed.
@@ -96,7 +97,7 @@ class LimitedProcess:
                 name = signal.Signals(os.WTERMSIG(status)).name
                 raise LimitExceededError(f"ends its process with {name}") from None
             return None
-        except BaseException:  # such as Ctrl-C; otherwise the next call would receive this reply
+        except BaseException:  # such as Ctrl-C; without close(), the next call would receive the reply to this one
             self.close()
             raise
 
@@ -153,7 +154,7 @@ def is_limited() -> bool:
 
 
 def renew_limit(cpu_seconds: float) -> None:
-    """Restart the processor time limit of the current call, with `cpu_seconds` from now on; 0 disables it."""
+    """Limit the current call to `cpu_seconds` of processor time from now on; 0 disables the limit."""
     signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
 
 

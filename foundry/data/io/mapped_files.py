@@ -23,10 +23,10 @@ class _MappedFile:
 
 
 class MapsFiles:
-    """Mixin that pickles memory-mapped arrays as the paths of their files; slices of these arrays are copied."""
+    """Mixin that pickles a memory-mapped array as the path of its file, but a slice of such an array by its values."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state with each memory-mapped array replaced by its file."""
+        """Return the state with each memory-mapped array replaced by its location in its file."""
         return {name: _mapped_file(value) or value for name, value in vars(self).items()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -36,7 +36,7 @@ class MapsFiles:
 
 
 def _mapped_file(value: object) -> _MappedFile | None:
-    """Return the file of an array that was mapped directly, or None for slices and other objects."""
+    """Return the location of an array that was mapped directly, or None for slices and other objects."""
     if not isinstance(value, np.memmap):
         return None
     base: object = value.base

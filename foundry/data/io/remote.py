@@ -41,7 +41,7 @@ def fetch_files(url: str, *, key: str, kinds: Mapping[str, str], cache_dir: str)
 def _fetch(url: str, key: str, kinds: Mapping[str, str], folder: Path) -> tuple[str, ...]:
     """Copy the files into the folder, and return their local names.
 
-    Names begin with a number, so that they are unique and cannot point outside the folder.
+    Local names begin with a number, so that they are unique and cannot point outside the folder.
     """
     remote = _Remote(url, key)
     names, local_names = remote.files(kinds), list[str]()
@@ -69,7 +69,7 @@ class _Remote:
             raise self._config_error(error) from error
 
     def files(self, kinds: Mapping[str, str]) -> list[str]:
-        """Return the sorted names of the files."""
+        """Return the sorted names of the files at the URL; in a folder, only files with a suffix in `kinds`."""
         try:
             if has_magic(self._root):
                 names = [str(name) for name in self._system.glob(self._root)]

@@ -29,7 +29,7 @@ class RowSource:
         remedy: remedy in error messages.
         on_bad_row: how to handle rows that cannot be used.
         fingerprint: hash of file contents, file names and split.
-        content: the same without file names.
+        content: the same hash without file names, followed by the weights.
         paths: paths of the sources, if there are several.
         weights: weights of the sources; None reads each row once per epoch.
         num_rows: counts all rows; None if the count is not available.
@@ -50,7 +50,7 @@ class RowSource:
 def find_rows(settings: RowFiles, columns: tuple[str, ...], *, reads_all: bool = False) -> RowSource:
     """Return the rows of the configured files; a fraction of them is held out if there are no validation files.
 
-    Training rows of several paths are `Sources`; their validation rows are evenly interleaved.
+    For several paths, the training rows are a `Sources`, and the validation rows are evenly interleaved.
 
     Args:
         settings: paths, and options for reading rows.
@@ -59,7 +59,7 @@ def find_rows(settings: RowFiles, columns: tuple[str, ...], *, reads_all: bool =
 
     Raises:
         ConfigError: there are no files, they are of several kinds, or a file cannot be read; during iteration, if a
-            file has too few rows.
+            source whose rows are split has fewer than two.
     """
     utf8, renames, weights = Utf8(settings.encoding_errors.value), settings.columns or {}, settings.weights
     description = f"rows {settings.held_out}{f' {sorted(renames.items())}' if renames else ''}"
@@ -120,7 +120,7 @@ class _Share:
 
 
 def mix_rows(source: RowSource, sizes: Sequence[int], notes: dict[str, Any]) -> Mixture | None:
-    """Return the mixture of several sources, or None for one source, and add the sources to `notes`.
+    """Describe several sources in `notes`, and return their mixture; None for one source or without weights.
 
     Raises:
         ConfigError: a source has no training row.
@@ -138,7 +138,7 @@ def check_rows(source: RowSource, statistics: RowStatistics, train: Sized, valid
     """Reject or warn about rows that cannot be used (by `on_bad_row`), and reject empty splits.
 
     Raises:
-        ConfigError: a row cannot be used and `on_bad_row` is not `skip`, or a split is empty.
+        ConfigError: a row cannot be used and `on_bad_row` is `refuse`, or a split is empty.
     """
     if statistics.skipped:
         summary, first = list_skipped(statistics, source.places)

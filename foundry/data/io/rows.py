@@ -50,7 +50,7 @@ class FileRows:
         files: files in order.
         columns: known columns; a table must have at least one of them.
         key: setting that names the files, for error messages.
-        first_file: index of the first file.
+        first_file: index of `files[0]` among all files of the source.
         reads_all: read all columns of a table; if false, only `columns` and `optional_columns`.
         renames: column name in the files, by the name that foundry uses; dots separate nested names.
         utf8: how to handle bytes that are not valid UTF-8.
@@ -70,7 +70,7 @@ class FileRows:
         """Yield the rows in order.
 
         Raises:
-            ConfigError: a file cannot be read, or has none of the columns.
+            ConfigError: a file cannot be read, or a table has none of the known columns.
         """
         for number, file in enumerate(self.files, self.first_file):
             read = _table_rows if ROWS[suffix_of(file)] in TABLES else _object_rows
@@ -111,7 +111,7 @@ def readable(read: Callable[[Path], Iterator[_Read]], key: str, file: Path) -> I
 
 
 def line_of(error: UnicodeDecodeError) -> int:
-    """Return the line of the first invalid byte, if the whole file was decoded at once."""
+    """Return the line number of the first invalid byte in a file that was decoded as a whole."""
     return error.object.count(b"\n", 0, error.start) + 1
 
 

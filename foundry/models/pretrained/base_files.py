@@ -20,10 +20,11 @@ def check_weights(folder: Path, config: Any) -> None:
 
     Args:
         folder: model folder of transformers.
-        config: its PreTrainedConfig, whose `transformers_weights` field may name the file.
+        config: the folder's PreTrainedConfig, whose `transformers_weights` field may name the file or the index.
 
     Raises:
-        ConfigError: the index or the config names another kind of file, or the folder also has adapters.
+        ConfigError: the index or the config names any other file, the index is damaged, or the folder also has
+            adapters.
     """
     if (folder / "adapter_config.json").exists():
         message = f"{str(folder)!r} has adapters (adapter_config.json) next to its weights"
@@ -43,7 +44,7 @@ def check_weights(folder: Path, config: Any) -> None:
 
 
 def _shards(index: Path) -> list[Any]:
-    """Return the files named in an index."""
+    """Return the names of the weight files in an index, each once."""
     try:
         content = read_object(index.resolve(), required={"weight_map": dict, "metadata": dict})
     except (DamagedFileError, OSError) as error:
@@ -52,12 +53,12 @@ def _shards(index: Path) -> list[Any]:
 
 
 def _require_regular(folder: Path, name: Any, suffix: tuple[str, ...]) -> None:
-    """Check that a name is that of a regular file directly inside the folder.
+    """Check that a name refers to a regular file directly inside the folder.
 
-    Symlinks are followed, for the Hub's cache.
+    Symlinks are followed, because the Hub's cache consists of symlinks.
 
     Raises:
-        ConfigError: the name has another suffix, leads out of the folder, or is not that of a readable regular file.
+        ConfigError: the name has another suffix, leads out of the folder, or refers to no readable regular file.
     """
     problem = ""
     if not isinstance(name, str) or not name.endswith(suffix):

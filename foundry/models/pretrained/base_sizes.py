@@ -20,7 +20,7 @@ _BOUNDS = (
 )
 """Patterns of field names in a config.json, each with an upper bound beyond all known models."""
 _MAX_MODULES = 2**18
-"""For comparison, a model of 61 layers with 384 experts of four modules each has 94,000 modules."""
+"""Upper bound of the modules of a model. For comparison, 61 layers of 384 experts of 4 modules are 94,000 modules."""
 
 
 def check_sizes(folder: Path) -> None:

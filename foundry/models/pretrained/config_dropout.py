@@ -13,7 +13,7 @@ _DROPOUT = re.compile("drop")
 _ATTENTION = re.compile("attention|attn")
 _OTHER_HEADS = re.compile("classifier|summary")
 _INNER_DROPOUT = re.compile("activation|layerdrop")
-"""Dropout inside feed-forward layers, and dropping of whole layers: set by `hidden_dropout=0` only."""
+"""Names of dropout inside feed-forward layers and of layer dropping, which are changed only by a dropout of 0."""
 
 
 def set_dropouts(config: PreTrainedConfig, **dropouts: float | None) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def find_wrong_dropouts(config: PreTrainedConfig) -> Iterator[tuple[str, str]]:
 def put(config: PreTrainedConfig, name: str, value: Any) -> Any:
     """Set the field with a dotted name and return its previous value.
 
-    Writes to `vars()`, because some configs declare a probability as an integer and would reject a float.
+    The value is written to `vars()`, because some configs declare a probability as an integer and would reject a float.
     """
     *path, field = name.split(".")
     node: Any = config
@@ -77,7 +77,7 @@ def _fields(config: PreTrainedConfig, prefix: str = "") -> Iterator[str]:
 
 
 def _kind(name: str) -> str | None:
-    """Return the setting that determines a dropout field; None for heads that language models do not have."""
+    """Return the setting that determines a dropout field; None for fields of heads that language models lack."""
     if _OTHER_HEADS.search(name):
         return None
     return "attention_dropout" if _ATTENTION.search(name.rpartition(".")[2]) else "hidden_dropout"

@@ -44,7 +44,7 @@ class HuggingFaceCausalLM(nn.Module):
 
     Args:
         settings: the folder or the architecture, the fields of its config, and the initialization of new weights.
-        read_weights: read the folder's weights; False if they come from a checkpoint and the folder contains none.
+        read_weights: read the folder's weights; False if a checkpoint has the weights, so that the folder needs none.
         hidden_dropout: dropout probability of hidden states, see `set_dropouts`; None keeps the config's value.
         attention_dropout: dropout probability of attention weights; None keeps the config's value.
         logprob_tile_tokens: positions whose log-probabilities are computed at a time; 0 computes all at once.
@@ -80,7 +80,7 @@ class HuggingFaceCausalLM(nn.Module):
         self._original_values = set_dropouts(
             hf_config, hidden_dropout=hidden_dropout, attention_dropout=attention_dropout
         )
-        # The auxiliary loss is not used, and transformers fails to compute it with a cache.
+        # The auxiliary loss of the router is not used, and transformers fails to compute it with a cache.
         if self._computes_router_loss:
             self._original_values[_ROUTER_LOGITS] = True
             setattr(hf_config, _ROUTER_LOGITS, False)
@@ -164,7 +164,7 @@ class HuggingFaceCausalLM(nn.Module):
     def new_cache(self, length: int, padding: Tensor | None = None) -> "TransformersCache | None":
         """Return an empty cache for `forward`; None if the architecture needs another kind of cache.
 
-        The arguments are those of `Cache`.
+        The arguments are as for `Cache`.
         """
         inner: Any = self.causal_lm
         if getattr(inner, "_is_stateful", False) or not inner._supports_default_dynamic_cache():
@@ -179,7 +179,7 @@ class HuggingFaceCausalLM(nn.Module):
         token_loss: TokenLoss | None,
         **output_options: Any,
     ) -> TokenLogProbs:
-        """Compute `forward` if the logits are just the product of the last hidden states and the head's matrix."""
+        """Return the output of `forward` for models whose logits are the last hidden states times the head's matrix."""
         base: Any = self.causal_lm.base_model
         with nullcontext() if inputs else _ignore_packing():
             hidden = base(input_ids=tokens, use_cache=False, **inputs).last_hidden_state
@@ -204,7 +204,8 @@ class HuggingFaceCausalLM(nn.Module):
     def get_fsdp_block_types(self) -> tuple[type[nn.Module], ...]:
         """Return the block types, for sharding, checkpointing and compiling.
 
-        These are the types that transformers declares not to split, else the types in the first ModuleList.
+        These are the types in transformers' `_no_split_modules`, or if there are none, the types of the modules in the
+        first ModuleList that is not empty.
         """
         names = set(getattr(self.causal_lm, "_no_split_modules", None) or ())
         types = {type(module) for module in self.causal_lm.modules() if type(module).__name__ in names}
@@ -216,14 +217,14 @@ class HuggingFaceCausalLM(nn.Module):
     def flops_per_sample(self, seq_len: int) -> float:
         """Return the FLOPs of a forward and backward pass over one sequence of seq_len tokens.
 
-        Per token 6 N + 12 L H Q T (PaLM, Chowdhery et al., 2022, appendix B), as for `Transformer`, and 4 N for frozen
-        weights. All experts of a mixture count, including experts that a token is not routed to. Recurrent layers do
-        not have the second term. The scan over their state is not counted; it costs a few per cent of their matrix
-        products.
+        Per token 6 N + 12 L H Q T (PaLM, Chowdhery et al., 2022, appendix B), as for `Transformer`, with 4 N instead of
+        6 N for frozen weights. All experts of a mixture count, including experts that a token is not routed to.
+        Recurrent layers do not have the second term. The scan over their state is not counted; it costs a few per cent
+        of their matrix products.
         """
         config: Any = self.config
         attention = 0
-        if heads := getattr(config, "num_attention_heads", 0):  # models of recurrent layers only do not define it
+        if heads := getattr(config, "num_attention_heads", 0):  # undefined if all layers are recurrent
             head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
             attention = 12 * _attention_layers(config) * heads * head_dim * seq_len
         return float(seq_len * (matmul_flops(_matmul_weights(self.causal_lm)) + attention))
@@ -243,13 +244,13 @@ class HuggingFaceCausalLM(nn.Module):
         config: Any = self.config
         std = resolve_std(init_std, config.hidden_size)
         self._stds = std, resolve_std(embedding_init_std, config.hidden_size)
-        # OPT and a few other architectures use the second name.
+        # OPT and a few other architectures call this field `init_std`.
         for name in ("initializer_range", "init_std"):
             if hasattr(config, name):
                 setattr(config, name, std)
 
     def hf_config(self) -> PreTrainedConfig:
-        """Return the transformers config that matches `export_state`, with the key-value cache enabled."""
+        """Return the transformers config for the weights of `export_state`, with the key-value cache enabled."""
         config = copy.deepcopy(self.config)
         config.use_cache = True
         config.architectures = [type(self.causal_lm).__name__]
@@ -357,7 +358,7 @@ def _without_weights(path: str, config: PreTrainedConfig) -> PreTrainedModel:
 def _attention_layers(config: Any) -> int:
     """Count the layers with attention.
 
-    Hybrid models list the kind of each layer, recurrent layers under other names.
+    Hybrid models list the kind of each layer; recurrent layers have kinds without attention, or `linear_attention`.
     """
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     return sum(kind == "hybrid" or ("attention" in kind and kind != "linear_attention") for kind in kinds)

@@ -38,9 +38,9 @@ class _Hidden(MoeModelOutputWithPast):
 def has_plain_head(causal_lm: Any) -> bool:
     """Return whether the logits are just the product of the last hidden states and the head's matrix.
 
-    Some architectures scale or cap the logits, add a bias, or insert another projection. The check records the
-    operators that follow the base model, which is not run, so it works for a model of any size and for models without
-    values.
+    Some architectures scale or cap the logits, add a bias, or insert another projection. The check runs the model with
+    a stand-in for its base model, and records the operators that follow, so it works for a model of any size and for
+    models without values.
 
     Args:
         causal_lm: a causal language model of transformers.
@@ -60,7 +60,7 @@ def has_plain_head(causal_lm: Any) -> bool:
     try:
         with torch.no_grad(), seen:
             causal_lm(input_ids=tokens, use_cache=False)
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):  # it needs more inputs
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):  # the head needs more inputs
         return False
     finally:
         del base.forward

@@ -20,7 +20,7 @@ READ_TYPES = ("F32", "BF16", "F16")
 REMEDY = "give a folder whose weights are float32, bfloat16 or float16"
 
 _POSITIONS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
-"""Stored tensors that transformers recomputes; older versions saved them."""
+"""Names of stored tensors that transformers recomputes; older versions of transformers saved them."""
 _SCALE = re.compile(r"scale|zero_point|absmax")
 
 
@@ -30,7 +30,7 @@ def folder_types(folder: Path) -> dict[str, str]:
     Raises:
         SafetensorError: a file is damaged.
         OSError: a file cannot be opened.
-        ValueError: the index names no files.
+        ValueError: the index cannot be parsed.
     """
     names, index = ["model.safetensors"], folder / "model.safetensors.index.json"
     if not (folder / names[0]).is_file() and index.is_file():
@@ -58,7 +58,7 @@ def find_quantisation(config: Any) -> str | None:
 def find_wrong_types(
     types: Mapping[str, str], unmatched: Collection[str], ignored: Iterable[str], integral: Collection[str]
 ) -> str:
-    """Describe the tensors whose dtypes are not accepted for training; return "" if all are accepted.
+    """Describe stored tensors with unsupported dtypes or scales of quantized weights; "" if all can be trained.
 
     Args:
         types: dtype of each stored tensor, by name.

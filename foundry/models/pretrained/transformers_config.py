@@ -68,7 +68,8 @@ def _wrong_numbers(default: PreTrainedConfig, fields: Mapping[str, Any]) -> Iter
     """Yield violations for negative values and sizes of 0, which transformers accepts but no model can have.
 
     Args:
-        default: the config without these fields; a field is checked if its default is positive.
+        default: the config without these fields; a field is checked if its default is positive, or if it is a size
+            without a default.
         fields: fields that the user sets. Token ids are not checked.
     """
     for name, value in fields.items():
