@@ -21,8 +21,8 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
 
     Args:
         parameters: parameters of the model; those without a gradient are skipped.
-        max_norm: above 0; infinity disables scaling. A norm of NaN makes all gradients NaN; an infinite norm makes infinite
-            gradients NaN and finite ones 0.
+        max_norm: above 0; infinity disables scaling. A norm of NaN makes all gradients NaN; an infinite norm makes
+            infinite gradients NaN and finite ones 0.
 
     Returns:
         () float32, the L2 norm before clipping; equal on all ranks, a plain tensor on the device of the first gradient.

@@ -60,7 +60,7 @@ class DDPSync:
     def microbatch(self, *, first: bool, last: bool) -> AbstractContextManager[None]:
         """Return DDP's `no_sync` context if the reduction is deferred; otherwise a context that does nothing.
 
-        The context must cover the forward pass too, in which DDP decides whether the backward pass reduces.
+        The context must cover the forward pass too, because that decides whether the backward pass reduces.
         """
         deferred = self._policy is not GradientSync.every and not last
         return _no_sync(self._ddp) if deferred else nullcontext()

@@ -210,7 +210,7 @@ def with_mesh(world: World, mesh: DeviceMesh | None) -> World:
 
 
 def side_group(world: World) -> ProcessGroup | None:
-    """Create a gloo group of all ranks for communication from another thread; None if there are no other processes.
+    """Create a gloo group of all ranks for communication from another thread; None without other processes.
 
     All ranks must call this together. Each group adds a connection to every other rank, so create it only if needed.
     """

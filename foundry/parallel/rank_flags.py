@@ -25,7 +25,7 @@ class RankFlags:
         self._pending: dist.Work | None = None
 
     def exchange(self, flags: int) -> int:
-        """Start combining this call's flags over the ranks by bitwise or, and return those of the previous call.
+        """Start combining this call's flags over the ranks by bitwise or, and return the previous call's result.
 
         The reduction runs during the step between two calls, so no rank waits. Every flag is seen once, one call late.
         On a single process the flags are returned immediately.

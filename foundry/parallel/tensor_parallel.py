@@ -1,8 +1,8 @@
 """Tensor parallelism: shards a model's matrices over ranks that process the same samples, before FSDP2 is applied.
 
 The model's plan declares how each module is sharded (`Split`). Weights in the plan become DTensors sharded over the
-tensor-parallel mesh dimension. The remaining parameters become replicated DTensors, except those that stay unsharded
-under FSDP2 too. Norm, optimizer and checkpoint therefore need no special code: placements tell which values to count
+tensor-parallel mesh dimension. The remaining parameters become replicated DTensors, except parameters that FSDP2 does
+not shard either. Norm, optimizer and checkpoint therefore need no special code: placements tell which values to count
 and to write once. Each rank builds the whole model and keeps its own part, without communication.
 """
 

@@ -155,7 +155,7 @@ class Watchdog:
             waited += min(elapsed, 2 * tick)
             if waited >= limit / 2 and not self._has_dumped and self._dump is not None and self._world_size > 1:
                 self._has_dumped = True
-                # Dump in a thread, because the file system of the dump may be the one that this process waits for.
+                # Dump in a thread, because this process may be waiting for the file system of the dump.
                 threading.Thread(target=self._dump, args=seen, daemon=True).start()
             if waited >= limit:
                 self._end(waited, *seen)

@@ -20,8 +20,8 @@ def gathered(model: nn.Module) -> Iterator[nn.Module]:
     With tensor parallelism each rank gathers only its tensor-parallel part, and the ranks of a tensor-parallel group
     must call the model together, because the forward pass communicates within the group.
 
-    All ranks must enter the context together, and each needs memory for all gathered weights, in the dtype in which
-    they are gathered. The weights must not change inside the context.
+    All ranks must enter the context together, and each needs memory for all weights in the dtype of the gathered
+    copies. The weights must not change inside the context.
 
     Args:
         model: the model as called in training.

@@ -71,7 +71,7 @@ def parallelize(
 ) -> Parallel:
     """Set up activation checkpointing and compilation of the blocks, then wrap the model.
 
-    Parameter names do not change; with DDP, those of `Parallel.inner` do not change.
+    Parameter names do not change; with DDP, this holds for the names in `Parallel.inner`.
 
     Args:
         model: equal on all ranks, after `policy.prepare`; changed in place and moved to the device. Parameters on the
