@@ -44,7 +44,7 @@ class Weight:
 
 
 def write_weights(out: Path, weights: Mapping[str, Weight], *, max_file_bytes: int = MAX_FILE_BYTES) -> None:
-    """Write model.safetensors, or several files with model.safetensors.index.json, in the order of `weights`.
+    """Write model.safetensors, or several files with an index, filled in the order of `weights`.
 
     Args:
         out: the output folder.
