@@ -167,8 +167,8 @@ def _wrap_ddp(model: nn.Module, ddp: DDP, policy: PrecisionPolicy, world: World,
         gradient_as_bucket_view=True,
         init_sync=False,
     )
-    # FSDP2 does not broadcast buffers before each forward pass either, so a model behaves the same with both. Set here
-    # because torch 2.13 renamed the argument and warns about the name used by 2.11.
+    # FSDP2 does not broadcast buffers before each forward pass either, so a model behaves the same with both. The
+    # attribute is set because torch 2.13 renamed the argument and warns about the name used by 2.11.
     wrapped.broadcast_buffers = False
     return Parallel(wrapped, DDPSync(wrapped, ddp.gradient_sync))
 
@@ -179,7 +179,7 @@ def _wrap_sharded_optimizer(
     """Wrap the model as with Megatron's distributed optimizer.
 
     Gradients are reduce-scattered, and weights are gathered once per window and kept until its end. Without
-    `overlap_grad_reduce` the whole model is one unit, whose weights are gathered and gradients reduced at once.
+    `overlap_grad_reduce` the whole model is one unit: all weights are gathered together, and all gradients reduced together.
     """
     replicated = _shard(
         model,
@@ -269,7 +269,7 @@ def _find_replicated(model: nn.Module, units: Sequence[nn.Module], policy: Preci
 
 
 def _set_prefetch(units: "list[FSDPModule]", overlap: bool) -> None:
-    """If `overlap` is True, prefetch the next unit in the forward pass too; otherwise disable all prefetching."""
+    """If `overlap` is True, also prefetch the next unit in the forward pass; otherwise disable all prefetching."""
     if overlap:
         for unit, next_unit in pairwise(units):
             unit.set_modules_to_forward_prefetch([next_unit])
