@@ -24,7 +24,7 @@ class Best:
 
         Args:
             settings: `checkpoint.keep_best`; without a metric in it, no checkpoint is kept as the best.
-            metric: metric of the run, used if `settings` names none; None disables tracking.
+            metric: main metric of the run, used if `settings` names none; None disables tracking.
         """
         self._metric = settings.metric or metric
         self._sign = 1.0 if settings.mode is Mode.min else -1.0

@@ -76,8 +76,8 @@ class LossWindow:
     def zscore(self, loss: float) -> float:
         """Return the modified z-score 0.6745 (loss - median) / MAD, of Iglewicz and Hoaglin, 1993, section 3.3.
 
-        MAD is the median absolute deviation from the median. If it is 0, because most losses are the same number, there
-        is no scale for the increase and the score is 0.
+        MAD is the median absolute deviation from the median. If MAD is 0, because most losses are the same number,
+        there is no scale for the increase and the score is 0.
         """
         if len(self.losses) < self._least:
             return 0.0
@@ -108,7 +108,7 @@ class UpdateGuard:
             config: guard settings.
             optimizers: all optimizers of the run.
             world: process group of the run.
-            scaler: loss scaler; it handles gradients that overflow as long as lowering the scale can help.
+            scaler: loss scaler, or None; it handles gradients that overflow until its scale is below 1.
             on_device: decide on the device; None does so on a GPU if all optimizers support it, and without a loss
                 scaler and spike detection.
         """
@@ -157,7 +157,7 @@ class UpdateGuard:
         return False
 
     def check(self) -> None:
-        """Read from the device which updates since the last call it skipped, and log or refuse them.
+        """Read from the device which updates it skipped since the last call, and log each skipped update.
 
         All ranks must call this at the same step, and before they save a checkpoint.
 

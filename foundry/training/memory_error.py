@@ -194,7 +194,7 @@ def _requested_size(error: BaseException) -> str:
 
 
 def _memory_in_use(device: torch.device) -> dict[str, Any]:
-    """Return allocated, reserved and total memory in bytes; on a CPU, the resident memory of this process."""
+    """Return allocated, reserved and total bytes, and the device's name; on a CPU, allocated is resident memory."""
     if device.type == "cuda":
         return {**asdict(cuda_memory(device)), "device_name": "GPU"}
     resident = resident_bytes()

@@ -107,9 +107,9 @@ class SignalHandler:
     def state_after(self, signum: signal.Signals) -> Literal["stopped", "requeued"]:
         """Return the state to record for a run that `signum` stopped; called on rank 0 after the save.
 
-        submitit requeues the job if it handles the signal. It ignores SIGTERM, which Slurm sends if it preempts or
-        requeues a job by itself, and also if a user cancels the job; `scontrol show job` distinguishes these cases.
-        Only the recorded state depends on the result: the checkpoint is the same.
+        submitit requeues the job at the signals that it handles. It ignores SIGTERM, which Slurm sends if Slurm itself
+        preempts or requeues a job, and also if a user cancels the job; `scontrol show job` distinguishes these cases.
+        Only the recorded state depends on the returned value: the checkpoint is the same.
         """
         if self._handler_to_call(signum) is not None or (signum is signal.SIGTERM and _slurm_will_requeue()):
             return "requeued"

@@ -51,7 +51,7 @@ ForwardBackward = Callable[[Sequence[Microbatch], Sequence[int], Tensor | float]
 
 The factor turns a sum over this rank's items into its share of the gradient that the synchronization averages. The
 function leaves the gradients in the parameters, multiplied by the scale of the loss scaler if there is one, and returns
-this rank's sums, unscaled.
+this rank's sums of loss and metrics, unscaled.
 """
 
 

@@ -135,7 +135,7 @@ class Trainer:
             LossSpike: the loss jumped again after `max_rollbacks` rollbacks to a checkpoint, or there is no checkpoint.
             SaveError: the last checkpoint of the complete run could not be written, or an earlier one with
                 `checkpoint.strict_saves`.
-            Stopped: a signal was received; the run is saved.
+            Stopped: a signal stopped the run, after an attempt to save it.
             RunDirectoryLostError: the run directory was deleted, moved or replaced.
         """
         self._notify("on_start", started)
@@ -211,7 +211,7 @@ class Trainer:
         self._seconds_before = read_optional_number({"seconds": 0.0, **state}, "seconds") or 0.0
 
     def _advance(self) -> "_Measurement":
-        """Take one optimizer step and do the work that is due at its boundary."""
+        """Take one optimizer step, then log, evaluate and save a checkpoint if due."""
         progress = self.progress
         self._set_activity("reading samples")
         window = self.source.next_window()
