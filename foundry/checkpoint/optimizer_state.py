@@ -24,7 +24,7 @@ PREFIX, GROUPS, BESIDES = "optimizer.", "optimizer_groups.", "optimizer_besides.
 
 @dataclass(frozen=True)
 class ParameterState:
-    """Optimizer state of one parameter or one parameter group.
+    """Optimizer state of one parameter or one parameter group, or state that an optimizer's hooks add.
 
     Attributes:
         tensors: tensors by their name in a checkpoint.
@@ -104,7 +104,7 @@ def allocate_state(
         if name in states:
             allocated.append(_allocate_nested(name, parameter, optimizer, saved, states[name]))
             continue
-        # A parameter without a gradient has no state. But if no parameter has a saved state, all states are missing.
+        # A parameter without a gradient has no saved state. But if no parameter has any, states may be missing: go on.
         if not keys[name] and is_saved:
             continue
         kind = (id(group), parameter.ndim, parameter.dtype, parameter.device)
@@ -237,7 +237,7 @@ def _allocate_nested(
 def _allocate_groups(
     inner: nn.Module, optimizers: Sequence[Optimizer], saved: Mapping[str, torch.Size], text: Mapping[str, Any]
 ) -> ParameterState:
-    """Allocate a saved group's state for each group whose first parameter the saved group has; groups may change."""
+    """Allocate a saved group's state for the groups of this run whose first parameter was in the saved group."""
     names = {name: parameter for name, parameter in inner.named_parameters() if name in text["parameters"]}
     groups = [
         (optimizer, group)

@@ -289,7 +289,7 @@ class Checkpointer:
         self._raise_error()
 
     def join(self) -> None:
-        """Wait for a pending save, whether or not it succeeds."""
+        """Wait for a pending save; if it failed, do not raise its error."""
         if self._pending is not None:
             self._is_waited_for = True
             self._pending.result()
@@ -327,7 +327,7 @@ class Checkpointer:
         self._run_together(partial(self._on_main, self._publish, job, files))
 
     def _prepare(self, step: int) -> bool:
-        """Create the folder for a new checkpoint, and return whether a checkpoint of this step already exists."""
+        """Create a new checkpoint's temporary folder, and return whether a checkpoint of this step already exists."""
         self._check_run_dir()
         remove_leftovers(self.run_dir)
         partial = partial_path(self.run_dir, step)

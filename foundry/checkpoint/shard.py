@@ -3,7 +3,7 @@
 The format is safetensors with the offsets of torch.distributed.checkpoint in the header, as written by
 `HuggingFaceStorageWriter` with `save_distributed` and read by `HuggingFaceStorageReader`. That writer gathers the plans
 of all ranks on one rank and builds the file in memory twice while it holds the GIL. Here each rank derives its share
-from the layout, and tensors are written to disk without a copy and hashed on the way.
+from sizes and sharding of the tensors, which are written to disk without a copy and hashed on the way.
 """
 
 import json
@@ -187,7 +187,7 @@ def _content(tensor: Tensor) -> memoryview:
 
 
 def _header(chunks: Mapping[str, Chunk], names: list[str]) -> bytes:
-    """Return the header, a length and padded JSON: https://github.com/huggingface/safetensors#format."""
+    """Return a file's header, which is a length and padded JSON: https://github.com/huggingface/safetensors#format."""
     entries: dict[str, object] = {
         "__metadata__": {
             "DCP_SHARDING_INFO": json.dumps({name: {"saved_offsets": chunks[name].offsets} for name in names}),
