@@ -69,7 +69,7 @@ def format_trace(error: BaseException) -> str:
 def run_local(nproc: int, function: Callable[..., Any], *args: Any) -> Any:
     """Run `function(*args)` in `nproc` processes with torchrun's environment variables; return the result of rank 0.
 
-    The ranks rendezvous through a file in a folder that only this user can access, so no process listens on a port.
+    The ranks rendezvous through a file in a folder that only this user can access, so the rendezvous needs no port.
 
     Each signal to this process is forwarded once to every rank, unchanged. Ctrl-C in a terminal is forwarded too: it
     does not reach the ranks directly, because each rank has its own session. The time to save is not limited here: the

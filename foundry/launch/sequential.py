@@ -24,7 +24,7 @@ class SequentialLauncher(FrozenLauncher):
     """Launcher that runs each job to its end; a failure is recorded, and the next job starts."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Also store the task function, which is called in this process."""
+        """Store the task function too, because this launcher calls it in this process."""
         super().setup(hydra_context=hydra_context, task_function=task_function, config=config)
         self._task = task_function
 

@@ -49,7 +49,7 @@ def submit(
         task: function that each task of a job calls with its run directory.
         settings: launcher settings, the same for all these jobs.
         run_dirs: run directory of each job.
-        code: folder to import code from; None for the import path of this process.
+        code: folder with a snapshot of the code to import; None without a snapshot.
 
     Returns:
         For each job its Slurm id, and the file with its error output.
