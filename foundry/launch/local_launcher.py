@@ -255,7 +255,7 @@ def _redirect_output(path: Path) -> None:
 
 
 def _end_with_launcher() -> None:
-    """Send SIGTERM to this process when the launcher ends; the parent, the fork server, lives as long as it has jobs."""
+    """Send SIGTERM to this process when the launcher ends; the parent, the fork server, lives until all jobs end."""
     launcher = multiprocessing.parent_process()
     assert launcher is not None
 

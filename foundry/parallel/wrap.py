@@ -179,7 +179,7 @@ def _wrap_sharded_optimizer(
     """Wrap the model as with Megatron's distributed optimizer.
 
     Gradients are reduce-scattered, and weights are gathered once per window and kept until its end. Without
-    `overlap_grad_reduce` the whole model is one unit: all weights are gathered together, and all gradients reduced together.
+    `overlap_grad_reduce` the whole model is one unit, so all weights are gathered, and all gradients reduced, together.
     """
     replicated = _shard(
         model,
