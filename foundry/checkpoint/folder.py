@@ -256,7 +256,7 @@ def _parse_facts(name: str, facts: Any) -> FileFacts:
 
 
 def list_put_aside(run_dir: Path) -> list[Path]:
-    """Return the damaged checkpoints of a run that were renamed to a name that ends in `.corrupt`."""
+    """Return the damaged checkpoints of a run that were renamed, to names that end in `.corrupt` or `.corrupt<N>`."""
     names = names_in(run_dir / CHECKPOINTS)
     return [run_dir / CHECKPOINTS / name for name in sorted(names) if _PUT_ASIDE.fullmatch(name)]
 
