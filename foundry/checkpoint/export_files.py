@@ -25,7 +25,7 @@ class Weight:
     Attributes:
         shape: shape of the whole tensor.
         dtype: dtype in the file.
-        read: fills a tensor of that shape and dtype.
+        read: called with an empty tensor of that shape and dtype, which it fills with the values.
     """
 
     shape: torch.Size
@@ -34,7 +34,7 @@ class Weight:
 
     @classmethod
     def from_tensor(cls, tensor: Tensor, dtype: torch.dtype) -> "Weight":
-        """Return the weight of a tensor that is in memory."""
+        """Return a `Weight` for a tensor in memory, to be written as `dtype`."""
         return cls(tensor.shape, dtype, lambda target: target.copy_(tensor.detach()))
 
     @property
@@ -44,7 +44,7 @@ class Weight:
 
 
 def write_weights(out: Path, weights: Mapping[str, Weight], *, max_file_bytes: int = MAX_FILE_BYTES) -> None:
-    """Write model.safetensors, or several files with model.safetensors.index.json, in the order of `weights`.
+    """Write model.safetensors, or several files with an index, filled in the order of `weights`.
 
     Args:
         out: the output folder.

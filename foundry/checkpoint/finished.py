@@ -29,11 +29,11 @@ def check_finished(
 
     Args:
         config: configuration of this run.
-        recorded: the same configuration, in the form that a manifest records.
-        config_hash: hash of the same configuration.
+        recorded: configuration of this run, in the form that a manifest records.
+        config_hash: hash of this run's configuration.
         run_dir: directory of the finished run.
         resume_point: newest checkpoint of the finished run; None if it kept no checkpoint.
-        result: content of its result.json.
+        result: content of the finished run's result.json.
         identity: returns the identity of this run's data; called only if no setting changed except the location of the
             data.
 
@@ -41,8 +41,8 @@ def check_finished(
         ConfigError: if settings changed that affect the result; each has a line in the message.
     """
     if result.get("config_hash") != config_hash:
-        # config.yaml may already hold this run's settings (a launcher writes it), and a checkpoint may be of an earlier
-        # start.
+        # Prefer the settings in the checkpoint, since a launcher may have written those of this run to config.yaml. But
+        # the checkpoint may be from an earlier start of the run than the result.
         is_resume_points = resume_point is not None and resume_point.manifest.config_hash == result.get("config_hash")
         was = resume_point.manifest.config if resume_point is not None and is_resume_points else read_recorded(run_dir)
         if was is None:

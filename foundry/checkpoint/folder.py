@@ -4,8 +4,8 @@
     checkpoints/step_00000200/shard-00000.safetensors the tensors of one rank
     checkpoints/step_00000200/rank-00000.json         state of one rank, such as its RNG state
     checkpoints/latest, checkpoints/best              symlinks
-    checkpoints/.step_00000200.partial                being written
-    checkpoints/.step_00000200.removed                being deleted
+    checkpoints/.step_00000200.partial                checkpoint that is being written
+    checkpoints/.step_00000200.removed                checkpoint that is being deleted
 
 A folder gets its final name only after every byte in it is on disk, and is renamed before its first byte is deleted.
 """
@@ -57,7 +57,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class FileFacts:
-    """Expected size and checksum of a file.
+    """Size and checksum of a file when it was written.
 
     Attributes:
         bytes: size of the file.
@@ -81,9 +81,9 @@ class Manifest:
         strategy: parallel strategy of the run.
         state: further state that a resumed run needs, as JSON.
         world_size: number of ranks that wrote the checkpoint.
-        versions: versions of the libraries that wrote it.
-        metric: finite value at this step of the metric that selects the best checkpoint; None if it was not measured.
-        files: size and checksum of every other file in the folder.
+        versions: versions of foundry, torch and Python that wrote the checkpoint.
+        metric: finite value of the run's main metric at this step; None if it was not measured or is not finite.
+        files: size and checksum of every other file in the folder, by name.
         optimizer: structure of nested optimizer states; empty for flat states of named tensors.
         data: identity of the training data; empty in checkpoints that did not record it.
         base: digest and path of the base weights if the checkpoint contains only adapters; empty if it has the whole
@@ -151,8 +151,8 @@ def publish(partial: Path, manifest: Manifest) -> Path:
     An existing folder of that name is first renamed to a name that `remove_leftovers` deletes.
 
     Args:
-        partial: the folder with the other files.
-        manifest: the manifest, including all files.
+        partial: the temporary folder with the other files of the checkpoint.
+        manifest: the manifest, with size and checksum of all these files.
 
     Returns:
         The folder with its final name.
@@ -180,7 +180,7 @@ def removed_path(folder: Path) -> Path:
 def link(folder: Path, name: str) -> None:
     """Atomically point the symlink `checkpoints/<name>` to a checkpoint.
 
-    It is relative, so a run directory can be moved.
+    The symlink is relative, so a run directory can be moved.
     """
     fresh = folder.with_name(f".{name}.partial")
     fresh.unlink(missing_ok=True)
@@ -196,8 +196,8 @@ def read_manifest(folder: Path) -> Manifest:
 
     Raises:
         DamagedError: if the manifest is missing, incomplete or changed.
-        CheckpointError: if it is intact, but has a newer format or was not written by foundry.
-        OSError: if it cannot be read.
+        CheckpointError: if the manifest is intact, but has a newer format or was not written by foundry.
+        OSError: if the manifest cannot be read.
     """
     try:
         text = read_text(folder / MANIFEST)
@@ -225,7 +225,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _has_valid_type(name: str, value: Any) -> bool:
-    """Return whether a field of a manifest has the right type; counts must not be negative."""
+    """Return whether a field of a manifest has the right type and, if it is a count, is in the valid range."""
     if not isinstance(value, _TYPES[name]) or isinstance(value, bool):
         return False
     if name not in _COUNTS or not isinstance(value, int):
@@ -234,7 +234,7 @@ def _has_valid_type(name: str, value: Any) -> bool:
 
 
 def _check_format(content: Mapping[str, Any]) -> None:
-    """Raise if the format requires a later version of foundry."""
+    """Raise `CheckpointError` if the manifest's format requires a later version of foundry."""
     format_version = content.get("format", FORMAT)
     if isinstance(format_version, (int, float)) and format_version > FORMAT:
         versions = content.get("versions")
@@ -256,7 +256,7 @@ def _parse_facts(name: str, facts: Any) -> FileFacts:
 
 
 def list_put_aside(run_dir: Path) -> list[Path]:
-    """Return the damaged checkpoints that were renamed."""
+    """Return the damaged checkpoints of a run that were renamed, to names that end in `.corrupt` or `.corrupt<N>`."""
     names = names_in(run_dir / CHECKPOINTS)
     return [run_dir / CHECKPOINTS / name for name in sorted(names) if _PUT_ASIDE.fullmatch(name)]
 
@@ -273,15 +273,14 @@ def examine(folder: Path, *, part: int = 0, num_parts: int = 1) -> list[Problem]
 
     Args:
         folder: the checkpoint.
-        part: check every `num_parts`-th file, starting with this one, so that ranks can divide the files among
-            themselves.
-        num_parts: number of processes that divide the files.
+        part: index of the first file to check, in the order of names; after it, every `num_parts`-th file is checked.
+        num_parts: number of processes that divide the files among themselves.
     """
     try:
         if folder.is_symlink():
             raise UnsafeFileError(folder, "a symbolic link", "a checkpoint")
         manifest = read_manifest(folder)
-        # The reader opens all shards, including files that are not in the manifest.
+        # Without an index, the reader opens all shards in the folder, including files that are not in the manifest.
         if unlisted := sorted({name for name in names_in(folder) if name.endswith(_TENSORS)} - set(manifest.files)):
             return [Problem(f"{unlisted[0]} is not listed in {MANIFEST}; remove it", is_damage=False)]
     except CheckpointError as error:
@@ -308,7 +307,7 @@ def _file_problems(path: Path, facts: FileFacts) -> Iterator[Problem]:
 
 def _unreadable(path: Path, error: OSError) -> Problem:
     if isinstance(error, UnsafeFileError):
-        # The caller's message has the folder.
+        # Only the file's name, because the caller's message contains the folder.
         return Problem(f"{Path(error.filename).name} {error.strerror}", is_damage=False)
     name = errno.errorcode.get(error.errno or 0, type(error).__name__)
     return Problem(f"{path.name} cannot be read ({error.strerror or error}, {name})", is_damage=False)

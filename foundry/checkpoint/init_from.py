@@ -20,7 +20,7 @@ from foundry.run_dir.checkpoints import MANIFEST, find
 from foundry.run_dir.names import CHECKPOINTS
 
 _READ_TYPES = tuple(DTYPES[dtype] for dtype in (torch.float32, torch.bfloat16, torch.float16))
-"""Dtypes of weights that can be read; other dtypes, such as float8, are quantized."""
+"""Dtypes of weights that a model of any dtype can read; weights of other dtypes, such as float8, may be quantized."""
 
 
 def init_from(path: Path, world: World, model: nn.Module, *, key: str = "model.init_from") -> None:
@@ -31,13 +31,13 @@ def init_from(path: Path, world: World, model: nn.Module, *, key: str = "model.i
 
     Args:
         path: a run directory (its newest checkpoint is used), a checkpoint, a .safetensors file, or a folder of them in
-            transformers' format. Averaged weights are used if the run has them.
+            transformers' format. Averaged weights are used if a checkpoint has them.
         world: all its ranks call this function together and divide the verification of checksums among themselves.
         model: a model or a part of one, wrapped or not; for DDP, the inner module.
         key: config key of the path, for error messages.
 
     Raises:
-        ConfigError: if the path has no weights, they are damaged, or their names or shapes do not match the model.
+        ConfigError: if the path has no weights, they are damaged, or names, shapes or dtypes do not fit the model.
     """
     try:
         if (checkpoint := find_checkpoint(path)) is not None:
@@ -71,7 +71,7 @@ def find_checkpoint(path: Path) -> Path | None:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Return a .safetensors file as a list, or those in a folder."""
+    """Return the .safetensors files in a folder; if `path` is a file, a list of `path` only."""
     return [path] if path.is_file() else sorted(path.glob("*.safetensors"))
 
 
@@ -101,7 +101,7 @@ def compare_files(files: Iterable[Path], model: nn.Module) -> str:
 
 @torch.no_grad()
 def copy_files(files: Iterable[Path], model: nn.Module) -> None:
-    """Fill a model's tensors, or this rank's shards, from matching .safetensors files, one tensor at a time."""
+    """Fill a model's tensors, or this rank's shards, from .safetensors files that `compare_files` accepts."""
     chunks = local_chunks(dict(model.state_dict()))
     for _, name, slices in _read_slices(files, model):
         if (chunk := chunks.get(name)) is not None:

@@ -50,7 +50,7 @@ def flatten(value: Any, prefix: str, owner: str) -> tuple[Any, dict[str, Tensor]
                 raise _unsupported(owner, name, f"a dict with a key of type {type(invalid[0]).__name__}")
             return {"dict": [[key, encoded(item, (*path, str(key)))] for key, item in value.items()]}
         if (kind := _COLLECTIONS.get(type(value))) is not None:
-            items = value if isinstance(value, (list, tuple)) else sorted(value, key=repr)  # equal on all ranks
+            items = value if isinstance(value, (list, tuple)) else sorted(value, key=repr)  # equal order on all ranks
             return {kind: [encoded(item, (*path, str(index))) for index, item in enumerate(items)]}
         if type(value) is float:
             return {"float": value.hex()}  # JSON has no NaN
@@ -66,8 +66,8 @@ def unflatten(node: Any, allocate: Callable[[str, torch.dtype, bool], Tensor]) -
 
     Args:
         node: the JSON from `flatten`.
-        allocate: returns a tensor for a name, a dtype, and whether the saved tensor was in host memory; its values are
-            read later.
+        allocate: returns a tensor, given its name, its dtype, and whether the saved tensor was in host memory; the
+            values of the tensor are read later.
 
     Returns:
         The value, and its tensors by name.

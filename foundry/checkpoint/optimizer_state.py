@@ -24,7 +24,7 @@ PREFIX, GROUPS, BESIDES = "optimizer.", "optimizer_groups.", "optimizer_besides.
 
 @dataclass(frozen=True)
 class ParameterState:
-    """Optimizer state of one parameter or one parameter group.
+    """Optimizer state of one parameter or one parameter group, or state that an optimizer's hooks add.
 
     Attributes:
         tensors: tensors by their name in a checkpoint.
@@ -41,7 +41,7 @@ def collect_state(inner: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str
     """Return the tensors of all optimizer states, by their name in a checkpoint.
 
     Raises:
-        CheckpointError: if a state cannot be saved, or could not be read with another layout.
+        CheckpointError: if a state cannot be saved, or could not be read with another sharding.
     """
     tensors: dict[str, Tensor] = {}
     for name, parameter, optimizer, _ in _optimized_parameters(inner, optimizers):
@@ -73,7 +73,7 @@ def allocate_state(
     saved: Mapping[str, torch.Size],
     description: Mapping[str, Any],
 ) -> list[ParameterState]:
-    """Allocate optimizer states for all parameters that have a state in a checkpoint, in the layout of this run.
+    """Allocate optimizer states for all parameters that have a state in a checkpoint, sharded as in this run.
 
     The dtypes and devices of a flat state are determined by one step of a copy of the optimizer on a tiny parameter. A
     nested state is described by the checkpoint.
@@ -104,7 +104,7 @@ def allocate_state(
         if name in states:
             allocated.append(_allocate_nested(name, parameter, optimizer, saved, states[name]))
             continue
-        # A parameter without a gradient has no state. If the checkpoint has no state at all, it was not saved.
+        # A parameter without a gradient has no saved state. But if no parameter has any, states may be missing: go on.
         if not keys[name] and is_saved:
             continue
         kind = (id(group), parameter.ndim, parameter.dtype, parameter.device)
@@ -128,7 +128,7 @@ def allocate_state(
 
 
 def _parameter_state(name: str, parameter: nn.Parameter, optimizer: Optimizer) -> ParameterState:
-    """Return the state of a parameter as it is saved."""
+    """Return the optimizer state of a parameter in the form of a checkpoint: tensors, and JSON if it is nested."""
     state = optimizer.state.get(parameter, {})
     if _is_flat(state):
         parameter_state = ParameterState(_with_full_names(name, state))
@@ -140,7 +140,7 @@ def _parameter_state(name: str, parameter: nn.Parameter, optimizer: Optimizer) -
 
 
 def _is_flat(state: Mapping[Any, Any]) -> bool:
-    """Return whether a state contains only named tensors, as in torch's own optimizers."""
+    """Return whether a state contains only named tensors that can be saved, as in torch's own optimizers."""
     return all(
         isinstance(key, str)
         and not {".", "/", "#"} & set(key)
@@ -154,9 +154,9 @@ def _with_full_names(name: str, state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _group_states(inner: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[tuple[list[str], ParameterState]]:
-    """Yield the optimizer state of each parameter group, such as the step size of Prodigy, with the parameter names.
+    """Yield names of parameters and the state of each parameter group with state, such as the step size of Prodigy.
 
-    Constructor arguments are settings and not state, and values that cannot be saved are skipped.
+    Values that are not state are skipped: constructor arguments, default values, DTensors, and unsupported types.
     """
     names = {parameter: name for name, parameter in inner.named_parameters()}
     for optimizer in optimizers:
@@ -237,7 +237,7 @@ def _allocate_nested(
 def _allocate_groups(
     inner: nn.Module, optimizers: Sequence[Optimizer], saved: Mapping[str, torch.Size], text: Mapping[str, Any]
 ) -> ParameterState:
-    """Allocate the state of the groups that contain a saved group's parameters; group boundaries may have changed."""
+    """Allocate a saved group's state for the groups of this run whose first parameter was in the saved group."""
     names = {name: parameter for name, parameter in inner.named_parameters() if name in text["parameters"]}
     groups = [
         (optimizer, group)
@@ -253,7 +253,7 @@ def _allocate_groups(
 
     def accept() -> None:
         for optimizer, group in groups:
-            # Keys passed at the creation of the group are settings of this run.
+            # Keys passed at the creation of the group are settings of this run and stay.
             user_keys = group.keys() - optimizer.defaults.keys()
             group.update({key: deepcopy(value) for key, value in state.items() if key not in user_keys})
 
@@ -283,7 +283,7 @@ def _optimized_parameters(
 
 
 def _check(state: ParameterState, parameter: nn.Parameter) -> None:
-    """Raise for state tensors that could only be read with the current layout."""
+    """Raise `CheckpointError` for state tensors that could only be read with the current sharding."""
     if not is_sharded(parameter):
         return
     for name, value in state.tensors.items():
@@ -311,9 +311,9 @@ def _tiny_shape(parameter: nn.Parameter) -> tuple[int, ...]:
 
 
 def _empty_like(value: Any, parameter: nn.Parameter, saved_shape: torch.Size | None) -> Any:
-    """Return zeros of `value`'s dtype, laid out like the parameter if the state has the parameter's shape.
+    """Return zeros of `value`'s dtype, sharded like the parameter if the state has the parameter's shape.
 
-    A value that is not a tensor is returned unchanged.
+    If `value` is not a tensor, it is returned unchanged.
     """
     if not isinstance(value, Tensor):
         return value

@@ -63,10 +63,10 @@ def find_resume_point(resume: str, run_dir: Path, world: World) -> ResumePoint |
 
     All ranks call this and get the same result.
 
-    A run directory that has checkpoints resumes from them, even if the run originally started from another checkpoint.
-    Damaged checkpoints newer than the chosen one are renamed to a name that ends in `.corrupt`, so that they are
-    ignored but not lost. If no checkpoint is intact, or one cannot be read, nothing is renamed and the run does not
-    start, because it would start from step 0.
+    If the run directory has checkpoints, the run resumes from them, even if it first started from another run's
+    checkpoint. Damaged checkpoints newer than the chosen one are renamed to names that end in `.corrupt`, so that they
+    are ignored but not lost. If there are checkpoints but none is intact, or one cannot be read, nothing is renamed and
+    the run does not start, because it would start from step 0.
 
     Args:
         resume: auto, never, or the path of a run directory or checkpoint.
@@ -130,11 +130,11 @@ def check_config(
     Args:
         resume_point: the checkpoint.
         config: configuration of this run.
-        recorded: the same configuration, in the form that a manifest records.
+        recorded: configuration of this run, in the form that a manifest records.
         on_changed: raise an error, or only log a warning.
 
     Raises:
-        ConfigError: if changed settings affect the computation; each has a line in the message.
+        ConfigError: if changed settings affect the result and `on_changed` is error; each has a line in the message.
     """
     changes: list[Difference] = []
     for difference in differences(resume_point.manifest.config, recorded, config):
@@ -163,17 +163,18 @@ def check_data(
         on_changed: raise an error, or only log a warning.
 
     Returns:
-        The fingerprint that determines the order of samples: the checkpoint's, unless the content of the data changed.
+        The fingerprint that determines the order of samples: the checkpoint's if it records one and the content of the
+        data did not change, otherwise that of this run's data.
 
     Raises:
-        ConfigError: if the content, the tokenizer or the number of samples differs.
+        ConfigError: if the content, the tokenizer or the number of samples differs and `on_changed` is error.
     """
     was = resume_point.manifest.data
     changed = changed_data(resume_point.manifest, now)
     differing = _differing_settings(resume_point.manifest, settings)
     violations: list[Violation] = []
     for name in changed:
-        # Later differences follow from the first one, except for a tokenizer that the user chose.
+        # Report the first difference only, since later ones follow from it, except for a tokenizer that the user chose.
         if name != changed[0] and (name != "tokenizer" or settings.get("tokenizer") is None):
             continue
         keys = [key for key in (*differing, *_DATA_KEYS[name]) if (key == "tokenizer") == (name == "tokenizer")]
@@ -187,7 +188,7 @@ def check_data(
 
 
 def _differing_settings(manifest: Manifest, settings: Mapping[str, Any]) -> list[str]:
-    """Return the data settings with values other than the checkpoint's, starting with those that locate the data."""
+    """Return the data settings whose values differ from the checkpoint's; settings that locate the data come first."""
     recorded = manifest.config.get("data")
     changes = list(differences({"data": recorded or settings}, {"data": settings}))
     changes.sort(key=lambda difference: not difference.locates_data)
@@ -199,7 +200,7 @@ def _digest(value: object) -> str:
 
 
 def _refuse(violations: Sequence[Violation], on_changed: OnChangedConfig) -> None:
-    """Raise for violations, with the remedy added, or only log warnings, depending on `on_changed`."""
+    """Raise `ConfigError` with the violations and their remedy, or only log them, depending on `on_changed`."""
     if violations and on_changed is OnChangedConfig.error:
         raise ConfigError(Violation(violation.key, f"{violation.message}; {REMEDY}") for violation in violations)
     for violation in violations:
@@ -217,7 +218,7 @@ def check_base(resume_point: ResumePoint, now: Mapping[str, Any], on_changed: On
         on_changed: raise an error, or only log a warning.
 
     Raises:
-        ConfigError: if the base weights differ.
+        ConfigError: if the base weights differ and `on_changed` is error.
     """
     was = resume_point.manifest.base
     if was.get("digest") == now["digest"]:
@@ -230,7 +231,7 @@ def check_base(resume_point: ResumePoint, now: Mapping[str, Any], on_changed: On
 
 
 def changed_data(manifest: Manifest, now: Mapping[str, Any]) -> list[str]:
-    """Return the entries of the data identity that differ from the checkpoint's.
+    """Return the names of the entries of `now`, the data identity of a run, that differ from a checkpoint's.
 
     An entry that the checkpoint does not record counts as equal.
     """
@@ -252,7 +253,7 @@ def _require_keys(value: Any) -> Any:
 
 
 def without_stop_reason(resume_point: ResumePoint) -> ResumePoint:
-    """Return the same checkpoint without its stop reason, to continue a run that early stopping had ended."""
+    """Return the checkpoint without its stop reason, to continue a run that a stop rule or the time limit ended."""
     return replace(
         resume_point,
         manifest=replace(resume_point.manifest, state={**resume_point.manifest.state, "stop_reason": None}),
@@ -260,7 +261,7 @@ def without_stop_reason(resume_point: ResumePoint) -> ResumePoint:
 
 
 def is_longer(resume_point: ResumePoint | None, config: Mapping[str, Any]) -> bool:
-    """Return whether a finished run should continue: one of its budgets was raised or removed."""
+    """Return whether a finished run should continue, because one of its budgets was raised or removed since."""
     if resume_point is None:
         return False
     budgets = [d for d in differences(resume_point.manifest.config, config) if d.is_budget and d.old is not None]
@@ -268,7 +269,7 @@ def is_longer(resume_point: ResumePoint | None, config: Mapping[str, Any]) -> bo
 
 
 def restore_rng(resume_point: ResumePoint, world: World, seed: int) -> None:
-    """Restore the RNG state of this rank, or seed new, unused generators if the number of ranks changed."""
+    """Restore this rank's RNG state; if the number of ranks changed or the state is missing, use a new seed."""
     file = resume_point.folder / f"rank-{world.rank:05d}.json"
     if resume_point.manifest.world_size == world.world_size and file.name in resume_point.manifest.files:
         set_rng_state(json.loads(read_text(file)), world.device)
@@ -277,7 +278,7 @@ def restore_rng(resume_point: ResumePoint, world: World, seed: int) -> None:
 
 
 def _find_elsewhere(path: Path, world: World) -> ResumePoint:
-    """Return a checkpoint of another run, without that run's stop reason and best step."""
+    """Return the checkpoint at `path`, or the newest intact one in it, without its run's stop reason and best step."""
     folder: Path | None = path.expanduser().resolve()  # resolves `latest` to the checkpoint
     assert folder is not None
     if not os.path.lexists(folder / MANIFEST):

@@ -63,15 +63,15 @@ class _Save:
 class Checkpointer:
     """Writer of a run's checkpoints, which also deletes old checkpoints according to the retention settings.
 
-    All ranks construct it and call `write` and `finish` together. If a save fails, rank 0 logs one line, training
-    continues and earlier checkpoints stay. Only a save that training waits for, such as the last one of a run, must
-    succeed.
+    All ranks construct a `Checkpointer` and call `write` and `finish` together. If a save fails, rank 0 logs one line,
+    training continues and earlier checkpoints stay. A save must succeed only if training waits for it, as for the last
+    one of a run, or with `strict`.
 
     Attributes:
         run_dir: the run directory.
         failed_saves: number of checkpoints that could not be written.
         blocked_seconds: time that the training thread spent in the last `write`.
-        seconds: duration of the last completed save, from its call to its end.
+        seconds: duration of the last save that succeeded or failed, from the call of `write` to the end of the save.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Checkpointer:
         check_run_dir: Callable[[], None] = lambda: None,
         alive: Callable[[], None] | None = None,
     ) -> None:
-        """Prepare to save into a run directory; the first save deletes the remains of interrupted saves.
+        """Prepare to save into a run directory; each save first deletes the remains of interrupted saves.
 
         Args:
             run_dir: the run directory, on a file system that all ranks share.
@@ -101,7 +101,7 @@ class Checkpointer:
             model: the wrapped model.
             ema: averaged weights; None if the run does not average weights.
             optimizers: all optimizers of the run.
-            trained_only: skip frozen weights, which are stored elsewhere.
+            trained_only: skip frozen weights and buffers, which are stored elsewhere.
             facts: constant entries of every manifest: config_hash, config, strategy, data and base.
             interval: interval between checkpoints; None for `every_minutes` only.
             every_minutes: minutes between checkpoints; None for `interval` only.
@@ -148,14 +148,14 @@ class Checkpointer:
         return True
 
     def is_due(self, step: int, samples_before: int, samples_after: int, tokens: tuple[int, int] | None = None) -> bool:
-        """Return whether a checkpoint is due after a step, given the samples and tokens before and after it."""
+        """Return whether a checkpoint is due after a step, given the samples and tokens before and after the step."""
         return self._interval is not None and self._interval.due(step, samples_before, samples_after, tokens)
 
     def check_state(self) -> None:
-        """Check once, as soon as the optimizers have state, that it can be saved.
+        """Check that the state of the optimizers can be saved; once, as soon as any optimizer has state.
 
         Raises:
-            ConfigError: if it cannot be saved.
+            ConfigError: if the state of an optimizer cannot be saved.
         """
         if self._is_state_checked or not any(optimizer.state for optimizer in self._optimizers):
             return
@@ -175,7 +175,7 @@ class Checkpointer:
         is_best: bool,
         wait: bool,
     ) -> Path:
-        """Save the current state of the run; with `wait`, return only when it is on disk.
+        """Save the current state of the run; with `wait`, return only when the checkpoint is on disk.
 
         Raises:
             SaveError: if this save failed and `wait` is set, or an earlier one failed with `checkpoint.strict_saves`.
@@ -202,7 +202,7 @@ class Checkpointer:
         return self.run_dir / CHECKPOINTS / step_name(progress.steps)
 
     def close(self) -> None:
-        """Wait for a pending save in a single process; with several ranks return at once, since some may be gone."""
+        """Wait for a pending save in a single process; of several ranks, some may be gone, so do not wait."""
         if self._world.world_size == 1:
             self.join()
 
@@ -234,18 +234,17 @@ class Checkpointer:
         is_best: bool = False,
         wait: bool = False,
     ) -> None:
-        """Write a checkpoint; if an intact one of this step exists, only update the symlinks.
+        """Write a checkpoint; if an intact one of this step exists, only update symlinks and delete old checkpoints.
 
-        A pending save is waited for first.
+        Waits for a pending save first.
 
         Args:
             step: optimizer steps taken.
             tensors: returns the tensors to save, as `collect` does; called immediately.
-            manifest: manifest entries of the run: `samples`, `tokens`, `config_hash`, `config`, `strategy` and `state`.
+            manifest: further fields of `Manifest` about the run and its state, such as `config`.
             rank_state: state of this rank, as plain JSON.
-            metric: finite value of the metric that selects the best checkpoint; None if it was not measured at this
-                step.
-            is_best: whether no earlier step has a better value.
+            metric: finite value of the run's main metric; None if it was not measured at this step, or is not finite.
+            is_best: whether to point the symlink `best` to this checkpoint.
             wait: return only when the checkpoint is on disk.
 
         Raises:
@@ -267,7 +266,7 @@ class Checkpointer:
             versions={"foundry": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
             **manifest,
         )
-        if self._thread is not None:  # even for a save with `wait`: one copy per tensor would be slower on a GPU
+        if self._thread is not None:  # also with `wait`: waiting for each tensor's copy from a GPU would be slower
             chunks = self._copies.take(chunks, from_host=in_background)
         job = _Save(full_manifest, chunks, rank_state, is_best, begin)
         if self._thread is not None and in_background:
@@ -290,7 +289,7 @@ class Checkpointer:
         self._raise_error()
 
     def join(self) -> None:
-        """Wait for a pending save, whether or not it succeeds."""
+        """Wait for a pending save; if it failed, do not raise its error."""
         if self._pending is not None:
             self._is_waited_for = True
             self._pending.result()
@@ -302,7 +301,7 @@ class Checkpointer:
             raise error
 
     def _run(self, job: _Save) -> None:
-        """Write a checkpoint; convert an exception to an error message and count it."""
+        """Write a checkpoint; if that raises an exception, log it, count it and keep it as a `SaveError`."""
         step = job.manifest.step
         try:
             self._write(job)
@@ -328,7 +327,7 @@ class Checkpointer:
         self._run_together(partial(self._on_main, self._publish, job, files))
 
     def _prepare(self, step: int) -> bool:
-        """Create the folder for a new checkpoint, and return whether a checkpoint of this step already exists."""
+        """Create a new checkpoint's temporary folder, and return whether a checkpoint of this step already exists."""
         self._check_run_dir()
         remove_leftovers(self.run_dir)
         partial = partial_path(self.run_dir, step)
@@ -356,7 +355,7 @@ class Checkpointer:
         self._point_to(publish(partial, manifest), job.is_best)
 
     def _point_to(self, folder: Path, is_best: bool) -> None:
-        """Update the symlinks, then delete the checkpoints that should not be kept."""
+        """Point the symlinks to a checkpoint, then delete the checkpoints that the retention settings do not keep."""
         link(folder, LATEST)
         if is_best:
             link(folder, BEST)

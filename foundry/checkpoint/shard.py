@@ -3,7 +3,7 @@
 The format is safetensors with the offsets of torch.distributed.checkpoint in the header, as written by
 `HuggingFaceStorageWriter` with `save_distributed` and read by `HuggingFaceStorageReader`. That writer gathers the plans
 of all ranks on one rank and builds the file in memory twice while it holds the GIL. Here each rank derives its share
-from the layout, and tensors are written to disk without a copy and hashed on the way.
+from sizes and sharding of the tensors, which are written to disk without a copy and hashed on the way.
 """
 
 import json
@@ -87,12 +87,12 @@ def own_chunks(tensors: Mapping[str, Tensor], *, rank: int, world_size: int) -> 
 
 
 def local_chunks(tensors: Mapping[str, Tensor]) -> dict[str, Chunk]:
-    """Return the chunks of sharded or whole tensors that this rank holds; tensors without elements here are omitted."""
+    """Return this rank's chunk of each tensor, sharded or whole; omit tensors whose elements are all on other ranks."""
     chunks: dict[str, Chunk] = {}
     offsets = _offsets({name: tensor for name, tensor in tensors.items() if is_sharded(tensor)})
     for name, tensor in tensors.items():
         local = local_part(tensor)
-        if local.numel() > 0 or tensor.numel() == 0:  # empty if a dimension is smaller than the number of ranks
+        if local.numel() > 0 or tensor.numel() == 0:  # a shard is empty if there are more ranks than rows
             chunks[name] = Chunk(local.detach(), offsets.get(name, (0,) * tensor.ndim))
     return chunks
 
@@ -130,7 +130,7 @@ def write_shard(path: Path, chunks: Mapping[str, Chunk], alive: Callable[[], Non
                 digest.update(piece)
                 size += file.write(piece)
                 unsynced += len(piece)
-                if unsynced >= _SYNCED_BYTES:  # otherwise the last fsync waits for all of it
+                if unsynced >= _SYNCED_BYTES:  # otherwise the last fsync waits for the whole file
                     file.flush()
                     os.fdatasync(file.fileno())
                     unsynced = 0
@@ -157,7 +157,7 @@ class HostCopies:
 
         The originals may change afterwards, and the copies are valid until the next call.
 
-        Copies from a GPU are all queued to pinned memory and synchronized once.
+        Copies from a GPU to pinned memory are all queued first, and then waited for once per GPU.
 
         Args:
             chunks: chunks on any device.
@@ -187,7 +187,7 @@ def _content(tensor: Tensor) -> memoryview:
 
 
 def _header(chunks: Mapping[str, Chunk], names: list[str]) -> bytes:
-    """Return the header, a length and padded JSON: https://github.com/huggingface/safetensors#format."""
+    """Return a file's header, which is a length and padded JSON: https://github.com/huggingface/safetensors#format."""
     entries: dict[str, object] = {
         "__metadata__": {
             "DCP_SHARDING_INFO": json.dumps({name: {"saved_offsets": chunks[name].offsets} for name in names}),
@@ -209,7 +209,7 @@ def _header(chunks: Mapping[str, Chunk], names: list[str]) -> bytes:
 
 
 def _is_writer(tensor: "DTensor", index: int) -> bool:
-    """Return whether this rank writes its shard; ranks that hold the same shard take turns by `index`."""
+    """Return whether this rank writes its shard of a tensor; of the ranks with the same shard, `index` selects one."""
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return False

@@ -3,7 +3,7 @@
     checkpoints/step_00000200/tensors.json   by tensor name: dtype; file, position, offsets and sizes of each part
 
 The index is built from the headers of all shards when a checkpoint is published, or when an older checkpoint without an
-index is read. It allows a rank to open only the files that hold its own parts. The header of each opened file must
+index is read. With the index, a rank opens only the files that hold its own parts. The header of each opened file must
 match the index, so that a shard rewritten by another program is not read at outdated positions.
 """
 
@@ -38,9 +38,9 @@ class _Part:
 
     Attributes:
         file: name of the file.
-        begin: position of its first byte in the file.
-        offsets: position of its first element in the whole tensor, one number per dimension.
-        sizes: its shape.
+        begin: position of the part's first byte in the file.
+        offsets: position of the part's first element in the whole tensor, one number per dimension.
+        sizes: shape of the part.
     """
 
     file: str
@@ -61,7 +61,7 @@ class TensorIndex:
         folder: the checkpoint.
         entries: content of the index file: by tensor name, the safetensors name of the dtype, and the file, begin,
             offsets and sizes of each part.
-        num_bytes: size of each file that may be read.
+        num_bytes: size of each file that may be read, by name.
     """
 
     folder: Path
@@ -142,7 +142,7 @@ def read_index(folder: Path, world: World | None = None) -> TensorIndex:
             them.
 
     Raises:
-        CheckpointError: on every rank, if the checkpoint has no readable tensors.
+        CheckpointError: on every rank, if the tensors cannot be read; without `world`, the error of reading is raised.
     """
     content: tuple[str, dict[str, int]] | str = ""
     if world is None or world.is_main:

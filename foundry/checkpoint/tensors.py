@@ -44,10 +44,10 @@ def collect(
         ema: the averaged weights; None if the run does not average weights.
         optimizers: all optimizers of the run.
         source: tensors of the window source, equal on all ranks.
-        trained_only: skip frozen weights, which are stored elsewhere.
+        trained_only: skip frozen weights and buffers, which are stored elsewhere.
 
     Raises:
-        CheckpointError: if the state of an optimizer could not be read with another layout.
+        CheckpointError: if the state of an optimizer cannot be saved, or could not be read with another sharding.
     """
     inner = _inner(model)
     weights = {f"model.{name}": tensor for name, tensor in _weights(inner, trained_only).items()}
@@ -73,7 +73,7 @@ def restore_into(
     trained_only: bool = False,
     world: World | None = None,
 ) -> None:
-    """Read the tensors that `collect` returned when the checkpoint was written; each rank reads its own shards.
+    """Replace weights, averaged weights and optimizer states by a checkpoint's; each rank reads its own shards.
 
     The checkpoint may have been written by another number of ranks, with another wrapper.
 
@@ -131,8 +131,8 @@ def load_weights(
     Args:
         folder: the checkpoint.
         model: a model of the same configuration; its tensors are filled in place, so no second copy is allocated.
-        ema: read averaged weights instead of the model's own weights if the checkpoint has them; buffers are always the
-            model's own.
+        ema: read averaged weights instead of the model's own weights if the checkpoint has them; buffers are never
+            averaged.
         trained_only: as in `collect`.
         world: as in `restore_into`.
 
@@ -190,7 +190,7 @@ def find_weights(
 def tied_names(inner: nn.Module) -> set[str]:
     """Return all names of tied parameters except the first of each.
 
-    The parameter is saved once, under its first name.
+    A tied parameter is saved once, under its first name.
     """
     return set(first_names(inner))
 
@@ -218,7 +218,10 @@ def compute_digest(model: nn.Module) -> str:
 
 
 def _weights(inner: nn.Module, trained_only: bool = False) -> dict[str, Tensor]:
-    """Return parameters and buffers, tied ones once; `state_dict` makes FSDP2 reshard gathered parameters."""
+    """Return parameters and buffers, tied ones once; with `trained_only`, only the trainable parameters.
+
+    They come from `state_dict`, which makes FSDP2 reshard gathered parameters.
+    """
     state, excluded = inner.state_dict(), tied_names(inner)
     if trained_only:
         trained = {name for name, parameter in inner.named_parameters() if parameter.requires_grad}
@@ -264,5 +267,5 @@ def _require_shapes(index: TensorIndex, targets: Mapping[str, Tensor]) -> None:
 
 
 def _accept(inner: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Load the tensors that were read, for a model whose `state_dict` returns copies rather than its own tensors."""
+    """Pass the weights that were read to `load_state_dict`, for models whose `state_dict` returned copies."""
     inner.load_state_dict({name.partition(".")[2]: tensor for name, tensor in weights.items()}, strict=False)

@@ -18,9 +18,9 @@ _T = TypeVar("_T")
 
 
 def verify_newest(run_dir: Path, world: World) -> Path | None:
-    """Return the newest intact checkpoint, or None; damaged newer ones are logged with the damage.
+    """Return a run's newest intact checkpoint, or None; damaged checkpoints that are newer are logged with the damage.
 
-    Every byte is read once: the files are divided among the ranks.
+    Every byte of the examined checkpoints is read once: the files are divided among the ranks.
 
     Args:
         run_dir: the run directory, on a file system that all ranks share.
@@ -63,7 +63,7 @@ def together(work: Callable[[], _T], world: World, group: ProcessGroup | None = 
     """Call a function on every rank and return the results of all ranks; if it fails on any rank, all ranks raise.
 
     Raises:
-        CheckpointError: if a rank failed; the message has the failed ranks with their reasons.
+        CheckpointError: on every rank, if any rank failed; the message has the failed ranks with their reasons.
     """
     result: _T | None = None
     reason: str | None = None

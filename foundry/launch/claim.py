@@ -51,7 +51,7 @@ class Claim:
     def release(self) -> None:
         """Remove the files and folders that this process created, and restore the files that Hydra replaced.
 
-        If another process trains in the directory, nothing is removed.
+        If another process trains in the directory, nothing is removed or restored.
         """
         if is_held(self.folder):
             return
@@ -64,7 +64,7 @@ class Claim:
                         file.write(content)
         subfolders = {parent for path in self.contents for parent in path.parents if self.folder in parent.parents}
         for folder in (*sorted(subfolders, reverse=True), *self.created_folders):
-            with suppress(OSError):  # not empty
+            with suppress(OSError):  # a folder that is not empty stays
                 folder.rmdir()
 
 
@@ -123,7 +123,7 @@ def claim(path: str, key: str, *, output_subdir: str | None = None, log_name: st
             raise UnsafeFileError(folder / output_subdir, "a symbolic link", "a folder")
         contents = {path: _content(path) for path in hydra_files}
         run_files = {path: _content(path, max_bytes=0) for path in (folder / name for name in (*_RUN_FILES, log_name))}
-        # If a run is resumed, its existing files must not be removed.
+        # Only missing files, because a run that is resumed keeps its existing files.
         new_claim = Claim(
             folder, tuple(missing), contents | {path: None for path, content in run_files.items() if content is None}
         )
@@ -140,7 +140,7 @@ def claim(path: str, key: str, *, output_subdir: str | None = None, log_name: st
 
 @contextmanager
 def claim_or_release(path: str, key: str, *, output_subdir: str | None = None, log_name: str = LOG) -> Iterator[Claim]:
-    """Claim a directory like `claim`, and release it if the body is refused before a run has begun in it.
+    """Claim a directory like `claim`; release it if the body raises `ConfigError` or `Refused` before a run has begun.
 
     Raises:
         ConfigError: as in `claim`.
@@ -159,7 +159,7 @@ def claim_or_release(path: str, key: str, *, output_subdir: str | None = None, l
 def run_job(
     *, config: DictConfig, job_dir_key: str, job_subdir_key: str | None, hydra_context: HydraContext, **arguments: Any
 ) -> JobReturn:
-    """Call Hydra's `run_job` in a directory that is claimed before Hydra writes to it, and released if it is refused.
+    """Call Hydra's `run_job`; on rank 0, claim the directory before Hydra writes, and release it if the run is refused.
 
     Raises:
         ConfigError: the directory cannot be used.

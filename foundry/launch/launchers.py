@@ -1,7 +1,7 @@
 """Base class of foundry's launchers: prepares run directories and collects the results of jobs.
 
 Hydra's own launchers compose a job where it runs, from the YAML files as they are at that time. Foundry's launchers
-save the configuration that was composed and checked, and the job's process reads only that.
+save the configuration that was composed and checked, and a job uses only that configuration.
 """
 
 import sys
@@ -76,7 +76,7 @@ class FrozenLauncher(Launcher):
         """Check that the machine or the cluster can run the jobs; called before any file of a sweep is written.
 
         Raises:
-            ConfigError: it cannot, with the reason.
+            ConfigError: the machine or the cluster cannot run a job; the message has the reason.
         """
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
@@ -140,7 +140,7 @@ class Ledger:
         self._stream = stream
 
     def note(self, job: ComposedJob, state: str, reason: str = "") -> None:
-        """Record the current state of a job."""
+        """Record the current state of a job, and print it if it has changed."""
         if self._states[job.index] == (state, reason):
             return
         self._states[job.index] = (state, reason)
@@ -149,7 +149,7 @@ class Ledger:
         say(f"{job}: {state}{f' ({reason})' if reason else ''}; {summary}", self._stream)
 
     def note_end(self, job: ComposedJob) -> None:
-        """Record how a job ended, according to its status.json."""
+        """Record and print how a job ended, according to its status.json."""
         status = read_status(job.run_dir)
         state = status.get("state", "lost")
         self.note(job, state, "" if state == "finished" else status.get("reason", ""))
@@ -170,11 +170,11 @@ def set_number(config: DictConfig, number: int) -> None:
 
 
 def queue_job(run_dir: Path, config: Config) -> None:
-    """Create a job's run directory, and write the configuration that will run.
+    """Create a job's run directory, record the job as queued, and write its configuration.
 
-    A job that has started keeps its files. Nothing changes if another process trains in the run directory, or if the
-    job has finished with this configuration since the check for unfinished jobs, for example as a job still queued in
-    Slurm.
+    A run directory that has a status keeps its configuration. Nothing changes if another process trains in the run
+    directory, or if the job has finished with this configuration since the check for unfinished jobs, for example as a
+    job still queued in Slurm.
     """
     config_hash, status = hash_config(config), read_status(run_dir)
     if is_held(run_dir) or (status.get("state"), status.get("config_hash")) == ("finished", config_hash):
@@ -188,7 +188,7 @@ def queue_job(run_dir: Path, config: Config) -> None:
 
 
 def _job_return(job: ComposedJob, *, detached: bool) -> JobReturn:
-    """Return the result of a job for Hydra's sweeper: the metric, or the reason for the failure."""
+    """Return the result of a job for Hydra's sweeper: the metric, the reason of a failure, or None if left running."""
     status = read_status(job.run_dir)
     returned = JobReturn(
         overrides=list(job.overrides), working_dir=str(job.run_dir), task_name=job.config.hydra.job.name

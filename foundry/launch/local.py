@@ -42,10 +42,10 @@ class WorkerFailed(RuntimeError):
 
     Attributes:
         rank: rank of the process.
-        reason: last line of its error.
-        trace: its traceback; empty if it was killed.
+        reason: one line about its error, or about its exit code or the signal that killed it.
+        trace: traceback of its error; empty if the process recorded no error.
         exit_code: exit code for the whole run.
-        kind: class name of its error; empty if it was killed.
+        kind: class name of its error; empty if the process recorded no error.
         was_stopped: whether a signal had asked all processes to stop before the failure.
     """
 
@@ -69,12 +69,12 @@ def format_trace(error: BaseException) -> str:
 def run_local(nproc: int, function: Callable[..., Any], *args: Any) -> Any:
     """Run `function(*args)` in `nproc` processes with torchrun's environment variables; return the result of rank 0.
 
-    The ranks rendezvous through a file in a folder that only this user can access, so no process listens on a port.
+    The ranks rendezvous through a file in a folder that only this user can access, so the rendezvous needs no port.
 
     Each signal to this process is forwarded once to every rank, unchanged. Ctrl-C in a terminal is forwarded too: it
     does not reach the ranks directly, because each rank has its own session. The time to save is not limited here: the
     sender of SIGTERM sets a limit, and the watchdog ends a rank that hangs. A second Ctrl-C kills the ranks at once,
-    and so does any signal before all of them have started.
+    and so does any signal before all ranks have started.
 
     Args:
         nproc: number of processes, at least 1.
@@ -89,15 +89,15 @@ def run_local(nproc: int, function: Callable[..., Any], *args: Any) -> Any:
         ConfigError: a process raised it.
         WorkerFailed: a process failed with another error, or was killed.
         KeyboardInterrupt: Ctrl-C ended the processes before a run was ready to save, or a second Ctrl-C killed them.
-        SystemExit: the same for another signal; the code is 128 + its number.
+        SystemExit: another signal ended or killed the processes before a run could save; the code is 128 + its number.
     """
-    # Start it now: starting it unblocks SIGINT, which `_start` blocks later.
+    # Start the resource tracker now, because its start unblocks SIGINT, which `_start` blocks later.
     with default_variables({VARIABLE: "1"}):
         resource_tracker.ensure_running()
     with (
         collect_signals() as signals,
         tempfile.TemporaryDirectory(prefix="foundry-") as name,  # its mode is 0700
-        # Inherited by the processes, which share the cores.
+        # The processes share the cores and inherit this variable.
         default_variables({"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // nproc))}),
     ):
         folder, ranks = Path(name), list[BaseProcess]()
@@ -221,7 +221,7 @@ def _wait(ranks: list[BaseProcess], signals: list[signal.Signals], folder: Path)
     """Wait for all processes to end, and forward each signal to all of them.
 
     After the first failure the other processes get a few seconds to fail too, because their errors may contain the
-    cause; then they are terminated.
+    cause; then they get SIGTERM, and later SIGKILL.
 
     Returns:
         The exit codes by rank of the processes that ended by themselves, in order of their ends, and whether a signal
@@ -283,7 +283,10 @@ def _write_note(error: BaseException) -> None:
 
 
 def _first_cause(folder: Path, ends: dict[int, int]) -> Exception:
-    """Return the error to report: a config error, else the earliest one that is not a consequence of a peer's death."""
+    """Return the error to report: a config error, else the earliest error that does not follow from another rank's end.
+
+    Without such an error, report a process that ended without a note, or else the earliest error.
+    """
     notes = _read_notes(folder)
     for note in notes:
         if note["violations"]:

@@ -55,10 +55,10 @@ class LocalLauncher(FrozenLauncher):
     """Launcher that runs `n_jobs` jobs at a time; a job that fails or dies does not affect the others."""
 
     def check(self, configs: Sequence[DictConfig]) -> None:
-        """Check that no job needs more GPUs than are visible.
+        """Check that no job needs more GPUs than are visible; on a machine without GPUs, nothing is checked.
 
         Raises:
-            ConfigError: a job has more processes than there are GPUs; only the first one is reported.
+            ConfigError: a job has more processes than there are GPUs; the message is about the first one.
         """
         gpus = visible_gpus()
         for config in configs:
@@ -142,7 +142,7 @@ class _Pool:
                 process.kill()
 
     def _settle(self, process: ForkServerProcess) -> None:
-        """Record the end of a job; if the job recorded no end itself, its status is derived from the exit code."""
+        """Record the end of a job; if the job recorded none, use the signal to the launcher or the exit code."""
         job, share = self._running.pop(process)
         self._free.append(share)
         process.join()
@@ -185,12 +185,12 @@ def divide(settings: Local, nproc: int, cores: Sequence[int], gpus: Sequence[str
 def _start_server(jobs: Iterable[ComposedJob], work: Callable[[Path], int]) -> ForkServerContext:
     """Start the fork server, and wait until it has imported the modules that the jobs need.
 
-    The server ignores Ctrl-C in the terminal, which would end it with a traceback. If the launcher is ended while it
-    waits here, the server ends too.
+    The server blocks Ctrl-C in the terminal, which would end it with a traceback. If the launcher is ended while this
+    function waits, the server ends too.
     """
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(sorted({work.__module__, *_modules(jobs)}))
-    # Start it now: starting it unblocks SIGINT, which must be blocked below.
+    # Start the resource tracker now, because its start unblocks SIGINT, which must be blocked below.
     resource_tracker.ensure_running()
     with block_interrupts():
         forkserver.ensure_running()
@@ -216,7 +216,7 @@ def _modules(jobs: Iterable[ComposedJob]) -> set[str]:
 def _threads(shares: Sequence[Share], nproc: int) -> AbstractContextManager[None]:
     """Set OpenMP's variables so that each process uses its share of the cores.
 
-    OpenMP reads them once, when the server imports torch.
+    OpenMP reads the variables once, when the server imports torch.
     """
     return default_variables(
         {
@@ -229,7 +229,7 @@ def _threads(shares: Sequence[Share], nproc: int) -> AbstractContextManager[None
 
 
 def _run_job(work: Callable[[Path], int], run_dir: Path, share: Share) -> None:
-    """Entry point of a job's process: take the job's cores and GPUs, and work.
+    """Entry point of a job's process: take the job's cores and GPUs, and run the job.
 
     SIGINT is still blocked here, as in the server. A SIGINT from the terminal that arrived before the new session began
     is dropped: the launcher has received it too, and sends SIGTERM.
@@ -245,7 +245,7 @@ def _run_job(work: Callable[[Path], int], run_dir: Path, share: Share) -> None:
 
 
 def _redirect_output(path: Path) -> None:
-    """Redirect the output of this process to a file; if that is not a regular file, print to the launcher's output."""
+    """Redirect the output of this process to a file; if it cannot be opened, keep printing to the launcher's output."""
     try:
         with open_regular(path, "ab", buffering=0) as output:
             os.dup2(output.fileno(), 1)
@@ -255,7 +255,7 @@ def _redirect_output(path: Path) -> None:
 
 
 def _end_with_launcher() -> None:
-    """Send SIGTERM to this process when the launcher ends; the fork server lives on as long as it has jobs."""
+    """Send SIGTERM to this process when the launcher ends; the parent, the fork server, lives until all jobs end."""
     launcher = multiprocessing.parent_process()
     assert launcher is not None
 

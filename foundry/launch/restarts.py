@@ -15,8 +15,9 @@ _REPEATING_ERRORS = ("NonFiniteError", "LossSpike", "PersistentSpikeError", "Out
 class Restarts:
     """Decides whether a failed run is restarted, and records the restart.
 
-    A run is not restarted if the failure would repeat: a loss that is not finite, insufficient memory, or the same
-    message as at the last failure without a newer checkpoint. It is also not restarted if a signal asked it to stop.
+    A run is not restarted if the failure would repeat, such as a non-finite loss, a loss spike or insufficient memory,
+    or if the last failure had the same message and there is no newer checkpoint. A run that has finished, or that a
+    signal asked to stop, is not restarted either.
 
     Args:
         run_dir: the run directory.

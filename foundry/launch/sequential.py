@@ -24,7 +24,7 @@ class SequentialLauncher(FrozenLauncher):
     """Launcher that runs each job to its end; a failure is recorded, and the next job starts."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Also store the task function, which is called in this process."""
+        """Store the task function too, because this launcher calls it in this process."""
         super().setup(hydra_context=hydra_context, task_function=task_function, config=config)
         self._task = task_function
 
@@ -37,7 +37,7 @@ class SequentialLauncher(FrozenLauncher):
         Raises:
             Stopped: a signal arrived; the current job has saved, and the following jobs stay queued.
         """
-        is_json = self._master.tracking.progress == JSON  # of the jobs, which alone is on standard output then
+        is_json = self._master.tracking.progress == JSON  # JSON of the jobs must be alone on standard output
         ledger = Ledger(jobs, stream=sys.stderr if is_json else None)
         for job in jobs:
             if is_held(job.run_dir):
@@ -60,12 +60,12 @@ class SequentialLauncher(FrozenLauncher):
 
 
 def _record(job: ComposedJob, result: JobReturn) -> None:
-    """Write the traceback to the job's log, and its last line to status.json."""
+    """Write the traceback to the job's log, and the reason to status.json unless the run has recorded its failure."""
     error = error_of(result)
     assert error is not None
-    # At a level that is only for the file: a sweep's terminal has a line for each job.
+    # Level info is only for the log file, because a sweep's terminal has one line for each job.
     _log.info("%s failed\n%s", job, getattr(error, "trace", ""), exc_info=error)
     is_lost = isinstance(error, RunDirectoryLostError)
-    if not is_lost and read_status(job.run_dir).get("state") != "failed":  # what the run itself has written stays
+    if not is_lost and read_status(job.run_dir).get("state") != "failed":  # keeps the run's own reason
         job.run_dir.mkdir(parents=True, exist_ok=True)
         write_status(job.run_dir, state="failed", reason=format_reason(error))

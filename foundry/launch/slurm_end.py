@@ -43,7 +43,7 @@ class Submission:
 
     @classmethod
     def load(cls, run_dir: Path) -> "Submission | None":
-        """Return the submission of a run directory; None if it has not been submitted, or the file cannot be read."""
+        """Return the submission of a run directory; None if it was not submitted, or the file is invalid."""
         try:
             content = read_object(run_dir / SUBMISSION, required=_TYPES)
         except FileNotFoundError:
@@ -108,7 +108,7 @@ def settle(run_dir: Path, job_id: str, job: QueuedJob | None) -> None:
 
 
 def _last_output(run_dir: Path) -> str:
-    """Return the last line in a job's error output; empty if there is no output."""
+    """Return the last line in a job's error output, except slurmstepd's messages; empty without output."""
     submission = Submission.load(run_dir)
     lines = read_tail(Path(submission.error_output)).splitlines() if submission else []
     return next((line.strip() for line in reversed(lines) if line.strip() and "slurmstepd" not in line), "")

@@ -39,7 +39,7 @@ class SlurmLauncher(FrozenLauncher):
         """Check that the cluster accepts the jobs.
 
         Raises:
-            ConfigError: the cluster does not accept them, with the reason.
+            ConfigError: the cluster does not accept a job, or does not respond; the message has the reason.
         """
         for settings, indices in _group_by_settings(configs):
             if settings in self._checked_settings:
@@ -54,7 +54,7 @@ class SlurmLauncher(FrozenLauncher):
             self._checked_settings.append(settings)
 
     def run(self, jobs: Sequence[ComposedJob]) -> None:
-        """Submit the jobs that are not in the queue yet, and wait for all.
+        """Submit the jobs that are not in the queue yet, and wait for all jobs unless `detach` is set.
 
         Raises:
             KeyboardInterrupt: Ctrl-C ended the wait; at a terminal, the user has chosen whether to cancel the jobs.
@@ -90,12 +90,13 @@ class SlurmLauncher(FrozenLauncher):
 
 
 def check_partition(settings: Slurm) -> None:
-    """Check that the partition exists and allows the time limit.
+    """Check that the partition of a job exists and allows the job's time limit.
 
     Slurm does not reject a job whose time limit exceeds the partition's, but never starts it.
 
     Raises:
-        ConfigError: the partition does not exist, its limit is lower, or Slurm is not installed.
+        ConfigError: the partition does not exist or has a lower time limit, none is set and the cluster has no default,
+            or Slurm is not installed.
     """
     if shutil.which("sbatch") is None:
         message = "but there is no sbatch on this machine; submit from a login node, or choose hydra/launcher=local"
@@ -197,7 +198,7 @@ def _submit(work: Callable[[Path], int], jobs: Sequence[ComposedJob], sweep_dir:
     """Submit jobs, those with the same settings as an array, and return their Slurm job ids by job index.
 
     Raises:
-        ConfigError: Slurm rejects them.
+        ConfigError: Slurm rejects an array.
     """
     if not jobs:
         return {}
@@ -213,9 +214,9 @@ def _submit(work: Callable[[Path], int], jobs: Sequence[ComposedJob], sweep_dir:
 
 
 def _find_queued(jobs: Iterable[ComposedJob]) -> dict[int, str]:
-    """Return the Slurm ids of jobs that an earlier start of the sweep submitted and that have not ended.
+    """Return, by job index, the Slurm ids of jobs that an earlier start of the sweep submitted and that have not ended.
 
-    Deletes the submissions of the other jobs from their run directories.
+    If a job has ended or is on another cluster, its submission is deleted from the run directory.
     """
     notes = {job: note for job in jobs if (note := Submission.load(job.run_dir)) is not None}
     if not notes:

@@ -1,4 +1,4 @@
-"""Queries of Slurm about jobs: to its controller, which every cluster has, and for jobs it has forgotten to `sacct`."""
+"""Queries of Slurm about jobs: its controller, which every cluster has, or for jobs that it has forgotten, `sacct`."""
 
 import os
 import re
@@ -156,7 +156,7 @@ def _from_controller(array: str) -> Iterator[tuple[str, QueuedJob]]:
 
 
 def _fields(line: str) -> dict[str, str]:
-    """Parse `Name=value` fields; the first of equal names wins, because a command line in the text may contain any."""
+    """Parse `Name=value` fields; the first of equal names wins, because a command line in `line` may repeat a name."""
     return dict(reversed(re.findall(r"(?:^|\s)(\w+)=(\S*)", line)))
 
 
@@ -186,7 +186,7 @@ def _from_accounting(job_ids: Collection[str]) -> Iterator[tuple[str, QueuedJob]
         values = line.split("|")
         if len(values) == 5 and "." not in values[0]:
             job_id, state, reason, exit_code, nodes = values
-            # "CANCELLED by 1000"
+            # `split`, because the state may name a user, as in "CANCELLED by 1000".
             yield job_id, QueuedJob(state.split()[0], _text_or_empty(reason), exit_code, _text_or_empty(nodes))
 
 

@@ -26,7 +26,7 @@ _COMMON_OPTIONS |= {"stderr_to_stdout"}
 
 
 def check_script(settings: Slurm, num_jobs: int) -> None:
-    """Test the batch script of an array of jobs on Slurm, without submitting it.
+    """Test whether Slurm accepts the batch script of an array of jobs, without running it.
 
     Raises:
         ConfigError: Slurm rejects the script.
@@ -49,7 +49,7 @@ def submit(
         task: function that each task of a job calls with its run directory.
         settings: launcher settings, the same for all these jobs.
         run_dirs: run directory of each job.
-        code: folder to import code from; None for the import path of this process.
+        code: folder with a snapshot of the code to import; None without a snapshot.
 
     Returns:
         For each job its Slurm id, and the file with its error output.
@@ -87,7 +87,7 @@ def _executor(settings: Slurm, code: Path | None) -> Any:
     executor.update_parameters(
         **{name if name in _COMMON_OPTIONS else f"slurm_{name}": value for name, value in parameters.items()},
         slurm_setup=[*_environment_of_job(code), *(settings.setup or [])],
-        # Otherwise the other ranks would wait for a rank that has failed.
+        # Ends the job if a rank fails; otherwise the other ranks would wait for the failed rank.
         slurm_srun_args=["--kill-on-bad-exit=1"],
     )
     return executor
@@ -96,7 +96,7 @@ def _executor(settings: Slurm, code: Path | None) -> Any:
 def _environment_of_job(code: Path | None) -> list[str]:
     # Since Slurm 22.05, srun does not inherit --cpus-per-task from sbatch.
     lines = ["export SRUN_CPUS_PER_TASK=${SLURM_CPUS_PER_TASK:-1}"]
-    # Otherwise `python -m` would search the working directory first, as would an empty entry of PYTHONPATH.
+    # Keep `python -m` from searching the working directory first. An empty entry of PYTHONPATH would do so, too.
     lines += ["export PYTHONSAFEPATH=1"]
     if code is not None:
         import_path = ":".join(shlex.quote(str(folder)) for folder in (code, *copied_folders(code)))

@@ -34,7 +34,7 @@ class NotRequeued(SystemExit):
 
 
 class SlurmTask:
-    """Task of a job; submitit calls it again after it has requeued the job.
+    """Task of a job; submitit calls the task again after submitit has requeued the job.
 
     Args:
         work: executes the run of a run directory, and returns the exit code.
@@ -44,7 +44,7 @@ class SlurmTask:
         self._work = work
 
     def __call__(self, run_dir: str) -> None:
-        """Execute the run, and exit with its exit code, which lets Slurm recognize a failed job."""
+        """Execute the run; if it fails, exit with its exit code, so that Slurm recognizes a failed job."""
         if cpus := os.environ.get("SLURM_CPUS_PER_TASK"):
             os.environ.setdefault("OMP_NUM_THREADS", cpus)
         _wrap_signal_handlers()
@@ -85,7 +85,7 @@ def _exiting_handler(handler: Callable[[int, FrameType | None], Any]) -> Callabl
             if will_restart() is False:
                 raise NotRequeued(signum, _NOT_REQUEUED.format(error)) from None
             sys.exit(128 + signum)
-        for number, previous in handlers.items():  # on ranks other than 0 the handler returns, and they continue
+        for number, previous in handlers.items():  # on ranks above 0 the handler returns, and the rank continues
             signal.signal(number, previous)
 
     return handle

@@ -42,7 +42,7 @@ def settle_unwatched(run_dirs: Iterable[Path]) -> bool:
 
 
 def _find_ended(jobs: dict[Path, str]) -> dict[Path, QueuedJob | None]:
-    """Return the jobs that will not run any more, with their states in Slurm (None if unknown to Slurm)."""
+    """Return, by run directory, the Slurm states of jobs that have ended; None for a job that Slurm does not know."""
     states = query(list(jobs.values()))
     queued_jobs = {run_dir: states.get(job_id) for run_dir, job_id in jobs.items()}
     return {run_dir: job for run_dir, job in queued_jobs.items() if job is None or job.has_ended}

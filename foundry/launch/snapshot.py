@@ -13,15 +13,15 @@ FOLDER = "code"
 
 
 def snapshot(sweep_dir: Path) -> Path:
-    """Copy foundry's source and configuration files, and the Python files that git tracks in folders of PYTHONPATH.
+    """Copy foundry's source and configuration files, and the Python files that git tracks in folders of `sys.path`.
 
-    Only PYTHONPATH folders inside the working directory are copied.
+    Only `sys.path` folders inside the working directory are copied.
 
     Args:
         sweep_dir: parent of the copy, a folder named `code`; an existing copy is kept unchanged.
 
     Returns:
-        The folder to import from.
+        The folder of the copy, to import from.
 
     Raises:
         UnsafeFileError: the folder is a symlink.
@@ -45,7 +45,7 @@ def snapshot(sweep_dir: Path) -> Path:
 
 
 def copied_folders(code: Path) -> list[Path]:
-    """Return the folders of a copy that correspond to `sys.path` entries in the working directory."""
+    """Return the folders of a copy that correspond to `sys.path` entries below the working directory."""
     folders = [code / folder for folder in _import_folders() if folder != Path()]
     return [folder for folder in folders if folder.is_dir()]
 

@@ -40,7 +40,7 @@ def start(
         observers: additional observers, called after foundry's own; pickled if there are several processes.
 
     Raises:
-        ConfigError: a setting proved invalid before training.
+        ConfigError: a setting is invalid.
         Stopped: a signal stopped the run after saving.
     """
     _limit_spinning()

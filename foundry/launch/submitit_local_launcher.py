@@ -1,7 +1,7 @@
 """`hydra/launcher=submitit_local` of hydra-submitit-launcher: the jobs of a sweep on this machine, run by submitit.
 
-submitit starts all jobs at once, and the tasks of a job as ranks that train together. It signals a job 30 seconds
-before its time limit, and starts it again; the run resumes from its checkpoint.
+submitit starts all jobs at once, and the tasks of a job as ranks that train together. submitit signals a job 30 seconds
+before its time limit, and starts the job again; the run resumes from its checkpoint.
 
 As with the plugin's launcher, jobs continue if this process is killed. Signals to this process are forwarded: jobs save
 and stop.
@@ -41,7 +41,7 @@ class SubmititLocalLauncher(FrozenLauncher):
         """Check that each job sees this machine's GPUs and does not share them.
 
         Raises:
-            ConfigError: a job would not; only the first one is reported.
+            ConfigError: a job would not see its GPUs, or would share them; the message is about the first one.
         """
         gpus = visible_gpus()
         for config in configs:
@@ -127,7 +127,7 @@ class _Watch:
 
 
 def _start(work: Callable[[Path], int], job: ComposedJob) -> Any:
-    """Start a job, and return its submitit job."""
+    """Start a job with submitit, and return the `submitit.Job`."""
     from submitit import LocalExecutor
 
     settings = _resolve_settings(job.config)
@@ -142,7 +142,7 @@ def _start(work: Callable[[Path], int], job: ComposedJob) -> Any:
     variables = {VARIABLE: "1"}
     if settings.cpus_per_task is not None:
         variables["OMP_NUM_THREADS"] = str(settings.cpus_per_task)
-    # Ctrl-C must reach this process only, which forwards it once.
+    # Ctrl-C must reach only this process, which then terminates the jobs itself.
     with block_interrupts(), clean_environment(), default_variables(variables):
         return executor.submit(SlurmTask(work), str(job.run_dir))
 

@@ -1,4 +1,4 @@
-"""Activation checkpointing of blocks: recompute all activations in the backward pass, or all but expensive ones."""
+"""Activation checkpointing of blocks: recompute all activations in the backward pass, or only the cheap ones."""
 
 from collections.abc import Callable
 from functools import partial
@@ -29,9 +29,9 @@ _SAVED_BY_NAME = frozenset({"torch_attn::_varlen_attn"})
 def is_saved(operator: Any) -> bool:
     """Return whether selective checkpointing saves the outputs of an operator (an `OpOverload`).
 
-    It saves the outputs of operators that take most of a block's time. `bmm` is excluded because it is used in unfused
-    attention, whose scores grow with the square of the sequence length. Norms, activation functions, rotary embeddings,
-    casts and sums are recomputed.
+    The selected operators take most of a block's time. `bmm` is excluded because it is used in unfused attention, whose
+    scores grow with the square of the sequence length. Norms, activation functions, rotary embeddings, casts and sums
+    are recomputed.
     """
     return operator in _SAVED_OPS or str(operator.name()) in _SAVED_BY_NAME
 

@@ -23,8 +23,8 @@ def step_collectives(
     wrapper's collectives, a step has
 
     - one all-reduce of the number of valid items, and one of the sums of loss and metrics;
-    - one of the squares of sharded gradients, for their norm, per mesh dimension that shards them;
-    - one of the gradients of parameters that FSDP2 leaves replicated;
+    - one all-reduce of the squares of sharded gradients, for their norm, per mesh dimension that shards them;
+    - one all-reduce of the gradients of parameters that FSDP2 leaves replicated;
     - two all-to-alls for each batch of matrices that Muon gathers.
 
     Args:
@@ -53,9 +53,9 @@ def step_collectives(
 def _unit_collectives(distributed: FSDP | DDP, num_blocks: int, num_microbatches: int) -> Counter[str]:
     """Count all-gathers, reduce-scatters and, for HSDP, all-reduces of the units that FSDP2 shards.
 
-    A block is gathered for the forward pass and again for the backward pass, the root once for both. Weights that are
-    kept through the window are gathered once per window. Gradients are reduced after every microbatch, or after the
-    last.
+    With `reshard_after_forward`, a block is gathered for the forward pass and again for the backward pass; without it a
+    block, and always the root, is gathered once for both. Weights that are kept through the window are gathered once
+    per window. Gradients are reduced after every microbatch, or after the last microbatch.
     """
     sync = distributed.gradient_sync
     keeps_params, units = isinstance(distributed, DDP) or sync is GradientSync.last_keep_params, num_blocks + 1
@@ -69,7 +69,7 @@ def _unit_collectives(distributed: FSDP | DDP, num_blocks: int, num_microbatches
 
 
 def _tensor_parallel_all_reduces(num_blocks: int, num_microbatches: int, num_loss_tiles: int) -> int:
-    """Count all-reduces of activations after attention and feed-forward layers, and of their input gradients.
+    """Count all-reduces of activations after attention and feed-forward layers, and of the layers' input gradients.
 
     Each microbatch adds one for the embedded tokens, one for the gradient of the last hidden states, and for each tile
     of the loss the maximum and the sums over the vocabulary. Each step adds two for the norm: gradients sharded by

@@ -17,12 +17,12 @@ def compile_blocks(blocks: Iterable[nn.Module]) -> None:
     """Compile each block in place; blocks of the same class share compiled graphs.
 
     Args:
-        blocks: from `find_blocks`; their callers and parameter names do not change.
+        blocks: from `find_blocks`; callers call them as before, and parameter names do not change.
     """
-    import torch._dynamo  # as long to import as torch itself
+    import torch._dynamo  # this import takes as long as that of torch itself
 
-    # Of a block within DistributedDataParallel it would make several graphs, at the borders of DDP's buckets. These
-    # hold the gradients of several blocks, so that nothing more is overlapped.
+    # With `optimize_ddp`, a block within DistributedDataParallel would be split into several graphs at the borders of
+    # DDP's buckets. A bucket holds the gradients of several blocks, so the split would not add any overlap.
     torch._dynamo.config.optimize_ddp = False
     for block in blocks:
         block.compile()
@@ -36,12 +36,12 @@ def count_graphs() -> int:
 
 
 def require_compiler(device: torch.device) -> None:
-    """Refuse to compile on a machine without the compiler that torch.compile needs on a device.
+    """Check that this machine has the compiler that torch.compile needs for a device.
 
-    On a CPU that is Inductor's, on a GPU the one with which Triton builds the launchers of its kernels.
+    For a CPU, Inductor needs a C++ compiler; for a GPU, Triton needs a C compiler for the launchers of its kernels.
 
     Raises:
-        ConfigError: it is not there.
+        ConfigError: this machine does not have the compiler.
     """
     if device.type not in _COMPILERS:
         return

@@ -13,7 +13,7 @@ _UNKNOWN = "does not have a deterministic implementation"
 
 @contextmanager
 def deterministic(is_enabled: bool) -> Iterator[None]:
-    """Use only deterministic algorithms inside the context; on a CPU nearly all are, on a GPU they are slower.
+    """Use only deterministic algorithms inside the context: on a CPU nearly all algorithms, on a GPU slower ones.
 
     See https://docs.pytorch.org/docs/stable/notes/randomness.html; `choose_device` sets the workspace of cuBLAS.
 
@@ -21,7 +21,7 @@ def deterministic(is_enabled: bool) -> Iterator[None]:
         is_enabled: False changes nothing.
 
     Raises:
-        ConfigError: an operation has no deterministic algorithm.
+        ConfigError: an operation inside the context has no deterministic algorithm.
     """
     if not is_enabled:
         yield
@@ -30,7 +30,7 @@ def deterministic(is_enabled: bool) -> Iterator[None]:
     fills = filling.fill_uninitialized_memory
     benchmark = torch.backends.cudnn.benchmark
     torch.use_deterministic_algorithms(True)
-    filling.fill_uninitialized_memory = False  # reading uninitialized memory would be a bug anyway
+    filling.fill_uninitialized_memory = False  # saves time; reading uninitialized memory is a bug anyway
     torch.backends.cudnn.benchmark = False
     try:
         yield

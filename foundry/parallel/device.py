@@ -19,7 +19,7 @@ from foundry.config.schemas.device import DeviceKind
 from foundry.core.errors import ConfigError, Violation
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""Names of the same setting, newest first."""
+"""Environment variables with the settings of torch's GPU memory allocator; the newest name is first."""
 
 
 def count_cuda() -> int:
@@ -38,7 +38,7 @@ def choose_device(kind: DeviceKind = DeviceKind.auto) -> torch.device:
     GPUs hidden by CUDA_VISIBLE_DEVICES are ignored.
 
     Raises:
-        ConfigError: torch cannot use the machine's GPU, or `kind` is cuda and there is no GPU.
+        ConfigError: `kind` is not cpu and torch cannot use the machine's GPU, or `kind` is cuda and there is no GPU.
     """
     if kind is DeviceKind.cpu:
         return torch.device("cpu")
@@ -111,7 +111,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def finish_copies(device: torch.device) -> None:
-    """Wait for the copies to pinned memory in the current stream of a GPU."""
+    """Wait for all work in the current stream of a GPU, such as copies to pinned memory."""
     torch.cuda.current_stream(device).synchronize()
 
 
@@ -184,7 +184,7 @@ def allocator_retries(device: torch.device) -> int | None:
 
 
 def resident_bytes() -> int:
-    """Return the resident set of this process in bytes; its maximum so far if the system does not report it."""
+    """Return the resident set of this process in bytes; if the system reports only its peak, return the peak."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:

@@ -14,7 +14,7 @@ from foundry.run_dir.names import FLIGHT_RECORDER
 
 _NUM_COLLECTIVES = "2000"
 _PREFIX = "rank_"
-# The first names are current since torch 2.8; the second are still supported, with a warning.
+# Of each pair, the first name is current since torch 2.8, and the second is still supported, with a warning.
 _SIZE = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _FILE = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
@@ -31,7 +31,8 @@ def record_collectives() -> None:
 def dump_into(run_dir: Path, device: torch.device) -> None:
     """Make NCCL write its record to the run directory if NCCL ends the process before a watchdog does.
 
-    NCCL reads the path only at that time, so this can be called after the ranks have agreed on the run directory.
+    NCCL reads the path only when it writes, so this can be called after the ranks have agreed on the run directory. A
+    path set by the user in the environment takes precedence.
 
     Args:
         run_dir: the run directory.
@@ -43,7 +44,7 @@ def dump_into(run_dir: Path, device: torch.device) -> None:
 
 
 def dump_collectives(run_dir: Path, rank: int, device: torch.device) -> None:
-    """Write the latest collectives of this process, replacing an earlier dump of the same rank.
+    """Write the latest collectives of this process to the run directory, replacing an earlier dump of the same rank.
 
     Args:
         run_dir: the run directory.

@@ -20,7 +20,7 @@ _PLAIN = {(kind.__module__, kind.__name__): kind for kind in (set, frozenset, Po
 
 
 def gather(value: _T, world: World, group: ProcessGroup | None = None) -> list[_T]:
-    """Gather every rank's value, in rank order; all ranks must call this together.
+    """Return the values of all ranks on every rank, in rank order; all ranks must call this together.
 
     `torch.distributed.all_gather_object` would execute any code sent by a process that poses as a rank.
 
@@ -30,7 +30,7 @@ def gather(value: _T, world: World, group: ProcessGroup | None = None) -> list[_
         group: process group to use, with tensors in host memory; None for the default group.
 
     Raises:
-        pickle.UnpicklingError: a rank has sent another type.
+        pickle.UnpicklingError: a rank has sent a value of any other type.
     """
     if world.world_size == 1:
         return [value]
@@ -52,7 +52,7 @@ def broadcast(value: _T, world: World, group: ProcessGroup | None = None) -> _T:
         group: process group to use, with tensors in host memory; None for the default group.
 
     Raises:
-        pickle.UnpicklingError: rank 0 has sent another type.
+        pickle.UnpicklingError: rank 0 has sent a value of any other type.
     """
     if world.world_size == 1:
         return value
@@ -69,7 +69,7 @@ def loads(data: bytes) -> Any:
     """Unpickle a value made of plain containers, numbers, strings, paths and foundry's dataclasses.
 
     Raises:
-        pickle.UnpicklingError: the pickle refers to another type.
+        pickle.UnpicklingError: the pickle refers to any other type.
     """
     return _Unpickler(io.BytesIO(data)).load()
 

@@ -21,7 +21,8 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
 
     Args:
         parameters: parameters of the model; those without a gradient are skipped.
-        max_norm: above 0; infinity disables scaling. If the norm is not finite, the gradients become non-finite too.
+        max_norm: above 0; infinity disables scaling. A norm of NaN makes all gradients NaN; an infinite norm makes
+            infinite gradients NaN and finite ones 0.
 
     Returns:
         () float32, the L2 norm before clipping; equal on all ranks, a plain tensor on the device of the first gradient.
@@ -41,7 +42,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
         return torch.zeros(())
     norm = total.sqrt()
     if max_norm < math.inf:
-        # 1e-6 as in torch.nn.utils.clip_grad_norm_: avoids division by zero and gives the same numbers.
+        # 1e-6 avoids division by zero; torch.nn.utils.clip_grad_norm_ adds the same, so the numbers are equal.
         factor = (max_norm / (norm + 1e-6)).clamp_(max=1.0)
         for (device, _), grads in grads_by.items():
             torch._foreach_mul_(grads, factor.to(device))

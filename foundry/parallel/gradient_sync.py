@@ -58,9 +58,9 @@ class DDPSync:
         self._ddp, self._policy = ddp_modules[0], policy
 
     def microbatch(self, *, first: bool, last: bool) -> AbstractContextManager[None]:
-        """Return `no_sync` for microbatches that defer the reduction.
+        """Return DDP's `no_sync` context if the reduction is deferred; otherwise a context that does nothing.
 
-        The context must cover the forward pass too, because DDP decides there whether the backward pass reduces.
+        The context must cover the forward pass too, because that decides whether the backward pass reduces.
         """
         deferred = self._policy is not GradientSync.every and not last
         return _no_sync(self._ddp) if deferred else nullcontext()
@@ -70,7 +70,7 @@ class DDPSync:
 
 
 class DeferredDDPSync:
-    """The same average as DDP's, computed by all-reduces after the backward pass, without overlap.
+    """The same average of gradients as DDP's, computed by all-reduces after the backward pass, without overlap.
 
     Args:
         parameters: parameters of the unwrapped model; those without `requires_grad` are ignored.
@@ -88,7 +88,7 @@ class DeferredDDPSync:
 
     @contextmanager
     def microbatch(self, *, first: bool, last: bool) -> Iterator[None]:
-        """Reduce after the microbatch under `every`.
+        """Return a context that averages the gradients at its end under `every`, and does nothing under `last`.
 
         Averaging the accumulated gradients again does not change the averages of earlier microbatches.
         """
@@ -97,7 +97,7 @@ class DeferredDDPSync:
             average_gradients(self._parameters, self._world)
 
     def finish(self) -> None:
-        """Reduce the window's accumulated gradients once, unless the policy is `every`."""
+        """Average the window's accumulated gradients over the ranks, unless the policy is `every`."""
         if self._policy is not GradientSync.every:
             average_gradients(self._parameters, self._world)
 
@@ -105,15 +105,16 @@ class DeferredDDPSync:
 class FSDPSync:
     """FSDP2, HSDP, and DDP with a sharded optimizer.
 
-    `set_is_last_backward` stays true: under `every`, a microbatch then waits for its reductions on the device only, and
-    false would carry one microbatch's prefetch order over to the next.
+    FSDP2's `set_is_last_backward` stays true: under `every`, a microbatch then waits for its reductions on the device
+    only, and false would carry one microbatch's prefetch order over to the next.
 
     Args:
         model: the module that `fully_shard` was applied to, or a wrapper around it such as that of `torch.compile`.
         policy: any policy.
         world: the ranks.
         replicated: parameters that FSDP2 ignores; their gradients are averaged at the end of a window.
-        reshard_after_forward: free the weights of blocks between forward and backward pass, unless weights are kept.
+        reshard_after_forward: free the weights of blocks between forward and backward pass, unless weights are kept
+            through the window.
         keep_params: keep weights gathered through a window under every policy, as DDP does.
 
     Raises:
@@ -143,15 +144,15 @@ class FSDPSync:
 
     @contextmanager
     def microbatch(self, *, first: bool, last: bool) -> Iterator[None]:
-        """Set whether this backward pass reduces gradients and whether gathered weights are kept.
+        """Return a context that sets whether the backward pass reduces gradients and whether gathered weights are kept.
 
-        Weights are kept until the window's last microbatch, if the policy or `keep_params` requests it.
+        Weights are kept until the window's last microbatch under `last_keep_params`, or if `keep_params` is True.
         """
         self._root.set_requires_gradient_sync(last or self._policy is GradientSync.every)
         self._root.set_reshard_after_backward(last or not self._keep_params)
         if first:
             self._root.set_reshard_after_forward(self._reshard_after_forward and not self._keep_params)
-            # The root's backward pass follows immediately and needs its weights.
+            # The root's backward pass follows its forward pass immediately and needs the same weights.
             self._root.set_reshard_after_forward(False, recurse=False)
         yield
         if last:

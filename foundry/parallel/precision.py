@@ -55,7 +55,7 @@ class PrecisionPolicy:
     Attributes:
         mode: the configured mode.
         compute_dtype: dtype of matrix products.
-        is_amp: whether weights are fp32 and the compute dtype is another.
+        is_amp: whether weights are fp32 and matrix products use another dtype (amp_bfloat16, amp_float16).
     """
 
     def __init__(self, mode: PrecisionMode) -> None:
@@ -82,8 +82,8 @@ class PrecisionPolicy:
         """Cast parameters and buffers to their storage dtype; call before the optimizer is built.
 
         pure_bf16 casts the model to bf16, and its inputs in each forward pass. The other modes need fp32 parameters and
-        do not change the model, except `frozen`: with amp these matrices are stored rounded, because autocast would
-        round them in every pass.
+        do not change the model, except that amp stores the parameters in `frozen` in the compute dtype, because
+        autocast would round them in every pass.
         """
         for parameter in frozen if self.is_amp else ():
             parameter.data = parameter.data.to(self.compute_dtype)
@@ -115,7 +115,7 @@ class PrecisionPolicy:
         """Return whether FSDP2 leaves this parameter unsharded, so that its gradient is averaged once per window.
 
         Scalars cannot be sharded. With amp, norm weights and biases of a block must not be rounded with its matrices;
-        they are a few thousandths of a model.
+        these vectors are a few thousandths of a model's parameters.
         """
         return parameter.ndim == 0 or (self.is_amp and in_block and parameter.ndim == 1)
 
@@ -139,12 +139,12 @@ class LossScaler:
     """Dynamic loss scaling (Micikevicius et al. 2018, section 3.2) for plain and DTensor gradients.
 
     The interface is that of `torch.amp.GradScaler`: scale, unscale_, step, update. GradScaler fails if only some
-    gradients are DTensors, and decides per rank; here an infinite gradient on one rank skips the step on all ranks.
+    gradients are DTensors, and decides per rank; here a non-finite gradient on one rank skips the step on all ranks.
 
     Args:
         device: device of the scale.
         init_scale: initial scale of the loss.
-        growth_interval: number of steps without infinities after which the scale doubles.
+        growth_interval: number of consecutive steps with finite gradients after which the scale doubles.
     """
 
     def __init__(self, device: torch.device, *, init_scale: float = 2.0**16, growth_interval: int = 2000) -> None:
@@ -153,7 +153,8 @@ class LossScaler:
         self._growth_interval = growth_interval
         self._unscaled: set[int] = set()
         self.found_inf: Tensor | None = None
-        """() float32, 1 if any gradient unscaled since the last update() was not finite; equal on all ranks."""
+        """() float32, 1 if any gradient unscaled since the last update() was not finite; equal on all ranks. None if
+        no gradient was unscaled since then."""
 
     def get_scale(self) -> float:
         """Return the current scale; synchronizes with the device."""
@@ -165,7 +166,7 @@ class LossScaler:
 
     @torch.no_grad()
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide the gradients by the scale, once per step and before clipping, without a device synchronization."""
+        """Divide the optimizer's gradients by the scale, once a step, before clipping, without a synchronization."""
         assert id(optimizer) not in self._unscaled, "the gradients are unscaled already"
         self._unscaled.add(id(optimizer))
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
@@ -182,7 +183,7 @@ class LossScaler:
     def step(self, optimizer: Optimizer) -> bool:
         """Update the weights unless a gradient is not finite; return whether they were updated. Synchronizes once.
 
-        With several optimizers, call unscale_ for all of them first: then either all of them step, or none does.
+        With several optimizers, call unscale_ for every optimizer first: then either all optimizers step, or none does.
         """
         if id(optimizer) not in self._unscaled:
             self.unscale_(optimizer)
@@ -194,7 +195,7 @@ class LossScaler:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Halve the scale after an infinity; double it after `growth_interval` steps without one."""
+        """Halve the scale after a non-finite gradient; double it after `growth_interval` steps without one."""
         assert self.found_inf is not None, "update() follows unscale_() or step()"
         is_non_finite = self.found_inf > 0
         good_steps = torch.where(is_non_finite, 0, self._good_steps + 1)
@@ -205,11 +206,11 @@ class LossScaler:
         self._unscaled.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scale and the number of consecutive good steps."""
+        """Return the scale and the number of steps without a non-finite gradient since the scale last changed."""
         return {"scale": self._scale.item(), "good_steps": self._good_steps.item()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a `state_dict()`."""
+        """Restore the scale and the number of steps from a `state_dict()`."""
         self._scale.fill_(state["scale"])
         self._good_steps.fill_(state["good_steps"])
 
@@ -225,7 +226,7 @@ def _local_grads(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def cast_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Forward pre-hook that casts floating-point arguments to bfloat16."""
+    """Forward pre-hook that casts floating-point tensor arguments to bfloat16."""
 
     def cast(value: Any) -> Any:
         return value.to(torch.bfloat16) if isinstance(value, Tensor) and value.is_floating_point() else value

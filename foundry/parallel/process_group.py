@@ -37,13 +37,13 @@ _PROCESSES_PER_NODE = {
     "submitit": "hydra.launcher.tasks_per_node",
     "torchrun": "torchrun --nproc-per-node",
 }
-"""Setting of the number of processes on a node, for each launcher; foundry's own processes have another setting."""
+"""Setting of the number of processes on a node, for each launcher; else `distributed.nproc_per_node`."""
 
 Join = Callable[[Distributed, LaunchEnvironment, str, torch.device], None]
 """Joins torch's default process group, given settings, launch variables, backend names and this rank's device."""
 
 _numbers = itertools.count()
-"""Counter of the process groups that this process has joined; a file store can be used only once."""
+"""Numbers for the names of this process's file stores; a file store can be used only once."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class World:
         local_world_size: number of ranks on this node.
         device: device of this rank.
         distributed: the resolved strategy.
-        mesh: device mesh of the strategy; None if the model is not wrapped.
+        mesh: device mesh of the strategy; None if the strategy is `Single`.
         dp_group: data-parallel group, whose samples together are the global batch; None if this is all ranks.
     """
 
@@ -143,17 +143,17 @@ def process_group(
     A rank that fails does not leave the process group but lets its process end: an orderly exit would make NCCL wait
     for collectives that the other ranks never join, and would delay the error message.
 
-    A single process joins no group, except with `cpu_offload`: FSDP2 does the offloading, and needs a group even for
-    one rank.
+    A single process joins no process group, except with `cpu_offload`: FSDP2 does the offloading, and needs a process
+    group even for one rank.
 
     Args:
-        config: backend, init method and timeout.
+        config: strategy, backend, init method and timeouts.
         kind: kind of device to use.
         join: joins the process group; None uses `join_ranks`.
 
     Raises:
-        ConfigError: more ranks than GPUs on this node, no usable GPU, nccl on CPUs, contradictory launch variables, or
-            a strategy that does not fit the number of ranks.
+        ConfigError: more ranks than GPUs on this node, no usable GPU, nccl on CPUs, gloo for FSDP2 on GPUs,
+            contradictory launch variables, or a strategy that does not fit the number of ranks.
     """
     environment = detect()
     device = _device(environment, choose_device(kind))
@@ -171,7 +171,7 @@ def process_group(
     _prefer_loopback(environment.num_nodes)
     _allow_many_connections()
     record_collectives()
-    if dist.is_initialized():  # left over from an earlier run in this process that failed
+    if dist.is_initialized():  # a group left by an earlier, failed run in this process
         dist.destroy_process_group()
     (join or join_ranks)(config, environment, backend, device)
     is_in_order = world.world_size == 1
@@ -210,7 +210,7 @@ def with_mesh(world: World, mesh: DeviceMesh | None) -> World:
 
 
 def side_group(world: World) -> ProcessGroup | None:
-    """Create a gloo group of all ranks for communication from another thread; None for a single process.
+    """Create a gloo group of all ranks for communication from another thread; None without other processes.
 
     All ranks must call this together. Each group adds a connection to every other rank, so create it only if needed.
     """
@@ -223,9 +223,9 @@ def side_group(world: World) -> ProcessGroup | None:
 
 
 def limit_waits(seconds: float) -> None:
-    """Set the timeout of all process groups to slightly more than a watchdog's timeout.
+    """Set the timeout of all process groups to a quarter more than a watchdog's timeout.
 
-    Torch gives the groups of a device mesh and its slices a timeout of half an hour.
+    Without this call, torch gives the groups of a device mesh and its slices a timeout of half an hour.
 
     Args:
         seconds: timeout of the watchdog.
@@ -235,7 +235,7 @@ def limit_waits(seconds: float) -> None:
 
 
 def _has_peers() -> bool:
-    """Return whether there are other processes; torch's fake backend has ranks without processes."""
+    """Return whether this process has joined a process group, other than one of torch's fake backend."""
     return dist.is_initialized() and dist.get_backend() != dist.Backend.FAKE
 
 
@@ -244,7 +244,7 @@ def _data_dims(mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 def _device(environment: LaunchEnvironment, device: torch.device) -> torch.device:
-    """Select and return this rank's device of that kind."""
+    """Return this rank's device of the same type as `device`; a GPU is made the current device."""
     if device.type != "cuda":
         return device
     count = count_cuda()
@@ -266,7 +266,7 @@ def _device(environment: LaunchEnvironment, device: torch.device) -> torch.devic
 
 
 def _backend(config: Distributed, device: torch.device) -> str:
-    """Return the backend string for torch; on GPUs it adds gloo for CPU tensors, which offloading and counting need."""
+    """Return the backend string for torch; with nccl it adds gloo for CPU tensors, for offloading and counting."""
     if config.backend is Backend.gloo or (config.backend is Backend.auto and device.type != "cuda"):
         return "gloo"
     if device.type != "cuda":
@@ -312,7 +312,7 @@ def _store(config: Distributed, environment: LaunchEnvironment, timeout: timedel
     """Return a store that only this machine can reach; None if the ranks meet through `init_method`.
 
     torch's own store listens on every interface of rank 0's machine. Ranks started by foundry use a file that only
-    their user can open; other ranks use the loopback interface if their address is on it.
+    their user can open; other ranks use the loopback interface if rank 0's address is on it or Slurm uses one node.
     """
     if config.init_method == "env://" and (path := os.environ.get(STORE)):
         store = FileStore(f"{path}{next(_numbers)}", environment.world_size)
@@ -335,7 +335,7 @@ def _store(config: Distributed, environment: LaunchEnvironment, timeout: timedel
 
 
 def _allow_many_connections() -> None:
-    """Raise the limit of open files to its maximum: gloo needs one for each other rank in each of its groups."""
+    """Raise the limit of open files to its maximum: gloo keeps one open for each other rank, in each of its groups."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with suppress(ValueError, OSError):  # macOS rejects the limit that it reports
@@ -343,10 +343,10 @@ def _allow_many_connections() -> None:
 
 
 def _prefer_loopback(num_nodes: int) -> None:
-    """Make gloo and NCCL use the loopback interface on a single node, which other machines cannot reach.
+    """Make gloo and NCCL use the loopback interface, which other machines cannot reach, if there is only one node.
 
-    gloo's default, the host's own name, may also resolve to an unreachable address. The variables stay set for the
-    lifetime of the process, because groups created later (meshes) read them too.
+    gloo's default, the address of the host's own name, may also be unreachable. The variables stay set for the lifetime
+    of the process, because groups created later (meshes) read them too.
     """
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if num_nodes == 1 and loopback is not None:

@@ -7,10 +7,11 @@ from foundry.parallel.process_group import World
 
 
 class RankFlags:
-    """Combines flags over the ranks, so that all of them see the same value at the same step boundary.
+    """Combines flags over the ranks, so that all ranks see the same value at the same step boundary.
 
-    Tensors are in host memory, so there is no device synchronization. It uses the default process group from the
-    training thread: every rank must make the same calls in the same order. A single process does not communicate.
+    Tensors are in host memory, so there is no device synchronization. The training thread makes the calls, and they use
+    the default process group: every rank must make the same calls in the same order. A single process does not
+    communicate.
 
     Args:
         world: the ranks; their process group must exist.
@@ -24,7 +25,7 @@ class RankFlags:
         self._pending: dist.Work | None = None
 
     def exchange(self, flags: int) -> int:
-        """Start combining this call's flags and return the previous call's, combined by bitwise or.
+        """Start combining this call's flags over the ranks by bitwise or, and return the previous call's result.
 
         The reduction runs during the step between two calls, so no rank waits. Every flag is seen once, one call late.
         On a single process the flags are returned immediately.
@@ -33,7 +34,7 @@ class RankFlags:
             flags: flags of this rank, below 2^63.
 
         Returns:
-            The same value on every rank; 0 at the first call.
+            The same value on every rank; with several ranks, 0 at the first call and after `settle`.
         """
         if self._group is None:
             return flags

@@ -1,9 +1,9 @@
 """Tensor parallelism: shards a model's matrices over ranks that process the same samples, before FSDP2 is applied.
 
-The model declares how each module is sharded (`Split`). Parameters in this plan become DTensors sharded over the
-tensor-parallel mesh dimension. The remaining ones become replicated DTensors. Norm, optimizer and checkpoint therefore
-need no special code: placements tell which values to count and to write once. Each rank builds the whole model and
-keeps its own part, without communication.
+The model's plan declares how each module is sharded (`Split`). Weights in the plan become DTensors sharded over the
+tensor-parallel mesh dimension. The remaining parameters become replicated DTensors, except parameters that FSDP2 does
+not shard either. Norm, optimizer and checkpoint therefore need no special code: placements tell which values to count
+and to write once. Each rank builds the whole model and keeps its own part, without communication.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ _KEY = "distributed.tensor_parallel"
 
 
 def is_divisible(model: nn.Module, num_ranks: int) -> bool:
-    """Return whether a model has a tensor-parallel plan and its sizes are divisible by the number of ranks."""
+    """Return whether a model has a tensor-parallel plan that can be applied with this number of ranks."""
     return hook(model, "tensor_parallel_plan") is not None and not list(_violations(model, num_ranks))
 
 
@@ -50,7 +50,7 @@ def divide(model: nn.Module, mesh: DeviceMesh, policy: PrecisionPolicy) -> None:
         policy: precision policy; parameters that it excludes from FSDP2 are excluded here too.
 
     Raises:
-        ConfigError: the model has no plan, or its sizes are not divisible by the number of ranks.
+        ConfigError: the model has no plan, or one that cannot be applied with this number of ranks.
     """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
@@ -65,7 +65,7 @@ def divide(model: nn.Module, mesh: DeviceMesh, policy: PrecisionPolicy) -> None:
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter not in dims and not policy.is_replicated(parameter, in_block=parameter in in_blocks):
-                # So that an optimizer updates tensors of a single mesh, and each parameter is counted and written once.
+                # A DTensor too, so that an optimizer gets tensors of one mesh, and each is counted and written once.
                 _distribute(module, name, mesh, Replicate())
     for name, module, split in _planned(model):
         match split:
@@ -93,7 +93,8 @@ def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: "Plac
 def _share_input(mesh: DeviceMesh, module: nn.Module, args: Sequence[Any]) -> tuple[Any, ...]:
     """Forward pre-hook that turns the input into a replicated DTensor.
 
-    The layers inside use this DTensor directly. In the backward pass its gradient is summed over the ranks once, here.
+    The layers inside use this DTensor directly. In the backward pass, this hook sums the gradient of the
+    input over the ranks, once for all of these layers.
     """
     from torch.distributed.tensor import DTensor, Replicate
 
@@ -102,7 +103,7 @@ def _share_input(mesh: DeviceMesh, module: nn.Module, args: Sequence[Any]) -> tu
 
 
 def _planned(model: nn.Module) -> Iterator[tuple[str, nn.Module, Split]]:
-    """Yield the modules that the model's plan names, in model order, with name and split."""
+    """Yield name, module and split of each module that a pattern of the model's plan matches, in model order."""
     get_plan = hook(model, "tensor_parallel_plan")
     plan: dict[str, Split] = {} if get_plan is None else get_plan()
     for name, module in model.named_modules():

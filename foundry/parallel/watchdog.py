@@ -15,11 +15,11 @@ EXIT_STALLED = 74
 """Exit code of a process ended by its watchdog; sysexits.h defines it as an input/output error."""
 
 _TICKS = 12
-"""Number of checks within the timeout."""
+"""Minimum number of checks within the timeout."""
 _LONGEST_TICK = 5.0  # seconds
 _RECORDING_SECONDS = 5.0
 
-# gloo raises RuntimeError; these are fragments of the messages of gloo and the stores.
+# Fragments of the messages of errors from gloo and torch's stores; gloo raises a plain RuntimeError.
 _COLLECTIVE_MESSAGES = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -45,8 +45,8 @@ class Watchdog:
     needs the main thread only to release the interpreter lock, which every blocking collective does. Time during which
     the process itself is stopped, for example by Ctrl-Z, does not count.
 
-    A rank that has waited for half of the timeout dumps its position. All waiting ranks do so. A rank without a dump is
-    silent: it is stopped, busy or unreachable, and the other ranks are waiting for it.
+    A rank without a heartbeat for half of the timeout dumps its position; every rank that waits for another does so. A
+    rank without a dump is silent: it is stopped, busy or unreachable, and the other ranks are waiting for it.
 
     Args:
         timeout_seconds: longest time between heartbeats.
@@ -54,8 +54,8 @@ class Watchdog:
         world_size: number of ranks.
         start_timeout_seconds: timeout until `started` is called; None uses `timeout_seconds`.
         dump: saves the position of this rank, given the optimizer step and the activity. Called after half of the
-            timeout if there are other ranks, and before the process ends.
-        read_dumps: returns the recent dumps by rank; None if this rank could not write its own.
+            timeout if there are other ranks, and before the watchdog ends the process.
+        read_dumps: returns optimizer step and activity of the recent dumps, by rank; None if this rank has no dump.
         record: saves the rank at fault, the message and the main thread's stack; must return within seconds.
         when_started: called once, by `started`.
         on_heartbeat: called with the arguments of each `heartbeat`.
@@ -90,11 +90,11 @@ class Watchdog:
             self._on_heartbeat(step, activity)
 
     def now(self, activity: str) -> None:
-        """This rank moves, within the same optimizer step, and is about to do `activity`."""
+        """Heartbeat: report that this rank, still in the same optimizer step, is about to do `activity`."""
         self.heartbeat(self._last[0], activity)
 
     def started(self) -> None:
-        """Report that one-time work such as compilation is done. Idempotent."""
+        """Report that one-time work such as compilation is done; from then on `timeout_seconds` applies. Idempotent."""
         if not self._is_started:
             self._is_started = True
             if self._when_started is not None:
@@ -106,7 +106,7 @@ class Watchdog:
         return self._timeout_seconds if self._is_started else self._start_timeout_seconds
 
     def alive(self) -> None:
-        """Heartbeat within the current activity."""
+        """Heartbeat: report that the current activity makes progress; does not call `on_heartbeat`."""
         step, activity = self._last
         self._last = (step, activity)
 
@@ -114,7 +114,7 @@ class Watchdog:
     def silent_ranks_message(self) -> str:
         """Message that names the silent ranks.
 
-        It is empty if no rank is silent, or if this rank has not waited for half of the timeout.
+        It is empty if no rank is silent, or if this rank has no dumps to compare, as before half of the timeout.
         """
         return _describe_silent(self._silent(self._dumps()))
 
@@ -150,12 +150,12 @@ class Watchdog:
             if self._last is not seen:
                 seen, waited, self._has_dumped = self._last, 0.0, False
                 continue
-            # A check that comes much later than scheduled means that the process was stopped.
+            # A check much later than scheduled means that the process was stopped, so at most two ticks count.
             limit = self.limit_seconds
             waited += min(elapsed, 2 * tick)
             if waited >= limit / 2 and not self._has_dumped and self._dump is not None and self._world_size > 1:
                 self._has_dumped = True
-                # In a thread, because this process may be waiting for the file system that the dump is written to.
+                # Dump in a thread, because this process may be waiting for the file system of the dump.
                 threading.Thread(target=self._dump, args=seen, daemon=True).start()
             if waited >= limit:
                 self._end(waited, *seen)
@@ -178,13 +178,13 @@ class Watchdog:
         recording.join(_RECORDING_SECONDS)
         sys.stderr.write(f"{lines[-1]}\n")
         sys.stderr.flush()
-        # Nothing else ends a thread that is stuck inside a collective, and no orderly cleanup is possible.
+        # Only `os._exit` ends a thread that is stuck inside a collective; no orderly cleanup is possible.
         os._exit(EXIT_STALLED)
 
     def _verdict(
         self, seconds: float, step: int, activity: str, dumps: Mapping[int, tuple[int, str]] | None
     ) -> tuple[int, str]:
-        """Return the rank at fault and the message that names it."""
+        """Return the rank at fault, and the message about the silent ranks or about this rank's lack of progress."""
         limit = self.limit_seconds
         name = "timeout_seconds" if limit == self._timeout_seconds else "start_timeout_seconds"
         setting = f"(distributed.{name}={limit:g}), at step {step}, {activity}"
@@ -208,14 +208,14 @@ def _describe_silent(silent: Sequence[int]) -> str:
 def translate(
     error: BaseException, *, rank: int, step: int, activity: str, known_cause: str = ""
 ) -> CollectiveError | None:
-    """Return a one-line error for a failed collective; None for any other error.
+    """Return a one-line `CollectiveError` if `error` comes from a failed collective; None for any other error.
 
     Args:
         error: exception raised during the step.
         rank: rank of this process.
         step: number of completed optimizer steps.
         activity: activity of the rank, as in `Watchdog.heartbeat`.
-        known_cause: known cause, as in `Watchdog.silent_ranks_message`.
+        known_cause: cause for the message, as in `Watchdog.silent_ranks_message`; if empty, derived from `error`.
     """
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     is_collective = isinstance(error, dist.DistError) or (

@@ -1,4 +1,4 @@
-"""Context managers that gather all weights of a model, so that forward passes need no communication."""
+"""Context managers that gather all weights of a model, so that forward passes do not gather them layer by layer."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,13 +15,13 @@ from foundry.parallel.process_group import World
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[nn.Module]:
-    """Gather all weights of a model on every rank; forward passes inside the context do not communicate.
+    """Gather all weights of a model on every rank; forward passes inside the context do not gather weights.
 
-    With tensor parallelism each rank gathers only its part, and the ranks of a tensor-parallel group call the model
-    together.
+    With tensor parallelism each rank gathers only its tensor-parallel part, and the ranks of a tensor-parallel group
+    must call the model together, because the forward pass communicates within the group.
 
-    All ranks must enter together, and each needs memory for the whole model in the dtype that it is gathered in. The
-    weights must not change inside the context.
+    All ranks must enter the context together, and each needs memory for all weights in the dtype of the gathered
+    copies. The weights must not change inside the context.
 
     Args:
         model: the model as called in training.
@@ -36,7 +36,7 @@ def gathered(model: nn.Module) -> Iterator[nn.Module]:
     finally:
         for unit in units:
             unit.reshard()
-            # `FSDPSync` leaves the units in this state outside a window.
+            # True is the setting that `FSDPSync` leaves outside a window.
             unit.set_reshard_after_forward(True, recurse=False)
 
 
@@ -44,7 +44,7 @@ def gathered(model: nn.Module) -> Iterator[nn.Module]:
 def gathered_if_they_fit(model: nn.Module, world: World) -> Iterator[nn.Module]:
     """Gather all weights if every rank has enough memory; otherwise yield the model, which gathers layer by layer.
 
-    All ranks must enter together and call the model equally often.
+    All ranks must enter the context together and call the model equally often.
 
     Args:
         model: the model as called in training.

@@ -1,7 +1,7 @@
 """Preparing a model for distributed training: tensor parallelism, checkpointing, compilation, and DDP or FSDP2.
 
-A single process needs no wrapper, so `ddp` and `fsdp` return the bare model and every synchronization policy is valid.
-The exception is `cpu_offload`, which FSDP2 implements: it shards over a group of one rank.
+On a single process, the strategies `ddp` and `fsdp` do not wrap the model, and every gradient synchronization policy is
+valid. The exception is `cpu_offload`, which FSDP2 implements: it shards the model over a group of one rank.
 """
 
 import logging
@@ -51,12 +51,12 @@ class Parallel:
 
     @property
     def inner(self) -> nn.Module:
-        """The unwrapped model, with its own parameter names; call `model` instead."""
+        """The model without DDP's wrapper, with its own parameter names; forward passes must call `model` instead."""
         return cast(nn.Module, self.model.module) if isinstance(self.model, DistributedDataParallel) else self.model
 
 
 class RanksDifferError(RuntimeError):
-    """Error if parameters or buffers differ across ranks at the start."""
+    """Error if a model's parameters or buffers differ between ranks when it is placed on the devices."""
 
 
 def parallelize(
@@ -69,24 +69,25 @@ def parallelize(
     selective_checkpointing: bool = False,
     fill: Fill | None = None,
 ) -> Parallel:
-    """Checkpoint and compile the blocks, then wrap the model; parameter names do not change.
+    """Set up activation checkpointing and compilation of the blocks, then wrap the model.
 
-    With DDP, this holds for `Parallel.inner`.
+    Parameter names do not change; with DDP, this holds for the names in `Parallel.inner`.
 
     Args:
         model: equal on all ranks, after `policy.prepare`; changed in place and moved to the device. Parameters on the
-            meta device are allocated there, one FSDP2 unit at a time.
+            meta device are allocated on the device, with FSDP2 one unit at a time.
         policy: precision policy.
         world: from `process_group`; defines the strategy and its device mesh.
         grad_checkpointing: recompute each block's activations in the backward pass.
         torchcompile: compile each block.
         selective_checkpointing: do not recompute the most expensive operators that `grad_checkpointing` would
             recompute.
-        fill: initializes the weights of the wrapped model; None if it is initialized already or a checkpoint is loaded
-            later.
+        fill: initializes the weights once they are on the device; None if the model is initialized already or a
+            checkpoint is loaded later.
 
     Raises:
-        ConfigError: a policy or setting has no effect on this model, or tensor parallelism cannot shard the model.
+        ConfigError: a setting has no effect on this model or contradicts another, or tensor parallelism cannot shard
+            the model.
         RanksDifferError: parameters or buffers differ between ranks; the message names the first.
     """
     distributed = world.distributed
@@ -113,7 +114,7 @@ def parallelize(
 
 
 def place_frozen(model: nn.Module, policy: PrecisionPolicy, world: World, *, fill: Fill | None = None) -> nn.Module:
-    """Place a frozen model like the run's model: sharded with FSDP2, otherwise replicated on every rank.
+    """Freeze a model and place it on the device: sharded if the strategy is FSDP or HSDP, else whole on every rank.
 
     A model that tensor parallelism cannot shard is sharded over the data-parallel ranks only.
 
@@ -139,7 +140,7 @@ def place_frozen(model: nn.Module, policy: PrecisionPolicy, world: World, *, fil
 def _place(model: nn.Module, world: World, fill: Fill | None) -> nn.Module:
     """Move an unsharded model to the device and initialize it.
 
-    Without `fill`, parameters from the meta device have arbitrary values, because a checkpoint is loaded later.
+    Without `fill`, parameters from the meta device have arbitrary values until a checkpoint is loaded.
     """
     allocate(model.parameters(), world.device)
     model = model.to(world.device)
@@ -166,8 +167,8 @@ def _wrap_ddp(model: nn.Module, ddp: DDP, policy: PrecisionPolicy, world: World,
         gradient_as_bucket_view=True,
         init_sync=False,
     )
-    # FSDP2 does not broadcast buffers before each forward pass either, so a model behaves the same with both. Set here
-    # because torch 2.13 renamed the argument and warns about the name used by 2.11.
+    # FSDP2 does not broadcast buffers before each forward pass either, so a model behaves the same with both. The
+    # attribute is set because torch 2.13 renamed the argument and warns about the name used by 2.11.
     wrapped.broadcast_buffers = False
     return Parallel(wrapped, DDPSync(wrapped, ddp.gradient_sync))
 
@@ -177,8 +178,8 @@ def _wrap_sharded_optimizer(
 ) -> Parallel:
     """Wrap the model as with Megatron's distributed optimizer.
 
-    Gradients are reduce-scattered, and weights are gathered once per window and kept until its end. Without any overlap
-    the whole model is one unit, gathered before the window and reduced after its last backward pass.
+    Gradients are reduce-scattered, and weights are gathered once per window and kept until its end. Without
+    `overlap_grad_reduce` the whole model is one unit, so all weights are gathered, and all gradients reduced, together.
     """
     replicated = _shard(
         model,
@@ -230,7 +231,7 @@ def _shard(
     overlap: bool,
     fill: Fill | None,
 ) -> list[nn.Parameter]:
-    """Apply `fully_shard` to the blocks bottom-up and then to the root, and initialize the model.
+    """Apply `fully_shard` to the blocks (if `blocks` is True), inner before outer, and to the root; then call `fill`.
 
     Returns:
         The parameters that stay unsharded.
@@ -244,13 +245,13 @@ def _shard(
         parameter.data = parameter.data.to(mesh.device_type)
     shard = partial(fully_shard, mesh=mesh, offload_policy=offload or OffloadPolicy(), ignored_params=set(replicated))
     for unit in units:
-        allocate(unit.parameters(), device)  # sharding then keeps only this rank's part
+        allocate(unit.parameters(), device)  # the next line keeps only this rank's part
         shard(unit, mp_policy=policy.fsdp_policy(), reshard_after_forward=reshard_after_forward)
     allocate(model.parameters(), device)
     shard(model, mp_policy=policy.fsdp_policy(root=True), reshard_after_forward=reshard_after_forward)
     for name in (name for task in installed_tasks() for name in task.forward_methods):
         if hasattr(model, name):
-            register_fsdp_forward_method(model, name)  # its blocks may run before the first forward pass
+            register_fsdp_forward_method(model, name)  # this method may run blocks before the first forward()
     if fill is not None:
         fill(model)
     _set_prefetch(sharded_modules(model), overlap)
@@ -268,7 +269,7 @@ def _find_replicated(model: nn.Module, units: Sequence[nn.Module], policy: Preci
 
 
 def _set_prefetch(units: "list[FSDPModule]", overlap: bool) -> None:
-    """Prefetch one unit ahead in the forward pass (the default in the backward pass), or disable all prefetching."""
+    """If `overlap` is True, also prefetch the next unit in the forward pass; otherwise disable all prefetching."""
     if overlap:
         for unit, next_unit in pairwise(units):
             unit.set_modules_to_forward_prefetch([next_unit])
@@ -282,7 +283,7 @@ def _check_equal(model: nn.Module, world: World) -> None:
     """Check that the model is equal on all ranks by comparing one checksum per tensor.
 
     Takes four collectives for any model size, of at most one int64 per parameter and buffer. For tensors on the meta
-    device, dtype and shape are compared.
+    device, names, dtypes and shapes are compared.
     """
     shapes, sums = list[tuple[str, tuple[int, ...]]](), list[Tensor]()
     # Do not collect the tensors in a list: the first collective of a process imports torch modules that keep the frames
@@ -305,7 +306,7 @@ def _check_equal(model: nn.Module, world: World) -> None:
 
 
 def _checksum(name: str, tensor: Tensor) -> Tensor:
-    """Return the wrapping sum of the bits, () int64: exact, and equal for equal NaNs."""
+    """Return the sum of a tensor's bits as integers, () int64; on the meta device, a CRC of name, dtype and shape."""
     if tensor.is_meta:
         return torch.tensor(zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode()))
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

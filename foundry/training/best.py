@@ -12,7 +12,7 @@ from foundry.core.state_values import read_optional_count, read_optional_number
 
 
 class Best:
-    """Tracks the best value of a validation metric.
+    """Tracks the best value of a validation metric; a new value must be better by more than `min_delta`.
 
     Attributes:
         step: optimizer step of the best evaluation; None before the first finite value.
@@ -23,8 +23,8 @@ class Best:
         """Create the tracker.
 
         Args:
-            settings: `checkpoint.keep_best`; if its metric is None, no checkpoint is kept as the best.
-            metric: metric of the run, used if `settings` names none; None disables tracking.
+            settings: `checkpoint.keep_best`; without a metric in it, no checkpoint is kept as the best.
+            metric: main metric of the run, used if `settings` names none; None disables tracking.
         """
         self._metric = settings.metric or metric
         self._sign = 1.0 if settings.mode is Mode.min else -1.0
@@ -33,14 +33,14 @@ class Best:
         self.value: float | None = None
 
     def update(self, metrics: Mapping[str, float], step: int) -> bool:
-        """Update with an evaluation and return True if its checkpoint should be kept as the best.
+        """Update with an evaluation; return True if this step's checkpoint should be kept as the best.
 
         Args:
             metrics: metrics by their names in metrics.jsonl.
             step: optimizer steps taken.
 
         Raises:
-            ConfigError: the metric is not among `metrics`.
+            ConfigError: the tracked metric is not among `metrics`.
         """
         if self._metric is None:
             return False

@@ -35,7 +35,7 @@ class _Layout:
     """Parameters on the same device that are sharded over the same process groups.
 
     Attributes:
-        groups: process groups for the sum of squares.
+        groups: process groups whose ranks hold different shards of the parameters.
         parameters: parameters as passed to the optimizer.
         blocks: (parameters,) int64, block index of each parameter, on the parameters' device.
     """
@@ -45,12 +45,12 @@ class _Layout:
     blocks: Tensor
 
     def square_sums(self, tensors: list[Tensor], num_blocks: int) -> Tensor:
-        """Return (num_blocks,) float32 sums of squares of this rank's shards, from one tensor per parameter."""
+        """Return the sum of squares of this rank's shards by block, (num_blocks,) float32; one tensor per parameter."""
         squares = torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)).square()
         return squares.new_zeros(num_blocks).index_add_(0, self.blocks, squares)
 
     def reduce(self, sums: Tensor, device: torch.device) -> Tensor:
-        """Sum over all ranks that hold a shard and move to `device`; each shard, and each whole tensor, counts once."""
+        """Add up `sums` over the ranks that hold different shards, and move them to `device`."""
         for group in self.groups:
             dist.all_reduce(sums, group=group)
         return sums.to(device)
@@ -68,12 +68,12 @@ class BlockNorms:
     """Measures each block's L2 norm of the gradient before clipping, of the weights, and of the update.
 
     It never synchronizes with the device. In a measured step it holds a copy of this rank's part of the trainable
-    weights during the update, when activations are already freed, and does one small reduction; other steps cost
-    nothing.
+    weights during the update, when activations are already freed, and does one small all-reduce per process group that
+    shards parameters; other steps cost nothing.
 
     Args:
         blocks: trainable parameters by block name, as passed to the optimizers: plain tensors, which are equal on all
-            ranks, or DTensors, of which each shard counts once regardless of the mesh.
+            ranks, or DTensors, whose shards count once each, regardless of the mesh.
         every_n_steps: optimizer steps between measurements; the first step is measured too.
         device: device on which the norms are kept.
     """
@@ -99,7 +99,7 @@ class BlockNorms:
 
     @torch.no_grad()
     def before_update(self) -> Snapshot:
-        """Record the gradient norms and copy the weights before the update."""
+        """Return sums of squared gradients and copies of the weights, to be taken before clipping and the update."""
         gradients, weights = list[Tensor](), list[list[Tensor]]()
         for layout in self._layouts:
             zero = torch.zeros((), device=layout.blocks.device)
@@ -112,7 +112,7 @@ class BlockNorms:
 
     @torch.no_grad()
     def after_update(self, snapshot: Snapshot) -> NormsByBlock:
-        """Return the norms, with the update computed against `snapshot`; a skipped update has norm 0."""
+        """Return the norms; the update is the change of the weights since `snapshot`, with norm 0 if it was skipped."""
         total = torch.zeros(len(NORMS), len(self._names), device=self._device)
         for layout, gradients, previous in zip(self._layouts, snapshot.gradients, snapshot.weights, strict=True):
             weights = layout.square_sums(previous, len(self._names))

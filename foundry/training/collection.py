@@ -10,8 +10,8 @@ _STEPS_BETWEEN = 50
 class CollectedBetweenSteps:
     """Context manager that collects cyclic garbage every 50 steps on all ranks at once, and never within a step.
 
-    If each rank collected whenever it had allocated enough objects, the ranks would wait for some other rank in nearly
-    every step. Objects that exist when training begins are frozen and not scanned again.
+    If each rank collected whenever it had allocated enough objects, all ranks would wait for some collecting rank in
+    nearly every step. Objects that exist when training begins are frozen, so collections during training skip them.
     """
 
     def __enter__(self) -> Self:

@@ -10,7 +10,7 @@ from foundry.parallel.compilation import count_graphs
 log = logging.getLogger(__name__)
 
 _SETTLING_STEPS = 3
-"""Steps in which all graphs of a run are expected to compile, including one for a second, dynamic shape."""
+"""Number of first steps that are expected to compile all graphs of a run, including graphs for dynamic shapes."""
 
 
 class Recompilations:
@@ -26,7 +26,7 @@ class Recompilations:
 
     @contextmanager
     def around_step(self) -> Iterator[None]:
-        """Count the graphs compiled during an optimizer step."""
+        """Return a context for an optimizer step that counts the graphs compiled in it, except in the first steps."""
         num_graphs = count_graphs() if self._is_compiled else 0
         yield
         self._steps += 1

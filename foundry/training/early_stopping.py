@@ -20,8 +20,8 @@ class EarlyStopping:
     PyTorch Lightning's `EarlyStopping` (2.6.6). The best value changes only on an improvement.
 
     Attributes:
-        best: best value so far; None before the first evaluation.
-        wait: evaluations or epochs since the best value.
+        best: best value so far; None before the first finite value.
+        wait: evaluations or epochs since the best value was measured.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -39,10 +39,10 @@ class EarlyStopping:
             share: fraction of the run completed; unused.
 
         Returns:
-            The reason to stop the run, or None to continue.
+            The reason to stop the run, such as a value that is not finite; None to continue.
 
         Raises:
-            ConfigError: the metric is not among `metrics`.
+            ConfigError: the metric of the settings is not among `metrics`.
         """
         name, patience = self._settings.metric, self._settings.patience
         if patience is None or name is None:
@@ -67,7 +67,7 @@ class EarlyStopping:
         )
 
     def result(self) -> dict[str, Any]:
-        """Return an empty dict: the reason to stop is recorded by the run."""
+        """Return an empty dict, because the trainer records the reason to stop."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class EarlyStopping:
     def _improves(self, value: float) -> bool:
         if self.best is None:
             return True
-        # Tensors of torch's default dtype, as in Lightning.
+        # Compare in float32, as Lightning does.
         now = torch.tensor(value, dtype=torch.float32)
         best = torch.tensor(self.best, dtype=torch.float32)
         if self._settings.mode is Mode.max:

@@ -30,9 +30,9 @@ class Evaluation:
 
     @torch.no_grad()
     def measure(self, step: int, heartbeat: Callable[[str], None]) -> tuple[dict[str, float], list[Path]]:
-        """Evaluate in eval mode; return metrics by their names in metrics.jsonl (`val_…`) and the files written.
+        """Run the evaluators in eval mode; return metrics by their names in metrics.jsonl (`val_…`) and written files.
 
-        Afterwards the model has its previous mode.
+        Afterwards the model is in its previous mode (train or eval) again.
 
         Args:
             step: optimizer steps taken.

@@ -32,9 +32,9 @@ class LossSpike(RuntimeError):
     """The loss jumped; the weights were not updated. The trainer rolls back to the last checkpoint.
 
     Attributes:
-        step: step of the loss; it has consumed its samples.
+        step: step of the loss; the samples of this step have been read.
         loss: mean loss over the global batch.
-        zscore: distance from the previous losses, see `LossWindow`.
+        zscore: distance of the loss from the previous losses, see `LossWindow`.
     """
 
     def __init__(self, step: int, loss: float, zscore: float) -> None:
@@ -48,9 +48,9 @@ class Attempt:
 
     Attributes:
         step: step number, counted from 1.
-        loss: () float32, over the global batch, equal on all ranks.
-        grad_norm: () float32, over the global batch, equal on all ranks.
-        local_loss: () float32, of this rank's part of the batch.
+        loss: () float32, mean over the global batch, equal on all ranks.
+        grad_norm: () float32, before clipping, over the global batch, equal on all ranks.
+        local_loss: () float32, sum over this rank's part of the batch.
         positions: (batch,) int64 tensors in host memory: positions of this rank's samples in the global order; -1 is
             padding.
     """
@@ -63,7 +63,7 @@ class Attempt:
 
 
 class LossWindow:
-    """Window of the last accepted losses, from which the z-score of a new loss is computed.
+    """Window of the last accepted losses, used to compute the z-score of a new loss.
 
     Args:
         size: window size; the z-score is 0 until the window is a quarter full.
@@ -76,8 +76,8 @@ class LossWindow:
     def zscore(self, loss: float) -> float:
         """Return the modified z-score 0.6745 (loss - median) / MAD, of Iglewicz and Hoaglin, 1993, section 3.3.
 
-        MAD is the median absolute deviation from the median. If it is 0, because most losses are the same number, there
-        is no scale for the increase and the score is 0.
+        MAD is the median absolute deviation from the median. If MAD is 0, because most losses are the same number,
+        there is no scale for the increase and the score is 0.
         """
         if len(self.losses) < self._least:
             return 0.0
@@ -89,8 +89,8 @@ class LossWindow:
 class UpdateGuard:
     """Decides before each update whether to skip it; the decision is the same on all ranks.
 
-    If all optimizers can skip a step on the GPU, the finite check runs on the GPU without a synchronization, and the
-    host learns the result in `check`. Otherwise the host reads the loss in every step.
+    If the guard decides on the device (see `on_device`), the finite check runs there without a synchronization, and the
+    host learns the result in `check`. Otherwise the host reads loss and gradient norm in every step.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class UpdateGuard:
             config: guard settings.
             optimizers: all optimizers of the run.
             world: process group of the run.
-            scaler: loss scaler; it handles gradients that overflow as long as lowering the scale can help.
+            scaler: loss scaler, or None; it handles gradients that overflow until its scale is below 1.
             on_device: decide on the device; None does so on a GPU if all optimizers support it, and without a loss
                 scaler and spike detection.
         """
@@ -128,7 +128,7 @@ class UpdateGuard:
 
     @property
     def skips_on_device(self) -> bool:
-        """True if the run continues after an update that the device skipped without a synchronization."""
+        """True if the guard decides on the device, and the run may continue after a skipped update."""
         return self._on_device and self._config.max_non_finite > 0
 
     def should_skip(self, attempt: Attempt) -> Tensor | bool:
@@ -157,12 +157,12 @@ class UpdateGuard:
         return False
 
     def check(self) -> None:
-        """Synchronize with the device and process the updates it skipped.
+        """Read from the device which updates it skipped since the last call, and log each skipped update.
 
-        All ranks must call it at the same step, and before they save a checkpoint.
+        All ranks must call this at the same step, and before they save a checkpoint.
 
         Raises:
-            NonFiniteError: more consecutive updates were not finite than the configuration allows.
+            NonFiniteError: loss or gradient were non-finite in more consecutive updates than the configuration allows.
         """
         if not self._pending:
             return
@@ -197,7 +197,8 @@ class UpdateGuard:
 
     def _judge_on_device(self, attempt: Attempt) -> Tensor:
         # `_seen` is in host memory: it holds the flag of an earlier step, so reading it does not synchronize. Several
-        # ranks could see it at different steps; they wait for `check`, and no update is applied until then.
+        # ranks could see the flag at different steps: they wait for the trainer's `check`, and the device applies no
+        # update until then.
         if self._world.world_size == 1 and self._seen.item():
             self.check()
         is_non_finite = ~torch.isfinite(attempt.loss + attempt.grad_norm)
@@ -263,16 +264,16 @@ class UpdateGuard:
 def _skips_on_device(optimizer: Optimizer) -> bool:
     """Return True if the optimizer can skip a step on the GPU if `found_inf` is 1, as fused optimizers can.
 
-    Offloaded weights are updated on the CPU.
+    With offloaded weights it cannot, because the step runs on the CPU.
     """
     on_gpu = all(p.device.type == "cuda" for group in optimizer.param_groups for p in group["params"])
     return on_gpu and getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 def _start_momentum(optimizers: Sequence[Optimizer]) -> None:
-    """Initialize SGD's momentum buffers with 0, which gives the same first update.
+    """Initialize SGD's momentum buffers with 0; the first update is the same as without buffers.
 
-    The fused kernel allocates the buffers in the first step without filling them, and leaves them so if it skips that
+    Otherwise the fused kernel allocates the buffers in the first step, and leaves them uninitialized if it skips that
     step.
     """
     for optimizer in optimizers:

@@ -24,7 +24,7 @@ _REQUESTED = re.compile(r"(?:Tried|[Uu]nable) to allocate ([\d.]+ [KMGTPE]?i?B)|
 
 
 class OutOfMemoryError(RuntimeError):
-    """The device ran out of memory; the message lists the memory use by part and settings that reduce it."""
+    """The device or host ran out of memory; in training, the message lists memory use by part and remedies."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +34,10 @@ class DeviceMemory:
     Attributes:
         parts: bytes by part: weights or this rank's shards of them, gradients, optimizer state, averaged weights and
             frozen models.
-        allocated: bytes of all tensors.
-        reserved: bytes that torch has reserved on the device, including its cache.
+        allocated: bytes of all tensors on a GPU; on a CPU, of the whole process.
+        reserved: bytes that torch has reserved on a GPU, including its cache; on a CPU, equal to `allocated`.
         capacity: total memory of the device.
-        device_name: name of the device in messages.
+        device_name: GPU or CPU, as the name in messages.
     """
 
     parts: Mapping[str, int]
@@ -83,7 +83,7 @@ def measure_device_memory(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if the error means that memory ran out, on a device or on the host."""
+    """Return True if memory of a device or the host ran out; False for an `OutOfMemoryError`, which explains that."""
     if isinstance(error, OutOfMemoryError):
         return False  # already explained
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or is_out_of_host_memory(error)
@@ -91,10 +91,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def explain_memory_errors(device: torch.device, rank: int) -> Iterator[None]:
-    """Context manager that explains out-of-memory errors outside of training, for example while the model is built.
+    """Context manager that explains out-of-memory errors outside of `Trainer.fit`, such as while a run is built.
 
     Raises:
-        OutOfMemoryError: memory ran out.
+        OutOfMemoryError: memory of the device or the host ran out.
     """
     try:
         yield
@@ -120,7 +120,7 @@ def explain_out_of_memory(
     rank: int,
     world_size: int,
 ) -> str:
-    """Return a message with the memory use by part and the settings that reduce it; its first line stands alone.
+    """Return a message with the memory use by part and settings that reduce it; the first line can be read alone.
 
     Args:
         error: the error raised by torch, which names the size of the failed allocation.
@@ -164,7 +164,7 @@ def _activation_remedies(hparams: HParams) -> Iterator[str]:
 
 
 def _state_remedies(config: Config, distributed: Resolved, world_size: int) -> Iterator[str]:
-    """Yield the setting that shards weights, gradients and optimizer state, or offloads them if they are sharded."""
+    """Yield the setting that shards weights, gradients and optimizer state, or if they are sharded, offloads them."""
     states = "weights, gradients and optimizer state"
     if not isinstance(distributed, FSDP):
         more = " distributed.nproc_per_node=2" if world_size == 1 else ""
@@ -194,7 +194,7 @@ def _requested_size(error: BaseException) -> str:
 
 
 def _memory_in_use(device: torch.device) -> dict[str, Any]:
-    """Return allocated, reserved and total memory in bytes; on a CPU, the resident memory of this process."""
+    """Return allocated, reserved and total bytes, and the device's name; on a CPU, allocated is resident memory."""
     if device.type == "cuda":
         return {**asdict(cuda_memory(device)), "device_name": "GPU"}
     resident = resident_bytes()

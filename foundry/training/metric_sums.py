@@ -16,7 +16,7 @@ def add_metrics(totals: dict[str, Mean], metrics: Mapping[str, Mean | Tensor], n
     Args:
         totals: sums over the previous microbatches.
         metrics: metrics of this microbatch; a bare tensor is a sum over the valid items.
-        num_valid: number of valid items, used as the count of metrics without their own.
+        num_valid: number of valid items, used as the count of metrics that have no count.
     """
     for name, metric in metrics.items():
         mean = Mean(metric) if isinstance(metric, Tensor) else metric
@@ -29,11 +29,11 @@ def add_metrics(totals: dict[str, Mean], metrics: Mapping[str, Mean | Tensor], n
 
 
 def reduce_sums(sums: LossSum, names: Iterable[str] | None, world: World) -> LossSum:
-    """Reduce sums and counts over the ranks in one collective; a single process returns them unchanged.
+    """Sum loss, metrics and counts over the data-parallel ranks in one collective; one rank returns them unchanged.
 
     Args:
         sums: sums of this rank.
-        names: names of the objective's metrics, any of which may be missing on a rank; None if every rank has the
+        names: names of the objective's metrics, even if a rank has no value for some; None if every rank has the
             metrics of `sums`.
         world: process group of the run.
 
@@ -64,7 +64,7 @@ def read_means(metrics: Mapping[str, Mean], *numbers: Tensor) -> tuple[dict[str,
         numbers: further tensors of one element each.
 
     Returns:
-        The means by name, without metrics whose count is 0; and the numbers.
+        The means by metric name, without metrics whose count is 0; and the values of `numbers`.
     """
     counted_metrics = {name: mean for name, mean in metrics.items() if isinstance(mean.count, Tensor) or mean.count}
     quotients = [mean.sum / mean.count for mean in counted_metrics.values() if mean.count is not None]

@@ -33,14 +33,14 @@ class StepProfiler:
         self._profile: profile | None = None
 
     def around(self, step: int) -> AbstractContextManager[None]:
-        """Return the context manager for a step. It writes the files after the last recorded step.
+        """Return a context manager for a step, which records the step if selected, and writes the files after the last.
 
-        If the step raises, nothing is written, since that would wait for the device.
+        If the step raises, nothing is written, since writing would wait for the device.
         """
         return self._record_step(step) if step in self._steps else nullcontext()
 
     def stop(self) -> None:
-        """Write the steps recorded so far; called at the end of the run."""
+        """At the end of the run, write the recorded steps unless written, or warn if the run was too short for any."""
         if self._profile is not None:
             self._stop()
         elif self._steps:

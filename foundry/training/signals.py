@@ -1,7 +1,8 @@
 """Signal handling: signals are recorded at once and acted on at a step boundary.
 
-Ranks combine their signals at step boundaries and see them one step late. Then the run is saved and recorded, the job
-is passed to submitit if it handles the signal, and the process exits with 128 + the signal's number.
+Several ranks combine their signals at step boundaries and see the result one step late. Then the run is saved and
+recorded, the job is passed to submitit if submitit handles the signal, and the process exits with 128 + the signal's
+number.
 
 | signal | sender | effect on the run |
 |---|---|---|
@@ -29,7 +30,7 @@ from foundry.core.stopped import Stopped
 log = logging.getLogger(__name__)
 
 _PARKED_SECONDS = 120.0
-"""Sleep of ranks above 0: submitit gives `scontrol requeue` 60 s, after which Slurm ends all tasks."""
+"""Sleep of ranks above 0 during a requeue: submitit gives `scontrol requeue` 60 s, after which Slurm ends all tasks."""
 _QUERY_SECONDS = 5.0
 """Delay of the other ranks after rank 0 begins to query Slurm: if a task exits earlier, srun may end all tasks."""
 
@@ -47,7 +48,7 @@ class Boundary(IntFlag):
 
     @property
     def signum(self) -> signal.Signals | None:
-        """Signal that asks to stop. If several came, as when Slurm adds SIGTERM, the one that may lead to a requeue."""
+        """Signal that asks to stop, or None; of several, as when Slurm adds SIGTERM, one that may lead to a requeue."""
         return next((signum for signum, flag in reversed(_FLAGS.items()) if flag & self), None)
 
 
@@ -63,12 +64,12 @@ _FLAGS = {
 class SignalHandler:
     """Context manager that records the first signal that asks this process to stop.
 
-    The handlers only set a field: a signal arrives between any two bytecodes, where logging or writing could deadlock.
-    A second SIGINT ends the process at once with exit code 130.
+    The handlers only set a field: a signal arrives between any two bytecodes, and logging or writing at that time could
+    deadlock. A second SIGINT ends the process at once with exit code 130.
 
-    On exit, the previous handlers are restored, except after a signal has stopped the run: if a scheduler signals all
-    processes of a job and a launcher also forwards its own signal, a second copy must not kill the process before it
-    has reported its end.
+    On exit, the previous handlers are restored. After a signal has stopped the run, default handlers are not: if a
+    scheduler signals all processes of a job and a launcher also forwards its own signal, the second signal must not
+    kill the process before it has reported its end.
 
     Python handles signals in the main thread only; in another thread this class records nothing and logs a warning.
 
@@ -100,15 +101,15 @@ class SignalHandler:
 
     @property
     def flags(self) -> Boundary:
-        """Contribution of this rank to the exchange between ranks; stays set once a signal was received."""
+        """Flag of the first signal that this rank received, for the exchange between ranks; 0 before any signal."""
         return Boundary(0) if self.requested is None else _FLAGS[self.requested]
 
     def state_after(self, signum: signal.Signals) -> Literal["stopped", "requeued"]:
         """Return the state to record for a run that `signum` stopped; called on rank 0 after the save.
 
-        submitit requeues the job if it handles the signal. It ignores SIGTERM, which Slurm sends if it preempts or
-        requeues a job by itself, and also if a user cancels the job; `scontrol show job` distinguishes these cases.
-        Only the recorded state depends on the result: the checkpoint is the same.
+        submitit requeues the job at the signals that it handles. It ignores SIGTERM, which Slurm sends if Slurm itself
+        preempts or requeues a job, and also if a user cancels the job; `scontrol show job` distinguishes these cases.
+        Only the recorded state depends on the returned value: the checkpoint is the same.
         """
         if self._handler_to_call(signum) is not None or (signum is signal.SIGTERM and _slurm_will_requeue()):
             return "requeued"
@@ -131,7 +132,7 @@ class SignalHandler:
             is_main: True on rank 0.
 
         Returns:
-            True if submitit handles the signal; on rank 0 its handler does not return in that case.
+            True if submitit handles the signal; on rank 0, submitit's handler raises instead of returning.
 
         Raises:
             SystemExit: raised by submitit after it has requeued the job.
@@ -189,7 +190,7 @@ def _is_preempted(fields: dict[str, str]) -> bool:
 
 
 def _leave_preempted(job: str, *, is_main: bool) -> None:
-    """Request a requeue if this job is being preempted, before this process exits; do nothing for other jobs."""
+    """On rank 0, request a requeue if Slurm is preempting this job; on other ranks, wait for rank 0's query."""
     if not is_main:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(_QUERY_SECONDS)
@@ -205,7 +206,7 @@ def _query_job(job: str) -> dict[str, str]:
 
 def _scontrol(*arguments: str) -> str:
     try:
-        # In its own session, so that signals sent to this task do not reach it.
+        # scontrol has its own session, so that signals sent to this task do not reach scontrol.
         return subprocess.run(
             ["scontrol", *arguments], capture_output=True, text=True, timeout=10, check=True, start_new_session=True
         ).stdout

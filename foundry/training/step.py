@@ -1,9 +1,9 @@
 """The optimizer step.
 
 An objective returns the number of valid items of a microbatch before the forward pass, and then a loss that is summed
-over them. The step divides by the number over all microbatches and ranks, so the update does not depend on gradient
-accumulation or on the number of ranks. Without valid items the loss is exactly 0. Metrics are sums with their own
-counts, reduced in the same collective as the loss.
+over these items. The step divides the loss by the number of valid items of all microbatches and ranks, so the update
+does not depend on gradient accumulation or on the number of ranks. Without valid items the loss is exactly 0. Metrics
+are sums with their own counts, reduced in the same collective as the loss.
 """
 
 import math
@@ -34,7 +34,7 @@ class StepResult:
         loss: () float32, mean over the valid items.
         grad_norm: () float32, before clipping.
         metrics: sums and counts by name.
-        skipped: True if the update was skipped and the run continues; a () bool tensor if the decision is on the
+        skipped: True if the update was skipped and the run continues; a () bool tensor if the guard decides on the
             device.
         norms: norms by block; None in steps that are not measured.
     """
@@ -47,11 +47,11 @@ class StepResult:
 
 
 ForwardBackward = Callable[[Sequence[Microbatch], Sequence[int], Tensor | float], LossSum]
-"""Forward and backward passes of a window: takes microbatches, the valid items of each, and a factor for the loss.
+"""Forward and backward passes of a window: takes microbatches, their numbers of valid items, and a factor for the loss.
 
 The factor turns a sum over this rank's items into its share of the gradient that the synchronization averages. The
 function leaves the gradients in the parameters, multiplied by the scale of the loss scaler if there is one, and returns
-this rank's sums, unscaled.
+this rank's sums of loss and metrics, unscaled.
 """
 
 
@@ -107,9 +107,9 @@ class TrainStep:
             weight_decay: weight decay of this update; None keeps the optimizers' own.
 
         Raises:
-            NonFiniteError: the loss or gradient is NaN or infinite more often than `guard` allows. On a GPU with fused
-                optimizers, this update and all later ones are skipped on the device, and the error is raised by the
-                next logged step at the latest, so that this call does not synchronize.
+            NonFiniteError: the loss or gradient is NaN or infinite in more consecutive steps than `guard` allows. If
+                the guard decides on the device, this update and all later ones are skipped there, and the error is
+                raised by the next logged step at the latest, so that this call does not synchronize.
             LossSpike: the loss jumped, and the run should go back to the last checkpoint.
             PersistentSpikeError: the loss jumped in more consecutive steps than `guard` allows.
         """
@@ -152,10 +152,10 @@ class TrainStep:
             self._scaler.load_state_dict(state["scaler"])
 
     def _compute_gradients(self, microbatches: Sequence[Microbatch]) -> tuple[LossSum, Tensor | int]:
-        """Accumulate a window's gradients; return this rank's sums and the number of valid items of all ranks."""
+        """Accumulate a window's gradients; return this rank's sums, and the number of valid items on all ranks."""
         num_valid = [self._objective.num_valid(microbatch) for microbatch in microbatches]
         count = self._global_count(sum(num_valid))
-        # DDP and FSDP2 average gradients over ranks; the loss is a sum over all of them.
+        # The factor contains `dp_size`, because DDP and FSDP2 average gradients, while the loss is a sum over ranks.
         with self._precision.window(self._world.device):
             sums = self._forward_backward(microbatches, num_valid, self._world.dp_size / count)
         self._sync.finish()
@@ -179,7 +179,7 @@ class TrainStep:
                 optimizer.zero_grad()
 
     def _step(self) -> bool:
-        """Update the weights; return False if a gradient overflowed in fp16, in which case the scale is lowered."""
+        """Update the weights; return False if a gradient overflowed in fp16, so that the scale has to be lowered."""
         if self._scaler is not None:
             return all(self._scaler.step(optimizer) for optimizer in self._optimizers)
         for optimizer in self._optimizers:
@@ -216,7 +216,7 @@ class TrainStep:
 
 
 def set_schedule(optimizers: Iterable[Optimizer], lr: float, weight_decay: float | None = None) -> None:
-    """Set each group's learning rate, and its weight decay unless that is None, for the next update."""
+    """Set learning rate and, unless None, weight decay of each group for the next update, times the group's factors."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr * group.get("lr_mult", 1.0)

@@ -24,7 +24,7 @@ from foundry.parallel.device import (
 # paper for SXM5; the Blackwell architecture technical brief, table 3, and the HGX data sheets for B200 and B300, per
 # GPU; a 72nd of the NVL72 data sheets' figures for GB200 and GB300; the appendices of the white papers of GA102 (RTX
 # A6000), Ada (RTX 3090 Ti, 4080 and 6000), RTX Blackwell (GeForce) and RTX PRO Blackwell; AMD's Instinct data sheets.
-# A name must match completely.
+# A device name must match a pattern below completely, apart from maker and form factor.
 _PEAKS: tuple[tuple[str, float | None, float | None, float | None, float | None], ...] = (
     # name, bf16, fp16, TF32, fp32
     (r"GB200", 2500.0, 2500.0, 1250.0, 80.0),
@@ -92,10 +92,11 @@ class Rates:
         step_seconds: seconds per optimizer step.
         tflops: TFLOP/s of the model per rank; None if its FLOPs are unknown.
         mfu: `tflops` as a fraction of the device's peak; None if the peak is unknown.
-        peak_memory_bytes: peak of this rank since the start of the run; on a CPU, of the process.
+        peak_memory_bytes: peak memory in tensors on this rank's GPU since the start of the run; on a CPU, peak resident
+            memory of the process.
         reserved_memory_bytes: most memory that torch has reserved on this rank's GPU, including its cache; None on a
             CPU.
-        allocator_retries: how often that GPU was full until torch freed its cache; None on a CPU.
+        allocator_retries: how often this rank's GPU was full until torch freed its cache; None on a CPU.
     """
 
     samples_per_second: float
@@ -172,7 +173,7 @@ class Throughput:
         self._paused_seconds += self._clock() - begin
 
     def log(self, step: int, samples: int, tokens: int | None = None) -> Rates:
-        """Return the throughput since the last call, and start the next measurement.
+        """Return the throughput since the last call of `log` or `start`, and start the next measurement.
 
         Args:
             step: optimizer steps taken so far.

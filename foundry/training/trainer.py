@@ -36,14 +36,14 @@ from foundry.training.throughput import Throughput
 log = logging.getLogger(__name__)
 
 CHECKING = "checking the first step"
-"""Name of the activity of the check before the first step."""
+"""Name of the activity during `check_first_step`."""
 
 _TIME_IS_UP = "hparams.max_minutes is reached"
 
 
 @dataclass(frozen=True)
 class _Measurement:
-    """Result of an evaluation; `metrics` is None if there was no evaluation."""
+    """Result of an evaluation; `metrics` is None without an evaluation."""
 
     metrics: dict[str, float] | None = None
     is_best: bool = False
@@ -52,7 +52,7 @@ class _Measurement:
 
 @dataclass(kw_only=True)
 class Trainer:
-    """Takes optimizer steps until the budget is used up, and notifies observers at step boundaries.
+    """Takes optimizer steps until the budget is used up or the run is stopped, and notifies observers of its events.
 
     Attributes:
         step: the optimizer step.
@@ -64,26 +64,27 @@ class Trainer:
         max_seconds: wall-clock limit of training across restarts; None for no limit.
         world: process group of the run.
         throughput: measures throughput between logged steps.
-        watchdog: ends a process that waits too long for the others.
+        watchdog: ends this process if it makes no progress within the timeout.
         observers: receivers of the run's events; empty on ranks above 0.
         log_every_n_steps: optimizer steps between logged ones; the first and the last are always logged.
         evaluation_interval: interval between evaluations; None evaluates only at the end.
         evaluation: evaluates the model.
         metric: name of the run's main metric in metrics.jsonl; None if not set.
-        stop_rules: rules by name, checked after each evaluation; the reason of the first that fires is reported.
+        stop_rules: rules by name, all updated after each evaluation; the first one with a reason to stop ends the run.
         best: the best evaluation so far.
         checkpoints: saves checkpoints and restores the last one.
         rank_flags: exchanges flags between ranks at step boundaries.
         signals: records signals.
         ema: averaged weights, which are used for evaluation; None if not kept.
         max_rollbacks: maximum number of rollbacks to the same checkpoint.
-        save_final: whether to save a checkpoint at the end of the run.
+        save_final: whether to save a checkpoint at the end of the run, even if the last evaluation is not the best.
         explain_out_of_memory: returns a message about memory use, given torch's error and the moment, such as "in step
             3".
         profiler: records selected steps; None disables profiling.
         recompilations: warns of graphs that are compiled after the first steps.
-        check_first_step: called before the first step; leaves all state unchanged. None disables the check.
-        check_run_dir: called on rank 0 before each write into the run directory; raises if the directory is lost.
+        check_first_step: called before this process takes its first step; leaves all state unchanged. None disables the
+            check.
+        check_run_dir: called before each write into the run directory; on rank 0, raises if the directory is lost.
     """
 
     step: TrainStep
@@ -123,17 +124,18 @@ class Trainer:
     _start_time: float = field(default_factory=time.monotonic)
 
     def fit(self, started: RunStarted) -> dict[str, Any]:
-        """Train until the budget is used up, from the current progress.
+        """Train from the current progress until the budget is used up, a stop rule fires or the time limit is reached.
 
         Returns:
             The content of result.json.
 
         Raises:
-            NonFiniteError: the loss or the gradient is NaN or infinite.
-            OutOfMemoryError: the device ran out of memory.
-            LossSpike: the loss jumped repeatedly after rollbacks to a checkpoint, or there was no checkpoint.
-            SaveError: the run is complete, but its last checkpoint could not be written.
-            Stopped: a signal was received; the run is saved.
+            NonFiniteError: the loss or the gradient is NaN or infinite, more often in a row than the guard allows.
+            OutOfMemoryError: the device or the host ran out of memory.
+            LossSpike: the loss jumped again after `max_rollbacks` rollbacks to a checkpoint, or there is no checkpoint.
+            SaveError: the last checkpoint of the complete run could not be written, or an earlier one with
+                `checkpoint.strict_saves`.
+            Stopped: a signal stopped the run, after an attempt to save it.
             RunDirectoryLostError: the run directory was deleted, moved or replaced.
         """
         self._notify("on_start", started)
@@ -155,7 +157,7 @@ class Trainer:
                 garbage.after_step(self.progress.steps)
             if self.profiler is not None:
                 self.profiler.stop()
-            if last.metrics is None:  # resumed after the final step; only the end-of-run work is left
+            if last.metrics is None:  # resumed after the last step: only the final evaluation and save are left
                 last = replace(self._measure(self.progress.samples), stop_reason=last.stop_reason)
             if self.save_final or last.is_best:
                 self._save(last, wait=True)
@@ -178,7 +180,7 @@ class Trainer:
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state a resumed run needs besides tensors and RNG states, as plain JSON, equal on all ranks."""
+        """Return the state that a resumed run needs, except tensors and RNG states, as JSON, equal on all ranks."""
         return {
             "progress": self.progress.state_dict(),
             "source": self.source.state_dict(),
@@ -193,13 +195,13 @@ class Trainer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state returned by `state_dict()`, except the schedule, which the caller reconciles."""
+        """Restore the state returned by `state_dict()`, except the schedule, which the caller handles."""
         self.progress.load_state_dict(state["progress"])
         self.source.load_state_dict(state["source"])
         self.step.load_state_dict(state["step"])
         if self.ema is not None:
             self.ema.load_state_dict(state["ema"])
-        # Before stop rules had names, early stopping was the only one with state.
+        # In checkpoints from before stop rules had names, early stopping is the only rule with state.
         states = state["stop_rules"] if "stop_rules" in state else {"early_stopping": state["early_stopping"]}
         for name, rule in self.stop_rules.items():
             if name in states:
@@ -209,7 +211,7 @@ class Trainer:
         self._seconds_before = read_optional_number({"seconds": 0.0, **state}, "seconds") or 0.0
 
     def _advance(self) -> "_Measurement":
-        """Take one optimizer step and do the work that is due at its boundary."""
+        """Take one optimizer step, then log, evaluate and save a checkpoint if due."""
         progress = self.progress
         self._set_activity("reading samples")
         window = self.source.next_window()
@@ -253,13 +255,13 @@ class Trainer:
         return _Measurement(metrics, is_best, self._stop_reason)
 
     def _keep(self, is_due: bool, measurement: "_Measurement", samples_before: int) -> "_Measurement":
-        """Save a checkpoint if due, stop after a signal, and end at the time limit; ranks agree on all of it."""
+        """Save a checkpoint if due, stop after a signal, or end at the time limit; all ranks decide the same."""
         flags = int(self.signals.flags)
         if self.checkpoints.is_time():
             flags |= Boundary.SAVE
         if self.max_seconds is not None and self.world.is_main and self._seconds() >= self.max_seconds:
             flags |= Boundary.TIME
-        common_flags = self.rank_flags.exchange(flags)  # an int: operators of flags take microseconds
+        common_flags = self.rank_flags.exchange(flags)  # an int, since operators of IntFlag take microseconds
         if common_flags and (signum := Boundary(common_flags).signum) is not None:
             self._stop(signum, measurement)
         if common_flags & Boundary.TIME:
@@ -306,7 +308,7 @@ class Trainer:
         """Go back to the last checkpoint, and continue with the data after the spike.
 
         Raises:
-            LossSpike: there is no checkpoint, or going back to this one has not helped.
+            LossSpike: there is no checkpoint, or the run went back to this one `max_rollbacks` times already.
         """
         self._set_activity("rolling back to the last checkpoint")
         state = self.checkpoints.roll_back()
@@ -330,7 +332,7 @@ class Trainer:
             log.warning("%s; rolled back to step %d, skipping its data", spike, step)
 
     def _log(self, result: StepResult, lr: float, weight_decay: float, window: Window) -> None:
-        # The only place where the host synchronizes with the device.
+        # The trainer reads the results of a step only here, because reading them waits for the device.
         self._set_activity("waiting for the device")
         metrics, (loss, grad_norm) = read_means(result.metrics, result.loss, result.grad_norm)
         self._loss = loss
@@ -380,7 +382,7 @@ class Trainer:
         """Add context to errors: rank, step and activity if a collective failed, memory use if memory ran out."""
         try:
             yield
-        except ConfigError as error:  # found only by training: the run has begun, so observers need its end
+        except ConfigError as error:  # the run has begun, so its end is reported to observers
             self._notify("on_end", RunEnded(state="failed", reason=str(error), result={}))
             raise
         except Exception as error:
