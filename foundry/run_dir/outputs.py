@@ -93,7 +93,7 @@ def _head(path: Path) -> bytes:
 
 
 def _resolve(path: Path) -> Path:
-    """Return the resolved path, even if `..` follows a folder that does not exist yet."""
+    """Return the path with its parent folder resolved, even if `..` follows a folder that does not exist yet."""
     return path.parent.resolve() / path.name
 
 
