@@ -73,7 +73,7 @@ def work(run_dir: Path) -> int:
     try:
         if rank == 0:
             _wait_for_last_attempt(run_dir)
-        # Trusted, since a launcher has just written it.
+        # Trusted: a launcher has just written the directory, or the user wrote trust=true.
         start_job(load_config(run_dir, trust=True), run_dir, job_logging)
     except NotRequeued as ended:
         if rank == 0:
@@ -126,7 +126,7 @@ def _set_up_job(run_dir: Path, rank: int) -> dict[str, Any]:
 
 
 def _wait_for_last_attempt(run_dir: Path) -> None:
-    """Wait for a process that still holds the run's lock to save and exit, such as after a restart of the sweep."""
+    """Wait up to 120 s for a process that still holds the run's lock to save and exit, as after a sweep's restart."""
     deadline = time.monotonic() + _LOCKED_SECONDS
     while is_held(run_dir) and time.monotonic() < deadline:
         time.sleep(0.5)
