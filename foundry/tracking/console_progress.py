@@ -58,7 +58,7 @@ class Progress:
 
     @tolerant
     def on_step(self, event: StepLogged) -> None:
-        """Print the numbers of the step."""
+        """Print the numbers of the step, or show them beside the progress bar."""
         self._last_step = event
         metric_text = None
         if self._bar is not None and self._metric is not None and self._metric_value is not None:
@@ -142,7 +142,7 @@ class Progress:
 
 
 def header(event: RunStarted) -> dict[str, str]:
-    """Return the rows of the header by name. Rows that the plan does not contain are left out."""
+    """Return the rows of the header by name. Rows whose values are unknown are left out."""
     plan, hparams = event.plan, event.config.get("hparams") or {}
     rows: dict[str, str] = {}
     precision = plan.get("precision") or (event.config.get("precision") or {}).get("mode")

@@ -65,7 +65,7 @@ class StatusFile:
         """Record the end of the run. The result is written first, so that a finished run always has one.
 
         Raises:
-            OSError: if the end of a finished run cannot be recorded; the run then has to end again.
+            OSError: if the end of a run with a result cannot be recorded; the run then has to end again.
         """
         if event.result:
             write_result(self._run_dir, event.result)
