@@ -40,7 +40,7 @@ COLUMNS = [
 
 
 def raw_write(folder: Path, state: dict[str, Tensor]) -> Measured:
-    """Write all tensors to one synced file, in place of the previous one; return the seconds twice, for both columns."""
+    """Write all tensors to one synced file, in place of the previous one; return the seconds twice, for two columns."""
     begin = time.perf_counter()
     with (folder / "raw.partial").open("wb") as file:
         for tensor in state.values():
