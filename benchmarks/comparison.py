@@ -120,7 +120,7 @@ def join_ranks(rank: int, ranks: int, folder: str, backend: str = "gloo") -> Non
 
 
 def installed(sides: Iterable[str]) -> list[str]:
-    """Return the sides whose packages are installed; print the others with an install command."""
+    """Return the sides whose packages are installed; print the other sides with an install command."""
     names = list[str]()
     for side in sides:
         package = PEERS[side][1] if side in PEERS else None

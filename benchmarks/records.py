@@ -163,7 +163,7 @@ def finish(options: argparse.Namespace, **fields: Any) -> Record:
 
     Args:
         options: result of a parser built by `parser`.
-        fields: fields of `Record` that are not determined here; the default of `name` is the script's name.
+        fields: further fields of `Record`; they replace values that this function determines, such as `name`.
     """
     facts: dict[str, Any] = {
         "name": Path(sys.argv[0]).stem,

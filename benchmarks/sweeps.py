@@ -77,7 +77,7 @@ def start(folder: Path, *words: str) -> subprocess.Popen[bytes]:
 
 
 def wait(folder: Path, process: subprocess.Popen[bytes]) -> None:
-    """Wait for the process, which must succeed."""
+    """Wait until a process ends; raise an error with its output if it failed."""
     assert process.wait() == 0, (folder / "said.txt").read_text()
 
 

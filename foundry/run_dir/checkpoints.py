@@ -58,14 +58,14 @@ def names_in(folder: Path) -> list[str]:
 def run_of(weights: Path) -> Path:
     """Return the folder with the files that accompany model weights (tokenizer, settings).
 
-    For a checkpoint this is its run directory, for a weights file its parent folder, and for any other folder itself.
+    That is the run directory of a checkpoint, the parent folder of a weights file, and any other folder itself.
     """
     place = weights.resolve()
     return place.parent.parent if place.parent.name == CHECKPOINTS else place if place.is_dir() else place.parent
 
 
 def find(run_dir: Path, which: str = "last") -> Path:
-    """Return the folder of a run's checkpoint.
+    """Return the folder of one of a run's complete checkpoints.
 
     Args:
         run_dir: the run directory.

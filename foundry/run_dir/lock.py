@@ -1,4 +1,4 @@
-"""`.lock` in a directory: a lock file held by the process that trains or runs a sweep there."""
+"""`.lock` in a directory: a lock file held by the process that trains or runs a sweep in the directory."""
 
 import errno
 import fcntl
@@ -35,7 +35,7 @@ def lock(folder: Path, stack: ExitStack) -> bool:
     """Create a directory if necessary and lock it until `stack` is closed or this process ends.
 
     Uses a POSIX lock because forked processes do not inherit it: data workers can outlive a killed parent by seconds.
-    If the file system does not support locks, the function logs a warning and succeeds without one.
+    If the file system does not support locks, the function logs a warning and succeeds without a lock.
 
     Returns:
         Whether the directory was locked; False if this or another process holds the lock.

@@ -59,7 +59,7 @@ SUBMISSION = "slurm.json"
 """Slurm job of the run: job id, cluster and path of the error output."""
 
 TRIAL = "trial.json"
-"""Trial of a search that this run executes."""
+"""Trial of a search that this run executes; only if the search has a pruner."""
 
 MLFLOW = "mlflow.json"
 """Server, experiment and run id in MLflow, of a run or a sweep."""

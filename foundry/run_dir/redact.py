@@ -1,4 +1,4 @@
-"""Removal of secrets and terminal control characters from text before it is shown.
+"""Removal of secrets and terminal control characters from text before it is shown or recorded.
 
 A secret is recognized by its key (`api_key`, `password`), by its form (a token with a known prefix, the user part of a
 URL, a signed query), or because the configuration read it from the environment (`remember`).
@@ -156,7 +156,7 @@ def _words(name: str) -> tuple[str, ...]:
 
 
 def _looks_random(value: str) -> bool:
-    """Return whether a value is a long word of letters and digits, unlike the name of a column."""
+    """Return whether a value has 16 or more characters, letters and digits but no space, unlike a column's name."""
     return (
         len(value) >= 16
         and not re.search(r"\s", value)

@@ -1,4 +1,4 @@
-"""`sweep.json`: the jobs of a sweep. Written before the first job starts, read to resume or report the sweep."""
+"""`sweep.json`: the jobs of a sweep, written before these jobs start, and read to resume or report the sweep."""
 
 import json
 from collections.abc import Mapping

@@ -31,7 +31,7 @@ Curve = tuple[JobReport, list[tuple[int, float]]]
 
 
 def draw_curves(axes: "Axes", sweep: SweepReport, parameters: Sequence[Parameter]) -> None:
-    """Draw the metric of every job over its steps; the training loss if no job has two evaluations."""
+    """Draw the metric of every job over the job's steps; the training loss if no job has two values of the metric."""
     name, curves = _curves(sweep)
     count_steps(axes)
     axes.set_ylabel(shorten(name, LONGEST_NAME), parse_math=False)
@@ -54,7 +54,7 @@ def draw_curves(axes: "Axes", sweep: SweepReport, parameters: Sequence[Parameter
     for job, points in curves:
         series.setdefault(series_of(parameters, job.index), []).append((job, points))
     texts, title = _curve_names(parameters, [[job for job, _ in alike] for alike in series.values()])
-    labels = list(zip((alike[0] for alike in series.values()), texts, strict=True))  # the best of each series is first
+    labels = list(zip((alike[0] for alike in series.values()), texts, strict=True))  # the first job is a series' best
     if len(labels) > _MOST_NAMES:
         labels, title = [(curve, text) for curve, text in labels if curve[0] is sweep.best], ""
         if colours is not None:
@@ -63,7 +63,7 @@ def draw_curves(axes: "Axes", sweep: SweepReport, parameters: Sequence[Parameter
 
 
 def _curve_colour(sweep: SweepReport, job: JobReport, colours: Colours | None) -> str:
-    """Return the color of the first parameter's value; the best job and incomplete jobs have their own colors."""
+    """Return the color of a job's value of the first parameter; the best and incomplete jobs have other colors."""
     if colours is not None and job.is_complete and job is not sweep.best:
         return colours.of(job)
     return resolve_colour(sweep, job)

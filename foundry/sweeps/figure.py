@@ -56,7 +56,7 @@ def _draw_parameter(
     place = _scale_categories(axes, parameter, rest) if parameter.labels else _scale_numbers(axes, parameter)
     edge = 0.965 if sweep.minimize else 0.035
     transform = axes.get_xaxis_transform()
-    for job in reversed(sweep.jobs):  # the best on top
+    for job in reversed(sweep.jobs):  # the best job is drawn last, on top of the others
         if job.has_failed or job.has_diverged:
             colour = RED if job.has_failed else GREY
             axes.plot(place(job), edge, "x", color=colour, transform=transform, markersize=7, markeredgewidth=1.8)

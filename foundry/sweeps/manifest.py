@@ -1,4 +1,4 @@
-"""Manifest of a sweep: numbers, directories and configurations of its jobs, which a resumed sweep keeps."""
+"""Manifest of a sweep: numbers, directories and configuration hashes of its jobs, which a resumed sweep keeps."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -60,7 +60,7 @@ class SweepManifest:
     def begin(
         cls, sweep_dir: Path, command: Sequence[str], *, launcher: str, metric: str, direction: str
     ) -> "SweepManifest":
-        """Return the manifest of a new start, including the jobs of an existing sweep in the directory."""
+        """Return the manifest of a new start of a sweep, including the jobs of earlier starts in the directory."""
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         manifest = cls(command=tuple(command), created=now, launcher=launcher, metric=metric, direction=direction)
         previous = cls.load(sweep_dir)

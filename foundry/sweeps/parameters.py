@@ -79,7 +79,7 @@ class Parameter:
 
 
 def number_text(value: float, digits: int = 6) -> str:
-    """Return a number as text for an axis, with `digits` digits; whole numbers below a million keep all digits."""
+    """Return a number as text, with `digits` significant digits; whole numbers below a million keep all digits."""
     return f"{value:.0f}" if value.is_integer() and abs(value) < 1e6 else f"{value:.{digits}g}"
 
 

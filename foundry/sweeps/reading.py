@@ -49,7 +49,7 @@ class JobReport:
     """State of a job of a sweep.
 
     Attributes:
-        job: the job; if it is not listed in a sweep.json, `swept` contains all its overrides.
+        job: the job; `job.swept` contains all overrides if the job is not listed in a sweep.json.
         state: state in status.json; `queued` if the file does not exist, `running` if a process holds the job's lock,
             `lost` if the process of a running job has died, `unknown` if the file is unreadable.
         is_going: whether the job is running or will still be started.

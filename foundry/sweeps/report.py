@@ -1,4 +1,4 @@
-"""Report of a sweep's state on the terminal and in files, once or repeatedly until no job is running."""
+"""Report of a sweep's state on the terminal and in files, once or repeatedly until no job is running or will start."""
 
 import math
 import os

@@ -20,7 +20,7 @@ PRUNED = "#c2a5cf"
 """Color of jobs that a search ended early."""
 
 _HUES = (BLUE, "#db2777", "#0d9488", "#7c3aed", "#a16207", "#0891b2", "#475569", "#65a30d")
-"""Colors of categories, which exclude the colors of the best job and of states."""
+"""Colors of categories; except for blue, that of finished jobs, none is the color of a state or of the best job."""
 _SCALE, _SCALE_END = "viridis", 0.75  # the light end of viridis is hard to see
 _MOST_COLOURS = 5  # colors in a legend
 LONGEST_CATEGORY = 9  # characters that remain of the long name of a category

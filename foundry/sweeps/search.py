@@ -95,7 +95,7 @@ class OptunaSweeper(CheckedSweeper):
         """Check a search before anything is written.
 
         Raises:
-            ConfigError: if an extreme value or a choice is invalid, or the directory holds another search.
+            ConfigError: if an extreme value or a choice is invalid, or the directory holds another search or sweep.
         """
         import optuna
 

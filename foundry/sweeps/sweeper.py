@@ -82,7 +82,7 @@ class CheckedSweeper(Sweeper):
 
         Raises:
             ConfigError: with all config errors, before anything is written.
-            SystemExit: 1 if a job has failed; each failed job is printed on a line.
+            SystemExit: 1 if a job has failed or was stopped; each of these jobs is printed on a line.
             Stopped: if a signal ended the running job.
         """
         if violations := list(check_fields(self.options, "hydra.sweeper")) or list(self.options.check()):

@@ -56,7 +56,7 @@ _LOCKED_SECONDS = 120.0  # wait for a process of the previous attempt to save an
 def work(run_dir: Path) -> int:
     """Run the job in a run directory, in this process alone or as one of several ranks.
 
-    A failure is written with its traceback to foundry.log and with its last line to status.json.
+    A failure is written with its traceback to foundry.log, and as one line to status.json.
 
     Args:
         run_dir: absolute path of a run directory that a launcher has prepared.
@@ -169,7 +169,7 @@ def _leave_note(run_dir: Path, rank: int, reason: str) -> None:
 
 
 def _cause(run_dir: Path, error_output: ErrorOutput) -> str | None:
-    """Return the root-cause error of a peer that failed first: from its failure note, else from Slurm's messages."""
+    """Return the error of the rank that failed first, from a failure note or else srun's messages; None if unknown."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while time.monotonic() < deadline:
         end = error_output.first_end()  # read first, since a rank writes its note before it exits

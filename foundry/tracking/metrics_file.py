@@ -45,8 +45,8 @@ def read_metrics(path: Path, *, field: str | None = None) -> list[dict[str, Any]
     A run that resumed from an earlier step wrote some steps twice; the later record is kept.
 
     Args:
-        path: see `iterate_metrics`, also for exceptions.
-        field: see `iterate_metrics`.
+        path: the file, or its run directory; exceptions are those of `iterate_metrics`.
+        field: name of a field; lines without it are skipped.
     """
     records: dict[tuple[bool, int], dict[str, Any]] = {}
     for record in iterate_metrics(path, field=field):

@@ -133,7 +133,7 @@ def add_metric(figure: "Figure", name: str, points: Sequence[tuple[int, float]])
         name: name of the metric.
         points: (step, value), ascending.
     """
-    figure.subplots_adjust(right=0.91)  # room for the labels of the second axis
+    figure.subplots_adjust(right=0.91)  # leaves space for the labels of the second axis
     axes = figure.axes[0].twinx()
     steps, values = zip(*points, strict=True)
     axes.plot(steps, values, color=GREEN, linewidth=1.2, marker="s", markersize=4, label=f"{name} {_final(values)}")

@@ -24,7 +24,7 @@ _IDS = ("run_id", "experiment_id")
 _STYLE = "metric_names"
 _SQLITE = "sqlite:///"
 _LOCAL_SERVER = "http://127.0.0.1:5000"  # default address of `mlflow ui`
-_TRAINING = "?workflowType=machine_learning"  # otherwise, a new browser shows the pages for GenAI
+_TRAINING = "?workflowType=machine_learning"  # without this, a new browser shows the pages for GenAI
 
 # By default, MLflow waits 120 s, retries for minutes, prints a greeting and reports usage over the network.
 SHORT_WAITS = {
@@ -78,7 +78,7 @@ def sync_command(run_dir: Path, uri: str) -> str:
     command = ["python", "-m", "foundry.sync", f"dir={run_dir.absolute()}"]
     if uri == tracking_uri():
         return shlex.join(command)
-    if (masked_uri := masked_text(uri)) != uri:  # keep its credentials out of the shell history
+    if (masked_uri := masked_text(uri)) != uri:  # keep the URI's credentials out of the shell history
         return f"MLFLOW_TRACKING_URI={masked_uri} {shlex.join(command)}"
     return shlex.join([*command, f"uri={uri}"])
 
@@ -161,7 +161,7 @@ class Destination:
 
     @classmethod
     def load(cls, run_dir: Path) -> "Destination | None":
-        """Read the destination from the run directory; None if the file is missing or damaged."""
+        """Read the destination from `mlflow.json` in the run directory; None if the file is missing or damaged."""
         try:
             optional: dict[str, Types] = dict.fromkeys(_IDS, (str, NoneType))
             content = read_object(run_dir / MLFLOW, required=_TYPES, optional={**optional, _STYLE: str})

@@ -75,7 +75,7 @@ class RemoteStore:
         self._process: subprocess.Popen[bytes] | None = None
 
     def connect(self) -> None:
-        """Find or create the run.
+        """Start the store process and let it find or create the run, if this has not been done.
 
         Raises:
             StoreError: if MLflow raises an exception.
@@ -102,7 +102,7 @@ class RemoteStore:
             _idle[os.getpid()] = process
         else:
             process.kill()
-            with suppress(subprocess.TimeoutExpired):  # it may be blocked by a disk that does not respond
+            with suppress(subprocess.TimeoutExpired):  # a disk that does not respond may block the process
                 process.wait(_SECONDS_TO_DIE)
 
     def _ask(self, request: Mapping[str, Any]) -> None:

@@ -80,7 +80,7 @@ class Delivery:
                 self._num_lost += 1
 
     def close(self) -> None:
-        """Deliver the rest within `finish_seconds`.
+        """Wait at most `finish_seconds` for the delivery of the remaining operations.
 
         Write undelivered operations to the pending file, with a warning.
         """

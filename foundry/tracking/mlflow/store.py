@@ -50,7 +50,7 @@ _PARAM_LENGTH, _TAG_LENGTH, _KEY_LENGTH = 6000, 8000, 250
 _LOCK = ".mlflow.lock"
 _TRUNCATED = " … [truncated]"
 _KEY_TAG, _RUN_DIR_TAG, _PARENT_TAG = "foundry_key", "run_dir", "mlflow.parentRunId"
-_EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}  # shown as training instead of "GenAI"
+_EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}  # MLflow shows training, not "GenAI", pages
 _REFUSALS = frozenset({"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "MALFORMED_REQUEST", "INVALID_STATE"})
 
 
