@@ -1,10 +1,10 @@
-"""Run the benchmarks that need no GPU, one after the other, then write the pages: `python benchmarks/all.py`.
+"""Run benchmarks that need no GPU, one after the other, then write the pages: `python benchmarks/all.py`.
 
     python benchmarks/all.py [NAME ...] [--minutes 35] [--smoke] [--list]
 
 Use an idle machine, since other processes change all figures. Benchmarks that do not fit into the remaining minutes are
-skipped and named, and so are failed ones; their earlier records stay. With `--smoke` all benchmarks run at tiny sizes,
-write into a temporary folder, and change no page.
+skipped. The last lines name skipped and failed benchmarks, whose earlier records stay. With `--smoke` all benchmarks
+run at tiny sizes, write into a temporary folder, and change no page.
 """
 
 import argparse
@@ -24,7 +24,7 @@ class Benchmark:
     """A benchmark script.
 
     Attributes:
-        script: name of the script.
+        script: name of the script without `.py`.
         minutes: approximate duration on two idle cores.
         words: command-line arguments.
         threads: OMP_NUM_THREADS; None leaves it unset.

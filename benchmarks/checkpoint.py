@@ -40,7 +40,7 @@ COLUMNS = [
 
 
 def raw_write(folder: Path, state: dict[str, Tensor]) -> Measured:
-    """Return the seconds to write all tensors into one file, sync it to disk, and delete the previous file."""
+    """Write all tensors to one synced file, in place of the previous one; return the seconds twice, for two columns."""
     begin = time.perf_counter()
     with (folder / "raw.partial").open("wb") as file:
         for tensor in state.values():
@@ -67,7 +67,7 @@ def torch_write(folder: Path, state: dict[str, Tensor]) -> Measured:
 
 
 def saver(folder: Path, *, asynchronous: bool) -> Callable[[Path, dict[str, Tensor]], Measured]:
-    """Return a function that saves the next step; only the last checkpoint is kept."""
+    """Return a function that saves a state as foundry's checkpoint of the next step; only the last one is kept."""
     world = World.single(torch.device("cpu"))
     run_dir = folder / ("background" if asynchronous else "once")
     checkpointer = Checkpointer(

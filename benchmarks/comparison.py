@@ -1,7 +1,7 @@
 """Running the sides of a comparison: each in its own process, in turn, round by round.
 
-Times and memory are reported only after the losses of all sides have been found equal, so a side with other training
-steps cannot take part.
+Times and memory are reported only after the losses of all sides have been found equal except for rounding, so a side
+with other training steps cannot take part.
 """
 
 import argparse
@@ -80,10 +80,10 @@ def default_threads() -> int:
 
 
 def run_job(script: str, *words: str, job: Mapping[str, Any], threads: int) -> Measured:
-    """Run a script of this folder with a job file, in the job's own folder, and return its measurements.
+    """Write a job file beside the file of its measurements, run a script with it, and return the measurements.
 
     Args:
-        script: name of the script, which is called with `words` and the job file.
+        script: name of a script in this folder, which is called with `words` and the job file.
         words: arguments before the job file.
         job: content of the job file; its key `measured` is the file that the script writes.
         threads: number of threads for torch.
@@ -120,7 +120,7 @@ def join_ranks(rank: int, ranks: int, folder: str, backend: str = "gloo") -> Non
 
 
 def installed(sides: Iterable[str]) -> list[str]:
-    """Return the sides whose packages are installed; print the others with an install command."""
+    """Return the sides whose packages are installed; print the other sides with an install command."""
     names = list[str]()
     for side in sides:
         package = PEERS[side][1] if side in PEERS else None
@@ -132,7 +132,7 @@ def installed(sides: Iterable[str]) -> list[str]:
 
 
 def in_turn(sides: Sequence[str], rounds: int, measure: Callable[[str, int], Measured]) -> dict[str, list[Measured]]:
-    """Return the measurements of each side, one list entry per round; every round starts with another side.
+    """Return the measurements of each side, one list entry per round; each round starts with the next side.
 
     Args:
         sides: sides in the order of the table.
@@ -148,14 +148,16 @@ def in_turn(sides: Sequence[str], rounds: int, measure: Callable[[str, int], Mea
 
 
 def losses_apart(measurements: Mapping[str, Sequence[Measured]], *, tolerance: float = 0.01) -> dict[str, float]:
-    """Return the largest relative difference of each side's losses from the first side's, over all steps.
+    """Return by how much each side's losses differ from the first side's: the largest relative difference of a step.
+
+    Only the first round is compared.
 
     Args:
         measurements: result of `in_turn`, with `losses` of each run.
         tolerance: largest difference that rounding may cause.
 
     Raises:
-        RuntimeError: a side has other losses, so its training differs.
+        RuntimeError: a side took another number of steps, or its losses differ by more than the tolerance.
     """
     reference = next(iter(measurements))
     expected, apart = measurements[reference][0]["losses"], dict[str, float]()

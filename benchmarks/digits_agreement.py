@@ -3,7 +3,7 @@
     python -m foundry hparams=diffusion scheduler=wsd hydra.run.dir=runs/digits
     python benchmarks/digits_agreement.py runs/digits
 
-The classifier is 5-nearest-neighbor on scikit-learn's 1,797 images, in their own units of 0 to 16; there are 50
+The classifier is 5-nearest-neighbor on scikit-learn's 1,797 images, whose pixels range from 0 to 16; there are 50
 generated images of each class. Controls are held-out real images and pure noise.
 """
 

@@ -40,7 +40,7 @@ class Method:
         lr: constant learning rate.
         batch_size: samples of a step: conversations, pairs or completions.
         per_gpu_batch_size: samples of a microbatch, except for the sides of `AT_A_TIME`.
-        overrides: foundry's.
+        overrides: overrides of foundry's sides.
         trl: TRL's sides by name, each with the settings that differ from `finetuning_trl_theirs.settings`.
         job: further entries of the job file.
         packs: whether foundry also runs with `data.packing=true`.
@@ -69,7 +69,7 @@ TRL_SFT: dict[str, dict[str, Any]] = {
     "TRL": {},
     PADDING_FREE: {"padding_free": True},
     BY_LENGTH: {"train_sampling_strategy": "group_by_length"},
-    # A packed row is a sample to TRL: an epoch, in steps of 8 rows.
+    # TRL counts a packed row as one sample, so this side trains for one epoch, in steps of 8 packed rows.
     PACKED: {
         "packing": True,
         "max_length": SEQ_LEN,
@@ -127,7 +127,7 @@ AT_A_TIME = {
     "foundry, packed": 2,
     "foundry, model=hf, packed": 2,
 }
-"""Samples or packed rows of a microbatch, for sides that are fastest with fewer than the method's."""
+"""Samples or packed rows of a microbatch, for sides that are fastest with fewer than `Method.per_gpu_batch_size`."""
 
 COLUMNS = [
     Column(key="at_a_time", heading="at a time", format=".0f"),
@@ -178,7 +178,7 @@ def write_rows(folder: Path, counts: Mapping[str, int]) -> None:
 
     Args:
         folder: folder for one JSONL file per method and one file of two held-out rows.
-        counts: number of rows by method: one epoch, so that a pass over the dataset is no longer than training.
+        counts: number of rows by method: as many as training reads, so that a pass over the dataset takes no longer.
     """
     from foundry.data.arithmetic import Sum
 
@@ -200,11 +200,11 @@ def write_rows(folder: Path, counts: Mapping[str, int]) -> None:
 
 
 def sides_of(folder: Path, name: str) -> dict[str, tuple[str, ...]]:
-    """Return the overrides or settings of each side by name, TRL's sides first."""
+    """Return the overrides that select foundry's model, by side; TRL's sides, which ignore them, come first."""
     method = METHODS[name]
     model = folder / method.base
     base = ("model=base", f"model.path={model}")
-    # Not model=base: the row order depends on special tokens, which a folder declares and a run does not.
+    # The run's tokenizer, not the exported folder's: only the latter declares special tokens, which change the order.
     hf = ("model=hf", f"model.path={model}_hf", f"data.tokenizer={model / 'tokenizer.json'}")
     sides = dict.fromkeys(method.trl, base) | {"foundry": base, "foundry, model=hf": hf}
     if method.packs:
@@ -214,7 +214,7 @@ def sides_of(folder: Path, name: str) -> dict[str, tuple[str, ...]]:
 
 
 def measure(folder: Path, name: str, side: str, model: Sequence[str], steps: int, seed: int) -> Measured:
-    """Run a side in a new process; the side `order` writes the rows in foundry's order instead."""
+    """Run a side in a new process and return its measurements; the side `order` only writes rows in foundry's order."""
     at_a_time = AT_A_TIME.get(side, METHODS[name].per_gpu_batch_size)
     method, own_folder = METHODS[name], folder / f"{name}_{seed}_{side.replace(', ', '_')}"
     own_folder.mkdir()
@@ -307,7 +307,7 @@ def rows_of(name: str, measurements: Mapping[str, Sequence[Measured]]) -> list[R
 
 
 def note_of(name: str, measurements: Mapping[str, Sequence[Measured]]) -> str:
-    """Return a sentence about the runs: losses of the first seed, or rewards of GRPO by quarters of the run."""
+    """Return a sentence about the runs: TRL's losses with the first seed, or rewards of GRPO by quarters of the run."""
     if name == "grpo":
         courses = [
             f"{side} {'; '.join(' '.join(f'{mean:.3f}' for mean in quarters(run)) for run in runs)}"
@@ -322,14 +322,17 @@ def note_of(name: str, measurements: Mapping[str, Sequence[Measured]]) -> str:
 
 
 def quarters(run: Mapping[str, Any]) -> list[float]:
-    """Return the mean reward of each quarter of a run; fewer means if it has fewer than four steps."""
+    """Return the mean reward of each quarter of a run; fewer means if the run has fewer than four steps."""
     rewards = run["rewards"]
     cuts = [len(rewards) * part // 4 for part in range(5)]
     return [fmean(rewards[start:end]) for start, end in pairwise(cuts) if end > start]
 
 
 def headline_of(rows: Sequence[Row]) -> Headline:
-    """Return a method's line of the short table: the fastest side of each of foundry's models, and TRL's best sides."""
+    """Return a method's line of the short table: the fastest side of each of foundry's models, and up to three of TRL.
+
+    TRL's are the fastest side, the fastest with samples in foundry's order, and the default.
+    """
 
     def tokens(row: Row) -> float:
         speed = row.values["speed"]
@@ -345,7 +348,7 @@ def headline_of(rows: Sequence[Row]) -> Headline:
     fastest = {max(group, key=tokens).side: max(map(tokens, group)) for group in (native, hf, peers, same_order, plain)}
 
     def listed(name: str) -> str:
-        """Return the fastest sides of foundry or TRL, each with its settings."""
+        """Return the speeds of foundry's or TRL's sides in `fastest`, each with the settings of the side."""
         words = {"foundry": "own decoder", "TRL": "default"} | {
             side: f"{side}, another order" for side in ANOTHER_ORDER
         }

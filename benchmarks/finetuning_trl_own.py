@@ -45,7 +45,7 @@ class Measured:
 
 
 def timing_reference(meter: Meter) -> AbstractContextManager[Any]:
-    """Time the reference model's pass over all pairs, which a DPO run makes before its first step."""
+    """Return a context that times the reference model's pass over all pairs before the first step of a DPO run."""
 
     def timed(*arguments: Any) -> Any:
         with meter.preparing():

@@ -23,7 +23,7 @@ class Measured(TrainerCallback):
     """Callback that times every step and counts useful tokens.
 
     Args:
-        tokens: tokens of the whole run, if they are known before it; 0 if they are generated.
+        tokens: useful tokens of the whole run; 0 if the run generates them.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -72,7 +72,7 @@ def settings(job: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def in_order(kind: Any, meter: Meter) -> Any:
-    """Return a subclass of a trainer that reads its rows in the given order, unless its settings group them by length.
+    """Return a subclass of a trainer that reads the dataset's rows in order, unless its settings group rows by length.
 
     Args:
         kind: class of the trainer.

@@ -95,7 +95,7 @@ class Life:
         )
 
     def tree(self) -> list[int]:
-        """Return the ids of all its processes, including detached ones."""
+        """Return the ids of all processes of this start, including detached ones."""
         marked, found = f"{MARK}={self.mark}".encode(), []
         for entry in Path("/proc").iterdir():
             with suppress(OSError):
@@ -116,7 +116,7 @@ class Life:
         return alive
 
     def ended(self) -> bool:
-        """Return True if the command has ended; it must have succeeded."""
+        """Return True if the command has ended with success, False if it still runs; raise an error if it failed."""
         if self.process.poll() is None:
             return False
         self.output.seek(0)
@@ -134,7 +134,7 @@ def unfinished(checkpoints: Path) -> list[str]:
 
 
 def wait_and_kill(life: Life, run_dir: Path, moment: str, rng: random.Random, seconds: tuple[float, float]) -> bool:
-    """Kill the run at a moment of this kind, unless it ends before; return True if it was killed.
+    """Kill the run at a random moment of the kind `moment`, unless it ends before; return True if it was killed.
 
     Args:
         seconds: duration of an uninterrupted run, and of its training alone.
@@ -162,7 +162,7 @@ def wait_and_kill(life: Life, run_dir: Path, moment: str, rng: random.Random, se
 
 
 def check_checkpoints(run_dir: Path, newest_before: int) -> int:
-    """Check that all published checkpoints are intact and the newest is not older than before; return its step."""
+    """Check that all checkpoints are intact and the newest is at step `newest_before` or later; return its step."""
     folders = list_checkpoints(run_dir)
     for folder in folders:
         assert problems(folder) == [], f"{folder}: {problems(folder)}"
@@ -175,7 +175,7 @@ def check_checkpoints(run_dir: Path, newest_before: int) -> int:
 
 
 def outcome(run_dir: Path) -> dict[str, Any]:
-    """Return all values that must be equal: recorded numbers, checksums of tensors and RNG states, trainer state."""
+    """Return the values of a run that kills must not change: recorded numbers, checksums, trainer state and step."""
     records = [{k: v for k, v in record.items() if k not in TIMINGS} for record in read_metrics(run_dir)]
     final = read_manifest(find(run_dir, "last"))
     return {"records": records, "files": dict(final.files), "state": final.state, "step": final.step}
@@ -196,7 +196,7 @@ def words_of(case: str, run_dir: Path, *, asynchronous: bool = True, keep_last: 
 def undisturbed(case: str, folder: Path) -> tuple[dict[str, Any], tuple[float, float]]:
     """Run the case without kills; return its outcome and the seconds of the whole run and of training alone."""
     seconds = 0.0, 0.0
-    for name in ("warm", "reference"):  # the first one makes the tokenizer
+    for name in ("warm", "reference"):  # only the run `warm` has to make the tokenizer
         run_dir, begin = folder / name, time.monotonic()
         life, first = Life(folder, words_of(case, run_dir)), None
         while not life.ended():

@@ -79,7 +79,7 @@ class Case:
         """Return the job file for language_model_sides.py.
 
         Args:
-            side: foundry's model that the overrides select.
+            side: side that runs the job; `foundry, model=hf` trains the model of transformers with foundry.
             weights: folder in transformers' format; None for foundry's own initial weights.
             measured: file that the script writes.
         """

@@ -37,7 +37,7 @@ class Notes:
         self.meter.start()
 
     def step(self, loss: float) -> None:
-        """Record a finished step; `loss` is its mean over all tokens."""
+        """Record a finished step; `loss` is the mean over all tokens of the step."""
         self.meter.step(self.job["batch_size"] * self.job["seq_len"])
         self.losses.append(loss)
 
@@ -47,7 +47,7 @@ class Notes:
 
 
 def read_rows(job: dict[str, Any]) -> list[dict[str, Tensor]]:
-    """Return all samples of the run in foundry's order, with the names of transformers; the model shifts the labels."""
+    """Return all samples of the run in foundry's order, as arguments of transformers' models with shifted labels."""
     count = job["steps"] * job["batch_size"]
     sizes = {"num_samples": count, "seq_len": job["seq_len"], "vocab_size": job["vocab_size"]}
     data = build_random_tokens(seed=job["seed"], **sizes)
@@ -86,7 +86,7 @@ def build_llama(job: dict[str, Any]) -> nn.Module:
 
 
 def summed_loss(model: nn.Module, microbatch: dict[str, Tensor]) -> Tensor:
-    """Cross-entropy summed over tokens, as models of transformers compute it if they know the number of items."""
+    """Return the cross-entropy summed over tokens, which transformers' models compute with `num_items_in_batch=1`."""
     loss: Tensor = model(**microbatch, labels=microbatch["shift_labels"], num_items_in_batch=1, use_cache=False).loss
     return loss
 
@@ -126,7 +126,7 @@ def train_accelerate(job: dict[str, Any], notes: Notes) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=job["lr"], **ADAMW)
     model, optimizer, loader = accelerator.prepare(model, optimizer, read_microbatches(job))
     notes.start()
-    total, num_tokens = 0.0, job["per_gpu_batch_size"] * job["seq_len"]  # accelerate divides by the accumulation
+    total, num_tokens = 0.0, job["per_gpu_batch_size"] * job["seq_len"]  # accelerate also divides by the microbatches
     for microbatch in loader:
         with accelerator.accumulate(model):
             loss = summed_loss(model, microbatch) / num_tokens
@@ -153,7 +153,7 @@ def train_lightning(job: dict[str, Any], notes: Notes) -> None:
             self.model, self.total = build_llama(job), 0.0
 
         def training_step(self, microbatch: dict[str, Tensor], index: int) -> Tensor:
-            loss: Tensor = summed_loss(self.model, microbatch) / num_tokens  # Lightning divides by the accumulation
+            loss: Tensor = summed_loss(self.model, microbatch) / num_tokens  # Lightning also divides by `accumulated`
             self.total += loss.item() / accumulated
             return loss
 
@@ -166,7 +166,7 @@ def train_lightning(job: dict[str, Any], notes: Notes) -> None:
                 self.total = 0.0
 
         def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-            nn.utils.clip_grad_norm_(self.parameters(), 1.0)  # gradient_clip_val excludes AdamW's fused kernel
+            nn.utils.clip_grad_norm_(self.parameters(), 1.0)  # gradient_clip_val does not support the fused AdamW
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.model.parameters(), lr=job["lr"], **ADAMW)

@@ -2,8 +2,8 @@
 
     python benchmarks/large_files.py [--rows 5000000] [--metrics 1000000]
 
-`data=chats` is read by a run of one step, into an empty cache. `foundry diff`, `foundry report` and `foundry export`
-read two runs with these metrics. Memory is the peak of the command's process.
+`data=chats` is read by a run of one step, into an empty cache. `foundry diff` and `foundry report` read two runs with
+a million lines of metrics each, `foundry export` one of them. Memory is the peak of the command's process.
 """
 
 import json
@@ -51,7 +51,7 @@ def write_rows(file: Path, count: int) -> None:
 
 
 def lengthen(file: Path, count: int) -> None:
-    """Extend a run's metrics to this number of lines by repeating the first line with the following steps."""
+    """Replace the lines of a metrics.jsonl by `count` copies of its first line, with the steps from 1 to `count`."""
     record = json.loads(file.read_text().splitlines()[0])
     with file.open("w") as stream:
         for step in range(1, count + 1):

@@ -1,4 +1,4 @@
-"""Measurements that both sides of a comparison take in their own process: time and tokens of each step, and memory."""
+"""Measurements that each side of a comparison takes in its own process: time and tokens of each step, and memory."""
 
 import json
 import os

@@ -72,7 +72,7 @@ def flops_per_token(shape: Shape) -> float:
 
 
 def measure(case: Case, side: str, weights: Path | None, folder: Path, threads: int) -> Measured:
-    """Return the measurements of a run, or None if it ran out of memory."""
+    """Return the measurements of a run; only the key `TOO_LARGE` if the run was out of memory."""
     try:
         job = case.job(side, weights, folder / "measured.json")
         return run_job(SCRIPT, side, job=job, threads=threads)
@@ -155,7 +155,7 @@ def main() -> None:
 
 
 def _headline(size: str, rows: list[Row]) -> Headline | None:
-    """Return the fastest of foundry's rows for a size and the fastest peer's; None if the device's peak is unknown."""
+    """Return the highest MFU of foundry and of the peers for a size; None if foundry's MFU is not known."""
     best = dict[bool, float]()
     for row in rows:
         values = row.values.get("mfu")

@@ -1,4 +1,4 @@
-"""Cost of Muon's update of sharded matrices: bytes received, FLOPs of the iterations and seconds, by rank.
+"""Cost of Muon's update of sharded matrices: bytes and FLOPs of the busiest rank, CPU time of all ranks, and seconds.
 
 "everywhere" is the earlier implementation, which gathers each matrix in fp32 and orthogonalizes it on every rank. "one
 owner" is `foundry.optim.muon.Muon`. Both take the same steps with the same gradients, in turn, and must end bitwise
@@ -36,7 +36,7 @@ OPTIONS: dict[str, Any] = {"lr": 0.01, "momentum": 0.95, "nesterov": True, "ns_s
 
 
 class Received(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counter of the bytes that collectives return on this rank."""
+    """Counter of the bytes that all-gathers and all-to-alls return on this rank."""
 
     num_bytes = 0
 
@@ -95,7 +95,7 @@ def measure(rank: int, arguments: argparse.Namespace, folder: str) -> None:
                 matrix.grad = grad
             dist.barrier()
             start = time.perf_counter(), time.process_time()
-            if step == 0:  # in one step only, since counting takes time
+            if step == 0:  # bytes and FLOPs are counted in one untimed step, since counting takes time
                 with Received() as received, FlopCounterMode(display=False) as flops:  # type: ignore[no-untyped-call]
                     take()
                 counts[name] = received.num_bytes, flops.get_total_flops()

@@ -3,7 +3,7 @@
 Responses have very different lengths. The output has, for each number of pairs at a time, the median over the windows
 except the first ones of the useful tokens (without padding) per second of CPU time for reading, forward and backward,
 and of the ratio of both sides; the fraction of computed tokens that are not padding; and the largest difference of
-losses and gradients of a window. Log-probabilities of the reference are cached, as by default.
+losses and gradients of a window. Zeros take the place of the cached log-probabilities of a reference model.
 
     python benchmarks/packing.py [--windows 8] [--batch 32]
 """
@@ -58,7 +58,7 @@ def write_rows(path: Path, count: int) -> None:
 
 
 def pass_window(model: nn.Module, objective: Objective, loader: Loader) -> tuple[Window, float, float]:
-    """Return the next window, its loss and its seconds; gradients stay in the parameters."""
+    """Return the next window, its loss, and the CPU seconds of the pass; gradients stay in the parameters."""
     begin, total = time.process_time(), 0.0
     window = loader.next_window()
     count = sum(map(objective.num_valid, window.microbatches))
@@ -126,7 +126,7 @@ def fastest(rows: Sequence[Row], side: str) -> Row:
 
 
 def measure(config: Any, num_windows: int, batch: int, sizes_at_once: Sequence[int]) -> tuple[list[Row], str]:
-    """Return rows by the number of pairs at a time, and notes on the differences of losses and gradients."""
+    """Return two rows for each number of pairs at a time, and a note on the packs of the first window."""
     data: Any = build_data(config)
     train = WithColumns(data.train, {"reference": torch.zeros(len(data.train), 2, dtype=torch.float64)})
     order = GlobalOrder(num_samples=len(train), fingerprint=data.fingerprint, seed=42)

@@ -28,7 +28,7 @@ def read_records(folder: Path = RESULTS) -> dict[str, Record]:
 
 
 def page_with_tables(text: str, records: Mapping[str, Record]) -> str:
-    """Return the page with new text between its markers."""
+    """Return the page with the current tables of the records between its markers."""
 
     def block(match: re.Match[str]) -> str:
         name = match[1]

@@ -71,7 +71,7 @@ class Measured:
 
     Attributes:
         of: name of the training.
-        case: start of its arguments, as shown on the page.
+        case: first argument of the training, as shown on the page.
         side: difference from other rows of the case.
         episodes: number of episodes.
         words: further arguments of `foundry eval`.
@@ -86,7 +86,7 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Trainings by name, in execution order, and their rows, measured in episodes from `first_episode` on."""
+    """Trainings by name, in execution order, and rows of their policies, evaluated from episode `first_episode` on."""
 
     trainings: Mapping[str, Training]
     rows: Sequence[Measured]
@@ -146,7 +146,7 @@ TABLES = {
 
 
 def call(module: str, words: Sequence[str], cache: Path) -> float:
-    """Run a foundry command on one thread, which must succeed; return its processor seconds."""
+    """Run a foundry command on one thread and return its processor seconds; raise a RuntimeError if it fails."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "FOUNDRY_CACHE": str(cache)}
     before = processor_seconds()
     process = subprocess.run([sys.executable, "-m", module, *words], env=environment, capture_output=True, text=True)
@@ -162,7 +162,7 @@ def processor_seconds() -> float:
 
 
 def train(training: Training, runs: Path, name: str, *, is_small: bool) -> float:
-    """Train, with demonstrations that exist already unless `is_small`; return the processor seconds."""
+    """Run a training and return its processor seconds; unless `is_small`, an earlier run makes the demonstrations."""
     words = [word.replace("RUNS", str(runs)) for word in training.words]
     words += ["tracking=none", *(training.small if is_small else ())]
     if not is_small:
@@ -172,7 +172,7 @@ def train(training: Training, runs: Path, name: str, *, is_small: bool) -> float
 
 
 def measure(row: Measured, runs: Path, episodes: int, first: int) -> dict[str, Any]:
-    """Return the result of `foundry eval`."""
+    """Evaluate the policy of a row with `foundry eval`, and return the command's result."""
     out = runs / "eval.json"
     words = [f"run={runs / row.of}", f"episodes={episodes}", f"first_episode={first}", f"out={out}", *row.words]
     call("foundry.eval", words, runs / "cache")

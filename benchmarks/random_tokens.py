@@ -24,7 +24,7 @@ class Rows:
 
 
 def build_random_tokens(*, seed: int, num_samples: int, seq_len: int, vocab_size: int) -> DataSplits:
-    """Return `num_samples` training rows and four held-out rows, which depend only on the seed."""
+    """Return `num_samples` training rows and four held-out rows, which depend only on these arguments."""
     generator = torch.Generator().manual_seed(seed)
     uniform = torch.rand(num_samples + 4, seq_len + 1, generator=generator)
     rows = (uniform.square() * vocab_size).long()

@@ -44,7 +44,7 @@ class Column:
     spread: bool = False
 
     def cell(self, values: Values) -> str:
-        """Return the text of this column in a row."""
+        """Return the text of a cell of this column, given its values."""
         if values is None or isinstance(values, str):
             return values or ""
         middle, least, most = (format(each, self.format) for each in (statistics.median(values), *_ends(values)))
@@ -80,7 +80,7 @@ class Record:
     """Measurements of a benchmark and how they were taken.
 
     Attributes:
-        name: name of the script.
+        name: name of the record's file without `.json`, by default that of the script.
         command: command line, relative to the repository's root.
         date: ISO date.
         commit: abbreviated commit; ends in a plus if the code had uncommitted changes.
@@ -163,7 +163,7 @@ def finish(options: argparse.Namespace, **fields: Any) -> Record:
 
     Args:
         options: result of a parser built by `parser`.
-        fields: fields of `Record` that are not determined here; the default of `name` is the script's name.
+        fields: further fields of `Record`; they replace values that this function determines, such as `name`.
     """
     facts: dict[str, Any] = {
         "name": Path(sys.argv[0]).stem,
@@ -205,7 +205,7 @@ def _ends(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _command() -> str:
-    """Return the command line, without folders and without the options that describe the record."""
+    """Return the command line, without the script's folder and without `--out`, `--conditions` and `--bases`."""
     words = [Path(sys.argv[0]).name, *sys.argv[1:]]
     for option in ("--out", "--conditions", "--bases"):
         if option in words:

@@ -62,7 +62,7 @@ Measured = tuple[float, float]
 
 
 def measure(command: Sequence[str], folder: Path, is_done: Callable[[], bool] | None = None) -> Measured:
-    """Start a command and measure until it ends, or until `is_done`; then kill it with its child processes."""
+    """Start a command and measure until it ends or `is_done` returns True; then kill it with its child processes."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     output = folder / "output"
     with output.open("wb") as file:

@@ -87,13 +87,13 @@ def measure(size: str, how: str, ranks: int) -> dict[str, float]:
 
 
 def _resident_mib() -> float:
-    """Return the resident memory. The peak before was not much higher, since nothing large has been freed."""
+    """Return the current resident memory, about the peak so far, since nothing large has been freed."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize() / _MIB
 
 
 def _peak_resident_mib() -> float:
-    """Return the peak of this program; `ru_maxrss` would include the peak of the process that started it."""
+    """Return the peak resident memory of this process; `ru_maxrss` would include the peak of its parent process."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) / 1024
 

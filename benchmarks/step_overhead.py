@@ -84,7 +84,7 @@ def build_mlp() -> nn.Module:
 
 
 def build_raw_step(points: Points, microbatches: int) -> Callable[[], Tensor]:
-    """Return a plain training loop, one step per call; its sample order is computed an epoch at a time."""
+    """Return a function that takes a step of a plain training loop; the sample order is computed once per epoch."""
     model = build_mlp()
     groups = [
         {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.01},
@@ -131,7 +131,7 @@ class Remembering(TrainStep):
 
 
 def build_foundry_step(points: Points, microbatches: int) -> Callable[[], Tensor]:
-    """Return the trainer's own step, with everything of a run except observers."""
+    """Return a function that takes a step of foundry's trainer, without observers, evaluations and checkpoints."""
     world = World.single(torch.device("cpu"))
     policy = PrecisionPolicy(PrecisionMode.fp32)
     model = build_mlp()

@@ -4,7 +4,7 @@
 
 times runs of one step: alone, one after the other, and as jobs of one sweep with each launcher; with Slurm's if
 SLURM_CONF is set. The launchers take turns, and the output has medians over the rounds. "A job" is the time of the
-whole sweep divided by its jobs; "each further" excludes the time that the sweep needs for a single one.
+whole sweep divided by its jobs; "each further" excludes the time of a sweep with a single job.
 
     python benchmarks/sweeps.py kills [--jobs 100] [--kills 3]
 
@@ -77,7 +77,7 @@ def start(folder: Path, *words: str) -> subprocess.Popen[bytes]:
 
 
 def wait(folder: Path, process: subprocess.Popen[bytes]) -> None:
-    """Wait for the process, which must succeed."""
+    """Wait until a process ends; raise an error with its output if it failed."""
     assert process.wait() == 0, (folder / "said.txt").read_text()
 
 
@@ -136,7 +136,7 @@ def results(sweep: Path) -> dict[Path, int]:
 
 
 def kill_after(process: subprocess.Popen[bytes], sweep: Path, finished: int, pause: float) -> float:
-    """Kill the process after `finished` jobs and a pause; return the seconds until all jobs have ended."""
+    """Kill the process after `finished` jobs have finished and a pause; return the seconds until no job runs."""
     while states(sweep)["finished"] < finished:
         assert process.poll() is None, "the sweep ended before it could be killed"
         time.sleep(0.02)

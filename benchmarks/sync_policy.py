@@ -3,9 +3,10 @@
 Every rank is a process. The sides take turns, and each round builds all of them from the same weights and reads the
 same tokens. "PyTorch" is `no_sync` of DistributedDataParallel, or `set_requires_gradient_sync` of `fully_shard` (one
 unit per block), in a plain loop around the same model. In "no exchange" ranks train independently, which is the minimum
-time of a window. Losses are compared before times are shown. Bytes are the traffic that a rank receives with ring
-collectives: (n - 1) / n of the gathered or scattered bytes over n ranks, twice that for all-reduced bytes; they are
-counted in a window that is not timed. The backend is gloo on CPUs, and NCCL if there are as many GPUs as ranks.
+time of a window. Losses are compared before times are shown. Bytes are the traffic that a rank would receive if each
+collective used the ring algorithm: (n - 1) / n of the gathered or scattered bytes over n ranks, twice that for
+all-reduced bytes. An untimed window counts them. The backend is gloo on CPUs, and NCCL if there are as many GPUs as
+ranks.
 
     OMP_NUM_THREADS=1 python benchmarks/sync_policy.py [--ranks 2] [--microbatches 4] [--steps 6] [--rounds 3]
 """
@@ -57,7 +58,7 @@ COLUMNS = [
 ]
 
 TakeStep = Callable[[list[Microbatch], int], Tensor]
-"""One optimizer step over this rank's microbatches, given its number; returns the mean loss over all ranks."""
+"""One optimizer step, given this rank's microbatches and the step's number; returns the mean loss over all ranks."""
 
 
 class Traffic(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -101,7 +102,7 @@ class Rank:
         return Transformer(**vars(self.shape)).to(self.world.device)
 
     def microbatches(self, step: int) -> list[Microbatch]:
-        """Return this rank's random tokens, which depend only on the step."""
+        """Return this rank's microbatches of random tokens, which depend only on step and rank."""
         generator = torch.Generator().manual_seed(1000 * step + self.world.rank)
         size = ROWS, self.shape.max_seq_len + 1
         tokens = [torch.randint(self.shape.vocab_size, size, generator=generator) for _ in range(self.num_microbatches)]
@@ -111,7 +112,7 @@ class Rank:
 
 
 def build_own(rank: Rank, strategy: str, policy: str) -> TakeStep:
-    """Return foundry's step; with strategy none every rank trains independently."""
+    """Return foundry's step; with the strategy "none", every rank trains independently."""
     world, precision = rank.world, PrecisionPolicy(rank.precision)
     if strategy == NONE:
         world = arrange(World.single(world.device), Single())
@@ -138,7 +139,7 @@ def build_own(rank: Rank, strategy: str, policy: str) -> TakeStep:
 
 
 def build_plain(rank: Rank, strategy: str, policy: str) -> TakeStep:
-    """Return a plain loop around DistributedDataParallel or `fully_shard`."""
+    """Return the step of a plain loop around DistributedDataParallel or `fully_shard`."""
     module: nn.Module = rank.model()
     objective, count = NextToken(), rank.num_microbatches * ROWS * rank.shape.max_seq_len
     if strategy == "ddp":
@@ -175,7 +176,7 @@ BUILD = {"foundry": build_own, "PyTorch": build_plain}
 
 
 def ways() -> Iterator[str]:
-    """Return side, strategy and policy of each way to measure."""
+    """Yield side, strategy and policy of each way to measure, separated by spaces."""
     yield f"foundry {NONE} {NONE}"
     for strategy in STRATEGIES:
         for side, policies in WAYS.items():
@@ -183,7 +184,7 @@ def ways() -> Iterator[str]:
 
 
 def measure(rank: Rank, way: str, steps: int) -> Measured:
-    """Measure one way in one round: traffic of its first window, seconds of the later windows, and all losses."""
+    """Measure one way in one round: traffic of the first window, median seconds from the third on, and all losses."""
     side, strategy, policy = way.split()
     take, traffic = BUILD[side](rank, strategy, policy), Traffic(rank.world.world_size)
     with traffic:

@@ -4,7 +4,7 @@
     python benchmarks/throughput.py [--cases fp32-8k ...] [--sides raw ...] [--steps 12] [--rounds 3] [--threads 2]
 
 A decoder with 4 layers of width 256 reads 16 sequences of 256 tokens per step, in 4 microbatches. Every run is a
-separate process; sides take turns, round by round, and the first steps of each are not timed. Losses of every step are
+separate process; sides take turns, round by round, and the first steps of a run are not timed. Losses of every step are
 compared with the first side's before any time is shown. The output has tokens per second of wall and of CPU time
 (median over the rounds, minimum and maximum), and the ratio to the fastest peer.
 """

@@ -39,7 +39,7 @@ def write_corpus(file: Path, num_bytes: int) -> None:
 
 
 def measure(file: str, cache: str) -> None:
-    """Print the measurements of one process."""
+    """Tokenize a file in this process, and print the measurements as JSON."""
     from foundry.data.corpora.text import text_files
 
     before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()

@@ -1,7 +1,7 @@
 """Seconds until `python -m foundry` refuses an invalid configuration.
 
-Each command is started several times in an empty folder. The output has medians and the number of errors in the
-output. The command must exit with code 2 and leave no file behind.
+Each command is started several times in an empty folder. The table has the median seconds and the number of lines that
+the command prints to standard error. The command must exit with code 2 and leave no file behind.
 
     python benchmarks/validate.py [--repeats 5]
 """
@@ -24,7 +24,7 @@ MISTAKES = {
 
 
 def refuse(words: list[str], folder: Path) -> tuple[float, int]:
-    """Return the seconds until the command has ended, and its error lines."""
+    """Return the seconds until the command has ended, and the number of lines that it prints to standard error."""
     begin = time.perf_counter()
     process = subprocess.run(
         [sys.executable, "-m", "foundry", *words], cwd=folder, capture_output=True, text=True, check=False

@@ -1,7 +1,7 @@
 """Names and lookup of the checkpoints of a run.
 
-checkpoints/step_00000200/manifest.json          description; the folder is renamed to this after all of it is on disk
-checkpoints/latest, checkpoints/best              symlinks
+checkpoints/step_00000200/manifest.json    sizes, checksums; the folder gets its name after all its files are on disk
+checkpoints/latest, checkpoints/best        symlinks to such folders
 """
 
 import re
@@ -27,7 +27,7 @@ def parse_step(folder: Path) -> int:
 
 
 def linked_step(run_dir: Path, name: str) -> int | None:
-    """Return the step that a symlink points to; None if it is missing or does not point to a checkpoint next to it."""
+    """Return the step of the checkpoint that a symlink in `checkpoints/` points to; None if either does not exist."""
     path = run_dir / CHECKPOINTS / name
     try:
         target = str(path.readlink())
@@ -38,10 +38,10 @@ def linked_step(run_dir: Path, name: str) -> int | None:
 
 
 def list_checkpoints(run_dir: Path) -> list[Path]:
-    """Return the published checkpoints, newest first, including damaged ones.
+    """Return the checkpoint folders of a run, highest step first, including damaged checkpoints.
 
     Raises:
-        OSError: the folder exists but cannot be listed, which must not be mistaken for a run without checkpoints.
+        OSError: `checkpoints/` exists but cannot be listed, which must not be mistaken for a run without checkpoints.
     """
     folders = [run_dir / CHECKPOINTS / name for name in names_in(run_dir / CHECKPOINTS) if NAME.fullmatch(name)]
     return sorted(folders, key=parse_step, reverse=True)
@@ -58,14 +58,14 @@ def names_in(folder: Path) -> list[str]:
 def run_of(weights: Path) -> Path:
     """Return the folder with the files that accompany model weights (tokenizer, settings).
 
-    For a checkpoint this is its run directory, for a weights file its parent folder, and for any other folder itself.
+    That is the run directory of a checkpoint, the parent folder of a weights file, and any other folder itself.
     """
     place = weights.resolve()
     return place.parent.parent if place.parent.name == CHECKPOINTS else place if place.is_dir() else place.parent
 
 
 def find(run_dir: Path, which: str = "last") -> Path:
-    """Return the folder of a run's checkpoint.
+    """Return the folder of one of a run's complete checkpoints.
 
     Args:
         run_dir: the run directory.

@@ -18,7 +18,7 @@ from foundry.run_dir.status import read_status, write_status
 _PATIENCE_SECONDS = 3.0
 
 NOTES = "FOUNDRY_NOTES"
-"""Environment variable with the private folder (mode 0700) for failure notes; unset if no process reads them."""
+"""Environment variable with the private folder (mode 0700) for failure notes; unset if no process reads the notes."""
 
 
 def leave_note(
@@ -30,7 +30,7 @@ def leave_note(
     exit_code: int = 1,
     violations: Sequence[tuple[str, str]] = (),
 ) -> None:
-    """Write the reason of this process's failure to the notes folder; does nothing if `NOTES` is not set.
+    """Write the reason of this process's failure to the notes folder; does nothing if FOUNDRY_NOTES is not set.
 
     Args:
         kind: class name of the error.
@@ -56,7 +56,7 @@ def leave_note(
 
 
 def record_end(run_dir: Path, reason: str, details: str = "") -> None:
-    """Record the failure of a run in its status and log.
+    """Record the failure of a run in its `status.json` and `foundry.log`.
 
     For a process of the run that detects the failure and may be the last one alive.
 
@@ -87,16 +87,16 @@ def dump_stacks(run_dir: Path, rank: int, step: int, activity: str) -> None:
 
 
 def read_positions(run_dir: Path, rank: int, world_size: int, seconds: float) -> dict[int, tuple[int, str]] | None:
-    """Return optimizer step and activity, by rank, of the ranks that have called `dump_stacks` recently.
+    """Return optimizer step and activity of each rank whose stack dump is about as recent as this rank's.
 
     Args:
         run_dir: the run directory.
         rank: rank of this process.
         world_size: number of ranks.
-        seconds: maximum age of a file relative to the file of this rank.
+        seconds: how much older than the stack dump of this rank another rank's may be.
 
     Returns:
-        Step and activity by rank; None if this rank has no file.
+        Step and activity by rank; None if this rank has no stack dump.
     """
     positions = dict[int, tuple[int, str]]()
     try:
@@ -119,14 +119,14 @@ def _stacks(run_dir: Path, rank: int) -> Path:
 def record_if_dead(run_dir: Path, reason: str, *, seconds: float = _PATIENCE_SECONDS) -> None:
     """Record the failure of a run if the process that should record it is dead, for example because it was killed.
 
-    That process holds the lock of the run directory until it has written the status itself. If the lock is free and the
-    status is still "running", any process may write it. If the lock is not visible, as from another machine, nothing is
-    written.
+    That process holds the lock of the run directory until it has written `status.json` itself. If the lock is free and
+    the state is still "running", any process may write the file. Nothing is written if the lock is still held after
+    `seconds`, or not visible, as from another machine.
 
     Args:
         run_dir: the run directory.
         reason: one line.
-        seconds: how long to wait for that process, which may be about to write the status.
+        seconds: how long to wait for that process, which may be about to write `status.json`.
     """
     deadline = time.monotonic() + seconds
     while read_status(run_dir).get("state") == "running":

@@ -33,7 +33,7 @@ _KINDS = (
 
 
 class UnsafeFileError(OSError):
-    """A path is not the expected regular file or folder."""
+    """A path is not the expected regular file or folder, or the file is too large."""
 
     def __init__(self, path: Path, kind: str, expected: str = "a regular file") -> None:
         super().__init__(errno.EINVAL, f"is {kind}, not {expected}; remove it", str(path))
@@ -68,7 +68,7 @@ def open_regular(path: Path, mode: str = "r", *, permissions: int = 0o666, **opt
             raise _unsafe(path, mode_bits)
         os.set_blocking(descriptor, True)
         if mode.startswith("w"):
-            os.truncate(descriptor, 0)  # not O_TRUNC: it would come before the check
+            os.truncate(descriptor, 0)  # not O_TRUNC, which would truncate before S_ISREG is checked
     except BaseException:
         os.close(descriptor)
         raise
@@ -78,7 +78,7 @@ def open_regular(path: Path, mode: str = "r", *, permissions: int = 0o666, **opt
 
 
 def require_regular(path: Path) -> Path:
-    """Return the path of a file that the user chose, if it can be read without blocking on another program.
+    """Return `path`, which the user chose, after a check that it is a regular file, so that reads cannot block.
 
     Symlinks are followed, because data may be stored on another disk.
 
@@ -117,7 +117,7 @@ def read_text(path: Path, *, max_bytes: int = MAX_TEXT_BYTES) -> str:
 
 
 def read_tail(path: Path, *, num_bytes: int = 4096) -> str:
-    """Return the end of a regular file as text, with invalid bytes replaced; empty if the file cannot be read."""
+    """Return the last `num_bytes` of a regular file as text, invalid ones replaced; "" if the file cannot be read."""
     try:
         with open_regular(path, "rb") as file:
             file.seek(max(os.fstat(file.fileno()).st_size - num_bytes, 0))
@@ -141,7 +141,7 @@ def in_hub_cache(path: Path) -> Path:
 
 @contextmanager
 def replaced_atomically(path: Path, *, durable: bool = False, permissions: int = 0o666) -> Iterator[IO[bytes]]:
-    """Yield a new binary file that replaces `path` atomically if the body ends without an error.
+    """Yield a new binary file that replaces `path` atomically if the `with` block ends without an error.
 
     Readers see the old file or the new one, never a part. If `path` is a symlink, the symlink itself is replaced.
 
@@ -154,7 +154,7 @@ def replaced_atomically(path: Path, *, durable: bool = False, permissions: int =
         UnsafeFileError: `path` is a folder.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.unlink(missing_ok=True)  # of a process with the same number, which was killed
+    partial.unlink(missing_ok=True)  # left by a killed process with the same process id
     try:
         with open_regular(partial, "xb", permissions=permissions) as file:
             yield file
@@ -191,8 +191,8 @@ def make_folder(path: Path, *, parents: bool = False) -> Path:
 
     Args:
         path: path of the folder.
-        parents: create missing parents. Do not use it for records of a run: it would recreate a run directory that was
-            just deleted or moved, with only this folder in it.
+        parents: create missing parents. Must be False for records of a run: True would recreate a run directory that
+            was just deleted or moved, with only this folder in it.
 
     Raises:
         UnsafeFileError: the path is a symbolic link, or exists and is not a folder.
@@ -215,7 +215,8 @@ def inside(folder: Path, name: str) -> Path:
         name: relative path; it may contain subfolders.
 
     Raises:
-        ValueError: the path is outside of the folder, directly or through a symlink.
+        ValueError: the name is absolute, contains a null character, or leads out of the folder, directly or through a
+            symlink.
     """
     if "\0" not in name and not Path(name).is_absolute():
         path = folder / name

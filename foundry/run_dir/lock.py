@@ -1,4 +1,4 @@
-"""`.lock` in a directory: a lock file held by the process that trains or runs a sweep there."""
+"""`.lock` in a directory: a lock file held by the process that trains or runs a sweep in the directory."""
 
 import errno
 import fcntl
@@ -15,7 +15,7 @@ LOCK = ".lock"
 
 _HELD = (errno.EACCES, errno.EAGAIN)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-_LONGEST_NAME = 1024  # of a machine
+_LONGEST_NAME = 1024  # characters of a host name
 _locked_folders = dict[Path, tuple[int, int]]()
 """Directories that this process has locked, with device and inode of their lock files."""
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ def lock(folder: Path, stack: ExitStack) -> bool:
     """Create a directory if necessary and lock it until `stack` is closed or this process ends.
 
     Uses a POSIX lock because forked processes do not inherit it: data workers can outlive a killed parent by seconds.
-    If the file system does not support locks, the function logs a warning and succeeds without one.
+    If the file system does not support locks, the function logs a warning and succeeds without a lock.
 
     Returns:
         Whether the directory was locked; False if this or another process holds the lock.
@@ -57,7 +57,7 @@ def lock(folder: Path, stack: ExitStack) -> bool:
         log.warning("%s cannot be locked (%s); make sure that no other process uses it", folder, error.strerror)
     else:
         file.truncate(0)
-        file.write(socket.gethostname())  # a lock taken on another machine may not be seen from this one
+        file.write(socket.gethostname())  # for `is_held`: locks of other machines may not be visible
         file.flush()
     lock_stat = os.fstat(file.fileno())
     _locked_folders[resolved] = (lock_stat.st_dev, lock_stat.st_ino)
@@ -69,7 +69,7 @@ def check_locked(folder: Path) -> None:
     """Check that a directory is still one that this process has locked, before something is written into it.
 
     Raises:
-        RunDirectoryLostError: it is not.
+        RunDirectoryLostError: the directory, or the lock file that this process has locked, is no longer there.
     """
     try:
         lock_stat = os.lstat(folder / LOCK)
@@ -82,9 +82,10 @@ def check_locked(folder: Path) -> None:
 def is_held(folder: Path) -> bool | None:
     """Return whether a process holds the lock of a directory; None if this machine cannot tell.
 
-    A lock taken on another machine may not be visible here, so its absence proves nothing if that machine locked last.
+    A lock taken on another machine may not be visible here. Therefore a lock that seems free proves nothing if another
+    machine locked the directory last.
     """
-    # To look would be to let go: a POSIX lock ends when any handle to the file is closed.
+    # Do not open the lock file: closing any handle to it would release this process's POSIX lock.
     if folder.resolve() in _locked_folders:
         return True
     try:
@@ -94,5 +95,5 @@ def is_held(folder: Path) -> bool | None:
             except OSError as error:
                 return True if error.errno in _HELD else None
             return False if file.read(_LONGEST_NAME) == socket.gethostname() else None
-    except (OSError, ValueError):  # no such file, not ours, or a file system without locks
+    except (OSError, ValueError):  # the lock file is missing, unreadable, or not one of foundry
         return None

@@ -17,7 +17,7 @@ logging.addLevelName(NOTICE, "NOTICE")
 
 
 def log_to_file(text: str, level: int = logging.ERROR, name: str = log.name) -> None:
-    """Write a text to the log files of this process only, because the terminal receives it by other means.
+    """Write a text to the log files of this process but not to the terminal, which receives it by other means.
 
     Args:
         text: message of the record.
@@ -43,7 +43,7 @@ class RunLog(logging.FileHandler):
         return printable(super().format(record))
 
     def _open(self) -> TextIOWrapper:
-        """Open the log if it is a regular file, else the null device, because a bad log file must not end the run."""
+        """Open the log, or the null device if the log cannot be opened, because a bad log file must not end the run."""
         try:
             return open_regular(Path(self.baseFilename), "a")  # type: ignore[return-value]
         except OSError as error:
@@ -59,11 +59,11 @@ class RunLog(logging.FileHandler):
         if not isinstance(error, OSError):
             super().handleError(record)
         elif not self._is_logged:
-            self._is_logged = True  # first: this line comes here as well
+            self._is_logged = True  # set first, since writing this warning to the log fails as well
             log.warning("%s: %s (the run continues; logged once)", self.baseFilename, error)
 
 
-class Terminal(logging.StreamHandler):  # type: ignore[type-arg]  # of whatever stderr is
+class Terminal(logging.StreamHandler):  # type: ignore[type-arg]  # the class of stderr is not known
     """Terminal handler that removes secrets and escape sequences."""
 
     def format(self, record: logging.LogRecord) -> str:

@@ -36,7 +36,7 @@ def _is_marked(folder: Path) -> bool:
 
 
 def _has_keys(path: Path, keys: set[str]) -> bool:
-    """Return whether a file is a JSON object with these keys."""
+    """Return whether a file contains a JSON object with at least these keys."""
     try:
         content = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError):

@@ -56,10 +56,10 @@ OUTPUT = "output.log"
 """Standard output and error of a job of `hydra/launcher=local`."""
 
 SUBMISSION = "slurm.json"
-"""Slurm job of the run: job id, cluster and error output."""
+"""Slurm job of the run: job id, cluster and path of the error output."""
 
 TRIAL = "trial.json"
-"""Trial of a search that this run executes."""
+"""Trial of a search that this run executes; only if the search has a pruner."""
 
 MLFLOW = "mlflow.json"
 """Server, experiment and run id in MLflow, of a run or a sweep."""
@@ -68,7 +68,7 @@ MLFLOW_PENDING = "mlflow_pending.jsonl"
 """Records not yet sent to MLflow."""
 
 MLFLOW_PARENT = "mlflow_parent.json"
-"""Sweep that the run is a job of, for nesting it under the sweep's run in MLflow."""
+"""Sweep that the run is a job of, so that MLflow shows the run under the sweep's run."""
 
 EVALUATION = "eval.json"
 """Results of `foundry.eval`."""

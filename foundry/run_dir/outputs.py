@@ -25,11 +25,11 @@ _HEAD_BYTES = 4096
 
 
 def refusal(path: Path, *, own_output: str | None = None, is_earlier: Recognizer | None = None) -> str | None:
-    """Return why an output may not be written to a path, with the remedy; None if it may.
+    """Return why an output may not be written to a path, with the remedy; None if the output may be written.
 
     Args:
         path: file or folder to write.
-        own_output: name of the command's output in a run directory, which is not reserved for this command.
+        own_output: reserved name in a run directory that this command may write, since it is that of its output.
         is_earlier: recognizes a file that may be replaced; None if no file may be replaced.
     """
     if (run_dir := _reserving_folder(path, own_output)) is not None:
@@ -44,7 +44,7 @@ def refusal(path: Path, *, own_output: str | None = None, is_earlier: Recognizer
 
 
 def folder_refusal(folder: Path) -> str | None:
-    """Return why an output folder may not be written, with the remedy; None if it may.
+    """Return why an output folder may not be written, with the remedy; None if the folder may be written.
 
     Args:
         folder: the folder to create, or to fill if it is empty.
@@ -93,12 +93,12 @@ def _head(path: Path) -> bytes:
 
 
 def _resolve(path: Path) -> Path:
-    """Return the resolved path, even if `..` follows a folder that does not exist yet."""
+    """Return the path with its parent folder resolved, even if `..` follows a folder that does not exist yet."""
     return path.parent.resolve() / path.name
 
 
 def _reserving_folder(path: Path, own_output: str | None) -> Path | None:
-    """Return the run, plan or sweep directory that reserves a path for its own files; None if it is not reserved."""
+    """Return the run, plan or sweep directory that reserves a path for its own files; None if no directory does."""
     resolved = _resolve(path)
     for folder in resolved.parents:
         first, *rest = resolved.relative_to(folder).parts

@@ -1,4 +1,4 @@
-"""Removal of secrets and terminal control characters from text before it is shown.
+"""Removal of secrets and terminal control characters from text before it is shown or recorded.
 
 A secret is recognized by its key (`api_key`, `password`), by its form (a token with a known prefix, the user part of a
 URL, a signed query), or because the configuration read it from the environment (`remember`).
@@ -49,11 +49,11 @@ _secrets: dict[str, str] = {}
 
 
 def remember(secret: str, reference: str = MASK) -> None:
-    """Register a secret of this process, to be masked in all texts.
+    """Register a secret of this process, which `masked_text` then masks if it has at least four characters.
 
     Args:
         secret: the value.
-        reference: text that replaces it in files, such as `${oc.env:API_KEY}`.
+        reference: text that replaces the secret in recorded configurations, such as `${oc.env:API_KEY}`.
     """
     if secret:
         _secrets[secret] = reference
@@ -106,15 +106,15 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return the `printable` text in one line."""
+    """Return `text` as `printable` does, in one line with single spaces."""
     return " ".join(printable(text.replace("\r", " ")).split())
 
 
 def masked(value: Any, name: str = "") -> Any:
-    """Return a copy of a configuration without its secrets.
+    """Return a copy of a configuration with its secrets masked.
 
     Args:
-        value: plain containers.
+        value: a configuration, or a part of one, as plain containers.
         name: key of `value` in its parent.
     """
     if isinstance(value, Mapping):
@@ -131,7 +131,10 @@ def masked(value: Any, name: str = "") -> Any:
 
 
 def is_secret(name: str, value: Any) -> bool:
-    """Return whether a value must be masked, judging by the words of its key; numbers and empty values are not."""
+    """Return whether a value must be masked, judging by the words of its key; never for booleans and empty values.
+
+    Numbers are masked only for keys such as `password`.
+    """
     if value in (None, "") or isinstance(value, bool):
         return False
     words = _words(name)
@@ -153,7 +156,7 @@ def _words(name: str) -> tuple[str, ...]:
 
 
 def _looks_random(value: str) -> bool:
-    """Return whether a value is a long word of letters and digits, unlike the name of a column."""
+    """Return whether a value has 16 or more characters, letters and digits but no space, unlike a column's name."""
     return (
         len(value) >= 16
         and not re.search(r"\s", value)

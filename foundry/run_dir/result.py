@@ -11,17 +11,17 @@ from foundry.run_dir.strict_json import decode, encode, read_object
 
 
 def read_result(run_dir: Path) -> dict[str, Any]:
-    """Return the content of the file.
+    """Return the content of `result.json`.
 
     Raises:
         FileNotFoundError: the file does not exist.
-        DamagedFileError: the file was not written by foundry.
+        DamagedFileError: the file cannot be read, or is not a JSON object.
     """
     return read_object(run_dir / RESULT)
 
 
 def find_result(run_dir: Path) -> dict[str, Any] | None:
-    """Return the content of the file; None if it is missing or damaged, so that the caller writes it again.
+    """Return the content of `result.json`; None if it is missing or damaged, so that the caller writes it again.
 
     Raises:
         UnsafeFileError: the path is not a regular file.
@@ -34,6 +34,6 @@ def find_result(run_dir: Path) -> dict[str, Any] | None:
 
 
 def write_result(run_dir: Path, result: Mapping[str, Any]) -> None:
-    """Write the file, and return after it is on disk."""
+    """Write `result.json`, and return after it is on disk."""
     text = json.dumps(json.loads(encode(result)), indent=2) + "\n"
     write_atomically(run_dir / RESULT, text, durable=True)

@@ -15,7 +15,7 @@ from foundry.run_dir.redact import one_line
 from foundry.run_dir.strict_json import DamagedFileError, Types, encode, read_object
 
 WAITING = ("requeued", "queued")
-"""States of a job that has not started yet."""
+"""States of a job that waits to be started, or to be restarted by its scheduler."""
 
 FAILED = ("failed", "lost")
 """States of a job that ended without a result; a lost job did not record a reason."""
@@ -42,10 +42,10 @@ _warned = set[Path]()
 
 
 def load_status(run_dir: Path) -> dict[str, Any]:
-    """Return the content of the file; empty if it does not exist.
+    """Return the content of `status.json`; empty if the file does not exist.
 
     Raises:
-        DamagedFileError: the file was not written by foundry, or a power failure left it empty.
+        DamagedFileError: the file cannot be read, was not written by foundry, or was left empty by a power failure.
     """
     try:
         return read_object(run_dir / STATUS, required={"state": str}, optional=_TYPES)
@@ -54,9 +54,9 @@ def load_status(run_dir: Path) -> dict[str, Any]:
 
 
 def read_status(run_dir: Path) -> dict[str, Any]:
-    """Return the content of the file; empty if it does not exist or is damaged.
+    """Return the content of `status.json`; empty if the file does not exist or is damaged.
 
-    A damaged file is logged as a warning once; the progress of the run is known from its checkpoints.
+    A damaged file is logged as a warning once; the progress of the run is then read from its checkpoints.
     """
     try:
         return load_status(run_dir)
@@ -68,7 +68,7 @@ def read_status(run_dir: Path) -> dict[str, Any]:
 
 
 def write_status(run_dir: Path, **changes: Any) -> None:
-    """Change fields of the file and keep the others; the end of a run is on disk when the function returns.
+    """Change some fields of `status.json`; a state other than "queued" is on disk when the function returns.
 
     Writes nothing if the run directory no longer exists.
     """
@@ -79,7 +79,7 @@ def write_status(run_dir: Path, **changes: Any) -> None:
 
 
 def replace_status(run_dir: Path, status: Mapping[str, Any], *, durable: bool) -> None:
-    """Write the file, and add the current time and foundry's version.
+    """Write `status.json`, and add the current time and foundry's version.
 
     Args:
         run_dir: the run directory.
@@ -91,5 +91,5 @@ def replace_status(run_dir: Path, status: Mapping[str, Any], *, durable: bool) -
 
 
 def now() -> str:
-    """Return the current time as written to the file: ISO 8601 in UTC, with milliseconds."""
+    """Return the current time as written to `status.json`: ISO 8601 in UTC, with milliseconds."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")

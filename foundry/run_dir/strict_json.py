@@ -14,7 +14,7 @@ _SPECIAL_FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf
 
 
 class DamagedFileError(ValueError):
-    """A JSON file was not written by foundry; the message contains the path and the reason."""
+    """A JSON file is unreadable or not as foundry writes it; the message contains the path and the reason."""
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(f"{path} {reason}")
@@ -28,8 +28,8 @@ def read_object(
 
     Args:
         path: the file.
-        required: types of the required values.
-        optional: types of the optional values.
+        required: types of the required values, by name.
+        optional: types of the optional values, by name.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -60,7 +60,7 @@ def read_optional(path: Path) -> dict[str, Any]:
 
 
 def flat(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of nested objects, with their names joined by dots."""
+    """Yield name and value of each leaf of nested objects; the name joins the names of all levels by dots."""
     for name, value in node.items():
         if isinstance(value, Mapping):
             yield from flat(value, f"{prefix}{name}.")
@@ -78,7 +78,7 @@ def check_types(
     """Check that an object from a file has all required values, and the types that foundry writes.
 
     Raises:
-        DamagedFileError: a value is missing or has another type; the message names the first one.
+        DamagedFileError: a value is missing or has another type; the message names the first such value.
     """
     for name, types in {**(optional or {}), **(required or {})}.items():
         if name not in value:
@@ -107,7 +107,7 @@ def _encode_floats(value: Any) -> Any:
 
 
 def decode(line: str) -> Any:
-    """Return the value of a line written by `encode`; NaN and infinities become floats again.
+    """Return the value of a line written by `encode`; "NaN", "Infinity" and "-Infinity" become floats.
 
     Raises:
         ValueError: the line is not JSON.

@@ -1,4 +1,4 @@
-"""`sweep.json`: the jobs of a sweep. Written before the first job starts, read to resume or report the sweep."""
+"""`sweep.json`: the jobs of a sweep, written before these jobs start, and read to resume or report the sweep."""
 
 import json
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ _JOB_TO_RESUME: dict[str, Types] = {"config_hash": str, "id": str}
 
 
 def read_sweep_file(sweep_dir: Path, *, to_resume: bool = False) -> dict[str, Any]:
-    """Return the content of a sweep's file; `jobs` is a list of objects whose `dir` is inside the sweep directory.
+    """Return the content of `sweep.json`; its `jobs` are objects, each with a `dir` inside the sweep directory.
 
     Args:
         sweep_dir: the sweep directory.
@@ -40,6 +40,6 @@ def read_sweep_file(sweep_dir: Path, *, to_resume: bool = False) -> dict[str, An
 
 
 def write_sweep_file(sweep_dir: Path, content: Mapping[str, Any]) -> None:
-    """Replace the file atomically."""
+    """Replace `sweep.json` atomically, and return after it is on disk."""
     sweep_dir.mkdir(parents=True, exist_ok=True)
     write_atomically(sweep_dir / SWEEP, json.dumps(content, indent=2) + "\n", durable=True)

@@ -1,4 +1,4 @@
-"""`trial.json` in a run directory: the trial of a search that the run executes, and its pruner."""
+"""`trial.json` in a run directory: the trial of a search that the run executes, and the search's pruner."""
 
 import json
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ class TrialLink:
 
     @classmethod
     def load(cls, run_dir: Path) -> "TrialLink | None":
-        """Return the link of a run; None if the run is not part of a search, or must not be pruned.
+        """Return the link of a run; None if the run is not part of a search, or the search has no pruner.
 
         Raises:
             DamagedFileError: the file was not written by a search.

@@ -28,8 +28,8 @@ def compose_jobs(
 ) -> list[DictConfig | ConfigError]:
     """Compose and check jobs.
 
-    The result is the same as from `loader.load_sweep_config`, in a tenth of the time. Most of that time is spent on
-    reading and merging the chosen options, which is done once here for all jobs with the same choices.
+    `loader.load_sweep_config` returns the same configurations, but takes ten times as long: it reads and merges the
+    chosen options anew for each job, this function once for all jobs with the same choices.
 
     Args:
         loader: Hydra's config loader.

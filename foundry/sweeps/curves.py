@@ -22,16 +22,16 @@ from foundry.tracking.plot_style import GREY, RED, count_steps
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_MOST_POINTS = 300  # of a curve
-_MOST_NAMES = 20  # at the ends of curves
+_MOST_POINTS = 300  # points of a curve
+_MOST_NAMES = 20  # names at the ends of curves
 _LONGEST_CURVE_NAME = 30  # characters
-_LINE_INCHES = 0.155  # of a name
+_LINE_INCHES = 0.155  # height of a name
 
 Curve = tuple[JobReport, list[tuple[int, float]]]
 
 
 def draw_curves(axes: "Axes", sweep: SweepReport, parameters: Sequence[Parameter]) -> None:
-    """Draw the metric of every job over its steps; the training loss if no job has two evaluations."""
+    """Draw the metric of every job over the job's steps; the training loss if no job has two values of the metric."""
     name, curves = _curves(sweep)
     count_steps(axes)
     axes.set_ylabel(shorten(name, LONGEST_NAME), parse_math=False)
@@ -54,7 +54,7 @@ def draw_curves(axes: "Axes", sweep: SweepReport, parameters: Sequence[Parameter
     for job, points in curves:
         series.setdefault(series_of(parameters, job.index), []).append((job, points))
     texts, title = _curve_names(parameters, [[job for job, _ in alike] for alike in series.values()])
-    labels = list(zip((alike[0] for alike in series.values()), texts, strict=True))  # the best of each series is first
+    labels = list(zip((alike[0] for alike in series.values()), texts, strict=True))  # the first job is a series' best
     if len(labels) > _MOST_NAMES:
         labels, title = [(curve, text) for curve, text in labels if curve[0] is sweep.best], ""
         if colours is not None:
@@ -63,16 +63,17 @@ def draw_curves(axes: "Axes", sweep: SweepReport, parameters: Sequence[Parameter
 
 
 def _curve_colour(sweep: SweepReport, job: JobReport, colours: Colours | None) -> str:
-    """Return the color of the first parameter's value; the best job and incomplete jobs have their own colors."""
+    """Return the color of a job's value of the first parameter; the best and incomplete jobs have other colors."""
     if colours is not None and job.is_complete and job is not sweep.best:
         return colours.of(job)
     return resolve_colour(sweep, job)
 
 
 def _curve_names(parameters: Sequence[Parameter], series: Sequence[Sequence[JobReport]]) -> tuple[list[str], str]:
-    """Return a name for each series of jobs, and the title of the names.
+    """Return a name for each series of jobs, and a title above the names.
 
-    A name is the values of the parameters, under the parameters' names, or the job's number if these are too long.
+    A name lists the values of the parameters, and the title the parameters' names. If there are no parameters, or names
+    would be too long or equal, a name lists the numbers of the jobs, and the title is empty.
     """
     texts = [", ".join(item.label(item.positions[jobs[0].index]) for item in parameters) for jobs in series]
     if parameters and max(map(len, texts)) <= _LONGEST_CURVE_NAME and len(set(texts)) == len(texts):
@@ -116,10 +117,10 @@ def _write_names(
 
 
 def spread(places: Sequence[float], gap: float) -> list[float]:
-    """Move ascending positions between 0 and 1 by the least sum of squares until neighbors are `gap` apart.
+    """Move ascending positions by the least sum of squares until neighbors are at least `gap` apart.
 
-    This is isotonic regression of the positions minus multiples of the gap. Positions outside the range are moved into
-    it.
+    This is isotonic regression of the positions minus multiples of the gap. Positions outside the range from 0 to 0.98
+    are then moved into it.
     """
     pools = list[tuple[float, int]]()  # mean and number
     for index, place in enumerate(places):
@@ -141,12 +142,12 @@ def _curves(sweep: SweepReport) -> tuple[str, list[Curve]]:
 
 
 def _finite_curves(sweep: SweepReport, metric: str) -> list[Curve]:
-    """Return the curves of a metric that have at least one finite value."""
+    """Return each job with its curve of a metric, except for curves without a finite value."""
     curves = ((job, evaluations(job, metric)) for job in sweep.jobs)
     return [(job, _thin(points)) for job, points in curves if any(math.isfinite(value) for _, value in points)]
 
 
 def _thin(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Reduce a curve to the number of points that can be distinguished, and keep the last point."""
+    """Return at most 300 evenly spaced points of a curve and the last one; more points would look the same."""
     stride = max(1, math.ceil(len(points) / _MOST_POINTS))
     return [*points[:-1:stride], points[-1]]

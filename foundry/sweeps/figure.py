@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-_MOST_TICKS = 7  # with a tick for each value
-_MANY_JOBS = 60  # drawn smaller
+_MOST_TICKS = 7  # ticks of an axis if each value has one
+_MANY_JOBS = 60  # more jobs than these get smaller markers
 _SHARE_PARAMETERS = ("dropout", "fraction", "probability", "top_p")
 _MOST_PARAMETERS = 8
 Panel = Callable[["Axes"], None]
@@ -41,10 +41,11 @@ Panel = Callable[["Axes"], None]
 def _draw_parameter(
     axes: "Axes", sweep: SweepReport, parameter: Parameter, parameters: Sequence[Parameter], frame: Frame
 ) -> None:
-    """Draw the metric of each job against a parameter; failed and diverged jobs are crosses at the bad end.
+    """Draw the metric of each job against a parameter; failed and diverged jobs are crosses at the metric's bad end.
 
-    Colours show the values of another parameter. Lines join the jobs with equal values of all other parameters; for
-    several seeds they join the means, and a vertical line is one standard deviation to either side.
+    Colours show the values of the other parameter with the fewest values. On a numeric axis, lines join the jobs with
+    equal values of all other parameters. For several seeds, lines join the means, and a vertical line extends one
+    standard deviation to either side of a mean.
     """
     axes.set_xlabel(shorten(parameter.name, LONGEST_NAME), parse_math=False)
     axes.set_ylabel(shorten(sweep.metric_name, LONGEST_NAME), parse_math=False)
@@ -55,7 +56,7 @@ def _draw_parameter(
     place = _scale_categories(axes, parameter, rest) if parameter.labels else _scale_numbers(axes, parameter)
     edge = 0.965 if sweep.minimize else 0.035
     transform = axes.get_xaxis_transform()
-    for job in reversed(sweep.jobs):  # the best on top
+    for job in reversed(sweep.jobs):  # the best job is drawn last, on top of the others
         if job.has_failed or job.has_diverged:
             colour = RED if job.has_failed else GREY
             axes.plot(place(job), edge, "x", color=colour, transform=transform, markersize=7, markeredgewidth=1.8)
@@ -74,7 +75,7 @@ def _draw_series(
     rest: Sequence[Parameter],
     colours: Colours | None,
 ) -> None:
-    """Connect the jobs that differ only in the parameter, and show mean and standard deviation over several seeds."""
+    """Join the jobs that differ only in a numeric parameter; show mean and standard deviation over several seeds."""
     series: dict[tuple[float, ...], dict[float, list[JobReport]]] = {}
     for job in sweep.jobs:
         if job.is_complete and job.has_metric:
@@ -131,10 +132,10 @@ def _draw_job(
 
 
 def _scale_numbers(axes: "Axes", parameter: Parameter) -> Callable[[JobReport], float]:
-    """Set a numeric axis; it is logarithmic for a wide span of values.
+    """Set the scale and ticks of a numeric axis, and return the function that gives the position of a job on it.
 
-    It stays linear for fractions, and if all values except the smallest are evenly spaced. Each value has a tick if
-    there are few and none are close to each other.
+    The axis is logarithmic for a wide span of values, unless they are fractions of a parameter such as `dropout`, or
+    half of them exceed 0.35 times the largest. Each value has a tick if values are few and none are close together.
     """
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
@@ -158,9 +159,10 @@ def _scale_numbers(axes: "Axes", parameter: Parameter) -> Callable[[JobReport], 
 
 
 def _scale_categories(axes: "Axes", parameter: Parameter, rest: Sequence[Parameter]) -> Callable[[JobReport], float]:
-    """Set the category names, at an angle and shortened if they are long.
+    """Set the category names of an axis, at an angle and shortened if the full names do not fit side by side.
 
-    Jobs of a category are placed side by side, sorted by the other parameters.
+    The returned function gives the position of a job. Jobs of a category are placed side by side, sorted by the other
+    parameters.
     """
     names = parameter.labels
     if (max(map(len, names)) + 2) * len(names) <= size_inches(axes)[0] / NAME_INCHES:
@@ -183,7 +185,7 @@ def _scale_categories(axes: "Axes", parameter: Parameter, rest: Sequence[Paramet
 
 
 def sweep_figure(sweep: SweepReport) -> "Figure":
-    """Return the figure of a sweep: a panel for each parameter, and one for the learning curves."""
+    """Return the figure of a sweep: a panel for each parameter (at most eight), and one for the learning curves."""
     parameters = Parameter.read_all(sweep)
     drawings: list[Panel] = [
         *_parameter_panels(sweep, parameters),

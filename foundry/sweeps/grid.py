@@ -21,7 +21,7 @@ _OVERRIDE = re.compile(r"""(?:'[^']*'|"[^"]*"|\S)+""")
 
 
 def expand(overrides: Sequence[Override], options: Sweep) -> list[Job]:
-    """Return all jobs of a sweep; the last key varies fastest.
+    """Return all jobs of a sweep except for excluded ones; the last swept key varies fastest.
 
     Args:
         overrides: the parsed overrides of the sweep; the last one for a key takes effect.
@@ -53,7 +53,7 @@ def count_values(override: Override) -> int:
     """Return the number of values of a swept key, without enumerating a range.
 
     Raises:
-        ValueError: if it is an infinite range.
+        ValueError: if the key is swept over a range without an end or with a step of 0.
     """
     value = override.value()
     if not isinstance(value, RangeSweep):

@@ -16,10 +16,10 @@ class Job:
 
     Attributes:
         swept: overrides whose values differ between the jobs of the sweep.
-        overrides: all overrides of the job; empty if it was read from `sweep.json`.
+        overrides: all overrides of the job; empty if the job was read from `sweep.json`.
         index: number of the job, which a resumed sweep never reassigns; -1 before it is assigned.
-        dir: its run directory, relative to the sweep's; empty before it is assigned.
-        config_hash: hash of its composed configuration; empty before composition.
+        dir: run directory of the job, relative to the sweep directory; empty before it is assigned.
+        config_hash: hash of the job's composed configuration; empty before composition.
     """
 
     swept: tuple[str, ...]
@@ -41,7 +41,7 @@ class Job:
 
     @property
     def id(self) -> str:
-        """Digest of the swept overrides, independent of their order and spelling and of the other jobs."""
+        """Digest of the swept overrides, independent of their order, of renamed parts and of the other jobs."""
         points = sorted(respell_targets(override, original_path) for override in self.swept)
         return hashlib.sha256(json.dumps(points).encode()).hexdigest()[:16]
 

@@ -1,4 +1,4 @@
-"""Manifest of a sweep: numbers, directories and configurations of its jobs, which a resumed sweep keeps."""
+"""Manifest of a sweep: numbers, directories and configuration hashes of its jobs, which a resumed sweep keeps."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -24,12 +24,12 @@ class SweepManifest:
     """Content of a `sweep.json`.
 
     Attributes:
-        command: overrides of its last start.
-        created: time of its first start, in ISO 8601.
+        command: command-line arguments of the sweep's last start.
+        created: time of the sweep's first start, in ISO 8601.
         launcher: the chosen `hydra/launcher`.
         metric: metric for comparing jobs.
         direction: `minimize` or `maximize`.
-        jobs: all jobs by index, including the jobs of earlier starts.
+        jobs: all jobs in the order of their indices, including the jobs of earlier starts.
     """
 
     command: tuple[str, ...]
@@ -41,10 +41,10 @@ class SweepManifest:
 
     @classmethod
     def load(cls, sweep_dir: Path) -> "SweepManifest | None":
-        """Load the manifest of a directory; None if it does not exist.
+        """Load the manifest of a sweep directory; None if the directory has no `sweep.json`.
 
         Raises:
-            ConfigError: if it cannot be read.
+            ConfigError: if `sweep.json` cannot be read.
         """
         try:
             content = read_sweep_file(sweep_dir, to_resume=True)
@@ -60,7 +60,7 @@ class SweepManifest:
     def begin(
         cls, sweep_dir: Path, command: Sequence[str], *, launcher: str, metric: str, direction: str
     ) -> "SweepManifest":
-        """Return the manifest of a new start, including the jobs of an existing sweep in the directory."""
+        """Return the manifest of a new start of a sweep, including the jobs of earlier starts in the directory."""
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         manifest = cls(command=tuple(command), created=now, launcher=launcher, metric=metric, direction=direction)
         previous = cls.load(sweep_dir)
@@ -82,10 +82,10 @@ class SweepManifest:
         return replace(self, jobs=tuple(jobs_by_index[index] for index in sorted(jobs_by_index)))
 
     def check(self, sweep_dir: Path, jobs: Sequence[Job], configs: Sequence[Config]) -> None:
-        """Check that the jobs of a resumed sweep have the same configurations as before.
+        """Check that the jobs of a resumed sweep have the same configurations as before, and new jobs free directories.
 
         Raises:
-            ConfigError: with each changed setting and the affected jobs.
+            ConfigError: with each changed setting and the affected jobs, and each directory that holds another run.
         """
         jobs_by_id = {job.id: job for job in self.jobs}
         affected_jobs: dict[str, list[Job]] = {}
@@ -106,7 +106,7 @@ class SweepManifest:
 
 
 def _changes(run_dir: Path, config: Config) -> Iterator[Difference]:
-    """Return the differences between a job's configuration and the one recorded in its run directory."""
+    """Return the differences between a job's configuration and the one recorded in the run directory of the job."""
     new = plain(config)
     del new["hparams"]["accum_freq"]
     old = read_recorded(run_dir) or {}

@@ -23,13 +23,14 @@ _log = logging.getLogger(__name__)
 
 
 def close_parent(sweep_dir: Path, *, uri: str | None = None, stopped: bool = False) -> None:
-    """Log the results of a sweep to its run in MLflow and end that run, if no job is running or queued.
+    """Log the results of a sweep to its run in MLflow and end that run, if `stopped` or no job is running or queued.
 
-    Does nothing if the sweep has no run in MLflow.
+    Does nothing if the sweep has no run in MLflow, or has it in another store.
 
     Args:
         sweep_dir: the sweep's directory.
-        uri: tracking URI including credentials, which are not stored in the directory; None for MLFLOW_TRACKING_URI.
+        uri: tracking URI including credentials, which the directory does not store; None for MLFLOW_TRACKING_URI or,
+            without this variable, the default store.
         stopped: whether the sweep was interrupted, so that queued jobs will not run.
 
     Raises:
@@ -66,7 +67,7 @@ def try_to_close_parent(sweep_dir: Path, *, uri: str | None = None, stopped: boo
 
 
 def close_parent_of_job(run_dir: Path, *, uri: str | None = None) -> None:
-    """End the run of a job's sweep in MLflow after the job has ended, unless the process of the sweep is alive."""
+    """End the MLflow run of the sweep of an ended job, unless the sweep's process is alive or other jobs are left."""
     link = ParentLink.load(run_dir)
     if link is not None and not is_held(run_dir / link.sweep):
         try_to_close_parent(run_dir / link.sweep, uri=uri)
@@ -79,7 +80,7 @@ def _has_active_jobs(sweep_dir: Path) -> bool:
 
 
 def _outcome(sweep: SweepReport) -> dict[str, str]:
-    """Return the tags of a completed parent: numbers of jobs by state, the best job, and how to repeat it."""
+    """Return the tags of a completed parent run: numbers of jobs by state, the best job, and how to repeat that job."""
     lines = [masked_text(text.plain) for text in summary(sweep)]
     tags = {
         "jobs": ", ".join(f"{number} {state}" for state, number in sweep.counts.items()),
@@ -92,7 +93,7 @@ def _outcome(sweep: SweepReport) -> dict[str, str]:
 
 
 def _end_operations(sweep: SweepReport, metric: str, tags: Mapping[str, str], status: str) -> Iterator[dict[str, Any]]:
-    """Yield the operations that end a parent; its metric is the best job's, for comparisons between sweeps."""
+    """Yield the operations that end a parent run; it gets the metric of the best job, to compare sweeps by."""
     now = time.time_ns() // 1_000_000
     yield {"op": "tags", "values": tags}
     if (best := sweep.best) is not None and best.metric is not None:

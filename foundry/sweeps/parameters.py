@@ -17,7 +17,7 @@ class Parameter:
 
     Attributes:
         name: displayed name.
-        positions: position of each job on the axis, by job index: its value, or the number of its category.
+        positions: position of each job on the axis, by job index: the job's value, or the number of its category.
         labels: names of the categories; empty for numbers.
     """
 
@@ -41,8 +41,8 @@ class Parameter:
 
         Parameters that always vary together, such as zipped ones, are joined into one.
 
-        If no value occurs twice, as in a random search, parameters are never joined. A seed is a parameter only if
-        nothing else is swept, since its values repeat the settings of other parameters.
+        A parameter without a repeated value, as in a random search, is never joined. A seed is a parameter only if
+        nothing else is swept, since jobs that differ only in the seed repeat the same settings.
         """
         groups: dict[tuple[float, ...], list[Parameter]] = {}
         for key in [key for key in sweep.names if not is_seed(key)] or sweep.names:
@@ -74,17 +74,17 @@ class Parameter:
         return not self.labels and all(value.is_integer() for value in self.values)
 
     def label(self, value: float, max_length: int = _LONGEST_LABEL) -> str:
-        """Return the name of an axis position, shortened to a number of characters."""
+        """Return the name of an axis position, shortened to `max_length` characters."""
         return shorten(self.labels[int(value)] if self.labels else number_text(value, digits=4), max_length)
 
 
 def number_text(value: float, digits: int = 6) -> str:
-    """Return a number as text for an axis; whole numbers up to a million have all their digits."""
+    """Return a number as text, with `digits` significant digits; whole numbers below a million keep all digits."""
     return f"{value:.0f}" if value.is_integer() and abs(value) < 1e6 else f"{value:.{digits}g}"
 
 
 def shorten(text: str, max_length: int) -> str:
-    """Shorten a text in its middle, since names often share their beginnings and files their endings."""
+    """Shorten a text in its middle, since either its beginning or its end may distinguish it from other texts."""
     if len(text) <= max_length:
         return text
     head = max_length // 2
@@ -108,7 +108,7 @@ def no_best_reason(sweep: SweepReport) -> str:
 
 
 def metric_text(value: float | None) -> str:
-    """Format a metric with four decimals, or with four significant digits if it is very large or small."""
+    """Format a metric with four decimals, or four significant digits if it is below 0.1 or from 10,000; None as `-`."""
     if value is None:
         return "-"
     return f"{value:.4f}" if 0.1 <= abs(value) < 1e4 else f"{value:.4g}"

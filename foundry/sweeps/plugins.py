@@ -14,8 +14,8 @@ def register() -> None:
     """Register the names that the schemas of `hydra/sweeper` and `hydra/launcher` use as `_target_`.
 
     The launchers of hydra-submitit-launcher compose a job again in each of its tasks, from the YAML files at that time,
-    and each task would claim the run directory. Therefore they are replaced by foundry's own launchers, which also use
-    submitit.
+    and each task would claim the run directory. Therefore foundry's own launchers replace these launchers; they also
+    use submitit.
     """
     register_plugin(f"{PLUGINS}.GridSweeper", build_grid_sweeper)
     register_plugin(f"{PLUGINS}.OptunaSweeper", build_optuna_sweeper)

@@ -34,7 +34,7 @@ NOT_RUNNING = "the sweep is not running; the same command resumes it"
 """Note on queued jobs that no process will start."""
 
 _QUIET_SECONDS = 300.0  # runs that log rarely or evaluate for a long time can be silent for minutes
-_ON_THIS_MACHINE = ("sequential", "local", "submitit_local")  # a user's YAML based on slurm may have another name
+_ON_THIS_MACHINE = ("sequential", "local", "submitit_local")  # any other launcher may use Slurm, also a user's YAML
 
 
 class Which(Enum):
@@ -49,18 +49,19 @@ class JobReport:
     """State of a job of a sweep.
 
     Attributes:
-        job: the job; if it is not listed in a sweep.json, `swept` contains all its overrides.
-        state: state in status.json; `queued` if the file does not exist, `lost` if its process has died, `unknown` if
-            the file is unreadable.
-        is_going: whether it is running or will still be started.
-        note: why it failed, stopped, was pruned or will not start, or for how long it has been silent.
+        job: the job; `job.swept` contains all overrides if the job is not listed in a sweep.json.
+        state: state in status.json; `queued` if the file does not exist, `running` if a process holds the job's lock,
+            `lost` if the process of a running job has died, `unknown` if the file is unreadable.
+        is_going: whether the job is running or will still be started.
+        note: why the job failed, stopped, was pruned or will not start, or for how long it has been silent; or which
+            of its files is damaged.
         step: number of completed optimizer steps.
-        metric: the sweep's metric; from the latest evaluation if the job has not finished.
+        metric: the sweep's metric; of an unfinished job from its latest evaluation, or its best one if `which` is best.
         interval: lower and upper bound of a finished job's metric, if its evaluations measured them as `<metric>_low`
             and `<metric>_high`.
-        seconds: time from its last start to its last status update, or until now if it is running.
+        seconds: time from the job's last start to its last status update, or until now if the job is running.
         result: result.json of a finished job.
-        slurm_id: Slurm's id of a job that is pending or running there; otherwise empty.
+        slurm_id: Slurm's id of a job that is pending or running in Slurm; otherwise empty.
     """
 
     job: Job
@@ -83,7 +84,7 @@ class JobReport:
 
     @cached_property
     def values(self) -> dict[str, str]:
-        """Swept values by key; the last one takes effect for a repeated key."""
+        """Swept values by key; for a repeated key, the last value."""
         return dict(key_and_value(override) for override in self.job.swept)
 
     @property
@@ -93,31 +94,31 @@ class JobReport:
 
     @property
     def is_pruned(self) -> bool:
-        """Whether a search ended it early because other trials were better."""
+        """Whether a search ended the job early because other trials were better."""
         return bool(self.result.get("pruned"))
 
     @property
     def is_complete(self) -> bool:
-        """Whether it finished and was not pruned, so that its metric belongs to a complete run."""
+        """Whether the job finished and was not pruned, so that its metric belongs to a complete run."""
         return self.state == "finished" and not self.is_pruned
 
     @property
     def has_failed(self) -> bool:
-        """Whether it ended without a result."""
+        """Whether the job ended without a result: its state is `failed` or `lost`."""
         return self.state in FAILED
 
     @property
     def has_metric(self) -> bool:
-        """Whether the metric is finite and can be compared."""
+        """Whether the job has a finite metric, which can be compared."""
         return self.metric is not None and math.isfinite(self.metric)
 
     @property
     def has_diverged(self) -> bool:
-        """Whether the metric is NaN or infinite."""
+        """Whether the metric is NaN or infinite, of a job that has not failed."""
         return self.metric is not None and not math.isfinite(self.metric) and not self.has_failed
 
     def rank(self, *, minimize: bool) -> tuple[int, bool, bool, float, int]:
-        """Return a sort key: the best job first, failed jobs last."""
+        """Return a sort key: jobs by state, finished ones first, and within a state the best metric first."""
         value = self.metric if self.metric is not None and self.has_metric else 0.0
         return _state_rank(self.state), self.is_pruned, not self.has_metric, value if minimize else -value, self.index
 
@@ -130,9 +131,9 @@ class SweepReport:
         metric: metric for comparing jobs.
         minimize: whether lower is better.
         which: the evaluation that supplies the metric.
-        jobs: the jobs, the best first, failed ones last.
+        jobs: the jobs in the order of `JobReport.rank`.
         names: keys whose values differ between jobs, with their short display names.
-        command: overrides of the command that started the sweep; empty if unknown.
+        command: arguments of the command that last started the sweep; empty if unknown.
     """
 
     folder: Path
@@ -145,7 +146,7 @@ class SweepReport:
 
     @property
     def best(self) -> JobReport | None:
-        """Best complete job; if no job is complete, the best incomplete one that has a metric and has not failed."""
+        """Best complete job with a finite metric; without any, the best unfinished or pruned job with such a metric."""
         comparable = [job for job in self.jobs if job.has_metric and not job.has_failed]
         return next((job for job in comparable if job.is_complete), next(iter(comparable), None))
 
@@ -193,7 +194,7 @@ def _state_rank(state: str) -> int:
 
 
 def evaluations(job: JobReport, metric: str) -> list[tuple[int, float]]:
-    """Return the (optimizer step, value) pairs of a metric in metrics.jsonl, in ascending order."""
+    """Return (optimizer step, value) pairs of a metric from a job's metrics.jsonl, ascending; none if unreadable."""
     try:
         points = [(step, _float(value)) for step, value in read_curve(job.run_dir, metric)]
     except (OSError, ValueError):
@@ -209,8 +210,8 @@ def read_sweep(
     Args:
         folder: directory of the sweep.
         which: the evaluation that supplies the metric.
-        locks: check the lock files to find out which processes are alive. False relies on status.json alone, as the
-            last job does, because it still holds its lock when training is over.
+        locks: check the lock files to find out which processes are alive. False relies on status.json alone: the last
+            job, which reads the sweep when its training is over, still holds its own lock.
         now: current time, for running jobs; None reads the clock.
 
     Raises:
@@ -250,7 +251,7 @@ class _Reader:
     """Reader of jobs.
 
     Attributes:
-        is_running: whether the process that starts the jobs is alive, or may be.
+        is_running: whether the process that starts the jobs is alive, or may be alive.
         may_be_on_slurm: whether Slurm may start submitted jobs without that process.
     """
 
@@ -291,7 +292,7 @@ class _Reader:
         return replace(report, note=note, metric=metric, interval=self._interval(report))
 
     def _state(self, run_dir: Path) -> tuple[str, dict[str, Any], str]:
-        """Return the job's state, its status.json, and the problem with that file, if any."""
+        """Return the job's state, its status.json, and the problem with that file (empty for none)."""
         status, problem = _read_status(run_dir)
         state = "unknown" if problem else status.get("state", "queued")
         if self.locks and state != "finished":
@@ -299,7 +300,7 @@ class _Reader:
             if is_locked:
                 return "running", status, problem
             if state == "running" and is_locked is False:
-                status, problem = _read_status(run_dir)  # read again: it may have ended before the lock was checked
+                status, problem = _read_status(run_dir)  # again: the job may have ended before the lock was checked
                 state = "unknown" if problem else status.get("state", "queued")
                 return ("lost" if state == "running" else state), status, problem
         return state, status, problem
@@ -398,7 +399,7 @@ def _read_status(run_dir: Path) -> tuple[dict[str, Any], str]:
 
 
 def _float(value: object) -> float | None:
-    """Return a number as a float; None for other types."""
+    """Return a number as a float, NaN if it is too large for one; None for other types."""
     try:
         return float(value) if isinstance(value, int | float) else None
     except OverflowError:

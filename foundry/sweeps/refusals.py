@@ -8,7 +8,7 @@ from foundry.sweeps.job import Job
 
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 _ALIKE_IN_FULL = 3
-"""If more messages than this differ only in the jobs' own values, only the first of them is printed."""
+"""If more messages than this differ only in numbers and in the jobs' own values, only the first is printed."""
 _NUMBERS_SHOWN = 3
 
 Occurrence = tuple[int, Job, Violation]
@@ -33,7 +33,7 @@ def refusals(jobs: Sequence[Job], results: Sequence[object]) -> list[Violation]:
 
 
 def _lines(groups: Iterable[list[list[Occurrence]]], total: int) -> Iterator[tuple[int, Violation]]:
-    """Yield the violations, each with the number of its first affected job."""
+    """Yield the violations, each with the number of the first job that it affects."""
     for group in groups:
         if len(group) <= _ALIKE_IN_FULL:
             yield from ((cases[0][0], _line(cases, total, "")) for cases in group)

@@ -1,4 +1,4 @@
-"""Report of a sweep's state on the terminal and in files, once or repeatedly until no job is running."""
+"""Report of a sweep's state on the terminal and in files, once or repeatedly until no job is running or will start."""
 
 import math
 import os
@@ -78,7 +78,7 @@ def _say(console: Console, line: str) -> None:
 
 
 def read_settled(folder: Path, which: Which) -> SweepReport:
-    """Return the state of a sweep after a Slurm query for jobs that no launcher process may be waiting for.
+    """Return the state of a sweep after asking Slurm about its unfinished jobs, since their launcher may have ended.
 
     Raises:
         ConfigError: if the folder has no jobs.
@@ -94,7 +94,7 @@ def read_settled(folder: Path, which: Which) -> SweepReport:
 
 @dataclass(kw_only=True)
 class _SweepPoller:
-    """Repeated reads of a sweep, with a Slurm query at most every 15 seconds for jobs without a launcher process."""
+    """Repeated reads of a sweep, with a Slurm query for its unfinished jobs at most every 15 seconds."""
 
     folder: Path
     which: Which
@@ -109,7 +109,7 @@ class _SweepPoller:
 
 
 def watch(folder: Path, console: Console, *, which: Which, seconds: float) -> bool:
-    """Show a live table, or print a line for each change, until no job is running or queued; False after Ctrl-C."""
+    """Show a live table, or print each change of state, until no job is running or will start; False after Ctrl-C."""
     try:
         if console.is_terminal:
             _watch_table(_SweepPoller(folder=folder, which=which), console, seconds)
@@ -238,7 +238,7 @@ def _table(sweep: SweepReport, jobs: Sequence[JobReport], *, with_log: bool = Tr
 
 
 def _seeds_table(sweep: SweepReport) -> Iterator[Table]:
-    """Yield a table of mean and standard deviation over seeds; nothing if the seed is not swept."""
+    """Yield a table of mean and standard deviation over seeds; nothing if no setting has several seeds."""
     if rows := list(_seed_rows(sweep)):
         table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for column in _seed_columns(sweep):
@@ -254,7 +254,7 @@ def _seed_columns(sweep: SweepReport) -> list[_Column]:
 
 
 def _seed_rows(sweep: SweepReport) -> Iterator[list[str]]:
-    """Yield a row for each setting: its values, number of measured seeds, mean and standard deviation."""
+    """Yield a row for each setting: its values, numbers of measured and of all seeds, mean and standard deviation."""
     for group in seed_groups(sweep):
         settings = [brief(group.values.get(key, "-")) for key in sweep.names if not is_seed(key)]
         count = f"{len(group.measured)}/{len(group.jobs)}"
@@ -262,7 +262,7 @@ def _seed_rows(sweep: SweepReport) -> Iterator[list[str]]:
 
 
 def _select_jobs(jobs: Sequence[JobReport], number: int) -> Sequence[JobReport]:
-    """Select a number of jobs, running ones first and then from the top, and keep their order."""
+    """Return at most `number` jobs in their order: all running jobs, if they fit, and the first of the other jobs."""
     chosen = {job.index for job in sorted(jobs, key=lambda job: job.state != "running")[:number]}
     return [job for job in jobs if job.index in chosen]
 

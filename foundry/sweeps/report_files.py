@@ -29,8 +29,8 @@ def write_files(sweep: SweepReport, *, picture: bool = True) -> list[Path]:
     """Write all report files; the plot, which takes the longest, is optional.
 
     Raises:
-        ConfigError: if a file with one of these names exists that is not a report.
-        OSError: if the directory is not writable.
+        ConfigError: if a file with the name of a report file exists that is not a report.
+        OSError: if the directory is not writable, or contains a folder with the name of a report file.
     """
     if folders := [path for name in _RECOGNIZERS if (path := sweep.folder / name).is_dir()]:
         raise UnsafeFileError(folders[0], "a folder")
@@ -43,7 +43,7 @@ def write_files(sweep: SweepReport, *, picture: bool = True) -> list[Path]:
 
 
 def write_csv(sweep: SweepReport) -> Path:
-    """Write a row per job: swept values, state, and all numbers of its result; cells without a value are empty."""
+    """Write report.csv with a row per job: swept values, state, numbers of the result; missing values are empty."""
     results = [
         {name: value for name, value in flat(job.result) if isinstance(value, int | float)} for job in sweep.jobs
     ]
@@ -69,7 +69,7 @@ def write_json(sweep: SweepReport) -> Path:
 
 
 def report_facts(sweep: SweepReport) -> dict[str, Any]:
-    """Return the table as JSON values, including the best job and each job's overrides."""
+    """Return the content of report.json: metric, best job, state and overrides of each job, and results over seeds."""
     best = sweep.best
     return {
         "metric": sweep.metric,

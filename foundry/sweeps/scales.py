@@ -14,26 +14,26 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 WIDE_SPAN = 20.0
-"""Ratio of the largest to the smallest positive value above which an axis is logarithmic."""
+"""Ratio of largest to smallest value above which an axis of positive values may be logarithmic."""
 
 PRUNED = "#c2a5cf"
 """Color of jobs that a search ended early."""
 
 _HUES = (BLUE, "#db2777", "#0d9488", "#7c3aed", "#a16207", "#0891b2", "#475569", "#65a30d")
-"""Colors of categories, which exclude the colors of the best job and of states."""
-_SCALE, _SCALE_END = "viridis", 0.75  # its end is too light to be seen
-_MOST_COLOURS = 5  # in a legend
-LONGEST_CATEGORY = 9  # characters, of long names of categories
-LONGEST_NAME = 40  # characters of an axis
-NAME_INCHES = 0.072  # a character
+"""Colors of categories; except for blue, that of finished jobs, none is the color of a state or of the best job."""
+_SCALE, _SCALE_END = "viridis", 0.75  # the light end of viridis is hard to see
+_MOST_COLOURS = 5  # colors in a legend
+LONGEST_CATEGORY = 9  # characters that remain of the long name of a category
+LONGEST_NAME = 40  # characters of an axis label
+NAME_INCHES = 0.072  # width of a character
 _SHARE_METRICS = ("accuracy", "rate", "share", "missing", "success", "match")
 
 
 def is_share_metric(sweep: SweepReport, values: Iterable[float]) -> bool:
     """Return whether a metric is a fraction between 0 and 1, such as an accuracy, which needs a linear axis.
 
-    A metric between 0 and 1 is a fraction if a higher value is better, or if its name suggests it; other losses are
-    not.
+    A metric with all values between 0 and 1 is a fraction if a higher value is better, or if its name contains a word
+    such as `accuracy`; any other metric, such as a loss, is not.
     """
     is_named = any(word in sweep.metric for word in _SHARE_METRICS)
     return (is_named or not sweep.minimize) and are_fractions(values)
@@ -46,7 +46,7 @@ def are_fractions(values: Iterable[float]) -> bool:
 
 @dataclass(frozen=True)
 class Colours:
-    """Colours of a parameter's values: a scale for numbers, hues for a few categories."""
+    """Colours of a parameter's values: hues for at most eight categories, else a scale from dark to light."""
 
     parameter: Parameter
 
@@ -61,7 +61,7 @@ class Colours:
         return to_hex(colormaps[_SCALE](_SCALE_END * rank / max(len(values) - 1, 1)))
 
     def of(self, job: JobReport) -> str:
-        """Return the color of a job."""
+        """Return the color of the parameter's value in a job."""
         return self[self.parameter.positions[job.index]]
 
 
@@ -78,7 +78,7 @@ class Frame:
         """Return a range that contains the values, except for extreme outliers on a linear axis.
 
         Args:
-            values: at least one is finite; NaN and infinities are ignored.
+            values: values of the metric, at least one of them finite; NaN and infinities are ignored.
             is_linear: never choose a logarithmic axis.
         """
         finite = sorted(value for value in values if math.isfinite(value))
@@ -113,7 +113,7 @@ def size_inches(axes: "Axes") -> tuple[float, float]:
 
 
 def resolve_colour(sweep: SweepReport, job: JobReport) -> str:
-    """Return the color of a job: that of the best job, or of its state."""
+    """Return the color of a job: orange for the best job, else the color of the job's state."""
     if job is sweep.best:
         return ORANGE
     if job.has_failed:

@@ -1,7 +1,7 @@
 """Sweeper of `hydra/sweeper=optuna`: Optuna proposes each job from the results of the earlier ones.
 
-The study is stored in the sweep's directory, in a file of JSON lines. Proposal number k depends only on the seed, on k
-and on the results so far, so an interrupted search continues as if it had not been interrupted.
+The study is stored in the sweep's directory, in a file of JSON lines. If the sampler has a seed, proposal number k
+depends only on the seed, on k and on the results so far, so an interrupted search continues as if it had not been.
 """
 
 import hashlib
@@ -65,7 +65,7 @@ class OptunaSweeper(CheckedSweeper):
         super().setup(hydra_context=hydra_context, task_function=task_function, config=config)
 
     def run(self, overrides: Sequence[Override]) -> list[Sequence[JobReturn]]:
-        """Check the extreme values of each key, then propose and run jobs until there are enough."""
+        """Check the extreme values of each key, then propose and run jobs until `_next_trials` returns no more."""
         from foundry.sweeps.search_space import Space
 
         space = Space.parse(overrides)
@@ -95,14 +95,14 @@ class OptunaSweeper(CheckedSweeper):
         """Check a search before anything is written.
 
         Raises:
-            ConfigError: if an extreme value or a choice is invalid, or the directory holds another search.
+            ConfigError: if an extreme value or a choice is invalid, or the directory holds another search or sweep.
         """
         import optuna
 
         points = list[dict[str, Any]]()
         if (self.sweep_dir / STUDY).is_file():
             storage = open_storage(self.sweep_dir / STUDY)
-            if _STUDY in optuna.get_all_study_names(storage):  # missing if the process was killed before
+            if _STUDY in optuna.get_all_study_names(storage):  # missing if the process was killed before creating it
                 study = optuna.load_study(study_name=_STUDY, storage=storage)
                 self._check_resumed(study, space)
                 points = [trial.params for trial in study.get_trials(deepcopy=False)]
@@ -118,7 +118,7 @@ class OptunaSweeper(CheckedSweeper):
         self.prepare(list(jobs_by_id.values()), manifest)
 
     def _check_corners(self, space: "Space", values: dict[str, Any]) -> None:
-        """Compose one point, and the points that differ from it in one key, at each extreme of its values.
+        """Compose the job at a point, and the jobs that differ from it in one key, set to each extreme of that key.
 
         Raises:
             ConfigError: with all errors, each once.
@@ -138,10 +138,10 @@ class OptunaSweeper(CheckedSweeper):
             )
 
     def _check_resumed(self, study: "optuna.Study", space: "Space") -> None:
-        """Check that a resumed search has the same search space and metric.
+        """Check that a resumed search has the same search space, metric and direction as before.
 
         Raises:
-            ConfigError: if they differ.
+            ConfigError: if one of these has changed.
         """
         new = self._facts(space)
         old = study.user_attrs.get(_FACTS, new)
@@ -170,11 +170,11 @@ class OptunaSweeper(CheckedSweeper):
         return study
 
     def _sampler_node(self, number: int) -> Mapping[str, Any]:
-        """Return the sampler node for trial `number`, with a seed that depends only on the base seed and the number."""
+        """Return the sampler node for trial `number`; a seed in it depends only on the sampler's seed and `number`."""
         node, seed = self._search.sampler, self._search.sampler.get("seed")
         if seed is None:
             return node
-        # Use a hash: with the sum, a search with the next seed would propose the same points one trial earlier.
+        # Hash seed and number: with their sum, seed + 1 would propose the same points as seed, one trial earlier.
         digest = hashlib.sha256(f"{seed} {number}".encode()).digest()
         return {**node, "seed": int.from_bytes(digest[:4])}
 
@@ -191,7 +191,7 @@ class OptunaSweeper(CheckedSweeper):
             raise ConfigError(Violation(f"hydra.sweeper.{name}", f"cannot be built: {text}")) from None
 
     def _next_trials(self, study: "optuna.Study", space: "Space") -> list[int]:
-        """Return the trials to run now, interrupted ones first, then new ones; empty if there are enough."""
+        """Return the numbers of the trials to run now: interrupted ones, else new ones; empty if the search ends."""
         from optuna.trial import TrialState
 
         trials = study.get_trials(deepcopy=False)
@@ -209,7 +209,7 @@ class OptunaSweeper(CheckedSweeper):
         return study.ask(space.distributions).number
 
     def _prepare(self, study: "optuna.Study", space: "Space", number: int, manifest: SweepManifest) -> Job | None:
-        """Return a trial as a job; None if its combination of values is invalid, which counts as a failure."""
+        """Return the job of a trial; None if the trial's combination of values is invalid, which is a failure."""
         job = space.job(study.get_trials(deepcopy=False)[number].params)
         try:
             (prepared,) = self.prepare([job], manifest)
@@ -222,7 +222,7 @@ class OptunaSweeper(CheckedSweeper):
         return prepared
 
     def _unfinished_jobs(self, batch: Mapping[int, Job]) -> list[Job]:
-        """Return the unfinished jobs of a batch, without duplicates, and write their trial numbers for the pruner."""
+        """Return the unfinished jobs of a batch, without duplicates; with a pruner, write a `TrialLink` for each."""
         waiting = dict[int, Job]()
         for number, job in batch.items():
             if self.state(job) == "finished" or job.index in waiting:
@@ -262,7 +262,7 @@ class OptunaSweeper(CheckedSweeper):
                 self._fail(study, number)
         elif state in FAILED:
             self._fail(study, number)
-        else:  # stopped: it continues when the search is started again
+        else:  # stopped: the job continues when the search is started again
             self._stopped_trials.add(number)
 
     def _fail(self, study: "optuna.Study", number: int) -> None:
@@ -273,5 +273,5 @@ class OptunaSweeper(CheckedSweeper):
 
 
 def _differing_overrides(job: Job, first: Job) -> Sequence[str]:
-    """Return the swept overrides of a job that the first job does not have; for the first job itself, all of them."""
+    """Return the swept overrides of a job that `first` does not have; all its swept overrides if it equals `first`."""
     return [override for override in job.swept if override not in first.swept] or job.swept

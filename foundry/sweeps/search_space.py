@@ -24,7 +24,7 @@ class Dimension:
     distribution: BaseDistribution
 
     def override(self, value: Any) -> str:
-        """Return the override that sets the key to a value; floats are rounded to a readable number of digits."""
+        """Return the override that sets the key to a value; floats without a step are rounded to a few digits."""
         if isinstance(self.distribution, FloatDistribution):
             low, high = self.distribution.low, self.distribution.high
             if self.distribution.log:
@@ -79,12 +79,12 @@ class Space:
         return {dimension.key: dimension.distribution for dimension in self.dimensions}
 
     def job(self, values: dict[str, Any]) -> Job:
-        """Return the job at a point."""
+        """Return the job whose searched keys have these values."""
         swept = tuple(dimension.override(values[dimension.key]) for dimension in self.dimensions)
         return Job(overrides=(*self.fixed, *swept), swept=swept)
 
     def corners(self, values: dict[str, Any]) -> Iterator[Job]:
-        """Yield the point, and the points that differ from it in one key, at each extreme of its values."""
+        """Yield the job at a point, and the jobs that differ from it in one key, set to each extreme of that key."""
         yield self.job(values)
         for dimension in self.dimensions:
             yield from (self.job({**values, dimension.key: extreme}) for extreme in dimension.extremes)
@@ -94,7 +94,7 @@ def _distribution(override: Override) -> BaseDistribution:
     """Return the Optuna distribution of a key's values.
 
     Raises:
-        ValueError: if Optuna has no matching distribution.
+        ValueError: if the values have an unsupported tag, or Optuna has no matching distribution.
     """
     value = override.value()
     tags: set[str] = getattr(value, "tags", set())
@@ -116,7 +116,7 @@ def _range_distribution(override: Override, value: RangeSweep, *, is_log: bool) 
     """Return the distribution of a range, without enumerating its numbers.
 
     Raises:
-        ValueError: if the range is empty or infinite.
+        ValueError: if the range is empty or infinite, or has a step of 0.
     """
     count = count_values(override)
     start = value.start

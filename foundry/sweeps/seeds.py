@@ -9,7 +9,7 @@ from foundry.sweeps.reading import JobReport, SweepReport
 
 
 def is_seed(key: str) -> bool:
-    """Return whether a swept key is a seed, such as `hparams.seed`, so that its values repeat a setting."""
+    """Return whether a swept key is a seed, such as `hparams.seed`; jobs that differ only in it repeat a setting."""
     return key.rpartition(".")[2] == "seed"
 
 
@@ -18,7 +18,7 @@ class SeedGroup:
     """Jobs with equal settings and different seeds.
 
     Attributes:
-        values: values of the other swept keys.
+        values: values of the swept keys that are not seeds.
         jobs: all jobs of the group, in any state.
     """
 

@@ -82,7 +82,7 @@ class CheckedSweeper(Sweeper):
 
         Raises:
             ConfigError: with all config errors, before anything is written.
-            SystemExit: 1 if a job has failed; each failed job is printed on a line.
+            SystemExit: 1 if a job has failed or was stopped; each of these jobs is printed on a line.
             Stopped: if a signal ended the running job.
         """
         if violations := list(check_fields(self.options, "hydra.sweeper")) or list(self.options.check()):
@@ -110,7 +110,7 @@ class CheckedSweeper(Sweeper):
         return SweepManifest.begin(self.sweep_dir, sys.argv[1:], launcher=launcher, metric=metric, direction=direction)
 
     def prepare(self, jobs: Sequence[Job], manifest: SweepManifest) -> list[Job]:
-        """Compose and check jobs, and return them with index, directory and hash.
+        """Compose and check jobs, and return them with index, directory and configuration hash.
 
         Raises:
             ConfigError: with all config errors of all jobs; also if the directory holds another sweep, or the machine
@@ -125,7 +125,7 @@ class CheckedSweeper(Sweeper):
         return numbered_jobs
 
     def record(self, manifest: SweepManifest, jobs: Sequence[Job]) -> SweepManifest:
-        """Add jobs to the manifest, write it, and create the run directories; returns the new manifest."""
+        """Add jobs to the manifest, write it, create the directories of unfinished jobs; return the new manifest."""
         from foundry.tracking.mlflow.parent_link import ParentLink
 
         manifest = manifest.with_jobs(jobs)
@@ -165,7 +165,7 @@ class CheckedSweeper(Sweeper):
 
     @contextmanager
     def hold_lock(self) -> Iterator[None]:
-        """Lock the directory while jobs run.
+        """Lock the sweep directory until the `with` block ends.
 
         On exit, end the sweep's run in MLflow, if it has one, unless detached jobs are still queued or running.
 
@@ -186,7 +186,7 @@ class CheckedSweeper(Sweeper):
                 try_to_close_parent(self.sweep_dir, uri=uri, stopped=stopped and not has_detached_jobs)
 
     def report(self, jobs: Sequence[Job]) -> None:
-        """Print the table, write the plot, and print a line for each failed job.
+        """Print the table, write the report files, and print a line for each failed or stopped job.
 
         Raises:
             SystemExit: 1 if a job has failed, was stopped, or has lost its run directory.
@@ -220,7 +220,7 @@ class CheckedSweeper(Sweeper):
     def _number(
         self, jobs: Sequence[Job], composed: Sequence[DictConfig], manifest: SweepManifest
     ) -> tuple[list[Job], list[Config]]:
-        """Assign numbers and directories to the jobs and write them into their composed configurations."""
+        """Assign numbers and directories to the jobs, and write both into the composed configurations."""
         folders = {job.id: job.dir for job in manifest.jobs}
         owners = {folder: id for id, folder in folders.items()}
         numbered_jobs, configs = list[Job](), list[Config]()
@@ -243,7 +243,7 @@ class CheckedSweeper(Sweeper):
         """Check that no directory contains unrelated files.
 
         Raises:
-            ConfigError: with each directory that has files, but not those of a sweep or run.
+            ConfigError: with each directory that contains files but is no directory of foundry.
         """
         folders = [(str(self.config.hydra.sweep.dir), _KEY)]
         folders += [(str(self.run_dir(job)), "hydra.sweep.subdir") for job in jobs]
@@ -257,7 +257,7 @@ class CheckedSweeper(Sweeper):
             raise ConfigError(violations)
 
     def _check_launcher(self, manifest: SweepManifest, configs: Sequence[DictConfig]) -> None:
-        """Check that the launcher can run the jobs here, and that it can resume a sweep if the sweep is resumed."""
+        """Check that a launcher of foundry can run the jobs here; any other launcher must not resume a sweep."""
         if isinstance(self.launcher, FrozenLauncher):
             self.launcher.check(configs)
         elif manifest.jobs:
@@ -295,7 +295,7 @@ def without_nodes(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _subdir(config: DictConfig) -> str:
-    """Return the job's directory, relative to the sweep's."""
+    """Return the job's directory, relative to the sweep directory."""
     with current_config(config):
         return str(config.hydra.sweep.subdir)
 

@@ -56,7 +56,7 @@ _LOCKED_SECONDS = 120.0  # wait for a process of the previous attempt to save an
 def work(run_dir: Path) -> int:
     """Run the job in a run directory, in this process alone or as one of several ranks.
 
-    A failure is written with its traceback to foundry.log and with its last line to status.json.
+    A failure is written with its traceback to foundry.log, and as one line to status.json.
 
     Args:
         run_dir: absolute path of a run directory that a launcher has prepared.
@@ -73,7 +73,7 @@ def work(run_dir: Path) -> int:
     try:
         if rank == 0:
             _wait_for_last_attempt(run_dir)
-        # Trusted, since a launcher has just written it.
+        # Trusted: a launcher has just written the directory, or the user wrote trust=true.
         start_job(load_config(run_dir, trust=True), run_dir, job_logging)
     except NotRequeued as ended:
         if rank == 0:
@@ -126,7 +126,7 @@ def _set_up_job(run_dir: Path, rank: int) -> dict[str, Any]:
 
 
 def _wait_for_last_attempt(run_dir: Path) -> None:
-    """Wait for a process that still holds the run's lock to save and exit, such as after a restart of the sweep."""
+    """Wait up to 120 s for a process that still holds the run's lock to save and exit, as after a sweep's restart."""
     deadline = time.monotonic() + _LOCKED_SECONDS
     while is_held(run_dir) and time.monotonic() < deadline:
         time.sleep(0.5)
@@ -169,7 +169,7 @@ def _leave_note(run_dir: Path, rank: int, reason: str) -> None:
 
 
 def _cause(run_dir: Path, error_output: ErrorOutput) -> str | None:
-    """Return the root-cause error of a peer that failed first: from its failure note, else from Slurm's messages."""
+    """Return the error of the rank that failed first, from a failure note or else srun's messages; None if unknown."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while time.monotonic() < deadline:
         end = error_output.first_end()  # read first, since a rank writes its note before it exits

@@ -58,7 +58,7 @@ class Progress:
 
     @tolerant
     def on_step(self, event: StepLogged) -> None:
-        """Print the numbers of the step."""
+        """Print the numbers of the step, or show them beside the progress bar."""
         self._last_step = event
         metric_text = None
         if self._bar is not None and self._metric is not None and self._metric_value is not None:
@@ -90,7 +90,7 @@ class Progress:
         self._say(self._summary(event))
 
     def _fit(self, numbers: list[str]) -> str:
-        """Return as many of the numbers as fit on the line beside the bar."""
+        """Join as many of the numbers as fit on the line beside the progress bar, at least one."""
         width = self._console.width - _BAR_WIDTH - len("step ") - 2 * len(str(self._total)) - 4
         while len(numbers) > 1 and len("  ".join(numbers)) > width:
             numbers = numbers[:-1]
@@ -137,12 +137,12 @@ class Progress:
         if self._is_terminal:
             self._console.print(text, markup=False, highlight=False, soft_wrap=True)
             return
-        self._console.file.write(f"{text}\n")  # rich would take 0.3 ms to find that there is nothing to style
+        self._console.file.write(f"{text}\n")  # not with rich, which takes 0.3 ms even for a line without styles
         self._console.file.flush()
 
 
 def header(event: RunStarted) -> dict[str, str]:
-    """Return the rows of the header by name. Rows that the plan does not contain are left out."""
+    """Return the rows of the header by name. Rows whose values are unknown are left out."""
     plan, hparams = event.plan, event.config.get("hparams") or {}
     rows: dict[str, str] = {}
     precision = plan.get("precision") or (event.config.get("precision") or {}).get("mode")
@@ -206,7 +206,7 @@ def unigram_entropy(plan: Mapping[str, Any]) -> float | None:
 
 
 def result_paths(event: RunStarted) -> dict[str, str]:
-    """Return the paths of the figures and samples, and the page or command that shows the run in MLflow."""
+    """Return, by name, the paths of figures and samples, and the page or command that shows the run in MLflow."""
     rows: dict[str, str] = {}
     plots = event.run_dir / PLOTS
     task_pictures = (picture for task in installed_tasks() for picture in task.pictures)

@@ -43,7 +43,7 @@ class JsonProgress:
 
     @tolerant
     def on_start(self, event: RunStarted) -> None:
-        """Write a short form of the plan."""
+        """Write the main values of the plan, the name of the metric, the configuration hash and the devices."""
         self._start_event, self._start_time = event, time.monotonic()
         plan = {name: event.plan[name] for name in _PLAN_FIELDS if name in event.plan}
         metadata = {"metric": event.metric, "config_hash": event.config_hash, "devices": event.devices}

@@ -1,7 +1,7 @@
 """Metric names that trackers group by the part before the slash: train/loss, val/loss, perf/step_seconds.
 
-Metrics in metrics.jsonl and in settings have names without groups. A run that an earlier version began with these names
-in a tracker keeps them there, so that its curves continue.
+Metrics in metrics.jsonl and in settings have names without groups. A run that an earlier version of foundry began in a
+tracker keeps names without groups there, so that its curves continue.
 """
 
 from pathlib import Path
@@ -37,7 +37,7 @@ def step_name(name: str) -> str:
 
 
 def evaluation_name(name: str) -> str:
-    """Return the grouped name of an evaluation's field: val/loss for val_loss."""
+    """Return the grouped name of an evaluation's field: val/loss for val_loss, train/samples for samples."""
     if "/" in name or name in _CLOCK:
         return step_name(name)
     return f"val/{name.removeprefix('val_')}"

@@ -32,10 +32,10 @@ Points = Sequence[tuple[int, float]]
 def metrics_figure(
     logged: Mapping[str, Mapping[int, float]], measured: Mapping[str, Mapping[int, float]], run_name: str = ""
 ) -> "Figure | None":
-    """Draw one panel for each metric that changes during the run.
+    """Draw a panel for each metric that changes during the run, at most 12 panels.
 
     Args:
-        logged: training metrics: value by step, by name in metrics.jsonl.
+        logged: training metrics by name in metrics.jsonl, each as value by step.
         measured: evaluation metrics in the same form; `val_NAME` shares the panel of the training metric NAME.
         run_name: name of the run, shown under the title.
 

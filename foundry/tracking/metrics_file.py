@@ -20,7 +20,7 @@ _STEP_FIELDS = tuple(item.name for item in fields(StepLogged) if item.name != "m
 
 
 def step_record(event: StepLogged) -> dict[str, Any]:
-    """Return a logged step as a dictionary: its fields except unknown ones, then the objective's metrics.
+    """Return a logged step as a dictionary: its fields that are not None, then the objective's metrics.
 
     Tokens per second replace samples per second if tokens are counted.
     """
@@ -34,19 +34,19 @@ def step_record(event: StepLogged) -> dict[str, Any]:
 
 
 def evaluation_record(event: Evaluated) -> dict[str, Any]:
-    """Return an evaluation as a dictionary."""
+    """Return an evaluation as a dictionary: step, samples and metrics."""
     record: dict[str, Any] = {"step": event.step, "samples": event.samples}
     return record | {name: value for name, value in event.metrics.items() if name not in record}
 
 
 def read_metrics(path: Path, *, field: str | None = None) -> list[dict[str, Any]]:
-    """Return the records of a metrics.jsonl in the order of their steps, all of them in memory.
+    """Return all records of a metrics.jsonl as a list in the order of their steps.
 
     A run that resumed from an earlier step wrote some steps twice; the later record is kept.
 
     Args:
-        path: see `iterate_metrics`, also for exceptions.
-        field: see `iterate_metrics`.
+        path: the file, or its run directory; exceptions are those of `iterate_metrics`.
+        field: name of a field; lines without it are skipped.
     """
     records: dict[tuple[bool, int], dict[str, Any]] = {}
     for record in iterate_metrics(path, field=field):
@@ -57,7 +57,7 @@ def read_metrics(path: Path, *, field: str | None = None) -> list[dict[str, Any]
 
 
 def read_curve(path: Path, name: str) -> list[tuple[int, Any]]:
-    """Return (optimizer step, value) pairs of one field.
+    """Return (optimizer step, value) pairs of one field of a metrics.jsonl, in the order of steps.
 
     Takes less memory than `read_metrics`, which keeps all fields.
     """
@@ -170,7 +170,7 @@ class MetricsFile:
 
 
 def _cut_torn_line(path: Path) -> None:
-    """Remove an incomplete last line."""
+    """Remove an incomplete last line from a file, if the file exists."""
     if not path.exists():
         return
     with open_regular(path, "rb") as file:
@@ -184,7 +184,7 @@ def _cut_torn_line(path: Path) -> None:
 
 
 def _cut_after(path: Path, step: int) -> None:
-    """Remove records after a step, and lines that are not records."""
+    """Remove records after a step, and lines that are not records, from a file, if the file exists."""
     if not path.exists():
         return
     with open_regular(path, "rb") as file:
@@ -198,7 +198,10 @@ def _cut_after(path: Path, step: int) -> None:
 
 
 def _bounded_lines(file: IO[bytes]) -> Iterator[bytes]:
-    """Yield the lines of a file; a line longer than any record becomes an empty one, and is not held in memory."""
+    """Yield the lines of a file; a line that is incomplete or longer than any record becomes an empty one.
+
+    An overlong line is never held in memory.
+    """
     is_start = True
     while part := file.readline(_LONGEST_LINE):
         is_end = part.endswith(b"\n")

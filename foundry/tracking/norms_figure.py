@@ -22,7 +22,7 @@ def norms_figure(logged: Curves, run_name: str = "") -> "Figure | None":
     """Draw each block's gradient norm before clipping, and its update norm divided by its weight norm.
 
     Args:
-        logged: value by step, by name in metrics.jsonl.
+        logged: training metrics by name in metrics.jsonl, each as value by step.
         run_name: name of the run, shown under the title.
 
     Returns:
@@ -47,7 +47,7 @@ def norms_figure(logged: Curves, run_name: str = "") -> "Figure | None":
 
 
 def _ratio(updates: Mapping[int, float], weights: Mapping[int, float]) -> dict[int, float]:
-    """Return update norm / weight norm at the steps that have both, except for weights of norm 0."""
+    """Return update norm / weight norm at the steps that have both, except if the weight norm is 0."""
     return {step: updates[step] / weights[step] for step in sorted(updates) if weights.get(step)}
 
 
@@ -64,7 +64,7 @@ def _draw(axes: "Axes", title: str, curves: Curves) -> None:
         steps = sorted(values)
         colour = colours(0.9 * number / max(1, len(curves) - 1))
         marker = "o" if len(steps) <= _FEW_POINTS else ""
-        heights = [values[step] if values[step] > 0 or not is_log else math.nan for step in steps]  # 0 leaves a gap
+        heights = [values[step] if values[step] > 0 or not is_log else math.nan for step in steps]  # norm 0 is a gap
         axes.plot(steps, heights, color=colour, linewidth=1.4, marker=marker, markersize=3.5, label=block)
     if is_log:
         scale_logarithmically(axes)

@@ -34,7 +34,7 @@ def build_observers(config: Tracking, run_dir: Path) -> list[Observer]:
 
 
 def build_trackers(config: Tracking, run_dir: Path) -> list[Observer]:
-    """Build the parts of `tracking.trackers`, in order. Errors in a part become warnings."""
+    """Build the parts of `tracking.trackers`, in order. Exceptions of a part during the run become warnings."""
     offered: dict[str, Any] = {"run_dir": run_dir}
     offered |= {name: getattr(config, name) for name in config.offered if name != "run_dir"}
     chosen = {name: node for name, node in config.trackers.items() if node is not None}

@@ -23,12 +23,12 @@ RED = "#dc2626"
 RAW = "each logged step"
 SMOOTHED = "running median"
 
-_PANEL_INCHES = (5.2, 3.9)  # including its labels
+_PANEL_INCHES = (5.2, 3.9)  # width and height of a panel with its labels
 _HEADER_INCHES, _LEFT_INCHES = 1.0, 0.85
-_FEW_POINTS = 20  # drawn without smoothing
+_FEW_POINTS = 20  # curves with at most this many points are drawn without smoothing
 _MOST_POINTS = 4000  # more points are indistinguishable and take seconds to draw
 _SPIKE = 4.0  # multiple of the height of the axis without the spike
-_FEW = 50  # number of points that makes one of them more than 2 %
+_FEW = 50  # with fewer points, a single point is more than 2 % of them
 
 
 def frame(title: str, x: str | None, y: str, *, below: str = "") -> "tuple[Figure, Axes]":
@@ -72,7 +72,7 @@ def blank(size: tuple[float, float], *, bottom: float, top: float) -> "Figure":
 
 
 def panels(count: int) -> "tuple[Figure, list[Axes]]":
-    """Return a figure with several panels, at most three per row. Figures with one or two panels are larger."""
+    """Return a figure with `count` panels, at most three per row. One, two or four panels are drawn larger."""
     num_columns = count if count <= 3 else (2 if count == 4 else 3)
     num_rows = math.ceil(count / num_columns)
     scale = 1.5 if count == 1 else (1.22 if num_columns == 2 else 1.0)
@@ -92,8 +92,8 @@ def head(figure: "Figure", title: str, below: str = "", *, colour: str = GREY, h
     Args:
         figure: figure with a margin above its panels.
         title: title of the figure.
-        below: one line, the name of the run; cut if it is too long for the figure.
-        colour: colour of that line.
+        below: one line, such as the name of the run; cut if it is too long for the figure.
+        colour: colour of the line `below`.
         handles: legend handles; empty for no legend.
     """
     width, height = figure.get_size_inches()
@@ -202,7 +202,8 @@ def draw_series(
 def smoothed(values: Sequence[float], indices: Sequence[int]) -> list[float]:
     """Return running medians at some indices, over a window of 5 % of the values, at least 5 and at most 201.
 
-    Single spikes do not change the median, and NaN is ignored. The median is NaN if the window has no finite value.
+    The window shrinks towards both ends of the curve. Single spikes do not change the median, and values that are not
+    finite are ignored. The median is NaN if the window has no finite value.
     """
     result = []
     for index in indices:
@@ -222,7 +223,7 @@ def _reach(count: int, index: int) -> int:
 
 
 def fit(axes: "Axes", values: Sequence[float], references: Sequence[float] = ()) -> None:
-    """Choose y-limits that a few spikes cannot flatten, and write how many points lie above them.
+    """Choose y-limits from which a few spikes are excluded, and write how many points lie above the limits.
 
     With few points, a point counts as a spike only if it is several times as high as the rest.
 
@@ -252,5 +253,5 @@ def fit(axes: "Axes", values: Sequence[float], references: Sequence[float] = ())
 def save_figure(figure: "Figure", path: Path) -> None:
     """Write the figure as a PNG, atomically."""
     with replaced_atomically(path) as file, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # names in other scripts: boxes are drawn
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # missing characters are drawn as boxes
         figure.savefig(file, dpi=120, format="png", metadata=PICTURE_METADATA)

@@ -44,8 +44,8 @@ Series = dict[str, dict[int, float]]
 class Plots:
     """Observer that draws the figures, at evaluations and at the end.
 
-    Drawing takes tenths of a second. An evaluation that follows too soon after the last drawing is skipped, so that
-    drawing takes at most 2 % of the time. At the end, everything is drawn.
+    Drawing takes tenths of a second. Nothing is drawn at an evaluation that follows too soon after the last drawing, so
+    that drawing takes at most 2 % of the time. At the end, all figures are drawn.
 
     Args:
         run_dir: the run directory; figures are written to its folder `plots/`.
@@ -79,7 +79,7 @@ class Plots:
 
     @tolerant
     def on_evaluation(self, event: Evaluated) -> None:
-        """Store the metrics of the evaluation, and draw."""
+        """Store the metrics of the evaluation, and draw all figures unless the last drawing is too recent."""
         _remember(self._measured, evaluation_record(event))
         begin = time.monotonic()
         if begin >= self._next_drawing:
@@ -114,7 +114,7 @@ class Plots:
                 save_figure(figure, folder / f"{stem}.png")
 
     def _name(self) -> str:
-        """Return the name that trackers use for the run."""
+        """Return the name under the titles, by default the run's name in MLflow."""
         link = None if self._run_name is not None else ParentLink.load(self._run_dir)
         return one_line(self._run_name or (self._run_dir.absolute().name if link is None else link.run_name))
 
@@ -126,14 +126,14 @@ def _remember(series: Series, record: Mapping[str, Any]) -> None:
 
 
 def add_metric(figure: "Figure", name: str, points: Sequence[tuple[int, float]]) -> None:
-    """Draw the run's metric, if it is not the loss, over the same steps on a second y-axis.
+    """Add the run's metric, which is not the loss, to the figure of the losses, on a second y-axis.
 
     Args:
         figure: figure of the losses.
         name: name of the metric.
         points: (step, value), ascending.
     """
-    figure.subplots_adjust(right=0.91)  # room for the labels of the second axis
+    figure.subplots_adjust(right=0.91)  # leaves space for the labels of the second axis
     axes = figure.axes[0].twinx()
     steps, values = zip(*points, strict=True)
     axes.plot(steps, values, color=GREEN, linewidth=1.2, marker="s", markersize=4, label=f"{name} {_final(values)}")
@@ -148,7 +148,7 @@ def loss_figure(
     entropy: float | None,
     run_name: str = "",
 ) -> "Figure":
-    """Draw the training loss, its running median, the held-out loss and a reference.
+    """Draw the training loss, its running median, the held-out loss and, for comparison, the unigram entropy.
 
     Args:
         points: (step, training loss), ascending.

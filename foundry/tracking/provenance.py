@@ -13,7 +13,7 @@ from foundry.run_dir.redact import masked_text
 
 
 def provenance(directory: Path) -> dict[str, str]:
-    """Return tags that identify the code, the machine and the user. Unknown values are left out.
+    """Return tags that identify the code, the command, the machine and the user. Unknown values are left out.
 
     Args:
         directory: folder that the program was started in. If it is not in a git repository, foundry's repository is

@@ -1,4 +1,4 @@
-"""Wrappers that turn the exceptions of observers into warnings, so that they never stop a run."""
+"""Wrappers that turn the exceptions of observers into warnings, so that a wrapped observer never stops a run."""
 
 import functools
 import logging

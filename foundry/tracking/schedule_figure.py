@@ -16,9 +16,10 @@ _SHADES = {"warmup": ORANGE, "stable": GREEN, "constant": GREEN, "decay": BLUE, 
 def schedule_figure(
     updates: Sequence[PlannedUpdate], phases: Sequence[Phase], step: int = 0, run_name: str = ""
 ) -> "Figure":
-    """Draw panels over the optimizer steps, with shaded phases of the learning rate.
+    """Draw learning rate, weight decay and global batch size over the optimizer steps, a panel each.
 
-    Constants are listed in the header.
+    The phases of the learning rate are shaded. A weight decay or batch size that stays constant is listed in the header
+    instead.
 
     Args:
         updates: every update, or a selection that includes every corner of the curves.

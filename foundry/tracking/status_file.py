@@ -50,7 +50,7 @@ class StatusFile:
 
     @tolerant
     def on_step(self, event: StepLogged) -> None:
-        """Record the current step."""
+        """Record the current step, but write it only if the last write is at least the minimum time ago."""
         self._status["step"] = event.step
         if self._clock() - self._write_time >= self._interval:
             self._write()
@@ -62,7 +62,7 @@ class StatusFile:
         self._write()
 
     def on_end(self, event: RunEnded) -> None:
-        """Record the end of the run. The result is written first, so that a finished run always has one.
+        """Record the end of the run. `result.json` is written first, so that a finished run always has a result.
 
         Raises:
             OSError: if the end of a finished run cannot be recorded; the run then has to end again.

@@ -22,7 +22,7 @@ class WandB:
 
     It never prompts for a key: it uses WANDB_API_KEY or the key stored by `wandb login`. Without a key, the run is
     recorded offline. In offline mode, nothing is sent over the network; `wandb sync RUN_DIR/wandb/offline-run-*`
-    uploads it later.
+    uploads the run later.
 
     Args:
         settings: names of project and run, and the mode; WANDB_MODE replaces the default mode.
@@ -37,7 +37,7 @@ class WandB:
         self._is_grouped = True
 
     def on_start(self, event: RunStarted) -> None:
-        """Begin the run, or continue it if it was recorded before."""
+        """Begin the run in Weights & Biases; in online mode, continue it if it was recorded before."""
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # wandb would report its own crashes over the network
         import wandb
 

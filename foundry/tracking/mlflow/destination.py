@@ -24,7 +24,7 @@ _IDS = ("run_id", "experiment_id")
 _STYLE = "metric_names"
 _SQLITE = "sqlite:///"
 _LOCAL_SERVER = "http://127.0.0.1:5000"  # default address of `mlflow ui`
-_TRAINING = "?workflowType=machine_learning"  # otherwise, a new browser shows the pages for GenAI
+_TRAINING = "?workflowType=machine_learning"  # without this, a new browser shows the pages for GenAI
 
 # By default, MLflow waits 120 s, retries for minutes, prints a greeting and reports usage over the network.
 SHORT_WAITS = {
@@ -73,18 +73,18 @@ def experiment(name: str) -> str:
 def sync_command(run_dir: Path, uri: str) -> str:
     """Return the command that sends undelivered records.
 
-    It contains the URI of the store if the environment does not.
+    The command contains the URI of the store, unless `tracking_uri` finds the URI without it.
     """
     command = ["python", "-m", "foundry.sync", f"dir={run_dir.absolute()}"]
     if uri == tracking_uri():
         return shlex.join(command)
-    if (masked_uri := masked_text(uri)) != uri:  # keep its credentials out of the shell history
+    if (masked_uri := masked_text(uri)) != uri:  # keep the URI's credentials out of the shell history
         return f"MLFLOW_TRACKING_URI={masked_uri} {shlex.join(command)}"
     return shlex.join([*command, f"uri={uri}"])
 
 
 def viewing_hint(run_dir: Path, uri: str | None = None) -> str:
-    """Return the page of a run in MLflow, or for a database the command that starts a server, from any folder.
+    """Return the URL of a run's page in MLflow, else that of the store; for a database, a command that serves it.
 
     Args:
         run_dir: the run directory.
@@ -98,7 +98,7 @@ def viewing_hint(run_dir: Path, uri: str | None = None) -> str:
 
 
 def local_page(run_dir: Path, uri: str | None = None) -> str | None:
-    """Return the page of the experiment's runs that `mlflow ui` serves for a database; None for runs on a server."""
+    """Return the URL of the experiment's runs that `mlflow ui` serves for a SQLite database; None for other stores."""
     if sqlite_file(tracking_uri(uri)) is None:
         return None
     destination = Destination.load(run_dir)
@@ -115,7 +115,7 @@ class Destination:
         uri: URI of the store; credentials in it are used but never written to disk.
         run_id: id of the run; None until the store has created the run.
         experiment_id: id of the experiment; None until the store has created the run.
-        key: unique key of the run in the store; identifies it if the reply to the request that created it was lost.
+        key: unique key of the run in the store; finds a run that the store created but whose id was lost on the way.
         started_ms: start time of the run, in milliseconds since 1970.
         metric_names: `grouped`, or `flat` for a run that was begun with the names of metrics.jsonl.
     """
@@ -135,7 +135,8 @@ class Destination:
     ) -> "Destination":
         """Return the destination that an earlier start of this run recorded for the same store, else a new one.
 
-        A new one takes the style of metric names from undelivered records, else from its sweep, if there are any.
+        A new destination takes the style of metric names from that of undelivered records, else from that of the sweep;
+        without either, names are grouped.
 
         Args:
             run_dir: the run directory.
@@ -160,7 +161,7 @@ class Destination:
 
     @classmethod
     def load(cls, run_dir: Path) -> "Destination | None":
-        """Read the destination from the run directory; None if the file is missing or damaged."""
+        """Read the destination from `mlflow.json` in the run directory; None if the file is missing or damaged."""
         try:
             optional: dict[str, Types] = dict.fromkeys(_IDS, (str, NoneType))
             content = read_object(run_dir / MLFLOW, required=_TYPES, optional={**optional, _STYLE: str})

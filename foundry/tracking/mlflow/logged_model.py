@@ -31,7 +31,9 @@ _log = logging.getLogger(__name__)
 
 
 def log_model(client: "MlflowClient", run_id: str, run_dir: Path, checkpoint: str, *, trust: bool) -> None:
-    """Export a checkpoint and log it in MLflow's transformers flavour, once. Logs a warning if the export fails.
+    """Export a checkpoint and log it in MLflow's transformers flavour, unless it is already logged there.
+
+    Only logs a warning if the export fails.
 
     The export runs in another process without a GPU, and reads the checkpoint one tensor at a time.
 
@@ -39,7 +41,7 @@ def log_model(client: "MlflowClient", run_id: str, run_dir: Path, checkpoint: st
         client: client of the store.
         run_id: id of the run that the model belongs to.
         run_dir: the run directory.
-        checkpoint: name of the folder, such as `step_00000200`.
+        checkpoint: name of the checkpoint's folder, such as `step_00000200`.
         trust: allow parts that are not built in.
 
     Raises:
@@ -89,13 +91,13 @@ def _export(run_dir: Path, folder: Path, step: int, *, trust: bool) -> str | Non
     )
     if process.returncode != 0:
         return (process.stderr.strip().splitlines() or [f"the export ended with exit code {process.returncode}"])[-1]
-    # Without these, MLflow would download replacements from a hub.
+    # Without these files, MLflow would download replacements from a hub.
     missing = [name for name in ("config.json", TOKENIZER, _TOKENIZER_CONFIG) if not (folder / name).is_file()]
     return f"its export has no {' and no '.join(missing)}" if missing else None
 
 
 def _write(model_dir: Path, folder: Path, model: "LoggedModel", run_id: str) -> None:
-    """Write the files of MLflow's transformers flavour. The export in `folder` is moved into them.
+    """Write the files of MLflow's transformers flavour to `model_dir`, and move the export in `folder` there.
 
     `mlflow.transformers.save_model` would import torch, copy the weights and, in MLflow 3.17 with transformers 5.18 or
     later, fail: it expects the class of a pipeline from transformers, which returns its name.

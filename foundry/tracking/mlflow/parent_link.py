@@ -1,8 +1,8 @@
 """The file `mlflow_parent.json`, which links a job of a sweep to the sweep's parent run in MLflow.
 
 A sweep writes the file into each job's run directory. The first job that reaches the store creates the parent run, and
-the sweep's directory records it, as a run directory records its run. So starting a sweep does not wait for a server, a
-job that is queued again or sent later finds the same parent, and a sweep without MLflow has no parent.
+`mlflow.json` in the sweep's directory records that run. So starting a sweep does not wait for a server, a job that is
+queued again or sent later finds the same parent run, and a sweep without MLflow has no parent run.
 """
 
 import json
@@ -98,7 +98,7 @@ def origin_tags(sweep_dir: Path) -> dict[str, str]:
     """Return the tags of a new parent run: user, command, code, launcher and metric of the sweep."""
     facts = read_sweep_file(sweep_dir)
     tags = provenance(Path.cwd())
-    del tags["host"]  # the host of the first job only
+    del tags["host"]  # other jobs may run on other hosts
     tags |= {name: str(facts[name]) for name in ("launcher", "metric", "direction") if name in facts}
     command = shlex.join(["python", "-m", "foundry", *_command(sweep_dir)])
     return tags | {"command": masked_text(command)}

@@ -53,7 +53,7 @@ class StoreError(Exception):
 
 
 class RemoteStore:
-    """Proxy of an `MlflowStore` in a separate process, which the first request starts. Restarted if it dies.
+    """Proxy of an `MlflowStore` in a separate process; a request starts the process if it is not running.
 
     Args:
         run_dir: folder of the artifacts and of `mlflow.json`.
@@ -75,11 +75,11 @@ class RemoteStore:
         self._process: subprocess.Popen[bytes] | None = None
 
     def connect(self) -> None:
-        """Find or create the run.
+        """Start the store process and let it find or create the run, if this has not been done.
 
         Raises:
             StoreError: if MLflow raises an exception.
-            ProcessEndedError: if the process has ended.
+            ProcessEndedError: if the store process has ended.
         """
         if self._process is None:
             self._process = _take_idle() or _start()
@@ -94,7 +94,7 @@ class RemoteStore:
         self._ask({"do": "apply", "operations": list(operations)})
 
     def close(self, *, is_responsive: bool) -> None:
-        """Keep the process for the next run of this process if it answers and none is kept yet; otherwise kill it."""
+        """Keep the store process for the next run in this process if it responds and no other is kept; else kill it."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -102,7 +102,7 @@ class RemoteStore:
             _idle[os.getpid()] = process
         else:
             process.kill()
-            with suppress(subprocess.TimeoutExpired):  # it may be blocked by a disk that does not respond
+            with suppress(subprocess.TimeoutExpired):  # a disk that does not respond may block the process
                 process.wait(_SECONDS_TO_DIE)
 
     def _ask(self, request: Mapping[str, Any]) -> None:
@@ -123,7 +123,7 @@ class RemoteStore:
             _log.warning("%s", one_line(message))
         if error := reply["error"]:
             if request["do"] == "open":
-                self.close(is_responsive=True)  # reopened by the next attempt
+                self.close(is_responsive=True)  # the next attempt sends the request again
             raise StoreError(*error)
 
 
@@ -185,7 +185,7 @@ def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
 
 
 def _open(request: Mapping[str, Any]) -> MlflowStore:
-    """Set up environment, directory and secrets of a request, and return its store."""
+    """Set environment, current directory and secrets to those in a request, and return the store for its run."""
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["directory"])

@@ -1,4 +1,4 @@
-"""Background delivery of operations to a store that may be slow or unreachable. The caller never waits."""
+"""Background delivery of operations to a store that may be slow or unreachable. The caller waits only in `close`."""
 
 import logging
 import threading
@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 _SECONDS_BETWEEN_BATCHES = 1.0
 _LONGEST_BACK_OFF_SECONDS = 30.0
 _LONGEST_LINE = 2**24  # bytes
-_KEPT_IN_MEMORY = 10_000  # operations; beyond this number, the backlog moves to the pending file
+_KEPT_IN_MEMORY = 10_000  # operations; after a failed request, a longer backlog moves to the pending file
 _MOST_IN_MEMORY = 4 * _KEPT_IN_MEMORY  # hard limit, since nothing can be moved while the thread waits for a reply
 
 
@@ -40,7 +40,7 @@ class Delivery:
     Args:
         store: target of the operations.
         pending_file: file of undelivered operations, one per line; sent first when the store responds.
-        prepare: called in the thread; returns operations to send first that take long to create.
+        prepare: called in the thread; returns the first operations to send, which take long to create.
         finish_seconds: timeout of `close()`.
         send_hint: hint logged if operations remain undelivered.
     """
@@ -80,7 +80,7 @@ class Delivery:
                 self._num_lost += 1
 
     def close(self) -> None:
-        """Deliver the rest within `finish_seconds`.
+        """Wait at most `finish_seconds` for the delivery of the remaining operations.
 
         Write undelivered operations to the pending file, with a warning.
         """
@@ -122,11 +122,11 @@ class Delivery:
             self._closing.wait(min(2.0**self._failures, _LONGEST_BACK_OFF_SECONDS) * _SECONDS_BETWEEN_BATCHES)
 
     def _deliver_some(self) -> bool:
-        """Send the pending file, or one batch. Return False if there is nothing to send."""
+        """Send the pending file, or one batch. Return False if there is nothing to send, or after `close`."""
         if self._pending_file.exists():
             send_file(self._store, self._pending_file)
             with self._lock:
-                if not self._is_abandoned:  # otherwise `close()` has appended to it
+                if not self._is_abandoned:  # otherwise `close()` may have appended operations to the file
                     self._pending_file.unlink()
             return not self._is_abandoned
         with self._lock:
@@ -161,7 +161,7 @@ class Delivery:
         self._failures = 0
 
     def _note_failure(self, error: Exception) -> None:
-        if self._is_abandoned:  # at the end of the run, which also ended the store process
+        if self._is_abandoned:  # `close()` has given up and killed the store process
             return
         self._failures += 1
         if self._failures == 1:
@@ -207,7 +207,7 @@ def _apply(store: Store, batch: list[Operation]) -> None:
     except Exception as error:
         if not is_refusal(error):
             raise
-        if len(batch) > 1:  # retry them one by one, since only one may be invalid
+        if len(batch) > 1:  # retry the operations one by one, since only one may be invalid
             for operation in batch:
                 _apply(store, [operation])
         else:
@@ -239,7 +239,7 @@ def _operation(line: bytes, location: str) -> Operation:
     """Decode and validate the operation in a line.
 
     Raises:
-        ValueError: if it is not an operation that foundry writes.
+        ValueError: if the line is not an operation that foundry writes.
     """
     try:
         operation = decode(line.decode())

@@ -50,7 +50,7 @@ _PARAM_LENGTH, _TAG_LENGTH, _KEY_LENGTH = 6000, 8000, 250
 _LOCK = ".mlflow.lock"
 _TRUNCATED = " … [truncated]"
 _KEY_TAG, _RUN_DIR_TAG, _PARENT_TAG = "foundry_key", "run_dir", "mlflow.parentRunId"
-_EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}  # shown as training instead of "GenAI"
+_EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}  # MLflow shows training, not "GenAI", pages
 _REFUSALS = frozenset({"INVALID_PARAMETER_VALUE", "BAD_REQUEST", "MALFORMED_REQUEST", "INVALID_STATE"})
 
 
@@ -156,7 +156,7 @@ class MlflowStore:
 
 
 def parent_id(sweep_dir: Path, child: Destination) -> str | None:
-    """Return the id of a sweep's parent run. The first job creates it; if it had ended, it is set to running again.
+    """Return the id of a sweep's parent run, after creating the run if necessary and setting its status to running.
 
     Args:
         sweep_dir: directory of the sweep.
@@ -259,7 +259,7 @@ def _lock_database(database: Path | None) -> Iterator[None]:
 
 
 def _exists(client: "MlflowClient", run_id: str | None) -> bool:
-    """Return True if a recorded run still exists; its database may have been replaced."""
+    """Return True if the store still has a recorded run, which is not so if its database was replaced."""
     from mlflow.exceptions import MlflowException
 
     if run_id is None:
@@ -278,8 +278,8 @@ def _find_or_create(
 ) -> str:
     """Find or create the run and return its id.
 
-    MLFLOW_RUN_ID names the run to write to. If another run directory already writes there, for example because the
-    variable is set for a whole sweep, this run becomes its child.
+    MLFLOW_RUN_ID names the run to write to. If another run directory already writes to that run, for example because
+    the variable is set for a whole sweep, a new run becomes its child.
     """
     tags = {_KEY_TAG: destination.key, _RUN_DIR_TAG: str(run_dir.absolute()), **more_tags}
     experiment_id = None

@@ -1,6 +1,6 @@
 """System metrics during training from MLflow's monitor: processors, memory, disk and GPUs.
 
-Its thread runs in the store process, on the machine of rank 0.
+The monitor's thread runs in the store process, on the machine of rank 0.
 """
 
 import logging

@@ -36,10 +36,10 @@ _COMPARED = (
 class MLflowTracker:
     """Tracker that logs parameters, tags, metrics, figures, configuration and result of a run to MLflow.
 
-    It never waits for the server: MLflow is imported in a separate process, which may be killed or hang
+    It waits for the server only at the end: MLflow is imported in a separate process, which may be killed or hang
     (`foundry.tracking.mlflow.process`). Undelivered records are kept in `mlflow_pending.jsonl` in the run directory,
-    and sent by the next start of the run or by `python -m foundry.sync dir=RUN_DIR`. It uploads files that other
-    observers write, so it comes last among them.
+    and sent by the next start of the run or by `python -m foundry.sync dir=RUN_DIR`. The tracker uploads files that
+    other observers write, so it comes after these observers.
 
     Args:
         settings: names of store, experiment and run (MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME replace the
@@ -149,14 +149,14 @@ class MLflowTracker:
             self._put({"op": "metrics", "time_ms": _now_ms(), "step": best["step"], "values": values})
 
     def _put_model(self) -> None:
-        """Queue the best checkpoint; the last one if there is no best."""
+        """Queue the upload of the best checkpoint as a model; of the last checkpoint if there is no best one."""
         for which in ("best", "last"):
             with suppress(FileNotFoundError):
                 self._put({"op": "model", "checkpoint": find(self._run_dir, which).name})
                 return
 
     def _put_files(self, folder: str) -> None:
-        """Queue the files of `plots/`; for an empty `folder`, the plan and the result in the run directory."""
+        """Queue uploads of all files in `folder`; for an empty `folder`, of the run directory's plan and result."""
         names = (RESULT, PLAN)
         source = self._run_dir / folder
         for path in sorted(source.iterdir() if source.is_dir() else ()):
