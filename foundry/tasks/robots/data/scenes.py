@@ -42,7 +42,7 @@ def scenes(
     simulator: Callable[[], Simulator] | None = None,
     simulator_settings: Mapping[str, Any] | None = None,
 ) -> DataSplits:
-    """Return images of the starts of a simulator's episodes, with its questions and answers about them.
+    """Return images of the starts of a simulator's episodes, with questions and answers about these images.
 
     Args:
         settings: number and size of the scenes, and tokenization of the conversations.

@@ -44,10 +44,10 @@ class Moments:
 
     @classmethod
     def from_lists(cls, lists: Any) -> Self:
-        """Restore the result of `to_lists`.
+        """Restore moments from the result of `to_lists`.
 
         Raises:
-            ValueError: if it is invalid.
+            ValueError: if `lists` is invalid.
         """
         names = ("mean", "std", "min", "max")
         if not isinstance(lists, dict) or set(lists) != set(names):
@@ -70,7 +70,7 @@ class Moments:
 class Statistics:
     """Statistics of the frames of the training episodes, which define the units of the policy's inputs and outputs.
 
-    A constant dimension is only centered: it becomes 0, and a prediction near 0 is restored to the constant.
+    A constant dimension is only centered: it becomes 0, and a prediction of 0 is restored to the constant.
     """
 
     overrides: ClassVar[tuple[str, ...]] = ("hparams=policy", "simulator=none", "evaluation=default")
@@ -98,7 +98,7 @@ class Statistics:
         return (actions * self._reach + self._middle).astype(np.float32)
 
     def applied_to(self, data: DataSplits) -> DataSplits:
-        """Normalize other episodes by the statistics of this run.
+        """Return other episodes, normalized by these statistics.
 
         Raises:
             ConfigError: if the data has no episodes, or states or actions have other dimensions.
@@ -122,10 +122,10 @@ class Statistics:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Restore the result of `to_json`.
+        """Restore statistics from the result of `to_json`.
 
         Raises:
-            ValueError: if it is invalid; the text has the reason.
+            ValueError: if `text` is invalid; the error's text has the reason.
         """
         try:
             content = json.loads(text)
