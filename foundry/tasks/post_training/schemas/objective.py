@@ -133,7 +133,7 @@ class Distillation(Rollouts, Teaching):
         return ("entropy" if self.generates else "cross_entropy", "divergence")
 
     def check(self) -> Iterator[Violation]:
-        """Check that updates divide a rollout, and that no setting would be ignored."""
+        """Check that the rollout of mode=on_policy is valid, and that no setting would be ignored."""
         yield from self.check_teaching()
         if self.generates:
             yield from self.check_rollout()
