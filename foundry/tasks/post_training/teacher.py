@@ -50,7 +50,7 @@ def pin_teacher(composed: DictConfig) -> list[Violation]:
     """Replace `last` or `best` in `teacher_which` by the step number, so that a resumed run has the same teacher.
 
     Returns:
-        The errors in the settings of the teacher. If there are any, the configuration is unchanged.
+        The errors in the settings of the teacher. If there are errors, the configuration is unchanged.
     """
     objective = composed._get_node("objective")
     if not isinstance(objective, DictConfig) or OmegaConf.get_type(objective) is not Distillation:

@@ -39,8 +39,8 @@ def prompt_files(settings: PromptFilesSettings, *, seed: int = 0) -> DataSplits:
     The split depends only on the order of the rows.
 
     Raises:
-        ConfigError: there are no files, the tokenizer or chat template does not fit, a row cannot be used (unless these
-            are skipped), or no row can be used.
+        ConfigError: there are no files, the tokenizer or chat template does not fit, a row cannot be used (unless such
+            rows are skipped), or no row can be used.
     """
     return prompt_splits(find_rows(settings, _COLUMNS, reads_all=True), settings)
 

@@ -15,7 +15,7 @@ from foundry.tasks.post_training.schemas.environment import reward_metric_names
 
 _TIMEOUT_SECONDS = 10.0
 _MAX_LOST = 8
-"""Maximum number of processes that an environment may lose on consecutive answers before it has scored any.
+"""Maximum number of processes that an environment may lose on consecutive answers before it has scored one.
 
 After that the environment counts as broken, and each further call of the judge scores only one answer.
 """

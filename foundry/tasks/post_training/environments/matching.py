@@ -74,7 +74,7 @@ class Format:
         self._pattern = re.compile(settings.pattern, re.DOTALL)
 
     def score(self, answers: Sequence[Answer]) -> list[Scores]:
-        """Return `format` for each answer: 1 if the pattern matches all of it except outer whitespace, else 0."""
+        """Return `format` for each answer: 1 if the pattern matches the answer except outer whitespace, else 0."""
         return [{"format": float(self._pattern.fullmatch(answer.text.strip()) is not None)} for answer in answers]
 
 

@@ -49,7 +49,7 @@ class Worker:
 
     Args:
         node: configuration of the environment, with `_target_`.
-        timeout_seconds: maximum duration of one call of its `score`.
+        timeout_seconds: maximum duration of one call of the environment's `score`.
 
     Raises:
         FaultError: if the environment cannot be built.
@@ -165,7 +165,7 @@ class Worker:
                     line += part
                 elif remaining <= 0:
                     raise TimeoutError
-                elif self._process.poll() is not None:  # its child processes may keep the pipe open
+                elif self._process.poll() is not None:  # child processes of the worker may keep the pipe open
                     break
         return bytes(line)
 

@@ -13,7 +13,7 @@ class GroupAdvantages:
     Attributes:
         baseline: (completions,), subtracted from the reward.
         std: (completions,), standard deviation of the rewards that the baseline is a mean of; 0 if they are equal.
-        advantage: (completions,), 0 if the reward is NaN or is the only one of its group.
+        advantage: (completions,), 0 if the reward is NaN or its group has no other reward.
     """
 
     baseline: Tensor
@@ -30,7 +30,7 @@ def group_advantages(
     normalize_rewards: bool = True,
     epsilon: float = 1e-6,
 ) -> GroupAdvantages:
-    """Compare each reward with the rewards of the same group (Shao et al., 2024).
+    """Return the advantage of each reward over the rewards of the same group (Shao et al., 2024).
 
     The leave-one-out baseline is from Ahmadian et al., 2024. The variance is computed from differences to one of the
     rewards, in two passes: E[x²] - E[x]² would leave a rounding error for equal rewards, and division by its square

@@ -70,7 +70,7 @@ class GRPO(RolloutObjective):
         return int((mask if self.settings.token_level_loss else mask.any(-1)).sum())
 
     def loss(self, model: nn.Module, microbatch: Microbatch) -> LossSum:
-        """Return the loss with KL penalty, summed over tokens, or over completions of their means over tokens."""
+        """Return the sum of the loss with KL penalty over tokens, or over completions as means over their tokens."""
         mask = _loss_mask(microbatch)
         log_prob, unfiltered = self._log_probs(model, microbatch)
         old = microbatch.get("old", log_prob.detach())
@@ -195,8 +195,8 @@ class GRPO(RolloutObjective):
     def _nll_scale(self, mask: Tensor, rewards: Tensor) -> Tensor:
         """Return the scale of the NLL term for each completion, (completions,).
 
-        Per update, it is the number of valid items divided by the number of valid tokens in completions with a reward
-        above 0.
+        The scale of an update is the number of valid items divided by the number of valid tokens in completions with a
+        reward above 0.
         """
         scales = list[Tensor]()
         for group_mask, reward in zip(

@@ -109,9 +109,9 @@ def sampling_mismatch(log_prob: Tensor, old: Tensor, sampler: Tensor, mask: Tens
         mask: (completions, tokens) bool, valid tokens.
 
     Returns:
-        mult_prob_error: exp |old - sampler|; the mean is 1 if both agree, and a mean above 1.02 indicates a mismatch.
+        mult_prob_error: exp |old - sampler|; the mean is 1 if sampler and trainer agree; above 1.02 they do not.
         sampler_kl, trainer_kl: k3 estimates of KL(sampler ‖ trainer) and KL(trainer ‖ sampler).
-        js_divergence: divergence of both from their mean.
+        js_divergence: divergence of sampler and trainer from their mean.
         entropy: entropy of the policy, estimated by importance sampling.
     """
     log_prob, old, sampler = (values.masked_fill(~mask, 0.0) for values in (log_prob, old, sampler))

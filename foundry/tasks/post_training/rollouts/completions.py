@@ -89,7 +89,7 @@ def complete(
     tokenizer: Any,
     heartbeat: Callable[[str], None],
 ) -> CompletionBatch:
-    """Complete prompts in one batch, and record values of the models for the completions by `record`.
+    """Complete prompts in one batch, and record values of the models for these completions by `record`.
 
     Args:
         model: model with unsharded weights.

@@ -32,7 +32,7 @@ class Reference(Enum):
         auto: adapters_off with adapters, otherwise cached.
         cached: two log-probabilities per pair, computed once before the first step and stored in the run directory.
         copy: a second model in memory, evaluated at each step.
-        adapters_off: the model itself with its adapters disabled, evaluated at each step.
+        adapters_off: the trained model with its adapters disabled, evaluated at each step.
     """
 
     auto = "auto"
