@@ -22,9 +22,9 @@ class ActionChunks(Objective):
     """Base class of the policy objectives: error of the actions, summed over all actions except padding.
 
     A microbatch contains `actions`: (batch, horizon, action_dim) float32 in [-1, 1], `is_padded`: (batch, horizon)
-    bool, true after the end of an episode, `state`: (batch, num_observations, state_dim) float32, and `position`. It
-    may also contain `images`: (batch, num_observations, 3, height, width) uint8, and `instruction`: (batch,
-    instruction_tokens) int64, with -1 after its end.
+    bool, true after the end of an episode, `state`: (batch, num_observations, state_dim) float32, and `position`. With
+    images it also contains `images`: (batch, num_observations, 3, height, width) uint8, and with instructions
+    `instruction`: (batch, instruction_tokens) int64, with -1 after the last token.
 
     The model maps (actions, times, state, images if present) and the keyword argument `instruction`, if present, to a
     prediction of the shape of the actions. If the model has a method `observe`, diffusion and flow policies call it
@@ -64,7 +64,7 @@ class ActionChunks(Objective):
         Args:
             model: the model in evaluation mode; each row is computed independently.
             observation: `state`, and `images` and `instruction` if the data has them, as in a microbatch.
-            keys: (batch,) int64 in host memory; the random numbers of a row depend on the seed and its key.
+            keys: (batch,) int64 in host memory; a row's random numbers depend on the seed and the row's key.
         """
         return self._draw(model, observation, keys).clamp(-1, 1)
 

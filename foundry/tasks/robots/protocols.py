@@ -25,7 +25,7 @@ class ActingObjective(Protocol):
         Args:
             model: the model in evaluation mode; each row is computed independently.
             observation: entries of the samples, without the actions.
-            keys: (batch,) int64 in host memory; the random numbers of a row depend on the seed and its key.
+            keys: (batch,) int64 in host memory; a row's random numbers depend on the seed and the row's key.
         """
         ...
 

@@ -33,7 +33,7 @@ _STEPS_AT_THE_GOAL = 8
 """Number of successful steps in a row that end an episode, so that a policy learns to stay at the goal."""
 _SPARE_FAILURES = 20
 _CONTENT_SETTINGS = ("episodes", "noise", "noisy_share", "state_dim", "action_dim", "image_size")
-"""Settings that determine the files of the demonstrations; other settings only determine how they are read."""
+"""Settings that determine the files of the demonstrations; other settings only determine how the files are read."""
 log = logging.getLogger(__name__)
 
 

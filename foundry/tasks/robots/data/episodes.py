@@ -52,8 +52,8 @@ class Windows(MapsFiles, BatchDataset):
     """Dataset of some episodes of a recording, with one sample per frame.
 
     A sample contains the states of the frame and the frames before it, and the actions of the frame and the frames
-    after it. The first frame of an episode is repeated before its start. The last action is repeated after its end,
-    where `is_padded` is true.
+    after it. The first frame of an episode is repeated before the episode's start. The last action is repeated after
+    the episode's end, where `is_padded` is true.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Windows(MapsFiles, BatchDataset):
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def normalised_by(self, statistics: Statistics) -> Self:
-        """Return the same samples, normalized by other statistics."""
+        """Return a dataset of the same samples, normalized by other statistics."""
         windows = object.__new__(type(self))
         vars(windows).update(vars(self) | {"statistics": statistics})
         return windows

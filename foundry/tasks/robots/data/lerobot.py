@@ -1,4 +1,4 @@
-"""Reader of demonstrations in LeRobot's format, version 3, without its package.
+"""Reader of demonstrations in LeRobot's format, version 3, without the package lerobot.
 
 Frames are rows of Parquet files with several episodes each; meta/episodes maps episodes to files. Images are stored in
 these rows or as frames of videos. `meta/stats.json` is not read, because statistics must cover only the training
@@ -242,7 +242,7 @@ def _numbers(info: LeRobotInfo, name: str, column: pa.Array) -> list[Any]:
 def _read_numbers(info: LeRobotInfo, episodes: _Episodes, widths: Mapping[str, int]) -> dict[str, NDArray[Any]]:
     """Read columns of numbers, (frames, width) each, in the order of episodes.
 
-    Their dtype is float32, except for timestamps and tasks (float64).
+    The arrays are float32, except for timestamps and tasks (float64).
 
     Raises:
         ConfigError: if frames are missing or duplicated, or a column has another width.

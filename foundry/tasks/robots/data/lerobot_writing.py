@@ -56,7 +56,7 @@ def write_lerobot(
 
     Args:
         folder: an empty folder.
-        episodes: at least one; all must have the same dimensions, and all or none must have images.
+        episodes: one or more; all must have the same dimensions, and all or none must have images.
         fps: frames per second.
         robot_type: name of the robot.
         as_video: write images as videos with lossy compression, instead of PNG data in the rows.

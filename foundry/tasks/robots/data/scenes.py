@@ -51,7 +51,7 @@ def scenes(
         simulator_settings: settings of the simulator.
 
     Raises:
-        ConfigError: if there is no simulator, it lacks images or descriptions, or tokenizer or template do not fit.
+        ConfigError: if there is no simulator with images and descriptions, or tokenizer or template do not fit.
     """
     image_size, count = settings.image_size, settings.num_scenes
     if simulator is None or image_size is None:

@@ -18,8 +18,8 @@ _OWN = "foundry.tasks.robots.simulators."
 _OWN_SOURCES = "36c3b6776905e2c5d4debd6eb9250d048eaf9ac4455f6e49bce923a134631ba8"
 """Version of the built-in simulators: the hash of their files at foundry 0.1.
 
-A new version regenerates their data, and runs on the new data are different runs. So change this value only if a
-simulator acts or renders differently.
+With a new version, runs generate their data again, and are different runs. So change this hash only if a simulator
+acts or renders differently.
 """
 
 

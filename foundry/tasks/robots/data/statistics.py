@@ -30,7 +30,7 @@ class Moments:
 
     @classmethod
     def of(cls, values: Array) -> Self:
-        """Compute the moments of the rows of `values`, (frames, dims), at least one; sums are in float64."""
+        """Compute the moments of the rows of `values`, (frames, dims), with one frame or more; sums are in float64."""
         lowest, highest = (bound.astype(np.float64) for bound in (values.min(axis=0), values.max(axis=0)))
         starts = range(0, len(values), _ROWS_AT_A_TIME)
         slices = [slice(start, start + _ROWS_AT_A_TIME) for start in starts]
@@ -143,7 +143,7 @@ class Statistics:
 
 
 def statistics_of(data: DataSplits) -> Statistics | None:
-    """Return the statistics of a dataset; None if it has no episodes."""
+    """Return the statistics of a dataset; None if the dataset has no episodes."""
     value: Any = data.kept.get(STATISTICS)
     statistics: Statistics | None = value
     return statistics

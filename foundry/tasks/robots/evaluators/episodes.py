@@ -45,7 +45,7 @@ class Episode:
         success: whether the task was completed at any step, which ends the episode.
         length: number of executed actions.
         instruction: instruction of the episode.
-        other_instruction: other instruction that the policy received; None if it received the episode's own or none.
+        other_instruction: other instruction that the policy received; None for the episode's own or no instruction.
     """
 
     number: int
@@ -63,7 +63,7 @@ class Episode:
 
 @dataclass
 class Film:
-    """Frames of an episode: one per action in a short one, and one per 2, 4, ... actions in a longer one.
+    """Frames of an episode: one per action of a short episode, and one per 2, 4, ... actions of a longer one.
 
     Attributes:
         fps: actions per second.

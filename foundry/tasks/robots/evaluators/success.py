@@ -31,7 +31,7 @@ class Success:
     """Success rate of a policy with its 95 % interval; an episode is a success if any of its steps is.
 
     Episode k starts from the simulator's seed k, independent of the run's seed, so that all runs are compared on the
-    same starts. The random numbers of its n-th chunk of actions are keyed by the run's seed, k and n. Episodes run in
+    same starts. The random numbers of the n-th chunk of actions are keyed by the run's seed, k and n. Episodes run in
     groups of `at_a_time`, which are divided among the ranks; each rank needs memory for the whole model.
 
     Rank 0 writes rollouts.jsonl, a line per episode, and with `draw` a GIF of up to 8 of the first episodes.

@@ -71,7 +71,7 @@ class VLA(nn.Module):
     def __init__(self, settings: VLASettings, *, backbone: PrefixVLM) -> None:
         super().__init__()
         self.backbone, self.state_scale = backbone, settings.state_scale
-        self._backbone_draws = backbone.initial_weights()  # before freezing: it refuses frozen weights
+        self._backbone_draws = backbone.initial_weights()  # before freezing: initial_weights refuses frozen weights
         hidden_size, self.num_tokens = backbone.model.embed_tokens.embedding_dim, settings.horizon + 1
         self.state_embedder = nn.Linear(settings.num_observations * settings.state_dim, hidden_size)
         self.action_embedder = nn.Linear(settings.action_dim, hidden_size)
@@ -179,7 +179,7 @@ class VLA(nn.Module):
 
         The sum contains the backbone without its head and without the layers after its last keys and values. For the
         expert it contains 6 N per token, and 12 L H per pair of an expert token and a token that it attends to; N is
-        the number of parameters of its matrix products, L the number of layers, and H their width.
+        the number of parameters of the expert's matrix products, L the number of layers, and H their width.
         """
         text_length = self.backbone.max_seq_len
         head = self.backbone.model.embed_tokens if self.backbone.lm_head is None else self.backbone.lm_head

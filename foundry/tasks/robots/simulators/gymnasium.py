@@ -51,7 +51,7 @@ class Gymnasium:
         self._full_state: NDArray[np.float64] = np.zeros(0)
         self._check_step()
         self.state_dim = len(self._full_state)
-        if settings.expert is not None:  # only then the simulator is Demonstrating
+        if settings.expert is not None:  # without an expert, the simulator is not Demonstrating
             function = _find_expert(settings.expert)
             self.expert_action = lambda: np.asarray(function(self._full_state.copy()), dtype=np.float64)
 
@@ -120,7 +120,7 @@ def _make(name: str, import_module: str | None, settings: Mapping[str, Any]) -> 
 
     try:
         if import_module is not None:
-            with redirect_stderr(StringIO()) if import_module == FETCH else nullcontext():  # news of other environments
+            with redirect_stderr(StringIO()) if import_module == FETCH else nullcontext():  # its import prints news
                 gymnasium.register_envs(import_by_name(import_module))
         return gymnasium.make(name, disable_env_checker=True, **{"render_mode": "rgb_array", **settings})
     except ImportError as error:
