@@ -41,7 +41,7 @@ class ExactMatch:
 class MultipleChoice:
     """Environment for multiple-choice questions.
 
-    It scores `correct` if the last choice in a completion is the row's `answer`, and `format` if it is a known choice.
+    It scores `correct` if the last choice in a completion is the row's `answer`, and `format` if there is a choice.
     """
 
     @configured_by(MultipleChoiceSettings)

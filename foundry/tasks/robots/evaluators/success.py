@@ -34,7 +34,7 @@ class Success:
     same starts. The random numbers of the n-th chunk of actions are keyed by the run's seed, k and n. Episodes run in
     groups of `at_a_time`, which are divided among the ranks; each rank needs memory for the whole model.
 
-    Rank 0 writes rollouts.jsonl, a line per episode, and with `draw` a GIF of up to 8 of the first episodes.
+    Rank 0 writes rollouts.jsonl, a line per episode, and with `draw` a GIF of the first episodes, at most 8.
 
     Args:
         settings: the episodes, how many run at a time, and the policy's observations and instructions. The policy may
