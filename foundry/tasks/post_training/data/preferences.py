@@ -28,7 +28,7 @@ def preference_files(settings: PreferenceFilesSettings, *, seed: int = 0) -> Dat
     `rejected` share are the prompt. The split depends only on the order of the rows.
 
     Raises:
-        ConfigError: there are no files, the tokenizer or chat template does not fit, a row cannot be used (unless such
+        ConfigError: there are no files, the tokenizer or chat template does not fit, a row cannot be used (unless bad
             rows are skipped), or no row can be used.
     """
     return preference_splits(find_rows(settings, settings.known_columns), settings)

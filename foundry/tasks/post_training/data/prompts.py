@@ -39,7 +39,7 @@ def prompt_files(settings: PromptFilesSettings, *, seed: int = 0) -> DataSplits:
     The split depends only on the order of the rows.
 
     Raises:
-        ConfigError: there are no files, the tokenizer or chat template does not fit, a row cannot be used (unless such
+        ConfigError: there are no files, the tokenizer or chat template does not fit, a row cannot be used (unless bad
             rows are skipped), or no row can be used.
     """
     return prompt_splits(find_rows(settings, _COLUMNS, reads_all=True), settings)

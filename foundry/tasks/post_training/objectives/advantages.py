@@ -13,7 +13,7 @@ class GroupAdvantages:
     Attributes:
         baseline: (completions,), subtracted from the reward.
         std: (completions,), standard deviation of the rewards that the baseline is a mean of; 0 if they are equal.
-        advantage: (completions,), 0 if the reward is NaN or its group has no other reward.
+        advantage: (completions,), 0 if the reward is NaN or the only one of its group.
     """
 
     baseline: Tensor

@@ -61,7 +61,7 @@ class GRPO(RolloutObjective):
         self.forward_keywords = ("read",) if self._is_filtered else ()
 
     def compare(self, frozen: Mapping[str, nn.Module]) -> None:
-        """Set the reference model; None if there is none, or if it is the model with disabled adapters."""
+        """Set the reference model; None without KL penalty, or if it is the model with disabled adapters."""
         self._reference = frozen.get(_REFERENCE)
 
     def num_valid(self, microbatch: Microbatch) -> int:
