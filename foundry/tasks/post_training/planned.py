@@ -7,7 +7,7 @@ from foundry.tasks.post_training.schemas.rollouts import Rollouts
 
 
 def rollout_sizes(config: Config) -> dict[str, int] | None:
-    """Return the sizes of a rollout; None if the objective does not train on completions of the model."""
+    """Return the sizes of a rollout by name; None unless a built-in objective trains on completions of the model."""
     objective = config.objective
     if not isinstance(objective, Rollouts) or not objective.generates:
         return None
@@ -21,7 +21,7 @@ def rollout_sizes(config: Config) -> dict[str, int] | None:
 
 
 def rollout_row(rollout: Mapping[str, int]) -> tuple[str, str]:
-    """Return the row of the printed plan for the result of `rollout_sizes`."""
+    """Return name and value of the printed plan's row for the rollout sizes of `rollout_sizes`."""
     updates = f"{rollout['updates']} step{'s' * (rollout['updates'] > 1)}"
     product = f"{rollout['prompts']} prompts x {rollout['generations']} = {rollout['answers']}"
     return "completions per rollout", f"{product}, of at most {rollout['max_new_tokens']} tokens, for {updates}"

@@ -22,7 +22,7 @@ class Rollout:
         rewards: (completions,) float64; NaN if a completion could not be scored or there is no environment.
         is_truncated: (completions,) bool, True if a completion did not end with a stop token.
         sampler: (completions, seq) float32, log-probability of each target in the sampling distribution; 0 elsewhere.
-        recorded: (completions, seq) float32 by name, values recorded by the objective.
+        recorded: (completions, seq) float32 by name, values returned by the objective's `record`.
     """
 
     tokens: Tensor
@@ -39,7 +39,7 @@ class Prepared:
     """Values that an objective computes from a whole rollout before its updates.
 
     Attributes:
-        columns: (completions, ...) each, added to the microbatches next to `tokens`, `targets` and `position`.
+        columns: (completions, ...) each, added to a microbatch's `tokens`, `targets` and `position`, or replacing them.
         metrics: metrics logged with each of the rollout's updates.
     """
 
@@ -50,7 +50,7 @@ class Prepared:
 class RolloutObjective(Objective):
     """Base class of objectives that can train on completions of the model.
 
-    An object of another class with an attribute `rollouts` gets the members that it lacks.
+    An objective of another class with an attribute `rollouts` gets the members of this class that it lacks.
     """
 
     rollouts: Any = None
@@ -72,13 +72,13 @@ class RolloutObjective(Objective):
         return partial(RolloutSource.of, self)
 
     def bytes_for_samples(self, model: nn.Module, seq_len: int, element_size: int) -> int | None:
-        """Return the bytes of keys and values for the completions that a rank generates at a time."""
+        """Return the bytes of keys and values for the completions that a rank generates at a time; None if unknown."""
         from foundry.tasks.post_training.rollouts.cache_size import cache_bytes
 
         return cache_bytes(model, self.rollouts, seq_len, element_size)
 
     def record(self, model: nn.Module, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Return values of the models before a rollout's first update, (rows, seq) by name.
+        """Return values of model and frozen models before a rollout's first update, (rows, seq) by name.
 
         Called without gradients, in eval mode, once for each batch of completions that this rank generates.
         """

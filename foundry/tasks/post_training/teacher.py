@@ -24,10 +24,10 @@ def resolve_teacher(folder: Path, which: str, trust: bool, sizes: Mapping[str, i
         folder: run directory or transformers folder.
         which: checkpoint of a run: last, best, or a step number.
         trust: allow a run's model that is not a built-in part.
-        sizes: `vocab_size` and `max_seq_len` of the student; they fill the open sizes of a transformers folder.
+        sizes: `vocab_size` and `max_seq_len` of the student; they become sizes of a teacher that leaves them open.
 
     Raises:
-        ConfigError: if there is no model, it is not trusted, or its sizes do not fit the student.
+        ConfigError: if there is no language model, it is not trusted, or its sizes do not fit the student.
     """
     node = resolve_base(folder, which, trust, KEYS)
     if kind := kind_without_tokens(node):
@@ -47,10 +47,10 @@ def resolve_teacher(folder: Path, which: str, trust: bool, sizes: Mapping[str, i
 
 
 def pin_teacher(composed: DictConfig) -> list[Violation]:
-    """Replace `last` and `best` by the current step number, so that a resumed run has the same teacher.
+    """Replace `last` or `best` in `teacher_which` by the step number, so that a resumed run has the same teacher.
 
     Returns:
-        The errors in the settings of the teacher. If there are any, the configuration is unchanged.
+        The errors in the settings of the teacher. If there are errors, the configuration is unchanged.
     """
     objective = composed._get_node("objective")
     if not isinstance(objective, DictConfig) or OmegaConf.get_type(objective) is not Distillation:

@@ -15,19 +15,20 @@ from foundry.objectives.diffusion import make_noise_schedule, prediction_target
 from foundry.tasks.robots.schemas import objective as schemas
 
 _FLOW_TIMES = 100.0
-"""Time value passed to the model at the end of a path, so that its embedding separates times as it does timesteps."""
+"""Time at the end of a flow path as passed to the model, whose embedding of timesteps hardly separates 0 and 1."""
 
 
 class ActionChunks(Objective):
     """Base class of the policy objectives: error of the actions, summed over all actions except padding.
 
     A microbatch contains `actions`: (batch, horizon, action_dim) float32 in [-1, 1], `is_padded`: (batch, horizon)
-    bool, true after the end of an episode, `state`: (batch, num_observations, state_dim) float32, and `position`. It
-    may also contain `images`: (batch, num_observations, 3, height, width) uint8, and `instruction`: (batch,
-    instruction_tokens) int64, with -1 after its end.
+    bool, true after the end of an episode, `state`: (batch, num_observations, state_dim) float32, and `position`. With
+    images it also contains `images`: (batch, num_observations, 3, height, width) uint8, and with instructions
+    `instruction`: (batch, instruction_tokens) int64, with -1 after the last token.
 
     The model maps (actions, times, state, images if present) and the keyword argument `instruction`, if present, to a
-    prediction of the shape of the actions. If the model has a method `observe`, it is called once per chunk.
+    prediction of the shape of the actions. If the model has a method `observe`, diffusion and flow policies call it
+    once for each chunk that they sample.
     """
 
     metrics: tuple[str, ...] = from_settings()
@@ -49,8 +50,8 @@ class ActionChunks(Objective):
         actions, state = microbatch["actions"].float(), microbatch["state"].float()
         is_sample = (microbatch["position"] >= 0).to(actions.device, non_blocking=True)[:, None]
         is_valid = is_sample & ~microbatch["is_padded"]
-        # Padding samples may contain NaN, which must not reach a gradient; padded actions after an episode's end are
-        # valid inputs.
+        # Padding samples may contain NaN, which must not reach a gradient. Finite actions after an episode's end stay
+        # inputs of the model.
         actions = torch.where(is_valid[..., None] | actions.isfinite(), actions, 0.0)
         state = torch.where(is_sample[..., None], state, 0.0)
         errors = self._errors(model, actions, {**microbatch, "state": state})
@@ -63,7 +64,7 @@ class ActionChunks(Objective):
         Args:
             model: the model in evaluation mode; each row is computed independently.
             observation: `state`, and `images` and `instruction` if the data has them, as in a microbatch.
-            keys: (batch,) int64 in host memory; the random numbers of a row depend on the seed and its key.
+            keys: (batch,) int64 in host memory; a row's random numbers depend on the seed and the row's key.
         """
         return self._draw(model, observation, keys).clamp(-1, 1)
 
@@ -87,8 +88,8 @@ class DiffusionPolicy(ActionChunks):
     @configured_by(schemas.DiffusionPolicy)
     def __init__(self, settings: schemas.DiffusionPolicy) -> None:
         super().__init__(settings)
-        # Leading timesteps, as in Chi et al., begin below the highest noise level; policies succeed more often with
-        # them. Velocity prediction is trained to begin with pure noise.
+        # With leading timesteps, as in Chi et al., sampling begins below the highest noise level, and policies succeed
+        # more often. Velocity prediction is trained for sampling that begins with pure noise (trailing timesteps).
         spacing = "trailing" if settings.prediction is Prediction.v_prediction else "leading"
         self.noise_schedule = make_noise_schedule(
             settings.prediction, settings.num_train_timesteps, settings.beta_schedule, spacing
@@ -176,7 +177,7 @@ def _ask(model: nn.Module, actions: Tensor, times: Tensor, observation: Mapping[
 
 
 def _observed(model: nn.Module, observation: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the observation with the output of the model's `observe` added, if it has that method."""
+    """Return the observation; if the model has a method `observe`, its output is added as `observed`."""
     observe: Callable[..., Any] | None = getattr(model, "observe", None)
     if observe is None:
         return observation

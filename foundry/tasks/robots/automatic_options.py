@@ -1,4 +1,4 @@
-"""Options that are chosen automatically with recorded episodes."""
+"""Options of other config groups that data with recorded episodes chooses."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,10 @@ _PRESETS = ("policy", "vla")
 
 
 def bring(choices: Bringing) -> Mapping[str, str]:
-    """Return `simulator=none` if the data does not come from the simulator that the `hparams` preset chooses."""
+    """Return `simulator=none` and `evaluation=default` if recorded data is combined with a simulator's preset.
+
+    An evaluation that the user chose stays; if the user chose the simulator, the result is empty.
+    """
     is_recorded = choices.data is LeRobot or (choices.is_brought and choices.data is not Demonstrations)
     is_free = choices.is_free
     if choices.hparams not in _PRESETS or not is_recorded or is_free("data") or not is_free("simulator"):

@@ -43,10 +43,11 @@ def measure(path: Path, options: Any, simulator: Sequence[str], compose: Compose
         path: run directory.
         options: options of the command.
         simulator: overrides of the config group `simulator`.
-        compose: composes overrides.
+        compose: returns the configuration for a list of overrides.
 
     Raises:
-        ConfigError: if the run or checkpoint does not exist, or the simulator does not match the model.
+        ConfigError: if an option is invalid, the run or checkpoint does not exist, or the simulator does not match the
+            model.
     """
     against = None if options.against is None else folder_option("against", options.against)
     if against is None and options.against_which is not None:
@@ -76,7 +77,7 @@ def measure(path: Path, options: Any, simulator: Sequence[str], compose: Compose
 
 
 def _compose_simulator(overrides: Sequence[str], compose: Compose, image_size: int | None) -> Any:
-    """Return the simulator chosen by overrides, with images of the given size unless the overrides set another size.
+    """Return the simulator chosen by overrides, with `image_size` as its image size if it has none.
 
     Raises:
         ConfigError: if the overrides are invalid.

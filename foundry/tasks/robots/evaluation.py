@@ -1,4 +1,4 @@
-"""Evaluation of a policy in its simulator by `foundry.eval`, alone or compared with another on the same episodes."""
+"""Evaluation of a policy in a simulator by `foundry.eval`, alone or compared with another on the same episodes."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -54,7 +54,7 @@ def evaluate_policy(
 
     Args:
         run: run directory; its statistics are used in place of the demonstrations.
-        which: checkpoint.
+        which: checkpoint of the run.
         against: run directory of the other policy; None for no comparison.
         against_which: checkpoint of the other policy.
         record: folder for a GIF and a JSON line per episode; None to write neither.
@@ -65,8 +65,8 @@ def evaluate_policy(
         at_a_time: episodes per batch; None uses the setting of the run's own evaluations.
         instruction: which instruction the policies receive, if they receive any.
         device: kind of the compute device.
-        simulator: returns simulator settings for a policy with images of a size in pixels, or without images (None);
-            None uses each policy's own simulator.
+        simulator: function of the image size of a policy (None without images) that returns simulator settings; None
+            uses each policy's own simulator.
 
     Returns:
         The measurements, by name.
@@ -117,7 +117,7 @@ def evaluate_policy(
 
 
 def _open(path: Path, which: str, path_key: str, which_key: str, **options: Any) -> RestoredRun:
-    """Restore a policy; errors refer to the options that chose it."""
+    """Restore a policy; errors name the command's options `path_key` and `which_key`."""
     keys = {"run": path_key, "which": which_key}
     try:
         restored = restore(path, which, **options)
@@ -133,10 +133,10 @@ def _open(path: Path, which: str, path_key: str, which_key: str, **options: Any)
 def _set_simulator(
     restored: RestoredRun, path: Path, key: str, simulator: Callable[[int | None], Any] | None
 ) -> RestoredRun:
-    """Return the policy with the chosen simulator, or with its own if none was chosen.
+    """Return the run with the settings that `simulator` returns, or with its own simulator if `simulator` is None.
 
     Raises:
-        ConfigError: if there is no simulator, or it does not match the policy.
+        ConfigError: if there is no simulator, or it does not match the policy or its evaluators.
     """
     if simulator is not None:
         node = simulator(field_of(restored.config.data, "image_size"))
@@ -156,7 +156,7 @@ def _check_sizes(restored: RestoredRun, path: Path) -> None:
     """Check that the sizes of the simulator's states, actions and images match those used in training.
 
     Raises:
-        ConfigError: if they differ; a user-defined simulator without these settings is not checked.
+        ConfigError: if they differ; sizes that a user-defined simulator does not set are not checked.
     """
     node = restored.config.simulator
     statistics = statistics_of(restored.data)
@@ -175,10 +175,10 @@ def _check_sizes(restored: RestoredRun, path: Path) -> None:
 
 
 def _check_same_task(path: Path, config: Config, other: Config) -> None:
-    """Check that two policies have the same task; their observations may differ.
+    """Check that the simulators of two policies have the same task; the observations may differ.
 
     Raises:
-        ConfigError: if the settings of the simulators differ.
+        ConfigError: if a setting of the simulators differs, except `state_dim` and `image_size`.
     """
     first, second = _task(config), _task(other)
     names = [name for name in first | second if first.get(name) != second.get(name)]
@@ -195,7 +195,7 @@ def _task(config: Config) -> dict[str, Any]:
 
 
 def _episode_settings(config: Config) -> dict[str, int]:
-    """Return the episode settings of the run's own evaluations."""
+    """Return the episode settings of the run's first evaluator of success; `_DEFAULTS` for those it lacks."""
     nodes = [
         node for node in config.evaluation.evaluators.values() if node and node.get("_target_") == Success._target_
     ]
@@ -237,14 +237,14 @@ class _Policy:
 
 
 def _run(policies: Sequence[_Policy], numbers: range, record: Path | None) -> list[list[Episode]]:
-    """Return the episodes of each policy; they run in chunks, which limits the number of images in memory."""
+    """Run the episodes of each policy, in chunks to limit the images in memory, and return them by policy."""
     results: list[list[Episode]] = [[] for _ in policies]
     folder = None if record is None else make_folder(record, parents=True)
     for chunk in policies[0].rollouts.chunks(numbers):
         outcomes = [policy.run(chunk, num_films=0 if folder is None else len(chunk)) for policy in policies]
         for policy_results, (episodes, _) in zip(results, outcomes, strict=True):
             policy_results += episodes
-        # Films are shown side by side; no GIF is written if one of the simulators cannot render.
+        # A GIF shows the films of all policies side by side; if one of the simulators cannot render, there is no GIF.
         for number, films in zip(chunk, zip(*(films for _, films in outcomes), strict=False), strict=False):
             if folder is not None:
                 save_gif(films, folder / f"episode_{number:05d}.gif")
@@ -255,6 +255,6 @@ def _run(policies: Sequence[_Policy], numbers: range, record: Path | None) -> li
 
 
 def _line(episode: Episode, other: Episode | None = None) -> str:
-    """Return the result of an episode as a JSON line."""
+    """Return a JSON line with the result of an episode, and that of the other policy if there is one."""
     comparison = {} if other is None else {"against_success": other.success, "against_length": other.length}
     return json.dumps({**episode.to_record(), **comparison})

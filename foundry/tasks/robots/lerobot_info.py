@@ -20,13 +20,13 @@ _MOST_PIXELS = 2**14
 
 @dataclass(frozen=True)
 class LeRobotInfo:
-    """Metadata of a dataset in version 3 of the format.
+    """Metadata of a dataset in version 3 of LeRobot's format.
 
     Attributes:
         folder: the dataset's folder.
         fps: frames per second.
-        features: dtype and shape of each column, by its name; for images also the names of dimensions.
-        data_path, video_path: templates of the files' paths; the latter is null without videos.
+        features: dtype and shape of each column, by column name; for images also the names of their dimensions.
+        data_path, video_path: templates of the paths of data and video files; `video_path` is None if no videos exist.
     """
 
     folder: Path
@@ -83,7 +83,7 @@ class LeRobotInfo:
         """Return the path of a video file.
 
         Raises:
-            ConfigError: if the path leads out of the folder, or the dataset has no template for it.
+            ConfigError: if the path leads out of the folder, or the dataset has no videos.
         """
         return self._file(self.video_path or "", video_key=column, chunk_index=chunk, file_index=file)
 
@@ -118,7 +118,7 @@ def read_info(path: str) -> LeRobotInfo:
     """Read the metadata of the dataset at `data.path`.
 
     Raises:
-        ConfigError: if it is not a LeRobot dataset, or has another version.
+        ConfigError: if there is no LeRobot dataset, or its version is not 3.
     """
     folder = Path(path).expanduser()
     file = folder / INFO
@@ -143,10 +143,10 @@ def read_info(path: str) -> LeRobotInfo:
 
 
 def _parse(folder: Path, content: Any) -> LeRobotInfo:
-    """Parse the entries that foundry uses.
+    """Parse the entries of meta/info.json that foundry uses.
 
     Raises:
-        ValueError: if an entry is invalid; the text completes a sentence about the file.
+        ValueError: if an entry is invalid; the error's text completes a sentence about the file.
     """
     if not isinstance(content, dict):
         raise ValueError("contains no JSON object")

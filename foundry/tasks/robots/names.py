@@ -7,4 +7,4 @@ ROLLOUTS = "rollouts.jsonl"
 """File with a JSON line per evaluated episode, next to the GIFs."""
 
 SUCCESS_METRICS = ("success", "success_low", "success_high", "episode_length")
-"""Success rate, bounds of its 95 % interval, and mean number of actions."""
+"""Metrics: success rate, bounds of its 95 % interval, and mean number of actions per episode."""

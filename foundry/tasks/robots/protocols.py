@@ -25,7 +25,7 @@ class ActingObjective(Protocol):
         Args:
             model: the model in evaluation mode; each row is computed independently.
             observation: entries of the samples, without the actions.
-            keys: (batch,) int64 in host memory; the random numbers of a row depend on the seed and its key.
+            keys: (batch,) int64 in host memory; a row's random numbers depend on the seed and the row's key.
         """
         ...
 
@@ -37,7 +37,7 @@ class Observing(Protocol):
         """Return features of an observation that do not depend on the actions; `forward` takes them as `observed`.
 
         `seen` contains `images` and `instruction` if the data has them. With this method, several forward passes for
-        one chunk encode the observation only once. It may be called before any forward pass, with gathered weights.
-        `forward` itself must not call it, because FSDP2 gathers the weights for each method.
+        one chunk encode the observation only once. `observe` may be called before any forward pass, with gathered
+        weights. `forward` must not call `observe`, because FSDP2 gathers the weights for a call of either method.
         """
         ...

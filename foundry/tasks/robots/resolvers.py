@@ -30,18 +30,18 @@ def simulator_size(name: str, *, _root_: DictConfig) -> int | None:
 
 
 def seen_size(name: str, *, _root_: DictConfig) -> int:
-    """Return a data setting for a policy with images and instructions.
+    """Return `image_size` or `instruction_tokens` of the data, for a policy with images and instructions.
 
-    If the data does not set it, which other checks report as an error, the minimum is returned.
+    If the data does not set it, which other checks report as an error, the setting's minimum is returned.
     """
     size: int | None = OmegaConf.select(_root_, f"data.{name}")
     return _LEAST[name] if size is None else size
 
 
 def lerobot_size(name: str, *, _root_: DictConfig) -> int | None:
-    """Return a setting from the metadata of the dataset at `data.path`.
+    """Return a setting from the metadata of the dataset at `data.path`; the image size is None if `image_key` is null.
 
-    If the dataset is unreadable, which other checks report as an error, the simulator's setting is returned.
+    If the metadata or column is invalid, which other checks report as an error, `simulator_size` gives the result.
     """
     path, column = (OmegaConf.select(_root_, f"data.{key}") for key in ("path", _SIZED_BY[name]))
     if name == "image_size" and column is None:
@@ -57,6 +57,6 @@ def lerobot_size(name: str, *, _root_: DictConfig) -> int | None:
 
 
 def tabletop_state_dim(*, _root_: DictConfig) -> int:
-    """Return the state size of the run's task; 1 for an unknown task, which the task's own check reports."""
+    """Return the state size of the tabletop task; 1 for an unknown task, which another check reports as an error."""
     task, image_size = (OmegaConf.select(_root_, f"simulator.{name}") for name in ("task", "image_size"))
     return state_dim_of(task, has_image=image_size is not None) if task in TABLETOP_STATE_DIMS else 1

@@ -17,7 +17,7 @@ def success_figure(measured: Mapping[str, Mapping[int, float]], run_name: str = 
     """Plot the success rate over optimizer steps, with a band for its 95 % interval.
 
     Args:
-        measured: values by step, by the name of the evaluation metric.
+        measured: for each evaluation metric by name, its values by step.
         run_name: name of the run, shown below the title.
 
     Returns:
@@ -33,7 +33,7 @@ def success_figure(measured: Mapping[str, Mapping[int, float]], run_name: str = 
         for name in (LOW, HIGH)
     )
     axes.fill_between(steps, low, high, color=GREEN, alpha=0.2, linewidth=0)
-    axes.vlines(steps, low, high, color=GREEN, alpha=0.5, linewidth=1.0)  # a single evaluation has no band
+    axes.vlines(steps, low, high, color=GREEN, alpha=0.5, linewidth=1.0)  # the band of a single evaluation is invisible
     axes.plot(steps, rates, color=GREEN, linewidth=1.8, marker="o", markersize=5, label=f"success {rates[-1]:.3f}")
     axes.set_xlim(left=0)
     axes.set_ylim(-0.02, 1.02)

@@ -19,7 +19,7 @@ from foundry.tasks.post_training.schemas.rollouts import Rollouts
 
 
 def check_environment(config: Config) -> Iterator[Violation]:
-    """Reject an unused environment, a timeout that the watchdog preempts, and invalid user-defined settings.
+    """Reject an unused environment, a timeout not below the watchdog's, and invalid settings of a user's environment.
 
     Settings of user-defined environments have no schema, so composition has not checked their types.
     """
@@ -57,7 +57,7 @@ def check_environment(config: Config) -> Iterator[Violation]:
 
 
 def _is_idle(config: Config) -> bool:
-    """Return whether there is an environment that no objective, evaluator or stop rule can use."""
+    """Return whether the run has an environment that its objective, evaluators and stop rules cannot use."""
     objective, evaluation = config.objective, config.evaluation
     is_custom = isinstance(objective, dict) or objective._target_ != type(objective)._target_
     generates = isinstance(objective, Rollouts) and objective.generates

@@ -24,12 +24,12 @@ Conversation = list[dict[str, Any]]
 def preference_files(settings: PreferenceFilesSettings, *, seed: int = 0) -> DataSplits:
     """Build splits of preference pairs from files whose rows have `prompt`, `chosen` and `rejected`.
 
-    Each column is a text or a list of messages. If there is no `prompt`, the messages at the start that both answers
-    share are the prompt. The split depends only on the order of the rows.
+    Each column is a text or a list of messages. If there is no `prompt`, the messages at the start that `chosen` and
+    `rejected` share are the prompt. The split depends only on the order of the rows.
 
     Raises:
-        ConfigError: there are no files, the tokenizer or chat template does not fit, a row cannot be used (unless these
-            are skipped), or no row can be used.
+        ConfigError: there are no files, the tokenizer or chat template does not fit, a row cannot be used (unless bad
+            rows are skipped), or no row can be used.
     """
     return preference_splits(find_rows(settings, settings.known_columns), settings)
 

@@ -1,4 +1,4 @@
-"""Dataset of prompts for reinforcement learning, with the columns that environments use to score completions."""
+"""Dataset of prompts for rollouts, with the columns that environments use to score completions."""
 
 import hashlib
 import math
@@ -39,8 +39,8 @@ def prompt_files(settings: PromptFilesSettings, *, seed: int = 0) -> DataSplits:
     The split depends only on the order of the rows.
 
     Raises:
-        ConfigError: there are no files, the tokenizer or chat template does not fit, a row cannot be used (unless these
-            are skipped), or no row can be used.
+        ConfigError: there are no files, the tokenizer or chat template does not fit, a row cannot be used (unless bad
+            rows are skipped), or no row can be used.
     """
     return prompt_splits(find_rows(settings, _COLUMNS, reads_all=True), settings)
 
@@ -164,7 +164,7 @@ def read_prompt(columns: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[
     assistant's, it is removed, and its content becomes `answer` unless the row has that column.
 
     Raises:
-        BadRowError: there is no prompt, or it has the wrong type.
+        BadRowError: there is no prompt, or it is empty or has the wrong type.
     """
     prompt_columns = dict(columns)
     if isinstance(
@@ -202,7 +202,7 @@ _FORM = RowForm(segments=_segments, description="prompts")
 
 
 def _describe(train: int, validation: int, statistics: RowStatistics, lengths: Any) -> dict[str, Any]:
-    """Return the statistics of prompts for plan.json: rows, and percentiles of their tokens."""
+    """Return the statistics of prompts for plan.json: numbers of rows, and percentiles of tokens per prompt."""
     shares = np.percentile(lengths, [50, 90, 99], method="inverted_cdf").astype(int).tolist()
     return {
         "rows": statistics.rows,

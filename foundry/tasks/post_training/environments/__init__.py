@@ -1,1 +1,1 @@
-"""Environments, which compute rewards for a model's answers; no module here imports torch."""
+"""Environments, which score a model's answers, and the judge, which computes rewards; no module here imports torch."""

@@ -15,7 +15,7 @@ from foundry.tasks.post_training.schemas.environment import reward_metric_names
 
 _TIMEOUT_SECONDS = 10.0
 _MAX_LOST = 8
-"""Maximum number of processes that an environment may lose on consecutive answers before it has scored any.
+"""Maximum number of processes that an environment may lose on consecutive answers before it has scored one.
 
 After that the environment counts as broken, and each further call of the judge scores only one answer.
 """
@@ -29,8 +29,8 @@ class Judge:
     """Computation of rewards by an environment; an error in the environment does not stop the run.
 
     An answer has no reward if one of its scores is missing (None), NaN or too large (`_is_number`), or if the
-    environment raises, hangs or crashes on it. If a call with several answers fails, each of them is scored again
-    separately.
+    environment raises, hangs or crashes on the answer. If a call with several answers fails, each of these answers is
+    scored again separately.
 
     Args:
         scorer: an environment in this process, or a worker that runs one in a separate process.
@@ -38,7 +38,7 @@ class Judge:
         weights: weights of the scores, by name; the default is 1.
         name: name of the environment, for messages.
         needs: dataset columns that the environment reads.
-        scores: names of its scores; None if unknown.
+        scores: names of the environment's scores; None if unknown.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Judge:
 
     @property
     def metrics(self) -> tuple[str, ...] | None:
-        """Names of the metrics of its judgements; None if unknown."""
+        """Names of the metrics of scored answers; None if the names of the scores are unknown."""
         return None if self.scores is None else reward_metric_names(self.scores)
 
     def judge(
@@ -123,7 +123,7 @@ class Judge:
 
 
 def _is_number(value: float) -> bool:
-    """Return whether mean and deviation of a value can be computed: its square is finite in float64."""
+    """Return whether a value is fit for means and deviations: its square is finite in float64."""
     return math.isfinite(value * value)
 
 
@@ -135,7 +135,7 @@ def _explain_value(value: float | None) -> str:
 def build_judge(node: Any) -> Judge | None:
     """Build the judge of a run from its config group `environment`; None if the run has no environment.
 
-    User-defined environments run in a separate process.
+    User-defined environments, and built-in ones with `in_worker`, run in a separate process.
 
     Raises:
         ConfigError: if the environment cannot be built.

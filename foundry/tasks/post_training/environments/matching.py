@@ -12,9 +12,9 @@ from foundry.tasks.post_training.schemas.environment import MultipleChoice as Mu
 
 
 class ExactMatch:
-    """Environment that scores `correct` if the answer equals the row's, except for surrounding whitespace.
+    """Environment that scores `correct` if a completion equals the row's `answer`, except for surrounding whitespace.
 
-    With a pattern, the compared text is the pattern's last match, and `format` is 1 if there is a match.
+    With a pattern, only the pattern's last match in the completion is compared, and `format` is 1 if there is a match.
     """
 
     @configured_by(ExactMatchSettings)
@@ -41,7 +41,7 @@ class ExactMatch:
 class MultipleChoice:
     """Environment for multiple-choice questions.
 
-    It scores `correct` if the last choice in the answer is the row's, and `format` if the answer contains a choice.
+    It scores `correct` if the last choice in a completion is the row's `answer`, and `format` if there is a choice.
     """
 
     @configured_by(MultipleChoiceSettings)
@@ -67,22 +67,22 @@ class MultipleChoice:
 
 
 class Format:
-    """Environment that scores `format` if a pattern matches the whole answer."""
+    """Environment that scores `format` if a pattern matches the whole completion."""
 
     @configured_by(FormatSettings)
     def __init__(self, settings: FormatSettings) -> None:
         self._pattern = re.compile(settings.pattern, re.DOTALL)
 
     def score(self, answers: Sequence[Answer]) -> list[Scores]:
-        """Return `format` for each answer: 1 if the pattern matches all of it except outer whitespace, else 0."""
+        """Return `format` for each answer: 1 if the pattern matches the answer except outer whitespace, else 0."""
         return [{"format": float(self._pattern.fullmatch(answer.text.strip()) is not None)} for answer in answers]
 
 
 class Arithmetic:
     """Environment for arithmetic problems.
 
-    It scores `correct` if the number after the last `Answer:` is the row's, and `format` if the text ends with
-    `Answer:` and a number.
+    It scores `correct` if the number after the last `Answer:` is that of the row's `answer`, and `format` if the text
+    ends with `Answer:` and a number.
     """
 
     def score(self, answers: Sequence[Answer]) -> list[Scores]:

@@ -13,11 +13,11 @@ _FENCED = re.compile(r"```(?:python|py)?\s*\n(.*?)(?:```|\Z)", re.DOTALL)
 class Python:
     """Environment that scores `parses` if Python can parse the answer, or its code blocks between ``` if it has any.
 
-    The code is not executed. Since the parser may exhaust the stack of its process, it runs in a separate one.
+    The code is not executed. Since the parser may exhaust the stack of its process, it runs in a separate process.
     """
 
     def score(self, answers: Sequence[Answer]) -> list[Scores]:
-        """Return 1 or 0 for each answer."""
+        """Return `parses` for each answer: 1 if it is valid Python, else 0."""
         return [{"parses": float(_parses(answer.text))} for answer in answers]
 
 

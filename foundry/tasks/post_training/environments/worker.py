@@ -24,12 +24,12 @@ from foundry.core.safe_path import environment_of_module
 from foundry.generation.scoring import Answer
 
 _START_SECONDS = 600.0
-"""Timeout for importing and building the environment, on a busy machine."""
+"""Timeout for importing and building the environment; long enough for a busy machine."""
 _POLL_SECONDS = 1.0
 """Seconds between two checks that the process is alive."""
 _MAX_MESSAGE_LENGTH = 300
 _MAX_REPLY_BYTES = 2**26
-"""Limit in bytes; without it an environment that writes endlessly into the connection could exhaust all memory."""
+"""Maximum size of a reply: an environment that writes endlessly into the connection could exhaust all memory."""
 
 
 class FaultError(RuntimeError):
@@ -49,7 +49,7 @@ class Worker:
 
     Args:
         node: configuration of the environment, with `_target_`.
-        timeout_seconds: maximum duration of one call of its `score`.
+        timeout_seconds: maximum duration of one call of the environment's `score`.
 
     Raises:
         FaultError: if the environment cannot be built.
@@ -65,8 +65,8 @@ class Worker:
         """Return the scores of each answer, from one call of the environment.
 
         Raises:
-            FaultError: if the call raised, timed out, or its process died; the next answers are scored by a new
-                process.
+            FaultError: if the call raised, timed out, or its process died; a process that timed out or died is replaced
+                for the next answers.
         """
         if self._process is None:
             self._start()
@@ -130,7 +130,7 @@ class Worker:
             return _parse_reply(line, self._requests)
 
     def _protocol_error(self, reason: str) -> FaultError:
-        """Kill the process, since after an invalid reply the next one may be invalid too, and return the error."""
+        """Kill the process, since replies after an invalid reply may be invalid too, and return the error to raise."""
         self.close()
         return FaultError("died", f"wrote into the connection of the environment's process ({reason})")
 
@@ -146,7 +146,7 @@ class Worker:
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
     def _read_line(self, deadline: float) -> bytes:
-        """Read a line from the process; the line is incomplete if the process has ended.
+        """Read a line from the process; the line is incomplete if the process has ended or the line is too long.
 
         Raises:
             TimeoutError: if there is no complete line before the deadline.
@@ -165,7 +165,7 @@ class Worker:
                     line += part
                 elif remaining <= 0:
                     raise TimeoutError
-                elif self._process.poll() is not None:  # its child processes may keep the pipe open
+                elif self._process.poll() is not None:  # child processes of the worker may keep the pipe open
                     break
         return bytes(line)
 
@@ -228,10 +228,10 @@ def _serve() -> None:
 
 
 def _check_scores(scores: Any, count: int) -> list[dict[str, float | None]]:
-    """Return the scores of a number of answers with checked types.
+    """Return the scores of `count` answers with names as strings and values as floats or None.
 
     Raises:
-        TypeError: if they are not valid scores.
+        TypeError: if `scores` is not a list of `count` mappings from names to numbers.
     """
     is_list = isinstance(scores, (list, tuple)) and len(scores) == count
     if not is_list or not all(isinstance(row, Mapping) for row in scores):

@@ -12,8 +12,8 @@ class GroupAdvantages:
 
     Attributes:
         baseline: (completions,), subtracted from the reward.
-        std: (completions,), standard deviation that the advantage may be divided by; 0 if rewards of a group are equal.
-        advantage: (completions,), 0 if the reward is NaN or is the only one of its group.
+        std: (completions,), standard deviation of the rewards that the baseline is a mean of; 0 if they are equal.
+        advantage: (completions,), 0 if the reward is NaN or the only one of its group.
     """
 
     baseline: Tensor
@@ -30,18 +30,18 @@ def group_advantages(
     normalize_rewards: bool = True,
     epsilon: float = 1e-6,
 ) -> GroupAdvantages:
-    """Compare each reward with the rewards of the same group (Shao et al., 2024).
+    """Return the advantage of each reward over the rewards of the same group (Shao et al., 2024).
 
     The leave-one-out baseline is from Ahmadian et al., 2024. The variance is computed from differences to one of the
-    rewards, in two passes: E[x²] - E[x]² leaves a rounding error for equal rewards, and dividing by its square root
-    gives advantages in the hundreds.
+    rewards, in two passes: E[x²] - E[x]² would leave a rounding error for equal rewards, and division by its square
+    root would give advantages in the hundreds.
 
     Args:
         rewards: (completions,), floating point; NaN if a completion could not be scored, which excludes it.
         groups: (completions,) int64, equal for completions of the same prompt.
         use_rloo: compute baseline and standard deviation over the other completions of the group; False includes the
             completion itself.
-        normalize_rewards: divide by the standard deviation + `epsilon` if the standard deviation is not 0.
+        normalize_rewards: divide advantages by the standard deviation + `epsilon`, unless the deviation is 0.
         epsilon: added to the standard deviation.
     """
     values = rewards.double()
@@ -81,10 +81,10 @@ def mean_and_std(values: Tensor, rounding: float = 0.0) -> tuple[Tensor, Tensor]
 
     Args:
         values: (rows, columns) float64.
-        rounding: relative error of the values; a standard deviation within this error is set to 0.
+        rounding: relative error of the values; a standard deviation up to 8 times this error is set to 0.
     """
     differences = values - values[:, :1]
-    # A power of two, which does not change any bit of the result and keeps the sum of squares finite.
+    # Division by a power of two does not change any bit of the result, and keeps the sum of squares finite.
     scale = torch.frexp(differences.abs().amax(-1, keepdim=True)).exponent.to(values.dtype).exp2()
     scaled = differences / scale
     shift = scaled.mean(-1, keepdim=True)

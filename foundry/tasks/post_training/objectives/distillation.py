@@ -39,12 +39,12 @@ class Distillation(RolloutObjective):
     @configured_by(DistillationSettings)
     def __init__(self, settings: DistillationSettings) -> None:
         self.settings = settings
-        # The teacher is called in each update, but not during generation.
+        # `recorded_models` stays empty: the teacher is called in each update, but not during generation.
         self.rollouts = settings if settings.generates else None
 
     @cached_property
     def frozen_models(self) -> Mapping[str, Any]:  # type: ignore[override] # resolved when a run starts
-        """The teacher, as described by its recorded configuration.
+        """Configuration of the teacher model under the name `teacher`.
 
         Raises:
             ConfigError: the teacher does not exist, is not trusted, or does not fit the student.
@@ -58,7 +58,7 @@ class Distillation(RolloutObjective):
         return Path(self.settings.teacher).expanduser()
 
     def compare(self, frozen: Mapping[str, nn.Module]) -> None:
-        """Set the teacher."""
+        """Set the teacher model."""
         self._teacher = frozen[_TEACHER]
 
     def num_valid(self, microbatch: Microbatch) -> int:
@@ -87,13 +87,13 @@ class Distillation(RolloutObjective):
         return LossSum(loss, dict(zip(self.settings.metrics, means, strict=True)))
 
     def prepare(self, rollout: Rollout) -> Prepared:
-        """Return no extra columns, or with `overlong_filtering` targets that ignore truncated completions."""
+        """Return no columns, or with `overlong_filtering` `targets`, which ignore truncated completions."""
         if not self.settings.overlong_filtering:
             return Prepared({})
         return Prepared({"targets": rollout.targets.masked_fill(rollout.is_truncated[:, None], IGNORED_TARGET)})
 
     def _read_teacher(self, logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Return the teacher's log-probabilities to keep, from (tokens, vocab) logits."""
+        """Return log-probabilities (and tokens with `top_k`) of the teacher to keep, from (tokens, vocab) logits."""
         self._num_entries = logits.shape[-1]
         teacher = keep_teacher(logits, self.settings)
         return {"log_prob": teacher.log_prob} | ({} if teacher.tokens is None else {"tokens": teacher.tokens})
@@ -101,7 +101,7 @@ class Distillation(RolloutObjective):
     def _read_student(
         self, logits: Tensor, targets: Tensor, log_prob: Tensor, tokens: Tensor | None = None
     ) -> dict[str, Tensor]:
-        """Return the divergence, (tokens,); 0 at ignored targets."""
+        """Return the divergence between teacher and student at each token, (tokens,); 0 at ignored targets."""
         if logits.shape[-1] != self._num_entries:
             message = (
                 f"is {self._folder}, whose model has {self._num_entries} tokens and the student {logits.shape[-1]}"

@@ -40,9 +40,9 @@ def keep_teacher(logits: Tensor, settings: Teaching) -> TeacherLogProbs:
 def divergence_from(teacher: TeacherLogProbs, student_logits: Tensor, settings: Teaching) -> Tensor:
     """Return the divergence at each position, summed over the vocabulary and not multiplied by temperature².
 
-    forward is KL(teacher ‖ student), reverse is KL(student ‖ teacher), mixed is a weighted sum of both, and jsd the
-    generalized Jensen-Shannon divergence (Agarwal et al., 2023, equation 1): with m = β teacher + (1 - β) student, β
-    KL(teacher ‖ m) + (1 - β) KL(student ‖ m).
+    forward is KL(teacher ‖ student), reverse is KL(student ‖ teacher), mixed is a weighted mean of both, and jsd the
+    generalized Jensen-Shannon divergence (Agarwal et al., 2023, equation 1): with β = jsd_beta and m = β teacher + (1 -
+    β) student, β KL(teacher ‖ m) + (1 - β) KL(student ‖ m).
 
     Args:
         teacher: output of `keep_teacher` with the same settings.
@@ -84,9 +84,9 @@ def _kl(first: Tensor, second: Tensor) -> Tensor:
 
 
 def _rest(log_prob: Tensor, tokens: Tensor) -> Tensor:
-    """Return the log-probability of all other tokens, (..., 1).
+    """Return the log-probability of all tokens outside `tokens`, (..., 1).
 
-    Computed as a sum, because 1 - sum would lose the digits of a small value.
+    It is a sum over these tokens, because 1 minus the sum over `tokens` would lose the digits of a small value.
     """
     is_top_k = torch.zeros_like(log_prob, dtype=torch.bool).scatter(-1, tokens, True)
     return log_prob.masked_fill(is_top_k, -math.inf).logsumexp(-1, keepdim=True)

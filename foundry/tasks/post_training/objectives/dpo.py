@@ -26,9 +26,9 @@ class DPO(Objective):
     A microbatch holds `tokens` and `targets`: (pairs, 2, seq) int64, the chosen response first, targets -100 for
     prompts and padding, and `position`: (pairs,); with a cached reference also `reference`: (pairs, 2). If pairs are
     packed into rows, tokens, targets and `documents` are (packs, 2, seq) int64, and `documents` is 2n for tokens of the
-    n-th pair's chosen response, 2n + 1 for its rejected response, and -1 for padding. A pair is valid if both of its
-    responses have targets. The loss is a mean over valid pairs, initially ln 2 with the sigmoid loss; see `pair_losses`
-    for the settings.
+    n-th pair's chosen response, 2n + 1 for its rejected response, and -1 for padding. A pair is valid if it is not
+    padding and both responses have targets. The loss is a mean over valid pairs, initially ln 2 with the sigmoid loss;
+    see `pair_losses` for the settings.
     """
 
     reads_log_probs = True
@@ -44,11 +44,11 @@ class DPO(Objective):
         self.columns = (_REFERENCE,) if reference is Reference.cached else ()
 
     def compare(self, frozen: Mapping[str, nn.Module]) -> None:
-        """Set the reference model; None if microbatches contain its cached log-probabilities."""
+        """Set the reference model; None if its log-probabilities are cached, or computed with disabled adapters."""
         self._reference = frozen.get(_REFERENCE)
 
     def precompute(self, microbatch: Microbatch) -> dict[str, Tensor]:
-        """Return `reference`: (pairs, 2) float64, the reference's log-probabilities of the responses."""
+        """Return `reference`: (pairs, 2) float64, log-probabilities of the responses under the reference model."""
         assert self._reference is not None
         return {_REFERENCE: _response_log_probs(self._reference, microbatch)}
 
@@ -57,7 +57,7 @@ class DPO(Objective):
         return int(_is_valid(microbatch).sum())
 
     def loss(self, model: nn.Module, microbatch: Microbatch) -> LossSum:
-        """Return the sum of the pairs' losses; rewards are β times the log-ratios of responses to the reference."""
+        """Return the sum of the pairs' losses; rewards in the metrics are β times the log-ratios to the reference."""
         reference = self._compute_reference(model, microbatch)
         log_prob = _response_log_probs(model, microbatch)
         is_valid, num_tokens = _is_valid(microbatch), _num_tokens(microbatch)
@@ -81,8 +81,7 @@ class DPO(Objective):
     def _compute_reference(self, model: nn.Module, microbatch: Microbatch) -> Tensor:
         """Return the reference's log-probabilities, (pairs, 2) float64.
 
-        It is called before the policy, because FSDP2 requires the policy's backward pass to follow its forward pass
-        directly.
+        Called before the policy's forward pass, because FSDP2 requires the backward pass to follow directly after it.
         """
         if _REFERENCE in microbatch:
             return microbatch[_REFERENCE]
@@ -107,14 +106,14 @@ def _without_dropout(model: nn.Module) -> Iterator[None]:
 def _is_valid(microbatch: Microbatch) -> Tensor:
     """Return the mask of valid pairs, (pairs,) bool, on the device of the microbatch.
 
-    A pair is valid if it is not padding and both of its responses have tokens.
+    A pair is valid if it is not padding and both of its responses have targets.
     """
     has_tokens = _num_tokens(microbatch).gt(0).all(-1)
     return has_tokens & (microbatch["position"] >= 0).to(has_tokens.device, non_blocking=True)
 
 
 def _num_tokens(microbatch: Microbatch) -> Tensor:
-    """Return the number of tokens of each response, (pairs, 2) int64."""
+    """Return the number of targets in each response, (pairs, 2) int64."""
     is_token = microbatch["targets"].flatten(0, -2) != IGNORED_TARGET
     return unpack(is_token, microbatch, parts=2).sum(-1).view(-1, 2)
 
@@ -122,7 +121,7 @@ def _num_tokens(microbatch: Microbatch) -> Tensor:
 def _response_log_probs(model: nn.Module, microbatch: Microbatch) -> Tensor:
     """Return the log-probabilities of responses, (pairs, 2) float64.
 
-    In float32, long sums would lose a small margin.
+    Sums over tokens are in float64: in float32, long sums would lose a small margin.
     """
     tokens, targets = (microbatch[name].flatten(0, -2) for name in ("tokens", "targets"))
     log_prob: Tensor = model(tokens, targets, **document_keywords(model, microbatch)).log_prob
@@ -152,10 +151,10 @@ def pair_losses(
 ) -> PairLosses:
     """Compute the loss of each pair from the log-probabilities of its two responses, chosen first.
 
-    δ is the log-ratio of the chosen response to the reference minus that of the rejected response, and β is the
-    penalty: sigmoid is -log σ(βδ) (Rafailov et al., 2023, equation 7), hinge max(0, 1 - βδ) (Zhao et al., 2023) and ipo
-    (δ - 1 / 2β)² (Azar et al., 2023, equation 17). For ipo, log-ratios are best averaged over tokens. Label smoothing ε
-    turns the loss into (1 - ε) loss(δ) + ε loss(-δ).
+    With the margin δ, the log-ratio of the chosen response to the reference minus that of the rejected response, and
+    β = ref_policy_kl_penalty, the sigmoid loss is -log σ(βδ) (Rafailov et al., 2023, equation 7), hinge is max(0, 1 -
+    βδ) (Zhao et al., 2023) and ipo is (δ - 1 / 2β)² (Azar et al., 2023, equation 17). For ipo, log-ratios are best
+    averaged over tokens. Label smoothing ε turns the loss into (1 - ε) loss(δ) + ε loss(-δ).
 
     Args:
         log_prob: (pairs, 2), log-probabilities under the model, summed over the tokens of each response.

@@ -48,7 +48,7 @@ class GRPO(RolloutObjective):
     def __init__(self, settings: GRPOSettings, *, has_adapters: bool = False) -> None:
         self.settings, self.rollouts = settings, settings
         self._has_reference = settings.ref_policy_kl_penalty > 0
-        self._is_within = has_adapters  # the model with disabled adapters is the reference
+        self._is_within = has_adapters  # then the reference is the model with disabled adapters
         has_copy = self._has_reference and not has_adapters
         self.frozen_models: Mapping[str, Any] = {_REFERENCE: None} if has_copy else {}
         self.recorded_models = tuple(self.frozen_models)
@@ -61,16 +61,16 @@ class GRPO(RolloutObjective):
         self.forward_keywords = ("read",) if self._is_filtered else ()
 
     def compare(self, frozen: Mapping[str, nn.Module]) -> None:
-        """Set the reference; None if the model with disabled adapters is used."""
+        """Set the reference model; None without KL penalty, or if it is the model with disabled adapters."""
         self._reference = frozen.get(_REFERENCE)
 
     def num_valid(self, microbatch: Microbatch) -> int:
-        """Return the number of valid tokens, or of completions with valid tokens."""
+        """Return the number of valid tokens, or with token_level_loss=False of completions with valid tokens."""
         mask = _loss_mask(microbatch)
         return int((mask if self.settings.token_level_loss else mask.any(-1)).sum())
 
     def loss(self, model: nn.Module, microbatch: Microbatch) -> LossSum:
-        """Return the loss summed over tokens, or over completions as means over their tokens, with the KL penalty."""
+        """Return the sum of the loss with KL penalty over tokens, or over completions as means over their tokens."""
         mask = _loss_mask(microbatch)
         log_prob, unfiltered = self._log_probs(model, microbatch)
         old = microbatch.get("old", log_prob.detach())
@@ -98,14 +98,14 @@ class GRPO(RolloutObjective):
             metrics["kl"] = Mean(result.kl.detach().float())
         if self.settings.positive_example_nll_weight > 0:
             nll, number = positive_example_nll(log_prob, is_kept, microbatch["reward"])
-            # The two sums have different counts, but the step divides both by the number of valid items.
+            # The sum `nll` has another count than `loss`, but the step divides both by the number of valid items.
             scale = microbatch["nll_scale"][:1].sum()  # 0 for a microbatch without completions
             loss = loss + self.settings.positive_example_nll_weight * scale * nll
             metrics["positive_nll"] = Mean(nll.detach().float(), number)
         return LossSum(loss.float(), metrics)
 
     def record(self, model: nn.Module, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Return the policy's log-probabilities if later updates or rewards need them, and the reference's."""
+        """Return log-probabilities of the policy if later updates or rewards need them, and of the reference if any."""
         columns = dict[str, Tensor]()
         if self.settings.updates_per_rollout > 1 or self.settings.use_kl_in_reward:
             filtered_log_probs, unfiltered = self._log_probs(model, {"tokens": tokens, "targets": targets})
@@ -122,7 +122,7 @@ class GRPO(RolloutObjective):
         return columns
 
     def prepare(self, rollout: Rollout) -> Prepared:
-        """Return advantages within groups, and which completions count in the loss."""
+        """Return the columns that `loss` reads, such as advantages within groups, and metrics of the rollout."""
         is_token = rollout.targets != IGNORED_TARGET
         counts = ~rollout.is_truncated if self.settings.overlong_filtering else torch.ones_like(rollout.is_truncated)
         columns = {name: rollout.recorded[name] for name in ("old", _REFERENCE) if name in rollout.recorded}
@@ -155,7 +155,7 @@ class GRPO(RolloutObjective):
         return Prepared(columns, metrics | _describe(rewards, rollout))
 
     def example(self, num_samples: int, seq_len: int) -> Microbatch:
-        """Return a microbatch of completions of this length."""
+        """Return a microbatch of `num_samples` completions of `seq_len` tokens, for planning."""
         per_token = torch.zeros(num_samples, seq_len)
         per_sample = torch.zeros(num_samples)
         columns = {"sampler": per_token, "advantage": per_sample, "is_counted": torch.ones(num_samples).bool()}
@@ -171,7 +171,7 @@ class GRPO(RolloutObjective):
     def _log_probs(self, model: nn.Module, microbatch: Microbatch) -> tuple[Tensor, Tensor | None]:
         """Return log-probabilities after the filters and without them, (completions, seq) float32 each.
 
-        The second is None if sampling uses no filters.
+        If sampling uses no filters, the result is the log-probabilities and None.
         """
         options = document_keywords(model, microbatch)
         if self._is_filtered:
@@ -195,8 +195,8 @@ class GRPO(RolloutObjective):
     def _nll_scale(self, mask: Tensor, rewards: Tensor) -> Tensor:
         """Return the scale of the NLL term for each completion, (completions,).
 
-        Per update, it is the number of valid items divided by the number of valid tokens in completions with a reward
-        above 0.
+        The scale of an update is the number of valid items divided by the number of valid tokens in completions with a
+        reward above 0.
         """
         scales = list[Tensor]()
         for group_mask, reward in zip(
@@ -221,7 +221,7 @@ def _loss_mask(microbatch: Microbatch) -> Tensor:
 
 
 def _describe(rewards: Tensor, rollout: Rollout) -> dict[str, float]:
-    """Return the mean standard deviation of rewards within groups, and the fraction of groups without variance."""
+    """Return the mean standard deviation of `rewards` within groups, and the fraction of groups without variance."""
     groups = [rewards[rollout.group == group] for group in sorted(set(rollout.group.tolist()))]
     scored_groups = [group[~group.isnan()] for group in groups]
     deviations = torch.stack(

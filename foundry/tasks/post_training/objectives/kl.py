@@ -18,7 +18,7 @@ def kl_estimate(
     """Estimate KL(policy ‖ reference) at tokens sampled from the policy.
 
     Estimators from Schulman, "Approximating KL divergence", 2020. With r = reference - log_prob: k1 is -r, k2 is r²/2
-    and k3 is e^r - 1 - r. A clamped token has no gradient, including the gradient through its weight.
+    and k3 is e^r - 1 - r. A token whose r or estimate is clamped has no gradient, not even through its weight.
 
     Args:
         log_prob: log-probabilities of the sampled tokens under the policy, any shape.

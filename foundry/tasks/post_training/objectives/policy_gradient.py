@@ -17,7 +17,7 @@ class Completions:
     Attributes:
         log_prob: (completions, tokens) under the trained policy, after the sampling filters; -inf if a filter excludes
             the token, which then counts only for the KL divergence.
-        old: (completions, tokens) under the same policy at the time of the rollout.
+        old: (completions, tokens) under the same policy at the time of the rollout, after the sampling filters.
         sampler: (completions, tokens) as reported by the sampler.
         mask: (completions, tokens) bool, valid tokens; all False for an excluded completion.
         advantage: (completions,).
@@ -42,7 +42,7 @@ class PolicyLoss:
 
     Attributes:
         loss: policy + ref_policy_kl_penalty x kl, to be divided by the number of valid tokens or completions.
-        policy: the clipped objective.
+        policy: the clipped policy loss, weighted by `weight`.
         kl: the KL divergence; 0 if it is not part of the loss.
         ratio: (completions, tokens), probability ratio of the policy to itself at the rollout, without gradient.
         weight: (completions, tokens), importance weight that corrects for the sampler; 1 without this correction.
@@ -58,13 +58,13 @@ class PolicyLoss:
 
 
 def policy_loss(completions: Completions, settings: PolicyGradient) -> PolicyLoss:
-    """Sum the loss over completions (Shao et al., 2024; asymmetric clipping: Yu et al., 2025).
+    """Return the sum of the loss over completions (Shao et al., 2024; asymmetric clipping: Yu et al., 2025).
 
     Sources of variants: `ratio_clip_c` Ye et al., 2019; `sequence_level_importance_ratios` Zheng et al., 2025 (GSPO);
     `use_cispo` Chen et al., 2025.
 
-    With the ratio ρ of the policy to itself at the rollout and the advantage A, the loss of a token is max(-Aρ, -A
-    clip(ρ, 1 - ratio_clip_min, 1 + ratio_clip_max)) plus the weighted KL divergence from the reference.
+    With the ratio ρ of the policy to itself at the rollout and the advantage A, the default loss of a token is max(-Aρ,
+    -A clip(ρ, 1 - ratio_clip_min, 1 + ratio_clip_max)) plus the weighted KL divergence from the reference.
     """
     mask, s = completions.mask, settings
     is_kept = mask & completions.log_prob.isfinite() & completions.old.isfinite()
@@ -92,7 +92,7 @@ def positive_example_nll(log_prob: Tensor, mask: Tensor, rewards: Tensor) -> tup
         rewards: (completions,).
 
     Returns:
-        The sum over their valid tokens, and the number of these tokens, () each.
+        The sum over the valid tokens of these completions, and the number of these tokens, () each.
     """
     is_positive = mask & (rewards > 0)[:, None]
     return -log_prob.masked_fill(~is_positive, 0.0).sum(), is_positive.sum()
@@ -109,9 +109,9 @@ def sampling_mismatch(log_prob: Tensor, old: Tensor, sampler: Tensor, mask: Tens
         mask: (completions, tokens) bool, valid tokens.
 
     Returns:
-        mult_prob_error: exp |old - sampler|; the mean is 1 if both agree, and a mean above 1.02 indicates a mismatch.
+        mult_prob_error: exp |old - sampler|; the mean is 1 if sampler and trainer agree; above 1.02 they do not.
         sampler_kl, trainer_kl: k3 estimates of KL(sampler ‖ trainer) and KL(trainer ‖ sampler).
-        js_divergence: divergence of both from their mean.
+        js_divergence: divergence of sampler and trainer from their mean.
         entropy: entropy of the policy, estimated by importance sampling.
     """
     log_prob, old, sampler = (values.masked_fill(~mask, 0.0) for values in (log_prob, old, sampler))
@@ -131,7 +131,7 @@ def sampling_mismatch(log_prob: Tensor, old: Tensor, sampler: Tensor, mask: Tens
 
 
 def _ratio(log_ratio: Tensor, mask: Tensor, by_sequence: bool) -> Tensor:
-    """Return the ratio of each token, (completions, tokens), or the geometric mean over its completion."""
+    """Return the ratio of each token, (completions, tokens); if `by_sequence`, the geometric mean of its completion."""
     if by_sequence:
         log_ratio = (log_ratio.sum(-1, keepdim=True) / _lengths(mask)[:, None]).expand_as(log_ratio)
     return log_ratio.exp()
@@ -156,7 +156,8 @@ def _clip_loss(log_prob: Tensor, ratio: Tensor, advantage: Tensor, s: PolicyGrad
 def _sampler_weights(log_ratio: Tensor, mask: Tensor, s: PolicyGradient) -> Tensor:
     """Return the importance weight of each token, (completions, tokens), bounded as `importance_weights` says.
 
-    It is the trainer's probability divided by the sampler's, both at the time of the rollout.
+    It is the trainer's probability of the token (with sequence_level_importance_ratios: of the completion) divided by
+    the sampler's, both at the time of the rollout; 1 without the correction.
 
     Args:
         log_ratio: (completions, tokens), 0 where `mask` is False.
@@ -205,7 +206,7 @@ def _divergence(completions: Completions, ratio: Tensor, s: PolicyGradient) -> T
 
 
 def _reduce(values: Tensor, mask: Tensor, by_token: bool) -> Tensor:
-    """Return the sum over tokens, or the sum over completions of the mean over their tokens."""
+    """Return the sum over tokens if `by_token`, otherwise the sum over completions of the mean over their tokens."""
     values = values.masked_fill(~mask, 0.0)
     return values.sum() if by_token else (values.sum(-1) / _lengths(mask)).sum()
 

@@ -1,4 +1,4 @@
-"""Memory for generating answers, computed from shapes alone."""
+"""Memory for generating completions, computed from the sizes of the model."""
 
 from typing import Any
 
@@ -8,12 +8,12 @@ from foundry.tasks.post_training.schemas.rollouts import Rollouts
 
 
 def cache_bytes(model: nn.Module, settings: Rollouts, seq_len: int, element_size: int) -> int | None:
-    """Return the bytes of keys and values for the answers that a rank generates at a time.
+    """Return the bytes of keys and values for the completions that a rank generates at a time.
 
     Args:
-        model: model with a transformers configuration, which gives its sizes.
-        settings: rollout settings, with the number of answers generated at a time.
-        seq_len: tokens of the longest prompt with its answer.
+        model: the model; its transformers configuration has its sizes.
+        settings: rollout settings, with the number of completions generated at a time.
+        seq_len: tokens of the longest prompt with its completion.
         element_size: bytes of a number in the compute type.
 
     Returns:

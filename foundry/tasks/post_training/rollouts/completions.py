@@ -54,7 +54,7 @@ class Completions:
         self.columns: dict[str, Tensor] = {}
 
     def share(self, world: World) -> None:
-        """Exchange the rows, so that every rank has all of them; all ranks call this together."""
+        """Exchange the rows, so that every rank has the rows of all ranks; all ranks call this together."""
         self.tokens, self.targets = (_sum_over_ranks(tensor, world) for tensor in (self.tokens, self.targets))
         # A rank that has generated no rows has no columns.
         names = sorted({name for part in gather(list(self.columns), world) for name in part})
@@ -89,7 +89,7 @@ def complete(
     tokenizer: Any,
     heartbeat: Callable[[str], None],
 ) -> CompletionBatch:
-    """Complete prompts in one batch, and record values of the current models for the completions.
+    """Complete prompts in one batch, and record values of the models for these completions by `record`.
 
     Args:
         model: model with unsharded weights.
@@ -130,7 +130,7 @@ def complete(
 def _rows(
     prompts: Sequence[Prompt], continuations: Sequence[Continuation], tokenizer: Any
 ) -> tuple[list[Completion], Tensor, Tensor, Tensor]:
-    """Return the completions, and (rows, seq) each: tokens, targets, and sampling log-probabilities of the targets."""
+    """Return completions, tokens, targets and sampling log-probabilities of the targets; tensors are (rows, seq)."""
     rows = [[*prompt.tokens, *continuation.tokens] for prompt, continuation in zip(prompts, continuations, strict=True)]
     longest = max(map(len, rows)) - 1
     tokens = torch.zeros(len(rows), longest, dtype=torch.int64)
@@ -150,7 +150,7 @@ def _rows(
 
 
 def place(completions: Completions, batch: CompletionBatch, start: int) -> None:
-    """Copy a chunk into the rows from `start` on."""
+    """Copy a batch of completions into the rows of `completions` from `start` on."""
     rows, longest = slice(start, start + len(batch.tokens)), batch.tokens.shape[1]
     completions.tokens[rows, :longest] = batch.tokens
     completions.targets[rows] = IGNORED_TARGET

@@ -36,10 +36,10 @@ log = logging.getLogger(__name__)
 class RolloutSource:
     """Generates completions of prompts, and divides each rollout into the windows of several updates.
 
-    A rollout is generated in chunks of `generation_batch_size` completions, of which rank r generates every dp_size-th.
-    The content of a chunk and its random numbers do not depend on the number of ranks. All ranks receive all
-    completions. Within a window, completions are distributed over ranks and microbatches as in `Loader`, packed or not.
-    Checkpoints between two updates of a rollout contain its tensors.
+    A rollout is generated in chunks of `generation_batch_size` completions; rank r generates chunk r and every
+    dp_size-th chunk after it. The content of a chunk and its random numbers do not depend on the number of ranks. All
+    ranks receive all completions. Within a window, completions are distributed over ranks and microbatches as in
+    `Loader`, packed or not. Checkpoints between two updates of a rollout contain its tensors.
 
     Prompts are read in the global order; every rank reads all prompts of a rollout.
 
@@ -51,7 +51,7 @@ class RolloutSource:
         pack_tokens: tokens of a packed row; None gives each completion its own row.
 
     Raises:
-        ConfigError: the objective needs rewards but there is no environment; or there are no prompts; or a prompt
+        ConfigError: the objective needs rewards but there is no environment; or the data has no prompts; or a prompt
             leaves no room for a completion or lacks a column that the environment reads.
     """
 
@@ -108,7 +108,7 @@ class RolloutSource:
         self._update = 0  # index of the next update within the rollout; 0 starts a new rollout
         self._samples: dict[str, Tensor] = {}
         self._metrics: dict[str, float] = {}
-        self._unrewarded = 0  # consecutive rollouts
+        self._unrewarded = 0  # consecutive rollouts without any reward
         self._has_rewarded = False
 
     @classmethod
@@ -121,7 +121,7 @@ class RolloutSource:
         """Return the completions of the next update; generate a rollout first if necessary.
 
         Raises:
-            ConfigError: the environment failed on every completion of the first rollout, or no longer gives rewards.
+            ConfigError: the objective needs rewards, and the environment gives none; see `_check_rewards`.
         """
         if self._update == 0:
             self._roll_out()
@@ -137,7 +137,7 @@ class RolloutSource:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the prompts, and the index of the next update within the rollout."""
+        """Return the position in the prompts, the index of the next update within the rollout, and its metrics."""
         metrics = self._metrics if self._update else {}
         return {"prompts": self._loader.state_dict(), "update": self._update, "metrics": metrics}
 
@@ -147,11 +147,11 @@ class RolloutSource:
         self._update, self._metrics = read_count(state, "update"), dict(state["metrics"])
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the current rollout; empty between two rollouts."""
+        """Return the tensors of the current rollout; empty if all its updates are done."""
         return dict(self._samples) if self._update else {}
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore a rollout."""
+        """Restore the tensors of a rollout."""
         self._samples = dict(tensors)
 
     def rewind(self, samples: int) -> None:
@@ -206,7 +206,7 @@ class RolloutSource:
         """Return length, truncation flag and judgement of every completion, gathered from all ranks.
 
         Raises:
-            ConfigError: the objective needs rewards but the environment gives none.
+            ConfigError: the objective needs rewards but the environment gives none; see `_check_rewards`.
         """
         local = {
             number: (answer.length, answer.answer.is_truncated, answer.judgement) for number, answer in answers.items()
@@ -218,7 +218,7 @@ class RolloutSource:
         return ordered
 
     def _check_rewards(self, environment: str, judgements: Sequence[Judgement]) -> None:
-        """Raise if the run cannot train because its environment has always failed, or no longer gives rewards."""
+        """Raise if the environment failed on all answers before any reward, or gave none in 3 rollouts in a row."""
         if any(judgement.reward is not None for judgement in judgements):
             self._unrewarded, self._has_rewarded = 0, True
             return
@@ -259,7 +259,7 @@ class RolloutSource:
         self._metrics = reward_metrics | statistics | dict(prepared.metrics)
 
     def _microbatches(self, first: int, lengths: Tensor) -> list[Microbatch]:
-        """Return this rank's microbatches of the completions from `first` on, which have these lengths."""
+        """Return this rank's microbatches of the completions from `first` on, one completion for each of `lengths`."""
         options = {"per_gpu_batch_size": self._per_gpu, "dp_rank": self._world.dp_rank, "dp_size": self._world.dp_size}
         if self._pack_tokens is not None:
             packs = [[first + i for i in pack] for pack in first_fit_decreasing(lengths.numpy(), self._pack_tokens)]
@@ -269,7 +269,7 @@ class RolloutSource:
         return [self._select(slice(start, start + self._per_gpu)) for start in starts]
 
     def _select(self, rows: slice | list[int]) -> Microbatch:
-        """Return some completions, padded to the longest of them."""
+        """Return the completions with these row numbers, padded to the longest of them."""
         longest = max([1, *self._samples["length"][rows].tolist()])
         return {
             name: (column[rows, :longest] if column.dim() > 1 else column[rows]).contiguous()
@@ -278,12 +278,12 @@ class RolloutSource:
         }
 
     def _pack_rows(self, packs: Sequence[Pack]) -> Microbatch:
-        """Return completions in packed rows; per-completion columns keep one row for each completion."""
+        """Return completions in packed rows; columns except tokens and targets keep one row for each completion."""
         numbers, lengths = [number for pack in packs for number in pack], self._samples["length"].tolist()
         document = dict(zip(numbers, range(len(numbers)), strict=True))
 
         def rows(fill: int, read: Callable[[int], Tensor]) -> Tensor:
-            """Concatenate each pack and pad with `fill`; an empty pack becomes a single fill value."""
+            """Concatenate the values of each pack, padded with `fill`; an empty pack becomes one value `fill`."""
             parts = [[*map(read, pack)] or [torch.tensor([fill])] for pack in packs]
             return pad_sequence([torch.cat(row) for row in parts], batch_first=True, padding_value=fill)
 
@@ -313,7 +313,7 @@ def _check_prompts(data: DataSplits, judge: Judge | None, max_tokens: int) -> No
 
 
 def _rewards(judgements: Sequence[Judgement]) -> dict[str, float]:
-    """Return reward metrics of a rollout, averaged over the completions that have the reward or score."""
+    """Return the metrics of a rollout: means of existing rewards and scores, share of missing rewards, fault counts."""
     rewards = [judgement.reward for judgement in judgements if judgement.reward is not None]
     metrics = {"reward": sum(rewards) / len(rewards)} if rewards else {}
     for name in sorted({name for judgement in judgements for name in judgement.scores}):

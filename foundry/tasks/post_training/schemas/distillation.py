@@ -33,9 +33,9 @@ class OutsideTopK(Enum):
     """Treatment of the tokens outside the teacher's top k.
 
     Attributes:
-        tail: their total probability is one additional entry of both distributions.
-        renormalize: they are removed from both distributions, which are renormalized.
-        zero: the teacher's probability of them is set to zero; the student's is unchanged.
+        tail: the total probability of these tokens is one additional entry of both distributions.
+        renormalize: these tokens are removed from both distributions, which are renormalized.
+        zero: they are removed from the teacher's distribution, which is renormalized; the student's is unchanged.
     """
 
     tail = "tail"

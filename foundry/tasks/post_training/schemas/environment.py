@@ -61,7 +61,7 @@ class Environment:
 
 
 def reward_metric_names(scores: Iterable[str]) -> tuple[str, ...]:
-    """Return the names of the metrics of scored completions for these names of scores."""
+    """Return the names of the metrics of scored completions, given the names of their scores."""
     return ("reward", *(f"reward_{name}" for name in scores), "reward_missing")
 
 
@@ -77,7 +77,7 @@ class InWorker(Environment):
     """Base class of settings of environments that run in a separate process with a time limit.
 
     User-defined environments always run this way. The built-in subclasses do because matching a regular expression
-    can take time exponential in the length of the completion.
+    can take time exponential in the length of the completion, and parsing code can crash the process.
     """
 
     in_worker: ClassVar[bool] = True

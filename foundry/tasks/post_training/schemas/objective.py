@@ -32,7 +32,7 @@ class Reference(Enum):
         auto: adapters_off with adapters, otherwise cached.
         cached: two log-probabilities per pair, computed once before the first step and stored in the run directory.
         copy: a second model in memory, evaluated at each step.
-        adapters_off: the model itself with its adapters disabled, evaluated at each step.
+        adapters_off: the trained model with its adapters disabled, evaluated at each step.
     """
 
     auto = "auto"
@@ -133,7 +133,7 @@ class Distillation(Rollouts, Teaching):
         return ("entropy" if self.generates else "cross_entropy", "divergence")
 
     def check(self) -> Iterator[Violation]:
-        """Check that updates divide a rollout, and that no setting would be ignored."""
+        """Check that the rollout of mode=on_policy is valid, and that no setting would be ignored."""
         yield from self.check_teaching()
         if self.generates:
             yield from self.check_rollout()

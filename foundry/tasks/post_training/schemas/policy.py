@@ -23,7 +23,7 @@ class KLGradient(Enum):
 
     Attributes:
         score: 1, with the gradient of the token's probability (score function).
-        ratio: probability of the policy divided by that of the policy before the rollout's first update.
+        ratio: the token's probability divided by its probability before the rollout's first update.
         none: 1, without a gradient.
     """
 
@@ -125,7 +125,7 @@ class PolicyGradient(Rollouts):
         return (*names, *(("kl",) if has_kl else ()), *(("positive_nll",) if has_nll else ()))
 
     def check(self) -> Iterator[Violation]:
-        """Check that prompts have several completions, updates divide the rollout, and no setting would be ignored."""
+        """Check that prompts have several completions, the rollout is valid, and no setting would be ignored."""
         if self.num_generations_per_prompt == 1:
             message = "is 1, so completions are not compared and nothing is learned; set at least 2, better 8"
             yield Violation("objective.num_generations_per_prompt", message)

@@ -95,7 +95,7 @@ class Rollouts:
                 yield Violation(f"evaluation.evaluators.{key}", message)
 
     def check_rollout(self) -> Iterator[Violation]:
-        """Check that updates divide the rollout, and that sampling can give different completions of a prompt."""
+        """Check that updates divide the prompts, and that temperature 0 is not used where completions must differ."""
         key, repeated = "objective.generation_temperature", self.num_generations_per_prompt
         if self.generation_temperature == 0 and self.needs_rewards:
             message = "is 0, so all completions of a prompt are the same and have the same reward"

@@ -1,4 +1,4 @@
-"""Check that episodes exist and match the settings."""
+"""Check that episodes to train on exist and match the settings."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from foundry.tasks.robots.schemas.data import Demonstrations, LeRobot
 
 
 def check_episodes(config: Config) -> Iterator[Violation]:
-    """Yield errors if there is no source of episodes, or their columns or sizes differ from the settings."""
+    """Yield errors if demonstrations have no simulator, or columns or sizes of a LeRobot dataset are not as set."""
     data = config.data
     if isinstance(data, Demonstrations) and isinstance(config.simulator, NoSimulator):
         message = "none is incompatible with data=demonstrations, which needs a simulator with an expert"
@@ -23,10 +23,10 @@ def check_episodes(config: Config) -> Iterator[Violation]:
 
 
 def _check_columns(data: LeRobot, info: LeRobotInfo) -> Iterator[Violation]:
-    """Check that the columns exist and have the sizes in the settings.
+    """Check that the columns of states, actions and images exist and have the sizes in the settings.
 
     Raises:
-        ConfigError: if the image column does not exist.
+        ConfigError: if the image column does not exist or has no images.
     """
     for name, column, key in (
         ("state_dim", data.state_key, "data.state_key"),

@@ -13,7 +13,7 @@ from foundry.tasks.robots.schemas.objective import ActionChunks
 
 
 def check_policies(config: Config) -> Iterator[Violation]:
-    """Yield errors if success is measured without a policy, or a model needs inputs that the data does not have."""
+    """Yield errors if success is measured without a policy, or the inputs in the data do not match the model."""
     objective, model, data = config.objective, config.model, config.data
     is_own = isinstance(objective, dict) or objective._target_ != type(objective)._target_
     for name, node in config.evaluation.evaluators.items():
@@ -27,7 +27,7 @@ def check_policies(config: Config) -> Iterator[Violation]:
 
 
 def _check_inputs(model: Any, data: Episodes) -> Iterator[Violation]:
-    """Check that the data has the inputs that the model uses, and no instructions that it would ignore."""
+    """Check that the data has the inputs of a PolicyDiT or VLA, and no instructions or tokenizer without effect."""
     if isinstance(model, PolicyDiT):
         if model.image_size is not None and data.image_size is None:
             message = f"is {model.image_size} but data.image_size is null: there are no images"

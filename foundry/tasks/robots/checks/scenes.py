@@ -1,4 +1,4 @@
-"""Check that a simulator can render images for training."""
+"""Check that data=scenes has a simulator that renders images."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from foundry.tasks.robots.schemas.data import Scenes
 
 
 def check_scenes(config: Config) -> Iterator[Violation]:
-    """Yield an error if the data consists of rendered images and no simulator renders them."""
+    """Yield an error if data=scenes is chosen without a simulator, or with one that renders no images."""
     data = config.data
     if isinstance(data, Scenes) and isinstance(config.simulator, NoSimulator):
         message = (

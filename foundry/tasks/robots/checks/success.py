@@ -11,7 +11,7 @@ from foundry.tasks.robots.schemas.evaluators import MOST_EPISODES, InstructionCh
 
 
 def check_success(config: Config) -> Iterator[Violation]:
-    """Check that evaluators of success have a simulator, episodes that exist, and the instructions of the data."""
+    """Check that evaluators of success have a simulator, valid settings, and the instruction length of the data."""
     for name, node in config.evaluation.evaluators.items():
         if not isinstance(node, dict) or node.get("_target_") != Success._target_:
             continue
@@ -28,7 +28,7 @@ def check_success(config: Config) -> Iterator[Violation]:
 
 
 def _check_instruction(node: Mapping[str, Any], key: str, instruction_tokens: Any) -> Iterator[Violation]:
-    """Check that the evaluation instruction matches the one used in training."""
+    """Check that `instruction_tokens` equals that of the data, and is set if `instruction` is `other`."""
     instruction, tokens = node.get("instruction", InstructionChoice.own.value), node.get("instruction_tokens")
     if instruction == InstructionChoice.other.value and tokens is None:
         message = "is other but the policy reads no instructions; set data.instruction_tokens, or set this to own"

@@ -30,10 +30,10 @@ FIRST_SEED = 2**32
 
 _FORMAT = 1
 _STEPS_AT_THE_GOAL = 8
-"""Number of steps recorded after success, so that a policy learns to stay at the goal."""
+"""Number of successful steps in a row that end an episode, so that a policy learns to stay at the goal."""
 _SPARE_FAILURES = 20
 _CONTENT_SETTINGS = ("episodes", "noise", "noisy_share", "state_dim", "action_dim", "image_size")
-"""Settings that determine the files of the demonstrations; other settings only determine how they are read."""
+"""Settings that determine the files of the demonstrations; other settings only determine how the files are read."""
 log = logging.getLogger(__name__)
 
 
@@ -115,7 +115,7 @@ class _Maker:
         """Yield successful episodes in the order of the simulator's seeds; failed episodes are skipped.
 
         Raises:
-            ConfigError: if the simulator has no expert, or the expert fails in most episodes.
+            ConfigError: if the simulator has no expert, or over 20 and over two thirds of the episodes failed.
         """
         kind = type(simulator).__name__
         if not isinstance(simulator, Demonstrating):
@@ -137,7 +137,7 @@ class _Maker:
                 raise ConfigError(Violation("data.noise", message))
 
     def _run(self, simulator: Simulator, number: int) -> Episode | None:
-        """Run the expert in one episode; None if it does not end at the goal."""
+        """Run the expert in an episode and return it; None if its last step is not a success."""
         assert isinstance(simulator, Demonstrating)
         draw = np.random.default_rng((FIRST_SEED + number, _FORMAT))
         noise = self.settings.noise if draw.random() < self.settings.noisy_share else 0.0
@@ -158,7 +158,7 @@ class _Maker:
         """Return the recorded episode, after a check that its sizes match the settings.
 
         Raises:
-            ConfigError: if they differ.
+            ConfigError: if the sizes differ.
         """
         state = np.stack([np.asarray(observation["state"], dtype=np.float32) for observation in observations])
         actions = np.stack(action_list).astype(np.float32)

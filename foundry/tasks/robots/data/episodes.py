@@ -52,8 +52,8 @@ class Windows(MapsFiles, BatchDataset):
     """Dataset of some episodes of a recording, with one sample per frame.
 
     A sample contains the states of the frame and the frames before it, and the actions of the frame and the frames
-    after it. The first frame of an episode is repeated before its start. The last action is repeated after its end,
-    where `is_padded` is true.
+    after it. The first frame of an episode is repeated before the episode's start. The last action is repeated after
+    the episode's end, where `is_padded` is true.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Windows(MapsFiles, BatchDataset):
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def normalised_by(self, statistics: Statistics) -> Self:
-        """Return the same samples, normalized by other statistics."""
+        """Return a dataset of the same samples, normalized by other statistics."""
         windows = object.__new__(type(self))
         vars(windows).update(vars(self) | {"statistics": statistics})
         return windows
@@ -180,7 +180,7 @@ def normalised_by(data: DataSplits, statistics: Statistics) -> DataSplits:
 
 
 def held_out_episodes(count: int, held_out: float) -> NDArray[np.bool_]:
-    """Select the held-out episodes: a fraction whose numbers have the smallest hashes, but at least one.
+    """Return the mask of held-out episodes: a fraction whose numbers have the smallest hashes, but at least one.
 
     Args:
         count: number of episodes.
@@ -201,7 +201,7 @@ def held_out_episodes(count: int, held_out: float) -> NDArray[np.bool_]:
 
 
 def _check_finite(recording: Recording) -> None:
-    """Raise if a value is not finite, which would make the statistics NaN."""
+    """Raise if a state or an action is not finite, which would make the statistics NaN."""
     for name, values in (("state", recording.state), ("actions", recording.actions)):
         bad_frames = np.flatnonzero(~np.isfinite(values).all(axis=1))
         if len(bad_frames):
@@ -212,7 +212,7 @@ def _check_finite(recording: Recording) -> None:
 
 
 def _fingerprint(recording: Recording, is_held_out: NDArray[np.bool_], windows: dict[str, Any]) -> str:
-    """Return a hash of all training and validation data and of their split."""
+    """Return a hash of the recording without its instructions, of the split and of the sizes of the windows."""
     digest = hashlib.blake2b(f"episodes {windows} {recording.source}".encode(), digest_size=16)
     for array in (recording.state, recording.actions, recording.lengths, is_held_out):
         digest.update(f"{array.shape}{array.dtype}".encode())
@@ -221,7 +221,7 @@ def _fingerprint(recording: Recording, is_held_out: NDArray[np.bool_], windows: 
 
 
 def _extend_fingerprint(fingerprint: str, instructions: NDArray[np.int64], task_index: NDArray[np.int64]) -> str:
-    """Extend a fingerprint by the instructions of all frames."""
+    """Return a fingerprint that also covers the encoded instructions of all frames."""
     digest = hashlib.blake2b(f"{fingerprint} {instructions.shape}".encode(), digest_size=16)
     for array in (instructions, task_index):
         digest.update(np.ascontiguousarray(array, dtype=np.int64).data)

@@ -38,7 +38,7 @@ def read_tokenizer(texts: Sequence[str], tokenizer: str | None, vocab_size: int)
         vocab_size: maximum number of entries.
 
     Raises:
-        ConfigError: as in `load_tokenizer`, or if there are no instructions to train on.
+        ConfigError: as in `load_tokenizer`, or if all texts are empty.
     """
     if not any(texts):
         message = "is set but no training episode has an instruction; leave it out"

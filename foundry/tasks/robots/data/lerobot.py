@@ -1,4 +1,4 @@
-"""Reader of demonstrations in LeRobot's format, version 3, without its package.
+"""Reader of demonstrations in LeRobot's format, version 3, without the package lerobot.
 
 Frames are rows of Parquet files with several episodes each; meta/episodes maps episodes to files. Images are stored in
 these rows or as frames of videos. `meta/stats.json` is not read, because statistics must cover only the training
@@ -52,7 +52,7 @@ def lerobot(settings: LeRobot, *, seed: int) -> DataSplits:
         seed: unused: runs with different seeds have the same held-out episodes.
 
     Raises:
-        ConfigError: if the folder is not a complete LeRobot dataset, has too few episodes, or has other dimensions.
+        ConfigError: if the folder is no complete LeRobot dataset, has too few episodes, or has other sizes than set.
     """
     info = read_info(settings.path)
     for key, size, column, column_key in (
@@ -168,7 +168,7 @@ def _read_tasks(info: LeRobotInfo, task_index: NDArray[Any]) -> dict[str, Any]:
         _refuse(info, f"has no {_TASKS} with the instructions; leave out data.instruction_tokens")
     with _explained(info, file):
         table = pq.read_table(file)
-        # The text is the index of a pandas table, which has no name in some versions of LeRobot.
+        # The text is the index of a pandas table; some versions of LeRobot write this index without a name.
         name = next((name for name in _TASK_NAMES if name in table.column_names), None)
         if name is None or _TASK_INDEX not in table.column_names:
             _refuse(info, f"has no columns {_TASK_NAMES[0]} and {_TASK_INDEX} in {_TASKS}")
@@ -227,7 +227,7 @@ def _numbers(info: LeRobotInfo, name: str, column: pa.Array) -> list[Any]:
     """Return a column of the table of episodes: nonnegative whole numbers, or seconds.
 
     Raises:
-        ConfigError: if it has another type, or a value that is missing, negative or not finite.
+        ConfigError: if the column has another type, or a value that is missing, negative or too large.
     """
     is_time = name.endswith("timestamp")
     if not (pa.types.is_integer(column.type) or (is_time and pa.types.is_floating(column.type))):
@@ -242,10 +242,10 @@ def _numbers(info: LeRobotInfo, name: str, column: pa.Array) -> list[Any]:
 def _read_numbers(info: LeRobotInfo, episodes: _Episodes, widths: Mapping[str, int]) -> dict[str, NDArray[Any]]:
     """Read columns of numbers, (frames, width) each, in the order of episodes.
 
-    Their dtype is float32, except for timestamps and tasks (float64).
+    The arrays are float32, except for timestamps and tasks (float64).
 
     Raises:
-        ConfigError: if frames are missing or duplicated, or have another width.
+        ConfigError: if frames are missing or duplicated, or a column has another width.
     """
     total, rows = int(episodes.lengths.sum()), 0
     for file in episodes.files:
@@ -308,7 +308,7 @@ def _fill(shape: tuple[int, ...], fill: Callable[[NDArray[np.uint8]], None], fol
 
 
 def _copy_images(info: LeRobotInfo, episodes: _Episodes, image_key: str, size: int, images: NDArray[np.uint8]) -> None:
-    """Copy images that are stored in the rows, as encoded bytes, or as a struct of bytes and a path that is ignored."""
+    """Decode and resize the images in the rows, stored as bytes, or as a struct of bytes and a path that is ignored."""
     stored_size = info.picture_size(image_key, "data.image_key")
     for rows, batch in _rows(info, episodes, [image_key]):
         for frame, cell in zip(rows.tolist(), batch.column(image_key).to_pylist(), strict=True):
@@ -324,7 +324,7 @@ def _copy_images(info: LeRobotInfo, episodes: _Episodes, image_key: str, size: i
 def _copy_frames(
     info: LeRobotInfo, episodes: _Episodes, timestamps: NDArray[np.float64], size: int, images: NDArray[np.uint8]
 ) -> None:
-    """Copy video frames to the rows with the matching timestamp; each file is decoded once, from its beginning."""
+    """Resize video frames into `images`, for the rows with the matching timestamp; each file is decoded once."""
     assert episodes.videos is not None
     seconds = timestamps + np.repeat([location.second for location in episodes.videos], episodes.lengths)
     tolerance = _TOLERANCE / info.fps

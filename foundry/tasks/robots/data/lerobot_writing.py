@@ -52,11 +52,11 @@ def write_lerobot(
     file_bytes: int = 100 * 2**20,
     files_per_chunk: int = 1000,
 ) -> tuple[str, ...]:
-    """Write episodes, with one episode in memory at a time.
+    """Write a LeRobot dataset, with one episode in memory at a time.
 
     Args:
         folder: an empty folder.
-        episodes: at least one; all must have the same dimensions, and all or none must have images.
+        episodes: one or more; all must have the same dimensions, and all or none must have images.
         fps: frames per second.
         robot_type: name of the robot.
         as_video: write images as videos with lossy compression, instead of PNG data in the rows.
@@ -94,7 +94,7 @@ class _Writer:
         self._stack.close()
 
     def add(self, episode: Episode) -> None:
-        """Write an episode to the current data file, and its video to a new file."""
+        """Write an episode to the current data file, and with `as_video` its images to a new video."""
         length, number = len(episode.state), len(self._rows)
         task = self._tasks.setdefault(episode.task, len(self._tasks))
         numbers: dict[str, NDArray[Any]] = {
@@ -138,7 +138,7 @@ class _Writer:
         self._frames += length
 
     def _write(self, table: pa.Table) -> int:
-        """Append to a data file, and return the file's number."""
+        """Append a table to the current data file, and return the file's number."""
         if self._open is None:
             chunk, file = divmod(self._num_data_files, self._files_per_chunk)
             path = self._add_path(_DATA.format(chunk_index=chunk, file_index=file))
@@ -153,7 +153,7 @@ class _Writer:
         return number
 
     def _write_video(self, images: NDArray[np.uint8], number: int) -> dict[str, Any]:
-        """Write the video of an episode, and return its location."""
+        """Write the video of an episode, and return the columns of meta/episodes that locate it."""
         av = import_av()
         chunk, file = divmod(number, self._files_per_chunk)
         path = self._add_path(_VIDEO.format(video_key=IMAGE_KEY, chunk_index=chunk, file_index=file))
@@ -193,7 +193,7 @@ class _Writer:
         return tuple(self.files[-4:])
 
     def _add_path(self, name: str) -> Path:
-        """Return the path of a new file, and register the file."""
+        """Add a name to the dataset's files, and return the path of the new file."""
         path = self._folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         self.files.append(name)

@@ -42,7 +42,7 @@ def scenes(
     simulator: Callable[[], Simulator] | None = None,
     simulator_settings: Mapping[str, Any] | None = None,
 ) -> DataSplits:
-    """Return images of the starts of a simulator's episodes, with its questions and answers about them.
+    """Return images of the starts of a simulator's episodes, with questions and answers about these images.
 
     Args:
         settings: number and size of the scenes, and tokenization of the conversations.
@@ -51,7 +51,7 @@ def scenes(
         simulator_settings: settings of the simulator.
 
     Raises:
-        ConfigError: if there is no simulator, it lacks images or descriptions, or tokenizer or template do not fit.
+        ConfigError: if there is no simulator with images and descriptions, or tokenizer or template do not fit.
     """
     image_size, count = settings.image_size, settings.num_scenes
     if simulator is None or image_size is None:

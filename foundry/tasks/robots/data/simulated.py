@@ -16,9 +16,9 @@ _PACKAGES = ("numpy", "mujoco", "gymnasium", "gymnasium-robotics", "metaworld")
 """Packages whose version may change the behavior or rendering of a simulator."""
 _OWN = "foundry.tasks.robots.simulators."
 _OWN_SOURCES = "36c3b6776905e2c5d4debd6eb9250d048eaf9ac4455f6e49bce923a134631ba8"
-"""Version of the built-in simulators: the hash of their files at 0.1.
+"""Version of the built-in simulators: the hash of their files at foundry 0.1.
 
-Another version regenerates their data, and runs on the new data are different runs. So change it only if a simulator
+With a new version, runs generate their data again, and are different runs. So change this hash only if a simulator
 acts or renders differently.
 """
 
@@ -40,9 +40,9 @@ def _version(package: str) -> str | None:
 
 
 def _sources(target: str) -> str:
-    """Return the version of the built-in simulators, or a hash of another simulator's module.
+    """Return the version of the built-in simulators, or a hash of another simulator's module; empty without a file.
 
-    If that module is in a package, the hash includes the package's other modules.
+    If that module is in a package, the hash includes the other modules in the same folder.
     """
     part = None
     with suppress(ImportError, AttributeError, ValueError):  # reported when the simulator is built

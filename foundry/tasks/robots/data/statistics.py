@@ -30,7 +30,7 @@ class Moments:
 
     @classmethod
     def of(cls, values: Array) -> Self:
-        """Compute the moments of the rows of `values`, (frames, dims), at least one; sums are in float64."""
+        """Compute the moments of the rows of `values`, (frames, dims), with one frame or more; sums are in float64."""
         lowest, highest = (bound.astype(np.float64) for bound in (values.min(axis=0), values.max(axis=0)))
         starts = range(0, len(values), _ROWS_AT_A_TIME)
         slices = [slice(start, start + _ROWS_AT_A_TIME) for start in starts]
@@ -44,10 +44,10 @@ class Moments:
 
     @classmethod
     def from_lists(cls, lists: Any) -> Self:
-        """Restore the result of `to_lists`.
+        """Restore moments from the result of `to_lists`.
 
         Raises:
-            ValueError: if it is invalid.
+            ValueError: if `lists` is invalid.
         """
         names = ("mean", "std", "min", "max")
         if not isinstance(lists, dict) or set(lists) != set(names):
@@ -70,7 +70,7 @@ class Moments:
 class Statistics:
     """Statistics of the frames of the training episodes, which define the units of the policy's inputs and outputs.
 
-    A constant dimension is only centered: it becomes 0, and a prediction near 0 is restored to the constant.
+    A constant dimension is only centered: it becomes 0, and a prediction of 0 is restored to the constant.
     """
 
     overrides: ClassVar[tuple[str, ...]] = ("hparams=policy", "simulator=none", "evaluation=default")
@@ -98,7 +98,7 @@ class Statistics:
         return (actions * self._reach + self._middle).astype(np.float32)
 
     def applied_to(self, data: DataSplits) -> DataSplits:
-        """Normalize other episodes by the statistics of this run.
+        """Return other episodes, normalized by these statistics.
 
         Raises:
             ConfigError: if the data has no episodes, or states or actions have other dimensions.
@@ -122,10 +122,10 @@ class Statistics:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Restore the result of `to_json`.
+        """Restore statistics from the result of `to_json`.
 
         Raises:
-            ValueError: if it is invalid; the text has the reason.
+            ValueError: if `text` is invalid; the error's text has the reason.
         """
         try:
             content = json.loads(text)
@@ -143,7 +143,7 @@ class Statistics:
 
 
 def statistics_of(data: DataSplits) -> Statistics | None:
-    """Return the statistics of a dataset; None if it has no episodes."""
+    """Return the statistics of a dataset; None if the dataset has no episodes."""
     value: Any = data.kept.get(STATISTICS)
     statistics: Statistics | None = value
     return statistics

@@ -1,8 +1,8 @@
 """Batched episodes of a policy in simulators.
 
-The start of an episode and the random numbers of each prediction depend only on the seed and the episode's number.
-Ranks divide chunks of episodes, and the content and padding of a chunk do not depend on the number of ranks. Simulator
-seeds below 2**32 are for evaluation; demonstrations start at 2**32 and scenes at 2**32 + 2**31.
+The start of an episode depends only on its number, and the random numbers of its n-th prediction on the run's seed, the
+number and n. Each rank runs some of the chunks of episodes, whose content and padding do not depend on the number of
+ranks. Simulator seeds below 2**32 are for evaluation; demonstrations start at 2**32 and scenes at 2**32 + 2**31.
 """
 
 import logging
@@ -33,7 +33,7 @@ _MOST_REPLANS = 2**31
 The keys fit into int64, because k is below `MOST_EPISODES`.
 """
 _FRAMES = 24
-"""Maximum number of frames of an episode; a long episode has at least half of it."""
+"""Maximum number of frames of a film; the film of a long episode has at least half as many."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Episode:
         success: whether the task was completed at any step, which ends the episode.
         length: number of executed actions.
         instruction: instruction of the episode.
-        other_instruction: other instruction that the policy received; None if it received the episode's own or none.
+        other_instruction: other instruction that the policy received; None for the episode's own or no instruction.
     """
 
     number: int
@@ -63,13 +63,14 @@ class Episode:
 
 @dataclass
 class Film:
-    """Frames of an episode: one per action in a short one, and one per 2, 4, ... actions in a longer one.
+    """Frames of an episode: one per action of a short episode, and one per 2, 4, ... actions of a longer one.
 
     Attributes:
         fps: actions per second.
         success: whether the task was completed.
         every: actions between two frames, a power of 2; the last frame may follow sooner.
-        frames: frames, (size, size, 3) uint8 each, by the number of actions before them; always with start and end.
+        frames: frames, (size, size, 3) uint8 each, by the number of actions before them; with the start, and with the
+            end unless a non-finite action ended the episode.
     """
 
     fps: float
@@ -88,13 +89,13 @@ class Film:
 class Rollouts:
     """Runner of a policy's episodes, in batches that always have `at_a_time` rows.
 
-    Rows of finished and unused episodes stay in the batch as padding. Therefore the output for a row depends only on
-    its chunk of episodes and not on the caller.
+    Rows of finished episodes, and rows without an episode, stay in the batch as padding. Therefore the actions of an
+    episode depend only on the chunk that it is in.
 
     Args:
         objective: an `ActingObjective`.
-        data: its `statistics` define the policy's units.
-        simulator: creates a simulator; each episode of a chunk has one, which is reused for later chunks.
+        data: the data, whose `statistics` normalize the policy's states and actions.
+        simulator: creates a simulator; each episode of a chunk has its own, which later chunks use again.
         num_observations: number of observations that the policy receives; the first one is repeated if there are fewer.
         at_a_time: episodes per chunk.
         instruction_tokens: maximum number of tokens of an instruction, encoded as in the data; None for a policy
@@ -103,8 +104,8 @@ class Rollouts:
             success is still measured for the episode's own.
 
     Raises:
-        ConfigError: if the objective has no policy, there is no simulator, the data has no statistics, or
-            `uses_other_instruction` is set but the simulator has only one instruction.
+        ConfigError: if the objective is no `ActingObjective`, there is no simulator, or the data has no statistics; and
+            in `run`, if `uses_other_instruction` is set but the simulator has only one instruction.
     """
 
     def __init__(
@@ -197,7 +198,7 @@ class Rollouts:
             self._rows.pop().simulator.close()
 
     def _films(self, rows: "Sequence[_Row]", size: int) -> list[Film]:
-        """Start films of new episodes; empty if they cannot be rendered."""
+        """Start a film of each row's episode and return the films; empty if they cannot be rendered."""
         if not self._can_render:
             return []
         try:
@@ -219,7 +220,7 @@ class Rollouts:
         return {name: self._pad(torch.from_numpy(np.ascontiguousarray(value))) for name, value in observation.items()}
 
     def _encode(self, texts: Sequence[str]) -> Microbatch:
-        """Return the encoded instruction for every row; empty for a policy without instructions.
+        """Return `instruction`, the encoded texts of all rows; empty for a policy without instructions.
 
         Raises:
             ConfigError: if an instruction is too long.
@@ -267,7 +268,7 @@ class _Row:
         self.film.add(0, self.simulator.render(size))
 
     def recent(self, name: str) -> NDArray[Any]:
-        """Return an entry of the latest observations, (num_observations, ...)."""
+        """Return the entry `name` of the latest observations, (num_observations, ...)."""
         return np.stack([observation[name] for observation in self.observations])
 
     def execute(self, actions: NDArray[Any]) -> None:

@@ -17,7 +17,7 @@ _SLOWEST_MILLISECONDS, _FASTEST_MILLISECONDS, _LAST_MILLISECONDS = 120, 20, 1500
 
 
 def save_gif(films: Sequence[Film], file: Path, *, columns: int = 4) -> None:
-    """Write films side by side; at its end the border of each turns green, or red without success.
+    """Write films side by side; at the end of a film its border turns green, or red without success.
 
     Args:
         films: films with frames of the same size.

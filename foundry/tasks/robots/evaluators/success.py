@@ -31,10 +31,10 @@ class Success:
     """Success rate of a policy with its 95 % interval; an episode is a success if any of its steps is.
 
     Episode k starts from the simulator's seed k, independent of the run's seed, so that all runs are compared on the
-    same starts. The random numbers of its n-th chunk of actions are keyed by the run's seed, k and n. Episodes run in
-    chunks of fixed size, which the ranks share; each rank needs memory for the whole model.
+    same starts. The random numbers of the n-th chunk of actions are keyed by the run's seed, k and n. Episodes run in
+    groups of `at_a_time`, which are divided among the ranks; each rank needs memory for the whole model.
 
-    Rank 0 writes rollouts.jsonl, a line per episode, and a GIF of the first 8 episodes.
+    Rank 0 writes rollouts.jsonl, a line per episode, and with `draw` a GIF of the first episodes, at most 8.
 
     Args:
         settings: the episodes, how many run at a time, and the policy's observations and instructions. The policy may
@@ -111,7 +111,7 @@ class Success:
 
 
 def summary(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Return the metrics of at least one episode, by name."""
+    """Return the metrics `SUCCESS_METRICS` of one or more episodes, by name."""
     successes = sum(episode.success for episode in episodes)
     low, high = wilson_interval(successes, len(episodes))
     length = sum(episode.length for episode in episodes) / len(episodes)

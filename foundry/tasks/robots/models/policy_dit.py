@@ -42,7 +42,7 @@ class PictureEncoder(nn.Module):
         x = (images.float() / 127.5 - 1.0).to(self.conv1.weight.dtype)
         for conv in (self.conv1, self.conv2, self.conv3):
             x = F.gelu(conv(x))
-        # Computed in fp32, because coordinates are means over positions.
+        # In fp32, because each coordinate of a keypoint is a mean over all positions.
         features = self.keypoints(x).float()
         chances = (_SHARPNESS * features.flatten(2)).softmax(-1).view_as(features)
         rows = torch.linspace(-2, 2, features.shape[2], device=features.device)
@@ -50,7 +50,7 @@ class PictureEncoder(nn.Module):
         return torch.cat(((chances.sum(3) * rows).sum(2), (chances.sum(2) * columns).sum(2)), dim=-1)
 
     def flops(self, image_size: int) -> float:
-        """Return the FLOPs of a forward and backward pass over one image of this height and width."""
+        """Return the FLOPs of a forward and backward pass over one image of height and width `image_size`."""
         size, total = image_size, 0
         for conv in (self.conv1, self.conv2, self.conv3, self.keypoints):
             size = -(-size // conv.stride[0])
@@ -134,7 +134,7 @@ class PolicyDiT(nn.Module):
     def initial_weights(self) -> dict[str, Draw]:
         """Return the initial distributions: Xavier-uniform, also for convolutions.
 
-        Gates and output are zero, as in DiT.
+        The weights of gates and of the output layer are zero, as in DiT.
         """
         draws = linear_draws(self)
         for name, module in self.named_modules():
@@ -151,7 +151,7 @@ class PolicyDiT(nn.Module):
     def flops_per_sample(self) -> float:
         """Return the FLOPs of a forward and backward pass over one sample.
 
-        They are 6 (T N + C + 2 L T² H), plus the FLOPs of its images. T is the number of tokens, N the number of
+        They are 6 (T N + C + 2 L T² H), plus the FLOPs of the images. T is the number of tokens, N the number of
         parameters of matrix products applied to each token, C of those applied once to the sample's condition, L the
         number of layers, and H hidden_size.
         """

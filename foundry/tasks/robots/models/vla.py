@@ -54,8 +54,8 @@ class VLA(nn.Module):
     """A flow expert on a vision-language model, as in pi0 (Black et al., 2024, arXiv:2410.24164).
 
     The state and each action of a chunk are a token of the expert. The expert has as many blocks as the backbone has
-    layers, of the same width. In each block, its tokens attend to each other and to the keys and values of image and
-    text tokens in the corresponding layer of the backbone. Rotary positions continue after the text tokens of each row.
+    layers, of the same width. In each block, the expert's tokens attend to each other and to the keys and values of
+    image and text tokens in the corresponding layer of the backbone. Rotary positions continue after each row's text.
     The backbone does not depend on the actions, so it runs once for a chunk of several sampling steps.
 
     The state is multiplied by `state_scale`: the velocity predicts the next action of a demonstration so well that a
@@ -71,7 +71,7 @@ class VLA(nn.Module):
     def __init__(self, settings: VLASettings, *, backbone: PrefixVLM) -> None:
         super().__init__()
         self.backbone, self.state_scale = backbone, settings.state_scale
-        self._backbone_draws = backbone.initial_weights()  # before freezing: it has no rule for frozen weights
+        self._backbone_draws = backbone.initial_weights()  # before freezing: initial_weights refuses frozen weights
         hidden_size, self.num_tokens = backbone.model.embed_tokens.embedding_dim, settings.horizon + 1
         self.state_embedder = nn.Linear(settings.num_observations * settings.state_dim, hidden_size)
         self.action_embedder = nn.Linear(settings.action_dim, hidden_size)
@@ -88,7 +88,7 @@ class VLA(nn.Module):
         self.init_weights()
 
     def _freeze_unread(self) -> None:
-        """Freeze the layers after the last layer's keys and values, because no action depends on them.
+        """Freeze the backbone's layers that follow its last keys and values, because no action depends on them.
 
         A trainable parameter without a gradient would be an error under DDP, and would decay under AdamW.
         """
@@ -179,7 +179,7 @@ class VLA(nn.Module):
 
         The sum contains the backbone without its head and without the layers after its last keys and values. For the
         expert it contains 6 N per token, and 12 L H per pair of an expert token and a token that it attends to; N is
-        the number of parameters of its matrix products, L the number of layers, and H their width.
+        the number of parameters of the expert's matrix products, L the number of layers, and H their width.
         """
         text_length = self.backbone.max_seq_len
         head = self.backbone.model.embed_tokens if self.backbone.lm_head is None else self.backbone.lm_head

@@ -72,7 +72,7 @@ class Episodes(Data):
         return {STATISTICS: "a run over episodes"} | words
 
     def check(self) -> Iterator[Violation]:
-        """Check that a trained byte-level tokenizer has an entry for each byte and one for the end of a document."""
+        """Check that a tokenizer to be trained has an entry for each byte and one for the end of a document."""
         if self.instruction_tokens is not None and self.tokenizer is None:
             yield from check_entries(self.vocab_size)
 

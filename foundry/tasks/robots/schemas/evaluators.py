@@ -8,7 +8,7 @@ from foundry.config.setting import setting
 from foundry.tasks.robots.names import SUCCESS_METRICS
 
 MOST_EPISODES = 2**32
-"""Number of episodes: evaluations use simulator seeds below this, demonstrations the seeds from it on."""
+"""Number of episodes for evaluations, with simulator seeds below this; demonstrations use the seeds from it on."""
 
 
 class InstructionChoice(Enum):

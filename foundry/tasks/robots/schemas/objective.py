@@ -10,7 +10,7 @@ from foundry.core.errors import Violation, shown
 
 
 def parse_regression_loss(text: str) -> None:
-    """Check a value from the user.
+    """Check the name of a regression loss.
 
     Raises:
         ValueError: if it is not l1 or mse.
@@ -63,7 +63,7 @@ class DiffusionPolicy(ActionChunks):
     sampling_steps: int = setting(10, "denoising steps per action chunk", ge=1, le=10**6)
 
     def check(self) -> Iterator[Violation]:
-        """Check that the chunk and the noise schedule are long enough."""
+        """Check that `action_steps` fits a chunk, and `sampling_steps` the noise schedule."""
         yield from super().check()
         yield from check_sampling_steps(self.sampling_steps, self.num_train_timesteps)
 

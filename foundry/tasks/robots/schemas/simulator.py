@@ -113,7 +113,7 @@ class Gymnasium(Simulator):
 
     @staticmethod
     def foreign_settings(node: Mapping[str, Any]) -> Iterator[str]:
-        """Yield the recorded settings that can make it run code from outside foundry and Gymnasium.
+        """Yield the names of recorded settings that can run code from outside foundry and Gymnasium's environments.
 
         Gymnasium imports the module before the colon of an id. An environment can use its keyword arguments in any way,
         for example as the id of another environment.
@@ -143,7 +143,7 @@ class MetaWorld(Simulator):
 
 
 def check_fetch(import_module: str | None) -> Iterator[Violation]:
-    """Yield an error if gymnasium-robotics is imported but missing or incompatible with MuJoCo."""
+    """Yield an error if `import_module` is gymnasium-robotics and it is missing or does not work with this MuJoCo."""
     if import_module != FETCH:
         return
     if missing := list(missing_package(FETCH, "fetch")):

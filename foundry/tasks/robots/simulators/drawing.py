@@ -12,11 +12,11 @@ from foundry.tasks.robots.simulators.packages import import_mujoco
 class Camera:
     """Renderer of one camera, without effects that are slow on a CPU: shadows, reflections, antialiasing.
 
-    A MuJoCo renderer is created for each image size on first use, which takes about 60 ms; therefore simulators of one
-    model share a camera.
+    A MuJoCo renderer is created for each image size on first use, which takes about 60 ms; therefore all `Tabletop`
+    simulators share a camera.
 
     Args:
-        model: MuJoCo's MjModel, shared by all scenes.
+        model: MuJoCo's MjModel of the scene.
         name: name of the camera.
     """
 
@@ -59,12 +59,12 @@ class Camera:
         visual.quality.offsamples = visual.quality.shadowsize = 0
         context = getattr(mujoco, "GLContext", None)
         if context is not None and not hasattr(context, "_context"):
-            context._context = None  # its __del__ reads the attribute even if __init__ failed
+            context._context = None  # GLContext.__del__ reads the attribute even if __init__ failed
         renderer = mujoco.Renderer(self._model, size, size)
         flags = mujoco.mjtRndFlag
         for flag in (flags.mjRND_SHADOW, flags.mjRND_REFLECTION, flags.mjRND_SKYBOX, flags.mjRND_HAZE):
             renderer.scene.flags[flag] = 0
-        if not self._renderers:  # without close(): MuJoCo cannot free it after EGL was shut down at exit
+        if not self._renderers:  # without close(): MuJoCo cannot free a renderer after EGL was shut down at exit
             weakref.finalize(self, _close, self._renderers)
         self._renderers[size] = renderer
         return renderer

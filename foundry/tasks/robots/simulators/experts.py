@@ -12,7 +12,7 @@ Vector = NDArray[np.float64]
 
 
 def fetch_push(state: Vector) -> Vector:
-    """Move over the block to the side opposite to the goal, go down, and push with closed fingers."""
+    """Return the next action: go above the side opposite to the goal, go down, and push with closed fingers."""
     gripper, block, goal = state[:3], state[3:6], state[-3:]
     way = goal[:2] - block[:2]
     distance = float(np.linalg.norm(way))
@@ -35,7 +35,7 @@ def fetch_push(state: Vector) -> Vector:
 
 
 def fetch_pick_and_place(state: Vector) -> Vector:
-    """Move over the block with open fingers, go down, close the fingers, and carry the block to the goal."""
+    """Return the next action: go over the block with open fingers, go down, close them, carry the block to the goal."""
     gripper, block, goal, opening = state[:3], state[3:6], state[-3:], state[9] + state[10]
     off = gripper - block
     distance, aside = float(np.linalg.norm(off)), float(np.linalg.norm(off[:2]))

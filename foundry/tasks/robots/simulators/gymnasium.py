@@ -25,14 +25,14 @@ class Gymnasium:
     """A Gymnasium environment with vectors as observations and actions.
 
     An observation that is a mapping must come from a goal environment such as Fetch; its `observation` and
-    `desired_goal`, concatenated, are the state. A step is a success if `info` has a true `is_success` or `success`, or
-    if the reward reaches `success_reward`. Images are the environment's rendering, resized.
+    `desired_goal`, concatenated, are the state. A step is a success if the reward reaches `success_reward`, or without
+    that setting, if `info` has a true `is_success` or `success`. Images are the environment's rendering, resized.
 
     The `expert` function receives the state, (state_dim,) float64, and returns an action.
 
     Raises:
-        ConfigError: if a package is missing or too new, the environment cannot be created, its observations or actions
-            are not vectors, success is not defined, or the expert does not exist.
+        ConfigError: if a package is missing or too new, the environment cannot be created, its observation is another
+            mapping, its actions are not vectors, success is not defined, or the expert does not exist.
     """
 
     @configured_by(GymnasiumSettings)
@@ -51,7 +51,7 @@ class Gymnasium:
         self._full_state: NDArray[np.float64] = np.zeros(0)
         self._check_step()
         self.state_dim = len(self._full_state)
-        if settings.expert is not None:  # only then the simulator is Demonstrating
+        if settings.expert is not None:  # without an expert, the simulator is not Demonstrating
             function = _find_expert(settings.expert)
             self.expert_action = lambda: np.asarray(function(self._full_state.copy()), dtype=np.float64)
 
@@ -101,7 +101,7 @@ class Gymnasium:
         return result if self.image_size is None else {**result, "image": self.render(self.image_size)}
 
     def _check_step(self) -> None:
-        """Check early, with one step, that the observation is a vector and that success is defined."""
+        """Check early, with one step, that an observation can be converted to a state, and that success is defined."""
         observation, _ = self._env.reset(seed=0)
         if isinstance(observation, Mapping) and not {"observation", "desired_goal"} <= observation.keys():
             message = f"is {self.id}, whose observation has {', '.join(observation)}; wrap it in FlattenObservation"
@@ -120,7 +120,7 @@ def _make(name: str, import_module: str | None, settings: Mapping[str, Any]) -> 
 
     try:
         if import_module is not None:
-            with redirect_stderr(StringIO()) if import_module == FETCH else nullcontext():  # news of other environments
+            with redirect_stderr(StringIO()) if import_module == FETCH else nullcontext():  # its import prints news
                 gymnasium.register_envs(import_by_name(import_module))
         return gymnasium.make(name, disable_env_checker=True, **{"render_mode": "rgb_array", **settings})
     except ImportError as error:

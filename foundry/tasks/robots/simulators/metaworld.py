@@ -29,7 +29,7 @@ class MetaWorld:
 
     @configured_by(MetaWorldSettings)
     def __init__(self, settings: MetaWorldSettings) -> None:
-        for package in ("metaworld", "packaging"):  # an undeclared dependency of the first
+        for package in ("metaworld", "packaging"):  # metaworld imports packaging without declaring it
             need(package, "metaworld")
         choose_egl()
         from metaworld.env_dict import ALL_V3_ENVIRONMENTS_GOAL_OBSERVABLE as ENVIRONMENTS
@@ -43,7 +43,7 @@ class MetaWorld:
         self.instruction = task.rpartition("-")[0].replace("-", " ")
         self._make_expert = EXPERTS[task]
         self._env = ENVIRONMENTS[f"{task}-goal-observable"](seed=0)
-        self._env._freeze_rand_vec, self._env.seeded_rand_vec = False, True  # reset's generator samples start and goal
+        self._env._freeze_rand_vec, self._env.seeded_rand_vec = False, True  # np_random determines start and goal
         self.fps = 1 / float(self._env.dt)
         self._camera = Camera(self._env.model, "corner2")
         self._state: Vector = np.zeros(self.state_dim)

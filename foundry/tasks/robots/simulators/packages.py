@@ -19,9 +19,9 @@ def need(package: str, extra: str) -> None:
 
 
 def choose_egl() -> bool:
-    """Select EGL for MuJoCo's rendering unless MUJOCO_GL is set; returns whether it was selected.
+    """Select EGL for MuJoCo on Linux, unless MUJOCO_GL is set or MuJoCo is imported; return whether it was selected.
 
-    MuJoCo reads this variable at import, and other packages import MuJoCo too.
+    MuJoCo reads MUJOCO_GL at import, so call this before any import of a package that imports MuJoCo.
     """
     is_open = sys.platform == "linux" and "mujoco" not in sys.modules and not os.environ.get("MUJOCO_GL")
     if is_open:

@@ -73,7 +73,7 @@ class Tabletop:
     An action is the pusher's velocity, (2,) in units of 0.5 m/s. The state contains, in meters: the pusher's position
     (2), each block's position and the cosine and sine of its angle (3 x 4), the target block (3, one-hot), and for
     `push` the side (2). With images, the state is the pusher's position and velocity (4): blocks are visible in the
-    image, and only `instruction` contains the goal, which changes between episodes.
+    image, and only `instruction` contains the goal, which changes between episodes of `push` and `touch`.
 
     Raises:
         ConfigError: if MuJoCo is not installed.
@@ -97,7 +97,7 @@ class Tabletop:
         self.state_dim = len(self._state())
 
     def reset(self, seed: int) -> Observation:
-        """Begin an episode with a random layout, goal, and side for the expert."""
+        """Begin an episode; the seed determines its layout, its goal, and the side on which the expert passes."""
         self._begin(seed)
         return self._observe()
 
@@ -119,7 +119,7 @@ class Tabletop:
         return Step(self._observe(), success, is_over)
 
     def expert_action(self) -> Vector:
-        """Return the expert's action, computed from all positions and the side sampled for the episode."""
+        """Return the expert's action, computed from all positions, the goal and the sampled passing side."""
         return {"around": self._go_around, "push": self._push, "touch": self._touch}[self.task]()
 
     def describe(self, draw: np.random.Generator) -> list[tuple[str, str]]:
@@ -145,7 +145,7 @@ class Tabletop:
         return self._camera.render(self._data, size)
 
     def close(self) -> None:
-        """Free the renderers that all tables share; a table that renders again creates new ones."""
+        """Free the renderers that all `Tabletop` simulators share; the next image creates new ones."""
         self._camera.close()
 
     def _begin(self, seed: int) -> None:
@@ -192,7 +192,7 @@ class Tabletop:
         return {int(block) for block in blocks if block >= 0}
 
     def _go_around(self) -> Vector:
-        """Pass the green block on the sampled side, then move to the red one, at constant speed."""
+        """Return the next action: pass the green block on the sampled side, go to the red one, at constant speed."""
         barrier = self._block(_GREEN)
         is_past = self._pusher()[1] > barrier[1] + 0.03
         aim = self._block(_RED) if is_past else barrier + np.array([self._turn * 0.1, 0.05])
@@ -203,7 +203,7 @@ class Tabletop:
         return self._approach(self._block(self._target), obstacles, clearance=0.1)
 
     def _push(self) -> Vector:
-        """Move around the block to the position behind it, align with the target direction, then push."""
+        """Return the next action: go around the block to a place behind it, align with the target direction, push."""
         block, along = self._block(self._target), self._side
         across = np.array([-along[1], along[0]])
         behind, beside = (self._pusher() - block) @ along, (self._pusher() - block) @ across
@@ -217,7 +217,7 @@ class Tabletop:
         return self._approach(block + 0.11 * turn * across - 0.06 * along, [*obstacles, block], clearance=0.09)
 
     def _approach(self, aim: Vector, obstacles: Sequence[Vector], clearance: float) -> Vector:
-        """Move towards `aim`, more slowly near it, and around obstacles closer than `clearance`."""
+        """Return the action towards `aim`, slower near it, and around obstacles closer than `clearance`."""
         way = aim - self._pusher()
         heading = _direction(way)
         for obstacle in obstacles:
@@ -233,7 +233,7 @@ class Tabletop:
 
 @cache
 def _scene() -> tuple[Any, Camera]:
-    """Return the model and its camera, which all tables share and do not modify."""
+    """Return the MuJoCo model of the table and its camera, which all `Tabletop` simulators share."""
     blocks = "".join(_BLOCK.format(name=name, colour=colour) for name, colour in _COLOURS.items())
     model = import_mujoco().MjModel.from_xml_string(_SCENE.format(timestep=_TIMESTEP, blocks=blocks))
     return model, Camera(model, "front")
