@@ -27,7 +27,7 @@ LAYOUTS = {
 }
 PRECISIONS = ["amp_bf16", "amp_float16", "pure_bf16"]
 SECONDS_TO_EXIT = 30
-"""Time in which a run on GPUs must exit after one rank was killed; its watchdog would wait ten minutes."""
+"""Limit for a run on GPUs to exit after one rank was killed; its watchdog would wait ten minutes."""
 
 
 def need(device, count):
