@@ -5,10 +5,10 @@
     python tests/mutate_fields.py try 'DDP.*' FSDP.cpu_offload
     python tests/mutate_fields.py report      # print the test that noticed each field
 
-A field counts as noticed if a test fails while every run works with the field's default value, and passes otherwise
+A field counts as noticed if a test fails while every run has the field's default value, and passes otherwise
 (`support/field_reads.py` defines "uses"). One process imports and collects all tests; each field is tried
 in a process forked from it, with the tests that have a run with a non-default value, shortest first.
-`--by-reader` ignores it in one module at a time: a field that two modules read needs a test of each.
+`--by-reader` ignores a field in one module at a time: a field that two modules read needs a test of each.
 Results are kept in a folder (`--folder`), so that `record` and `try` can be interrupted and called again.
 """
 
@@ -69,7 +69,7 @@ def _with_tests():
 
 
 def read_uses(folder):
-    """Return the tests of each key with their seconds, shortest first; a use in a fixture counts for the whole file."""
+    """Return the tests that use each key, with their seconds, shortest first; a use in a setup counts for the file."""
     seconds, setups, tests_of = defaultdict(float), defaultdict(float), defaultdict(dict)
     for path in folder.glob("*/seconds"):
         for line in path.read_text().splitlines():
@@ -90,7 +90,7 @@ def read_uses(folder):
 
 
 def try_fields(options):
-    """Collect the tests of the chosen fields, then try these fields in this process."""
+    """Collect the tests of the chosen fields in this process, then try each field in forks of this process."""
     os.environ |= {"FOUNDRY_FIELDS": "on", "PYTHONPATH": _with_tests()}
     sys.path.insert(0, str(TESTS))
     from support.field_reads import defaults
@@ -117,13 +117,13 @@ def _fits(name, pattern):
 
 
 class Trials:
-    """Pytest plugin that replaces the test loop: it ignores one field at a time and runs its tests."""
+    """Pytest plugin that replaces the test loop: it ignores one field at a time and runs the tests of that field."""
 
     def __init__(self, options, tests_of):
         self.options, self.tests_of = options, tests_of
 
     def pytest_runtestloop(self, session):
-        session.config._tmp_path_factory.getbasetemp()  # a child process would empty an existing one
+        session.config._tmp_path_factory.getbasetemp()  # a child process would empty an existing folder
         items = {item.nodeid: item for item in session.items}
         deadline = time.monotonic() + 60 * self.options.minutes
         for number, (key, tests) in enumerate(self.tests_of.items(), start=1):
@@ -151,7 +151,7 @@ class Trials:
         return {"result": UNNOTICED, "tests": skipped}
 
     def _first_failure(self, ignored, tests):
-        """Run tests in a forked process; return the index of the first failure, and a reason if there is no result."""
+        """Run tests in a fork; return the index of the first failed or unfinished test, and why it is unfinished."""
         read, write = os.pipe()
         if (pid := os.fork()) == 0:
             os.close(read)
@@ -224,7 +224,7 @@ def describe(result):
 
 
 def report(folder):
-    """Print the keys by result."""
+    """Print the fields, grouped by result."""
     by_result = defaultdict(list)
     for key, result in sorted(read_results(folder).items()):
         by_result[result["result"]].append(f"{key}: {describe(result)}")

@@ -1,6 +1,6 @@
 """Limits on the package structure: rooms (subpackages), imports between them, and duplicated field declarations.
 
-Each limit is the current count and may only be lowered. Imports by tasks do not count: no other room imports a task.
+Each limit is the current count and may only be lowered. ARROWS excludes imports by tasks; only tasks import tasks.
 """
 
 import ast
@@ -46,7 +46,7 @@ def test_rooms_outside_tasks_do_not_import_tasks(house):
 
 
 def test_modules_outside_tasks_do_not_name_tasks():
-    """The table of moved modules is the exception."""
+    """Only moved_modules.py may name a task."""
     tasks = sorted(path.parent.name for path in (PACKAGE / "tasks").glob("*/__init__.py"))
     others = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] != "tasks"]
     naming = [path.name for path in others for task in tasks if f"tasks.{task}" in path.read_text()]

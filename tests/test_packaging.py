@@ -142,7 +142,7 @@ def install(
 
 @pytest.fixture
 def site(tmp_path, monkeypatch):
-    """An empty site folder that is the only entry of sys.path."""
+    """Path of a site folder, not yet created, that is the only entry of sys.path."""
     import_module("packaging.requirements")  # import it while sys.path still has its folder
     monkeypatch.setattr(sys, "path", [str(tmp_path / "site")])
     return tmp_path / "site"
@@ -240,7 +240,7 @@ PIP_COMMAND = re.compile(r"\b(?:pipx?3?|uv)\s+(?:tool\s+|pip\s+)?(?:install|add|
 
 
 def texts():
-    """Yield path and text of every source file, page, notebook and option file."""
+    """Yield path and text of every source file, page, notebook and option file outside `tests`."""
     files = [path for path in ROOT.iterdir() if path.is_file()]
     for folder in TEXTS:
         files += (path for path in (ROOT / folder).rglob("*") if path.is_file())

@@ -8,7 +8,7 @@ from support import prose
 
 @pytest.fixture(scope="module", params=prose.TREES)
 def tree(request):
-    """Return name and count of a tree."""
+    """Return the name of a tree and the count of its odd phrasings."""
     return request.param, prose.count_tree(prose.ROOT / request.param)
 
 

@@ -13,7 +13,7 @@ ACROSS = {"distributed", "docs", "e2e", "evidence", "parity", "security", "slurm
 
 
 def rooms_of_modules():
-    """Return the rooms that contain a module of each name."""
+    """Return, for each module name, the rooms with a module of that name."""
     found = {}
     for path in (ROOT / "foundry").glob("*/**/*.py"):
         found.setdefault(path.stem, set()).add(path.relative_to(ROOT / "foundry").parts[0])

@@ -1,4 +1,4 @@
-"""Operations of a training step follow the settings of the run: checkpointing, base dtype, microbatches."""
+"""Operations of a training step follow the settings of the run: gradient checkpointing, base dtype, microbatches."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ ONE_STEP = [
 
 @pytest.fixture
 def trained(tmp_path, cache, monkeypatch):
-    """Run one step; return its operations and the metric of the trained model."""
+    """Return a function that trains one step and returns its operations and the metric of the model."""
     monkeypatch.setenv("FOUNDRY_CACHE", str(cache))
 
     def train(name, *words):

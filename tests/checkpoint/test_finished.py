@@ -1,4 +1,4 @@
-"""A finished run directory returns its result only for the same settings."""
+"""A finished run directory returns its result unless a setting that affects the result has changed."""
 
 import functools
 import json
@@ -59,7 +59,7 @@ def recorded(config):
 
 
 def ask(run_dir, overrides, *, kept="config.yaml"):
-    """Request the result of a finished run with other overrides."""
+    """Request the result of a run that finished with `BASE`, with settings changed by `overrides`."""
     was, now = (
         configured(*BASE),
         configured(*BASE, *[word for word in overrides if not word.startswith("hparams.max_steps")]),
@@ -71,7 +71,7 @@ def ask(run_dir, overrides, *, kept="config.yaml"):
     if kept == "config.yaml":
         save_config(was, run_dir)
     if kept == "manifest":
-        save_config(now, run_dir)  # A launcher does the same.
+        save_config(now, run_dir)  # Launchers write the new settings before a job.
         resume_point = ResumePoint(run_dir, Manifest(step=40, config=recorded(was), config_hash=hash_config(was)))
     check_finished(now, recorded(now), hash_config(now), run_dir, resume_point, result, dict)
 

@@ -29,7 +29,7 @@ def test_process_killed_during_a_save_leaves_undamaged_checkpoints(tmp_path):
     start_server()
     moments = random.Random(0)
     last = 0
-    for attempt in count():  # On a busy machine a process may be killed before many saves.
+    for attempt in count():  # More attempts if the processes are killed before many saves.
         if attempt >= 20 and last > 40:
             break
         assert attempt < 200, last

@@ -1,4 +1,4 @@
-"""Nested optimizer state, beyond tensors by name."""
+"""Optimizer state with nested containers and plain values is restored exactly, or refused."""
 
 import json
 import math

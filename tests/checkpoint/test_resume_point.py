@@ -27,7 +27,7 @@ def tree(folder):
 
 @pytest.fixture
 def failing(monkeypatch):
-    """Return a function that makes opening and listing paths with a suffix fail."""
+    """Return `fail(name, number)`: opening or listing a path that ends with `name` then raises an OSError."""
 
     def fail(name, number):
         def wrap(original):
@@ -66,7 +66,7 @@ def test_unreadable_checkpoint_ends_the_run_and_changes_nothing(tmp_path, monkey
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
 def test_permission_error_is_not_taken_for_a_missing_checkpoint(tmp_path):
-    """Run as an unprivileged user, since root can read every file."""
+    """A child process runs the check as an unprivileged user, since root can read every file."""
     folder = write(tmp_path, 1, Net(1))
     for path in [*tmp_path.parents[:3], tmp_path, folder.parent, folder, *folder.iterdir()]:
         path.chmod(0o755)

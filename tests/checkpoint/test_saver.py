@@ -64,7 +64,7 @@ def test_asynchronous_save_is_a_snapshot_unaffected_by_training(tmp_path, monkey
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_awaited_save_does_not_copy_host_memory(asynchronous, device, tmp_path, monkeypatch):
-    """Synchronous saves pin no host memory and read a GPU tensor by tensor."""
+    """Of awaited saves, only asynchronous ones from a GPU copy the tensors, to pinned memory."""
     written = {}
 
     def watched(path, chunks, alive):
@@ -113,7 +113,7 @@ def test_checkpoints_outside_the_retention_policy_are_deleted(tmp_path):
 
 @contextmanager
 def mounted(folder, *options):
-    """Mount a small tmpfs on the folder."""
+    """Mount a tmpfs on the folder; skip the test if that fails."""
     if os.geteuid() != 0:
         pytest.skip("needs root")
     folder.mkdir()
@@ -222,4 +222,4 @@ def test_only_an_awaited_save_sends_heartbeats(tmp_path, monkeypatch):
         time.sleep(0.01)
     assert beats == []
     ask(checkpointer, 2, Net(1).state_dict, wait=True)
-    assert len(beats) == 1 + len(Net(1).state_dict())  # The header, and each tensor.
+    assert len(beats) == 1 + len(Net(1).state_dict())  # One for the header, and one for each tensor.

@@ -1,4 +1,4 @@
-"""The shard format matches torch's writer and safetensors."""
+"""safetensors and torch read shards like files that they wrote."""
 
 import pytest
 import torch

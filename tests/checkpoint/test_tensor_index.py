@@ -28,7 +28,7 @@ sys.addaudithook(_note_open)
 
 @pytest.fixture
 def opened(tmp_path):
-    """Collect the names of files below the folder each time they are opened."""
+    """Collect the name of each file below `tmp_path` that is opened, once for each opening."""
     _opened.update(folder=str(tmp_path), names=[])
     yield _opened["names"]
     _opened["folder"] = None
@@ -43,7 +43,7 @@ def whole():
 
 @pytest.fixture
 def sharded(tmp_path, whole):
-    """Write a checkpoint like 256 ranks, with tensors sharded by rows."""
+    """Write the shards and the index of 256 ranks, with tensors sharded by rows."""
     for rank in range(NUM_SHARDS):
         first = rank * ROWS
         chunks = {name: Chunk(tensor[first : first + ROWS], (first, 0, 0)) for name, tensor in whole.items()}

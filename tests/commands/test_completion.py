@@ -15,7 +15,7 @@ FOUNDRY = Path(sys.executable).with_name("foundry")
 
 @pytest.fixture
 def completed(run_command):
-    """Return a function from a command line to its completions."""
+    """Return a function that returns the completions of a command line."""
 
     def complete(line, shell="bash"):
         out, error = run_command("-sc", f"query={shell}", variables={"COMP_LINE": line})

@@ -24,7 +24,7 @@ QUIET = [*TINY_DIT, "hparams.max_steps=2", "tracking=none", "checkpoint=none", "
 
 
 class Recorder:
-    """Records the events of a run, also in a file if a path is given."""
+    """An observer that records the names of events, also in the file `path` if it is given."""
 
     def __init__(self, path=None, fail_on=None, kill_on=None):
         self.path, self.fail_on, self.kill_on, self.events = path, fail_on, kill_on, []

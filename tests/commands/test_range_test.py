@@ -7,7 +7,7 @@ import pytest
 
 from foundry.commands.lr_find import FindOptions, RangeTest, range_figure
 
-RATES = [1e-6 * 10 ** (k / 20) for k in range(121)]  # to 1
+RATES = [1e-6 * 10 ** (k / 20) for k in range(121)]  # from 1e-6 to 1
 
 
 _DRAWN = random.Random(0)
@@ -15,7 +15,7 @@ _NOISE = [_DRAWN.gauss(5, 0.1) for _ in RATES]
 
 
 def falling(at, noise=0.0):
-    """Return losses that fall by 3 around a rate (logistic in its logarithm) and diverge above 0.1."""
+    """Return losses that fall by 3 around the rate `at` (logistic in the log of the rate) and diverge above 0.1."""
     generator = random.Random(0)
     return [
         5 - 3 / (1 + (at / rate) ** 2) + (30 * (rate - 0.1) if rate > 0.1 else 0) + generator.gauss(0, noise)

@@ -7,5 +7,5 @@ from support import composition
 
 @pytest.fixture
 def compose() -> Callable[..., DictConfig]:
-    """Compose foundry's configuration: `compose(*overrides)`."""
+    """Return the function `compose(*overrides)`, which composes foundry's configuration."""
     return composition.compose

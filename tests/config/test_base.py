@@ -1,4 +1,4 @@
-"""`model=base`: the model config it resolves to, and its errors at composition time."""
+"""`model=base`: the composed model settings, and one-line errors at composition time."""
 
 import os
 

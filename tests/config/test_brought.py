@@ -1,4 +1,4 @@
-"""An objective or dataset sets its default hyperparameters; explicit overrides take precedence."""
+"""Objectives, datasets and `model=base` set default hyperparameters; explicit overrides take precedence."""
 
 import numpy as np
 import pytest

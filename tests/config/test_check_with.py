@@ -1,4 +1,4 @@
-"""Checks that a schema declares against the rest of the run (`check_with`)."""
+"""Schemas check their settings against the rest of the run in their method `check_with`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

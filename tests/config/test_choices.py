@@ -41,7 +41,7 @@ REFUSED = [
 
 @pytest.fixture(autouse=True)
 def kept_choices():
-    """Replace the shared cache of choices: each composition in this file uses its own."""
+    """Override the fixture of all tests: compositions in this file do not use the shared cache of choices."""
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def test_cached_composition_has_the_name_of_its_own_job(tmp_path):
 
 
 def test_refused_composition_loads_its_options_twice(monkeypatch):
-    """The first load fails; the second one serves all compositions of the error search."""
+    """Hydra refuses the first load; a second one serves all compositions that find the errors."""
     install()
     reads = []
     original = Choices.compose

@@ -37,7 +37,7 @@ TASKS = {"llm": ("transformer", "stdlib"), "diffusion": ("dit", "digits")}
 
 @pytest.mark.parametrize("place", range(max(len(OPTIONS[group]) for group in FREE)))
 def test_every_option_of_free_groups_composes(compose, place):
-    """One composition takes 0.2 seconds, so it covers one option of each group."""
+    """One composition takes 0.2 seconds, so each case covers one option of every free group."""
     config = to_config(compose(*free_words(place)))
     assert all(plain(config)[group] is not None for group in FREE)
 

@@ -135,7 +135,7 @@ VALUES = {
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """Files and folders that composition reads, by the placeholders of the mappings above."""
+    """Files and folders that composition reads, by their placeholders in CONTEXTS and VALUES."""
     root = tmp_path_factory.mktemp("named")
     (root / "text.txt").write_text("a\n")
     (root / "chats.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b", "question": "c"}) + "\n")
@@ -163,7 +163,7 @@ def filled(text, folders):
 
 @functools.cache
 def composed(*overrides):
-    """Compose overrides; return the default config if they are invalid without the override of a row."""
+    """Compose overrides; return the default config if the overrides alone are invalid."""
     try:
         return compose(*overrides)
     except ConfigError:
@@ -171,7 +171,7 @@ def composed(*overrides):
 
 
 def context_name(row):
-    """Return the key of CONTEXTS that a row needs, or None."""
+    """Return the first key of CONTEXTS that matches an override of the row, or None."""
     words = [" ".join(row.choices), *row.choices, row.ours, *row.overrides]
     return next((key for key in CONTEXTS if any(f"{word} ".startswith((f"{key}=", f"{key} ")) for word in words)), None)
 
@@ -182,7 +182,7 @@ def context(row, folders):
 
 
 def typed_value(row, folders):
-    """Return the value to type for a row."""
+    """Return the value that a user would type for the key of a row."""
     if row.value:
         return row.value
     override = next((override for override in row.overrides if "{" in override), "")
@@ -198,7 +198,7 @@ ROWS = list(names())
 
 
 def split_rows():
-    """Return two lists: a tenth of the rows plus one of each system and context, and the remaining rows."""
+    """Return two lists: a tenth of the rows plus one row of each system and context, and the remaining rows."""
     tenth, others, represented = [], [], set()
     for row in ROWS:
         classes = {row.system, context_name(row)} if row.ours else set()
@@ -277,7 +277,7 @@ def batches(lines):
 
 
 def is_accepted(key, value, config):
-    """Return whether foundry has this key, or this group and option; x matches any option."""
+    """Return whether foundry has the key, or, if it is a group, the option `value`; x matches any option."""
     key = key.lstrip("+")
     if key in GROUPS:
         return value in own_options(key) or value == "x"
@@ -410,7 +410,7 @@ NEEDED = {"metaworld": "metaworld", "wandb": "wandb", "tensorboard": "tensorboar
 
 
 def disjoint(rows):
-    """Group overrides into lists with distinct keys."""
+    """Group the rows' overrides so that no two rows of a group set the same key."""
     found = []
     for words in rows:
         keys = {word.partition("=")[0] for word in words}

@@ -1,4 +1,4 @@
-"""Flags of other programs give exit code 2 and one line that suggests the override."""
+"""Unknown flags give exit code 2 and one line each, which suggests an override or a flag."""
 
 import pytest
 from hydra._internal.utils import get_args_parser

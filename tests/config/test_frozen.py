@@ -1,4 +1,4 @@
-"""The hash of a config is stable when a later version adds settings with default values."""
+"""A later version may add settings with `since`: at their default value they do not change a config's hash."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any

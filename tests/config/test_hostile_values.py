@@ -1,7 +1,7 @@
 """Unusual values for every setting of every option give a one-line error or a valid run.
 
 `FOUNDRY_ALL_VALUES=1 pytest -n 0 -s -m "long or not long" tests/config/test_hostile_values.py` tries every value on
-every setting. Without the variable, the test tries a fixed share of them.
+every setting. Without the variable, the test tries a fixed share of these pairs.
 """
 
 import json
@@ -205,7 +205,7 @@ def repository():
 
 
 def settled(repository, base, key, text):
-    """Set a value in a composed config and return it with the violations: composition at a twentieth of its time."""
+    """Set a value in a composed config, 20 times faster than composition; return the config and the violations."""
     parsed, violations = errors._parse([f"{key}={text}"])
     config = pickle.loads(base)
     for override in parsed:
@@ -234,7 +234,7 @@ def badly_said(violations):
 
 
 def nonsense(config):
-    """Yield the problems of an accepted config, found in the values derived from it before any part is built."""
+    """Yield the problems of an accepted config: bad error lines about lengths, or impossible rates of its schedule."""
     own = to_config(config)
     hash_config(own)
     hparams, tokens = own.hparams, getattr(own.data, "seq_len", None)

@@ -1,4 +1,4 @@
-"""Each preset in conf/hparams composes with model, data, teacher and environment as the only user settings."""
+"""Each preset in conf/hparams needs no override except the few in `NEEDS`, such as data or environment."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ NEEDS = {
 
 @pytest.fixture
 def words(tmp_path):
-    """User settings by name."""
+    """Overrides by their names in NEEDS."""
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1+1?", "answer": "2"}) + "\n")
     return {

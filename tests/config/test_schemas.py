@@ -41,7 +41,7 @@ def test_every_group_of_parts_has_schemas():
 
 
 def resolve_parameters(part):
-    """Return the parameters by name; the fields of the class replace `**shape` of its constructor method."""
+    """Return the parameters by name; parameters of the class replace the `**keywords` of its class method."""
     parameters = dict(inspect.signature(part).parameters)
     for name in [name for name, p in parameters.items() if p.kind is p.VAR_KEYWORD]:
         del parameters[name]
@@ -112,7 +112,7 @@ def test_every_option_file_starts_with_a_comment(path):
         lines = lines[1:]
     top = lines[0]
     if path.parent.parent.name == "hydra" and not top.startswith("#"):
-        assert top.startswith("app_name:"), top  # the help page is itself a text
+        assert top.startswith("app_name:"), top  # a help page needs no comment
         return
     if not top.startswith("#"):  # an alias has a single line
         assert re.fullmatch(r"defaults: \[\w+\]\s+# \S.*", top), top

@@ -130,7 +130,7 @@ class Made(metaclass=Meta):
 
 @pytest.fixture
 def own(tmp_path, monkeypatch):
-    """A folder on sys.path with the module `own_parts` and packages that re-export it."""
+    """A folder on sys.path with `own_parts`, modules that re-export it, and invalid or dynamic modules."""
     files = {
         "own_parts.py": PARTS,
         "own_base.py": BASE,

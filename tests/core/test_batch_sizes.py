@@ -1,4 +1,4 @@
-"""Parsing of batch sizes. tests/optim/test_schedule_properties.py and tests/parity cover their course over a run."""
+"""Parsing of batch sizes. Batch sizes during a run: tests/optim/test_schedule_properties.py and tests/parity."""
 
 import pytest
 

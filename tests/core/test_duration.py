@@ -98,14 +98,14 @@ def test_intervals_of_zero_or_beyond_the_run_are_rejected(text, message):
 
 
 def due(value, budget):
-    """Return the steps after which an evaluation is due."""
+    """Return the steps of a run after which the evaluation interval `value` is due."""
     interval, sizes = Evaluation(interval=value).interval_in(budget), budget.batch_sizes
     edges = [int(sizes.samples_after(step)) for step in range(budget.total_steps + 1)]
     return [step for step in range(1, len(edges)) if interval.due(step, edges[step - 1], edges[step])]
 
 
 def test_interval_units_count_run_steps_or_steps_of_each_epoch():
-    # 25 batches in each of four epochs.
+    # BUDGET has 25 batches in each of four epochs.
     assert due("10 epoch_steps", BUDGET) == [10, 20, 35, 45, 60, 70, 85, 95]
     assert due(10, BUDGET) == due("10", BUDGET) == due("10 steps", BUDGET) == [*range(10, 101, 10)]
     assert due(0.25, BUDGET) == [e + b for e in (0, 25, 50, 75) for b in (6, 12, 18, 24)]
@@ -118,7 +118,7 @@ def test_interval_units_count_run_steps_or_steps_of_each_epoch():
 
 def test_batch_belongs_to_the_epoch_where_it_begins():
     budget = Budget(total_samples=40, batch_sizes=BatchSizes.constant(4), samples_per_epoch=10)
-    # Batches begin at 0 4 8 | 12 16 | 20 24 28 | 32 36.
+    # Batches of the four epochs begin at samples 0 4 8 | 12 16 | 20 24 28 | 32 36.
     assert due(1.0, budget) == [3, 5, 8, 10]
     assert due("2 epoch_steps", budget) == [2, 5, 7, 10]
     assert due(0.4, budget) == [*range(1, 11)]
@@ -127,7 +127,7 @@ def test_batch_belongs_to_the_epoch_where_it_begins():
 def test_epoch_intervals_follow_growing_batch_sizes():
     sizes = BatchSizes([(0, 2), (8, 4)])
     budget = Budget(total_samples=24, batch_sizes=sizes, samples_per_epoch=8)
-    # Four batches, then two in each epoch.
+    # Four batches in the first epoch, then two in each epoch.
     assert due(0.5, budget) == [2, 4, 5, 6, 7, 8]
     assert due("3 epoch_steps", budget) == [3, 6, 8]
     assert due(1.0, budget) == [4, 6, 8]

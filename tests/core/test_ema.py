@@ -30,7 +30,7 @@ def test_ema_matches_its_formula_with_warmup_of_the_decay(decay):
 def test_ema_uses_the_full_decay_after_warmup():
     model = nn.Linear(2, 2)
     average = WeightAverage(model, 0.9)
-    for step in range(200):  # (1 + t) / (10 + t) exceeds 0.9 by then
+    for step in range(200):  # (1 + t) / (10 + t) exceeds 0.9 for t > 80
         moved(model, step)
         average.update()
     before = average.average["weight"].clone()

@@ -15,7 +15,7 @@ class ReaderError(RuntimeError):
     pass
 
 
-class PanicException(BaseException):  # named as in pyo3
+class PanicException(BaseException):  # named like the class of pyo3
     pass
 
 

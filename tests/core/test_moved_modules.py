@@ -30,7 +30,7 @@ ENTRIES = {
 
 @pytest.fixture
 def moved(monkeypatch):
-    """Install test entries; afterwards remove the modules under their old names."""
+    """Replace the table of moved modules by `ENTRIES`; afterwards remove the modules under their old names."""
     before, attributes = (
         set(sys.modules),
         {name: set(vars(sys.modules[name])) for name in ("foundry", "foundry.config")},

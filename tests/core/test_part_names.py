@@ -33,7 +33,7 @@ FOLDERS = {
     *("launch", "models", "objectives", "optim", "parallel", "planning", "rehearsal", "rollouts", "run_dir"),
     *("simulators", "sweeps", "tasks", "tracking", "training"),
 }
-"""Folders of the package, including planned ones."""
+"""Names of folders that no public name may have; some folders do not exist."""
 
 
 def modules():
@@ -43,7 +43,7 @@ def modules():
 
 
 def targets():
-    """Return foundry targets by schema."""
+    """Return the default `_target_` of each schema, if it is in foundry."""
     schemas = {f"{group}.{name}": schema for group in GROUPS for name, schema in group_schemas(group).items()}
     schemas |= {schema.__name__: schema for module in (own_evaluators, own_trackers) for schema in schemas_in(module)}
     found = {key: item.default for key, schema in schemas.items() for item in fields(schema) if item.name == "_target_"}

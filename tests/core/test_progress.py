@@ -1,4 +1,4 @@
-"""Progress counts steps, samples and tokens; state without tokens from older manifests still loads."""
+"""Progress counts steps, samples and tokens; state of older manifests, which lack tokens, still loads."""
 
 from foundry.core.batch_sizes import BatchSizes
 from foundry.core.duration import Budget, Interval

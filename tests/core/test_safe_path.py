@@ -1,4 +1,4 @@
-"""Imports come from installed packages and PYTHONPATH; modules in the current folder need PYTHONPATH=."""
+"""Imports come from installed packages and PYTHONPATH; modules in the current folder need `PYTHONPATH=.`"""
 
 import ast
 import os
@@ -22,7 +22,7 @@ HOSTILE = ("torch", "yaml", "omegaconf", "json", "dataclasses", "pathlib", "hydr
 
 @pytest.fixture
 def hostile(tmp_path, monkeypatch):
-    """A current folder with modules that create the file `ran` on import."""
+    """Change to a folder with modules that create the file `ran` on import; return the path of `ran`."""
     for name in HOSTILE:
         file = tmp_path / "folder" / f"{name}.py"
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Reading untrusted saved state: a value of the wrong type raises a ValueError with its name."""
+"""Reading untrusted saved state: an invalid value raises a ValueError that names it, or a ConfigError."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Arithmetic data: correct answers, and a validation split disjoint from training for every form and seed."""
+"""Arithmetic data: correct answers, and validation sums that no form or seed has in its training split."""
 
 import re
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Which bytes of a conversation contribute to the loss."""
+"""Chat templates: only answers contribute to the loss; errors and limits give one-line errors."""
 
 import json
 import os
@@ -21,7 +21,7 @@ TURNS = [
 ]
 PLAIN = ChatTemplate(read_template("plain"), {"eos_token": END_OF_DOCUMENT})
 CHATML = ChatTemplate(read_template("chatml"), {}, ("<|im_start|>", "<|im_end|>"))
-# The same without generation marks, like most templates on the Hugging Face hub.
+# The template chatml without generation marks, like most templates on the Hugging Face hub.
 UNMARKED = ChatTemplate(
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",

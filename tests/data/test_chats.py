@@ -162,7 +162,7 @@ def turns(*contents):
 
 
 def weighted(**keys):
-    """Return a row with two answers; the keys go into the first."""
+    """Return a row with two answers; the first answer has `keys` in addition."""
     messages = [*turns("a", "b")["messages"], *turns("c", "d")["messages"]]
     return {"messages": [messages[0], {**messages[1], **keys}, *messages[2:]]}
 

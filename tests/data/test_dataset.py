@@ -31,7 +31,7 @@ class Plain:
 
 
 class Augmented(Plain):
-    """A dataset whose `batch_at` adds the position to each sample."""
+    """A dataset whose `batch_at` adds 1000 times the position to each sample."""
 
     def batch_at(self, indices, positions):
         return {"value": torch.tensor([index + 1000.0 * p for index, p in zip(indices, positions, strict=True)])}
@@ -66,7 +66,7 @@ def splits(dataset, **changes):
 
 
 def read(data, num_workers=0):
-    """Return the microbatches of two windows."""
+    """Return the microbatches of the first two windows."""
     loader = Loader(
         dataset=data.train,
         order=data.order(1),
@@ -115,7 +115,7 @@ def test_dataset_with_two_methods_gets_defaults_for_the_others(kind):
 
 def test_list_of_samples_is_accepted_as_a_dataset():
     data = splits([{"value": torch.tensor(7.0)}, {"value": torch.tensor(8.0)}])
-    assert evaluate(data.validation) == [7, 8, 7, 7]  # The last two pad the microbatch.
+    assert evaluate(data.validation) == [7, 8, 7, 7]  # The last two samples pad the microbatch.
 
 
 def test_batch_dataset_derives_single_samples():

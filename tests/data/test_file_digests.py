@@ -20,7 +20,7 @@ def files(tmp_path, monkeypatch):
 
 @pytest.fixture
 def hashed(monkeypatch):
-    """Return the names of the hashed files."""
+    """Collect the name of a file each time it is hashed."""
     names, real = [], module._hash
     monkeypatch.setattr(module, "_hash", lambda file: names.append(file.name) or real(file))
     return names

@@ -106,7 +106,7 @@ def test_markdown_and_compressed_text_files_are_read_as_one_document(name, tmp_p
 
 
 def test_save_to_disk_folder_is_read(tmp_path):
-    """Use the layout of the datasets library: Arrow streams and JSON metadata."""
+    """The folder is like one of the datasets library: Arrow streams and JSON metadata."""
     folder = tmp_path / "saved"
     folder.mkdir()
     (tmp_path / "known").mkdir()
@@ -134,5 +134,5 @@ def test_mixed_file_formats_are_refused_and_mixed_compression_is_accepted(tmp_pa
 @given(st.text("ab.", max_size=5), st.sampled_from(sorted(TEXTS)), st.sampled_from(["", ".gz", ".zst"]))
 def test_suffix_of_ignores_the_compression_suffix(stem, suffix, compression):
     found = suffix_of(Path(f"x{stem}{suffix}{compression}"))
-    is_own = suffix in (".parquet", ".arrow") and compression  # Parquet and Arrow files are compressed inside.
+    is_own = suffix in (".parquet", ".arrow") and compression  # Parquet and Arrow compress within the file.
     assert found == (compression if is_own else suffix)

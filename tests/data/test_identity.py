@@ -1,4 +1,4 @@
-"""Which changes of the data change its identity."""
+"""The identity of data changes with its content and settings, not with the location of its files."""
 
 import inspect
 import json

@@ -78,7 +78,7 @@ def test_image_path_is_relative_to_the_row_file(read, folder, monkeypatch):
     data = read()
     assert (len(data.train), len(data.validation)) == (6, 2)
     assert_each_has_its_picture(data, 8)
-    assert data.train.images.shape == (4, 3, 16, 16)  # Each file once.
+    assert data.train.images.shape == (4, 3, 16, 16)  # Four images for eight rows.
     monkeypatch.chdir(folder)
     assert read(path="rows.jsonl").fingerprint == data.fingerprint
 

@@ -85,7 +85,7 @@ def test_mirror_doubles_the_training_split_only(read):
 
 
 def test_added_images_do_not_change_which_old_ones_are_held_out_first(folder, read):
-    """Images are held out by name: the held-out old images of a class are a subset or a superset of those before."""
+    """Images are held out by name: the old images held out now are a subset or a superset of those held out before."""
 
     def held_out():
         images, labels = all_of(read().validation)

@@ -41,7 +41,7 @@ def loader(end):
         order=GlobalOrder(seed=0, fingerprint="numbers", num_samples=64),
         batch_size_at=lambda samples: 4,
         per_gpu_batch_size=4,
-        num_workers=1,  # With two, the second may die in the next epoch, outside the test.
+        num_workers=1,  # A second worker may die in the next epoch, outside the test.
     )
 
 
@@ -67,7 +67,7 @@ def test_dead_worker_is_reported_with_its_cause(end, message):
 
 
 def ends_with(function):
-    """Return the result or the exception of a function that runs in its own process.
+    """Run a function in a forked process; return its result, or its exception as text.
 
     The SIGCHLD handler of torch raises at any point of the process, for example while pytest writes a report.
     """
@@ -100,7 +100,7 @@ def test_stop_signal_to_workers_loses_no_samples(signum, first, monkeypatch):
         os.kill(self.pid, signum)
 
     def values():
-        signal.signal(signum, lambda *_: None)  # Like the trainer, whose handler would otherwise record the signal.
+        signal.signal(signum, lambda *_: None)  # The trainer has a handler, too, which forked workers inherit.
         if first:
             monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", start_and_signal)
         source = loader(lambda: None)
@@ -146,7 +146,7 @@ def test_worker_that_closes_its_connections_before_dying_is_reported(number, sec
     def end():
         # The kernel does the same for a process with much memory to free.
         for file in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
-            with contextlib.suppress(OSError):  # The listing itself.
+            with contextlib.suppress(OSError):  # The descriptor of the listing is closed.
                 if file > 2 and not stat.S_ISREG(os.fstat(file).st_mode):  # torch aborts without its tensor files.
                     os.close(file)
         time.sleep(seconds)

@@ -54,7 +54,8 @@ def test_each_source_deviates_from_its_share_by_a_bounded_count(weights, positio
 def test_decimal_weights_are_met_exactly_over_long_runs():
     assert Interleave([0.7, 0.3]).counts(10) == [7, 3]
     assert Interleave([0.7, 0.3]).counts(10**12) == [7 * 10**11, 3 * 10**11]
-    assert "".join(map(str, Interleave([0.7, 0.3]).sources(range(10)))) == "0100010010"  # 7/9 < 7/7 = 3/3
+    # At position 4 the sources are level, with weight / (2 c + 1) = 7/7 and 3/3; the first one gets the position.
+    assert "".join(map(str, Interleave([0.7, 0.3]).sources(range(10)))) == "0100010010"
 
 
 def mixed(seed=1, fingerprint="f", weights=SHARES, sizes=SIZES):
@@ -96,7 +97,7 @@ class Numbers(torch.utils.data.Dataset):
 
 
 def windows(loaders, count):
-    """Return the indices of the next global batches, in the order of their positions."""
+    """Return the (position, index) pairs of the next global batches, ordered by position."""
     found = []
     for _ in range(count):
         pairs = []
@@ -220,7 +221,7 @@ def test_first_validation_samples_cover_all_sources(files, kind):
     elif kind == "tokens":
         first = {bool(splits.validation[index]["tokens"][0] >= 5000) for index in range(5)}
         assert len(splits.validation) == sum(len(part) for part in splits.validation._dataset.parts)
-    elif kind == "text":  # The only document of b.txt contributes its end, in the middle of the result.
+    elif kind == "text":  # b.txt, a single document, contributes its end, in the middle of the split.
         text = splits.tokenizer.decode(splits.validation.tokens.tolist())
         assert text.startswith("alpha")
         assert text.rstrip().endswith("gamma")

@@ -37,7 +37,7 @@ def loader(**changes):
 
 
 def window_indices(loaders):
-    """Return the indices of the next global batch, in the order of their positions."""
+    """Return the (position, index) pairs of the next global batch, ordered by position."""
     pairs = []
     for one in loaders:
         for microbatch in one.next_window().microbatches:

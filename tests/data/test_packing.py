@@ -208,7 +208,7 @@ def test_plan_reports_rows_per_step_and_packing_efficiency(form, objective, rows
     order = GlobalOrder(num_samples=60, fingerprint=data.fingerprint, seed=42)
     reading = {"batch_size_at": lambda samples: 16, "per_gpu_batch_size": 100, "pack_tokens": 160}
     loader = Loader(dataset=data.train, order=order, **reading)
-    windows = [loader.next_window() for _ in range(4)]  # The last one begins the second epoch.
+    windows = [loader.next_window() for _ in range(4)]  # The last window reaches the second epoch.
     rows = sum(rows_each * len(part["tokens"]) for window in windows for part in window.microbatches)
     used = sum(window.num_tokens for window in windows)
     expected = {"steps": 4, "row_tokens": 160, "rows_per_step": rows / 4, "efficiency": used / (160 * rows)}

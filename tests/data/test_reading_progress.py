@@ -21,7 +21,7 @@ def everything_is_logged(caplog):
 
 
 def test_progress_reports_megabytes_rate_and_remaining_time(caplog):
-    clock = iter([0.0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0])  # At the start, and after each item.
+    clock = iter([0.0, 2.0, 4.0, 6.0, 8.0, 10.0, 12.0])  # One time at the start, and one after each item.
     progress = ReadingProgress("tokenizing", 90_000_000, clock=lambda: next(clock))
     assert list(progress.over(["a" * 15_000_000] * 6, utf8_bytes)) == ["a" * 15_000_000] * 6
     assert lines(caplog) == [

@@ -81,7 +81,7 @@ def test_damaged_cache_file_is_rebuilt_with_a_warning(made, caplog, name, kind, 
     with caplog.at_level(logging.WARNING):
         assert tokens(load(made)) == whole
     still_right = name == "manifest.json" and cached_folder.find_damage(cached(made)) is None and not caplog.records
-    if not still_right:  # Flipping a space of the manifest is not damage.
+    if not still_right:  # A flipped bit in the manifest's unused "format" is no damage.
         (record,) = caplog.records
         assert "creating the tokens again" in record.getMessage()
     assert cached_folder.find_damage(cached(made)) is None

@@ -21,12 +21,12 @@ from foundry.parts.model import start_model
 
 pytestmark = [
     pytest.mark.distributed,
-    # Issued by torch when it imports its compiler.
+    # torch issues this warning when it imports its compiler.
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
 ]
 
 RANKS = 64
-# Blocks of 263,000 parameters; embeddings and head are small in comparison.
+# Blocks of 262,000 parameters; embeddings and head are small in comparison.
 MODEL = [
     "model.hidden_size=128",
     "model.intermediate_size=512",
@@ -43,7 +43,7 @@ MODEL = [
 
 
 class PeakMemory(TorchDispatchMode):
-    """Records the peak bytes of live tensors with memory that operations have made."""
+    """Records the peak bytes of the live tensors that operations have returned, without meta tensors."""
 
     def __init__(self):
         super().__init__()
@@ -68,7 +68,7 @@ class PeakMemory(TorchDispatchMode):
 def one_of_many_ranks():
     """Start a fake process group as rank 0; the other ranks do not exist and nothing is sent."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
-    gc.disable()  # Whole parameters in reference cycles still take memory.
+    gc.disable()  # Count whole parameters that only reference cycles keep alive.
     try:
         yield World(0, 0, RANKS, 8, torch.device("cpu"))
     finally:
@@ -129,7 +129,7 @@ def test_building_a_sharded_model_holds_at_most_two_whole_units(overrides, froze
 
 
 def test_frames_kept_by_torch_imports_do_not_keep_parameters_alive(monkeypatch):
-    """`torch.fx.wrap` keeps the frames below the first collective until the next full garbage collection."""
+    """`torch.fx.wrap` keeps the stack frames of the first collective's callers until a full garbage collection."""
     frames, all_reduce = [], dist.all_reduce
 
     def keeps_frames(*args, **kwargs):

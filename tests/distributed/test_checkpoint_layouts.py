@@ -63,7 +63,7 @@ def own_parts(parts, world):
 
 
 def wholes(ranks):
-    """Concatenate the parts of all ranks; every tensor is sharded along its first dimension."""
+    """Concatenate the parts of all ranks into whole tensors, which are sharded along their first dimension."""
     pieces = {}
     for parts in ranks:
         for name, (offsets, array) in parts.items():
@@ -75,7 +75,7 @@ def wholes(ranks):
 
 
 def save_all(world, root):
-    """Return, by layout and optimizer, this rank's parts when saved and one step later."""
+    """Save a checkpoint of each layout and optimizer; return this rank's parts at the save and one step later."""
     from functools import partial
 
     from support.checkpoint_parts import saver
@@ -98,7 +98,7 @@ def save_all(world, root):
 
 
 def load_all(world, root, reference):
-    """Return the differing tensors with both layouts and the optimizer."""
+    """Return (loading layout, saving layout, optimizer, name) of each tensor that differs after a load or a step."""
     from foundry.checkpoint.tensors import restore_into
     from foundry.run_dir.checkpoints import find
 
@@ -106,7 +106,7 @@ def load_all(world, root, reference):
     for name, config in LAYOUTS[world.world_size].items():
         for kind in OPTIMIZERS:
             parts = build(kind, config, world, seed=2)
-            # Load its own checkpoint last, to resume training from it.
+            # Load the checkpoint of the same layout last, to resume from it.
             for other in sorted(NAMES, key=name.__eq__):
                 restore_into(find(root / f"{other}-{kind}"), parts[0].model, *parts[1:])
                 wrong += [(name, other, kind, key) for key in differing(world, parts, reference[f"{other}-{kind}"][0])]
@@ -117,7 +117,7 @@ def load_all(world, root, reference):
 
 
 def differing(world, parts, expected):
-    """Return the names of tensors whose local part differs from that of the whole."""
+    """Return the names of tensors whose part on this rank differs from that of the expected whole tensor."""
     wrong = []
     for name, (offsets, ours) in own_parts(parts, world).items():
         place = tuple(slice(begin, begin + size) for begin, size in zip(offsets, ours.shape, strict=True))

@@ -9,7 +9,7 @@ from support.toy import FP32
 from foundry.config.schemas.distributed import DDP, FSDP, HSDP, Distributed
 
 pytestmark = pytest.mark.distributed
-# FSDP2 shards the 31 and 5 rows of a rank unevenly.
+# Tensor parallelism leaves a rank 31 or 5 rows of a matrix, which FSDP2 shards unevenly.
 SIZES = {"vocab_size": 62, "hidden_size": 12, "intermediate_size": 10, "num_heads": 2, "num_kv_heads": 2}
 LAYOUTS = {
     "one": (1, Distributed()),
@@ -67,7 +67,7 @@ def save(world, root, config, name, source=None):
 
 
 def read(root, name):
-    """Return every tensor of a checkpoint, whole."""
+    """Return the whole tensors of a checkpoint by name."""
     import torch
 
     from foundry.checkpoint.shard import Chunk

@@ -1,4 +1,4 @@
-"""Tensor parallelism: placement of parameters and the collectives it needs."""
+"""Tensor parallelism: placement of parameters, and collectives of a block."""
 
 import pytest
 from support.harness import run_ranks
@@ -57,12 +57,12 @@ def test_tensor_parallel_block_has_two_all_reduces_each_way():
     (forward, both), (more_forward, more_both) = run_ranks(count_both, 2)[0]
     assert (more_forward - forward) / 2 == 2
     assert (more_both - both) / 2 == 4
-    # One for the embedding; for the loss a maximum, two sums and the gradient of the hidden states.
+    # One for the embedding; for the loss one for a maximum, one for two sums and one for the hidden states' gradient.
     assert forward - 2 == 4
 
 
 def placed(world):
-    """Return local shapes of each kind of parameter after FSDP2 and tensor parallelism."""
+    """Return local shapes of the embedding, two projections and a norm under FSDP2 and tensor parallelism."""
     from foundry.parallel.wrap import parallelize
 
     model, own = build(world)

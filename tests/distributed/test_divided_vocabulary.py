@@ -8,7 +8,7 @@ TOKENS, HIDDEN, VOCAB = (3, 7), 5, 12
 
 
 def inputs():
-    """Return hidden states, head and targets; some targets are ignored and one token has two equal maximum logits."""
+    """Return hidden states, head and targets; some targets are ignored, and two token ids have equal logits."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -36,7 +36,7 @@ def made_loss(hidden, head, targets, tile_tokens):
 
 
 def read_off(hidden, head, targets, tile_tokens):
-    """Return a loss over all outputs, including values that an objective reads from whole logits."""
+    """Return a loss over all outputs, and the outputs; the entropy is read from logits of the whole vocabulary."""
     from foundry.models.token_log_probs import project_log_probs
 
     def read(logits, targets):
@@ -59,7 +59,7 @@ CASES = [(function, tile) for function in (made_loss, read_off, returned) for ti
 
 
 def values(function, head, hidden, targets, tile):
-    """Return the outputs and both gradients."""
+    """Return the outputs of `function`, and the gradients of hidden states and head."""
     loss, found = function(hidden, head, targets, tile)
     loss.backward()
     return [*(tensor.detach().float() for tensor in found), hidden.grad, head.grad]
@@ -104,7 +104,7 @@ def sent(world):
 
 
 def test_vocabulary_parallel_loss_sends_no_logits():
-    """Per token: two maxima, an index, two sums, and the gradient of the hidden states."""
+    """Ranks send per token: two maxima, an index, two sums, and the gradient of the hidden states."""
     count = TOKENS[0] * TOKENS[1]
     assert run_ranks(sent, 2)[0] == [count, count, count, 2 * count, HIDDEN * count]
 

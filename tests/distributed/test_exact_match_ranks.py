@@ -10,7 +10,7 @@ QUESTIONS = ["the dog", "a", "the cat runs", "dog", "cat cat", "runs a dog", "th
 
 
 def built():
-    """Return a model and data; the reference answers are the model's, except for the second and the last question."""
+    """Return a model and data; the reference answers are the model's, except those to the second and last question."""
     import torch
 
     from foundry.data.corpora.tokenizer import train_tokenizer

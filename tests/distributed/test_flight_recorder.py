@@ -22,7 +22,7 @@ def variables(monkeypatch):
 
 def test_flight_recorder_variables_of_the_user_are_kept(variables, tmp_path):
     record_collectives()
-    # torch warns that the older name is deprecated.
+    # The older name stays unset: torch warns that it is deprecated.
     assert [os.environ.get(name) for name in VARIABLES] == ["2000", None, "1"]
     variables.delenv("TORCH_FR_BUFFER_SIZE")
     variables.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "7")
@@ -40,7 +40,7 @@ def test_flight_recorder_dumps_into_the_run_directory_by_default(variables, tmp_
 
 
 def reduce_and_dump(world, folder):
-    for _ in range(3 + world.rank):  # One rank falls behind.
+    for _ in range(3 + world.rank):  # Rank 0 begins one collective less than rank 1.
         work = torch.distributed.all_reduce(torch.ones(5), async_op=True)
     dump_collectives(folder, world.rank, world.device)
     if world.rank == 0:

@@ -1,4 +1,4 @@
-"""Ranks on GPUs and over gloo: training matches one process, overflows skip a step on all, failures are named."""
+"""Ranks on GPUs, and on CPUs over gloo: training as one process, overflow, lack of memory, samples and peak memory."""
 
 import os
 import time
@@ -54,7 +54,7 @@ def test_every_strategy_trains_as_one_process_on_each_device(device):
 
 
 def leave_out(world):
-    """Return loss scales, and whether a second step, infinite on the first rank, left the weights unchanged."""
+    """Return loss scales, and whether a second step, with infinite gradients on rank 0, left the weights unchanged."""
     from foundry.config.schemas.precision import PrecisionMode
     from foundry.optim.optimizers import adamw
     from foundry.parallel.precision import PrecisionPolicy
@@ -87,7 +87,7 @@ def test_overflow_on_one_rank_skips_the_step_on_all(device):
 
 
 def run_out_of_memory(device):
-    """Let rank 1 request more memory than any machine has, while rank 0 waits for it."""
+    """Let rank 1 request more memory than any machine has, while the other ranks wait for it."""
     from foundry.parallel.process_group import process_group
 
     with process_group(Distributed(timeout_seconds=120.0), DeviceKind[device]) as world:
@@ -167,7 +167,7 @@ def test_samples_under_fsdp_gather_the_weights_once(device, tmp_path):
 
 
 def measure_peak(world, overrides):
-    """Return the planned bytes of a rank under FSDP2, the measured peak of two steps, and the loss."""
+    """Return the planned bytes of a rank under FSDP2, the peak measured in the second step, and the loss."""
     from support.composition import configure
 
     from foundry.config.build import build
@@ -216,7 +216,7 @@ LARGE = ["model.hidden_size=1024", "model.intermediate_size=2816", "model.num_la
 @pytest.mark.long
 @pytest.mark.parametrize("device", DEVICES)
 def test_peak_memory_under_fsdp_is_within_five_percent_of_the_plan(device):
-    """On a CPU, which does not count its peak, a small model only shows that the steps run."""
+    """On a CPU, whose peak memory is not measured, a small model only shows that the steps run."""
     sizes = LARGE if device == "cuda" else ["model.hidden_size=64", "model.num_layers=2", "model.num_heads=2"]
     ranks = number_of_ranks(device)
     batch = ["hparams.per_gpu_batch_size=8", f"hparams.global_batch_size={8 * ranks}", "distributed=fsdp"]

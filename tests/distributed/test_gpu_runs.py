@@ -27,7 +27,7 @@ LAYOUTS = {
 }
 PRECISIONS = ["amp_bf16", "amp_float16", "pure_bf16"]
 SECONDS_TO_EXIT = 30
-"""Limit for a run to exit after one of its ranks was killed; the watchdog of the run has ten minutes."""
+"""Limit for a run on GPUs to exit after one rank was killed; its watchdog would wait ten minutes."""
 
 
 def need(device, count):
@@ -36,7 +36,7 @@ def need(device, count):
 
 
 def variables(device, **others):
-    """Return environment variables for a command that selects the device, with or without GPUs in this machine."""
+    """Return environment variables for a command; for the device `cpu` they hide the GPUs of this machine."""
     return {"PYTHONPATH": TESTS, **({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}), **others}
 
 
@@ -64,7 +64,7 @@ def test_losses_of_every_layout_match_one_rank(shell, device, optimizer, precisi
 @pytest.mark.parametrize("phase", ["step", "evaluation", "save"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_killed_rank_ends_the_run_and_is_named(shell, device, phase):
-    """During a step or an evaluation the other rank waits within a collective, during a save for the rank's files."""
+    """In a step or an evaluation, rank 0 waits in a collective; in a save, it waits for the files of rank 1."""
     need(device, 2)
     folder = shell.cwd / "conf" / "objective"
     folder.mkdir(parents=True)
@@ -108,7 +108,7 @@ def test_local_sweep_jobs_have_their_own_gpus(shell, device):
 
 @pytest.mark.gpu
 def test_compiled_blocks_under_fsdp_match_eager_losses(shell):
-    """tests/e2e/test_runs.py compiles on CPUs."""
+    """tests/e2e/test_runs.py covers compilation on CPUs."""
     need("cuda", 2)
     run = [*RUN, FSDP, "distributed.nproc_per_node=2", "precision=amp_bf16"]
     for name, choice in (("eager", "false"), ("compiled", "true")):

@@ -1,4 +1,4 @@
-"""Reusable test ranks: a failure ends them, and a call leaves no state for the next call."""
+"""Reusable test ranks: a failed call ends the ranks, and a call leaves no state for the next call."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""Ranks rendezvous at `distributed.init_method`, not at the launcher's variables."""
+"""Ranks rendezvous at `distributed.init_method`, not at the address in the launcher's variables."""
 
 import os
 
@@ -13,7 +13,7 @@ from foundry.parallel.process_group import process_group
 
 
 def meet(pipe, rank, method, port):
-    """Join the other rank and send the sum over both; each rank has another, unused MASTER_PORT."""
+    """Join the other rank and send a sum over both ranks to the pipe; their different MASTER_PORTs are not used."""
     named = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in named.items()} | {"MASTER_ADDR": "127.0.0.1"}
     settings = Distributed(init_method=method, timeout_seconds=60.0, start_timeout_seconds=20.0)

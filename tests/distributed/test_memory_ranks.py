@@ -1,4 +1,4 @@
-"""The memory held by ranks equals the memory plan, byte for byte."""
+"""Weights, gradients, optimizer state and averages on a rank have exactly the planned bytes."""
 
 import pytest
 from support.composition import configure
@@ -6,7 +6,7 @@ from support.harness import run_ranks
 
 pytestmark = pytest.mark.distributed
 
-# No size is divisible by the number of ranks; some dimension has fewer rows than ranks.
+# Four ranks cannot divide the rows of a matrix evenly (307, 7, 6 or 2); two rows are fewer than the ranks.
 MODEL = ["model.vocab_size=307", "model.hidden_size=6", "model.intermediate_size=7", "model.num_layers=3"]
 HEADS = ["model.num_heads=3", "model.num_kv_heads=1", "data.vocab_size=300", "data.seq_len=5"]
 BATCH = ["hparams.per_gpu_batch_size=2", "hparams.ema_decay=0.9"]
@@ -29,7 +29,7 @@ def plan(config, world_size):
 
 
 def measure(world, configs):
-    """Return the bytes that this rank holds in a step of each configuration."""
+    """Return the bytes of each kind that this rank holds in a step, for each configuration."""
     return [_measure_one(world, config) for config in configs]
 
 
@@ -102,7 +102,7 @@ def _fsdp_params(model):
 
 
 def _held_gradients(model):
-    """Return all gradients between two microbatches: of parameters, and unsharded ones that FSDP2 accumulates."""
+    """Return all gradients after a backward pass: of parameters, and unsharded ones that FSDP2 accumulates."""
     whole = [param.unsharded_accumulated_grad for param in _fsdp_params(model)]
     whole += [getattr(getattr(param, "_unsharded_param", None), "grad", None) for param in _fsdp_params(model)]
     return list({id(grad): grad for grad in (*_grads(model), *whole) if grad is not None}.values())

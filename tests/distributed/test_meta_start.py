@@ -54,12 +54,12 @@ STRATEGIES = {
     ],
     4: [["distributed=fsdp"], ["distributed=hsdp"]],
 }
-# Combined with FSDP2 over one or two shards.
+# Tensor parallelism, with FSDP2 over one shard (two ranks) or two shards (four ranks).
 DIVIDED = ["distributed=fsdp", "distributed.tensor_parallel=2", "data.vocab_size=308", "model.vocab_size=308"]
 
 
 def whole(parallel):
-    """Return all weights by name, gathered."""
+    """Return all weights by name, gathered from all ranks."""
     from foundry.core.sharded import is_sharded
 
     state = parallel.inner.state_dict()
@@ -128,7 +128,7 @@ def test_sharded_initial_weights_equal_those_of_one_process(world_size, cases):
 
 
 def check_read(world, config, of_folder, run_dir, exported):
-    """Compare weights read from a checkpoint, from files, and as the model of a folder."""
+    """Compare weights read from a run, from its export, and by a model whose `model.path` is the export."""
     from dataclasses import replace
 
     from safetensors.torch import load_file
@@ -207,7 +207,7 @@ def measure_start(world, config):
 
 @pytest.mark.long
 def test_sharded_start_never_holds_the_whole_model():
-    """At most the rank's shards and one block, plus the import of FSDP2; the model has 616 MB."""
+    """At most the rank's shards and one block, plus the import of FSDP2; the model has 621 MB."""
     sizes = ["model.hidden_size=1024", "model.intermediate_size=2816", "model.num_layers=12", "model.num_heads=8"]
     words = [*sizes, "model.num_kv_heads=8", "model.vocab_size=512", "data.vocab_size=512", "distributed=fsdp"]
     config = configure(*words, "distributed.nproc_per_node=2", "data.seq_len=16")
@@ -218,7 +218,7 @@ def test_sharded_start_never_holds_the_whole_model():
 
 @pytest.mark.long
 def test_wrapping_70b_parameters_needs_under_1_gb():
-    """Run as rank 0 of 256 with the `fake` backend of torch."""
+    """The script runs as rank 0 of 256 with the `fake` backend of torch."""
     import json
     import subprocess
     import sys

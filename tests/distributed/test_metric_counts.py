@@ -12,7 +12,7 @@ pytestmark = pytest.mark.distributed
 
 
 class Counted:
-    """Half the squared error, the error of marked samples, and a metric of the first microbatch only."""
+    """Half the squared error, the absolute error of marked samples, and a metric of the first microbatch only."""
 
     metrics = ("marked_error", "first", "never")
 

@@ -17,7 +17,7 @@ STEPS = 4
 
 
 def train(config, world, num_microbatches):
-    """Return whole weights and momentum after a few steps, and the movement of the matrices inside the blocks."""
+    """Return whole weights and momentum after a few steps, and the largest change of the matrices with momentum."""
     from foundry.optim.optimizers import muon
     from foundry.parallel.process_group import arrange
     from foundry.parallel.wrap import parallelize
@@ -60,7 +60,7 @@ def test_muon_updates_on_two_ranks_match_one_process():
             assert momentum < 1e-5, (name, momentum)
 
 
-SHAPES = [(12, 12), (5, 16), (16, 5), (7, 3), (1, 9), (9, 1)]  # Some ranks hold nothing of the small ones.
+SHAPES = [(12, 12), (5, 16), (16, 5), (7, 3), (1, 9), (9, 1)]  # Some ranks hold no part of the small matrices.
 LAYOUTS_OF_MATRICES = {
     1: [((1,), ("rows",))],
     2: [((2,), ("rows",)), ((2,), ("columns",)), ((2,), ("plain",))],
@@ -69,14 +69,14 @@ LAYOUTS_OF_MATRICES = {
 
 
 def steps_of_both(mesh, placements, ns_dtype, held_in):
-    """Return pairs of whole and sharded weights, then momentum, after the same gradients."""
+    """Return pairs of a whole and a sharded tensor, first weights, then momentum, after the same gradients."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     from foundry.optim.muon import Muon
 
     generator = torch.Generator().manual_seed(0)
     draws = [[torch.randn(shape, generator=generator).to(held_in) for shape in SHAPES] for _ in range(STEPS + 1)]
-    is_plain = placements == ("plain",)  # As under DDP.
+    is_plain = placements == ("plain",)  # Plain tensors, as under DDP.
     kinds = {"rows": Shard(0), "columns": Shard(1), "whole": Replicate(), "plain": Replicate()}
     layout = [kinds[kind] for kind in placements]
     options = {"lr": 0.1, "momentum": 0.95, "nesterov": True, "ns_steps": 5, "weight_decay": 0.1, "ns_dtype": ns_dtype}
@@ -105,7 +105,7 @@ def different_tensors(world):
     for mesh_shape, placements in LAYOUTS_OF_MATRICES[world.world_size]:
         mesh = init_device_mesh("cpu", mesh_shape)
         for ns_dtype, held_in in product(types, types):
-            with patch.object(owners, "_BATCH_BYTES", 600):  # Split these few matrices into several batches.
+            with patch.object(owners, "_BATCH_BYTES", 600):  # A low limit, so that the matrices form several batches.
                 pairs = steps_of_both(mesh, placements, ns_dtype, held_in)
             assert len(pairs) == 2 * len(SHAPES)
             assert all(torch.isfinite(one).all() for one, _ in pairs)
@@ -156,7 +156,7 @@ COUNTED = [(64, 64)] * 4 + [(64, 172)] * 4 + [(172, 64)] * 2 + [(16, 64)] * 4
 
 
 def received_and_computed(world, mesh_shape):
-    """Return the bytes received by this rank in a step, and the FLOPs."""
+    """Return the bytes that this rank receives in a step, and the FLOPs that it computes."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.utils._python_dispatch import TorchDispatchMode

@@ -50,7 +50,7 @@ def values(parallel, optimizers):
 
 
 def save_and_restore(world, root, config, kind):
-    """Return the names that differ right after restoring, and after another step."""
+    """Return the names of values that differ right after restoring, and after another step."""
     import torch
     from support.checkpoint_parts import saver
 

@@ -1,4 +1,4 @@
-"""A NaN loss on one rank stops or skips the step on all ranks, which report that rank."""
+"""A NaN loss on one rank stops the run or skips the step on all ranks; the message names that rank."""
 
 import pytest
 from support.harness import run_ranks
@@ -89,7 +89,7 @@ def test_nonfinite_loss_on_one_rank_stops_all_and_names_the_rank():
 
 
 def skip(world, on_device):
-    """Compare a run with a bad step to a run without that step; return equality, skipped steps and warnings."""
+    """Compare a run with a bad step to a run without that step; return skipped steps, equality and warnings."""
     import logging
 
     from foundry.config.schemas.guard import Guard, NonFinite

@@ -1,4 +1,4 @@
-"""Each precision has the same numerics on one process, under DDP and under FSDP2; all ranks see infinities."""
+"""Each precision trains alike on one process, under DDP and FSDP2; an infinity on one rank skips the step on all."""
 
 import pytest
 from support.harness import run_ranks

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.distributed
 
 
 class Reader(nn.Module):
-    """A module that reads only the keys and values of every layer, like an action expert."""
+    """A module that reads the hidden states, and the keys and values of every layer, like an action expert."""
 
     def __init__(self):
         super().__init__()
@@ -48,7 +48,7 @@ def rows():
 
 
 def gradients(world, strategy, *, grad_checkpointing):
-    """Return the outputs of this rank's rows and all gradients, averaged over ranks."""
+    """Return the outputs of this rank's rows, and all gradients, which are averaged over ranks."""
     from support.composition import configure
 
     from foundry.core.sharded import is_sharded
@@ -92,7 +92,7 @@ def test_gradients_through_keys_and_values_match_one_process(grad_checkpointing)
     model = Reader()
     answers = model(*rows())
     answers.mean().backward()
-    # The head is the tied embedding. `kept` does not read the queries, output and feed-forward of the last block.
+    # The last block's queries, output and feed-forward affect only the hidden states; the head is the tied embedding.
     expected = {name: parameter.grad for name, parameter in model.named_parameters()}
     assert all(gradient is not None for gradient in expected.values())
     run_ranks(check, 2, grad_checkpointing, answers.detach(), expected)

@@ -9,7 +9,7 @@ REWARDED = {"updates_per_rollout": 2, "ref_policy_kl_penalty": 0.1}
 
 
 def windows(model, reference, world, chunk):
-    """Return the microbatches of two rollouts as plain lists, and the metrics."""
+    """Return the microbatches (as lists), metrics and token counts of the windows of two rollouts."""
     from support.rollout_parts import make_objective, make_source
 
     objective = make_objective(reference, **REWARDED, generation_batch_size=chunk)
@@ -50,7 +50,7 @@ def close(one, other):
 @pytest.mark.distributed
 @pytest.mark.parametrize("chunk", [3, 1000])
 def test_rollouts_are_the_same_on_any_number_of_ranks(chunk):
-    """Use more chunks than ranks, or a single chunk, which leaves one rank without work."""
+    """The chunk sizes give more chunks than ranks, or a single one, which leaves one rank without work."""
     import torch
     from support.rollout_parts import make_model
 

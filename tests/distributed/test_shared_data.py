@@ -1,4 +1,4 @@
-"""Ranks that share data, as under context parallelism, count once: four ranks in two pairs."""
+"""Ranks that share data, as under context parallelism, are counted once: four ranks in two pairs."""
 
 from pathlib import Path
 
@@ -103,7 +103,7 @@ def train(world):
 
 
 def train_in_pairs(world):
-    """Train with ranks 2k and 2k + 1 in data share k."""
+    """Train with data share k on the ranks 2k and 2k + 1."""
     from torch.distributed.device_mesh import init_device_mesh
 
     from foundry.parallel.process_group import arrange, with_mesh

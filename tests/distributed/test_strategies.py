@@ -36,7 +36,7 @@ CHECKPOINTED = ("ddp-last", "ddp_sharded_optimizer-last", "fsdp-every", "fsdp-la
 
 
 def cases(configs):
-    """Yield the strategies under the policies that affect them; variants under the default policy only."""
+    """Yield each strategy with each gradient_sync policy that affects it; those in ONE_POLICY only with `last`."""
     for name, config in configs.items():
         for policy in (GradientSync.last,) if name in ONE_POLICY else GradientSync:
             keeps_nothing = isinstance(config, DDP) and not config.shard_optimizer
@@ -45,7 +45,7 @@ def cases(configs):
 
 
 def reference():
-    """Train the same steps on one process, in one microbatch."""
+    """Train the same steps on one process, with one microbatch per step."""
     import torch
 
     from foundry.parallel.process_group import World, arrange
@@ -129,7 +129,7 @@ def test_four_ranks_train_as_one(four_ranks, name):
         assert max(of_rank[name][0]) < 2e-6
 
 
-# For one window of WINDOW microbatches. FSDP2 leaves scalars unsharded; they share one all-reduce.
+# Collectives of one window of WINDOW microbatches. FSDP2 leaves scalars unsharded; they share one all-reduce.
 ALL_UNITS, BLOCKS_TWICE = NUM_UNITS, 2 * NUM_BLOCKS + 1
 COLLECTIVES = {
     "ddp-every": {"allreduce": WINDOW},

@@ -52,4 +52,4 @@ def test_success_rate_and_files_on_two_ranks_match_one_process():
     assert sorted(files) == ["rollouts.gif", "rollouts.jsonl", "rollouts_00000001.gif"]
     first, second = run_ranks(on_ranks, 2)
     assert first == [(metrics, files)] * 2
-    assert second == [(metrics, {})] * 2  # Rank 0 writes.
+    assert second == [(metrics, {})] * 2  # Only rank 0 writes files.

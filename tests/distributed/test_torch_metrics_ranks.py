@@ -84,7 +84,7 @@ def measure(world, count, wanted=("accuracy", "auroc", "classes")):
 @has_torchmetrics
 @pytest.mark.long
 @pytest.mark.distributed
-@pytest.mark.parametrize("count", [11, 2])  # With two samples the second rank is empty.
+@pytest.mark.parametrize("count", [11, 2])  # Two samples are one batch, on the first rank.
 def test_torchmetrics_on_two_ranks_match_one_process(count):
     import torch
     from sklearn.metrics import roc_auc_score

@@ -38,7 +38,7 @@ def rows():
 
 
 def measure(parallel, own):
-    """Return the actions of all rows before training, the loss on the given rows, and the gradients."""
+    """Return the actions of all rows before training, the loss on the rows `own`, and the gradients."""
     from foundry.core.sharded import is_sharded
     from foundry.parallel.whole_weights import gathered
     from foundry.tasks.robots.action_chunks import FlowPolicy
@@ -82,7 +82,7 @@ def check(world, grad_checkpointing, expected_answers, expected_loss, expected):
         torch.testing.assert_close(torch.tensor(sum(gather(loss.item(), world))), expected_loss)
         assert found.keys() == expected.keys()
         for name, gradient in expected.items():
-            # Ranks average, one process sums.
+            # Two ranks average their gradients, one process sums.
             message = partial("{}: {}".format, name)
             torch.testing.assert_close(2 * found[name], gradient, rtol=1e-4, atol=1e-5, msg=message)
 

@@ -140,5 +140,5 @@ def test_weights_are_gathered_only_if_every_rank_has_memory():
     (fit, result), (also_fits, _) = run_ranks(called_once, 2, [needed, needed])
     (lacks, same), (also_lacks, _) = run_ranks(called_once, 2, [needed, needed - 1])
     assert fit == also_fits == 0
-    assert lacks == also_lacks == 3  # Two layers and the root.
+    assert lacks == also_lacks == 3  # One for each of two layers, and one for the root.
     assert same == result

@@ -109,7 +109,7 @@ def check_refusals(world):
 
 
 def check_sync_is_found_behind_wrappers(world):
-    """The policy acts although torch.compile's module hides the FSDPModule's type. A bare model is refused."""
+    """gradient_sync acts although torch.compile's module hides the type FSDPModule; an unwrapped model is refused."""
     import torch
 
     from foundry.core.errors import ConfigError
@@ -291,7 +291,7 @@ def test_compiled_block_is_one_graph_with_any_bucket_size():
 def train_compiled(world):
     import torch
 
-    # Hooks and checkpointing can break tracing; generating C++ would only take minutes.
+    # Test tracing, which hooks and checkpointing can break, without minutes of generating C++.
     torch.nn.Module.compile = partialmethod(torch.nn.Module.compile, backend="aot_eager")
     results = {}
     reference = train(wrap(FSDP(), world), FP32, world)

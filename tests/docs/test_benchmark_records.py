@@ -1,4 +1,4 @@
-"""Benchmarks: comparison of sides, their records, and the pages generated from the records."""
+"""Benchmarks: comparison of foundry with other libraries, records, and the pages generated from the records."""
 
 import importlib
 import json
@@ -68,7 +68,7 @@ def test_robots_page_has_success_rates_of_vla_records(load_benchmark):
 
 
 def finetuning_run(tokens, seconds, losses=(2.0, 1.0)):
-    """Return the measurements of one side and round of finetuning_trl.py."""
+    """Return measurements of one library (side) in one round of finetuning_trl.py."""
     memory = {"peak_mib": 100 * seconds, "grown_mib": 10 * seconds}
     clocks = {"cpu_seconds": seconds, "process_cpu_seconds": seconds + 5, "prepared_cpu_seconds": 0.0}
     return {"tokens": tokens, "losses": list(losses), **clocks, **memory}
@@ -115,7 +115,7 @@ def test_meter_adds_the_pass_before_the_first_step(load_benchmark, monkeypatch, 
 
     with meter.preparing():
         work(5)
-    work(100)  # imports and data
+    work(100)  # imports and data, which are not measured
     meter.start()
     for seconds in (3, 1, 1):
         work(seconds)

@@ -1,4 +1,4 @@
-"""docs/configuration.md matches the schemas, and its keys and error messages are current."""
+"""docs/configuration.md and docs/names.md match the schemas, and documented error messages are current."""
 
 import functools
 import json
@@ -133,7 +133,7 @@ def test_plan_json_has_the_keys_that_the_names_table_mentions(plan):
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory):
-    """The plan.json of a tiny run."""
+    """The content of plan.json of a tiny run."""
     from foundry.engine.train import train
     from foundry.run_dir.names import PLAN
 

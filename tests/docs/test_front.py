@@ -1,4 +1,4 @@
-"""The pictures of the README match the output of foundry."""
+"""Pictures, badges and errors in the README match the output of foundry and setup.cfg."""
 
 import re
 import shlex

@@ -66,7 +66,7 @@ def greedy(model, folder):
 
 
 def sampled(run, out, **decoding):
-    """Return the completion of the same prompt by foundry.sample; greedy without decoding options."""
+    """Return the completion of the prompt `def` by foundry.sample; greedy without decoding options."""
     options = {"prompt": "def", "max_new_tokens": 24} | (decoding or {"temperature": 0})
     return read_samples(sample(SampleOptions(run=str(run), out=str(out), **options)))[0]
 
@@ -92,7 +92,7 @@ def test_resumed_lora_run_is_bit_identical_to_an_uninterrupted_run(base, tmp_pat
     overrides = ["hparams.max_steps=4", "peft.adapter_dropout=0.5", "hparams.ema_decay=0.9", "checkpoint.interval='2'"]
     train(on(base, *overrides), tmp_path / "whole")
     shutil.copytree(tmp_path / "whole", tmp_path / "half", symlinks=True)
-    shutil.rmtree(find(tmp_path / "half"))  # the state after a kill after the second step
+    shutil.rmtree(find(tmp_path / "half"))  # the state after a kill between steps 2 and 4
     for name in ("status.json", "result.json", "checkpoints/latest", "checkpoints/best"):
         (tmp_path / "half" / name).unlink(missing_ok=True)
     train(on(base, *overrides), tmp_path / "half")
@@ -171,7 +171,7 @@ def test_peft_loads_exported_adapters_and_transformers_the_merged_model(base, ad
 
 
 def test_export_writes_a_merged_base_for_adapters_trained_on_adapters(adapted, tmp_path, capsys):
-    """This is the case of SFT and then DPO, both with adapters."""
+    """For example, adapters are trained by SFT, then other adapters on top of them by DPO."""
     train(on(adapted), tmp_path / "second")
     alone = ExportOptions(run=str(tmp_path / "second"), out=str(tmp_path / "alone"))
     export(alone)

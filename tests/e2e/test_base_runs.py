@@ -1,4 +1,4 @@
-"""Runs with model=base, which start from another run or a transformers folder and open after its deletion."""
+"""Runs with model=base start from another run or a transformers folder, and are readable after its deletion."""
 
 import json
 import shutil

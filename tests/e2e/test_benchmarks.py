@@ -1,4 +1,4 @@
-"""Benchmarks at tiny sizes: the timings mean nothing, but both sides run and train to the same losses."""
+"""Benchmarks at tiny sizes: the timings mean nothing, but all sides run, and sides that train have equal losses."""
 
 import json
 import os
@@ -16,7 +16,7 @@ PEERS = {"HF Trainer": "accelerate", "Lightning": "lightning", "accelerate": "ac
 
 @pytest.fixture
 def smoke(tmp_path):
-    """Run a benchmark at tiny sizes and return its rows by (case, side)."""
+    """Return a function that runs a benchmark at tiny sizes and returns its rows by (case, side)."""
 
     def run(name, *words):
         record, environment = tmp_path / "record.json", {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -67,7 +67,7 @@ def test_sync_policy_benchmark_counts_the_traffic_of_each_policy(smoke):
     assert rows["none", "no exchange"]["received"] == [0]
     for side in ("foundry", "PyTorch"):
         received = {policy: rows["ddp", f"{side}, {policy}"]["received"][0] for policy in ("every", "last")}
-        assert received["every"] == pytest.approx(4 * received["last"], rel=0.01)  # microbatches of a window
+        assert received["every"] == pytest.approx(4 * received["last"], rel=0.01)  # four microbatches in a window
     gathers, scatters = 2 * 4, 4  # of every unit except the root, which stays gathered until its backward pass
     every, last, kept = (
         rows["fsdp", f"foundry, {policy}"]["received"][0] for policy in ("every", "last", "last_keep_params")

@@ -1,4 +1,4 @@
-"""Commands that read a checkpoint which the running training deletes meanwhile; they read the newer checkpoint."""
+"""Commands whose checkpoint is deleted by the running training read the newer one, or refuse an explicit step."""
 
 import shutil
 
@@ -50,7 +50,7 @@ def training(finished, tmp_path):
 
 @pytest.fixture
 def deleted_at(training, monkeypatch):
-    """A function that makes the run continue training on each call of a function of a module."""
+    """A function that makes each call of a module's function first publish step 3 and delete step 2."""
 
     def delete_at(module, name):
         original = getattr(module, name)

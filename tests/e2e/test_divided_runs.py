@@ -32,7 +32,7 @@ DIVIDED = [*FOUR, "distributed.tensor_parallel=2"]
 
 @pytest.fixture(scope="module")
 def started(tmp_path_factory, cache):
-    """A shell, the override with the path of the text, one whole run and half a run of each layout."""
+    """A shell with one whole run and half a run of each layout, and the override with the path of their text."""
     shell = WarmShell(tmp_path_factory.mktemp("divided"), cache)
     text = write_text(shell.cwd)
     shell.run(text, *TEXT, "hparams.max_steps=12", "hydra.run.dir=one")

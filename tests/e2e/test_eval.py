@@ -21,7 +21,7 @@ EXACT = "+evaluation.evaluators.exact_match={_target_: foundry.evaluators.exact_
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A folder with the runs `base` (text) and `sft` (chats) and with their data."""
+    """A folder with the runs `base` (on text) and `sft` (on chats), and with their data."""
     folder = tmp_path_factory.mktemp("runs")
     chats = folder / "chats.jsonl"
     rows = [{"prompt": f"Count {number}", "completion": f"It is {number % 3}."} for number in range(40)]

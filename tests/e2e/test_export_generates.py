@@ -23,7 +23,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory):
-    """Two chats, repeated until a tiny model memorizes them."""
+    """A file with 60 copies of each of two chats, so that a tiny model memorizes them."""
     file = tmp_path_factory.mktemp("data") / "chats.jsonl"
     rows = [{"prompt": f"Count {name}", "completion": f"It is {name}."} for name in ("one", "two") for _ in range(60)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))

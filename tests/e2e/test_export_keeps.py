@@ -34,7 +34,7 @@ LORA = ["peft=lora", "optimizer=adamw"]
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """A transformers folder with unusual settings."""
+    """A transformers folder with unusual settings of tokenizer and generation."""
     folder = tmp_path_factory.mktemp("source") / "llama"
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()

@@ -1,4 +1,4 @@
-"""Modules imported by --help and by a run's first step; imports are counted since seconds depend on the machine."""
+"""Modules that --help and a run's first step must not import; times are not tested, as they depend on the machine."""
 
 import json
 import subprocess
@@ -58,4 +58,4 @@ def test_first_step_of_one_process_imports_no_compiler_sharding_or_matplotlib(tm
     lines = [line.strip() for line in done.stdout.splitlines() if line.startswith("at the ")]
     assert lines == ["at the first step:", "at the end: matplotlib"]
     is_sent = json.loads((tmp_path / "run" / "mlflow.json").read_text())["run_id"] is not None
-    assert is_sent or (tmp_path / "run" / "mlflow_pending.jsonl").exists()  # another process sends, if there is time
+    assert is_sent or (tmp_path / "run" / "mlflow_pending.jsonl").exists()  # the sending process may be too slow

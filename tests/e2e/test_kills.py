@@ -1,4 +1,4 @@
-"""A few of the kills of benchmarks/kills.py."""
+"""Runs that benchmarks/kills.py kills at a few moments resume bit for bit."""
 
 import subprocess
 import sys

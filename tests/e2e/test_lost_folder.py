@@ -18,7 +18,7 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2  # Linux constants
 
 
 def deleted(run_dir):
-    run_dir.rename(run_dir.with_name("going"))  # so that the run sees it vanish at once
+    run_dir.rename(run_dir.with_name("going"))  # the run sees the whole folder vanish at once
     shutil.rmtree(run_dir.with_name("going"))
 
 

@@ -52,7 +52,7 @@ def test_lr_find_writes_plot_and_numbers_and_prints_an_override(run_command):
     ],
 )
 def test_lr_find_refuses_wrong_options_with_one_line(run_command, lm, overrides, message):
-    # The fixture lm has filled the cache, since filling it prints progress to stderr.
+    # The fixture lm fills the cache before, since filling it prints progress to stderr.
     _, stderr = run_command(*TINY_LM, *overrides, "lr_find.stop_at=100", module="foundry.lr_find", code=2)
     assert stderr.startswith(message)
     assert stderr.count("\n") == 1

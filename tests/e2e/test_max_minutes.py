@@ -39,7 +39,7 @@ def test_max_minutes_stops_the_run_and_a_larger_limit_resumes_it(request, layout
     assert (last["step"], last["val_loss"]) == (ended, result["val_loss"])
 
     kept = {file: file.stat().st_mtime_ns for file in folder.rglob("*.safetensors")}
-    run(*words, "hparams.max_minutes=0.0001")  # already has its result
+    run(*words, "hparams.max_minutes=0.0001")  # the run already has its result
     assert read(folder, "result.json") == result
     assert kept == {file: file.stat().st_mtime_ns for file in folder.rglob("*.safetensors")}
 

@@ -39,7 +39,7 @@ def samples_of(run_dir):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_run_with_samples_logs_no_warnings_and_device_metrics(device, tmp_path, monkeypatch, caplog):
-    """On a GPU, train the default model of `python -m foundry` and check its MFU if the GPU's peak is known."""
+    """On a GPU, the run has the default model of `python -m foundry`, and its MFU is checked if the peak is known."""
     model = TINY_LM if device == "cpu" else []
     overrides = ["hparams.max_steps=20", "evaluation.interval='10 steps'", "tracking.log_every_n_steps=5"]
     caplog.set_level(logging.WARNING)
@@ -62,7 +62,7 @@ def test_run_with_samples_logs_no_warnings_and_device_metrics(device, tmp_path, 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_deterministic_runs_after_a_plain_run_are_bit_identical(device, tmp_path, monkeypatch):
-    """Start with the plain run, since libraries choose their workspaces at first use."""
+    """The plain run comes first, since libraries choose their workspaces at first use."""
     words = [*TINY_LM, *SETTINGS, "hparams.max_steps=6", "evaluation.interval='3 steps'"]
     with runs_on(device, monkeypatch):
         run(compose(words), tmp_path / "plain")
@@ -77,7 +77,7 @@ def test_deterministic_runs_after_a_plain_run_are_bit_identical(device, tmp_path
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_sigterm_during_asynchronous_saves_resumes_bit_for_bit(shell, device):
-    """Write checkpoints in the background of steps: every second step begins one."""
+    """Checkpoints are written in the background; every second step begins one."""
     variables = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     words = [*TINY_LM, *SETTINGS, DETERMINISTIC, "evaluation.write_samples=false"]
     words += ["hparams.max_steps=24", "checkpoint.interval='2 steps'"]
@@ -94,7 +94,7 @@ def test_sigterm_during_asynchronous_saves_resumes_bit_for_bit(shell, device):
 
 
 class Graphs:
-    """An observer that counts the graphs compiled by each step."""
+    """An observer that records the number of graphs compiled up to each step."""
 
     def __init__(self):
         self.after, self.before = {}, count_graphs()

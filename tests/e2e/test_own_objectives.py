@@ -1,4 +1,4 @@
-"""A user's own objectives with a frozen model or with their own source of windows: layouts, plan, resume."""
+"""Custom objectives with a frozen model or with their own source of windows: layouts, plan, resume."""
 
 import json
 import signal

@@ -1,4 +1,4 @@
-"""`python -m foundry.plan`: a run follows its plan, plan options and refusals; --help of all commands."""
+"""`python -m foundry.plan`: runs follow the plan; options, one-line refusals, and --help of all commands."""
 
 import csv
 import json

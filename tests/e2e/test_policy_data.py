@@ -90,7 +90,7 @@ def test_restore_refuses_statistics_behind_a_symlink(copied, tmp_path):
 
 
 def test_eval_on_other_episodes_normalizes_by_the_statistics_of_the_run(tmp_path):
-    """The loss on episodes with shifted actions is high only if their own statistics do not normalize them."""
+    """Shifted actions have a high loss only if the statistics of the run, not their own, normalize them."""
     for name in ("own", "shifted"):
         (tmp_path / name).mkdir()
         write_by_hand(tmp_path / name)

@@ -54,7 +54,7 @@ def finished(tmp_path_factory, cache, text):
 
 @pytest.fixture
 def go(run_command, text):
-    """A function that runs the command in the directory `run` with more overrides."""
+    """A function that runs foundry with `hydra.run.dir=run` and more overrides."""
     return lambda *overrides, code=0: run_command(*RUN, *SMALL, text, "hydra.run.dir=run", *overrides, code=code)
 
 
@@ -355,7 +355,7 @@ def test_init_from_refuses_weights_that_do_not_fit_and_writes_no_files(shell, te
     "head_start", [pytest.param(0.0, marks=pytest.mark.long), pytest.param(0.3, marks=pytest.mark.long), None]
 )
 def test_a_second_process_in_the_run_directory_is_refused(shell, text, head_start):
-    """Start the second process together with the first, during the startup of the first, or while it trains."""
+    """The second process starts together with the first, during the startup of the first, or while the first trains."""
     overrides = [*RUN, *SMALL, text, LONG, "hydra.run.dir=run"]
     first = shell.start(*overrides)
     if head_start is None:
@@ -429,7 +429,7 @@ def test_resume_is_refused_if_all_checkpoints_are_corrupt(broken_off, go):
 
 
 def interrupt_again_and_again(shell, overrides, run_dir):
-    """Interrupt starts by SIGTERM, SIGINT and SIGUSR1 (scheduler, Ctrl-C, scheduler warning), then run to the end."""
+    """Stop a run by SIGTERM, SIGINT and SIGUSR1 (scheduler, Ctrl-C, scheduler warning) in turn, then let it finish."""
     done = 0
     for number, send, code in (
         (signal.SIGTERM, kill_all, 143),

@@ -81,7 +81,7 @@ def test_many_commands_in_one_process_match_separate_processes(tmp_path_factory,
 
 
 def process_state():
-    """Return the state of the process that a command may change."""
+    """Return the process state that a command must restore."""
     loggers = [logging.root, *map(logging.getLogger, list(logging.root.manager.loggerDict))]
     return {
         "hydra": GlobalHydra.instance().is_initialized(),
@@ -115,7 +115,7 @@ def test_run_command_restores_the_process_state(run_command, words, code):
 
 def test_run_command_imports_the_module_of_the_current_folder(run_command):
     words = ["optimizer=sgd", "optimizer._target_=own.part", *RUN, "hydra.run.dir=run"]
-    for text in ("one", "another"):  # of different length: Python identifies a source file by its size and second
+    for text in ("one", "another"):  # of different length: Python identifies a source by size and second of change
         (run_command.cwd / "own.py").write_text(f"def part(*, model, lr, **rest):\n    raise ValueError('{text}')\n")
         _, stderr = run_command(*words[:-1], f"hydra.run.dir={text}", code=1, variables={"PYTHONPATH": "."})
         assert stderr.rstrip().endswith(f"ValueError: {text}")

@@ -108,7 +108,7 @@ def test_another_search_in_the_same_sweep_dir_is_refused(undisturbed):
 
 @pytest.mark.long
 def test_search_ends_after_max_failures_and_marks_failed_trials(shell):
-    """Run two jobs at a time on this machine, with a learning rate that diverges."""
+    """The launcher runs two jobs at a time, with a learning rate that diverges."""
     local = ["hydra/launcher=local", "hydra.launcher.n_jobs=2", "hydra.sweeper.n_jobs=2"]
     overrides = [*SEARCH, *local, "hydra.sweeper.n_trials=12", "hydra.sweeper.max_failures=2"]
     overrides += ["hparams.lr=1e30", "scheduler.warmup='0.1'", "optimizer.weight_decay=0.0", "hparams.seed=range(50)"]
@@ -128,7 +128,7 @@ def test_search_ends_after_max_failures_and_marks_failed_trials(shell):
 
 @pytest.mark.long
 def test_pruned_trial_of_two_ranks_ends_on_both(shell):
-    """The pruner ends each trial above a threshold."""
+    """The pruner ends each trial whose loss is above 0."""
     options = shell.cwd / "own" / "hydra" / "sweeper" / "pruner"
     options.mkdir(parents=True)
     (options / "mine.yaml").write_text("_target_: optuna.pruners.ThresholdPruner\nupper: 0.0\n")

@@ -1,7 +1,7 @@
 """Run directories of earlier versions are opened, continued and exported by this version.
 
 `tests/stored/run-0.1` was written by `python -m foundry` with `WORDS` and `hparams.max_steps=4` on a CPU, and is stored
-without the files for Hydra and people. A later version adds its own directory and changes no existing one.
+without logs, plots and the files for Hydra. A later version adds its own directory and changes no existing one.
 """
 
 import json

@@ -26,7 +26,7 @@ USES = {
     "distillation": [ANSWER, EVAL],
     "vlm": [(*ANSWER, "image=images/dark/1.png"), EVAL],
 }
-"""Commands that use a run; its export follows."""
+"""Commands to test with each run; an export follows them."""
 SAME = {"rel": 1e-5, "abs": 1e-6}
 """Tolerances: the order of sums depends on the CPU."""
 FIRST = ("diffusion", "lora", "vlm")
@@ -35,7 +35,7 @@ USED = [name if name in FIRST else pytest.param(name, marks=pytest.mark.long) fo
 
 @pytest.fixture
 def stored(request, run_command):
-    """A copy of the stored run directory of that name, next to its training data."""
+    """A copy of the stored run directory that the parameter names, next to its training data."""
     write_small_files(run_command.cwd)
     return shutil.copytree(TASKS / request.param, run_command.cwd / request.param, symlinks=True)
 

@@ -129,7 +129,7 @@ def test_mlflow_nests_job_runs_under_one_run_of_the_sweep(shell):
 
     overrides = [word for word in TINY if word != "tracking=none"]
     shell.run("-m", *overrides, "tracking.plots=false", "tracking.mlflow=true", f"hparams.lr=1e-3,{DIVERGES}", code=1)
-    for pending in (shell.cwd / "sweep").glob("*/mlflow_pending.jsonl"):  # on a slow machine
+    for pending in (shell.cwd / "sweep").glob("*/mlflow_pending.jsonl"):  # there are some on a slow machine
         shell.run(f"dir={pending.parent}", module="foundry.sync")
     client = MlflowClient(f"sqlite:///{shell.cwd}/mlflow.db")
     runs = client.search_runs([client.get_experiment_by_name("foundry").experiment_id])

@@ -52,7 +52,7 @@ def settings(folder):
 
 @pytest.fixture(scope="module")
 def vlm(folder):
-    """The run of a small vision-language model on images of the same simulator."""
+    """The run of a small vision-language model on images of the simulator `commanded`."""
     words = ["experiment=vlm_scenes", "simulator=commanded", "simulator.image_size=16", "data.num_scenes=24", *QUIET]
     words += [f"model.{name}={size}" for name, size in SIZES.items()] + ["data.seq_len=64", "data.vocab_size=290"]
     words += [*BATCH, "hparams.max_steps=3", "evaluation.interval=null", f"data.cache_dir={folder / 'cache'}"]

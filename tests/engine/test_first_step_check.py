@@ -1,4 +1,4 @@
-"""The check before the first step fails like the largest step would, and does not affect the run."""
+"""The check before the first step fails if the largest microbatch does, and does not affect the run."""
 
 import logging
 import random
@@ -70,7 +70,7 @@ def _cache(cache, monkeypatch):
 
 
 class Forgetful(Transformer):
-    """Uses the generators of torch and Python; a buffer counts the forward passes and scales the output."""
+    """Scales its output by random numbers of torch and Python, and by a buffer that counts the forward passes."""
 
     shapes: ClassVar = []
 
@@ -103,7 +103,7 @@ class Short(NextToken):
 
 
 class Sourced(NextToken):
-    """Builds its own window source, the loader."""
+    """Overrides `build_source`, although its source is the loader."""
 
     def build_source(self, context):
         return context.build_loader(False)

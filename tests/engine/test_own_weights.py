@@ -64,4 +64,4 @@ def test_model_without_initial_weights_keeps_its_constructor_values():
 def test_undeclared_matrix_of_initial_weights_is_refused():
     with pytest.raises(ConfigError, match=r"model\._target_: is Partly, whose initial_weights\(\) lacks head\.weight"):
         start_model(config(Partly))
-    assert build_empty(config(Partly)).head.weight.is_meta  # A checkpoint holds all weights.
+    assert build_empty(config(Partly)).head.weight.is_meta  # A checkpoint will fill all weights.

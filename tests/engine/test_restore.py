@@ -1,4 +1,4 @@
-"""Loading from a run that is still training."""
+"""Loading checkpoints that a run deletes meanwhile, and damaged ones."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""Metrics of answers to validation prompts, for any environment."""
+"""The reward of answers is nan if the environment scores none of them."""
 
 import math
 from dataclasses import replace

@@ -1,6 +1,6 @@
 """Usage: `python tests/evidence/compare.py REF [NAME ...]`. Compare training at a commit with training in this tree.
 
-Check out REF in a temporary git worktree and run each short training of `RUNS` in both trees on this machine. The
+Check out REF in a temporary git worktree and run the trainings NAME of `RUNS`, by default all, in both trees. The
 recorded metrics, except times and memory, and the tensors of the last checkpoint must be bitwise equal. Print a line
 for each run; exit with code 1 if any run differs or fails.
 """
@@ -43,11 +43,11 @@ RUNS = {
     "grpo": ["experiment=grpo_arithmetic", *TUNE, *ROLLOUT, *BATCH],
     "distill": ["experiment=distill_arithmetic", *TUNE, "objective.teacher=pretrain/run"],
 }
-"""Overrides of each run, by name; later ones may start from the run `pretrain`."""
+"""Overrides of each run, by name; runs after `pretrain` may start from its weights."""
 
 
 def train(tree: Path, name: str, work: Path) -> str | None:
-    """Train in a folder named after the run; return the last line of its errors if it fails."""
+    """Train the run `name` with the code in `tree`; return the last line of stderr if it fails, otherwise None."""
     (work / name).mkdir(parents=True)
     words = [sys.executable, "-m", "foundry", f"hydra.run.dir={name}/run", *COMMON, *RUNS[name]]
     environment = {**os.environ, "PYTHONPATH": str(tree), "FOUNDRY_CACHE": str(work / "cache")}
@@ -56,7 +56,7 @@ def train(tree: Path, name: str, work: Path) -> str | None:
 
 
 def read_metrics(run: Path) -> list[dict[str, object]]:
-    """Return the recorded metrics of a run that do not depend on the speed of the machine."""
+    """Return the recorded metrics of a run, except times, speeds and bytes."""
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in record.items() if not key.endswith(MEASURED)} for record in records]
 
@@ -68,7 +68,7 @@ def read_digests(run: Path) -> dict[str, str]:
 
 
 def compare(name: str, before: Path, after: Path) -> str | None:
-    """Return a description of the first difference of two runs with this name, or None if they are equal."""
+    """Return the first difference between the runs `name` in two folders as text, or None if they are equal."""
     old, new = (read_metrics(work / name / "run") for work in (before, after))
     if len(old) != len(new):
         return f"{len(old)} records of metrics, then {len(new)}"
@@ -83,7 +83,7 @@ def compare(name: str, before: Path, after: Path) -> str | None:
 
 
 def main(ref: str, *names: str) -> int:
-    """Train the chosen runs in both trees, compare them and print the differences."""
+    """Train `pretrain` and the runs `names` (all if empty) in both trees, and print the first difference of each."""
     chosen = {"pretrain": None, **dict.fromkeys(names or RUNS)}
     with tempfile.TemporaryDirectory(prefix="foundry-compare-") as folder:
         tree, before, after = Path(folder, "tree"), Path(folder, "before"), Path(folder, "after")

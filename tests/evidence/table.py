@@ -4,10 +4,10 @@ For each composition `table.json` has its overrides and three records:
 
 - config: the config hash, recorded in run directories and checkpoints;
 - data: `identity()` of the data, recorded in checkpoints; it seeds the order of samples;
-- plan: the content of plan.json without the device and the activation estimate.
+- plan: the content of plan.json that does not depend on the machine, as `portable` returns it.
 
 Paths in the overrides lead to small files that `write_small_files` writes into the current folder. Compositions with
-`config_only` record only the hash; the value is the reason. `--write` replaces the records with those from this tree.
+`config_only` record only the hash; its value is the reason. `--write` replaces the records with those from this tree.
 Use it only after an intended change of the records, and review `git diff`. To add a composition, add its name and
 its overrides. No record depends on the machine; digests of trained tokenizers depend on the package `tokenizers`.
 """
@@ -67,7 +67,7 @@ def write_table(table: dict[str, Entry]) -> None:
 
 
 def compute(entry: Entry, *, with_memory: bool = True) -> Entry:
-    """Return the records of a composition in this tree; the current folder holds the small files.
+    """Return the records of a composition in this tree; the current folder must hold the files that it reads.
 
     Args:
         entry: a composition with its overrides.
@@ -98,7 +98,7 @@ def _with_relative_weights(config: Config) -> Config:
 
 
 def describe_plan(config: Config, data: DataSplits, *, with_memory: bool) -> dict[str, Any]:
-    """Return the content of `foundry.plan`'s plan.json, without the memory of activations."""
+    """Return the content of the plan.json of `foundry.plan`, with unknown memory of activations."""
     ranks = world_size(config.distributed.nproc_per_node)
     budget = build_budget(config, data, config.distributed.dp_size(ranks))
     schedule, fake = build_schedule(config, budget), build_fake(partial(build_adapted, config))
@@ -140,7 +140,7 @@ def rounded(node: Any) -> Any:
 
 
 def differences(recorded: Entry, computed: Entry) -> list[str]:
-    """Return a line for each differing record, with its differing keys."""
+    """Return a line for each record of a composition that differs, with the differing keys."""
     return [
         f"{name}: {', '.join(_changes(recorded.get(name), computed.get(name)))}"
         for name in RECORDS
@@ -156,9 +156,9 @@ def _changes(before: Any, after: Any, key: str = "") -> list[str]:
 
 
 def main(*arguments: str) -> int:
-    """Compute the records of all compositions; print the differences, or write the table."""
+    """Compute the records of all compositions and print the differences; with `--write`, write the table."""
     table, writes = read_table(), arguments == ("--write",)
-    os.environ.pop("FOUNDRY_CACHE", None)  # the default cache is part of the hash
+    os.environ.pop("FOUNDRY_CACHE", None)  # the hash depends on it, and was recorded with the default
     differing = 0
     with tempfile.TemporaryDirectory(prefix="foundry-table-") as folder:
         os.chdir(folder)

@@ -18,7 +18,7 @@ REGENERATE = "if this is meant, run: python tests/evidence/table.py --write"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with the files that the compositions read, and a shared cache."""
+    """A folder with the files that the compositions read; its cache is shared by the tests of this file."""
     path = tmp_path_factory.mktemp("table")
     write_small_files(path)
     return path

@@ -1,4 +1,4 @@
-"""Continuations of prompts, compared with a plain loop."""
+"""Continuations by `generate` match a loop without cache and batches, and are independent of batches."""
 
 import pytest
 import torch
@@ -101,7 +101,7 @@ def test_tiny_temperature_top_k_1_and_tiny_top_p_are_greedy(model):
 
 def test_user_model_without_a_cache_generates_the_same_tokens(model):
     class Plain(nn.Module):
-        """Accepts only the arguments that objectives need."""
+        """A model without a cache, with only the arguments that objectives need."""
 
         def __init__(self):
             super().__init__()

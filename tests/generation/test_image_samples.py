@@ -1,4 +1,4 @@
-"""The grid image of generated images."""
+"""Generated images are saved as one image: a grid with labeled rows."""
 
 import torch
 from matplotlib.image import imread

@@ -1,4 +1,4 @@
-"""Answers about images as a grid image with one cell per answer, for any text."""
+"""Answers about images are drawn as a grid with one cell per answer, with any characters."""
 
 import numpy as np
 import pytest

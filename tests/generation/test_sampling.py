@@ -31,7 +31,7 @@ def test_top_p_keeps_the_smallest_sufficient_set_and_at_least_one():
 
 
 def test_filters_apply_temperature_then_top_k_then_top_p():
-    # At T = 1/2 the first two have probability 0.44 each before top-k, and 0.5 each after it.
+    # At T = 1/2 the two likeliest tokens have probability 0.46 each before top-k, and 0.5 each after it.
     assert kept(temperature=0.5, top_k=2, top_p=0.5) == [False, False, True, False, False, False]
     assert torch.equal(filtered(LOGITS, temperature=0.5)[:2], LOGITS[:2] * 2)
 
@@ -57,7 +57,7 @@ def test_sampled_tokens_follow_the_filtered_distribution():
 
 
 def test_largest_uniform_does_not_sample_a_filtered_token():
-    """Totals are not exact in units of the last place, and the largest double below 1 lies next to them."""
+    """Rounding makes the total of the probabilities inexact, and the largest double below 1 is close to it."""
     largest = torch.full((6,), 1 - 2**-53, dtype=torch.float64)
     for kind in (torch.float32, torch.float64):
         logits = 3 * torch.randn(6, 50_000, dtype=kind, generator=torch.Generator().manual_seed(0))
