@@ -1,4 +1,4 @@
-"""Adapters: training in any layout gives the same weights, and peft loads those saved by several ranks."""
+"""Adapters: training in any layout gives the same weights, and peft loads adapters that several ranks saved."""
 
 import pytest
 import torch

@@ -1,7 +1,7 @@
 """The same global batches give the same weights for any number of ranks and microbatches.
 
 The language model is trained with each optimizer; diffusion, policy, vision-language and vision-language-action models
-with their default. All pairs, as a table:
+with AdamW. With every optimizer for each of them, as a table:
 
     FOUNDRY_ALL_LAYOUTS=1 pytest -n 0 -s -m "long or not long" tests/parity/test_layouts.py
 """
@@ -28,7 +28,7 @@ LAYOUTS = {
     "FSDP2 4 x 1": (4, 4, ["distributed=fsdp"]),
     "HSDP 2x2 x 2": (4, 2, ["distributed=hsdp"]),
 }
-# Peak learning rates high enough that twenty steps change the weights visibly.
+# Overrides by optimizer; the learning rates are high enough that twenty steps change the weights visibly.
 OPTIMIZERS = {
     "muon": ["optimizer=muon"],
     "adamw": ["optimizer=adamw"],

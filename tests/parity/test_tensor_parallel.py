@@ -31,7 +31,7 @@ VARIANTS = {
 
 @pytest.fixture(scope="module")
 def trained(configure, tmp_path_factory):
-    """Return configuration and run directory of a variant under a layout; None is one process."""
+    """Return a function from (variant, layout) to configuration and run directory; layout None is one process."""
     root = tmp_path_factory.mktemp("tensor_parallel")
 
     @cache
