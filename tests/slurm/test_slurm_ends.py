@@ -210,7 +210,7 @@ def test_slurm_jobs_continue_if_the_sweep_process_is_killed(cluster):
 
 
 def test_report_queries_slurm_about_jobs_of_a_detached_sweep(cluster):
-    """One job of a detached sweep finishes, and one is canceled in the queue; its sweep's run in MLflow ends, too."""
+    """One job of a detached sweep finishes, one is canceled in the queue; the report ends the sweep's MLflow run."""
     overrides = [
         "hydra.launcher.array_parallelism=1",
         "hparams.seed=1,2",
