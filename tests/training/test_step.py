@@ -171,7 +171,7 @@ def test_weight_decay_of_the_optimizer_applies_unless_given():
 
 
 class Broken(Squares):
-    """Finite until step `at`, then the loss or only its gradient is not finite."""
+    """Finite before call number `at` of the loss; from then on, the loss or only its gradient is not finite."""
 
     def __init__(self, at, kind):
         self.at, self.kind, self.calls = at, kind, 0
