@@ -16,7 +16,7 @@ SETTINGS = {"num_scenes": 12, "image_size": 16, "seq_len": 96, "vocab_size": 257
 
 
 class RecordingReach(Reach):
-    """Describes the location of the goal."""
+    """Records resets and closes, and describes the location of the goal."""
 
     seeds, closed = [], []
 

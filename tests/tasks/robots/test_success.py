@@ -214,7 +214,7 @@ def test_success_evaluator_requirements_are_config_errors(wrong, message):
 
 
 class Commanded(Reach):
-    """The instruction selects the goal or its mirror image."""
+    """The instruction alternates with the seed; the goal does not depend on the instruction."""
 
     instructions = ("reach the goal", "reach its mirror image", "stay")
 
@@ -224,7 +224,7 @@ class Commanded(Reach):
 
 
 class Obeying(Wandering):
-    """Records the instructions that it gets."""
+    """A policy that records the instructions of each call."""
 
     def __init__(self, tokenizer):
         super().__init__(noise=0.0)
