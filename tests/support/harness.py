@@ -46,7 +46,7 @@ def run_ranks(function, world_size, *args, timeout_seconds=300.0):
 
 
 def spawn(function, world_size, *args, timeout_seconds=300.0, cuda=False):
-    """Do the same on ranks that run only this call; over NCCL with `cuda`."""
+    """Call `function(world, *args)` as `run_ranks` does, on new ranks that then end; over NCCL with `cuda`."""
     ranks = Ranks(world_size, cuda=cuda)
     results = ranks.call(function, args, timeout_seconds)
     ranks.stop()
