@@ -49,7 +49,7 @@ def curves() -> "Figure":
 
 
 def wsd() -> "Figure":
-    """Draw each `decay_style` of WSD, and a run of 600 steps with a horizon of 1000 steps or of its own length."""
+    """Draw each `decay_style` of WSD, and a run of 600 steps with two horizons, 1000 steps and 600 steps."""
     figure, (left, right) = _two_panels("scheduler=wsd by decay_style", "A run of 600 steps")
     colours = {"cosine": ORANGE, "linear": BLUE, "exponential": GREEN, "minus_sqrt": RED}
     for name, colour in colours.items():

@@ -1,6 +1,6 @@
 """Hooks of MkDocs that turn the repository's pages into a site; mkdocs.yml names this file.
 
-Pages are written for the repository, where they can link to any file. On the site, the README becomes the start page,
+Pages are written for the repository and link to any of its files. On the site, the README becomes the start page,
 notebooks become pages, and a code file that a page links to becomes a page with the code. Links are changed to these
 pages; a link without a target fails a strict build.
 """
