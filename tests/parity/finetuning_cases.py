@@ -78,7 +78,7 @@ TRL_POLICY_LOSSES = {"grpo", "dapo", "cispo"}
 NEMO_DIVERGENCES = {"kl_type", "topk", "zero_outside_topk", "mixed_kl_weight"}
 OTHER_DIVERGENCES = {"beta", "temperature", "ratio", "kd_ratio", "ce_ratio"}
 COUNTS = {"global_valid_toks", "global_valid_seqs"}
-"""Divisors of the loss, which follow from the masks."""
+"""Settings that foundry derives from the masks: divisors of the loss."""
 KNOWN = {
     "grpo_adv": NEMO_ADVANTAGES | TRL_ADVANTAGES,
     "kl": {"kl_type"},
@@ -89,7 +89,7 @@ KNOWN = {
     "lora": {"patterns", "alpha", "lora_alpha", "use_rslora", "rslora", "dim", "r", "rank"},
     "trainer": {"val_check_interval", "patience", "min_delta"},
 }
-"""Settings by kind of case, for kinds whose settings are the same in every system."""
+"""Settings that the check of a kind reads, for kinds with one set of settings for all systems."""
 TRL_IMPORTANCE_WEIGHTS = {"token_truncate": ImportanceWeights.tis, "token_mask": ImportanceWeights.icepop}
 IMPORTANCE_WEIGHTS = {
     None: ImportanceWeights.plain,
@@ -185,7 +185,7 @@ def _loss_types(config: Case) -> list[str]:
 
 
 def dpo_settings(config: Case) -> dict[str, Any]:
-    """Return the keyword arguments of `pair_losses`."""
+    """Return the keyword arguments of `pair_losses` for the configuration of a DPO case."""
     if "loss_type" not in config:
         return {
             "ref_policy_kl_penalty": config.get("reference_policy_kl_penalty", 0.05),
@@ -203,7 +203,7 @@ def dpo_settings(config: Case) -> dict[str, Any]:
 
 
 def advantage_settings(config: Case) -> dict[str, Any]:
-    """Return the keyword arguments of `group_advantages`."""
+    """Return the keyword arguments of `group_advantages` for the configuration of a case."""
     if "scale_rewards" in config:
         by_group = config["scale_rewards"] in ("group", True)
         return {"use_rloo": False, "normalize_rewards": by_group, "epsilon": config.get("eps", 1e-4)}
@@ -217,7 +217,7 @@ def advantage_settings(config: Case) -> dict[str, Any]:
 
 
 def policy_settings(config: Case) -> dict[str, Any]:
-    """Return the arguments of `PolicyGradient`."""
+    """Return the arguments of `PolicyGradient` for the configuration of a policy case."""
     if not is_nemo_policy(config):
         return _trl_policy_settings(config)
     kept = {

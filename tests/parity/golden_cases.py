@@ -77,7 +77,7 @@ def resolve(*overrides: str, samples_per_epoch: int = EPOCH) -> tuple[Any, sched
 
 
 def schedule_of(config: Case, evaluate_at: EvaluateAt = EvaluateAt.start) -> schedules.Schedule:
-    """Return foundry's schedule for Megatron's resolved numbers, which may include those of a parameter group."""
+    """Return foundry's schedule for Megatron's resolved numbers, possibly with those of a parameter group."""
     style, curve = CURVES[config["lr_decay_style"]][0], None
     if config["start_wd"] is not None:
         curve = schedules.WeightDecay(
@@ -242,7 +242,7 @@ def by_hand(f: Case) -> dict[str, Any]:
 
 @cache
 def cases() -> list[Case]:
-    """Return the cases in FOUNDRY_GOLDENS, or in `goldens/` if the variable is not set."""
+    """Return the Megatron cases in FOUNDRY_GOLDENS, or in `goldens/` if the variable is not set."""
     return read_cases(FOLDER)
 
 

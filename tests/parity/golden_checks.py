@@ -246,7 +246,7 @@ def check_std(case: Case) -> None:
         for name, value in row.items():
             if isinstance(value, str) or name in ("init_method_std", "hidden_size", "h", "num_layers"):
                 continue
-            if re.search("hybrid|mup", name):  # foundry has neither hybrid models nor muP.
+            if re.search("hybrid|mup", name):  # foundry lacks hybrid models and muP.
                 continue
             rules = [rule for rule, message in (("small", SMALL), ("wang", WANG)) if re.search(message, name.lower())]
             rules = rules or [rule for rule, message in (("small", SMALL), ("wang", WANG)) if re.search(message, texts)]

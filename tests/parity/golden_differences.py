@@ -111,7 +111,7 @@ def _any_unit(case: Case) -> bool:
 
 
 def _contradicts(f: Case) -> bool:
-    """Return True if two fields serve one purpose, for which foundry has one setting, or if a value is invalid."""
+    """Return True if two fields belong to one setting of foundry, or if a value is invalid."""
     warmups = [f.get(n) for n in ("lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples")]
     doubled = sum(bool(w) for w in warmups) > 1 or (f.get("lr_decay_iters") and f.get("lr_decay_samples"))
     doubled = doubled or (f.get("lr_wsd_decay_iters") and f.get("lr_wsd_decay_samples"))

@@ -13,7 +13,7 @@ from foundry.run_dir.checkpoints import find
 
 
 class RaggedTokens(Dataset):
-    """A dataset whose sequence i has i % (seq_len + 1) valid targets; every (seq_len + 1)-th has none."""
+    """A dataset whose sequence i has i % (seq_len + 1) valid targets; none for index 0, seq_len + 1, ..."""
 
     def __init__(self, num_samples, seq_len, vocab_size, seed):
         generator = torch.Generator().manual_seed(seed)

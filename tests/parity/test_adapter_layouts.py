@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.long]
 
 FSDP = "distributed=fsdp"
 AMP = "precision=amp_bfloat16"
-# name: (processes, microbatch, overrides); the global batch is 16 in all of them.
+# name: (processes, microbatch, overrides); the global batch is 16 in every layout.
 LAYOUTS = {
     "1 x 8": (1, 8, []),
     "DDP 2": (2, 4, ["distributed=ddp"]),

@@ -14,7 +14,7 @@ from foundry.core.errors import ConfigError
 
 CASES = {case["id"]: case for case in read_cases(OWN_FOLDER)}
 SAME_CURVE = {"nothing_learned", "curve_overlaps"}
-"""Differences in which foundry refuses the settings, but has the same curve as Megatron."""
+"""Differences that are only refusals: the curves of foundry and Megatron agree."""
 
 
 def changed(name, **changes):

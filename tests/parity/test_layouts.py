@@ -19,7 +19,7 @@ from foundry.parts.model import build_model
 
 pytestmark = pytest.mark.distributed
 
-# name: (processes, microbatch, overrides); the global batch is 16 in all of them.
+# name: (processes, microbatch, overrides); the global batch is 16 in every layout.
 LAYOUTS = {
     "1 x 4": (1, 4, []),
     "1 x 1": (1, 16, []),

@@ -15,7 +15,7 @@ from foundry.tracking.metrics_file import read_metrics
 
 STEPS, WARMUP, LR, FLOOR, BATCH = 50, 5, 3e-3, 1e-4, 16
 MAX_NORM = 0.25  # Below the first gradient norms of each task.
-SEED = 7  # Not the default.
+SEED = 7  # Not the default seed.
 
 
 def raw_loop(config, loss_of):

@@ -15,7 +15,7 @@ from parity_parts import differences, run_all, weights
 
 pytestmark = pytest.mark.distributed
 
-# name: (processes, microbatch, overrides); the global batch is 16 in all of them.
+# name: (processes, microbatch, overrides); the global batch is 16 in every layout.
 LAYOUTS = {
     "1": (1, 8, []),
     "DDP 2": (2, 4, ["distributed=ddp"]),
