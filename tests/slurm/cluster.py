@@ -1,4 +1,4 @@
-"""Run and inspect sweeps on a Slurm cluster from a user's folder."""
+"""Helpers that start and inspect sweeps on a Slurm cluster from a folder."""
 
 import json
 import os

@@ -31,7 +31,7 @@ def resolve_num_tasks(job_id):
 
 def test_slurm_time_limit_requeues_and_the_last_limit_stops_the_run(cluster):
     """Real time limits of a minute during training: one job of two ranks may be requeued, another job may not."""
-    limit = ["hydra.launcher.timeout_min=1", "hydra.launcher.signal_delay_s=1"]  # Slurm is up to 30 s early
+    limit = ["hydra.launcher.timeout_min=1", "hydra.launcher.signal_delay_s=1"]  # signals come up to 30 s early
     own, steps = cluster.own_objective(), ["hparams.max_steps=200", "tracking.mlflow=true"]
     last = [*SLURM, *own, *limit, *steps, "hydra.sweep.dir=last", "hydra.launcher.max_num_timeout=0"]
     cluster.finish(cluster.sweep(*last, "hydra.launcher.detach=true"))
