@@ -110,7 +110,7 @@ def _collect(pipes: list[Connection], timeout_seconds: float) -> list[tuple[bool
             except (EOFError, ConnectionResetError):
                 outcomes[rank] = (False, "ended without a word")
             if not outcomes[rank][0]:
-                # Peers fail soon or hang in a collective.
+                # The other ranks fail soon, or hang in a collective.
                 deadline = min(deadline, time.monotonic() + 5)
     return outcomes
 

@@ -1,6 +1,6 @@
 """Commands of `terminal.Shell` in forks of a process that has imported everything, so that they start at once.
 
-The ranks of a run fork from its process in the same way. Tests of the process start (imports, torchrun, kills of a
+The ranks of a run fork from the process of the run's command. Tests of the process start (imports, torchrun, kills of a
 whole process tree) need `terminal.Shell`.
 """
 
@@ -89,7 +89,7 @@ class WarmProcess:
 
 
 class WarmShell:
-    """Runs commands in a folder.
+    """Runs commands in a folder, each in a fork of the server.
 
     `variables` are set for each command, such as PYTHONPATH=. for custom parts in the folder.
     """

@@ -1,6 +1,6 @@
 """Imports of the fork server for warm processes: all modules that a small run imports, and Hydra's plugins.
 
-The list includes torch's compiler, because torch's optimizers always import it.
+The list includes torch's compiler, which torch's own optimizers always import (foundry's do not).
 """
 
 import gc
