@@ -158,7 +158,7 @@ def test_jobs_submitted_to_slurm_are_going_without_the_sweep(tmp_path, events):
     with hold_lock(sweep_dir.folder):
         pass
     assert read_sweep(sweep_dir.folder).is_going
-    change(sweep_dir.job("a=2", state="failed"), state="queued")  # the sweep died before this submission
+    change(sweep_dir.job("a=2", state="failed"), state="queued")  # the sweep died before it submitted this job
     sweep_dir.facts["launcher"] = "lab"  # a launcher option of the user, with a partition
     sweep_dir.job("a=3")
     first, second, _ = sorted(read_sweep(sweep_dir.folder).jobs, key=lambda job: job.index)
