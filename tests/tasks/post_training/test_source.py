@@ -101,7 +101,7 @@ def test_completions_without_a_reward_are_excluded_from_the_baseline():
 
 
 class Fickle(Judge):
-    """A judge with rewards in those rollouts for which the next value of `given` is true."""
+    """A judge that gives rewards to the n-th rollout only if the n-th value of `given` is true."""
 
     def __init__(self, kind, *given):
         super().__init__(None, weights={}, name="Fickle")

@@ -148,5 +148,5 @@ def test_tabletop_describes_the_locations_of_its_blocks():
             row = "near" if y < -0.08 else "far" if y >= 0.08 else "centre"
             assert dict(described)[f"where is {colour} ?"] == f"{column} {row}"
         orders.add(json.dumps([question for question, _ in described if question in asked]))
-    assert len(orders) == 6  # In every order.
+    assert len(orders) == 6  # The three questions about colors appear in every order.
     simulator.close()

@@ -57,7 +57,7 @@ def test_success_batches_have_one_shape_and_keys_by_episode_and_replan(tmp_path)
     first, second = objective.calls[: starts[1]], objective.calls[starts[1] :]
     assert [keys for _, keys in first] == [[k * 2**31 + n for k in (3, 4, 5, 6)] for n in range(len(first))]
     assert [keys for _, keys in second] == [[7 * 2**31 + n, -1, -1, -1] for n in range(len(second))]
-    assert len(first) <= 15  # Of 30 steps, two at a time.
+    assert len(first) <= 15  # An episode has at most 30 steps, two per call.
 
 
 def test_episode_does_not_depend_on_the_number_of_episodes(tmp_path):

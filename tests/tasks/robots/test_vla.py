@@ -148,7 +148,7 @@ def test_vla_trains_and_acts_with_every_policy_objective(objective):
 
 
 class Unobserving(nn.Module):
-    """Encodes the observation in every forward pass."""
+    """A policy that encodes the observation in every forward pass."""
 
     def __init__(self, model):
         super().__init__()
