@@ -143,7 +143,7 @@ def config_of(variant, life):
 
 
 def live(config, run_dir, life):
-    """Train until the run ends or reaches the place and visit at which `life` kills or stops it."""
+    """Train until the run ends, or until `life` kills or stops the run at its place and visit."""
     TRAP.set(life["place"], math.ceil(life["when"] * (PLACES | STOPS)[life["place"]]))
     try:
         train(config, run_dir)
