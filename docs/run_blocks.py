@@ -46,7 +46,7 @@ _NOT_COPIED = shutil.ignore_patterns(
 
 
 def blocks(text: str, *, at: str | None = None) -> list[str]:
-    """Return the code of the bash blocks without a `run:` comment and, with `at`, of those with the comment `run: at`.
+    """Return the code of the bash blocks without a `run:` comment and of those whose comment names `at`.
 
     Raises:
         ValueError: the comment of a block names a place that is not in `PLACES`.
