@@ -69,4 +69,4 @@ def test_sharded_sgd_matches_whole_parameters_with_skipped_updates():
         assert [len(pairs) for pairs in cases] == [3, 6, 6]
         for whole, sharded in (pair for pairs in cases for pair in pairs):
             assert torch.isfinite(whole).all()
-            torch.testing.assert_close(sharded, whole, rtol=1e-6, atol=1e-6)  # Loops over shards end elsewhere.
+            torch.testing.assert_close(sharded, whole, rtol=1e-6, atol=1e-6)  # Rounding differs at the ends of shards.
