@@ -1,7 +1,7 @@
 """Recorded fine-tuning cases: reading them, reasons why foundry does not offer some, and settings of the rest.
 
 A file is `{"inputs": {name: ...}, "cases": [...]}`. The first part of a case's id is its kind; the
-case's configuration alone determines the system and the variant of the kind.
+configuration of a case determines the system and the variant of the kind.
 """
 
 import json

@@ -77,7 +77,7 @@ def resolve(*overrides: str, samples_per_epoch: int = EPOCH) -> tuple[Any, sched
 
 
 def schedule_of(config: Case, evaluate_at: EvaluateAt = EvaluateAt.start) -> schedules.Schedule:
-    """Return foundry's schedule for Megatron's resolved numbers, possibly with those of a parameter group."""
+    """Return foundry's schedule for Megatron's resolved numbers, possibly merged with a parameter group's."""
     style, curve = CURVES[config["lr_decay_style"]][0], None
     if config["start_wd"] is not None:
         curve = schedules.WeightDecay(
