@@ -73,7 +73,7 @@ def write(name: str, folder: Path) -> dict[str, Any]:
     shutil.copytree(folder / name, TASKS / name, symlinks=True, ignore=ignored)
     checkpoint = TASKS / name / "checkpoints" / "latest"
     if base := json.loads((checkpoint / "manifest.json").read_text())["base"]:
-        rewrite_manifest(checkpoint, base={**base, "path": "base"})  # an absolute path; only messages use it
+        rewrite_manifest(checkpoint, base={**base, "path": "base"})  # not absolute; only messages use this path
     train(name, STEPS + 1, folder)
     return outcome(folder / name)
 
