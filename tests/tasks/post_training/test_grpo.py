@@ -50,7 +50,7 @@ def written_out(model, reference, samples, rewards, old, *, filters, beta, by_to
     ratio, a = (x - o).exp(), advantage.float()[:, None]
     policy = torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.2))
     r = f - plain
-    kl = (r.exp() - 1 - r) * (plain - (o if on_policy else plain.detach())).exp()  # `old` is the sampler's, too.
+    kl = (r.exp() - 1 - r) * (plain - (o if on_policy else plain.detach())).exp()  # The sampler's values equal `old`.
     loss = ((policy + beta * kl) * mask).double()
     return loss.sum() / mask.sum() if by_token else (loss.sum(-1) / mask.sum(-1)).mean()
 

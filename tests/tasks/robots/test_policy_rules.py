@@ -1,4 +1,4 @@
-"""Rules between a policy and the rest of a run, which `compose` checks; each violation is one line."""
+"""Rules between a policy and the rest of a run, which `compose` checks, with one error line for each violation."""
 
 import pytest
 from support.composition import configure
