@@ -89,7 +89,7 @@ def test_one_process_creates_the_mlflow_tables_and_others_wait(tmp_path):
 
 @pytest.mark.long
 def test_kill_during_creation_of_the_mlflow_database_is_harmless(tmp_path):
-    """Kill before several SQL statements; the next process creates the tables, and no temporary files remain."""
+    """Kill at one of nine SQL statements; the next process creates the tables, and no temporary files remain."""
     moments = ["1", "3", "10", "20", "40", "80", "120", "200", "300"]
     for moment in moments:
         (tmp_path / moment).mkdir()
