@@ -1,7 +1,7 @@
-"""Draws the picture and the badges of the README: `python docs/draw_front.py [RUN_DIR]`.
+"""Draw the pictures and the badges of the README: `python docs/draw_front.py [RUN_DIR]`.
 
-On the left of the picture is what a command with three errors answers, taken from composing it; on the right are the
-losses of a run. Without a run directory the curve that is there stays. Badges say what setup.cfg says.
+The left panel shows the errors of a command with three mistakes, from composing it; the right panel shows the losses of
+the run in RUN_DIR. Without RUN_DIR, the curve of the current picture is kept. Values of badges come from setup.cfg.
 """
 
 import configparser
@@ -29,7 +29,7 @@ _SANS = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
 
 
 def refusals() -> list[str]:
-    """What the command answers, an error a line."""
+    """Return the error messages of `COMMAND`, one per line of its output."""
     try:
         compose(shlex.split(COMMAND.removeprefix("python -m foundry")))
     except ConfigError as error:
@@ -38,13 +38,13 @@ def refusals() -> list[str]:
 
 
 def read_losses(run_dir: Path) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
-    """Steps with the loss of training, and those with the held-out one."""
+    """Return (step, training loss) and (step, held-out loss) of the recorded steps of a run."""
     records = [json.loads(line) for line in (run_dir / METRICS).read_text(encoding="utf-8").splitlines()]
     return tuple([(one["step"], one[name]) for one in records if name in one] for name in ("loss", "val_loss"))  # type: ignore[return-value]
 
 
 def curve(loss: Sequence[tuple[int, float]], held_out: Sequence[tuple[int, float]]) -> str:
-    """The right panel."""
+    """Return the right panel as SVG: the losses of a run by step."""
     left, right, top, bottom = _LEFT + 66, _WIDTH - 34, 78, _HEIGHT - 56
     last, low, high = max(step for step, _ in loss), 3, 9
 
@@ -73,7 +73,7 @@ def curve(loss: Sequence[tuple[int, float]], held_out: Sequence[tuple[int, float
 
 
 def picture(right: str, *, is_narrow: bool = False) -> str:
-    """The whole, of the right panel; for a phone the two are one above the other."""
+    """Return the picture as SVG, with the errors beside the right panel, or above it if `is_narrow`, for phones."""
     letters = 54 if is_narrow else 64
     lines = [(line, "#e5e7eb") for line in _wrapped("$ " + COMMAND, letters)]
     for refusal in refusals():
@@ -107,7 +107,7 @@ def picture(right: str, *, is_narrow: bool = False) -> str:
 
 
 def badges() -> dict[str, str]:
-    """The badges by the names of their files."""
+    """Return the SVG of each badge by file name."""
     setup = configparser.ConfigParser()
     setup.read(IMAGES.parents[1] / "setup.cfg")
     options = setup["options"]
@@ -121,7 +121,7 @@ def badges() -> dict[str, str]:
 
 
 def badge(name: str, value: str) -> str:
-    """Two words on one plate."""
+    """Return a badge as SVG: a name and its value side by side."""
     left, right = (7 * len(text) + 14 for text in (name, value))
     return "\n".join(
         [
@@ -137,7 +137,7 @@ def badge(name: str, value: str) -> str:
 
 
 def kept_curve() -> str:
-    """The right panel as it is in the picture."""
+    """Return the right panel of the current picture."""
     return _CURVE.search(PICTURE.read_text(encoding="utf-8"))[0]  # type: ignore[index]
 
 
@@ -161,7 +161,7 @@ def _text(
 
 
 def main(words: Sequence[str]) -> None:
-    """Write all."""
+    """Write the wide and the narrow picture and all badges."""
     right = curve(*read_losses(Path(words[0]))) if words else kept_curve()
     pictures = {PICTURE.name: picture(right), NARROW.name: picture(right, is_narrow=True)}
     for name, text in {**pictures, **badges()}.items():

@@ -1,4 +1,4 @@
-"""Draws the schedules' pictures in docs/images with foundry's own classes: `python docs/draw_schedules.py [FOLDER]`."""
+"""Draw the pictures of schedules in docs/images with foundry's classes: `python docs/draw_schedules.py [FOLDER]`."""
 
 import sys
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ _WARMUP, _HORIZON, _DECAY, _FLOOR = 100.0, 1000.0, 300.0, 0.1
 
 
 def curves() -> "Figure":
-    """The shapes of the learning rate, and where an update reads them."""
+    """Draw the learning rate of four schedulers, and the effect of `evaluate_at` on ten updates."""
     figure, (left, right) = _two_panels("Learning rate by scheduler", "Ten updates, cosine, warm-up of two")
     lengths = {"max_lr": 1.0, "warmup": _WARMUP, "horizon": _HORIZON, "min_lr": _FLOOR}
     named = (
@@ -49,7 +49,7 @@ def curves() -> "Figure":
 
 
 def wsd() -> "Figure":
-    """WSD's ways down, and a run that is cut short."""
+    """Draw each `decay_style` of WSD, and a run of 600 steps with two horizons, 1000 steps and 600 steps."""
     figure, (left, right) = _two_panels("scheduler=wsd by decay_style", "A run of 600 steps")
     colours = {"cosine": ORANGE, "linear": BLUE, "exponential": GREEN, "minus_sqrt": RED}
     for name, colour in colours.items():
@@ -71,7 +71,7 @@ def wsd() -> "Figure":
 
 
 def weight_decay() -> "Figure":
-    """Weight decay that rises and that falls."""
+    """Draw a rising and a falling weight decay, each with both increment styles."""
     figure, panels = _two_panels("Weight decay from 0.01 to 0.1", "Weight decay from 0.1 to 0.01")
     for axes, (start, end) in zip(panels, ((0.01, 0.1), (0.1, 0.01)), strict=True):
         for style, colour in ((IncrementStyle.linear, BLUE), (IncrementStyle.cosine, ORANGE)):
@@ -87,7 +87,7 @@ def weight_decay() -> "Figure":
 
 
 def batch_sizes() -> "Figure":
-    """A batch size that grows, and the schedule of a run in which it does."""
+    """Draw two growing batch sizes, and a WSD schedule under a batch ramp, with lengths in steps or in samples."""
     figure, (left, right) = _two_panels("Global batch size", "WSD under a ramp from 8 to 16, 100 steps")
     ramp = BatchSizes.ramp(start=64, increment=64, over_samples=300_000, final=512)
     stepwise = BatchSizes.parse("0:128 120k:256 360k:512")
@@ -114,7 +114,7 @@ def batch_sizes() -> "Figure":
 
 
 def plan() -> "Figure":
-    """What schedule.png of a planned run looks like."""
+    """Draw an example of schedule.png, the figure of a planned run."""
     sizes = BatchSizes.ramp(start=64, increment=64, over_samples=60_000, final=256)
     budget = Budget(total_samples=int(sizes.samples_after(1000)), batch_sizes=sizes, samples_per_epoch=1)
     schedule = WSD.from_durations(
@@ -148,12 +148,12 @@ def _two_panels(*titles: str) -> "tuple[Figure, Sequence[Axes]]":
 
 
 def _draw(axes: "Axes", schedule: Schedule, samples: Sequence[int], colour: str, name: str | None = None) -> None:
-    """The learning rate at these samples; a step is one sample in most of these pictures."""
+    """Plot the learning rate against the number of samples; in most of the pictures, a step has one sample."""
     axes.plot(samples, [schedule.lr_at(n) for n in samples], color=colour, linewidth=2, label=name)
 
 
 def _mark(axes: "Axes", x: float, name: str, *, left: bool = False) -> None:
-    """A vertical line with its name at its foot."""
+    """Draw a vertical line with its name at the lower end."""
     axes.axvline(x, color=GREY, linestyle="--", linewidth=0.9)
     side = "right" if left else "left"
     axes.text(x, 0.02, f" {name} ", color=GREY, size="small", ha=side, transform=axes.get_xaxis_transform())
@@ -170,7 +170,7 @@ PICTURES = (curves, wsd, weight_decay, batch_sizes, plan)
 
 
 def main(folder: Path) -> None:
-    """Write every picture."""
+    """Write every picture of `PICTURES` into a folder."""
     for picture in PICTURES:
         save_figure(picture(), folder / f"{picture.__name__}.png")
 

@@ -1,9 +1,9 @@
-"""Writes the generated parts of docs/configuration.md and docs/names.md: `python docs/generate_configuration.py`.
+"""Write the generated parts of docs/configuration.md and docs/names.md: `python docs/generate_configuration.py`.
 
-With `--check` it writes nothing, and fails if a page is out of date.
+With `--check`, the script writes nothing and fails if a page is out of date.
 
-Text between two markers comes from the schemas in foundry/config, the options in conf, and names.csv in
-foundry/config/diagnostics; the rest of the pages is written by hand and left as it is.
+The text between two markers is generated from the schemas in foundry/config, the options in conf, and names.csv in
+foundry/config/diagnostics; the rest of the pages is written by hand and stays unchanged.
 """
 
 import sys
@@ -47,12 +47,12 @@ _HEADER = ("| key | type | default | meaning | elsewhere called |", "|---|---|--
 
 
 def page_with_tables(text: str) -> str:
-    """The page with its generated part made anew."""
+    """Return configuration.md with new generated parts: the tables of settings and the names by setting."""
     return _between(_between(text, BEGIN, tables()), BEGIN_NAMES, "\n".join(_names_by_setting()) + "\n")
 
 
 def names_page_with_tables(text: str) -> str:
-    """The page of other systems' names with its generated part made anew."""
+    """Return names.md, the page of names in other systems, with a new generated part."""
     return _between(text, BEGIN_NAMES, "\n".join(_names_by_system()) + "\n")
 
 
@@ -63,7 +63,7 @@ def _between(text: str, begin: str, generated: str) -> str:
 
 
 def _names_by_setting() -> Iterator[str]:
-    """A table of the names in the documents that foundry implements, by the overrides that stand for them."""
+    """Yield a table from names in the documents that foundry implements to foundry's overrides."""
     yield from ("| elsewhere | type here |", "|---|---|")
     written = dict[str, dict[str, None]]()
     for row in names():
@@ -74,7 +74,7 @@ def _names_by_setting() -> Iterator[str]:
 
 
 def _names_by_system() -> Iterator[str]:
-    """A table for each system and version, in the order of the file."""
+    """Yield a table of names for each system and version, in the order of names.csv."""
     for system, version in dict.fromkeys((row.system, row.version) for row in names()):
         rows = [row for row in names() if (row.system, row.version) == (system, version)]
         title = "Other names" if system == OTHERS else f"{system} ({version})" if version else system
@@ -92,7 +92,7 @@ def _typed(row: Name) -> str:
 
 
 def _shell(row: Name) -> str:
-    """The overrides of a row in Markdown, those in brackets with a remark."""
+    """Return the overrides of a row of names.csv in Markdown, followed by the options that they require."""
     overrides = " ".join(f"'{text}'" if " " in text else text for text in row.overrides)
     if not overrides:
         return ""
@@ -101,13 +101,13 @@ def _shell(row: Name) -> str:
 
 
 def tables() -> str:
-    """Every group with its options and the fields of their schemas, in Markdown."""
+    """Return every config group with its options and the fields of their schemas, in Markdown."""
     ours = [line for group in GROUPS for line in _group(group)]
     return "\n".join([*ours, *_launching()])
 
 
 def _launching() -> Iterator[str]:
-    """What belongs to Hydra's part of the configuration: sweeps and launchers."""
+    """Yield the sections of Hydra's part of the configuration: sweepers and launchers."""
     yield from ("### hydra.sweeper", "", "The jobs of a sweep: a grid of values, or a search by Optuna.", "")
     yield from _alternatives("hydra.sweeper", Sweeper, {"foundry": Sweep, "optuna": Search})
     yield from ("### hydra.launcher", "", "The processes or the cluster that run the jobs of a sweep.", "")
@@ -115,7 +115,7 @@ def _launching() -> Iterator[str]:
 
 
 def _alternatives(path: str, base: type[Any], options: Mapping[str, type[Any]]) -> Iterator[str]:
-    """A table of what all options have, and one for each."""
+    """Yield a table of the settings that all options have, and for each option a table of its other settings."""
     shared = list(_rows(path, base))
     if shared:
         yield from ("Every option has", "", *_table(shared))
@@ -147,7 +147,7 @@ def _group(group: str) -> Iterator[str]:
 
 
 def _options(group: str) -> dict[str, dict[str, Any]]:
-    """Options of a group: comment at the top of the file, schema, other options that it extends, and values it sets."""
+    """Return the options of a group by name: comment, schema, extended options, chosen options and set values."""
     found = {}
     for path in sorted((Path(config_dir()) / group).glob("*.yaml")):
         text = path.read_text(encoding="utf-8")
@@ -183,7 +183,7 @@ def _option_line(group: str, name: str, option: Mapping[str, Any]) -> str:
 
 
 def _rows(path: str, schema: type[Any]) -> Iterator[str]:
-    """A row for each field, and for those of the dataclasses within."""
+    """Yield a table row for each field of a schema; for a field that is a dataclass, the rows of its fields."""
     hints = get_type_hints(schema)
     for item in fields(schema):
         key, hint = f"{path}.{item.name}", hints[item.name]
@@ -254,7 +254,7 @@ def _plain(value: object) -> str:
 
 
 def _assigned(value: object) -> str:
-    """A value as an override gives it: 1.0 is no 1 where a fraction and a count differ."""
+    """Format a value as in an override; 1.0 stays 1.0, since some settings take 1.0 as a fraction and 1 as a count."""
     return f"{value:.1f}" if isinstance(value, float) and f"{value:g}".isdigit() else _plain(value)
 
 

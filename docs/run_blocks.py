@@ -1,11 +1,11 @@
-"""Runs the ```bash blocks of the README and of docs/*.md: `python docs/run_blocks.py [FILE ...]`.
+"""Run the ```bash blocks of the README and of the pages in docs: `python docs/run_blocks.py [FILE ...]`.
 
-Each document is run from top to bottom in a fresh copy of the checkout of its own, each block by a bash that stops at
-the first error, with the Python that runs this script first on PATH. The first command of each document and of each
-module of foundry starts as it does in a terminal; the others fork from a process that has imported the modules. A
-comment above a block says that it needs more than this machine has, and leaves it out: `<!-- run: slurm -->` needs a
-Slurm cluster, where tests/slurm/test_slurm_docs.py runs it; `<!-- run: ci -->` is a command of the README that
-`.ci/run` runs; `<!-- run: elsewhere -->` needs what no test has.
+Each document runs from top to bottom in its own copy of the checkout. A new bash runs each block and stops at the first
+error; `python` is the interpreter of this script. The first foundry command of each document and the first of each
+module start as in a terminal; all other foundry commands fork from a process that has imported the modules. A comment
+above a block excludes it: `<!-- run: slurm -->` needs a Slurm cluster, tests/slurm/test_slurm_docs.py runs it;
+`<!-- run: ci -->` is a command of the README that `.ci/run` runs; `<!-- run: elsewhere -->` needs resources that no
+test has.
 """
 
 import os
@@ -46,10 +46,10 @@ _NOT_COPIED = shutil.ignore_patterns(
 
 
 def blocks(text: str, *, at: str | None = None) -> list[str]:
-    """The code of a document's bash blocks that need no particular place; with `at`, also of those that need that one.
+    """Return the code of the bash blocks without a `run:` comment and of those whose comment names `at`.
 
     Raises:
-        ValueError: the place of a block is not in `PLACES`.
+        ValueError: the comment of a block names a place that is not in `PLACES`.
     """
     chosen = []
     for match in _BLOCK.finditer(text):
@@ -62,14 +62,14 @@ def blocks(text: str, *, at: str | None = None) -> list[str]:
 
 
 def documents() -> Iterator[Path]:
-    """The README and the pages of docs, those with something to run."""
+    """Yield the README and the pages of docs that have a block to run."""
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         if blocks(path.read_text(encoding="utf-8")):
             yield path
 
 
 def run(path: Path, *, at: str | None = None, environment: Mapping[str, str] = os.environ) -> bool:
-    """Run a document's blocks in a fresh copy of the checkout; say how it went."""
+    """Run a document's blocks in a new copy of the checkout; print each time, and return False after a failed block."""
     with (
         tempfile.TemporaryDirectory(prefix="foundry-docs-", ignore_cleanup_errors=True) as folder,
         WarmPython() if at is None else nullcontext() as python,  # jobs of a cluster have another environment
@@ -89,7 +89,7 @@ def run(path: Path, *, at: str | None = None, environment: Mapping[str, str] = o
 
 
 def _run_block(code: str, directory: Path, environment: Mapping[str, str], programs: Path | None = None) -> str | None:
-    """None, or what a failed block has said; what it has left running is ended. `programs` come first on PATH."""
+    """Run a block and kill its remaining processes; return None, or the error. `programs` is first on PATH."""
     cache = str(Path(tempfile.gettempdir()) / "foundry-docs-cache")
     folders = [*filter(None, [programs]), Path(sys.executable).parent, environment["PATH"]]
     with tempfile.TemporaryFile("w+") as message:
@@ -101,7 +101,7 @@ def _run_block(code: str, directory: Path, environment: Mapping[str, str], progr
                 "OMP_NUM_THREADS": "1",
                 **environment,
                 "PATH": os.pathsep.join(map(str, folders)),
-            },  # other work is beside it
+            },  # one thread, since other programs run at the same time
             stdout=message,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -119,7 +119,7 @@ def _run_block(code: str, directory: Path, environment: Mapping[str, str], progr
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # also of the process that commands fork from
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # also for the process that commands fork from
     chosen = [Path(word).resolve() for word in sys.argv[1:]] or list(documents())
     failed = [path for path in chosen if not run(path)]
     sys.exit(1 if failed else 0)

@@ -1,7 +1,7 @@
-"""Runs the notebooks of docs/notebooks: `python docs/run_notebooks.py [--write] [FILE ...]`.
+"""Run the notebooks of docs/notebooks: `python docs/run_notebooks.py [--write] [FILE ...]`.
 
-Each is run from top to bottom in an empty folder, and ends at the first error. `--write` keeps what its cells answer,
-as the repository's pages and the site show it.
+Each notebook runs from top to bottom in an empty folder and ends at the first error. `--write` saves the outputs of the
+cells in the notebook, which the site shows.
 """
 
 import os
@@ -16,16 +16,16 @@ from nbclient import NotebookClient
 
 FOLDER = Path(__file__).resolve().parent / "notebooks"
 LIMIT_SECONDS = 600
-"""Of a cell: a machine may be busy."""
+"""Time limit of a cell; long, because the machine may be busy."""
 
 
 def execute(path: Path) -> nbformat.NotebookNode:
-    """The notebook with what its cells answer, without what differs from one machine to the next.
+    """Run a notebook and return it with the outputs, without run times, temporary paths and properties of the machine.
 
     Raises:
-        nbclient.exceptions.CellExecutionError: a cell has failed.
+        nbclient.exceptions.CellExecutionError: a cell raised an error.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # small models, and other work beside them
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # for small models beside other programs
     notebook = nbformat.read(path, as_version=4)
     with tempfile.TemporaryDirectory(prefix="foundry-notebook-", ignore_cleanup_errors=True) as folder:
         NotebookClient(notebook, timeout=LIMIT_SECONDS, resources={"metadata": {"path": folder}}).execute()
@@ -39,7 +39,7 @@ def execute(path: Path) -> nbformat.NotebookNode:
 
 
 def main(words: list[str]) -> None:
-    """Run all, or those that are named."""
+    """Run the notebooks named by `words`, or all of `FOLDER`; with --write, save their outputs."""
     for path in [Path(word) for word in words if word != "--write"] or sorted(FOLDER.glob("*.ipynb")):
         began = time.monotonic()
         notebook = execute(path)

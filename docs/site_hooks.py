@@ -1,8 +1,8 @@
-"""Makes a site of the repository's pages: mkdocs.yml names this file.
+"""Hooks of MkDocs that turn the repository's pages into a site; mkdocs.yml names this file.
 
-Pages are written to be read in the repository, where links lead to any of its files. Here the README becomes the start
-page, notebooks become pages, a file of code that a page links to becomes a page with that code, and links follow; one
-that leads nowhere ends a strict build.
+Pages are written for the repository and link to any of its files. On the site, the README becomes the start page,
+notebooks become pages, and a code file that a page links to becomes a page with the code. Links are changed to these
+pages; a link without a target fails a strict build.
 """
 
 import base64
@@ -23,7 +23,7 @@ _REFERENCE = re.compile(r"<!-- reference: ([\w.]+) -->")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that do not lie in docs as Markdown."""
+    """Add pages for files that MkDocs does not find: top-level pages, notebooks, and linked code files."""
     origins = {file.src_uri: ROOT / "docs" / file.src_uri for file in files.documentation_pages()}
     for name, uri in TOP.items():
         files.append(File.generated(config, uri, content=(ROOT / name).read_text(encoding="utf-8")))
@@ -44,7 +44,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Have links lead to pages of the site, and put the documentation of code where a comment asks for it."""
+    """Change links to pages of the site, and replace `<!-- reference: NAME -->` by the documentation of NAME."""
     here = page.file.src_uri
     names = {uri: name for name, uri in TOP.items()}
     origin = ROOT / names[here] if here in names else ROOT / "docs" / here
@@ -72,14 +72,14 @@ def site_uri(path: Path) -> str:
 
 
 def source_page(path: Path) -> str:
-    """A file of code as a page."""
+    """Return the Markdown page of a code file."""
     language = {".py": "python", ".yaml": "yaml", ".cfg": "ini"}.get(path.suffix, "text")
     text = path.read_text(encoding="utf-8").rstrip()
     return f"---\nsearch:\n  exclude: true\n---\n\n# {path.relative_to(ROOT)}\n\n````{language}\n{text}\n````\n"
 
 
 def notebook_page(path: Path) -> tuple[str, dict[str, bytes]]:
-    """A notebook with what its cells have answered, and its pictures by name."""
+    """Return a notebook as a Markdown page with the outputs of its cells, and its PNG pictures by file name."""
     parts, pictures = list[str](), dict[str, bytes]()
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         source = _joined(cell["source"])
@@ -96,5 +96,5 @@ def notebook_page(path: Path) -> tuple[str, dict[str, bytes]]:
 
 
 def _joined(text: Any) -> str:
-    """What notebooks keep as a text or as a list of lines."""
+    """Join a text that a notebook stores as one string or as a list of lines."""
     return text if isinstance(text, str) else "".join(text)

@@ -1,4 +1,4 @@
-"""Worker functions of test_local.py; as a script, run the named function in two processes."""
+"""Worker functions of test_local.py; as a script, run the function named by the first argument in two processes."""
 
 import os
 import signal
@@ -44,7 +44,7 @@ def fail_on_rank_one():
 
 
 def fail_with_exit_handlers():
-    """Fail with exit handlers that print: Python's to stderr, and C++'s, which runs among destructors, to stdout."""
+    """Fail after registering two exit handlers: Python's prints to stderr, C++'s (run with destructors) to stdout."""
     import atexit
     import ctypes
 
@@ -87,7 +87,7 @@ def sleep(folder):
 
 
 def train(folder):
-    """Train until a signal arrives; raise Stopped with the signal, after each rank has written its last step."""
+    """Count steps until one rank receives a signal; write this rank's last step to a file, and raise Stopped."""
     from foundry.config.schemas.device import DeviceKind
     from foundry.config.schemas.distributed import Distributed
     from foundry.parallel.process_group import process_group
@@ -112,7 +112,7 @@ def ignore_signals(folder):
 
 
 def stop_and_be_asked_again(signum):
-    """Send `signum` to this process, which receives it again at its exit, when the launcher forwards its own copy."""
+    """Stop on `signum`; then send `signum` to the launcher, which forwards the signal to this process again."""
     from foundry.training.signals import SignalHandler
 
     try:
@@ -125,7 +125,7 @@ def stop_and_be_asked_again(signum):
 
 
 def stop_after_signal(signum, checkpoint):
-    """Send `signum` to the parent process, wait until it is forwarded, and stop; without a checkpoint, fail to save."""
+    """Send `signum` to the launcher and wait until it is forwarded; raise Stopped, or OSError without a checkpoint."""
     from foundry.training.signals import SignalHandler
 
     with SignalHandler() as signals:

@@ -60,7 +60,7 @@ def write_tree(folder, files):
 
 
 def write_as_hydra(folder):
-    """Write the files that a run writes before it checks its data."""
+    """Append to the files that a run writes before it checks its data."""
     (folder / ".hydra").mkdir(exist_ok=True)
     for name in (".hydra/config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml", "foundry.log", ".lock"):
         with (folder / name).open("a") as file:

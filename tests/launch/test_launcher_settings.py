@@ -10,7 +10,7 @@ from foundry.config.composition.compose import CONFIG_NAME, config_dir, install
 from foundry.config.schemas.launcher import resolve_launcher
 from foundry.core.errors import ConfigError
 
-NAMED = ["hydra.launcher.name=a", "hydra.launcher.submitit_folder=a"]  # `${hydra:...}` resolves only in runs
+NAMED = ["hydra.launcher.name=a", "hydra.launcher.submitit_folder=a"]  # the defaults resolve only in runs
 BATCH = ["hparams.per_gpu_batch_size=2", "hparams.global_batch_size=16"]
 
 

@@ -82,7 +82,7 @@ def test_worker_failed_names_a_killed_rank():
 
 @pytest.fixture
 def start(tmp_path, monkeypatch):
-    """A function that starts two workers in their own process group, as a shell does, with a folder for their files."""
+    """A function that starts local_workers.py in a new process group, as a shell does, and waits for worker files."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     started = []
 

@@ -27,7 +27,7 @@ def test_max_restarts_limits_restarts_and_records_their_reasons(tmp_path, caplog
 
 def test_restart_needs_a_newer_checkpoint_than_the_last_failure(tmp_path):
     restarts = Restarts(tmp_path, 5)
-    assert restarts.allow(WorkerFailed(1, KILLED))  # restarts from scratch
+    assert restarts.allow(WorkerFailed(1, KILLED))  # without a checkpoint, from scratch
     assert restarts.allow(WorkerFailed(0, KILLED))
     assert not restarts.allow(WorkerFailed(0, KILLED))
     save(tmp_path, 5)

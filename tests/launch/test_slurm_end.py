@@ -1,4 +1,4 @@
-"""End of Slurm jobs that could not record it themselves; the sample lines are from a real srun and controller."""
+"""Ends of Slurm jobs that the jobs could not record themselves; sample lines are from a real srun and controller."""
 
 import pytest
 
@@ -71,12 +71,12 @@ def test_first_end_is_the_first_failed_rank_of_this_attempt(submitted):
 
 @pytest.fixture
 def slurm_says(tmp_path, monkeypatch):
-    """A function that puts a scontrol into the path that knows job 7 of a cluster."""
+    """A function that puts a fake `scontrol` on PATH, which knows job 7 of a cluster."""
     monkeypatch.setattr("foundry.launch.slurm_unwatched._SECOND_LOOK_SECONDS", 0.01)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
 
     def write(cluster, *states):
-        """Write a scontrol that prints the states one after the other."""
+        """Write a `scontrol` that answers each query of the job with the next one of the states."""
         count = tmp_path / "count"
         count.write_text("")
         cases = "".join(f"{number}) state={state};;" for number, state in enumerate(states))
@@ -102,7 +102,7 @@ def slurm_says(tmp_path, monkeypatch):
     ],
 )
 def test_settle_unwatched_needs_two_reports_of_an_end(submitted, slurm_says, cluster, states, state):
-    """The job has ended only if Slurm reports it twice: a job that is queued again appears ended for a moment."""
+    """A job has ended only if Slurm reports its end twice: a job that is queued again appears ended for a moment."""
     run_dir, _ = submitted
     write_status(run_dir, state="running", reason="")
     slurm_says(cluster, *states)

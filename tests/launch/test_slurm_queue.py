@@ -14,7 +14,7 @@ GONE = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
 
 @pytest.fixture
 def commands(tmp_path, monkeypatch):
-    """A function that puts scripts into the path in place of Slurm's commands."""
+    """A function that puts scripts on PATH in place of Slurm's commands; a command without a script fails."""
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
 
     def write(**scripts):
@@ -60,7 +60,7 @@ def test_partitions_have_time_limits_in_minutes(commands):
 
 
 def test_refusal_is_none_for_jobs_that_slurm_would_queue(commands, tmp_path):
-    """`sbatch --test-only` also refuses jobs that wait for drained nodes; submit and cancel a real job to find out."""
+    """`sbatch --test-only` also refuses jobs that wait for drained nodes; `refusal` then submits and cancels a job."""
     log = tmp_path / "log"
     test_only = "case $1 in --test-only) exit {};; esac"
     commands(sbatch=test_only.format(0))

@@ -20,7 +20,7 @@ def _handlers_come_back():
 
 
 def stop_task(error):
-    """Run a task that receives SIGUSR2 while submitit's handler raises an error; return the SystemExit."""
+    """Run a task that receives SIGUSR2, on which submitit's handler raises `error`; return the task's SystemExit."""
 
     def checkpoint_and_try_requeue(signum, frame):
         raise error
@@ -32,7 +32,7 @@ def stop_task(error):
 
 
 def slurm_says(monkeypatch, tmp_path, text):
-    """Put a `scontrol` on the path that prints `text`, or fails if `text` is None; set the job id of this process."""
+    """Put a `scontrol` on PATH that prints `text` or, without `text`, fails; set the job id of this process."""
     (tmp_path / "scontrol").write_text(f"#!/bin/sh\n{f'echo {text}' if text else 'exit 1'}\n")
     (tmp_path / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")

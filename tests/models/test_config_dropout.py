@@ -35,7 +35,7 @@ OF_OTHER_HEADS = ("classifier", "summary")
 
 
 def dropouts(node, prefix=""):
-    """Yield the name and value of every dropout number of a config dictionary."""
+    """Yield name and value of every dropout number in a config dictionary, without numbers of unused heads."""
     for name, value in node.items():
         if isinstance(value, dict):
             yield from dropouts(value, f"{prefix}{name}.")

@@ -16,7 +16,7 @@ def small_dit(**changes) -> DiT:
 
 
 def trained_looking(model: DiT) -> DiT:
-    """Replace zero-initialized weights by random ones, as after some training."""
+    """Replace all weights by random ones, since some are initialized to zero; return the model."""
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.1)
     return model

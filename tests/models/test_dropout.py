@@ -85,7 +85,7 @@ def test_transformers_models_apply_the_dropout_of_their_architecture(architectur
 
 
 class Own(torch.nn.Module):
-    """A user's model."""
+    """A user's model with an argument for attention dropout."""
 
     def __init__(self, attention_dropout=0.0):
         super().__init__()

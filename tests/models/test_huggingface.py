@@ -272,7 +272,7 @@ def test_config_fields_override_a_loaded_model(tmp_path):
 
 
 def test_model_loaded_from_a_folder_is_in_training_mode(tmp_path):
-    """`from_pretrained` returns models in evaluation mode."""
+    """`from_pretrained` itself returns models in evaluation mode."""
     make().causal_lm.save_pretrained(tmp_path)
     config = Config(
         model=HuggingFace(path=str(tmp_path), vocab_size=61, max_seq_len=16, config={"attention_dropout": 0.25}),

@@ -55,5 +55,5 @@ def test_training_step_reads_no_tensor_values_and_keeps_its_gradients(architectu
     monkeypatch.setattr("foundry.models.pretrained.huggingface._ignore_packing", nullcontext)
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda ids: looks.append(1) or found(ids))
     count, before = step()
-    assert count == len(looks) > 0  # Fails once transformers stops searching; then remove the workaround.
+    assert count == len(looks) > 0  # Fails once transformers stops the search; then remove `_ignore_packing`.
     assert all(torch.equal(one, other) for one, other in zip(gradients, before, strict=True))

@@ -30,7 +30,7 @@ def test_attention_with_fewer_heads_of_keys_is_one_kernel(device):
 
 
 def wide_results(device):
-    """Return float32 copies and saved tensors of a norm that are at least as large as its input."""
+    """Return the names of a norm's copies to float32, and its saved float32 tensors of at least the input's size."""
     norm = RMSNorm(64, 1e-5).to(device_of(device))
     x = torch.randn(2, 8, 64, device=device).bfloat16().requires_grad_()
     saved = []

@@ -1,4 +1,4 @@
-"""Initial weights keyed by element: any part equals that part of the whole bit for bit; distributions."""
+"""Initial weights keyed by element: drawing a part gives that part of the whole tensor bit for bit; distributions."""
 
 import math
 

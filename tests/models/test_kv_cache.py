@@ -1,4 +1,4 @@
-"""Logits with a KV cache match those without, for both kinds of models, any chunk size and padded batches."""
+"""Logits with a KV cache match logits without, for models of foundry and transformers, any chunks, padded batches."""
 
 import pytest
 import torch

@@ -32,7 +32,7 @@ class Spoken(Toy):
 
 
 class Decorated(Toy):
-    """A model whose forward pass forwards any arguments, as after a decorator."""
+    """A model whose `forward` is declared with any arguments, as after a decorator."""
 
     def forward(self, *arguments, **options):
         return read_log_probs(Toy.forward(self, arguments[0]), arguments[1], **options)

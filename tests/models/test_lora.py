@@ -94,7 +94,7 @@ def dit():
 
 
 def trained(model, **settings):
-    """Add adapters with nonzero weights."""
+    """Add adapters with nonzero weights to a model and return the model."""
     add_adapters(model, LoRA(**settings), seed=0)
     for layer in adapted_layers(model).values():
         nn.init.normal_(layer.lora_B.default.weight, std=0.1)

@@ -13,11 +13,11 @@ ARCHITECTURES = {
     "qwen2": (ROTARY, True),
     "gpt2": (GPT2, True),
     "gpt_neox": ({**SMALL, "intermediate_size": 64}, True),
-    "opt": ({**SMALL, "ffn_dim": 64, "word_embed_proj_dim": 32}, False),  # Does not call its base model.
-    "gemma2": ({**ROTARY, "head_dim": 16}, False),  # Caps logits.
-    "cohere": (ROTARY, False),  # Scales logits.
+    "opt": ({**SMALL, "ffn_dim": 64, "word_embed_proj_dim": 32}, False),  # OPT does not call its base model.
+    "gemma2": ({**ROTARY, "head_dim": 16}, False),  # Gemma 2 caps logits.
+    "cohere": (ROTARY, False),  # Cohere scales logits.
     "granite": ({**ROTARY, "logits_scaling": 2.0}, False),
-    "phi": ({**SMALL, "intermediate_size": 64}, False),  # Adds a bias.
+    "phi": ({**SMALL, "intermediate_size": 64}, False),  # Phi adds a bias to logits.
 }
 
 

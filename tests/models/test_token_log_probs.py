@@ -17,7 +17,7 @@ def inputs(batch=3, seq=7, width=8, vocab=19, *, seed=0):
 
 
 def gradients(output, hidden, weight):
-    """Return gradients of a function that uses both outputs with different weights at each position."""
+    """Return gradients of a loss that weights `log_prob` and `logsumexp` differently at each position."""
     factors = torch.linspace(0.5, 1.5, output.log_prob.numel()).view(output.log_prob.shape)
     loss = (output.log_prob * factors).sum() + (output.logsumexp * factors.flip(0)).square().sum()
     return torch.autograd.grad(loss, (hidden, weight))

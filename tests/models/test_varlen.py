@@ -48,7 +48,7 @@ def attend_by_starts(
 
 @contextmanager
 def kernel_on_cpu():
-    """Replace the kernel by one for the CPU in the body; yield the query shapes of its calls."""
+    """Replace torch's varlen kernel by `attend_by_starts` in the body; yield the query shapes of its calls."""
     calls = []
 
     def count(*args, **options):
@@ -203,7 +203,7 @@ def test_has_kernel_depends_on_device_dtype_and_head_dim(
 
 
 def bytes_made(seq_len):
-    """Return total and largest bytes of tensors made by attention over documents of 512 tokens, on a fake GPU."""
+    """Return total and largest bytes of the tensors that attention over 512-token documents makes on a fake GPU."""
     import torch.nn.attention.varlen
 
     class Sizes(Operations):
@@ -231,7 +231,7 @@ def test_varlen_memory_is_linear_in_the_row_length():
     """Fake tensors compute the sizes without a GPU."""
     (total, largest), (twice, _) = bytes_made(8192), bytes_made(16384)
     assert twice <= 2 * total
-    assert largest == 8192 * 16 * 64 * 2  # The queries.
+    assert largest == 8192 * 16 * 64 * 2  # The size of the queries.
 
 
 def gpu_model(seq_len, device):
@@ -242,7 +242,7 @@ def gpu_model(seq_len, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_half_precision_packed_loss_matches_the_cpu(device):
-    """On a GPU, also check for one kernel per layer and no synchronization; only there is the real kernel compared."""
+    """On a GPU, compare the real kernel, and check that each layer calls it once and that nothing synchronizes."""
     microbatch = microbatch_of([[70, 1, 90], [200], [30, 3, 3, 3, 3]])
     microbatch |= find_bounds(microbatch["documents"])
     expected = SFT().loss(gpu_model(256, "cpu"), microbatch).loss

@@ -14,7 +14,7 @@ from foundry.parallel.checkpointing import checkpointed
 SIZES = {"vocab_size": 61, "max_seq_len": 12, "image_size": 16, "hidden_size": 32, "intermediate_size": 48}
 HEADS = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
 PATCHES = 4
-"""Number of patches of an image of 16 pixels."""
+"""Number of patches of an image of 16 x 16 pixels."""
 
 
 def vlm(**changes) -> PrefixVLM:

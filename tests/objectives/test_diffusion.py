@@ -35,7 +35,7 @@ def microbatch(count: int = 16, first: int = 0):
 
 
 class Recorder(nn.Module):
-    """Predict ones, and record the inputs."""
+    """A model that predicts ones and records its inputs."""
 
     def forward(self, images, timesteps, labels):
         self.images, self.timesteps, self.labels = images, timesteps, labels
@@ -146,7 +146,7 @@ def test_diffusion_samples_the_given_labels_and_counts():
 
 
 class Perfect(nn.Module):
-    """A model that knows the images: class k has brightness k / 10, no class has brightness 0."""
+    """A model that knows the images: class k has brightness k / 10, and label 10 ("no class") has brightness 0."""
 
     def __init__(self, diffusion: Diffusion) -> None:
         super().__init__()

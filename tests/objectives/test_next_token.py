@@ -125,7 +125,7 @@ def test_next_token_generation_is_deterministic_and_saved_to_a_file(data, tmp_pa
 def test_sample_file_names_step_seed_and_prompt_of_each_sample(tmp_path):
     sampling = {"temperature": 0.5, "seed": 3, "top_k": 7}
     samples = TextSamples(("a b\n\nc", "d e"), prompts=("a ", "d"), sampling=sampling, step=20)
-    assert samples.text == "a b\n\nc\n\nd e"  # On the terminal.
+    assert samples.text == "a b\n\nc\n\nd e"  # Printed to the terminal.
     lines = samples.save(tmp_path / "samples").read_text().splitlines()
     assert lines[:2] == ["step 20, temperature 0.5, seed 3, top_k 7", ""]
     assert [line.strip("=- ") if line.startswith(("===", "---")) else line for line in lines[2:]] == [

@@ -20,7 +20,7 @@ OPEN = {
     "NextToken": {},
     "SFT": {},
 }
-"""Required settings of each objective that have no default outside a run."""
+"""Settings of each objective that have no default if it is built outside a run."""
 
 
 @pytest.mark.parametrize("name", OPEN)

@@ -1,4 +1,4 @@
-"""Operations of a Muon step; matrices updated together equal matrices updated alone."""
+"""Number of operations of a Muon step; updating many matrices at once gives the same weights as one at a time."""
 
 from unittest.mock import patch
 
@@ -13,7 +13,7 @@ NO_KERNELS = {"view", "_unsafe_view", "alias", "permute", "split_with_sizes", "s
 
 
 def muon_kernels(shape, num_matrices, ns_steps):
-    """Return the number of operations of a step that compute or copy."""
+    """Return the number of tensor operations that compute or copy in the second step of Muon."""
     matrices = [nn.Parameter(torch.ones(shape)) for _ in range(num_matrices)]
     options = {"momentum": 0.9, "nesterov": True, "ns_steps": ns_steps, "weight_decay": 0.1}
     optimizer = muon.Muon(matrices, lr=1.0, ns_dtype=torch.bfloat16, **options)
@@ -29,7 +29,7 @@ def muon_kernels(shape, num_matrices, ns_steps):
 
 @pytest.mark.parametrize(("shape", "num_others"), [((8, 20), 3), ((20, 8), 4)])
 def test_muon_batches_momentum_and_weight_updates_over_matrices(shape, num_others):
-    """Per matrix remain only the three products of the iteration, the norm and, if it is tall, a transposed copy."""
+    """Each matrix adds three products per iteration, three operations to normalize and, if tall, a transposed copy."""
     few, many, longer = (muon_kernels(shape, *sizes) for sizes in ((4, 5), (24, 5), (24, 7)))
     assert many - few == 20 * (3 * 5 + num_others)
     assert longer - many == 24 * 3 * 2
@@ -37,7 +37,7 @@ def test_muon_batches_momentum_and_weight_updates_over_matrices(shape, num_other
 
 
 def test_muon_update_in_chunks_equals_one_update():
-    """Several groups, dtypes and shapes; chunks of two or three matrices."""
+    """Several groups, dtypes and shapes; chunks of up to three matrices give the same weights as single matrices."""
     held = []
     for chunk_bytes in (2**26, 700):
         torch.manual_seed(0)

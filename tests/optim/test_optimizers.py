@@ -206,7 +206,7 @@ def test_newton_schulz_brings_singular_values_near_one(shape, dtype):
 
 @st.composite
 def matrices(draw):
-    """Draw random, low-rank, ill-conditioned, zero and single-row or single-column matrices of any gradient scale."""
+    """Draw a matrix (random, low-rank, ill-conditioned, orthogonal or zero; any scale) and a copy with small noise."""
     rows, columns = draw(st.sampled_from([(1, 1), (1, 48), (48, 1), (2, 64), (7, 5), (24, 24), (32, 96), (64, 16)]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     left, right = (torch.randn(n, n, generator=generator, dtype=torch.float64) for n in (rows, columns))

@@ -1,4 +1,4 @@
-"""Properties of every schedule and of every batch size schedule, over ten thousand random runs."""
+"""Properties of all learning-rate and batch size schedules; ten thousand random runs if `long` tests are selected."""
 
 import math
 from itertools import pairwise
@@ -52,7 +52,7 @@ def lengths(draw, budget):
 
 @st.composite
 def schedules(draw, curves):
-    """Draw a budget and a schedule that fits into it, with the run as its horizon."""
+    """Draw a budget and a schedule that fits into it, whose horizon is the length of the run."""
     budget, curve = draw(budgets()), draw(st.sampled_from(curves))
     peak = draw(st.floats(1e-6, 1.0))
     horizon = draw(st.sampled_from(["1.0", f"{budget.total_steps}", f"{budget.total_samples} samples"]))

@@ -13,7 +13,7 @@ from foundry.core.duration import Budget
 from foundry.core.phases import Phases
 from foundry.optim.schedules import WSD, Constant, Cosine, InverseSquareRoot, Linear, WeightDecay, from_state
 
-RAMP = BatchSizes.ramp(start=2, increment=2, over_samples=12, final=8)  # 2 2 2, 4 4, 6, then 8
+RAMP = BatchSizes.ramp(start=2, increment=2, over_samples=12, final=8)  # sizes of the steps: 2, 2, 4, 6, then 8
 
 
 def resolve_budget(sizes, steps):

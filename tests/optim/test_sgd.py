@@ -1,4 +1,4 @@
-"""SGD of whole and sharded parameters matches torch's, bit for bit, and skips updates on the device."""
+"""SGD matches torch's bit for bit, and sharded parameters match whole ones, also with skipped updates."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch import nn
 
 from foundry.optim.sgd import ShardedSGD
 
-SHAPES = [(7, 5), (1, 3), (33, 2)]  # The second has one row, so one of two ranks holds nothing.
+SHAPES = [(7, 5), (1, 3), (33, 2)]  # The second has one row, so one of two ranks has no part of it.
 OPTIONS = {"lr": 0.1, "weight_decay": 0.1, "fused": True}
 MOMENTUM = [(0.0, False), (0.9, False), (0.9, True)]
 
@@ -43,7 +43,7 @@ def test_sharded_sgd_matches_torch_sgd_bit_for_bit(momentum, nesterov):
 
 
 def sharded_beside_whole(world):
-    """Return weights and momentum of whole and sharded parameters after steps with the first and fourth skipped."""
+    """Return weights and momentum, whole and sharded, after six steps (first and fourth skipped) by `MOMENTUM`."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -69,4 +69,4 @@ def test_sharded_sgd_matches_whole_parameters_with_skipped_updates():
         assert [len(pairs) for pairs in cases] == [3, 6, 6]
         for whole, sharded in (pair for pairs in cases for pair in pairs):
             assert torch.isfinite(whole).all()
-            torch.testing.assert_close(sharded, whole, rtol=1e-6, atol=1e-6)  # Vector tails differ in shards.
+            torch.testing.assert_close(sharded, whole, rtol=1e-6, atol=1e-6)  # Rounding differs at the ends of shards.

@@ -35,7 +35,7 @@ from foundry.parallel.process_group import _device, process_group
         (8, {}, 1),
         (1, {"CUDA_VISIBLE_DEVICES": "1"}, 0),  # As set by a script that starts one process per GPU.
         (1, {}, "torchrun --nproc-per-node"),
-        # foundry's own processes would share it
+        # the two processes that foundry starts would share the GPU
         (1, {"CUDA_VISIBLE_DEVICES": "1", STORE: "somewhere"}, "distributed.nproc_per_node"),
     ],
 )
@@ -204,7 +204,7 @@ VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC
 def test_gpu_process_variables_are_set_unless_the_user_set_them(machine, monkeypatch, kind, set_before, expected):
     machine(files=FILES, count=1)
     for name in VARIABLES:
-        monkeypatch.setenv(name, "")  # Lets monkeypatch restore it after the test.
+        monkeypatch.setenv(name, "")  # Lets monkeypatch restore the variable after the test.
         monkeypatch.delenv(name)
     for name, value in set_before.items():
         monkeypatch.setenv(name, value)

@@ -37,7 +37,7 @@ def test_precision_mode_sets_weight_and_compute_dtypes(mode, held, computed):
 
 @pytest.mark.parametrize("mode", PrecisionMode)
 def test_backward_pass_of_an_amp_window_runs_in_the_calling_thread(mode):
-    """In another thread, the first autocast context there would clear the cache of rounded weights."""
+    """If it ran in another thread, that thread's first autocast context would clear the cache of rounded weights."""
     policy, is_amp = PrecisionPolicy(mode), mode.value.startswith("amp")
     is_threaded = torch._C._is_multithreading_enabled
     with policy.window(torch.device("cuda")):

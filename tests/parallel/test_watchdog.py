@@ -99,7 +99,7 @@ with watchdog.Watchdog(3.0, rank=0) as dog:
 def test_watchdog_ignores_a_jump_of_the_clock():
     code = SLEEPER.format(then="pass")
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
-    code = SLEEPER.format(then="time.sleep(60)")  # It still watches.
+    code = SLEEPER.format(then="time.sleep(60)")  # The watchdog still detects a stall.
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == EXIT_STALLED
 
 

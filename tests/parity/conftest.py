@@ -60,7 +60,7 @@ BATCH = ["hparams.global_batch_size=16", "hparams.per_gpu_batch_size=16", "hpara
 
 @pytest.fixture(scope="session")
 def configure():
-    """Compose a small task: `configure("lm" | "diffusion" | "policy" | "vlm" | "vla", *overrides)`."""
+    """Return `configure("lm" | "diffusion" | "policy" | "vlm" | "vla", *overrides)`, which composes a small task."""
 
     def run(task, *overrides):
         words = [*TASKS[task], *QUIET, *BATCH, "optimizer=adamw", "precision=fp32", *overrides]

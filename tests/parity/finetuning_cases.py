@@ -1,7 +1,7 @@
 """Recorded fine-tuning cases: reading them, reasons why foundry does not offer some, and settings of the rest.
 
-A file is `{"inputs": {name: ...}, "cases": [...]}`. The first part of a case's id is its kind; its
-configuration alone determines the system and the variant.
+A file is `{"inputs": {name: ...}, "cases": [...]}`. The first part of a case's id is its kind; the
+configuration of a case determines the system and the variant of the kind.
 """
 
 import json
@@ -78,7 +78,7 @@ TRL_POLICY_LOSSES = {"grpo", "dapo", "cispo"}
 NEMO_DIVERGENCES = {"kl_type", "topk", "zero_outside_topk", "mixed_kl_weight"}
 OTHER_DIVERGENCES = {"beta", "temperature", "ratio", "kd_ratio", "ce_ratio"}
 COUNTS = {"global_valid_toks", "global_valid_seqs"}
-"""Divisors of the loss, which follow from the masks."""
+"""Settings that foundry derives from the masks: divisors of the loss."""
 KNOWN = {
     "grpo_adv": NEMO_ADVANTAGES | TRL_ADVANTAGES,
     "kl": {"kl_type"},
@@ -89,7 +89,7 @@ KNOWN = {
     "lora": {"patterns", "alpha", "lora_alpha", "use_rslora", "rslora", "dim", "r", "rank"},
     "trainer": {"val_check_interval", "patience", "min_delta"},
 }
-"""Settings by kind of case, for kinds whose settings are the same in every system."""
+"""Settings that the check of a kind reads, for kinds with one set of settings for all systems."""
 TRL_IMPORTANCE_WEIGHTS = {"token_truncate": ImportanceWeights.tis, "token_mask": ImportanceWeights.icepop}
 IMPORTANCE_WEIGHTS = {
     None: ImportanceWeights.plain,
@@ -101,7 +101,7 @@ IMPORTANCE_WEIGHTS = {
 
 @cache
 def finetuning_cases() -> list[Case]:
-    """Return all cases of the stored files and of FOUNDRY_GOLDENS, sorted by id, with its inputs."""
+    """Return all cases of the stored files and of FOUNDRY_GOLDENS, sorted by id, each with its inputs."""
     cases: dict[str, Case] = {}
     for path in sorted({*OWN_FOLDER.glob("*.json"), *FOLDER.glob("*.json")}, key=str):
         cases |= {case["id"]: case for case in read_cases(path)}
@@ -109,14 +109,14 @@ def finetuning_cases() -> list[Case]:
 
 
 def read_cases(path: Path) -> Iterator[Case]:
-    """Yield the cases of a file in this format; files in another format belong to other tests."""
+    """Yield the cases of a JSON file; none if its format is another one, which other tests read."""
     recorded = json.loads(path.read_text())
     if not isinstance(recorded, dict) or "cases" not in recorded:
         return
     inputs = recorded.get("inputs", {})
     for case in recorded["cases"]:
         name = case.get("inputs")
-        # For example "grpo (curr as logprobs)".
+        # A remark may follow the name, as in "grpo (curr as logprobs)".
         values = inputs[name.split()[0]] if isinstance(name, str) else name or {}
         yield case | {"inputs": values, "config": case.get("config") or {}}
 
@@ -175,7 +175,7 @@ def _divergence(config: Case) -> Iterator[str]:
 
 
 def is_nemo_policy(config: Case) -> bool:
-    """Return True for settings of NeMo-RL, whose cases list all settings; cases of TRL omit defaults."""
+    """Return True for a policy case of NeMo-RL, whose cases list all settings; cases of TRL omit defaults."""
     return bool(config.keys() & (NEMO_POLICY | COUNTS))
 
 
@@ -185,7 +185,7 @@ def _loss_types(config: Case) -> list[str]:
 
 
 def dpo_settings(config: Case) -> dict[str, Any]:
-    """Return the keyword arguments of `pair_losses`."""
+    """Return the keyword arguments of `pair_losses` for the configuration of a DPO case."""
     if "loss_type" not in config:
         return {
             "ref_policy_kl_penalty": config.get("reference_policy_kl_penalty", 0.05),
@@ -203,7 +203,7 @@ def dpo_settings(config: Case) -> dict[str, Any]:
 
 
 def advantage_settings(config: Case) -> dict[str, Any]:
-    """Return the keyword arguments of `group_advantages`."""
+    """Return the keyword arguments of `group_advantages` for the configuration of a case."""
     if "scale_rewards" in config:
         by_group = config["scale_rewards"] in ("group", True)
         return {"use_rloo": False, "normalize_rewards": by_group, "epsilon": config.get("eps", 1e-4)}
@@ -217,7 +217,7 @@ def advantage_settings(config: Case) -> dict[str, Any]:
 
 
 def policy_settings(config: Case) -> dict[str, Any]:
-    """Return the arguments of `PolicyGradient`."""
+    """Return the arguments of `PolicyGradient` for the configuration of a policy case."""
     if not is_nemo_policy(config):
         return _trl_policy_settings(config)
     kept = {
@@ -252,11 +252,11 @@ def _trl_policy_settings(config: Case) -> dict[str, Any]:
     loss, delta = config.get("loss_type", "dapo"), config.get("delta")
     is_cispo, cap = loss == "cispo", math.inf if delta is None else delta
     return {
-        # TRL's cap is epsilon_high itself, without a lower clip.
+        # For CISPO, TRL caps the ratio at epsilon_high itself and has no lower bound.
         "ratio_clip_min": 1.0 if is_cispo else low,
         "ratio_clip_max": high - 1 if is_cispo else min(high, cap - 1),
         "use_cispo": is_cispo,
-        # TRL cuts the ratio at delta and takes the lesser of the cut and the clipped ratio times the advantage.
+        # TRL takes the lesser of two products with the advantage: the ratio cut at delta, and the clipped ratio.
         "ratio_clip_c": None if delta is None else max(delta, 1 + high),
         "token_level_loss": loss != "grpo",
         "sequence_level_importance_ratios": config.get("importance_sampling_level", "token") == "sequence",
@@ -274,7 +274,7 @@ def _trl_policy_settings(config: Case) -> dict[str, Any]:
 
 
 def divergence_settings(config: Case) -> tuple[dict[str, Any], float]:
-    """Return the keyword arguments of `divergence`, and the factor of the divergence."""
+    """Return the keyword arguments of `divergence`, and a factor for its result."""
     temperature = config.get("temperature", 1.0)
     if "kl_type" in config:
         is_zero = config.get("zero_outside_topk", False)

@@ -92,7 +92,7 @@ def check_dpo(case: Case) -> None:
         means |= {f"rewards_{side}_mean": rewards[:, index], f"rewards/{side}": rewards[:, index]}
     for name in means.keys() & out.keys():
         if name == "sft_loss" and not config.get("sft_loss_weight"):
-            continue  # NeMo-RL does not compute it then.
+            continue  # NeMo-RL does not compute this loss if its weight is 0.
         assert_close(case, means[name].sum() / count, out[name], name)
 
 
@@ -105,7 +105,7 @@ def check_advantages(case: Case) -> None:
         assert ours.advantage.dtype == dtype
         for name in {"baseline", "std", "advantage"} & wanted.keys():
             if name == "std" and "normalize_advantages" in case["config"]:
-                continue  # For the log only: the deviation of all completions of a prompt.
+                continue  # This `std` is for TRL's log only: over all completions of a prompt.
             assert_close(case, getattr(ours, name), wanted[name], name)
 
 
@@ -159,7 +159,7 @@ def check_policy(case: Case) -> None:
 def check_monitors(
     case: Case, log_prob: Tensor, old: Tensor, sampler: Tensor, mask: Tensor, settings: PolicyGradient
 ) -> None:
-    """Compare the logged metrics that were recorded."""
+    """Compare foundry's metrics of sampling mismatch with the logged metrics that the case has."""
     recorded = case["outputs"].get("metrics", {})
     if settings.force_on_policy_ratio:
         old = log_prob
@@ -238,7 +238,7 @@ def compare_cuts(case: Case, loss: Tensor, of: Callable[[Tensor], Tensor]) -> No
 
 
 def compare_gradient(case: Case, leaf: Tensor, name: str) -> None:
-    """Compare the gradient if it was recorded."""
+    """Compare the gradient of `leaf` with output `name` of the case, if the case has it."""
     if name in case["outputs"]:
         assert_close(case, leaf.grad, case["outputs"][name], name)
 
@@ -292,7 +292,7 @@ def check_validation(case: Case) -> None:
     interval = Evaluation(interval=every).interval_in(budget)
     assert interval is not None
     ours = [step for step in range(1, per_epoch * epochs + 1) if interval.due(step, step - 1, step)]
-    is_longer = isinstance(every, int) and every > per_epoch  # an error in Lightning
+    is_longer = isinstance(every, int) and every > per_epoch  # Lightning refuses this; foundry evaluates each epoch
     assert ours == (
         [per_epoch * (n + 1) for n in range(epochs)] if is_longer else case["outputs"]["validated_after_batch"]
     )

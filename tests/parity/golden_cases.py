@@ -46,7 +46,7 @@ def read_cases(folder: Path) -> list[Case]:
 
 
 def assert_equal(case: Case, ours: Iterator[float] | list[float], theirs: list[float], what: str = "") -> None:
-    """Compare bit for bit, after recording the deviation."""
+    """Assert that two lists of numbers are equal bit for bit, after recording the largest deviation."""
     ours = list(ours)
     assert len(ours) == len(theirs), what
     number, largest = deviations.get(case["kind"], (0, 0.0))
@@ -77,7 +77,7 @@ def resolve(*overrides: str, samples_per_epoch: int = EPOCH) -> tuple[Any, sched
 
 
 def schedule_of(config: Case, evaluate_at: EvaluateAt = EvaluateAt.start) -> schedules.Schedule:
-    """Return the schedule of Megatron's resolved numbers, with the values of a parameter group merged in."""
+    """Return foundry's schedule for Megatron's resolved numbers, possibly merged with a parameter group's."""
     style, curve = CURVES[config["lr_decay_style"]][0], None
     if config["start_wd"] is not None:
         curve = schedules.WeightDecay(
@@ -136,7 +136,7 @@ def resolved_words(config: Case) -> list[str]:
 
 
 def batch_words(config: Case) -> list[str]:
-    """Return overrides for a case about batch sizes, in a run long enough for each of them."""
+    """Return overrides for a case about batch sizes, in a run long enough to reach every batch size."""
     ramp, text, ranks = (config.get(n) for n in ("rampup_batch_size", "step_batch_size_schedule", "data_parallel_size"))
     total, tokens = config.get("global_batch_size"), config.get("seq_length")
     settings: dict[str, Any] = {
@@ -157,7 +157,7 @@ def batch_words(config: Case) -> list[str]:
 
 
 def fields_of(case: Case) -> Case:
-    """Return every user-set field of a case, from any of Megatron's configurations."""
+    """Return the user-set fields of a case and of its configuration, including the `train` and `scheduler` sections."""
     config = case.get("config") or {}
     parts = [
         {"global_batch_size": None if case["kind"] == "derive" else 1},
@@ -204,7 +204,7 @@ def case_overrides(f: Case) -> list[str]:
     if style == "WSD" and f.get("lr_wsd_decay_style"):
         settings["scheduler.decay_style"] = f["lr_wsd_decay_style"]
     if _outlives_run(f):
-        # Megatron's weight decay ends with the run; foundry's ends with the longer of run and horizon.
+        # Megatron's weight decay changes until the run ends; foundry's, until the later of run and horizon ends.
         settings["scheduler.weight_decay_horizon"] = _length(f, "train_iters") or _length(f, "train_samples")
     if f.get("override_opt_param_scheduler") and f.get("use_checkpoint_opt_param_scheduler"):
         settings["checkpoint.scheduler_on_resume"] = "both"
@@ -212,7 +212,7 @@ def case_overrides(f: Case) -> list[str]:
 
 
 def by_hand(f: Case) -> dict[str, Any]:
-    """Compute the expected result for fields in any unit: Megatron's names, lengths in samples."""
+    """Compute the expected numbers for fields in any unit: `train_iters` in steps, the other values in samples."""
     iters, samples, horizon_iters = f.get("train_iters"), f.get("train_samples"), f.get("max_steps")
     if f.get("num_epochs"):
         in_epochs = int(f["num_epochs"] * f.get("dataset_size", EPOCH))
@@ -242,7 +242,7 @@ def by_hand(f: Case) -> dict[str, Any]:
 
 @cache
 def cases() -> list[Case]:
-    """Return the cases of the folder in use."""
+    """Return the Megatron cases in FOUNDRY_GOLDENS, or in `goldens/` if the variable is not set."""
     return read_cases(FOLDER)
 
 
@@ -255,7 +255,7 @@ def _size(f: Case, consumed: int) -> int:
 
 
 def _outlives_run(f: Case) -> bool:
-    """Return True if the learning rate's horizon is longer than the run, in the same unit."""
+    """Return True if `max_steps` is unset and the horizon exceeds the length of the run given in the same unit."""
     pairs = ("lr_decay_iters", "train_iters"), ("lr_decay_samples", "train_samples")
     return f.get("max_steps") is None and any((f.get(a) or 0) > (f.get(b) or 0) > 0 for a, b in pairs)
 
@@ -269,7 +269,7 @@ def _ramp(values: list[int] | None) -> dict[str, Any]:
 
 
 def _length(f: Case, *names: str) -> str | None:
-    """Format lengths for foundry; a warmup or decay of 0 steps counts as unset."""
+    """Format lengths for foundry, or return None if all are unset; a warmup or WSD decay of 0 counts as unset."""
     settings = []
     for name in names:
         value = f.get(name)

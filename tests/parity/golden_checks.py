@@ -39,7 +39,7 @@ def check_schedule(case: Case) -> None:
     group, config = group_of(case), {**case["config"], **group_of(case)}
     schedule, steps = schedule_of(config), case["steps"]
     rates = [schedule.lr_at(step) for step in steps]
-    if "lr_dtype" in case:  # Megatron stores it in a float32 tensor.
+    if "lr_dtype" in case:  # Megatron stores the rate in a float32 tensor.
         rates = torch.tensor(rates, dtype=torch.float32).tolist()
     assert_equal(case, rates, case["lr"], "learning rate")
     curve = schedule.weight_decay_curve
@@ -209,7 +209,7 @@ def check_run(case: Case) -> None:
 
 
 def upstream_run(case: Case) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Return samples before and after each update, on the clock of samples and on Megatron's (checked first)."""
+    """Return samples before and after each update: all samples, and Megatron's count without failed updates."""
     sizes, failed = case["batch_size"], set(case["failed_iterations_0based"])
     clock = list(pairwise(accumulate(sizes, initial=0)))
     counted = [0 if iteration in failed else size for iteration, size in enumerate(sizes)]
@@ -222,7 +222,7 @@ def upstream_run(case: Case) -> tuple[list[tuple[int, int]], list[tuple[int, int
 
 
 def own_run(case: Case) -> Schedule:
-    """Return foundry's schedule for the user's settings; its batch sizes must equal Megatron's."""
+    """Return foundry's schedule for the user's settings; assert that batch sizes and run length equal Megatron's."""
     c = case["config"]
     shape = {"lr": c["max_lr"], "min_lr": c["min_lr"], "lr_warmup_init": c["init_lr"]}
     budget, schedule = resolve(*case_overrides({**fields_of(case), **shape}))
@@ -246,13 +246,13 @@ def check_std(case: Case) -> None:
         for name, value in row.items():
             if isinstance(value, str) or name in ("init_method_std", "hidden_size", "h", "num_layers"):
                 continue
-            if re.search("hybrid|mup", name):  # foundry has neither.
+            if re.search("hybrid|mup", name):  # foundry lacks hybrid models and muP.
                 continue
             rules = [rule for rule, message in (("small", SMALL), ("wang", WANG)) if re.search(message, name.lower())]
             rules = rules or [rule for rule, message in (("small", SMALL), ("wang", WANG)) if re.search(message, texts)]
             assert len(rules) == 1 or name in ("hidden_std", "output_layer_std"), f"unknown number {name!r} in {row}"
             ours = resolve_std(rules[0] if rules else std, width)
-            # The rules were computed by hand, possibly in another order.
+            # Recorded results of a rule were computed by hand, possibly with operations in another order.
             near = bool(rules) and math.isclose(ours, value, rel_tol=2**-51)
             ours = output_std(ours, row["num_layers"]) if name == "output_layer_std" else ours
             assert_equal(case, [value if near else ours], [value], name)
@@ -292,7 +292,7 @@ def check_checkpoint(case: Case) -> None:
 
 
 def saved_state(case: Case) -> Case:
-    """Return the checkpoint's state by its new names, with missing values from the configuration."""
+    """Return the checkpoint's state by Megatron's current names, with missing values from the configuration."""
     state = {LEGACY.get(name, name): value for name, value in case["checkpoint_state"].items()}
     return {**{name: value for name, value in case["config"].items() if name not in state}, **state}
 
@@ -345,7 +345,7 @@ def check_state(case: Case) -> None:
     state = _flat(schedule_of(case["config"]))
     ours = {name: state[own] for name, own in OURS.items()}
     style = CURVES[case["state"]["lr_decay_style"]][0].__name__
-    # The clock, not the schedule, saves the number of samples.
+    # foundry saves the number of samples with its clock, not with the schedule.
     assert {**ours, "num_steps": 0} == {**case["state"], "lr_decay_style": style}
 
 

@@ -1,4 +1,4 @@
-"""Deliberate differences from Megatron: reasons, the cases that they cover, and the recorded ones among them."""
+"""Deliberate differences from Megatron: reasons, tests for the cases with them, and ids of the recorded cases."""
 
 import math
 from collections.abc import Callable
@@ -77,7 +77,7 @@ def _curve_overlaps(case: Case) -> bool:
 
 
 def _derived(case: Case) -> Case | None:
-    """Return the values that Megatron derived from a case's fields, or None if it refused them."""
+    """Return the values that Megatron derived from the fields of a `derive` case, or None if it refused them."""
     return case.get("computed") if case["kind"] in ("derive", "derive_lm") else None
 
 
@@ -99,7 +99,7 @@ def _any_unit(case: Case) -> bool:
     iters, samples, steps = f.get("train_iters"), f.get("train_samples"), f.get("max_steps")
     if case["kind"] not in ("derive", "derive_lm") or _contradicts(f):
         return False
-    if "exception" not in case:  # Megatron ignores a decay in the other unit.
+    if "exception" not in case:  # Megatron ignores a WSD decay in the unit that the run does not use.
         ignored = (iters and f.get("lr_wsd_decay_samples")) or (samples and f.get("lr_wsd_decay_iters"))
         return bool(ignored) and f.get("lr_decay_style") == "WSD"
     if not budgets or min(budgets) <= 0 or (steps is not None and steps <= 0):
@@ -111,7 +111,7 @@ def _any_unit(case: Case) -> bool:
 
 
 def _contradicts(f: Case) -> bool:
-    """Return True for two values of one purpose, which foundry's single field cannot hold, or an invalid value."""
+    """Return True if two fields belong to one setting of foundry, or if a value is invalid."""
     warmups = [f.get(n) for n in ("lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples")]
     doubled = sum(bool(w) for w in warmups) > 1 or (f.get("lr_decay_iters") and f.get("lr_decay_samples"))
     doubled = doubled or (f.get("lr_wsd_decay_iters") and f.get("lr_wsd_decay_samples"))
@@ -148,7 +148,7 @@ def _default_decay(case: Case) -> bool:
 
 
 def _stale(case: Case) -> bool:
-    """Return True if the weight decay is first the configuration's, and the checkpoint's from the next update on."""
+    """Return True if Megatron loads with the configuration's weight decay and then uses the checkpoint's."""
     after = case.get("after_load")
     if case["kind"] != "checkpoint" or not after or not case.get("use_checkpoint_opt_param_scheduler"):
         return False

@@ -1,4 +1,4 @@
-"""Checks of foundry's behavior in cases of a deliberate difference, by its name."""
+"""Checks of foundry's behavior in cases of a deliberate difference, by name of the difference."""
 
 import re
 from collections.abc import Callable
@@ -142,7 +142,7 @@ def reads_no_old_bounds(case: Case) -> None:
 def counts_once(case: Case) -> None:
     schedule, saved = resumed(case), saved_state(case)
     assert case["after_load"]["num_steps"] == saved["num_steps"] + case["steps_before_load"]
-    assert_then(case, schedule, [case["after_load"], *case["then"]])  # Megatron's numbers at the wrong positions.
+    assert_then(case, schedule, [case["after_load"], *case["then"]])  # Equal at Megatron's wrong positions.
     assert schedule.lr_at(saved["num_steps"]) > schedule.lr_at(case["after_load"]["num_steps"])
 
 

@@ -13,7 +13,7 @@ from foundry.run_dir.checkpoints import find
 
 
 class RaggedTokens(Dataset):
-    """A dataset whose sequence i has i % (seq_len + 1) valid targets; every thirteenth has no valid target."""
+    """A dataset whose sequence i has i % (seq_len + 1) valid targets; none for index 0, seq_len + 1, ..."""
 
     def __init__(self, num_samples, seq_len, vocab_size, seed):
         generator = torch.Generator().manual_seed(seed)
@@ -39,7 +39,7 @@ def ragged_tokens(*, seed, seq_len, vocab_size):
 
 
 def weights(config, run_dir, ema=False):
-    """Return the weights of a run's last checkpoint, or their averages."""
+    """Return the weights of a run's last checkpoint, or its averaged weights with `ema`."""
     model = build_model(config)
     load_weights(find(run_dir), model, ema=ema)
     return model.state_dict()
@@ -66,5 +66,5 @@ def run_all(jobs):
 
 
 def run_each(jobs):
-    """Train each (configuration, run directory) in turn, on the processes that make this call together."""
+    """Train each (configuration, run directory) in turn, on all ranks that call this function; return the metrics."""
     return [train(config, run_dir).metric for config, run_dir in jobs]

@@ -1,4 +1,4 @@
-"""Adapters: training in any layout gives the same weights, and peft loads those saved by several ranks."""
+"""Adapters: training in any layout gives the same weights, and peft loads adapters that several ranks saved."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.long]
 
 FSDP = "distributed=fsdp"
 AMP = "precision=amp_bfloat16"
-# name: (processes, microbatch, overrides); the global batch is 16 in all of them.
+# name: (processes, microbatch, overrides); the global batch is 16 in every layout.
 LAYOUTS = {
     "1 x 8": (1, 8, []),
     "DDP 2": (2, 4, ["distributed=ddp"]),

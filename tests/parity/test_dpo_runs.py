@@ -1,4 +1,4 @@
-"""Direct preference optimization: runs match a plain loop, any layout and resumed runs."""
+"""Direct preference optimization: runs match a plain loop, runs in other layouts and resumed runs."""
 
 import copy
 import json
@@ -75,7 +75,7 @@ def log_prob(model, sample, row):
 
 
 def raw_loop(config, *, sft_weight):
-    """Return loss, accuracy and margin of each step, and the model; one row at a time, with a copy as the reference."""
+    """Train on one row at a time, with a copy as reference; return loss, accuracy and margin by step, and the model."""
     data, model = build_data(config), build_model(config)
     reference = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0)

@@ -1,7 +1,7 @@
 """Fine-tuning numbers of other systems: all cases of the stored files and of FOUNDRY_GOLDENS.
 
-The configuration of a case determines its check and whether foundry offers it, so that cases outside the files can be
-run too.
+The kind of a case, which begins its id, determines its check; kind and configuration determine whether foundry offers
+it. So cases outside the files can be run too.
 """
 
 import pytest

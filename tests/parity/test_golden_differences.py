@@ -14,7 +14,7 @@ from foundry.core.errors import ConfigError
 
 CASES = {case["id"]: case for case in read_cases(OWN_FOLDER)}
 SAME_CURVE = {"nothing_learned", "curve_overlaps"}
-"""Only the refusal differs."""
+"""Differences that are only refusals: the curves of foundry and Megatron agree."""
 
 
 def changed(name, **changes):
@@ -64,7 +64,7 @@ NEARLY = {
 
 
 def ramped_run():
-    """Return 100 updates with batch sizes growing from 8 to 16; Megatron's horizon of 1600 samples ignores the ramp."""
+    """Return a case of 100 updates with a batch ramp from 8 to 16, which Megatron's horizon of 1600 samples ignores."""
     sizes = [8] * 20 + [16] * 80
     *before, total = accumulate(sizes, initial=0)
 
@@ -93,7 +93,7 @@ def ramped(**lengths):
     return changed("derive/iters_wsd", config={"train": train, "scheduler": {"lr_wsd_decay_iters": 5, **lengths}})
 
 
-# No recorded case covers these.
+# Cases made here, for differences that no recorded case has.
 OTHERS = {
     "any_unit": [changed("derive/both_modes", config={"train": {"train_samples": n}}) for n in (16, 160, 319, 640)],
     "beside_a_batch_schedule": [
@@ -109,7 +109,7 @@ OTHERS = {
 
 @pytest.fixture(autouse=True)
 def not_counted(monkeypatch):
-    """Keep these comparisons out of the summary, which counts each recorded case once."""
+    """Keep the comparisons of this file out of the summary, which counts each recorded case once."""
     monkeypatch.setattr(golden_cases, "deviations", {})
 
 

@@ -1,7 +1,7 @@
 """The same global batches give the same weights for any number of ranks and microbatches.
 
 The language model is trained with each optimizer; diffusion, policy, vision-language and vision-language-action models
-with their default. All pairs, as a table:
+with AdamW. With every optimizer for each of them, as a table:
 
     FOUNDRY_ALL_LAYOUTS=1 pytest -n 0 -s -m "long or not long" tests/parity/test_layouts.py
 """
@@ -19,7 +19,7 @@ from foundry.parts.model import build_model
 
 pytestmark = pytest.mark.distributed
 
-# name: (processes, microbatch, overrides); the global batch is 16 in all of them.
+# name: (processes, microbatch, overrides); the global batch is 16 in every layout.
 LAYOUTS = {
     "1 x 4": (1, 4, []),
     "1 x 1": (1, 16, []),
@@ -28,7 +28,7 @@ LAYOUTS = {
     "FSDP2 4 x 1": (4, 4, ["distributed=fsdp"]),
     "HSDP 2x2 x 2": (4, 2, ["distributed=hsdp"]),
 }
-# Peak learning rates high enough that twenty steps change the weights visibly.
+# Overrides by optimizer; the learning rates are high enough that twenty steps change the weights visibly.
 OPTIMIZERS = {
     "muon": ["optimizer=muon"],
     "adamw": ["optimizer=adamw"],

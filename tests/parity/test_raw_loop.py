@@ -14,12 +14,12 @@ from foundry.parts.model import build_model
 from foundry.tracking.metrics_file import read_metrics
 
 STEPS, WARMUP, LR, FLOOR, BATCH = 50, 5, 3e-3, 1e-4, 16
-MAX_NORM = 0.25  # Below the first norms of each task.
-SEED = 7  # Not the default.
+MAX_NORM = 0.25  # Below the first gradient norms of each task.
+SEED = 7  # Not the default seed.
 
 
 def raw_loop(config, loss_of):
-    """Train with AdamW, linear warmup, cosine decay and clipping, without accumulation; return losses and norms."""
+    """Train with AdamW, linear warmup, cosine decay and clipping; return losses, gradient norms and the model."""
     data, model = build_data(config), build_model(config)
     decay = [p for p in model.parameters() if p.ndim >= 2]
     rest = [p for p in model.parameters() if p.ndim < 2]

@@ -1,7 +1,7 @@
 """A run resumed in another layout or microbatch size ends with the weights of an uninterrupted run on one process.
 
-Twenty steps in each of two layouts are compared with forty on one process, in fp32, with AdamW and with Muon. The suite
-uses every layout once on each side; all pairs, as a table:
+Twenty steps in each of two layouts are compared with forty on one process, in fp32, with AdamW and with Muon. With its
+`long` tests, the suite saves and loads in every layout; all pairs, as a table:
 
     FOUNDRY_ALL_LAYOUTS=1 pytest -n 0 -s -m "long or not long" tests/parity/test_resume_layouts.py
 """
@@ -15,7 +15,7 @@ from parity_parts import differences, run_all, weights
 
 pytestmark = pytest.mark.distributed
 
-# name: (processes, microbatch, overrides); the global batch is 16 in all of them.
+# name: (processes, microbatch, overrides); the global batch is 16 in every layout.
 LAYOUTS = {
     "1": (1, 8, []),
     "DDP 2": (2, 4, ["distributed=ddp"]),
@@ -37,7 +37,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def trained(configure, tmp_path_factory):
-    """Return weights after 40 steps on one process, 20 steps in one layout, or 20 steps in each of two layouts."""
+    """Return `trained(optimizer)`: weights after 40 steps on one process, or after 20 in each of one or two layouts."""
     root = tmp_path_factory.mktemp("resumed")
 
     @cache

@@ -40,7 +40,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Return configuration and run directory by layout after twelve steps; "resumed" stopped after five."""
+    """Return configuration and run directory by layout after twelve steps; "resumed" was interrupted after five."""
     root = tmp_path_factory.mktemp("sft")
     rows = [
         {"prompt": f"What is {n} times {n}?" * (1 + n % 2), "completion": f"It is {n * n}." if n % 3 else "No idea."}

@@ -8,7 +8,7 @@ from parity_parts import differences, run_all, weights
 
 pytestmark = pytest.mark.distributed
 STEPS = 12
-# name: (processes, microbatch, overrides); the global batch is 16 in all of them.
+# name: (processes, microbatch, overrides); the global batch is 16 in every layout.
 ONE = (1, 4, [])
 LAYOUTS = {
     "1 x 2": (2, 8, ["distributed=fsdp"]),
@@ -31,7 +31,7 @@ VARIANTS = {
 
 @pytest.fixture(scope="module")
 def trained(configure, tmp_path_factory):
-    """Return configuration and run directory of a variant under a layout; None is one process."""
+    """Return a function from (variant, layout) to configuration and run directory; layout None is one process."""
     root = tmp_path_factory.mktemp("tensor_parallel")
 
     @cache
@@ -39,7 +39,7 @@ def trained(configure, tmp_path_factory):
         processes, microbatch, overrides = ONE if layout is None else LAYOUTS[layout]
         config = configure(
             "lm",
-            "data.vocab_size=62",  # 31 per rank; FSDP2 shards them into 16 and 15.
+            "data.vocab_size=62",  # 31 rows per rank, which FSDP2 shards into 16 and 15.
             *VARIANTS[variant],
             "optimizer.weight_decay=0.1",
             f"hparams.max_steps={STEPS}",

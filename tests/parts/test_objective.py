@@ -30,7 +30,7 @@ class Plain:
 
 
 class Drawing(Plain):
-    """Has some of the optional members, one of them a property."""
+    """An objective with three optional members: an attribute, a method and a property."""
 
     columns = ("reference",)
 

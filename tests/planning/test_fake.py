@@ -70,7 +70,7 @@ def test_fake_build_does_not_read_pretrained_weights(tmp_path):
 
 
 def test_fake_build_restores_torch_init_and_random_state():
-    """Holds after a failed build as well; all parameters are fake tensors."""
+    """After a failed build, torch's init is restored as well; all parameters of a fake build are fake tensors."""
     draw, state = nn.init._no_grad_trunc_normal_, torch.get_rng_state()
     fake = build_fake(Own)
     assert nn.init._no_grad_trunc_normal_ is draw

@@ -108,7 +108,7 @@ def saved_by_forward(config, microbatch, *, grad_checkpointing):
     args, kwargs = calls[0]
     inputs = [value for value in tree_leaves(calls[0]) if isinstance(value, torch.Tensor)]
     for tensor in inputs:
-        saved.add(tensor)  # checkpoint keeps keyword arguments outside of autograd
+        saved.add(tensor)  # torch's checkpoint keeps keyword arguments outside of autograd
     with Storages([*model.parameters(), *inputs]) as recomputed, policy.autocast(world.device):
         block_forward(*args, **kwargs)
     matrices = [sum(p.numel() for p in block.parameters() if p.ndim > 1) for block in find_blocks(model)]

@@ -21,7 +21,7 @@ WORDS = [
 
 @pytest.fixture(scope="module")
 def sound(rehearsed):
-    """The record of the run without a defect."""
+    """The record of the rehearsed run without an injected defect."""
     return rehearsed(*WORDS, world_size=8)
 
 

@@ -25,7 +25,7 @@ FILES = {"foundry.log", "plan.json", "schedule.csv", "schedule.png"}
 
 
 def values(stdout):
-    """Return the value of each named row; the last one for repeated names."""
+    """Return the values of printed table rows by row name; of rows with equal names, the last."""
     rows = [line.strip().split("  ", 1) for line in stdout.splitlines() if line.startswith("  ")]
     return {row[0]: row[1].strip() for row in rows if len(row) == 2}
 
@@ -88,7 +88,7 @@ def test_sigterm_ends_the_rehearsal_process_and_deletes_its_folder(shell, rehear
 
 
 def find_children(parent, word):
-    """Return the command lines of the children of a process that contain `word`, by pid."""
+    """Return, by pid, the command lines of a process's children that have `word` as an argument."""
     pids = [pid for path in Path(f"/proc/{parent}/task").glob("*/children") for pid in path.read_text().split()]
     words = {pid: Path(f"/proc/{pid}/cmdline").read_text().split("\0")[:-1] for pid in pids}
     return {pid: line for pid, line in words.items() if word in line}

@@ -64,11 +64,11 @@ CASES = {
     "ddp": Case(8, (ADAMW, *DDP_DEFERRED, UNSAVED), runs_by_default=True),
     "one_gpu_muon": Case(1, (MUON, UNSAVED), microbatches=2),
     "one_gpu_sgd": Case(1, (SGD, UNSAVED)),
-    # Loss, gradient norm and overflow flag of the scaler, which the host checks.
+    # The host waits for the loss, the gradient norm and the overflow flag of the scaler.
     "one_gpu_float16": Case(1, (ADAMW, UNSAVED, "precision=amp_float16"), waits=3),
     "one_gpu_checkpointed": Case(1, (ADAMW, UNSAVED, "hparams.grad_checkpointing=true"), microbatches=2),
     "one_gpu_averaged": Case(1, (ADAMW, "hparams.ema_decay=0.9")),
-    # Loss and gradient norm: the host computes the z-score.
+    # The host waits for the loss, to compute its z-score, and for the gradient norm.
     "one_gpu_spikes": Case(1, (ADAMW, UNSAVED, "guard.spike_zscore=5"), waits=2),
     "fsdp_last": Case(8, (ADAMW, FSDP2, UNSAVED, "distributed.gradient_sync=last"), microbatches=2),
     "fsdp_kept": Case(8, (ADAMW, FSDP2, UNSAVED, "distributed.gradient_sync=last_keep_params"), microbatches=2),

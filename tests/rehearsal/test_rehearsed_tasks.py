@@ -23,7 +23,7 @@ def assert_no_waits(record, expected=0):
 
 @pytest.fixture(scope="module")
 def base(rehearsed, tmp_path_factory):
-    """The run directory of an unsharded language model with zero weights; a sharded run would save rank 0 only."""
+    """The run directory of an unsharded language model with zero weights; of a sharded one, rank 0 alone is saved."""
     folder = tmp_path_factory.mktemp("base") / "run"
     words = [*SMALL_LM, *ARITHMETIC, "data.form=text", *batch(1), "optimizer=adamw", "evaluation.write_samples=false"]
     record = rehearsed(*words, world_size=1, run_dir=folder)

@@ -10,7 +10,7 @@ from foundry.config.composition.compose import config_dir
 
 @pytest.fixture
 def log_in():
-    """Configure logging into a folder as a run does; restore the previous handlers afterwards."""
+    """A function that configures logging into a folder as a run does; the test ends with the previous handlers."""
     root, names = logging.getLogger(), {"hydra": {"runtime": {}, "job": {"name": "foundry"}}}
     before = root.handlers[:], root.level
 

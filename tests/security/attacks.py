@@ -8,7 +8,7 @@ SECRET = "hunter2-of-the-reader"
 
 
 def targets(canary):
-    """Return mappings that Hydra would instantiate as foreign code; each attack touches the canary file."""
+    """Return nodes by name that Hydra would instantiate as foreign code; most would create the canary file."""
     touch = f"touch {canary}"
     make = {"_target_": "pathlib.Path.touch", "_args_": [{"_target_": "pathlib.Path", "_args_": [str(canary)]}]}
     return {
@@ -38,7 +38,7 @@ def targets(canary):
 
 
 def places(attack, name) -> Iterator[tuple[str, dict]]:
-    """Yield named changes of the config of a language model, each with one attack."""
+    """Yield (name, change) for changes of a language model's config that each insert one attack."""
     as_mapping = attack if isinstance(attack, dict) else {"list": attack}
     for group in ("model", "data", "objective", "optimizer", "scheduler", "simulator"):
         yield f"{name} as {group}", {group: ("replace", as_mapping)}

@@ -57,7 +57,7 @@ KEYS = {
 
 
 def damages(name):
-    """Return a strategy for the damage of one file: (name, kind of damage)."""
+    """Return a strategy for the damage of one file: (file name, damage: a kind, bytes or changed values)."""
     changed = st.tuples(st.sampled_from(KEYS[name] or ("x",)), values)
     job_entries = st.tuples(
         st.just("jobs"),

@@ -60,7 +60,7 @@ def newest(run_dir):
 
 
 def spoil(path, how, amount):
-    """Damage a file, or replace it with another kind of file."""
+    """Delete or damage a file, or replace it with a special file or with the bytes `how`."""
     if how == "delete":
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         return
@@ -103,7 +103,7 @@ HOW = ("delete", "truncate", "flip", "folder", "link", "broken link", "loop", "p
 
 
 def replaced(node, at, value):
-    """Replace one value in nested containers, or delete it if `value` is Ellipsis."""
+    """Replace one value in nested containers, or delete it if `value` is Ellipsis; return the containers."""
     paths = list(leaves(node))
     *parents, last = paths[at % len(paths)]
     inner = node

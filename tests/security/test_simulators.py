@@ -25,7 +25,7 @@ FOREIGN = {
 
 @pytest.fixture
 def write(tmp_path):
-    """Write the config of a run with changed simulator settings and return the run directory."""
+    """A function that writes the config of a run with changed simulator settings and returns the run directory."""
 
     def write(simulator="fetch_push", **settings):
         save_config(configure(f"simulator={simulator}"), tmp_path)

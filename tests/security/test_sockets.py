@@ -64,7 +64,7 @@ def listening(pids):
 
 
 def watched(process):
-    """Poll a command until it exits; return counts of its listening sockets, its most processes, and polls."""
+    """Poll a command until it exits; return its listening sockets, highest process count and number of polls."""
     seen, most, looks = Counter(), 0, 0
     while process.poll() is None:
         pids = family(process.pid)

@@ -84,7 +84,7 @@ def test_sync_rejects_artifacts_outside_the_run_directory(run_dir, sent, capsys,
 
 
 def test_running_store_skips_rejected_artifacts_with_a_warning(run_dir, caplog):
-    """The run continues; `foundry.sync` rejects the same record."""
+    """The run continues; `foundry.sync` rejects records with these artifacts."""
     uploaded = []
 
     class Client:

@@ -28,7 +28,7 @@ def secret(monkeypatch):
 
 @pytest.fixture
 def ask(monkeypatch, capsys, tmp_path):
-    """Run a command in this process and return (exit code, stdout, stderr)."""
+    """A function that runs a command in this process and returns (exit code, stdout, stderr)."""
 
     def ask(name, run_dir, *overrides):
         overrides = [f"run={run_dir}", *([f"out={tmp_path / 'out'}"] if name == "export" else []), *overrides]

@@ -1,4 +1,4 @@
-"""Run and inspect sweeps on a Slurm cluster from a user's folder."""
+"""Helpers that start and inspect sweeps on a Slurm cluster from a folder."""
 
 import json
 import os
@@ -70,7 +70,7 @@ class Terminal:
             return True
         try:
             new = os.read(self._file, 4096)
-        except OSError:  # on Linux, the process has closed the terminal
+        except OSError:  # raised on Linux when the process has closed the terminal
             return False
         self.output += new.decode()
         return bool(new)
@@ -109,7 +109,7 @@ class Cluster:
         return [sys.executable, "-m", "foundry", "-m", *flags, *TINY, *settings]
 
     def own_objective(self, *, slow=True):
-        """Write an objective that takes 0.3 s while the file `slow` exists; rank 1 of job n fails if `raise`n exists.
+        """Write an objective whose loss takes 0.3 s while file `slow` exists; rank 1 of job n fails if `raise`n exists.
 
         Returns:
             The overrides that select the objective.
@@ -177,7 +177,7 @@ class Cluster:
         return status["state"], status["reason"]
 
     def next_job_id(self):
-        """Submit a trivial job and return its id, which is the next one."""
+        """Submit a trivial job, and return its id: the next id of the cluster."""
         return int(self.ask("sbatch", "--parsable", "--wrap", "true").strip())
 
 

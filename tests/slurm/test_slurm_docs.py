@@ -22,7 +22,7 @@ def test_commands_of_the_slurm_page_run_in_order(cluster, run_blocks, capfd):
 
 
 def test_gpu_example_of_the_slurm_page_lacks_only_its_partition(cluster, run_blocks):
-    """Its settings are consistent, so that the missing partition is the only error."""
+    """The settings of the example are consistent: the missing partition is the only error."""
     own = run_blocks.blocks(PAGE.read_text())
     (code,) = (block for block in run_blocks.blocks(PAGE.read_text(), at="elsewhere") if block not in own)
     (cluster.cwd / "text").mkdir()

@@ -31,7 +31,7 @@ def resolve_num_tasks(job_id):
 
 def test_slurm_time_limit_requeues_and_the_last_limit_stops_the_run(cluster):
     """Real time limits of a minute during training: one job of two ranks may be requeued, another job may not."""
-    limit = ["hydra.launcher.timeout_min=1", "hydra.launcher.signal_delay_s=1"]  # Slurm is up to 30 s early
+    limit = ["hydra.launcher.timeout_min=1", "hydra.launcher.signal_delay_s=1"]  # signals come up to 30 s early
     own, steps = cluster.own_objective(), ["hparams.max_steps=200", "tracking.mlflow=true"]
     last = [*SLURM, *own, *limit, *steps, "hydra.sweep.dir=last", "hydra.launcher.max_num_timeout=0"]
     cluster.finish(cluster.sweep(*last, "hydra.launcher.detach=true"))
@@ -210,7 +210,7 @@ def test_slurm_jobs_continue_if_the_sweep_process_is_killed(cluster):
 
 
 def test_report_queries_slurm_about_jobs_of_a_detached_sweep(cluster):
-    """One job of a detached sweep finishes, and one is canceled in the queue; its sweep's run in MLflow ends, too."""
+    """One job of a detached sweep finishes, one is canceled in the queue; the report ends the sweep's MLflow run."""
     overrides = [
         "hydra.launcher.array_parallelism=1",
         "hparams.seed=1,2",

@@ -12,7 +12,7 @@ PLUGIN += ["hydra.launcher.mem_gb=1", "hydra.launcher.cpus_per_task=1", "hydra.s
 
 
 def test_submitit_slurm_on_two_nodes_survives_a_time_limit(cluster):
-    """Two array jobs of four ranks each; one receives the signal before a time limit, saves and is requeued."""
+    """Two array jobs of four ranks each; one gets the signal for a time limit, saves and is requeued."""
     own = cluster.own_objective()
     nodes = ["hydra.launcher.nodes=2", "hydra.launcher.tasks_per_node=2"]
     ranks = ["distributed=fsdp", "hparams.per_gpu_batch_size=2", "hparams.max_steps=30"]

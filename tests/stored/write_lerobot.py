@@ -19,7 +19,7 @@ FEATURES = {
 
 if __name__ == "__main__":
     state, actions, pictures = recorded()
-    for kind, times in (("image", 1), ("video", 4)):  # its encoder of AV1 takes no picture of 16 x 16
+    for kind, times in (("image", 1), ("video", 4)):  # LeRobot's AV1 encoder rejects 16 x 16 pixels
         shown = pictures.repeat(times, axis=1).repeat(times, axis=2)
         camera = {CAMERA: {"dtype": kind, "shape": shown.shape[1:], "names": ["height", "width", "channels"]}}
         dataset = LeRobotDataset.create(

@@ -56,7 +56,7 @@ RUNS["distillation"] += ["data.path=chats.jsonl"]
 
 
 def overrides(name: str, steps: int) -> list[str]:
-    """Return the words of a run of some steps in the folder of its name."""
+    """Return the overrides that train the run `name` for `steps` steps in a folder with its name."""
     return [*RUNS[name], *COMMON, f"hparams.max_steps={steps}", f"hydra.run.dir={name}"]
 
 
@@ -73,13 +73,13 @@ def write(name: str, folder: Path) -> dict[str, Any]:
     shutil.copytree(folder / name, TASKS / name, symlinks=True, ignore=ignored)
     checkpoint = TASKS / name / "checkpoints" / "latest"
     if base := json.loads((checkpoint / "manifest.json").read_text())["base"]:
-        rewrite_manifest(checkpoint, base={**base, "path": "base"})  # for messages only; it was absolute
+        rewrite_manifest(checkpoint, base={**base, "path": "base"})  # not absolute; only messages use this path
     train(name, STEPS + 1, folder)
     return outcome(folder / name)
 
 
 def train(name: str, steps: int, folder: Path) -> None:
-    """Run `python -m foundry` in a folder."""
+    """Train the run `name` for `steps` steps with `python -m foundry` in a folder."""
     root, environment = Path(__file__).parents[2], dict(os.environ)
     environment.pop("FOUNDRY_CACHE", None)
     words = [sys.executable, "-m", "foundry", *overrides(name, steps)]

@@ -8,7 +8,7 @@ from filelock import FileLock
 def built_once(name, build, cache, tmp_path_factory):
     """Return a private copy of a folder that `build(folder)` fills in the first process that needs it.
 
-    `cache` is the folder shared by all test processes. After a failed build, the next caller builds again.
+    `cache` is the folder shared by all test processes. If a build fails, the next call builds again.
     """
     original = cache.parent / "built" / name
     original.parent.mkdir(exist_ok=True)

@@ -48,7 +48,7 @@ def write(run_dir, step, model, ema=None, optimizers=(), *, checkpointer=None, s
 
 
 def stepped(model, optimizer, steps=3):
-    """Run optimizer steps with random gradients and return the optimizer."""
+    """Run steps of an optimizer with random gradients of the model, and return the optimizer."""
     torch.manual_seed(7)
     for _ in range(steps):
         for p in model.parameters():

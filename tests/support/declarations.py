@@ -13,12 +13,12 @@ from foundry.config.composition.store import GROUPS, group_schemas
 
 @dataclass(frozen=True)
 class Field:
-    """A schema field whose `_target_` is a class or function of foundry.
+    """A field of a schema whose `_target_` is a class or function of foundry.
 
     Attributes:
         path: dotted name, such as "objective.GRPO.ratio_clip_min".
         is_parameter: whether the target has a parameter of that name.
-        has_second_default: whether the parameter has a default.
+        has_second_default: whether that parameter has a default, in addition to the field's.
     """
 
     path: str

@@ -11,7 +11,7 @@ tensors = []
 
 
 def read_the_loss():
-    """Make the objective read its loss in each microbatch."""
+    """Make the objective read its loss on the host in each microbatch."""
     _change_loss(lambda part: part if part.loss.item() < 1e9 else None)
 
 

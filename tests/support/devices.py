@@ -63,7 +63,7 @@ def waiting_is_an_error(name):
 
 @contextmanager
 def runs_on(name, monkeypatch):
-    """Make runs in the body use this device on any machine."""
+    """With `cpu`, make runs in the body use the CPU even if the machine has a GPU; with `cuda`, change nothing."""
     with monkeypatch.context() as patch:
         if name == "cpu":
             patch.setattr(torch.cuda, "is_available", lambda: False)
@@ -86,7 +86,7 @@ class FakeGpus:
     num_waits: int = 0
 
     def replace_torchs(self, monkeypatch):
-        """Patch torch.cuda to answer with the current attributes; nothing computes on these GPUs."""
+        """Patch torch.cuda to answer with the current attributes of this object; nothing can compute on these GPUs."""
         answers = {
             "is_available": lambda: self.count > 0,
             "device_count": lambda: self.count,

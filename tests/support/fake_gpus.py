@@ -1,6 +1,7 @@
 """`PYTHONPATH=tests pytest -p support.fake_gpus -n 0 -m gpu FILE...`: run GPU tests on a fake GPU.
 
-Waits, shapes and memory are real. Tests that need numbers, CUDA's own kernels or several processes are skipped.
+Host waits, shapes and memory are as on a GPU. Tests that need numbers, CUDA's own kernels or several processes are
+skipped.
 """
 
 from foundry.rehearsal.guard import load_guard

@@ -1,4 +1,4 @@
-"""An objective with an injected fault: environment variable FAULT names it, FAULTY_RANK its rank.
+"""An objective with a fault: environment variable FAULT is the name of the fault, FAULTY_RANK the rank that has it.
 
 The fault occurs in the third step, or with FAULTY_PHASE=evaluation in the first evaluation, or with FAULTY_PHASE=save
 when a checkpoint writes its files.

@@ -5,7 +5,7 @@ Every process that imports this package reads `FOUNDRY_FIELDS`, including ranks 
 - `record:FOLDER` records each test that has a run with a non-default value of a field;
 - `ignore:KEY` gives every run the default of one field, such as `DDP.bucket_cap_mb`; `ignore:KEY@READER` is limited to
   one module, such as `DDP.bucket_cap_mb@parallel/wrap.py`, or to the construction of parts with `@build`;
-- `on` prepares the fields; `state` controls them.
+- `on` makes fields readable through descriptors; `state` then controls their values.
 
 A run uses a field if code of the run reads it from its schema, or calls a part with it. Checks, records and plans of a
 configuration and the tests themselves always read the user's value.

@@ -1,4 +1,4 @@
-"""Collective timeouts of the process groups of this process, also as a tracker that writes them at each step."""
+"""Collective timeouts of the process groups of this process, and a tracker that writes them at start and in steps."""
 
 import json
 

@@ -46,7 +46,7 @@ def run_ranks(function, world_size, *args, timeout_seconds=300.0):
 
 
 def spawn(function, world_size, *args, timeout_seconds=300.0, cuda=False):
-    """Do the same on ranks that run only this call; over NCCL with `cuda`."""
+    """Call `function(world, *args)` as `run_ranks` does, on new ranks that then end; over NCCL with `cuda`."""
     ranks = Ranks(world_size, cuda=cuda)
     results = ranks.call(function, args, timeout_seconds)
     ranks.stop()
@@ -110,7 +110,7 @@ def _collect(pipes: list[Connection], timeout_seconds: float) -> list[tuple[bool
             except (EOFError, ConnectionResetError):
                 outcomes[rank] = (False, "ended without a word")
             if not outcomes[rank][0]:
-                # Peers fail soon or hang in a collective.
+                # The other ranks fail soon, or hang in a collective.
                 deadline = min(deadline, time.monotonic() + 5)
     return outcomes
 

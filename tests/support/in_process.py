@@ -118,7 +118,7 @@ def _text(file):
 
 @contextlib.contextmanager
 def _process_state():
-    """Restore the process state on exit."""
+    """Restore on exit the process state that a command changes; fail if a thread of the command goes on."""
     with contextlib.ExitStack() as stack:
         for keep in (_hydra, _python, _modules, _logging, _signals, _random_numbers, _torch):
             stack.callback(keep())

@@ -25,7 +25,7 @@ TINY = [
 
 
 class Sweeps:
-    """Sweeps in a folder with the same launcher."""
+    """Starts sweeps in a folder with one launcher, and inspects their jobs in the sweep directory `s`."""
 
     def __init__(self, cwd, *launcher):
         self.cwd, self.launcher = cwd, launcher

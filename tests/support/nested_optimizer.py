@@ -5,7 +5,7 @@ from torch.optim import Optimizer
 
 
 class Nested(Optimizer):
-    """Updates depend on sums in nested dicts and lists, so every part of the state affects the next update."""
+    """Updates depend on values in nested dicts and lists of the state, which has other kinds of values as well."""
 
     def __init__(self, params, lr=0.1, *, only_shaped=False):
         super().__init__(params, {"lr": lr, "estimate": 1.0, "scale": None})

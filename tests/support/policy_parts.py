@@ -57,7 +57,7 @@ REACH_POLICY = [
 
 
 def demonstrations(*, seed, episodes, state_dim, action_dim, num_observations, horizon, image_size):
-    """Record expert episodes with simulator seeds from 2**32 on."""
+    """Record expert episodes with simulator seeds from 2**32 on, and return them as windows."""
     simulator, states, actions, lengths = Reach(state_dim=state_dim, action_dim=action_dim), [], [], []
     for number in range(episodes):
         states.append(simulator.reset(2**32 + number)["state"])

@@ -6,13 +6,13 @@ MIB = 2**20
 
 
 def collective(**changes):
-    """Return ten all-gathers of a step among eight ranks of a node, with changes."""
+    """Return ten all-gathers of a step among eight ranks of a node; `changes` replace fields."""
     usual = {"phase": "step 2", "kind": "all_gather", "device": "cuda", "group_size": 8, "num_nodes": 1, "count": 10}
     return Collective(**{**usual, "bytes": 80 * MIB, **changes})
 
 
 def record(**changes):
-    """Return a record of two steps on eight ranks, with changes."""
+    """Return the record of a rehearsal of two steps on eight ranks; `changes` replace fields."""
     weights = {"weights": MIB}
     usual = {
         "world_size": 8,

@@ -27,7 +27,7 @@ MODULES = (
 
 
 def serve():
-    """Write the exit code of the process for each line."""
+    """Fork a process for each line of stdin, wait for its end, and write its exit code to stdout."""
     for name in MODULES:
         importlib.import_module(name)
     gc.freeze()

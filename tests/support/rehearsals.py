@@ -36,7 +36,7 @@ class Rehearsals:
 
         Args:
             config: config of the run.
-            before: `module:function`, called in the rehearsal process before it begins.
+            before: `module:function`, called in the rehearsal process before the rehearsal.
             options: options of `foundry.rehearsal.rehearsal.rehearse`.
         """
 

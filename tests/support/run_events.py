@@ -197,7 +197,7 @@ class Interrupted(Exception):
 
 
 class EndsAfter:
-    """An observer that ends the run after a step."""
+    """An observer that raises `Interrupted` after the given step."""
 
     def __init__(self, step):
         self._step = step

@@ -48,7 +48,7 @@ def _write_rows(path: Path, rows: list[dict[str, str]]) -> None:
 
 
 def _grey_png(size: int, grey: int) -> bytes:
-    """Return a uniform gray PNG without compression, whose bytes would depend on the zlib version."""
+    """Return a uniform gray PNG, uncompressed, since compressed bytes would depend on the zlib version."""
     rows = (b"\0" + bytes([grey]) * size) * size
     header = struct.pack(">IIBBBBB", size, size, 8, 0, 0, 0, 0)
     chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(rows, level=0)), (b"IEND", b""))

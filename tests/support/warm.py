@@ -1,6 +1,6 @@
 """Commands of `terminal.Shell` in forks of a process that has imported everything, so that they start at once.
 
-The ranks of a run fork from its process in the same way. Tests of the process start (imports, torchrun, kills of a
+The ranks of a run fork from the process of the run's command. Tests of the process start (imports, torchrun, kills of a
 whole process tree) need `terminal.Shell`.
 """
 
@@ -89,7 +89,7 @@ class WarmProcess:
 
 
 class WarmShell:
-    """Runs commands in a folder.
+    """Runs commands in a folder, each in a fork of the server.
 
     `variables` are set for each command, such as PYTHONPATH=. for custom parts in the folder.
     """
@@ -99,7 +99,7 @@ class WarmShell:
         self._outputs = tempfile.TemporaryDirectory(prefix="foundry-warm-", ignore_cleanup_errors=True)
 
     def start(self, *overrides, module="foundry", variables=None):
-        """Start `python -m <module> <words>`."""
+        """Start `python -m <module> <overrides>` in a fork of the server."""
         self._number += 1
         stem = Path(self._outputs.name) / str(self._number)
         for suffix in (".out", ".err"):
@@ -120,7 +120,7 @@ class WarmShell:
         return out, err
 
     def run(self, *overrides, code=0, **options):
-        """Start a command and finish it."""
+        """Run a command to its end, assert the exit code, and return (stdout, stderr)."""
         return self.finish(self.start(*overrides, **options), code)
 
     def wait_for_steps(self, process, run_dir, steps):
@@ -147,7 +147,7 @@ def become(module, overrides, cwd, python_path):
     """Run `python -m <module> <overrides>` in this forked process, which has the environment of the command."""
     os.chdir(cwd)
     sys.argv = [module, *overrides]
-    # As in `python -m`, user folders precede installed packages; their caches are invalidated.
+    # As in `python -m`, user folders precede installed packages; Python's import caches are invalidated.
     entries = [str(Path(path).absolute()) for path in python_path.split(os.pathsep) if path]
     sys.path[:0] = entries if os.environ.get("PYTHONSAFEPATH") else [str(Path.cwd()), *entries]
     importlib.invalidate_caches()

@@ -1,7 +1,7 @@
 """Programs `python` and `foundry` for PATH that run foundry's commands in forks of a process with all imports.
 
-The first command in a `WarmPython` and the first of each foundry module in this process start cold; all other calls of
-`python` run the interpreter.
+The first foundry command in a `WarmPython` and the first of each foundry module in this process start cold, without a
+fork. Calls of `python` that are no foundry command run the interpreter.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Imports of the fork server for warm processes: all modules that a small run imports, and Hydra's plugins.
 
-The list includes torch's compiler, because torch's optimizers always import it.
+The list includes torch's compiler, which torch's own optimizers always import (foundry's do not).
 """
 
 import gc
@@ -58,7 +58,7 @@ def _import_all():
     for words in ((), (), TINY_LM, TINY_DIT, [*TINY_LM, *untracked], [*TINY_DIT, *untracked]):
         compose(*words)  # loads Hydra's plugins and caches options
     keep_choices(CHOICES)
-    # Remove the entry that made this module importable.
+    # Remove the entry of PYTHONPATH that made this module importable.
     ours = str(Path(__file__).parents[1])
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", ours)]
     os.environ.pop("PYTHONPATH", None)

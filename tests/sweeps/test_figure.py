@@ -28,7 +28,7 @@ def draw_panels(sweep_dir):
 
 
 def undrawn(sweep_dir):
-    """Return the panels of a figure without saving it."""
+    """Return the panels of the figure of a sweep without saving the figure."""
     return sweep_figure(read_sweep(sweep_dir.folder)).axes
 
 

@@ -50,7 +50,7 @@ def test_label_and_id_of_a_job_have_its_swept_overrides():
 
 
 def test_job_id_depends_only_on_its_swept_values():
-    """Other swept keys, the order of values and the notation of numbers do not change the id."""
+    """More values, fixed overrides, the order of keys and values, and the notation of numbers do not change the id."""
     ids = {job.id for job in jobs("lr=1e-3,2e-3", "seed=1,2")}
     assert ids < {job.id for job in jobs("seed=2,3,1", "lr=0.002,0.0010,3e-3", "steps=9")}
     assert len(ids) == 4

@@ -147,7 +147,7 @@ def test_queued_jobs_of_an_ended_sweep_are_not_going(sweep_dir, state):
         assert read_sweep(sweep_dir.folder).is_going  # a job outlives the sweep that started it
     with hold_lock(sweep_dir.folder, host="elsewhere"):
         pass
-    assert read_sweep(sweep_dir.folder).is_going  # unknown, so assume that it is going
+    assert read_sweep(sweep_dir.folder).is_going  # another host may hold the lock, so assume that it does
 
 
 def test_jobs_submitted_to_slurm_are_going_without_the_sweep(tmp_path, events):
@@ -158,8 +158,8 @@ def test_jobs_submitted_to_slurm_are_going_without_the_sweep(tmp_path, events):
     with hold_lock(sweep_dir.folder):
         pass
     assert read_sweep(sweep_dir.folder).is_going
-    change(sweep_dir.job("a=2", state="failed"), state="queued")  # the sweep died before this submission
-    sweep_dir.facts["launcher"] = "lab"  # the user's own option with a partition
+    change(sweep_dir.job("a=2", state="failed"), state="queued")  # the sweep died before it submitted this job
+    sweep_dir.facts["launcher"] = "lab"  # a launcher option of the user, with a partition
     sweep_dir.job("a=3")
     first, second, _ = sorted(read_sweep(sweep_dir.folder).jobs, key=lambda job: job.index)
     assert (first.is_going, first.slurm_id, first.note) == (True, "31_0", "")

@@ -29,7 +29,7 @@ def render(sweep, **options):
 
 @pytest.fixture
 def mixed(sweep_dir):
-    """Jobs in several states."""
+    """The folder of a sweep with jobs in several states."""
     sweep_dir.job("hparams.lr=1e-3", "optimizer=sgd", losses=(3.0, 2.5), shared=["debug=fast"])
     sweep_dir.job("hparams.lr=2e-3", "optimizer=sgd", losses=(1.25, 1.5), shared=["debug=fast"])
     sweep_dir.job("hparams.lr=3e-3", "optimizer=muon", state="failed", reason="ValueError: " + "long [word] " * 20)
@@ -171,7 +171,7 @@ def test_report_has_mean_and_std_over_seeds(seeded):
         ["lr", "seeds", "mean", "val_loss", "std"],
         ["2e-3", "3/3", "1.7500", "0.2500"],
         ["1e-3", "3/3", "2.0000", "1.0000"],
-        ["3e-3", "1/3", "1.0000", "-"],  # the mean excludes the diverged seed
+        ["3e-3", "1/3", "1.0000", "-"],  # the mean excludes the diverged and the stopped seed
     ]
     assert "best: job 0, val_loss 1.0000, lr=1e-3 seed=0" in lines
     assert "best over seeds: lr=2e-3, val_loss 1.7500 ± 0.2500 of 3 seeds" in lines

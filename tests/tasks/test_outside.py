@@ -15,7 +15,7 @@ OUTSIDE = Path(__file__).with_name("outside")
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """Write the metadata that pip would install for the package."""
+    """A folder with the metadata that pip would install for the package `waves`."""
     folder = tmp_path_factory.mktemp("site")
     (folder / "waves-1.0.dist-info").mkdir()
     about = folder / "waves-1.0.dist-info"

@@ -38,7 +38,7 @@ def model_of(seed=0):
 
 
 def states(step):
-    """Return copies of the optimizer states."""
+    """Return copies of the optimizer states of a training step."""
     return [
         {name: value.clone() for name, value in state.items() if value is not None}
         for optimizer in step._optimizers

@@ -35,7 +35,7 @@ def test_means_are_quotients_of_sums_and_counts():
 
 
 def test_logged_step_reads_the_device_once(tmp_path):
-    """Loss, norm and all metrics of a step share one read."""
+    """One read gets the loss, the gradient norm and all metrics of a step."""
     reads, original, log = [], torch.Tensor.tolist, Trainer._log
 
     def tolist(tensor):

@@ -1,4 +1,4 @@
-"""A run ends with the result of an undisturbed run, bit for bit, after any sequence of kills, stops and restarts."""
+"""After kills, stops and restarts a run ends bit for bit as an undisturbed one, unless the microbatch size changes."""
 
 import logging
 import math
@@ -143,7 +143,7 @@ def config_of(variant, life):
 
 
 def live(config, run_dir, life):
-    """Run until the end or the drawn moment."""
+    """Train until the run ends, or until `life` kills or stops the run at its place and visit."""
     TRAP.set(life["place"], math.ceil(life["when"] * (PLACES | STOPS)[life["place"]]))
     try:
         train(config, run_dir)
@@ -170,7 +170,7 @@ def test_killed_and_restarted_run_matches_an_undisturbed_run(variant, references
         run_dir = tmp_path_factory.mktemp("run")
         for life in drawn:
             if variant == "rolls back" and life["place"].startswith("stop"):
-                continue  # It would add a checkpoint to roll back to.
+                continue  # A stop would add a checkpoint to roll back to.
             live(config_of(variant, life), run_dir, life)
             assert all(problems(folder) == [] for folder in list_checkpoints(run_dir))
         rounded, exact = outcome(VARIANTS[variant], run_dir)

@@ -171,7 +171,7 @@ def test_weight_decay_of_the_optimizer_applies_unless_given():
 
 
 class Broken(Squares):
-    """Finite until step `at`, then the loss or only its gradient is not finite."""
+    """Finite before call number `at` of the loss; from then on, the loss or only its gradient is not finite."""
 
     def __init__(self, at, kind):
         self.at, self.kind, self.calls = at, kind, 0
@@ -235,7 +235,7 @@ def poisoned(seed):
 
 
 def on_device(model, config=None, make=adamw, **options):
-    """Return a step with the guard of a GPU, which synchronizes only at logged steps."""
+    """Return a step whose guard decides on the device, as on a GPU, and synchronizes only at logged steps."""
     step = step_for(model, optimizers=make(model=model, **(options or ADAMW)), guard=config)
     step.guard = UpdateGuard(config or Guard(), step._optimizers, ALONE, on_device=True)
     return step

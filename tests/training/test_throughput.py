@@ -143,7 +143,7 @@ def test_pause_does_not_wait_for_the_gpu_after_an_error(monkeypatch):
     assert gpus.num_waits == 2
     with pytest.raises(OSError, match="disk"), throughput.pause():
         raise OSError("disk")
-    assert gpus.num_waits == 3  # Before the body only.
+    assert gpus.num_waits == 3  # Before the body, but not after the error.
 
 
 def test_unknown_rates_are_none():
@@ -152,7 +152,7 @@ def test_unknown_rates_are_none():
     clock.now += 1.0
     rates = throughput.log(step=1, samples=8)
     assert (rates.tokens_per_second, rates.tflops, rates.mfu) == (None, None, None)
-    assert (rates.reserved_memory_bytes, rates.allocator_retries) == (None, None)  # On a CPU.
+    assert (rates.reserved_memory_bytes, rates.allocator_retries) == (None, None)  # Unknown on a CPU.
 
 
 def test_mfu_is_the_fraction_of_the_device_peak(monkeypatch):

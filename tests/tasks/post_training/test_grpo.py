@@ -50,7 +50,7 @@ def written_out(model, reference, samples, rewards, old, *, filters, beta, by_to
     ratio, a = (x - o).exp(), advantage.float()[:, None]
     policy = torch.maximum(-a * ratio, -a * ratio.clamp(0.8, 1.2))
     r = f - plain
-    kl = (r.exp() - 1 - r) * (plain - (o if on_policy else plain.detach())).exp()  # `old` is also the sampler's.
+    kl = (r.exp() - 1 - r) * (plain - (o if on_policy else plain.detach())).exp()  # The sampler's values equal `old`.
     loss = ((policy + beta * kl) * mask).double()
     return loss.sum() / mask.sum() if by_token else (loss.sum(-1) / mask.sum(-1)).mean()
 
@@ -69,7 +69,7 @@ def test_grpo_loss_and_gradient_match_a_plain_implementation(by_token, filters, 
     plain = {name.removeprefix("generation_"): value for name, value in filters.items()}
     for update in range(updates):
         window = source.next_window()
-        if update == 1:  # The model has changed by then.
+        if update == 1:  # Change the model between the two updates.
             with torch.no_grad():
                 first = make_model()
                 for parameter in model.parameters():
@@ -120,7 +120,7 @@ SETTINGS = [
 
 
 def gradient(settings):
-    """Return the gradient of the output matrix for a policy other than the sampler and the policy at the rollout."""
+    """Return the gradient of the output matrix if the policy, the policy at the rollout and the sampler all differ."""
     objective = make_objective(make_model(seed=4), updates_per_rollout=2, **NO_FILTERS, **settings)
     model = make_model()
     (part,) = make_source(objective, model, per_gpu_batch_size=8).next_window().microbatches

@@ -63,7 +63,7 @@ def examples(count=80, seed=0, longest=20):
 
 
 def windows(dataset, pack_tokens=None, dp_size=1, per_gpu=4, workers=0):
-    """Return the microbatches of the second window of every rank."""
+    """Return the microbatches of the second window of all ranks in one list."""
     order, found = GlobalOrder(num_samples=len(dataset), fingerprint="x", seed=1), []
     for rank in range(dp_size):
         sizes = {"batch_size_at": lambda samples: WINDOW, "per_gpu_batch_size": per_gpu, "num_workers": workers}

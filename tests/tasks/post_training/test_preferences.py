@@ -29,7 +29,7 @@ def write(path, rows):
 
 
 def texts(splits, split="train"):
-    """Return both rows of each pair as text, with untrained tokens and padding as dots."""
+    """Return both rows of each pair as text, with untrained tokens as dots, except at the start and end."""
     found = []
     for index in range(len(dataset := getattr(splits, split))):
         sample = dataset[index]

@@ -13,7 +13,7 @@ from foundry.tasks.post_training.schemas.rollouts import Rollouts
 
 
 class Derived(Objective):
-    """Derives from the base class of all objectives, and has settings of rollouts."""
+    """Derives from the base class of all objectives, not of rollout objectives, but has the attribute `rollouts`."""
 
     rollouts = None
 

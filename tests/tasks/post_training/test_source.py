@@ -81,7 +81,7 @@ def test_rollout_source_resumes_between_updates_bit_for_bit():
 
 
 class Some(Vowels):
-    """Cannot score the answers to `dog`."""
+    """An environment that gives no score to the answers to `dog`."""
 
     def score(self, answers):
         found = super().score(answers)
@@ -101,7 +101,7 @@ def test_completions_without_a_reward_are_excluded_from_the_baseline():
 
 
 class Fickle(Judge):
-    """Returns rewards only in the rollouts where `given` is true."""
+    """A judge that gives rewards to the n-th rollout only if the n-th value of `given` is true."""
 
     def __init__(self, kind, *given):
         super().__init__(None, weights={}, name="Fickle")

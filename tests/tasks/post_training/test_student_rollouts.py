@@ -65,7 +65,7 @@ def test_student_at_temperature_zero_generates_argmax_tokens():
 
 
 class Infinite:
-    """Scores every answer as infinite."""
+    """An environment that scores every answer as infinite."""
 
     def score(self, answers):
         return [{"size": math.inf} for _ in answers]

@@ -8,7 +8,7 @@ from gymnasium.spaces import Box, Dict, Discrete
 
 
 class Line(gymnasium.Env):
-    """Move a point to 0; success is in `info` if `reports_success`, otherwise the reward is 1 there."""
+    """Move a point to 0; the reward is 1 at 0, and `info` has `success` only if `reports_success`."""
 
     metadata: ClassVar = {"render_modes": ["rgb_array"], "render_fps": 5}
     observation_space, action_space = Box(-1, 1, (1,)), Box(-0.2, 0.2, (1,))

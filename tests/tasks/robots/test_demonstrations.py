@@ -75,7 +75,7 @@ def make(cache, simulator=Reach, *, seed=0, **changed):
 
 
 def raw(data):
-    """Return the rows of the folder in order."""
+    """Return the rows of all Parquet files of the demonstrations, in the order of file names."""
     files = sorted(Path(data.notes["demonstrations"]).glob("data/*/*.parquet"))
     return [row for file in files for row in pq.read_table(file).to_pylist()]
 
@@ -101,7 +101,7 @@ def test_noisy_share_is_the_fraction_of_episodes_with_noise(share, low, high, tm
 
 
 def _episodes(watched):
-    """Return the steps of each episode, by replaying them from each reset."""
+    """Return the executed actions by episode, found by replaying them after the reset of each episode."""
     simulator, executed, episodes = Reach(), list(watched.executed), []
     for seed in watched.seeds:
         simulator.reset(seed)

@@ -18,7 +18,7 @@ def policy(**changes) -> PolicyDiT:
 
 
 def trained_looking(model: PolicyDiT) -> PolicyDiT:
-    """Replace zero-initialized weights by random ones, as after some training."""
+    """Replace all weights by random ones, since some are initialized to zero; return the model."""
     torch.manual_seed(2)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.1)

@@ -1,4 +1,4 @@
-"""Rules between a policy and the rest of a run, checked by compose, one line each."""
+"""Rules between a policy and the rest of a run, which `compose` checks, with one error line for each violation."""
 
 import pytest
 from support.composition import configure

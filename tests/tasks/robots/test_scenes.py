@@ -16,7 +16,7 @@ SETTINGS = {"num_scenes": 12, "image_size": 16, "seq_len": 96, "vocab_size": 257
 
 
 class RecordingReach(Reach):
-    """Describes the location of the goal."""
+    """Records resets and closes, and describes the location of the goal."""
 
     seeds, closed = [], []
 
@@ -148,5 +148,5 @@ def test_tabletop_describes_the_locations_of_its_blocks():
             row = "near" if y < -0.08 else "far" if y >= 0.08 else "centre"
             assert dict(described)[f"where is {colour} ?"] == f"{column} {row}"
         orders.add(json.dumps([question for question, _ in described if question in asked]))
-    assert len(orders) == 6  # In every order.
+    assert len(orders) == 6  # The three questions about colors appear in every order.
     simulator.close()

@@ -57,7 +57,7 @@ def test_success_batches_have_one_shape_and_keys_by_episode_and_replan(tmp_path)
     first, second = objective.calls[: starts[1]], objective.calls[starts[1] :]
     assert [keys for _, keys in first] == [[k * 2**31 + n for k in (3, 4, 5, 6)] for n in range(len(first))]
     assert [keys for _, keys in second] == [[7 * 2**31 + n, -1, -1, -1] for n in range(len(second))]
-    assert len(first) <= 15  # Of 30 steps, two at a time.
+    assert len(first) <= 15  # An episode has at most 30 steps, two per call.
 
 
 def test_episode_does_not_depend_on_the_number_of_episodes(tmp_path):
@@ -214,7 +214,7 @@ def test_success_evaluator_requirements_are_config_errors(wrong, message):
 
 
 class Commanded(Reach):
-    """The instruction selects the goal or its mirror image."""
+    """The instruction alternates with the seed; the goal does not depend on the instruction."""
 
     instructions = ("reach the goal", "reach its mirror image", "stay")
 
@@ -224,7 +224,7 @@ class Commanded(Reach):
 
 
 class Obeying(Wandering):
-    """Records the instructions that it gets."""
+    """A policy that records the instructions of each call."""
 
     def __init__(self, tokenizer):
         super().__init__(noise=0.0)

@@ -134,7 +134,7 @@ def test_tabletop_with_images_has_the_pusher_state_only():
 
 @pytest.mark.egl
 def test_interleaved_tables_render_like_separate_ones():
-    """The tables share a renderer."""
+    """All `Tabletop` simulators of a process share a renderer."""
     tables = {seed: Tabletop(task="push", image_size=32) for seed in (1, 2)}
     alone = {}
     for seed, table in tables.items():

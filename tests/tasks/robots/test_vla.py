@@ -36,7 +36,7 @@ def fresh(*, state_scale: float = 0.3, **changes) -> VLA:
 
 
 def policy(**changes) -> VLA:
-    """Replace zero-initialized weights by random ones, as after some training."""
+    """Return a small model with random weights everywhere, since some are initialized to zero."""
     torch.manual_seed(0)
     model = fresh(**changes)
     for parameter in model.parameters():
@@ -148,7 +148,7 @@ def test_vla_trains_and_acts_with_every_policy_objective(objective):
 
 
 class Unobserving(nn.Module):
-    """Encodes the observation in every forward pass."""
+    """A policy that encodes the observation in every forward pass."""
 
     def __init__(self, model):
         super().__init__()

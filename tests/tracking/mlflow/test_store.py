@@ -23,7 +23,7 @@ print(client.get_run(run_id).info.run_name)
 """
 
 
-# Forks at once, as importing MLflow takes longer than all the rest.
+# Imports MLflow once, which takes longest, and forks a process for each connection to the database.
 _KILLED = """
 import os, signal, sys
 from pathlib import Path
@@ -89,7 +89,7 @@ def test_one_process_creates_the_mlflow_tables_and_others_wait(tmp_path):
 
 @pytest.mark.long
 def test_kill_during_creation_of_the_mlflow_database_is_harmless(tmp_path):
-    """Kill at many moments; the next process creates the missing tables, and no temporary files remain."""
+    """Kill at one of nine SQL statements; the next process creates the tables, and no temporary files remain."""
     moments = ["1", "3", "10", "20", "40", "80", "120", "200", "300"]
     for moment in moments:
         (tmp_path / moment).mkdir()

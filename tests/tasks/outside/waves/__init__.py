@@ -1,4 +1,4 @@
-"""Waves: the next value of a sine wave from those before it."""
+"""The task `waves`: predict the next value of a sine wave from the values before it."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Data, model and objective of waves."""
+"""Data, model and objective of the task `waves`."""
 
 import json
 import math

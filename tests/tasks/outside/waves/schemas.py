@@ -1,4 +1,4 @@
-"""`data=waves`, its check, a resolver, and the options of the evaluation."""
+"""Schema of `data=waves` with its check, a resolver, and the options that the task adds to `foundry eval`."""
 
 from dataclasses import dataclass
 from typing import ClassVar
