@@ -81,7 +81,7 @@ FETCH = "gymnasium_robotics"
 """Module that registers the environments of gymnasium-robotics."""
 
 
-OWN_EXPERTS = tuple(f"foundry.simulators.experts.fetch_{task}" for task in ("reach", "push", "pick_and_place"))
+OWN_EXPERTS = tuple(f"foundry.simulators.experts.fetch_{task}" for task in ("push", "pick_and_place"))
 
 
 _FIRST_MUJOCO_WITHOUT_FETCH, _LAST_FETCH_WITH_THE_FAULT = (3, 12), (1, 4, 2)
