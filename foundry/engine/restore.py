@@ -316,7 +316,7 @@ def _file_explained(file: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        reason = getattr(error, "why", None) or getattr(error, "strerror", None) or error
+        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
         raise ConfigError(Violation("run", f"{file} {reason}")) from None
 
 
