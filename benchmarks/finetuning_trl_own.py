@@ -51,7 +51,7 @@ def timing_reference(meter: Meter) -> AbstractContextManager[Any]:
         with meter.preparing():
             return join_columns(*arguments)
 
-    return patch("foundry.engine.trained.join_columns", timed)
+    return patch("foundry.engine.trained_models.join_columns", timed)
 
 
 def write_order(job: dict[str, Any], file: Path) -> None:

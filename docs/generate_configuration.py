@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 from foundry.config.composition.compose import config_dir
 from foundry.config.composition.store import GROUPS, group_schemas
-from foundry.config.diagnostics.elsewhere import OTHERS, Name, names, names_of
+from foundry.config.diagnostics.other_frameworks import OTHERS, Name, names, names_of
 from foundry.config.init_std import parse_std
 from foundry.config.schemas.hparams import parse_auto
 from foundry.config.schemas.launcher import SCHEMAS as LAUNCHERS
@@ -43,7 +43,7 @@ _PARSED = {
     parse_progress: "true, false or json",
 }
 _SIGNS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
-_HEADER = ("| key | type | default | meaning | elsewhere called |", "|---|---|---|---|---|")
+_HEADER = ("| key | type | default | meaning | other names |", "|---|---|---|---|---|")
 
 
 def page_with_tables(text: str) -> str:
@@ -64,7 +64,7 @@ def _between(text: str, begin: str, generated: str) -> str:
 
 def _names_by_setting() -> Iterator[str]:
     """Yield a table from names in the documents that foundry implements to foundry's overrides."""
-    yield from ("| elsewhere | type here |", "|---|---|")
+    yield from ("| name elsewhere | type here |", "|---|---|")
     written = dict[str, dict[str, None]]()
     for row in names():
         if row.system in _DOCUMENTS and row.ours:

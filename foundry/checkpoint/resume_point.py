@@ -17,7 +17,7 @@ from foundry.config.record.resume_compat import REMEDY, Difference, differences
 from foundry.config.schemas.checkpoint import OnChangedConfig
 from foundry.config.schemas.root import Config
 from foundry.config.setting import OnResume
-from foundry.core.errors import ConfigError, Violation, contrast, shown
+from foundry.core.errors import ConfigError, Violation, as_text, contrast
 from foundry.core.foreign import ForeignData
 from foundry.parallel.process_group import World
 from foundry.run_dir.checkpoints import BEST, LATEST, MANIFEST, list_checkpoints, parse_step
@@ -140,7 +140,7 @@ def check_config(
     for difference in differences(resume_point.manifest.config, recorded, config):
         if difference.is_removed:
             message = "ignored %s=%s of the checkpoint: this version of foundry does not have the setting"
-            log.warning(message, difference.key, shown(difference.old))
+            log.warning(message, difference.key, as_text(difference.old))
         elif difference.is_allowed or (difference.locates_data and resume_point.manifest.data):
             log.info("resumed with %s", difference)
         else:

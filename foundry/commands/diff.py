@@ -15,7 +15,7 @@ from foundry.config.command import Outcome, check_output, command, folder_option
 from foundry.config.record.frozen import read_recorded
 from foundry.config.record.resume_compat import Difference, differences
 from foundry.config.setting import setting
-from foundry.core.errors import ConfigError, Violation, contrast, shown
+from foundry.core.errors import ConfigError, Violation, as_text, contrast
 from foundry.run_dir.names import CONFIG, METRICS, PLAN, RESULT, STATUS
 from foundry.run_dir.redact import one_line
 from foundry.run_dir.strict_json import flat, read_optional
@@ -87,7 +87,7 @@ class RunRecord:
         settings = read_recorded(folder)
         if settings is None:
             raise ConfigError(
-                Violation(key, f"is {shown(folder)}, which is not a run directory: it has no readable {CONFIG}")
+                Violation(key, f"is {as_text(folder)}, which is not a run directory: it has no readable {CONFIG}")
             )
         try:
             steps, evaluations = _read_metrics(folder)
@@ -96,7 +96,7 @@ class RunRecord:
             }
             plan = read_optional(folder / PLAN)
         except (OSError, ValueError) as error:
-            raise ConfigError(Violation(key, f"is {shown(folder)}: {one_line(str(error))}")) from None
+            raise ConfigError(Violation(key, f"is {as_text(folder)}: {one_line(str(error))}")) from None
         return cls(folder, settings, dict(flat(plan)), steps, evaluations, dict(flat(result)))
 
     def logged(self, step: int) -> Mapping[str, Any]:
@@ -294,7 +294,7 @@ def _number(value: Any) -> float | None:
 
 def _text(value: Any) -> str:
     """Return a value as text, with enough digits to distinguish two losses."""
-    return "-" if value is None else f"{value:.9g}" if isinstance(value, float) else shown(value)
+    return "-" if value is None else f"{value:.9g}" if isinstance(value, float) else as_text(value)
 
 
 def _table(
@@ -323,7 +323,7 @@ def print_differences(options: DiffOptions) -> Outcome:
     if picture is not None:
         check_output("picture", picture)
         if picture.suffix != ".png":
-            raise ConfigError(Violation("picture", f"is {shown(picture)} but must be a .png file"))
+            raise ConfigError(Violation("picture", f"is {as_text(picture)} but must be a .png file"))
     comparison = compare(folder_option("run", options.run), folder_option("against", options.against))
     for line in comparison.lines():
         sys.stdout.write(f"{line}\n")

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from foundry.config.sources import download_hint
-from foundry.core.errors import ConfigError, Violation, shown
+from foundry.core.errors import ConfigError, Violation, as_text
 
 
 def class_folders(path: str) -> list[Path]:
@@ -18,10 +18,12 @@ def class_folders(path: str) -> list[Path]:
     if not folder.is_dir():
         problem = "is a file" if folder.is_file() else "does not exist"
         hint = download_hint(path, of_data=True)
-        message = f"is {shown(path)}, which {problem}; give a folder with a subfolder for each class{hint}"
+        message = f"is {as_text(path)}, which {problem}; give a folder with a subfolder for each class{hint}"
         raise ConfigError(Violation("data.path", message))
     try:
         subfolders = sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     except OSError as error:
-        raise ConfigError(Violation("data.path", f"is {shown(path)}, which cannot be read: {error.strerror}")) from None
+        raise ConfigError(
+            Violation("data.path", f"is {as_text(path)}, which cannot be read: {error.strerror}")
+        ) from None
     return subfolders or [folder]

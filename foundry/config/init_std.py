@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 
-from foundry.core.errors import nearest, shown
+from foundry.core.errors import as_text, nearest
 
 STD_RULES: dict[str, Callable[[int], float]] = {
     "small": lambda hidden_size: math.sqrt(2 / (5 * hidden_size)),
@@ -27,6 +27,6 @@ def parse_std(text: str) -> float | Callable[[int], float]:
         std = math.nan
     if not 0 < std < math.inf:
         raise ValueError(
-            f"is {shown(text)} but must be a number above 0, or {' or '.join(STD_RULES)}{nearest(text, STD_RULES)}"
+            f"is {as_text(text)} but must be a number above 0, or {' or '.join(STD_RULES)}{nearest(text, STD_RULES)}"
         )
     return std

@@ -6,9 +6,9 @@ from functools import cache
 
 from omegaconf import DictConfig, OmegaConf
 
+from foundry.config.schemas.built_in_evaluators import ExactMatch, HeldOut
 from foundry.config.schemas.checkpoint import KeepBest
 from foundry.config.schemas.evaluation import Evaluation
-from foundry.config.schemas.own_evaluators import ExactMatch, HeldOut
 from foundry.config.schemas.root import Config
 from foundry.core.errors import Violation, nearest
 from foundry.core.tasks import EVALUATORS, modules_of

@@ -7,7 +7,7 @@ from dataclasses import MISSING, Field, field, fields, is_dataclass
 from enum import Enum
 from typing import Any
 
-from foundry.core.errors import Violation, shown
+from foundry.core.errors import Violation, as_text
 
 _LARGEST_INT = 2**63 - 1
 """Largest integer in torch, numpy and databases (int64)."""
@@ -188,7 +188,7 @@ def check_value(item: "Field[Any]", value: object, key: str) -> Iterator[Violati
     """Yield a violation if a value of the field's type is out of the field's bounds."""
     problem = _text_problem(value) if isinstance(value, str) else None
     if isinstance(value, list) and "list[str]" in str(item.type) and not all(isinstance(part, str) for part in value):
-        problem = f"is {shown(value)} but must be a list of strings"
+        problem = f"is {as_text(value)} but must be a list of strings"
     parse = item.metadata.get("parse")
     if problem is None and parse is not None and value is not None:
         try:
@@ -208,11 +208,10 @@ def _text_problem(text: str) -> str | None:
     if not text.strip():
         return "is empty; set a value, or leave it out"
     if len(text) > _LONGEST_TEXT:
-        return f"is {shown(text)}, which has {len(text):,} characters; the maximum is {_LONGEST_TEXT:,}"
+        return f"is {as_text(text)}, which has {len(text):,} characters; the maximum is {_LONGEST_TEXT:,}"
     if unprintable := next((character for character in text if not character.isprintable()), None):
-        return (
-            f"is {shown(text)}, which contains the character {unprintable.encode('unicode_escape').decode()}; remove it"
-        )
+        code = unprintable.encode("unicode_escape").decode()
+        return f"is {as_text(text)}, which contains the character {code}; remove it"
     return None
 
 
@@ -221,11 +220,13 @@ def _number_problem(value: float, bounds: Mapping[str, float], *, finite: bool) 
     broken_bounds = [name for name, bound in bounds.items() if not _HOLDS[name][1](value, bound)]
     if broken_bounds or value != value:
         range_text = " and ".join(f"{_HOLDS[name][0]} {bounds[name]:,}" for name in broken_bounds)
-        return f"is {shown(value)} but must be {range_text or 'a number'}"
+        return f"is {as_text(value)} but must be {range_text or 'a number'}"
     if isinstance(value, int):
-        return None if abs(value) <= _LARGEST_INT else f"is {shown(value)} but must be at most {_LARGEST_INT} (64 bits)"
+        return (
+            None if abs(value) <= _LARGEST_INT else f"is {as_text(value)} but must be at most {_LARGEST_INT} (64 bits)"
+        )
     if math.isinf(value):
-        return f"is {shown(value)} but must be finite" if finite else None
+        return f"is {as_text(value)} but must be finite" if finite else None
     if value == 0 or _SMALLEST_FLOAT <= abs(value) <= _LARGEST_FLOAT:
         return None
-    return f"is {shown(value)}, which float32 rounds to {'0' if abs(value) < 1 else 'infinity'}; give another number"
+    return f"is {as_text(value)}, which float32 rounds to {'0' if abs(value) < 1 else 'infinity'}; give another number"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 
-from foundry.core.errors import ConfigError, Violation, counted, shown
+from foundry.core.errors import ConfigError, Violation, as_text, counted
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]+://")
 _HUB_NAME = re.compile(r"(?:[A-Za-z0-9](?:[\w-]|\.(?=\d))*/)[A-Za-z0-9](?:[\w-]|\.(?=\d))*")
@@ -38,11 +38,11 @@ def local_path(key: str, text: str) -> Path:
         ConfigError: if the value is a URL, or `~` names an unknown user.
     """
     if "://" in text:
-        raise ConfigError(Violation(key, f"is {shown(text)}, a URL; give a path on this machine"))
+        raise ConfigError(Violation(key, f"is {as_text(text)}, a URL; give a path on this machine"))
     try:
         return Path(text).expanduser()
     except RuntimeError as error:
-        raise ConfigError(Violation(key, f"is {shown(text)}: {error}")) from None
+        raise ConfigError(Violation(key, f"is {as_text(text)}: {error}")) from None
 
 
 def why_no_url(path: str) -> str | None:
@@ -69,7 +69,7 @@ def refuse_urls(data: object, run: object) -> None:
     for name in getattr(data, "urls", ()):
         for path in filter(is_url, listed_paths(getattr(data, name))):
             message = (
-                f"of {run} is {shown(path)}, which would be downloaded; set trust=true if the run is yours, or give"
+                f"of {run} is {as_text(path)}, which would be downloaded; set trust=true if the run is yours, or give"
             )
             raise ConfigError(Violation(f"data.{name}", f"{message} data=... and its path"))
 
@@ -106,14 +106,14 @@ def check_sources(path: object, validation_path: object, weights: Sequence[float
         yield Violation("data.path", "is null; give a file, folder or glob, or a list of them")
     for key, value in (("data.path", path), ("data.validation_path", validation_path)):
         if isinstance(value, dict) or (isinstance(value, list) and not _are_paths(value)):
-            yield Violation(key, f"is {shown(value)} but must be a path or a list of paths, such as [a.jsonl,b.txt]")
+            yield Violation(key, f"is {as_text(value)} but must be a path or a list of paths, such as [a.jsonl,b.txt]")
     if weights is None:
         return
     count = len(listed_paths(path))
     if invalid := [weight for weight in weights if not _is_share(weight)]:
         yield Violation(
             "data.weights",
-            f"has {shown(invalid[0])} but must have numbers above 0; to exclude a path, leave it out of data.path",
+            f"has {as_text(invalid[0])} but must have numbers above 0; to exclude a path, leave it out of data.path",
         )
     elif count < 2:
         yield Violation("data.weights", "has no effect without several paths; set data.path=[a.jsonl,b.txt]")

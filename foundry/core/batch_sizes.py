@@ -9,7 +9,7 @@ from decimal import Decimal
 from itertools import pairwise
 from typing import Self
 
-from foundry.core.errors import shown
+from foundry.core.errors import as_text
 
 LARGEST_COUNT = 10**18
 """Largest number of samples, tokens or steps; it fits into int64."""
@@ -106,12 +106,12 @@ class BatchSizes:
             raise ValueError(f"has {len(entries):,} entries; a run may have at most {MOST_STAGES:,} batch sizes")
         pairs = sorted((threshold // (tokens_per_sample or 1), size) for threshold, size in map(_parse_entry, entries))
         if pairs[0][0] != 0:
-            raise ValueError(f"'{shown(text)}' starts at {pairs[0][0]} samples; the first threshold must be 0")
+            raise ValueError(f"'{as_text(text)}' starts at {pairs[0][0]} samples; the first threshold must be 0")
         for (earlier, _), (later, _) in pairwise(pairs):
             if earlier == later:
                 unit = f" (of {tokens_per_sample} tokens each)" if tokens_per_sample else ""
                 raise ValueError(
-                    f"'{shown(text)}' has two sizes for the threshold of {later} samples{unit}; remove one"
+                    f"'{as_text(text)}' has two sizes for the threshold of {later} samples{unit}; remove one"
                 )
         return cls(pairs)
 
@@ -180,19 +180,19 @@ def parse_count(text: str) -> int:
         # Decimal, because 2.01 * 1000 is not an integer in binary floating point.
         value = Decimal(match["number"]) * _SUFFIXES[match["suffix"].upper()]
         if value > LARGEST_COUNT:
-            raise ValueError(f"'{shown(text)}' is more than {LARGEST_COUNT:,}; give a smaller number")
+            raise ValueError(f"'{as_text(text)}' is more than {LARGEST_COUNT:,}; give a smaller number")
         if value == int(value):
             return int(value)
-    raise ValueError(f"'{shown(text)}' is not a whole number; write 300000, 300k, 1.5M or 250B")
+    raise ValueError(f"'{as_text(text)}' is not a whole number; write 300000, 300k, 1.5M or 250B")
 
 
 def _parse_entry(text: str) -> tuple[int, int]:
     threshold, colon, size = text.partition(":")
     if not colon:
-        raise ValueError(f"'{shown(text)}' is not THRESHOLD:SIZE, such as 250B:1536")
+        raise ValueError(f"'{as_text(text)}' is not THRESHOLD:SIZE, such as 250B:1536")
     pair = parse_count(threshold), parse_count(size)
     if pair[1] < 1:
-        raise ValueError(f"'{shown(text)}' has a batch size of {pair[1]}; it must be at least 1")
+        raise ValueError(f"'{as_text(text)}' has a batch size of {pair[1]}; it must be at least 1")
     return pair
 
 

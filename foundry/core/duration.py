@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Self
 
 from foundry.core.batch_sizes import LARGEST_COUNT, BatchSizes
-from foundry.core.errors import shown
+from foundry.core.errors import as_text
 
 _SUFFIXES = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 # OmegaConf turns 0.00001 into the text 1e-05.
@@ -68,7 +68,7 @@ class Duration:
             ValueError: the text has another form, is negative, a fraction above 1, a fraction of a step, above
                 `LARGEST_COUNT`, or too close to 0.
         """
-        match, message = _PATTERN.fullmatch(text.strip()), f"'{shown(text)}'"
+        match, message = _PATTERN.fullmatch(text.strip()), f"'{as_text(text)}'"
         if match is None:
             raise ValueError(f"{message} is not a duration; write {_FORMS}")
         number = match["number"]
@@ -95,7 +95,7 @@ class Duration:
             return cls(value, Unit.run)
         name = unit if unit.endswith("s") else f"{unit}s"
         if name not in ("steps", "epochs", "samples", "tokens"):
-            raise ValueError(f"{message} has an unknown unit '{shown(unit)}'; write {_FORMS}")
+            raise ValueError(f"{message} has an unknown unit '{as_text(unit)}'; write {_FORMS}")
         if name == "steps" and value != int(value):
             raise ValueError(f"{message} is not a whole number of steps; write {_FORMS}")
         return cls(value, Unit(name))
@@ -109,7 +109,7 @@ class Duration:
         """
         duration = cls.parse(text)
         if duration.value == 0:
-            raise ValueError(f"is {shown(text)} but must be above 0")
+            raise ValueError(f"is {as_text(text)} but must be above 0")
         return duration
 
     def samples(self, budget: Budget, *, reference: float | None = None, end: float | None = None) -> float:
@@ -181,7 +181,7 @@ class Interval:
         # 0.07 of 100 samples is 7.000000000000001, which the seventh sample would not reach.
         samples = without_rounding_error(duration.samples(budget))
         if samples > budget.total_samples:
-            length = "" if duration.unit is Unit.steps else f"{shown(text)}, "
+            length = "" if duration.unit is Unit.steps else f"{as_text(text)}, "
             steps = budget.batch_sizes.steps_at(samples)
             raise ValueError(f"is {length}{steps:g} steps, but the run has only {budget.total_steps}")
         return cls(

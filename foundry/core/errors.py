@@ -60,7 +60,7 @@ def nearest(word: str, candidates: Iterable[str]) -> str:
     return f"; did you mean {best}?"
 
 
-def shown(value: object) -> str:
+def as_text(value: object) -> str:
     """Format a value for an error message: None as null, a float with 6 digits, a long text with its middle omitted."""
     if value is None:
         return "null"
@@ -72,16 +72,16 @@ def shown(value: object) -> str:
         return "a number with thousands of digits"
 
 
-def contrast(old: object, new: object, format_value: Callable[[object], str] = shown) -> tuple[str, str]:
+def contrast(old: object, new: object, formatter: Callable[[object], str] = as_text) -> tuple[str, str]:
     """Return two different values as short texts that differ.
 
     Args:
         old: the old value.
         new: the new value.
-        format_value: formats a value. If both texts are equal, the values are written in full, and cut to the passage
+        formatter: formats a value. If both texts are equal, the values are written in full, and cut to the passage
             around their first difference.
     """
-    texts = format_value(old), format_value(new)
+    texts = formatter(old), formatter(new)
     if texts[0] != texts[1]:
         return texts
     are_texts = isinstance(old, str) and isinstance(new, str)

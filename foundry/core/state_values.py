@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from foundry.core.errors import shown
+from foundry.core.errors import as_text
 
 _MOST = 2**63
 
@@ -17,7 +17,7 @@ def read_count(state: Mapping[str, Any], name: str) -> int:
     """
     value = state[name]
     if type(value) is not int or not 0 <= value < _MOST:
-        raise ValueError(f"{name}={shown(value)} is not a non-negative whole number")
+        raise ValueError(f"{name}={as_text(value)} is not a non-negative whole number")
     return value
 
 
@@ -34,7 +34,7 @@ def read_optional_number(state: Mapping[str, Any], name: str) -> float | None:
     """
     value: float | None = state[name]
     if value is not None and not _is_finite(value):
-        raise ValueError(f"{name}={shown(value)} is neither a finite number nor null")
+        raise ValueError(f"{name}={as_text(value)} is neither a finite number nor null")
     return value
 
 
@@ -46,7 +46,7 @@ def read_numbers(state: Mapping[str, Any], name: str) -> Sequence[float]:
     """
     values: Sequence[float] = state[name]
     if not isinstance(values, list) or not all(map(_is_finite, values)):
-        raise ValueError(f"{name}={shown(values)} is not a list of finite numbers")
+        raise ValueError(f"{name}={as_text(values)} is not a list of finite numbers")
     return values
 
 

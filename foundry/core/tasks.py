@@ -97,7 +97,7 @@ class Task:
         planned: entries of plan.json by name.
         objectives: base classes of objectives, each by the name of an attribute; an objective of another class that has
             this attribute gets the members of the base class that it lacks.
-        brings: function of a `Bringing` that returns additional options to choose, by config group.
+        implies: function of a `SelectedOptions` that returns additional options to choose, by config group.
         run_files: classes with `from_json` and `to_json` for the values in `DataSplits.kept`, by file name.
         plots: plots by file name without suffix.
         pictures: names or patterns of files in plots/ that the terminal points to.
@@ -116,7 +116,7 @@ class Task:
     forms: Mapping[str, str] = field(default_factory=dict)
     planned: Mapping[str, Planned] = field(default_factory=dict)
     objectives: Mapping[str, str] = field(default_factory=dict)
-    brings: str | None = None
+    implies: str | None = None
     run_files: Mapping[str, str] = field(default_factory=dict)
     plots: Mapping[str, Plot] = field(default_factory=dict)
     pictures: tuple[str, ...] = ()
@@ -194,25 +194,25 @@ def missing_task(target: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class Bringing:
-    """Options chosen so far, the argument of `Task.brings`.
+class SelectedOptions:
+    """Options chosen so far, the argument of `Task.implies`.
 
     Attributes:
         hparams: option of `hparams` that the chosen method names; None if the method names no option.
         data: schema of the chosen data; None for data without a schema.
-        is_brought: whether the option in `hparams` replaces the default option of the group `hparams`.
+        is_implied: whether the option in `hparams` replaces the default option of the group `hparams`.
         is_free: returns whether the option of a group is a default or was chosen by an option of `hparams`.
     """
 
     hparams: str | None
     data: type[Any] | None
-    is_brought: bool
+    is_implied: bool
     is_free: Callable[[str], bool]
 
 
-def option_functions() -> list[Callable[[Bringing], Mapping[str, str]]]:
-    """Return `Task.brings` of all tasks that define it."""
-    return [resolve_name(task.brings) for task in installed_tasks() if task.brings is not None]
+def option_functions() -> list[Callable[[SelectedOptions], Mapping[str, str]]]:
+    """Return `Task.implies` of all tasks that define it."""
+    return [resolve_name(task.implies) for task in installed_tasks() if task.implies is not None]
 
 
 def checks() -> Iterator[Any]:

@@ -31,7 +31,7 @@ from foundry.data.splits import DataSplits
 from foundry.engine.first_step import FirstStepCheck
 from foundry.engine.run_files import write_architecture
 from foundry.engine.stalls import build_watchdog
-from foundry.engine.trained import Trained, build_trained, join_samples
+from foundry.engine.trained_models import Trained, build_trained, join_samples
 from foundry.evaluators.build import build_evaluators, build_stop_rules
 from foundry.evaluators.pruning import Pruning
 from foundry.models.fsdp_block import find_blocks

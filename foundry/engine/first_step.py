@@ -21,7 +21,7 @@ from foundry.core.sharded import local_part
 from foundry.data.conversations.examples import IGNORED_TARGET
 from foundry.data.dataset import Dataset
 from foundry.data.packing import find_bounds
-from foundry.engine.trained import Trained
+from foundry.engine.trained_models import Trained
 from foundry.parallel.device import synchronize
 from foundry.parallel.gathering import gather
 from foundry.parallel.process_group import World

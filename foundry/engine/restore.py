@@ -21,7 +21,7 @@ from foundry.config.schemas.model import HuggingFace
 from foundry.config.schemas.peft import LoRA
 from foundry.config.schemas.root import Config
 from foundry.config.setting import check_fields
-from foundry.core.errors import ConfigError, Violation, format_reason, shown
+from foundry.core.errors import ConfigError, Violation, as_text, format_reason
 from foundry.core.foreign import ForeignData
 from foundry.core.tasks import run_files
 from foundry.data.corpora.tokenizer import count_ids, find_end_token, parse_tokenizer
@@ -245,7 +245,7 @@ def _own_architecture(config: Config, run_dir: Path, *, trust: bool) -> dict[str
         return {"path": str(folder), "read_weights": False}
     if trust:
         return {"read_weights": False}
-    message = f"has no {TRANSFORMERS}/, and its model.path={shown(config.model.path)} is outside of it"
+    message = f"has no {TRANSFORMERS}/, and its model.path={as_text(config.model.path)} is outside of it"
     raise ConfigError(Violation("run", f"{run_dir} {message}; add trust=true to read that folder"))
 
 
@@ -318,7 +318,7 @@ def _file_explained(file: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        reason = getattr(error, "why", None) or getattr(error, "strerror", None) or error
+        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
         raise ConfigError(Violation("run", f"{file} {reason}")) from None
 
 
@@ -351,7 +351,7 @@ def _special_tokens(file: Path, tokenizer: Any) -> dict[str, Any]:
     vocab_size = count_ids(tokenizer)
     for item in stop if first is None else [*stop, first]:
         if type(item) is not int or not 0 <= item < vocab_size:
-            raise ConfigError(Violation("run", f"{file} has {shown(item)}, which is not a token of {TOKENIZER}"))
+            raise ConfigError(Violation("run", f"{file} has {as_text(item)}, which is not a token of {TOKENIZER}"))
     return {"stop_ids": tuple(stop), "bos_id": first}
 
 
@@ -371,5 +371,7 @@ def _tokens_per_sample(plan: Path) -> int:
     with _file_explained(plan):
         tokens: int = read_object(plan, required={"tokens_per_sample": int})["tokens_per_sample"]
     if not 1 <= tokens < 2**63:
-        raise ConfigError(Violation("run", f"{plan} has tokens_per_sample={shown(tokens)}, not a whole number above 0"))
+        raise ConfigError(
+            Violation("run", f"{plan} has tokens_per_sample={as_text(tokens)}, not a whole number above 0")
+        )
     return tokens

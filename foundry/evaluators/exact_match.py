@@ -10,7 +10,7 @@ from torch import nn
 
 from foundry.config.configured import configured_by
 from foundry.config.metrics import EXACT_MATCH_METRICS
-from foundry.config.schemas.own_evaluators import ExactMatch as ExactMatchSettings
+from foundry.config.schemas.built_in_evaluators import ExactMatch as ExactMatchSettings
 from foundry.core.errors import ConfigError, Violation
 from foundry.core.protocols import EvaluationContext
 from foundry.data.corpora.tokenizer import decode_tokens

@@ -8,7 +8,7 @@ from torch import nn
 
 from foundry.config.configured import configured_by
 from foundry.config.metrics import declared_metrics
-from foundry.config.schemas.own_evaluators import HeldOut as HeldOutSettings
+from foundry.config.schemas.built_in_evaluators import HeldOut as HeldOutSettings
 from foundry.core.errors import ConfigError, Violation
 from foundry.core.protocols import EvaluationContext, LossSum, Mean, Objective
 from foundry.data.loader import held_out_batches

@@ -49,8 +49,8 @@ from foundry.rehearsal.exchange import Request
 from foundry.rehearsal.fake_cuda import fake_cuda
 from foundry.rehearsal.machine import find_gpu
 from foundry.rehearsal.memory_parts import assign_parts
-from foundry.rehearsal.rehearsed import Peak, RehearsalRecord
-from foundry.rehearsal.shortened import shorten, take_steps
+from foundry.rehearsal.record import Peak, RehearsalRecord
+from foundry.rehearsal.short_run import shorten, take_steps
 
 _LARGEST_CHECKPOINT = 2**30
 """Largest size in bytes of this rank's part of a checkpoint that a shortened rehearsal writes."""

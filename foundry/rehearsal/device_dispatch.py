@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 from foundry.rehearsal.attention import KERNELS
 from foundry.rehearsal.call_site import call_site
 from foundry.rehearsal.memory_ledger import MemoryLedger
-from foundry.rehearsal.rehearsed import Attention, Collective, HostWait, LargeTensor
+from foundry.rehearsal.record import Attention, Collective, HostWait, LargeTensor
 
 aten = torch.ops.aten
 

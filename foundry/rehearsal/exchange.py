@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from foundry.core.errors import ConfigError, Violation
-from foundry.rehearsal.rehearsed import RehearsalRecord
+from foundry.rehearsal.record import RehearsalRecord
 
 
 class RehearsalError(RuntimeError):

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from foundry.core.errors import ConfigError, Violation, nearest, shown
+from foundry.core.errors import ConfigError, Violation, as_text, nearest
 
 
 @dataclass(frozen=True)
@@ -52,5 +52,5 @@ def find_gpu(name: str, key: str) -> Gpu:
     gpu = GPUS.get(name.lower())
     if gpu is None:
         hint = nearest(name.lower(), GPUS)
-        raise ConfigError(Violation(key, f"is {shown(name)} but must be one of {', '.join(GPUS)}{hint}"))
+        raise ConfigError(Violation(key, f"is {as_text(name)} but must be one of {', '.join(GPUS)}{hint}"))
     return gpu

@@ -20,8 +20,8 @@ from foundry.core.safe_path import environment_of_module
 from foundry.rehearsal.exchange import RehearsalError, Request, read_answer
 from foundry.rehearsal.guard import reason_not_to_load
 from foundry.rehearsal.machine import find_gpu
-from foundry.rehearsal.rehearsed import RehearsalRecord
-from foundry.rehearsal.shortened import take_steps
+from foundry.rehearsal.record import RehearsalRecord
+from foundry.rehearsal.short_run import take_steps
 
 Send = Callable[[Request, Path], Mapping[str, Any]]
 """Function that sends a request to a process, with a folder for their messages, and returns the answer."""

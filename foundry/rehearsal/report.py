@@ -15,7 +15,7 @@ from foundry.parallel.collective_counts import step_collectives
 from foundry.parallel.precision import PrecisionPolicy
 from foundry.planning.report import Sections, num_bytes
 from foundry.rehearsal.memory_parts import OPTIMIZER
-from foundry.rehearsal.rehearsed import Collective, Peak, RehearsalRecord
+from foundry.rehearsal.record import Collective, Peak, RehearsalRecord
 from foundry.rehearsal.roofline import LeastTime
 from foundry.tracking.humanize import count
 from foundry.training.trainer import CHECKING

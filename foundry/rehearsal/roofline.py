@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from foundry.rehearsal.rehearsed import Collective, RehearsalRecord
+from foundry.rehearsal.record import Collective, RehearsalRecord
 
 
 @dataclass(frozen=True, kw_only=True)

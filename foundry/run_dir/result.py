@@ -28,7 +28,7 @@ def find_result(run_dir: Path) -> dict[str, Any] | None:
     """
     try:
         result = decode(read_text(run_dir / RESULT))
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, ValueError, RecursionError):
         return None
     return result if isinstance(result, dict) else None
 

@@ -133,7 +133,7 @@ def name_colours(axes: "Axes", colours: Colours) -> None:
         name = f"{name} ({len(values)} values)"
     last = min(len(values), _MOST_COLOURS) - 1
     handles = [Line2D([], [], linestyle="", label=name)]
-    for value in [values[place * (len(values) - 1) // last] for place in range(last + 1)]:
+    for value in [values[place * (len(values) - 1) // max(last, 1)] for place in range(last + 1)]:
         label = parameter.label(value, LONGEST_CATEGORY)
         handles.append(Line2D([], [], linestyle="", marker="o", markersize=6, color=colours[value], label=label))
     legend = axes.legend(

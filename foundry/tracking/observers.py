@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from foundry.config.build import build
-from foundry.config.schemas.own_trackers import MLflow
+from foundry.config.schemas.built_in_trackers import MLflow
 from foundry.config.schemas.tracking import JSON, Tracking
 from foundry.core.events import Observer
 from foundry.tracking.console_progress import Progress

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from foundry.config.configured import configured_by
-from foundry.config.schemas.own_trackers import TensorBoard as TensorBoardSettings
+from foundry.config.schemas.built_in_trackers import TensorBoard as TensorBoardSettings
 from foundry.core.events import Evaluated, RunEnded, RunStarted, StepLogged
 from foundry.run_dir.redact import masked
 from foundry.tracking.metric_groups import evaluation_values, step_values, uses_grouped_names

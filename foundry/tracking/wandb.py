@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from foundry.config.configured import configured_by
-from foundry.config.schemas.own_trackers import WandB as WandBSettings
+from foundry.config.schemas.built_in_trackers import WandB as WandBSettings
 from foundry.core.events import Evaluated, RunEnded, RunStarted, StepLogged
 from foundry.run_dir.redact import masked
 from foundry.tracking.metric_groups import evaluation_values, step_values, uses_grouped_names

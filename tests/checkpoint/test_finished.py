@@ -101,7 +101,7 @@ def test_finished_run_without_its_config_is_a_config_error(tmp_path, content):
     assert "finished run" in str(refused.value)
 
 
-@pytest.mark.parametrize("content", [None, "", "{", "[]", "3", b"\xff"])
+@pytest.mark.parametrize("content", [None, "", "{", "[]", "3", b"\xff", "[" * 100_000])
 def test_missing_or_damaged_result_file_is_none(tmp_path, content):
     if content is not None:
         (tmp_path / "result.json").write_bytes(content if isinstance(content, bytes) else content.encode())

@@ -13,7 +13,7 @@ from foundry.config.build import build
 from foundry.config.checks.static_source import resolve_parameters
 from foundry.config.composition.store import GROUPS, evaluator_schemas, group_schemas, schemas_in
 from foundry.config.configured import configured_by
-from foundry.config.schemas import own_trackers
+from foundry.config.schemas import built_in_trackers
 from foundry.config.schemas.objective import SFT
 from foundry.config.setting import setting
 
@@ -138,7 +138,7 @@ NOT_PARSED = {
 def configured_parts():
     """Return each schema whose default `_target_` is in foundry, with this target."""
     schemas = {schema for group in GROUPS for schema in group_schemas(group).values()}
-    schemas |= {*evaluator_schemas(), *schemas_in(own_trackers)}
+    schemas |= {*evaluator_schemas(), *schemas_in(built_in_trackers)}
     targets = {schema: next((f.default for f in fields(schema) if f.name == "_target_"), None) for schema in schemas}
     own = {schema: target for schema, target in targets.items() if str(target).startswith("foundry.")}
     return sorted(own.items(), key=lambda pair: pair[1])

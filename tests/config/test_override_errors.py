@@ -5,7 +5,7 @@ import re
 import pytest
 from support.composition import compose
 
-from foundry.config.diagnostics.elsewhere import hint
+from foundry.config.diagnostics.other_frameworks import hint
 from foundry.core.errors import ConfigError
 
 

@@ -12,12 +12,12 @@ from foundry.config.checks.static_source import resolve_parameters
 from foundry.config.composition.plain_nodes import check_node
 from foundry.config.composition.store import evaluator_schemas, schemas_in
 from foundry.config.record.recorded import built_in_named_parts
-from foundry.config.schemas import own_trackers
+from foundry.config.schemas import built_in_trackers
 from foundry.config.schemas.evaluation import Evaluation
 from foundry.config.schemas.tracking import Tracking
 from foundry.core.errors import ConfigError
 
-SCHEMAS = [*evaluator_schemas(), *schemas_in(own_trackers)]
+SCHEMAS = [*evaluator_schemas(), *schemas_in(built_in_trackers)]
 SETTINGS = [(schema, item) for schema in SCHEMAS for item in fields(schema) if item.name != "_target_"]
 ANSWERS, SUCCESS = "evaluation.evaluators.answers", "evaluation.evaluators.success"
 BOARD, WANDB = "tracking.trackers.tensorboard", "tracking.trackers.wandb"

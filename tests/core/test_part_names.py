@@ -21,7 +21,7 @@ from foundry.config.composition.store import GROUPS, group_schemas, schemas_in
 from foundry.config.record.frozen import hash_config, load_config, plain, read_recorded, save_config
 from foundry.config.record.recorded import foreign_parts, read_settings
 from foundry.config.record.resume_compat import differences
-from foundry.config.schemas import own_evaluators, own_trackers
+from foundry.config.schemas import built_in_evaluators, built_in_trackers
 from foundry.core import moved_modules, part_names
 from foundry.core.part_names import NAMESPACES, PARTS, current_path, find_part, names_in, original_path, public_name
 from foundry.sweeps.job import Job
@@ -45,7 +45,9 @@ def modules():
 def targets():
     """Return the default `_target_` of each schema, if it is in foundry."""
     schemas = {f"{group}.{name}": schema for group in GROUPS for name, schema in group_schemas(group).items()}
-    schemas |= {schema.__name__: schema for module in (own_evaluators, own_trackers) for schema in schemas_in(module)}
+    schemas |= {
+        schema.__name__: schema for module in (built_in_evaluators, built_in_trackers) for schema in schemas_in(module)
+    }
     found = {key: item.default for key, schema in schemas.items() for item in fields(schema) if item.name == "_target_"}
     return {key: path for key, path in found.items() if isinstance(path, str) and path.startswith("foundry.")}
 

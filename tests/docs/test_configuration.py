@@ -14,8 +14,8 @@ from support.scripts import ROOT, load_script
 
 from foundry.config.composition.compose import config_dir
 from foundry.config.composition.store import group_schemas
-from foundry.config.diagnostics.elsewhere import names
 from foundry.config.diagnostics.flags import check_flags
+from foundry.config.diagnostics.other_frameworks import names
 from foundry.config.schemas.root import to_config
 from foundry.core.errors import ConfigError
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.warm import warm_ranks
 
-from foundry.engine import trained
+from foundry.engine import trained_models
 from foundry.engine.train import train
 from foundry.launch.local import run_local
 from foundry.models import token_log_probs, transformer
@@ -30,8 +30,8 @@ class Double:
 
 def train_in_double(config, run_dir):
     """Train with float64 weights, products, sums and log-probabilities; this process stays modified."""
-    build = trained._build_initial
-    trained._build_initial = lambda *args: InitialModel(build(*args).materialize().double())
+    build = trained_models._build_initial
+    trained_models._build_initial = lambda *args: InitialModel(build(*args).materialize().double())
     torch.Tensor.float = torch.Tensor.double
     for module in (grad_norm, precision, token_log_probs, transformer):
         module.torch = Double()

@@ -13,7 +13,7 @@ from support.tiny import TINY_LM
 from foundry.planning.memory import Memory
 from foundry.rehearsal import rehearsal
 from foundry.rehearsal.exchange import RehearsalError
-from foundry.rehearsal.rehearsed import Attention, HostWait, Peak
+from foundry.rehearsal.record import Attention, HostWait, Peak
 from foundry.rehearsal.report import RehearsalReport
 from foundry.rehearsal.roofline import least_time
 from foundry.training.trainer import CHECKING

@@ -102,10 +102,10 @@ def install() -> None:
 
 def _schemas():
     from foundry.config.composition.store import GROUPS, evaluator_schemas, group_schemas, schemas_in
-    from foundry.config.schemas import own_trackers
+    from foundry.config.schemas import built_in_trackers
 
     groups = [schema for group in GROUPS for schema in group_schemas(group).values()]
-    return [*groups, *evaluator_schemas(), *schemas_in(own_trackers)]
+    return [*groups, *evaluator_schemas(), *schemas_in(built_in_trackers)]
 
 
 def _default(item):

@@ -1,6 +1,6 @@
 """Synthetic rehearsal records, for tests of derived values and tables."""
 
-from foundry.rehearsal.rehearsed import Collective, Peak, RehearsalRecord
+from foundry.rehearsal.record import Collective, Peak, RehearsalRecord
 
 MIB = 2**20
 

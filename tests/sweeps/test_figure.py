@@ -206,6 +206,14 @@ def test_random_search_is_colored_by_the_other_parameter(sweep_dir):
     assert legend(curves)[0][0] == "lr (30 values)"
 
 
+def test_equal_values_with_different_texts_have_one_color(sweep_dir):
+    for lr in ("1", "1.0"):
+        for decay in ("0.1", "0.2"):
+            sweep_dir.job(f"hparams.lr={lr}", f"a.b={decay}")
+    for panel in undrawn(sweep_dir)[:-1]:
+        assert legend(panel)[0][0] in ("b", "lr")
+
+
 def test_seeds_are_drawn_as_mean_and_deviation_without_a_panel(sweep_dir):
     for lr, losses in ((1, (1.0, 2.0, 3.0)), (2, (4.0, 4.0, 7.0))):
         for seed, loss in enumerate(losses):

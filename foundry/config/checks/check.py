@@ -14,7 +14,7 @@ from foundry.config.composition.base import expand_base
 from foundry.config.composition.plain_nodes import check_plain_nodes
 from foundry.config.composition.start_dir import check_folders
 from foundry.config.composition.store import fill_missing_parts
-from foundry.config.diagnostics.holes import check_hydra, missing_values
+from foundry.config.diagnostics.missing_values import check_hydra, missing_values
 from foundry.config.environment import Launch, detect
 from foundry.config.metrics import check_sweeper
 from foundry.config.record.secrets import check_secrets

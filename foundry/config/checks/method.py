@@ -9,9 +9,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from foundry.config.composition.brought import hparams_of_method
 from foundry.config.composition.choices import open_repository
 from foundry.config.composition.hydra_internals import IConfigRepository
+from foundry.config.composition.implied_options import hparams_of_method
 from foundry.config.environment import detect
 from foundry.config.schemas.hparams import HParams
 from foundry.config.schemas.optimizer import SGD

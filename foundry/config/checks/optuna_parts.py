@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from foundry.config.build import HYDRA_KEYS
-from foundry.core.errors import Violation, nearest, shown
+from foundry.core.errors import Violation, as_text, nearest
 
 _CLASS = re.compile(r"[A-Z]\w*")
 
@@ -24,7 +24,7 @@ def check_part(kind: str, node: Mapping[str, Any], key: str) -> Iterator[Violati
     """
     if "_target_" not in node:
         example = "{_target_: optuna.samplers.TPESampler, seed: 0}"
-        yield Violation(key, f"is {shown(dict(node))} but needs a _target_, such as {example}")
+        yield Violation(key, f"is {as_text(dict(node))} but needs a _target_, such as {example}")
     else:
         yield from _check(kind, dict(node), key)
 
@@ -44,13 +44,15 @@ def build_part(kind: str, node: Mapping[str, Any]) -> Any:
 def _check(kind: str, node: Any, key: str) -> Iterator[Violation]:
     children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     for name, value in children:
-        child_key = f"{key}.{shown(name)}"
+        child_key = f"{key}.{as_text(name)}"
         if name == "_target_":
             package, _, class_name = str(value).rpartition(".")
             if package != f"optuna.{kind}s" or not _CLASS.fullmatch(class_name):
-                yield Violation(child_key, f"is {shown(value)} but must be a class of optuna.{kind}s")
+                yield Violation(child_key, f"is {as_text(value)} but must be a class of optuna.{kind}s")
         elif name in HYDRA_KEYS:
-            yield Violation(child_key, f"is {shown(value)} but a {kind} takes a _target_ and arguments only; remove it")
+            yield Violation(
+                child_key, f"is {as_text(value)} but a {kind} takes a _target_ and arguments only; remove it"
+            )
         else:
             yield from _check(kind, value, child_key)
 

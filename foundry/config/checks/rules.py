@@ -20,7 +20,7 @@ from foundry.config.schemas.root import Config
 from foundry.config.sources import download_hint, hub_hint, is_url, listed_paths, why_no_url
 from foundry.core.batch_sizes import BatchSizes
 from foundry.core.duration import Duration, Unit
-from foundry.core.errors import ConfigError, Violation, listed, shown
+from foundry.core.errors import ConfigError, Violation, as_text, listed
 from foundry.core.tasks import checks
 
 _MOST_SIZES = 8
@@ -293,7 +293,7 @@ def _missing_paths(node: Any, key: str) -> Iterator[Violation]:
                     hint = hub_hint(path) if reads_urls else download_hint(path)
                     problem = f", which does not exist{hint or '; give an existing file or folder'}"
                 if problem:
-                    yield Violation(f"{key}.{item.name}", f"{verb} {shown(path)}{problem}")
+                    yield Violation(f"{key}.{item.name}", f"{verb} {as_text(path)}{problem}")
 
 
 def _exists(path: str) -> bool:

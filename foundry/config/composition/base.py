@@ -20,7 +20,7 @@ from foundry.config.record.recorded import foreign_parts, missing_tasks, read_se
 from foundry.config.schemas.data import MODEL_TOKENIZER, MODEL_VOCAB_SIZE
 from foundry.config.schemas.model import Base, HuggingFace
 from foundry.config.sources import download_hint, local_path
-from foundry.core.errors import ConfigError, Violation, shown
+from foundry.core.errors import ConfigError, Violation, as_text
 from foundry.run_dir.checkpoints import find
 from foundry.run_dir.files import in_hub_cache
 from foundry.run_dir.names import CHAT_TEMPLATE, CONFIG, TOKENIZER, TRANSFORMERS
@@ -69,14 +69,14 @@ def expand_base(composed: DictConfig) -> list[Violation]:
         base: Any = OmegaConf.to_object(OmegaConf.masked_copy(node, ["path", "which", "trust", "init_from"]))
         folder = local_path(_PATH, str(base["path"]))
         if base["init_from"] is not None:
-            message = f"is {shown(base['init_from'])} but model=base loads its weights from model.path"
+            message = f"is {as_text(base['init_from'])} but model=base loads its weights from model.path"
             return [Violation("model.init_from", f"{message}; leave it out")]
         is_transformers = (folder / "config.json").is_file()
         model = resolve_base(folder, str(base["which"]), base["trust"], _MODEL)
     except ConfigError as error:
         return list(error.violations)
     except (OmegaConfBaseException, OSError, ValueError, RuntimeError) as error:
-        return [Violation(_PATH, f"is {shown(node._get_node('path'))}: {' '.join(str(error).split())}")]
+        return [Violation(_PATH, f"is {as_text(node._get_node('path'))}: {' '.join(str(error).split())}")]
     files = {"chat_template": in_hub_cache(folder / CHAT_TEMPLATE)} | (
         {} if is_transformers else {"tokenizer": folder / TOKENIZER}
     )
@@ -113,19 +113,19 @@ def resolve_base(folder: Path, which: str, trust: bool, keys: BaseKeys) -> DictC
 def _check_base(folder: Path, which: str, trust: bool, keys: BaseKeys) -> Iterator[Violation]:
     if not folder.is_dir():
         remedy = download_hint(str(folder)) or "; give a run directory or a transformers folder"
-        yield Violation(keys.path, f"is {shown(folder)}, which does not exist{remedy}")
+        yield Violation(keys.path, f"is {as_text(folder)}, which does not exist{remedy}")
         return
     if not (folder / "config.json").is_file():
         if (folder / "adapter_config.json").is_file():
-            message = f"is {shown(folder)}, which has adapters without their base model; give the run that they were"
+            message = f"is {as_text(folder)}, which has adapters without their base model; give the run that they were"
             yield Violation(keys.path, f"{message} exported from, or a folder exported with merge=true")
         elif not os.path.lexists(folder / CONFIG):
-            message = f"is {shown(folder)}, which is neither a run directory (it has no {CONFIG})"
+            message = f"is {as_text(folder)}, which is neither a run directory (it has no {CONFIG})"
             yield Violation(keys.path, f"{message} nor a transformers folder (it has no config.json)")
         return
     reason = f"but {keys.path} is a transformers folder, which has no"
     if which != "last":
-        yield Violation(keys.which, f"is {shown(which)} {reason} checkpoints; leave it out")
+        yield Violation(keys.which, f"is {as_text(which)} {reason} checkpoints; leave it out")
     if trust:
         message = f"is true {reason} custom parts: code in it is never run; leave it out"
         yield Violation(keys.trust, message)
@@ -153,7 +153,7 @@ def _run_model(run_dir: Path, which: str, trust: bool, keys: BaseKeys) -> DictCo
     try:
         checkpoint = find(run_dir, which)
     except FileNotFoundError as error:
-        raise ConfigError(Violation(keys.which, f"is {shown(which)} but {error}")) from None
+        raise ConfigError(Violation(keys.which, f"is {as_text(which)} but {error}")) from None
     with open_dict(model):
         model.init_from = str(checkpoint)
         for part in weights_of_parts(OmegaConf.to_container(model)):
@@ -164,7 +164,7 @@ def _run_model(run_dir: Path, which: str, trust: bool, keys: BaseKeys) -> DictCo
             model.path = str(own_folder)
         elif not trust:
             message = (
-                f"is {run_dir}, which has no folder {TRANSFORMERS}/, and whose model comes from {shown(model.path)}"
+                f"is {run_dir}, which has no folder {TRANSFORMERS}/, and whose model comes from {as_text(model.path)}"
             )
             remedy = f"add {keys.trust}=true to read that folder"
             raise ConfigError(Violation(keys.path, f"{message}, outside of the run; {remedy}"))

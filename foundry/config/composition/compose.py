@@ -17,7 +17,6 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from foundry.config.composition.brought import implied_options
 from foundry.config.composition.choices import compose_with, current, current_files
 from foundry.config.composition.hydra_internals import (
     ConfigLoaderImpl,
@@ -28,13 +27,14 @@ from foundry.config.composition.hydra_internals import (
     wrap_choosing,
     wrap_loading,
 )
+from foundry.config.composition.implied_options import implied_options
 from foundry.config.composition.resolvers import register_resolvers
 from foundry.config.composition.start_dir import anchor_paths, check_folders, check_start_dir
 from foundry.config.composition.store import register_schemas
 from foundry.config.record.secrets import check_overrides, check_secrets
 from foundry.config.schemas.root import Config
 from foundry.config.target_names import use_public_names
-from foundry.core.errors import ConfigError, Violation, shown
+from foundry.core.errors import ConfigError, Violation, as_text
 from foundry.core.tasks import installed_tasks
 
 CONFIG_NAME = "config"
@@ -131,7 +131,7 @@ def _compose_checked(
     compose: Callable[[list[str]], DictConfig],
 ) -> DictConfig:
     from foundry.config.checks.check import check  # imports all rules, which the page of `--help` does not need
-    from foundry.config.diagnostics.holes import check_hydra
+    from foundry.config.diagnostics.missing_values import check_hydra
     from foundry.config.diagnostics.override_errors import includes_schemas
 
     check_start_dir()
@@ -146,7 +146,7 @@ def _compose_checked(
         config = _repair(loader, config_name, overrides, run_mode, compose, error)
     if config_name is None or OmegaConf.get_type(config) is not Config:
         if config_name is not None and _process.is_only_application:
-            raise ConfigError(Violation("--config-name", f"is {shown(config_name)}, {_NO_SCHEMAS}"))
+            raise ConfigError(Violation("--config-name", f"is {as_text(config_name)}, {_NO_SCHEMAS}"))
         return config
     _note_secrets(overrides, run_mode)
     # A sweep's master configuration leaves swept keys at their defaults; each job is checked when it is composed. The

@@ -16,15 +16,15 @@ from omegaconf.errors import OmegaConfBaseException
 
 from foundry.config.build import HYDRA_KEYS
 from foundry.config.composition.store import GROUPS, evaluator_schemas, group_schemas, schemas_in, writable
-from foundry.config.diagnostics.elsewhere import names_of
-from foundry.config.diagnostics.wanted import expected_kind
-from foundry.config.schemas import own_trackers
+from foundry.config.diagnostics.expected_value import expected_kind
+from foundry.config.diagnostics.other_frameworks import names_of
+from foundry.config.schemas import built_in_trackers
 from foundry.config.schemas.evaluation import Evaluation
 from foundry.config.schemas.model import HuggingFace, Transformer
 from foundry.config.schemas.root import Config
 from foundry.config.schemas.tracking import Tracking
 from foundry.config.setting import check_value
-from foundry.core.errors import Violation, shown
+from foundry.core.errors import Violation, as_text
 
 _RUN_ARGUMENTS = {*Evaluation.offered, *Tracking.offered}
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}
@@ -51,7 +51,7 @@ def check_node(node: Mapping[str, Any], key: str) -> Iterator[Violation]:
         if violations and all(violations):
             yield from violations[0]
         elif not settings and name in _RUN_ARGUMENTS and key.count(".") == 2:
-            yield Violation(f"{key}.{name}", f"is {shown(value)} but the run sets it; leave it out")
+            yield Violation(f"{key}.{name}", f"is {as_text(value)} but the run sets it; leave it out")
 
 
 def _check_inside(value: Any, key: str) -> Iterator[Violation]:
@@ -89,7 +89,7 @@ def _schemas() -> dict[str, list[type[Any]]]:
     """Return the schemas of built-in parts, keyed by `_target_`; several schemas may share one target."""
     schemas_by_target: dict[str, list[type[Any]]] = {}
     groups = [schema for group in GROUPS for schema in group_schemas(group).values()]
-    for schema in [*groups, *evaluator_schemas(), *schemas_in(own_trackers)]:
+    for schema in [*groups, *evaluator_schemas(), *schemas_in(built_in_trackers)]:
         target = getattr(schema, "_target_", None)
         if isinstance(target, str):
             schemas_by_target.setdefault(target, []).append(schema)
@@ -106,12 +106,12 @@ def _check_value(schema: type[Any], item: "Field[Any]", value: Any, key: str) ->
         typed_value = node[item.name]
     except (OmegaConfBaseException, ValueError, TypeError, OverflowError) as error:
         expected = expected_kind(error) or ("a value other than null" if value is None else "of another type")
-        yield Violation(key, f"is {shown(value)} but must be {expected}")
+        yield Violation(key, f"is {as_text(value)} but must be {expected}")
         return
     if typed_value is None:
         return
     if isinstance(typed_value, Enum) and value != typed_value.name:
-        yield Violation(key, f"is {shown(value)} but must be one of {', '.join(type(typed_value).__members__)}")
+        yield Violation(key, f"is {as_text(value)} but must be one of {', '.join(type(typed_value).__members__)}")
     elif (
         isinstance(typed_value, (Container, Enum))
         or (type(typed_value), type(value)) == (float, int)
@@ -119,4 +119,4 @@ def _check_value(schema: type[Any], item: "Field[Any]", value: Any, key: str) ->
     ):
         yield from check_value(item, value, key)
     else:
-        yield Violation(key, f"is {shown(value)} but must be {_KINDS.get(type(typed_value), 'of another type')}")
+        yield Violation(key, f"is {as_text(value)} but must be {_KINDS.get(type(typed_value), 'of another type')}")

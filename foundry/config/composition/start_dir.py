@@ -10,7 +10,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from foundry.config.sources import is_url, listed_paths
-from foundry.core.errors import ConfigError, Violation, shown
+from foundry.core.errors import ConfigError, Violation, as_text
 
 _FOLDERS = ("data.cache_dir",)
 _WRITTEN = (
@@ -48,7 +48,7 @@ def check_folders(composed: DictConfig) -> Iterator[Violation]:
     for key in _WRITTEN:
         value = _value(composed, key)
         if isinstance(value, str) and "://" in value:
-            yield Violation(key, f"is {shown(value)}, a URL; give a folder on this machine")
+            yield Violation(key, f"is {as_text(value)}, a URL; give a folder on this machine")
 
 
 def anchor_paths(composed: DictConfig) -> None:

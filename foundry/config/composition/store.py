@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from foundry.config.composition.hydra_internals import store_lazily
-from foundry.config.schemas import own_evaluators
+from foundry.config.schemas import built_in_evaluators
 from foundry.config.schemas.launcher import SCHEMAS as LAUNCHERS
 from foundry.config.schemas.root import Config
 from foundry.config.schemas.sweeper import SCHEMAS as SWEEPERS
@@ -63,7 +63,7 @@ def group_modules(group: str) -> list[ModuleType]:
 
 def evaluator_schemas() -> list[type[Any]]:
     """Return the schemas of foundry's and all tasks' evaluators, which are chosen by `_target_`."""
-    return [schema for module in (own_evaluators, *modules_of(EVALUATORS)) for schema in schemas_in(module)]
+    return [schema for module in (built_in_evaluators, *modules_of(EVALUATORS)) for schema in schemas_in(module)]
 
 
 def schemas_in(module: ModuleType) -> list[type[Any]]:

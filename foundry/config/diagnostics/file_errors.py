@@ -19,8 +19,8 @@ from foundry.config.composition.hydra_internals import (
     IConfigRepository,
     edited_files,
 )
-from foundry.config.diagnostics.elsewhere import is_name
-from foundry.config.diagnostics.holes import as_override
+from foundry.config.diagnostics.missing_values import as_override
+from foundry.config.diagnostics.other_frameworks import is_name
 from foundry.core.errors import Violation, first_line
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from foundry.config.composition.start_dir import check_start_dir
-from foundry.core.errors import ConfigError, Violation, nearest, shown
+from foundry.core.errors import ConfigError, Violation, as_text, nearest
 
 HYDRA_FLAGS = {
     "--help": 0,
@@ -150,8 +150,8 @@ def refuse(flag: Flag, find_key: Callable[[str], str | None]) -> Violation:
         find_key: returns the full key for a name, or None for an unknown name.
     """
     from foundry.config.composition.store import GROUPS
-    from foundry.config.diagnostics.elsewhere import own_options  # names.csv is needed for errors only
     from foundry.config.diagnostics.names import did_you_mean, meanings
+    from foundry.config.diagnostics.other_frameworks import own_options  # names.csv is needed for errors only
 
     if (key := find_key(flag.key)) is not None:
         return Violation(flag.text, f"is not a valid argument; write {_assignment(key, flag.value)}")
@@ -196,7 +196,7 @@ def _existing_folder(flag: str, path: str) -> str:
     check_start_dir()
     if not Path(path).is_dir():
         raise ConfigError(
-            [Violation(flag, f"is {shown(path)}, which is not an existing folder; give the folder with your options")]
+            [Violation(flag, f"is {as_text(path)}, which is not an existing folder; give the folder with your options")]
         )
     return str(Path(path).absolute()) if flag in ("--config-path", "-cp") else path
 
@@ -232,6 +232,6 @@ def _setting(key: str, options: Collection[str]) -> str | None:
 
 
 def _assignment(key: str, value: str) -> str:
-    from foundry.config.diagnostics.elsewhere import quoted
+    from foundry.config.diagnostics.other_frameworks import quoted
 
     return quoted(f"{key}={value}")

@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 from omegaconf import DictConfig
 
 from foundry.config.composition.store import GROUPS, group_schemas
-from foundry.config.diagnostics.elsewhere import Options, hint, own_options
+from foundry.config.diagnostics.other_frameworks import Options, hint, own_options
 from foundry.config.schemas.root import Config
 
 _LIKE_A_LEAF, _LIKE_A_GROUP = 0.6, 0.75

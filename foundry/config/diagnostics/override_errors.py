@@ -26,7 +26,7 @@ from foundry.config.composition.hydra_internals import (
     apply_overrides,
 )
 from foundry.config.composition.store import GROUPS, group_schemas
-from foundry.config.diagnostics.elsewhere import option_hint
+from foundry.config.diagnostics.expected_value import accepted_options, expected_kind
 from foundry.config.diagnostics.file_errors import (
     Composed,
     compose_without_wrong_entries,
@@ -34,10 +34,10 @@ from foundry.config.diagnostics.file_errors import (
     in_file,
 )
 from foundry.config.diagnostics.names import did_you_mean, leaves, meanings, override_for
-from foundry.config.diagnostics.wanted import accepted_options, expected_kind
+from foundry.config.diagnostics.other_frameworks import option_hint
 from foundry.config.schemas.model import Base
 from foundry.config.schemas.root import Config
-from foundry.core.errors import Violation, first_line, nearest, shown
+from foundry.core.errors import Violation, as_text, first_line, nearest
 
 _SEARCHPATH = "hydra.searchpath"
 _NO_OVERRIDE = "is not of the form key=value"
@@ -136,7 +136,7 @@ def find_errors(
     repo = cache.repo
     if config_name is not None and not repo.config_exists(config_name):
         hint = nearest(config_name, repo.get_group_options("", ObjectType.CONFIG))
-        return [Violation("--config-name", f"is {shown(config_name)}, which is not in any folder of options{hint}")]
+        return [Violation("--config-name", f"is {as_text(config_name)}, which is not in any folder of options{hint}")]
     valid = [o for o in parsed if o.key_or_group == _SEARCHPATH and not violations]
     choices = [o for o in parsed if _is_choice(repo, o)]
     values = [o for o in parsed if o not in choices and o.key_or_group != _SEARCHPATH]
@@ -276,11 +276,11 @@ def _parse(overrides: list[str]) -> tuple[list[Override], list[Violation]]:
             if override.key_or_group:
                 parsed.append(override)
             else:
-                violations.append(Violation(shown(line) or "''", f"{_NO_OVERRIDE}{override_for(line) or _QUOTES}"))
+                violations.append(Violation(as_text(line) or "''", f"{_NO_OVERRIDE}{override_for(line) or _QUOTES}"))
         except HydraException:
-            violations.append(Violation(shown(line) or "''", f"{_NO_OVERRIDE}{override_for(line) or _QUOTES}"))
+            violations.append(Violation(as_text(line) or "''", f"{_NO_OVERRIDE}{override_for(line) or _QUOTES}"))
         except Exception as error:  # such as a number of too many digits, or too deeply nested brackets
-            violations.append(Violation(shown(line), f"cannot be parsed: {first_line(str(error))}"))
+            violations.append(Violation(as_text(line), f"cannot be parsed: {first_line(str(error))}"))
     return parsed, violations
 
 
@@ -307,7 +307,7 @@ def _check_choice(repo: IConfigRepository, choice: Override, *, sweeping: bool) 
         try:
             value: Any = [v if isinstance(v, str) else str(v) for v in choice.sweep_iterator()]
         except (ValueError, HydraException) as error:
-            yield Violation(group, f"is {shown(choice.get_value_string())}: {first_line(str(error))}")
+            yield Violation(group, f"is {as_text(choice.get_value_string())}: {first_line(str(error))}")
             return
     else:
         value = choice.value()
@@ -321,7 +321,7 @@ def _check_choice(repo: IConfigRepository, choice: Override, *, sweeping: bool) 
             options_text = f"options: {', '.join(options)}" if options else "no options; add your own with --config-dir"
             hint = _local_option_hint(group, str(name)) or option_hint(group, str(name), partial(_options, repo))
             hint = hint or nearest(str(name), options)
-            yield Violation(group, f"has no option '{shown(name)}'{hint} ({options_text})")
+            yield Violation(group, f"has no option '{as_text(name)}'{hint} ({options_text})")
 
 
 def _local_option_hint(group: str, name: str) -> str:
@@ -337,7 +337,7 @@ def _local_option_hint(group: str, name: str) -> str:
 
 
 def _sweep_error(override: Override) -> Violation:
-    text = shown(override.get_value_string())
+    text = as_text(override.get_value_string())
     return Violation(override.key_or_group, f"is {text}: to sweep over it add -m; for a list write [{text}]")
 
 
@@ -364,7 +364,7 @@ def _explain(repo: IConfigRepository, config: DictConfig, override: Override, er
     if isinstance(node, DictConfig) and OmegaConf.get_type(node) is not dict:
         return _explain_mapping(repo, override, node, error)
     if isinstance(node, DictConfig) and isinstance(override.value(), dict):
-        return Violation(key, f"does not have all of these keys; to add them write +{shown(override.input_line)}")
+        return Violation(key, f"does not have all of these keys; to add them write +{as_text(override.input_line)}")
     if re.match("Key '.*' (is )?not in|Key '.*' not found|.*does not exist", first_line(message)) or (
         "Could not override" in message or "Could not append" in message
     ):
@@ -377,11 +377,11 @@ def _explain_mapping(repo: IConfigRepository, override: Override, node: DictConf
     key, mapping, names = override.key_or_group, override.value(), [str(name) for name in node]
     if not isinstance(mapping, dict):
         expected = f"a mapping with keys among {', '.join(names)}"
-        return Violation(key, f"is {shown(override.get_value_string())} but must be {expected}")
+        return Violation(key, f"is {as_text(override.get_value_string())} but must be {expected}")
     unknown = [str(name) for name in mapping if str(name) not in names]
     if unknown:
         path = f"{key}.{unknown[0]}"
-        settings, value = [f"{key}.{name}" for name in names], shown(mapping[unknown[0]])
+        settings, value = [f"{key}.{name}" for name in names], as_text(mapping[unknown[0]])
         hint = did_you_mean(path, settings, value=value, options=partial(_options, repo))
         return Violation(path, f"is not a key of {key}{hint}")
     return explain_value(override, error)
@@ -390,7 +390,7 @@ def _explain_mapping(repo: IConfigRepository, override: Override, node: DictConf
 def explain_value(override: Override, error: Exception) -> Violation:
     """Return the violation for a value, derived from OmegaConf's exception."""
     key = override.key_or_group
-    value = shown(override.get_value_string())
+    value = as_text(override.get_value_string())
     message = str(error)
     if "is not Optional" in message:
         return Violation(key, "cannot be null; it must have a value")

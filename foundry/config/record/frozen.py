@@ -26,7 +26,7 @@ from foundry.config.record.strict_yaml import read_yaml
 from foundry.config.schemas.evaluation import recorded_interval
 from foundry.config.schemas.root import Config, to_config
 from foundry.config.target_names import respelled
-from foundry.core.errors import ConfigError, Violation, shown
+from foundry.core.errors import ConfigError, Violation, as_text
 from foundry.core.part_names import original_path
 from foundry.run_dir.files import write_atomically
 from foundry.run_dir.names import CONFIG
@@ -133,7 +133,7 @@ def load_config(run_dir: Path, *, trust: bool = False) -> Config:
     path = run_dir / CONFIG
     content = read_settings(path, "run")
     groups = {item.name: item for item in fields(Config)}
-    if unknown := [shown(name) for name in content if name not in groups]:
+    if unknown := [as_text(name) for name in content if name not in groups]:
         raise _run_error(path, f"has {', '.join(unknown)}, which this version of foundry does not know")
     if missing := [name for name, item in groups.items() if name not in content and item.default == MISSING]:
         raise _run_error(path, f"lacks {' and '.join(missing)}")
@@ -179,7 +179,7 @@ def typed_group(path: Path, group: str, node: Any) -> Any:
         ConfigError: if no schema matches, or a value has the wrong type.
     """
     if not isinstance(node, dict):
-        raise _run_error(path, f"has {group}={shown(node)}, which must be a mapping")
+        raise _run_error(path, f"has {group}={as_text(node)}, which must be a mapping")
     node = respelled(node)
     schemas = [schema for schema in group_schemas(group).values() if _matches_schema(group, schema, node)]
     if built_in_targets(group) and node.get("_target_") not in (None, *built_in_targets(group)):
@@ -215,7 +215,7 @@ def _distance(schema: type[Any], node: dict[str, Any]) -> tuple[bool, bool, int]
 
 def _unknown_settings(group: str, node: dict[str, Any]) -> str:
     names = {item.name for schema in group_schemas(group).values() for item in fields(schema)}
-    return ", ".join(f"{group}.{shown(name)}" for name in node if name not in names) or f"{group}={shown(node)}"
+    return ", ".join(f"{group}.{as_text(name)}" for name in node if name not in names) or f"{group}={as_text(node)}"
 
 
 def _trust_errors(path: Path, foreign_settings: list[str]) -> Iterator[Violation]:
@@ -242,4 +242,4 @@ def _run_error(path: Path, message: str) -> ConfigError:
 
 
 def _one_line(error: Exception) -> str:
-    return shown(next(iter(str(error).splitlines()), type(error).__name__))
+    return as_text(next(iter(str(error).splitlines()), type(error).__name__))

@@ -14,7 +14,7 @@ from foundry.config.composition.store import evaluator_schemas, group_schemas
 from foundry.config.record.secrets import VARIABLE
 from foundry.config.record.strict_yaml import read_yaml
 from foundry.config.schemas.tracking import EXTRAS
-from foundry.core.errors import ConfigError, Violation, shown
+from foundry.core.errors import ConfigError, Violation, as_text
 from foundry.core.part_names import current_path, public_name
 from foundry.core.tasks import missing_task
 
@@ -50,7 +50,7 @@ def read_settings(path: Path, key: str) -> dict[str, Any]:
         )
     for setting, value in _leaves(content, ""):
         if reason := _strange_reason(value):
-            raise ConfigError(Violation(key, f"{path} has {setting}={shown(value)}; {reason}"))
+            raise ConfigError(Violation(key, f"{path} has {setting}={as_text(value)}; {reason}"))
     return content
 
 
@@ -79,13 +79,13 @@ def foreign_parts(content: dict[str, Any]) -> Iterator[str]:
             is_hydra = name in HYDRA_KEYS and not is_built_in and not is_none
             is_kernel = str(name).endswith("attn_implementation") and value not in (None, *_ATTENTIONS)
             if is_hydra or is_kernel:
-                yield f"{path}={shown(value)}"
+                yield f"{path}={as_text(value)}"
         for schema in group_schemas(group).values() if isinstance(node, dict) else ():
             if hasattr(schema, "foreign_settings") and public_name(str(node.get("_target_"))) == schema._target_:
-                yield from (f"{group}.{name}={shown(node[name])}" for name in schema.foreign_settings(node))
+                yield from (f"{group}.{name}={as_text(node[name])}" for name in schema.foreign_settings(node))
         for path, value in _leaves(node, group) if built_in_targets(group) else ():
             if isinstance(value, str) and "${" in value:
-                yield f"{path}={shown(value)}"
+                yield f"{path}={as_text(value)}"
 
 
 def missing_tasks(content: dict[str, Any]) -> Iterator[str]:
@@ -93,7 +93,7 @@ def missing_tasks(content: dict[str, Any]) -> Iterator[str]:
     lines = dict[str, str]()
     for path, name, value in _keys(content, ""):
         if name == "_target_" and isinstance(value, str) and (task := missing_task(current_path(value))) is not None:
-            lines.setdefault(task, f"belongs to the task {task}, which is not installed here: {path}={shown(value)}")
+            lines.setdefault(task, f"belongs to the task {task}, which is not installed here: {path}={as_text(value)}")
     yield from lines.values()
 
 
@@ -103,7 +103,7 @@ def missing_packages(content: dict[str, Any]) -> dict[str, str]:
     for path, name, value in _keys(content, ""):
         package = value.partition(".")[0] if name == "_target_" and isinstance(value, str) else ""
         if package.isidentifier() and package not in {*packages, *sys.modules} and find_spec(package) is None:
-            packages[package] = f"{path}={shown(value)}"
+            packages[package] = f"{path}={as_text(value)}"
     return packages
 
 
@@ -152,7 +152,7 @@ def _keys(node: Any, path: str) -> Iterator[tuple[str, object, object]]:
     """Yield path, name and value of every key at any depth."""
     children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     for name, value in children:
-        child_path = f"{path}.{shown(name)}" if path else shown(name)
+        child_path = f"{path}.{as_text(name)}" if path else as_text(name)
         if isinstance(node, dict):
             yield child_path, name, value
         yield from _keys(value, child_path)

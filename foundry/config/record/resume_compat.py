@@ -12,7 +12,7 @@ from foundry.config.schemas.root import Config
 from foundry.config.setting import OnResume
 from foundry.config.sources import have_same_proportions
 from foundry.config.target_names import respelled
-from foundry.core.errors import Violation, contrast, shown
+from foundry.core.errors import Violation, as_text, contrast
 
 _INTERVAL = "evaluation.interval"
 """Setting whose numbers have another meaning in records of an earlier version."""
@@ -168,4 +168,4 @@ def _of_groups() -> dict[str, OnResume]:
 
 
 def _format(value: Any) -> str:
-    return "not set" if value is None else shown(value)
+    return "not set" if value is None else as_text(value)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from foundry.core.errors import shown
+from foundry.core.errors import as_text
 from foundry.data.conversations.chat import ChatTemplate, Segment
 from foundry.data.conversations.examples import BadRowError
 
@@ -53,7 +53,7 @@ def trained_segments(
             raise BadRowError("empty answer", "has an empty answer")
         if weighted := [name for name in _WEIGHTS if name in answer and answer[name] != 1]:
             message = (
-                f"has {weighted[0]}={shown(answer[weighted[0]])} in an answer, but all answers have equal weight; "
+                f"has {weighted[0]}={as_text(answer[weighted[0]])} in an answer, but all answers have equal weight; "
             )
             message += "end the conversation before it, or set data.train_on=last to train on the last answer only"
             raise BadRowError(f"with {weighted[0]} in an answer", message)

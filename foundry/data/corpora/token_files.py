@@ -16,7 +16,7 @@ from foundry.config.configured import configured_by
 from foundry.config.schemas.data import TokenDtype
 from foundry.config.schemas.data import TokenFiles as TokenFilesSettings
 from foundry.config.sources import listed_paths
-from foundry.core.errors import ConfigError, Violation, shown
+from foundry.core.errors import ConfigError, Violation, as_text
 from foundry.data.corpora.corpus import PATH, VALIDATION_PATH, find_corpus_files
 from foundry.data.corpora.token_sequences import Reordered, SequencesOfFiles
 from foundry.data.corpora.tokenizer import load_tokenizer
@@ -231,6 +231,6 @@ def _check_bounds(files: Sequence[_TokenFile], bounds: Sequence[tuple[int, int]]
     """
     for file, (low, high) in zip(files, bounds, strict=True):
         if low < 0 or high >= vocab_size:
-            message = f"is {vocab_size} but {shown(str(file.path))} has the token {low if low < 0 else high}"
+            message = f"is {vocab_size} but {as_text(str(file.path))} has the token {low if low < 0 else high}"
             remedy = "check that data.dtype matches the file" if low < 0 or high >= 2**20 else f"set it to {high + 1}"
             raise ConfigError(Violation("data.vocab_size", f"{message}; {remedy}"))

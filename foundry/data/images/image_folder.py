@@ -17,7 +17,7 @@ from torch import Tensor
 from foundry.config.configured import configured_by
 from foundry.config.image_folder import class_folders
 from foundry.config.schemas.data import ImageFolder as ImageFolderSettings
-from foundry.core.errors import ConfigError, Violation, counted, listed, shown
+from foundry.core.errors import ConfigError, Violation, as_text, counted, listed
 from foundry.data.dataset import BatchDataset, Dataset, WrappedDataset
 from foundry.data.images.digits import stratified_split
 from foundry.data.images.pictures import SUFFIXES, read_picture, unreadable
@@ -124,7 +124,7 @@ def image_folder(settings: ImageFolderSettings, *, seed: int = 0) -> DataSplits:
     for label, folder in enumerate(folders):
         pictures, num_others = _pictures_in(folder)
         if not pictures:
-            message = f"has no image in {shown(str(folder))} ({', '.join(SUFFIXES)})"
+            message = f"has no image in {as_text(str(folder))} ({', '.join(SUFFIXES)})"
             raise ConfigError(Violation("data.path", message))
         files += pictures
         labels += [label] * len(pictures)
@@ -136,7 +136,7 @@ def image_folder(settings: ImageFolderSettings, *, seed: int = 0) -> DataSplits:
     try:
         digests = b"".join(file_digests(files, cache_dir))
     except OSError as error:
-        message = f"has {shown(str(error.filename))}, which cannot be read: {error.strerror}"
+        message = f"has {as_text(str(error.filename))}, which cannot be read: {error.strerror}"
         raise ConfigError(Violation("data.path", message)) from None
     description = f"image_folder {_FORMAT} {size} {channels} {fit.name}"
     content = hashlib.sha256(f"{description} {digests.hex()}".encode()).hexdigest()[:32]
@@ -162,7 +162,7 @@ def image_folder(settings: ImageFolderSettings, *, seed: int = 0) -> DataSplits:
         notes={
             "train_images": len(train),
             "validation_images": len(validation),
-            "classes": listed([shown(name) for name in class_names], _MAX_NAMES),
+            "classes": listed([as_text(name) for name in class_names], _MAX_NAMES),
             "pictures": str(cached),
         },
     )
@@ -215,5 +215,5 @@ def _read(read: Callable[[Path], NDArray[np.uint8]], file: Path) -> NDArray[np.u
     try:
         return read(file)
     except (OSError, ValueError) as error:
-        message = f"has {shown(str(file))}, which {unreadable(error)}; remove or rename it"
+        message = f"has {as_text(str(file))}, which {unreadable(error)}; remove or rename it"
         raise ConfigError(Violation("data.path", message)) from None

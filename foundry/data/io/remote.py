@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
-from foundry.core.errors import ConfigError, Violation, shown
+from foundry.core.errors import ConfigError, Violation, as_text
 from foundry.data.io.cached_folder import cached_folder
 from foundry.data.io.files import SAVE_TO_DISK_FILES, list_suffixes, suffix_of
 from foundry.data.io.reading_progress import ReadingProgress
@@ -82,7 +82,7 @@ class _Remote:
         except Exception as error:
             raise self._config_error(error) from error
         if not names:
-            message = f"{shown(self._url)} has no files; give a file, folder or glob of {list_suffixes(kinds)} files"
+            message = f"{as_text(self._url)} has no files; give a file, folder or glob of {list_suffixes(kinds)} files"
             raise ConfigError(Violation(self._key, message))
         return sorted(names)
 
@@ -106,4 +106,4 @@ class _Remote:
     def _config_error(self, error: Exception) -> ConfigError:
         reason = " ".join(str(error).split()) or type(error).__name__
         remedy = "check network and access rights, or download it and give its path"
-        return ConfigError(Violation(self._key, f"{shown(self._url)} cannot be read: {shown(reason)}; {remedy}"))
+        return ConfigError(Violation(self._key, f"{as_text(self._url)} cannot be read: {as_text(reason)}; {remedy}"))

@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from foundry.core.errors import ConfigError, Violation, shown
+from foundry.core.errors import ConfigError, Violation, as_text
 from foundry.run_dir.strict_json import DamagedFileError, read_object
 
 _SUFFIX = ".safetensors"
@@ -71,4 +71,4 @@ def _require_regular(folder: Path, name: Any, suffix: tuple[str, ...]) -> None:
         except OSError as error:
             problem = f"which cannot be read: {error.strerror}"
     if problem:
-        raise ConfigError(Violation("model.path", f"{str(folder)!r} names the weight file {shown(name)}, {problem}"))
+        raise ConfigError(Violation("model.path", f"{str(folder)!r} names the weight file {as_text(name)}, {problem}"))

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from foundry.core.errors import ConfigError, Violation, shown
+from foundry.core.errors import ConfigError, Violation, as_text
 from foundry.run_dir.files import in_hub_cache
 from foundry.run_dir.strict_json import DamagedFileError, read_object
 
@@ -38,7 +38,7 @@ def check_sizes(folder: Path) -> None:
     except (DamagedFileError, OSError, RecursionError) as error:
         raise ConfigError(Violation("model.path", f"{str(folder)!r}: {error}")) from None
     if too_large:
-        texts = (f"{name}={shown(value)} is above {bound}" for name, (value, bound) in too_large.items())
+        texts = (f"{name}={as_text(value)} is above {bound}" for name, (value, bound) in too_large.items())
         message = f"{str(folder)!r}: config.json has sizes that are too large: {', '.join(texts)}"
         raise ConfigError(Violation("model.path", f"{message}; correct that file, or choose another folder"))
 
@@ -51,7 +51,7 @@ def check_own_sizes(fields: Mapping[str, Any]) -> None:
     """
     if too_large := dict(_out_of_bounds(dict(fields))):
         raise ConfigError(
-            Violation(f"model.config.{name}", f"is {shown(value)} but must be at most {bound}")
+            Violation(f"model.config.{name}", f"is {as_text(value)} but must be at most {bound}")
             for name, (value, bound) in too_large.items()
         )
 

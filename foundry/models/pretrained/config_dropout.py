@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers.configuration_utils import PreTrainedConfig
 
-from foundry.core.errors import ConfigError, Violation, shown
+from foundry.core.errors import ConfigError, Violation, as_text
 
 _DROPOUT = re.compile("drop")
 _ATTENTION = re.compile("attention|attn")
@@ -50,7 +50,7 @@ def find_wrong_dropouts(config: PreTrainedConfig) -> Iterator[tuple[str, str]]:
     for name in _fields(config):
         value = operator.attrgetter(name)(config)
         if not 0 <= value <= 1:
-            yield name, f"{shown(value)} but must be a probability from 0 to 1"
+            yield name, f"{as_text(value)} but must be a probability from 0 to 1"
 
 
 def put(config: PreTrainedConfig, name: str, value: Any) -> Any:

@@ -12,7 +12,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from foundry.core.errors import ConfigError, Violation, shown
+from foundry.core.errors import ConfigError, Violation, as_text
 from foundry.core.foreign import ForeignData
 from foundry.models.pretrained.base_sizes import check_own_sizes, check_sizes
 from foundry.models.pretrained.config_dropout import find_wrong_dropouts
@@ -79,8 +79,8 @@ def _wrong_numbers(default: PreTrainedConfig, fields: Mapping[str, Any]) -> Iter
         if not is_number or not (is_default_positive or (default_value is None and is_size)):
             continue
         if value < 0 or (value == 0 and is_size):
-            message = f"is {shown(value)} but must be {'at least 1' if is_size else '0 or more'}"
-            yield Violation(f"model.config.{name}", f"{message}; the default is {shown(default_value)}")
+            message = f"is {as_text(value)} but must be {'at least 1' if is_size else '0 or more'}"
+            yield Violation(f"model.config.{name}", f"{message}; the default is {as_text(default_value)}")
 
 
 def _wrong_divisions(config: PreTrainedConfig, is_new: bool) -> Iterator[tuple[str, str]]:

@@ -26,7 +26,7 @@ TASK = Task(
         "simulator_size": f"{_HERE}.resolvers:simulator_size",
         "tabletop_state_dim": f"{_HERE}.resolvers:tabletop_state_dim",
     },
-    brings=f"{_HERE}.automatic_options:bring",
+    implies=f"{_HERE}.implied_options:implied_options",
     run_files={STATISTICS: f"{_HERE}.data.statistics:Statistics"},
     plots={
         "success": Plot(

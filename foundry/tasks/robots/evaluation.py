@@ -13,7 +13,7 @@ import torch
 from foundry.config.build import field_of
 from foundry.config.schemas.device import DeviceKind
 from foundry.config.schemas.root import Config
-from foundry.core.errors import ConfigError, Violation, shown
+from foundry.core.errors import ConfigError, Violation, as_text
 from foundry.engine.restore import RestoredRun, build_part, explained, restore
 from foundry.parallel.precision import PrecisionPolicy, fp32_arithmetic
 from foundry.parts.data import simulator_factory
@@ -169,7 +169,7 @@ def _check_sizes(restored: RestoredRun, path: Path) -> None:
     actual = {name: field_of(node, name, size) for name, size in expected.items()}
     names = [name for name in expected if actual[name] != expected[name]]
     if names:
-        has, wants = (" and ".join(f"{name}={shown(sizes[name])}" for name in names) for sizes in (actual, expected))
+        has, wants = (" and ".join(f"{name}={as_text(sizes[name])}" for name in names) for sizes in (actual, expected))
         message = f"has {has} but the policy of {path} was trained with {wants}; choose the simulator of its task"
         raise ConfigError(Violation("simulator", message))
 

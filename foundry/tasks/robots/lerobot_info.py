@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from foundry.config.sources import download_hint
-from foundry.core.errors import ConfigError, Violation, listed, nearest, shown
+from foundry.core.errors import ConfigError, Violation, as_text, listed, nearest
 
 INFO = "meta/info.json"
 _MAX_BYTES = 2**26
@@ -49,7 +49,7 @@ class LeRobotInfo:
         shape = feature.get("shape")
         if isinstance(shape, list) and len(shape) == 1 and type(shape[0]) is int and 1 <= shape[0] <= 10**6:
             return shape[0]
-        raise ConfigError(Violation(key, f"is {column}, whose shape is {shown(shape)}; choose a column of vectors"))
+        raise ConfigError(Violation(key, f"is {column}, whose shape is {as_text(shape)}; choose a column of vectors"))
 
     def picture_size(self, column: str, key: str) -> tuple[int, int]:
         """Return height and width in pixels of a column of images.
@@ -65,7 +65,7 @@ class LeRobotInfo:
             if isinstance(names, list) and len(names) == 3:
                 is_channels_first = str(names[0]).startswith("channel")
             return (sizes[1], sizes[2]) if is_channels_first else (sizes[0], sizes[1])
-        raise ConfigError(Violation(key, f"is {column}, whose shape is {shown(shape)}; choose a column of images"))
+        raise ConfigError(Violation(key, f"is {column}, whose shape is {as_text(shape)}; choose a column of images"))
 
     def is_video(self, column: str) -> bool:
         """Return whether the images of a column are stored as video files."""
@@ -93,7 +93,9 @@ class LeRobotInfo:
             return self.features[column]
         kind = f"a column of {self.features[column]['dtype']}" if column in self.features else "not a column"
         choices = f"it has {listed(columns, 8)}" if columns else "it has no suitable column"
-        message = f"is {shown(column)} but that is {kind} in {self.folder / INFO}{nearest(column, columns)}; {choices}"
+        message = (
+            f"is {as_text(column)} but that is {kind} in {self.folder / INFO}{nearest(column, columns)}; {choices}"
+        )
         raise ConfigError(Violation(key, message))
 
     def _file(self, template: str, **values: Any) -> Path:
@@ -109,7 +111,9 @@ class LeRobotInfo:
             if not name or set(name) & set("{}\0\\") or path.is_absolute() or ".." in path.parts:
                 raise ValueError
         except (KeyError, ValueError):
-            message = f"is {self.folder}, whose {INFO} has the path {shown(template)}, which is not a path inside of it"
+            message = (
+                f"is {self.folder}, whose {INFO} has the path {as_text(template)}, which is not a path inside of it"
+            )
             raise ConfigError(Violation("data.path", message)) from None
         return self.folder / name
 
@@ -123,14 +127,13 @@ def read_info(path: str) -> LeRobotInfo:
     folder = Path(path).expanduser()
     file = folder / INFO
     if not file.is_file():
-        message = f"is {shown(path)}, which has no {INFO}; give the folder of a LeRobot dataset"
+        message = f"is {as_text(path)}, which has no {INFO}; give the folder of a LeRobot dataset"
         if not folder.is_dir():
             remedy = download_hint(path, of_data=True) or "; give the folder of a LeRobot dataset"
-            message = f"is {shown(path)}, which does not exist{remedy}"
+            message = f"is {as_text(path)}, which does not exist{remedy}"
         elif (folder / "meta/info.jsonl").exists() or (folder / "meta_data").exists():
-            message = (
-                f"is {shown(path)}, a LeRobot dataset of version 1, which is not supported; record or convert it again"
-            )
+            message = f"is {as_text(path)}, a LeRobot dataset of version 1, which is not supported; "
+            message += "record or convert it again"
         raise ConfigError(Violation("data.path", message))
     try:
         if file.stat().st_size > _MAX_BYTES:
@@ -139,7 +142,7 @@ def read_info(path: str) -> LeRobotInfo:
         return _parse(folder, content)
     except (OSError, ValueError, RecursionError) as error:
         reason = "is not JSON" if isinstance(error, (json.JSONDecodeError, UnicodeError, RecursionError)) else error
-        raise ConfigError(Violation("data.path", f"is {shown(path)}, whose {INFO} {reason}")) from None
+        raise ConfigError(Violation("data.path", f"is {as_text(path)}, whose {INFO} {reason}")) from None
 
 
 def _parse(folder: Path, content: Any) -> LeRobotInfo:
@@ -152,11 +155,11 @@ def _parse(folder: Path, content: Any) -> LeRobotInfo:
         raise ValueError("contains no JSON object")
     version = content.get("codebase_version")
     if not isinstance(version, str) or not version.startswith("v3"):
-        reason = f"is of version {shown(version)}, not v3"
+        reason = f"is of version {as_text(version)}, not v3"
         raise ValueError(f"{reason}; convert it with {_CONVERTER}" if str(version).startswith("v2") else reason)
     fps, features = content.get("fps"), content.get("features")
     if not isinstance(fps, (int, float)) or isinstance(fps, bool) or not 0 < fps < 10**6:
-        raise ValueError(f"has fps={shown(fps)}, which is not a frame rate")
+        raise ValueError(f"has fps={as_text(fps)}, which is not a frame rate")
     if not isinstance(features, dict) or not all(
         isinstance(feature, dict) and isinstance(feature.get("dtype"), str) for feature in features.values()
     ):

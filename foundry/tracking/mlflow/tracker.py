@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from foundry.config.configured import configured_by
-from foundry.config.schemas.own_trackers import MLflow as MLflowSettings
+from foundry.config.schemas.built_in_trackers import MLflow as MLflowSettings
 from foundry.core.events import Evaluated, RunEnded, RunStarted, StepLogged
 from foundry.run_dir.checkpoints import find
 from foundry.run_dir.names import CONFIG, MLFLOW_PENDING, PLAN, PLOTS, RESULT

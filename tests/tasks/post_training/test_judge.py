@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.composition import configure
 from support.examples import some_of
 
-from foundry.core.errors import ConfigError, shown
+from foundry.core.errors import ConfigError, as_text
 from foundry.generation.scoring import Answer
 from foundry.tasks.post_training.checks.environments import check_environment
 from foundry.tasks.post_training.environments.judge import Judge, build_judge
@@ -112,7 +112,7 @@ FAULTS = {
     "read": ("raised", "EOFError: EOF when reading a line"),
     "memory": ("raised", "MemoryError"),
     "nan": ("no_number", "scores length as nan"),
-    "huge": ("raised", f"TypeError: score(answers) returned {shown(10**400)} as length, not a number"),
+    "huge": ("raised", f"TypeError: score(answers) returned {as_text(10**400)} as length, not a number"),
     "text": ("raised", "TypeError: score(answers) returned 0.5 as length, not a number"),
     "odd": ("raised", "TypeError: score(answers) returned [7], not a list of one mapping from names to numbers"),
 }

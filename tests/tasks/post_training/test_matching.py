@@ -26,6 +26,8 @@ def scores(environment, text, answer=None):
         (MultipleChoice(), "B", 1, (1.0, 1.0)),
         (MultipleChoice(), "Bananas", "B", (0.0, 0.0)),
         (MultipleChoice(choices="XY"), "Y", "A", (None, 1.0)),
+        (MultipleChoice(pattern="[(](.*)[)]"), "(AB)", "A", (0.0, 0.0)),
+        (MultipleChoice(pattern="[(](.*)[)]"), "()", "A", (0.0, 0.0)),
         (Format(pattern=r"<b>.*</b>"), "<b>two\nlines</b>\n", None, (1.0,)),
         (Format(pattern=r"<b>.*</b>"), "so: <b>x</b>", None, (0.0,)),
         (Arithmetic(), "7+8=15. Answer: 85", "85", (1.0, 1.0)),

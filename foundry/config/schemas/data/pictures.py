@@ -9,7 +9,7 @@ from foundry.config.image_folder import class_folders
 from foundry.config.schemas.data.base import Data, path_of_files, path_of_held_out_files
 from foundry.config.schemas.data.rows import OnBadRow, Templated, TrainOn
 from foundry.config.setting import OnResume, setting
-from foundry.core.errors import ConfigError, Violation, counted, shown
+from foundry.core.errors import ConfigError, Violation, as_text, counted
 
 if TYPE_CHECKING:
     from foundry.config.environment import Launch
@@ -111,5 +111,5 @@ class ImageFolder(Data):
             return
         if self.num_classes != len(folders):
             number = counted(len(folders), "folder")
-            message = f"is {self.num_classes} but {shown(self.path)} has {number}; leave it out"
+            message = f"is {self.num_classes} but {as_text(self.path)} has {number}; leave it out"
             yield Violation("data.num_classes", message)

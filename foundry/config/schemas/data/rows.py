@@ -17,7 +17,7 @@ from foundry.config.schemas.data.base import (
 )
 from foundry.config.setting import OnResume, setting
 from foundry.config.sources import check_sources
-from foundry.core.errors import Violation, shown
+from foundry.core.errors import Violation, as_text
 from foundry.core.moved_modules import find_moved
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Templated(Tokenised):
         yield from super().check()
         template = self.chat_template
         if template not in (None, *CHAT_TEMPLATES) and not _is_file(str(template)):
-            message = f"is {shown(template)}, which does not exist; give {', '.join(CHAT_TEMPLATES)} or a file"
+            message = f"is {as_text(template)}, which does not exist; give {', '.join(CHAT_TEMPLATES)} or a file"
             yield Violation("data.chat_template", message)
 
 
@@ -152,12 +152,13 @@ class RowFiles(Packable):
             if name not in self.known_columns:
                 choices = ", ".join(self.known_columns)
                 yield Violation(
-                    "data.columns", f"has {shown(name)}, which is not a column of this data; choose from {choices}"
+                    "data.columns",
+                    f"has {as_text(name)}, which is not a column of this data; choose from {choices}",
                 )
             elif not isinstance(column, str) or not all(column.split(".")):
                 yield Violation(
                     "data.columns",
-                    f"has {shown(column)} for {name} but must have column names, with dots for nested fields",
+                    f"has {as_text(column)} for {name} but must have column names, with dots for nested fields",
                 )
 
 

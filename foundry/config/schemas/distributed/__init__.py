@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from foundry.config.schemas.precision import PrecisionMode
 from foundry.config.setting import setting
-from foundry.core.errors import ConfigError, Violation, shown
+from foundry.core.errors import ConfigError, Violation, as_text
 
 if TYPE_CHECKING:
     from foundry.config.environment import Launch
@@ -33,7 +33,7 @@ def parse_init_method(text: str) -> None:
         return
     match = _HOST_AND_PORT.fullmatch(place)
     if scheme != "tcp" or match is None or not 0 < int(match["port"]) < 65536:
-        raise ValueError(f"is {shown(text)} but must be env://, tcp://HOST:PORT or file:///PATH")
+        raise ValueError(f"is {as_text(text)} but must be env://, tcp://HOST:PORT or file:///PATH")
 
 
 class GradientSync(Enum):

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from foundry.config.packages import missing_message
 from foundry.config.setting import OnResume, setting
 from foundry.core.duration import Budget, Duration, EpochInterval, Interval, Unit, parse_epoch_steps
-from foundry.core.errors import Violation, shown
+from foundry.core.errors import Violation, as_text
 
 _PATIENCE = "evaluation.early_stopping.patience"
 
@@ -120,7 +120,7 @@ class Evaluation:
                     message = "must be a mapping with a _target_, or null"
                     yield Violation(f"evaluation.{key}.{name}", message)
                 elif node is not None and not _are_names(node.get("metrics", [])):
-                    message = f"is {shown(node['metrics'])} but must be a list of names"
+                    message = f"is {as_text(node['metrics'])} but must be a list of names"
                     yield Violation(f"evaluation.{key}.{name}.metrics", message)
                 elif node is not None and node.get("torchmetrics") and find_spec("torchmetrics") is None:
                     message = missing_message("torchmetrics", "torchmetrics")
@@ -193,15 +193,16 @@ class Evaluation:
             duration = Duration.parse_positive(value)
             if duration.unit is Unit.fraction:
                 raise ValueError(
-                    f"is the string '{shown(value)}', without a unit; write {float(value):g} without quotes for a "
-                    f"fraction of an epoch, or '{shown(value)} run' for a fraction of the run"
+                    f"is the string '{as_text(value)}', without a unit; write {float(value):g} without quotes for a "
+                    f"fraction of an epoch, or '{as_text(value)} run' for a fraction of the run"
                 )
             return duration
         if value is not None and value <= 0:
-            raise ValueError(f"is {shown(value)} but must be above 0")
+            raise ValueError(f"is {as_text(value)} but must be above 0")
         if value is not None and value > 1:
+            text = as_text(value)
             raise ValueError(
-                f"is {shown(value)}, a fraction of an epoch, which is at most 1.0; write '{shown(value)} epochs', or a "
+                f"is {text}, a fraction of an epoch, which is at most 1.0; write '{text} epochs', or a "
                 "whole number of steps"
             )
         return value

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from foundry.config.setting import OnResume, setting
 from foundry.core.batch_sizes import BatchSizes, parse_count
-from foundry.core.errors import Violation, shown
+from foundry.core.errors import Violation, as_text
 
 if TYPE_CHECKING:
     from foundry.config.environment import Launch
@@ -36,7 +36,7 @@ def parse_auto(text: str) -> None:
         ValueError: the text is another word.
     """
     if text.lower() not in ("true", "false", "auto"):
-        raise ValueError(f"is {shown(text)} but must be true, false or auto")
+        raise ValueError(f"is {as_text(text)} but must be true, false or auto")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,7 +64,7 @@ class Base(Model):
     Composition replaces this schema by the schema of the loaded model, so no run records `Base`.
     """
 
-    brings_hparams: ClassVar[str] = "continued"
+    implies_hparams: ClassVar[str] = "continued"
 
     _target_: str = "???"
     path: str = setting("???", "run directory or transformers folder to start from", path=True)
@@ -142,7 +142,7 @@ class PrefixVLM(Transformer):
 
     is_divided: ClassVar[bool] = False
     in_transformers: ClassVar[bool] = False
-    brings_hparams: ClassVar[str] = "vlm"
+    implies_hparams: ClassVar[str] = "vlm"
     wants: ClassVar[frozenset[str]] = frozenset({"tokens", "images"})
 
     _target_: str = "foundry.PrefixVLM"

@@ -76,7 +76,7 @@ class SFT:
 
     sampling: ClassVar[type[TextSampling]] = TextSampling
 
-    brings_hparams: ClassVar[str] = "sft"
+    implies_hparams: ClassVar[str] = "sft"
     wants: ClassVar[frozenset[str]] = frozenset({"completions"})
     takes_packed: ClassVar[bool] = True
     loss_functions: ClassVar[tuple[str, ...]] = ("cross_entropy",)
@@ -142,7 +142,7 @@ class Diffusion:
 
     sampling: ClassVar[type[ImageSampling]] = ImageSampling
 
-    brings_hparams: ClassVar[str] = "diffusion"
+    implies_hparams: ClassVar[str] = "diffusion"
     wants: ClassVar[frozenset[str]] = frozenset({"images", "labels"})
     loss_functions: ClassVar[tuple[str, ...]] = ("mse",)
     metrics: ClassVar[tuple[str, ...]] = ()

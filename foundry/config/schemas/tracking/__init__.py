@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from foundry.config.packages import missing_message
 from foundry.config.setting import OnResume, setting
-from foundry.core.errors import Violation, shown
+from foundry.core.errors import Violation, as_text
 
 if TYPE_CHECKING:
     from foundry.config.environment import Launch
@@ -28,7 +28,7 @@ def parse_progress(text: str) -> None:
         ValueError: the text is another word.
     """
     if text not in ("True", "False", JSON):
-        raise ValueError(f"is {shown(text)} but must be true, false or json")
+        raise ValueError(f"is {as_text(text)} but must be true, false or json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,7 @@ class Tracking:
                 yield Violation(f"tracking.{name}", "is true but MLflow is off; set tracking.mlflow=true")
         for name, value in self.tags.items():
             if isinstance(value, (dict, list)) or value is None:
-                message = f"is {shown(value)} but must be a string or a number"
+                message = f"is {as_text(value)} but must be a string or a number"
                 yield Violation(f"tracking.tags.{name}", message)
         for name, node in self.trackers.items():
             key = f"tracking.trackers.{name}"
@@ -110,7 +110,7 @@ class Tracking:
                 continue
             if not isinstance(node, dict) or "_target_" not in node:
                 yield Violation(
-                    key, f"is {shown(node)} but must be null or have a _target_, the dotted path of a class"
+                    key, f"is {as_text(node)} but must be null or have a _target_, the dotted path of a class"
                 )
                 continue
             if (extra := EXTRAS.get(str(node["_target_"]))) is not None and find_spec(extra) is None:

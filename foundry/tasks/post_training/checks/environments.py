@@ -8,12 +8,12 @@ from omegaconf.errors import OmegaConfBaseException
 from foundry.config.build import field_of
 from foundry.config.checks.targets import runtime_settings
 from foundry.config.composition.store import writable
-from foundry.config.diagnostics.wanted import expected_kind
+from foundry.config.diagnostics.expected_value import expected_kind
 from foundry.config.metrics import EXACT_MATCH, HELD_OUT
 from foundry.config.schemas.environment import NoEnvironment
 from foundry.config.schemas.root import Config
 from foundry.config.setting import check_fields
-from foundry.core.errors import Violation, first_line, shown
+from foundry.core.errors import Violation, as_text, first_line
 from foundry.tasks.post_training.schemas.environment import InWorker, check_weights
 from foundry.tasks.post_training.schemas.rollouts import Rollouts
 
@@ -47,7 +47,7 @@ def check_environment(config: Config) -> Iterator[Violation]:
         except OmegaConfBaseException as error:
             is_invalid, kind, key = True, expected_kind(error), str(error.full_key or name)
             value = OmegaConf.select(OmegaConf.create({name: config.environment[name]}), key)
-            message = f"is {shown(value)} but must be {kind}" if kind else first_line(str(error))
+            message = f"is {as_text(value)} but must be {kind}" if kind else first_line(str(error))
             yield Violation(f"environment.{key}", message)
     if not is_invalid:
         settings_object = OmegaConf.to_object(settings)

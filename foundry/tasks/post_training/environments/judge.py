@@ -8,7 +8,7 @@ from typing import Any
 
 from foundry.config.build import build, field_of
 from foundry.config.checks.targets import runtime_settings
-from foundry.core.errors import ConfigError, Violation, shown
+from foundry.core.errors import ConfigError, Violation, as_text
 from foundry.generation.scoring import Answer, Environment, Judgement
 from foundry.tasks.post_training.environments.worker import FaultError, Worker
 from foundry.tasks.post_training.schemas.environment import reward_metric_names
@@ -75,7 +75,7 @@ class Judge:
         for judgement, answer in zip(judgements, answers, strict=True):
             if judgement.fault and not self._has_warned:
                 self._has_warned = True
-                location = f"the answer {shown(answer.text)} to {shown(answer.prompt)}"
+                location = f"the answer {as_text(answer.text)} to {as_text(answer.prompt)}"
                 log.warning(
                     "environment %s: %s, for %s; this answer is not counted", self.name, judgement.message, location
                 )

@@ -55,7 +55,7 @@ class MultipleChoice:
 
     def _score(self, answer: Answer) -> Scores:
         prediction, target = find_last(self._pattern, answer.text), self._letter(answer.columns.get("answer"))
-        is_choice = prediction is not None and prediction.strip() in self._choices
+        is_choice = prediction is not None and self._is_choice(prediction.strip())
         is_correct = prediction is not None and prediction.strip() == target
         return {"correct": None if target is None else float(is_correct), "format": float(is_choice)}
 
@@ -63,7 +63,10 @@ class MultipleChoice:
         if isinstance(value, int) and not isinstance(value, bool):
             return self._choices[value] if 0 <= value < len(self._choices) else None
         text = str(value).strip()
-        return text if len(text) == 1 and text in self._choices else None
+        return text if self._is_choice(text) else None
+
+    def _is_choice(self, text: str) -> bool:
+        return len(text) == 1 and text in self._choices
 
 
 class Format:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from foundry.core import stop_signals
-from foundry.core.errors import shortened, shown, visible
+from foundry.core.errors import as_text, shortened, visible
 from foundry.core.foreign import ForeignData
 from foundry.core.safe_path import environment_of_module
 from foundry.generation.scoring import Answer
@@ -178,7 +178,7 @@ def _parse_reply(line: bytes, number: int) -> dict[str, Any]:
     """
     reply = json.loads(line)
     if not isinstance(reply, dict) or reply.get("number") != number:
-        raise ValueError(f"{shown(reply)} is not a reply to request {number}")
+        raise ValueError(f"{as_text(reply)} is not a reply to request {number}")
     return {**reply, "raised": visible(str(reply["raised"]))} if "raised" in reply else reply
 
 
@@ -236,9 +236,9 @@ def _check_scores(scores: Any, count: int) -> list[dict[str, float | None]]:
     is_list = isinstance(scores, (list, tuple)) and len(scores) == count
     if not is_list or not all(isinstance(row, Mapping) for row in scores):
         expected = "a list of one mapping" if count == 1 else f"a list of {count} mappings"
-        raise TypeError(f"score(answers) returned {shown(scores)}, not {expected} from names to numbers")
+        raise TypeError(f"score(answers) returned {as_text(scores)}, not {expected} from names to numbers")
     if invalid := [name for row in scores for name in row if not str(name).isprintable()]:
-        raise TypeError(f"score(answers) returned the name {shown(invalid[0])}, which cannot be printed")
+        raise TypeError(f"score(answers) returned the name {as_text(invalid[0])}, which cannot be printed")
     return [{str(name): _number(name, value) for name, value in row.items()} for row in scores]
 
 
@@ -248,7 +248,7 @@ def _number(name: object, value: Any) -> float | None:
             raise TypeError
         return None if value is None else float(value)
     except (TypeError, ValueError, OverflowError):
-        raise TypeError(f"score(answers) returned {shown(value)} as {shown(name)}, not a number") from None
+        raise TypeError(f"score(answers) returned {as_text(value)} as {as_text(name)}, not a number") from None
 
 
 def _prefer_oom_kill() -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from foundry.config.setting import setting
-from foundry.core.errors import Violation, nearest, shown
+from foundry.core.errors import Violation, as_text, nearest
 
 
 def _parse_pattern(text: str) -> re.Pattern[str]:
@@ -69,7 +69,7 @@ def check_weights(weights: Mapping[str, float]) -> Iterator[Violation]:
     """Check that all weights are finite."""
     for name, weight in weights.items():
         if not math.isfinite(weight):
-            yield Violation(f"environment.weights.{name}", f"is {shown(weight)} but must be finite")
+            yield Violation(f"environment.weights.{name}", f"is {as_text(weight)} but must be finite")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,7 +45,7 @@ class Reference(Enum):
 class DPO:
     """Direct preference optimisation: makes chosen responses more likely than rejected ones."""
 
-    brings_hparams: ClassVar[str] = "dpo"
+    implies_hparams: ClassVar[str] = "dpo"
     wants: ClassVar[frozenset[str]] = frozenset({"pairs"})
     takes_packed: ClassVar[bool] = True
     loss_functions: ClassVar[tuple[str, ...]] = ("cross_entropy",)
@@ -106,7 +106,7 @@ class DPO:
 class Distillation(Rollouts, Teaching):
     """Divergence from a teacher's next-token distribution, on tokens of the data or of the student's completions."""
 
-    brings_hparams: ClassVar[str] = "distillation"
+    implies_hparams: ClassVar[str] = "distillation"
     takes_packed: ClassVar[bool] = True
     loss_functions: ClassVar[tuple[str, ...]] = ("cross_entropy",)
 
@@ -146,6 +146,6 @@ class Distillation(Rollouts, Teaching):
 class GRPO(PolicyGradient):
     """Group-relative policy optimisation: makes completions with above-average rewards in their group more likely."""
 
-    brings_hparams: ClassVar[str] = "grpo"
+    implies_hparams: ClassVar[str] = "grpo"
 
     _target_: str = "foundry.GRPO"

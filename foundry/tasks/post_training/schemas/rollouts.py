@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from foundry.config.diagnostics.elsewhere import own_options
-from foundry.config.schemas.own_evaluators import HeldOut
+from foundry.config.diagnostics.other_frameworks import own_options
+from foundry.config.schemas.built_in_evaluators import HeldOut
 from foundry.config.setting import setting
 from foundry.core.errors import Violation
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from foundry.config.schemas.model import PrefixVLM
 from foundry.config.schemas.root import Config
-from foundry.core.errors import Violation, shown
+from foundry.core.errors import Violation, as_text
 from foundry.tasks.robots.schemas.data import Episodes, LeRobot
 from foundry.tasks.robots.schemas.evaluators import Success
 from foundry.tasks.robots.schemas.model import VLA, PolicyDiT
@@ -36,7 +36,7 @@ def _check_inputs(model: Any, data: Episodes) -> Iterator[Violation]:
             message = f"is {data.instruction_tokens} but model PolicyDiT does not read instructions"
             yield Violation("data.instruction_tokens", f"{message}; leave it out, or choose model=vla")
     if data.instruction_tokens is None and data.tokenizer is not None and not isinstance(model, VLA):
-        message = f"is {shown(data.tokenizer)} but has no effect without data.instruction_tokens"
+        message = f"is {as_text(data.tokenizer)} but has no effect without data.instruction_tokens"
         yield Violation("data.tokenizer", message)
     if isinstance(model, VLA):
         yield from _check_backbone(model.backbone, data)
@@ -52,7 +52,7 @@ def _check_backbone(backbone: PrefixVLM, data: Episodes) -> Iterator[Violation]:
         remedy = "set data.image_key" if is_recorded else "set simulator.image_size=48"
         yield Violation("data.image_size", f"is null but model VLA needs images; {remedy}")
     if data.image_size is not None and backbone.image_size != data.image_size:
-        message = f"is {shown(backbone.image_size)} but must be data.image_size={data.image_size}"
+        message = f"is {as_text(backbone.image_size)} but must be data.image_size={data.image_size}"
         yield Violation("model.backbone.image_size", f"{message}; leave it out to follow the data")
     for name, have, other, need in (
         ("max_seq_len", backbone.max_seq_len, "instruction_tokens", data.instruction_tokens),

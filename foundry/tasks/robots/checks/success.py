@@ -6,7 +6,7 @@ from typing import Any
 from foundry.config.build import field_of
 from foundry.config.composition.plain_nodes import check_node
 from foundry.config.schemas.root import Config
-from foundry.core.errors import Violation, shown
+from foundry.core.errors import Violation, as_text
 from foundry.tasks.robots.schemas.evaluators import MOST_EPISODES, InstructionChoice, Success
 
 
@@ -34,5 +34,5 @@ def _check_instruction(node: Mapping[str, Any], key: str, instruction_tokens: An
         message = "is other but the policy reads no instructions; set data.instruction_tokens, or set this to own"
         yield Violation(f"{key}.instruction", message)
     if tokens != instruction_tokens:
-        message = f"is {shown(tokens)} but must be data.instruction_tokens={shown(instruction_tokens)}"
+        message = f"is {as_text(tokens)} but must be data.instruction_tokens={as_text(instruction_tokens)}"
         yield Violation(f"{key}.instruction_tokens", f"{message}; set it to ${{data.instruction_tokens}}")

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from foundry.core.errors import ConfigError, Violation, shown
+from foundry.core.errors import ConfigError, Violation, as_text
 from foundry.data.conversations.chat import find_template
 from foundry.data.corpora.tokenizer import load_tokenizer, tokenizer_file, train_tokenizer
 from foundry.data.splits import DataSplits
@@ -70,7 +70,9 @@ def encode_instructions(texts: Sequence[str], data: DataSplits, instruction_toke
         except ValueError as error:
             raise ConfigError(Violation("data.tokenizer", f"has a chat template in its folder that {error}")) from None
         if len(ids) > instruction_tokens:
-            message = f"is {instruction_tokens} but {shown(text)} has {len(ids)} tokens; set it to at least {len(ids)}"
+            message = (
+                f"is {instruction_tokens} but {as_text(text)} has {len(ids)} tokens; set it to at least {len(ids)}"
+            )
             raise ConfigError(Violation(_KEY, message))
         row[: len(ids)] = ids
     return encoded

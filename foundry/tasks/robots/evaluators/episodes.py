@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from foundry.core.errors import ConfigError, Violation, shown
+from foundry.core.errors import ConfigError, Violation, as_text
 from foundry.core.protocols import Microbatch
 from foundry.core.simulator import Instructing, Observation, Simulator
 from foundry.data.splits import DataSplits
@@ -302,7 +302,9 @@ def _other_instruction(simulator: Simulator, number: int) -> str:
     instructions = simulator.instructions if isinstance(simulator, Instructing) else ()
     alternatives = [text for text in instructions if text != simulator.instruction]
     if not alternatives:
-        message = f"is other but {type(simulator).__name__} has no instructions besides {shown(simulator.instruction)}"
+        message = (
+            f"is other but {type(simulator).__name__} has no instructions besides {as_text(simulator.instruction)}"
+        )
         raise ConfigError(Violation("instruction", f"{message}; set it to own"))
     # Simulators use the number alone as their seed; use a different seed here.
     return alternatives[int(np.random.default_rng((number, len(instructions))).integers(len(alternatives)))]

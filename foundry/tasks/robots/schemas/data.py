@@ -16,7 +16,7 @@ from foundry.tasks.robots.names import STATISTICS
 class Episodes(Data):
     """Episodes of a robot as windows: recent observations and the next actions."""
 
-    brings_hparams: ClassVar[str] = "policy"
+    implies_hparams: ClassVar[str] = "policy"
     words_if: ClassVar[str | None] = "instruction_tokens"
 
     num_observations: int = setting(

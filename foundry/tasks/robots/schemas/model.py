@@ -58,7 +58,7 @@ class VLA(Model):
 
     language_part: ClassVar[str | None] = "backbone"
     same_as_data: ClassVar[tuple[str, ...]] = (*Model.same_as_data, *_SIZES)
-    brings_hparams: ClassVar[str] = "vla"
+    implies_hparams: ClassVar[str] = "vla"
     wants: ClassVar[frozenset[str]] = frozenset({"actions"})
 
     _target_: str = "foundry.VLA"

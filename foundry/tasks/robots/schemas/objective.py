@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from foundry.config.schemas.objective import BetaSchedule, Prediction, check_sampling_steps
 from foundry.config.setting import setting
-from foundry.core.errors import Violation, shown
+from foundry.core.errors import Violation, as_text
 
 
 def parse_regression_loss(text: str) -> None:
@@ -16,14 +16,14 @@ def parse_regression_loss(text: str) -> None:
         ValueError: if it is not l1 or mse.
     """
     if text not in ("l1", "mse"):
-        raise ValueError(f"is {shown(text)} but must be l1 or mse")
+        raise ValueError(f"is {as_text(text)} but must be l1 or mse")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActionChunks:
     """Settings shared by the objectives of policies, which predict the next actions from observations."""
 
-    brings_hparams: ClassVar[str] = "policy"
+    implies_hparams: ClassVar[str] = "policy"
     wants: ClassVar[frozenset[str]] = frozenset({"actions"})
     metrics: ClassVar[tuple[str, ...]] = ()
     same_as_data: ClassVar[tuple[str, ...]] = ("horizon", "action_dim")

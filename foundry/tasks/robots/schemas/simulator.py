@@ -8,7 +8,7 @@ from typing import Any
 from foundry.config.packages import missing_message, pip_command
 from foundry.config.schemas.simulator import Simulator
 from foundry.config.setting import setting
-from foundry.core.errors import Violation, nearest, shown
+from foundry.core.errors import Violation, as_text, nearest
 from foundry.core.safe_path import local_remedy
 
 TABLETOP_STATE_DIMS = {"around": 17, "push": 19, "touch": 17}
@@ -33,7 +33,7 @@ def _parse_task(text: str) -> str:
     """
     if text not in TABLETOP_STATE_DIMS:
         among = ", ".join(TABLETOP_STATE_DIMS)
-        raise ValueError(f"is {shown(text)} but must be one of {among}{nearest(text, TABLETOP_STATE_DIMS)}")
+        raise ValueError(f"is {as_text(text)} but must be one of {among}{nearest(text, TABLETOP_STATE_DIMS)}")
     return text
 
 
@@ -81,7 +81,7 @@ FETCH = "gymnasium_robotics"
 """Module that registers the environments of gymnasium-robotics."""
 
 
-OWN_EXPERTS = tuple(f"foundry.simulators.experts.fetch_{task}" for task in ("reach", "push", "pick_and_place"))
+OWN_EXPERTS = tuple(f"foundry.simulators.experts.fetch_{task}" for task in ("push", "pick_and_place"))
 
 
 _FIRST_MUJOCO_WITHOUT_FETCH, _LAST_FETCH_WITH_THE_FAULT = (3, 12), (1, 4, 2)

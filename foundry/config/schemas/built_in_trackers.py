@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from foundry.config.setting import setting
-from foundry.core.errors import shown
+from foundry.core.errors import as_text
 
 
 def _parse_folder(text: str) -> Path:
@@ -16,7 +16,7 @@ def _parse_folder(text: str) -> Path:
     """
     path = Path(text)
     if path.is_absolute() or ".." in path.parts or path == Path():
-        raise ValueError(f"is {shown(text)} but must be a folder in the run directory, such as tensorboard")
+        raise ValueError(f"is {as_text(text)} but must be a folder in the run directory, such as tensorboard")
     return path
 
 
@@ -27,7 +27,7 @@ def _parse_mode(text: str) -> str:
         ValueError: the text is not `online` or `offline`.
     """
     if text not in ("online", "offline"):
-        raise ValueError(f"is {shown(text)} but must be online, offline or null")
+        raise ValueError(f"is {as_text(text)} but must be online, offline or null")
     return text
 
 

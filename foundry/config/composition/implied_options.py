@@ -12,7 +12,7 @@ from typing import Any
 from foundry.config.composition.hydra_internals import ChosenOptions, IConfigRepository
 from foundry.config.composition.store import group_schemas
 from foundry.config.schemas.model import Base
-from foundry.core.tasks import Bringing, option_functions
+from foundry.core.tasks import SelectedOptions, option_functions
 
 DEFAULT_HPARAMS = "llm"
 """Default option of `hparams` in config.yaml; replaced by the option that belongs to the training method."""
@@ -33,14 +33,14 @@ def implied_options(choices: ChosenOptions) -> Mapping[str, str]:
         return group not in choices.chosen_by or str(choices.chosen_by[group]).startswith("hparams/")
 
     for options_of_task in option_functions():
-        implied |= options_of_task(Bringing(method_hparams, data, "hparams" in implied, is_free))
+        implied |= options_of_task(SelectedOptions(method_hparams, data, "hparams" in implied, is_free))
     return implied
 
 
 def hparams_of_method(repo: IConfigRepository, options: Mapping[str, str | None]) -> tuple[str | None, str]:
     """Return the option of `hparams` that belongs to the chosen options, and the group whose option declares it.
 
-    The schema of an option declares `brings_hparams`. A new model takes precedence over the data, and the data over the
+    The schema of an option declares `implies_hparams`. A new model takes precedence over the data, and the data over the
     objective. A base model comes last, since every method can train it. Without a declaration: None and "".
 
     Args:
@@ -50,7 +50,7 @@ def hparams_of_method(repo: IConfigRepository, options: Mapping[str, str | None]
     schemas = {group: option_schema(repo, group, options[group]) for group in ("model", "data", "objective")}
     is_base = schemas["model"] is not None and issubclass(schemas["model"], Base)
     order = ("data", "objective", "model") if is_base else ("model", "data", "objective")
-    declarations = ((getattr(schemas[group], "brings_hparams", None), group) for group in order)
+    declarations = ((getattr(schemas[group], "implies_hparams", None), group) for group in order)
     return next((declaration for declaration in declarations if declaration[0] is not None), (None, ""))
 
 

@@ -21,8 +21,8 @@ from support.scripts import ROOT
 from support.tiny import SMALL_LM
 
 from foundry.config.composition.store import GROUPS
-from foundry.config.diagnostics.elsewhere import names, own_options, plain
 from foundry.config.diagnostics.names import leaves, meanings
+from foundry.config.diagnostics.other_frameworks import names, own_options, plain
 from foundry.config.record.frozen import save_config
 from foundry.core.errors import ConfigError
 

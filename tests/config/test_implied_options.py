@@ -8,8 +8,8 @@ from omegaconf import OmegaConf
 from support.composition import configure
 from support.examples import long_case
 
-from foundry.config.composition.brought import DEFAULT_HPARAMS
 from foundry.config.composition.compose import config_dir, install
+from foundry.config.composition.implied_options import DEFAULT_HPARAMS
 from foundry.config.schemas.evaluation import Direction
 from foundry.config.schemas.optimizer import SGD, AdamW, Muon
 from foundry.config.schemas.root import to_config

@@ -8,13 +8,13 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf, ValueNode
 from omegaconf.errors import InterpolationKeyError, InterpolationToMissingValueError, OmegaConfBaseException
 
-from foundry.config.diagnostics.elsewhere import hint
+from foundry.config.diagnostics.expected_value import expected_kind
 from foundry.config.diagnostics.names import did_you_mean
-from foundry.config.diagnostics.wanted import expected_kind
+from foundry.config.diagnostics.other_frameworks import hint
 from foundry.config.schemas.launcher import is_known
 from foundry.config.schemas.root import Config
 from foundry.config.schemas.sweeper import SCHEMAS as SWEEPERS
-from foundry.core.errors import Violation, first_line, shown
+from foundry.core.errors import Violation, as_text, first_line
 
 
 def missing_values(parent: DictConfig | ListConfig, key: Any, path: str) -> Iterator[Violation]:
@@ -42,7 +42,7 @@ def missing_values(parent: DictConfig | ListConfig, key: Any, path: str) -> Iter
             yield Violation(path, _interpolation_error(str(raw), path, error))
         else:
             if field_names is not None and schema is not Config and not _is_alike(node, value):
-                yield Violation(path, f"is {shown(raw)}, which resolves to another kind of value; set {path}=...")
+                yield Violation(path, f"is {as_text(raw)}, which resolves to another kind of value; set {path}=...")
     elif isinstance(child := parent._get_node(key), DictConfig) and not child._is_none():
         for name in list(child):
             yield from missing_values(child, name, f"{path}.{name}")
@@ -78,8 +78,8 @@ def _interpolation_error(interpolation: str, path: str, error: Exception) -> str
         if reference[1] == path:
             return f"refers to itself; {remedy}"
     if (kind := expected_kind(error)) is not None:
-        return f"is {shown(interpolation)}, which does not resolve to {kind}; {remedy}"
-    return f"is {shown(interpolation)}, which cannot be resolved: {first_line(str(error))}; {remedy}"
+        return f"is {as_text(interpolation)}, which does not resolve to {kind}; {remedy}"
+    return f"is {as_text(interpolation)}, which cannot be resolved: {first_line(str(error))}; {remedy}"
 
 
 def _is_alike(node: Any, value: object) -> bool:
@@ -105,7 +105,7 @@ def check_hydra(composed: DictConfig) -> Iterator[Violation]:
         is_open = OmegaConf.is_missing(hydra, name) or OmegaConf.is_interpolation(hydra, name)
         if not is_open and not isinstance(hydra._get_node(name), DictConfig):
             remedy = f"to choose an option write hydra/{name}=..."
-            yield Violation(f"hydra.{name}", f"is {shown(hydra[name])} but must be a mapping; {remedy}")
+            yield Violation(f"hydra.{name}", f"is {as_text(hydra[name])} but must be a mapping; {remedy}")
             continue
         if is_open or (is_known(hydra[name]) if name == "launcher" else OmegaConf.get_type(hydra, name) in SWEEPERS):
             yield from missing_values(hydra, name, f"hydra.{name}")
