@@ -40,8 +40,8 @@ def implied_options(choices: ChosenOptions) -> Mapping[str, str]:
 def hparams_of_method(repo: IConfigRepository, options: Mapping[str, str | None]) -> tuple[str | None, str]:
     """Return the option of `hparams` that belongs to the chosen options, and the group whose option declares it.
 
-    The schema of an option declares `implies_hparams`. A new model takes precedence over the data, and the data over the
-    objective. A base model comes last, since every method can train it. Without a declaration: None and "".
+    The schema of an option declares `implies_hparams`. A new model takes precedence over the data, and the data over
+    the objective. A base model comes last, since every method can train it. Without a declaration: None and "".
 
     Args:
         repo: the folders of options.

@@ -27,7 +27,7 @@ SETTINGS = {
     "held_out": 0.2,
 }
 
-CODE_OF_SIMULATORS = "35e1c85bddbff399b6c3300bde7b788a15fb82be6ef504d2c41eb810591c25d5"
+CODE_OF_SIMULATORS = "8bd8d86608471d677607f7be018664de0c0dce3ce2b3fd550a3a61531a3e8ffe"
 
 
 class Watched(Reach):
