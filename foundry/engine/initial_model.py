@@ -152,7 +152,7 @@ def adapt(model: nn.Module, run: RunContext, path: Path | None) -> Base | None:
     Args:
         model: model with its initial weights, not yet wrapped; changed in place.
         run: context with the adapters' settings.
-        path: source of the weights; None if they were randomly initialized.
+        path: file or folder of the model's initial weights; None if they were randomly initialized.
 
     Raises:
         ConfigError: a selected layer does not exist in the model or cannot have an adapter.

@@ -103,7 +103,7 @@ def check_free(path: str, key: str) -> Path:
 
 
 def claim(path: str, key: str, *, output_subdir: str | None = None, log_name: str = LOG) -> Claim:
-    """Create a directory if it does not exist, and mark it as foundry's.
+    """Mark a directory as foundry's, after creating it if it does not exist; refuse it if `check_free` does.
 
     Args:
         path: the directory as given by the user.

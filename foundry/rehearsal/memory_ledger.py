@@ -58,7 +58,7 @@ class MemoryLedger:
         self.begin(phase)
 
     def begin(self, phase: str) -> None:
-        """Enter a phase. Its peak is at least the current live memory."""
+        """Enter a phase, whose peak is at least the live memory at this time."""
         with self._lock:
             self.phase = phase
             self._peak = self.peaks.setdefault(phase, PhasePeak())

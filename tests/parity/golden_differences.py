@@ -148,7 +148,7 @@ def _default_decay(case: Case) -> bool:
 
 
 def _stale(case: Case) -> bool:
-    """Return True if Megatron loads with the configuration's weight decay and then uses the checkpoint's."""
+    """Return True if Megatron's weight decay right after loading is the configuration's instead of the checkpoint's."""
     after = case.get("after_load")
     if case["kind"] != "checkpoint" or not after or not case.get("use_checkpoint_opt_param_scheduler"):
         return False

@@ -1,4 +1,4 @@
-"""Runs on fake GPUs for each strategy: no host wait in a step and no superfluous collective."""
+"""Runs on fake GPUs for each strategy: no avoidable host wait in a step and no superfluous collective."""
 
 from dataclasses import dataclass
 

@@ -139,7 +139,10 @@ def describe_yaml_error(error: Exception) -> Violation | None:
 def _wrong_entries(
     base: DictConfig, config: DictConfig
 ) -> Iterator[tuple[list[Any], Override, OmegaConfBaseException]]:
-    """Merge a file into `base` value by value. Yield the keys to delete, the override and the error of each failure."""
+    """Merge a file into `base` value by value, and yield the entries that fail.
+
+    Each comes with the keys to delete from the content of the file, the entry as an override, and the error.
+    """
     content, reported = copy.deepcopy(config), set[str]()
     for keys in list(_paths(content)):
         try:

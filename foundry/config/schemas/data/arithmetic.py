@@ -60,7 +60,7 @@ class Arithmetic(Conversations):
     )
 
     @property
-    def offers(self) -> frozenset[str]:  # type: ignore[override] # it depends on the form
+    def offers(self) -> frozenset[str]:  # type: ignore[override] # a property, because the value depends on `form`
         """Contents of a sample, which determine the objectives that can train on the data."""
         by_form: dict[ArithmeticForm, type[Tokenised]] = {
             ArithmeticForm.text: Text,

@@ -117,7 +117,7 @@ class Tokenised(Data):
 
     @property
     def run_files(self) -> Mapping[str, str]:
-        """Required files of the run directory, each with a description of the runs that write it."""
+        """Files without which a run on this data cannot be opened, each with the kind of run that writes it."""
         return {TOKENIZER: "a run over text"}
 
     def check(self) -> Iterator[Violation]:

@@ -67,7 +67,7 @@ class Episodes(Data):
 
     @property
     def run_files(self) -> Mapping[str, str]:
-        """Files that a run directory must have, each with the kind of run that writes it."""
+        """Files without which a run on this data cannot be opened, each with the kind of run that writes it."""
         words = {} if self.instruction_tokens is None else {TOKENIZER: "a run with instructions"}
         return {STATISTICS: "a run over episodes"} | words
 
