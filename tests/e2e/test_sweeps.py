@@ -166,7 +166,8 @@ def test_sweep_with_an_invalid_job_starts_no_job(run_command, launcher, name):
             ["hparams.seed has 2"],
         ),
         long_case(
-            ["hparams.lr=1,2", "hydra.sweeper.zip=[hparams.lr]"], ["hydra.sweeper.zip: has hparams.lr, not a list"]
+            ["hparams.lr=1,2", "hydra.sweeper.zip=[hparams.lr]"],
+            ["hydra.sweeper.zip: has hparams.lr, which is not a list of at least two keys"],
         ),
         long_case(["hparams.lr=1,2", "hydra.sweeper.exclude=[hparams.lr=3]"], ["hydra.sweeper.exclude"]),
         long_case(["hparams.lr=1,2", "hydra.sweeper.max_batch_size=0"], ["must be at least 1"]),

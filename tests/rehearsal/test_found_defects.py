@@ -46,6 +46,6 @@ def test_rehearsal_counts_an_additional_collective(rehearsed, sound):
 
 def test_rehearsal_lists_a_retained_unsharded_model_as_largest(rehearsed, sound):
     record = rehearsed(*WORDS, world_size=8, before="support.defects:keep_a_whole_model")
-    whole = next(tensor for tensor in record.largest if "kept.append" in tensor.where)
+    whole = next(tensor for tensor in record.largest if "tensors.append" in tensor.where)
     assert whole.bytes == pytest.approx(8 * record.plan["weights"], rel=0.2)
     assert record.live.bytes == sound.live.bytes + 2 * whole.bytes

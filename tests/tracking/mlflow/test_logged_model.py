@@ -135,7 +135,7 @@ def test_send_metrics_keeps_records_if_the_server_does_not_respond(events, with_
     destination = Destination.load(events.run_dir)
     replace(destination, uri=black_hole).save(events.run_dir)
     refused = send_metrics(events.run_dir, {"eval/loss": 2.0}, step=3)
-    assert refused.startswith(f"MLflow: not sent: mlflow.json says {black_hole}, which is not {uri}")
+    assert refused.startswith(f"MLflow: not sent: mlflow.json names {black_hole}, which is not {uri}")
     waiting = send_metrics(events.run_dir, {"eval/loss": 2.0}, step=3, uri=black_hole)
     assert waiting.endswith(f"send it with: python -m foundry.sync dir={events.run_dir} uri={black_hole}")
     (kept,) = (events.run_dir / "mlflow_pending.jsonl").read_text().splitlines()
