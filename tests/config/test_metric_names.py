@@ -47,7 +47,8 @@ def test_metric_error_suggests_the_nearest_name():
 @pytest.mark.parametrize("key", KEYS)
 def test_metrics_of_the_objective_are_accepted(key):
     for name in ("val_cross_entropy", "val_z_loss", "val_loss"):
-        compose(Z_LOSS, f"{key}={name}")
+        config = compose(Z_LOSS, f"{key}={name}")
+        assert key.startswith("hydra.") or OmegaConf.select(config, key) == name
 
 
 def test_keep_best_metric_may_be_null():

@@ -188,7 +188,8 @@ def test_invalid_config_fields_are_a_one_line_error(architecture, config, line):
     ],
 )
 def test_intentionally_null_or_zero_config_fields_are_accepted(architecture, config):
-    make(architecture, {**(ARCHITECTURES["gpt2"] if architecture == "gpt2" else LLAMA), **config})
+    model = make(architecture, {**(ARCHITECTURES["gpt2"] if architecture == "gpt2" else LLAMA), **config})
+    assert next(model.parameters()).numel()
 
 
 WRONG = {
