@@ -30,7 +30,11 @@ _RUN_FILES = (LOCK, MARK, CONFIG, PLAN, TOKENIZER)
 
 
 class Refused(BaseException):
-    """Carries errors through Hydra, which would print additional text for a task's exception."""
+    """Carries a config error through Hydra, which would print additional text for a task's exception."""
+
+    def __init__(self, error: ConfigError) -> None:
+        super().__init__(error)
+        self.error = error
 
 
 @dataclass(frozen=True)

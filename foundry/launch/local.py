@@ -19,15 +19,17 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from foundry.config.environment import STORE, default_variables
+from foundry.config.environment import STORE, default_variables, detect
 from foundry.core.errors import ConfigError, Violation, format_reason
+from foundry.core.exit_codes import ExitCode, code_of_signal
 from foundry.core.safe_path import VARIABLE
 from foundry.core.stop_signals import STOP_SIGNALS, end_with_parent, restored_handlers
 from foundry.core.stopped import Stopped
-from foundry.run_dir.ends import NOTES, leave_note
+from foundry.run_dir.ends import ERROR_FILE, NOTES, leave_note
 
 _POLL_SECONDS = 0.1
 _PATIENCE_SECONDS = 5.0  # from the first failure until SIGTERM to the other ranks, which may fail as a consequence
+_SECONDS_FOR_THE_CAUSE = 3.0  # torchrun looks at its processes every 0.1 s
 _LAST_PATIENCE_SECONDS = 15.0  # from the first failure until SIGKILL; a process that is suspended ignores SIGTERM
 START = multiprocessing.get_context("spawn")  # CUDA's state does not survive a fork
 _PROCESS = ".process"
@@ -49,7 +51,9 @@ class WorkerFailed(RuntimeError):
         was_stopped: whether a signal had asked all processes to stop before the failure.
     """
 
-    def __init__(self, rank: int, reason: str, trace: str = "", exit_code: int = 1, kind: str = "") -> None:
+    def __init__(
+        self, rank: int, reason: str, trace: str = "", exit_code: int = 1, kind: str = ""
+    ) -> None:
         self.rank = rank
         self.kind = kind
         self.was_stopped = False
@@ -170,13 +174,13 @@ def _work(rank: int, nproc: int, function: Callable[..., Any], args: tuple[Any, 
         if rank == 0:
             (folder / _RESULT).write_bytes(pickle.dumps(result))
     except KeyboardInterrupt:
-        codes.append(128 + signal.SIGINT)
+        codes.append(ExitCode.SIGINT)
         sys.exit(codes[0])
     except BaseException as error:
         if isinstance(error, SystemExit) and error.code in (0, None):
             raise
-        _write_note(error)
-        codes.append(1)
+        report_failure(error)
+        codes.append(exit_code_of(error))
         sys.exit(codes[0])  # do not raise: multiprocessing would print the traceback, which the parent reports
 
 
@@ -261,25 +265,60 @@ def _wait(ranks: list[BaseProcess], signals: list[signal.Signals], folder: Path)
 
 def _is_due_to_signal(signals: list[signal.Signals], folder: Path, ends: dict[int, int]) -> bool:
     """Return whether a signal ended the processes before a run could save, and no process failed with its own error."""
-    signal_codes = {code for signum in signals for code in (-signum, 128 + signum)}
+    signal_codes = {code for signum in signals for code in (-signum, code_of_signal(signum))}
     are_silent_ends_due = all(code in signal_codes for code in _ends_without_note(folder, ends).values())
     return bool(signals) and are_silent_ends_due and all(map(_is_consequence, _read_notes(folder)))
 
 
 def signal_exception(signum: signal.Signals) -> BaseException:
     """Return the exception to raise in a process that a signal ends; it gives the shell's exit code for the signal."""
-    return KeyboardInterrupt() if signum is signal.SIGINT else SystemExit(128 + signum)
+    return KeyboardInterrupt() if signum is signal.SIGINT else SystemExit(code_of_signal(signum))
 
 
-def _write_note(error: BaseException) -> None:
-    """Write a failure note for the parent process."""
+def report_failure(error: BaseException, exit_code: int | None = None) -> None:
+    """Report the failure of this process to the process that started it: foundry, or an agent of torchrun.
+
+    torchrun reports the error with the earliest time, and ends the other ranks when it sees the first failure. So a
+    rank that only lost another one waits, and torchrun sees the cause first.
+
+    Args:
+        error: the error.
+        exit_code: exit code of this process; None for the code of the error.
+    """
+    exit_code = exit_code_of(error) if exit_code is None else exit_code
+    if ERROR_FILE in os.environ and NOTES not in os.environ and _has_lost_rank(error):
+        time.sleep(_SECONDS_FOR_THE_CAUSE)
     violations = error.violations if isinstance(error, ConfigError) else ()
     leave_note(
-        kind=type(error).__name__,
-        reason=format_reason(error),
-        trace=format_trace(error),
+        kind=getattr(error, "kind", "") or type(error).__name__,
+        reason=str(error) if isinstance(error, WorkerFailed | Stopped) else format_reason(error),
+        exit_code=exit_code,
+        trace="" if isinstance(error, Stopped) or exit_code == ExitCode.REFUSED else format_trace(error),
+        rank=error.rank if isinstance(error, WorkerFailed) else None,
         violations=[(violation.key, violation.message) for violation in violations],
     )
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Return the exit code of a process that ends with an error.
+
+    A task of a Slurm step that only lost another rank has the lowest code of a failure: srun reports the highest code
+    of its tasks, and the code of the cause must be that one.
+    """
+    if isinstance(error, WorkerFailed):
+        return error.exit_code
+    if isinstance(error, Stopped):
+        return error.code
+    if isinstance(error, ConfigError):
+        return ExitCode.REFUSED
+    is_loss = _has_lost_rank(error) and detect().launcher != "slurm"
+    return ExitCode.RANK_LOST if is_loss else ExitCode.FAILED
+
+
+def _has_lost_rank(error: BaseException) -> bool:
+    if isinstance(error, WorkerFailed | Stopped | ConfigError):
+        return False
+    return is_consequence(type(error).__name__, format_reason(error)) and detect().world_size > 1
 
 
 def _first_cause(folder: Path, ends: dict[int, int]) -> Exception:
@@ -293,7 +332,7 @@ def _first_cause(folder: Path, ends: dict[int, int]) -> Exception:
             return ConfigError([Violation(key, message) for key, message in note["violations"]])
     causes = [note for note in notes if not _is_consequence(note)]
     for rank, code in () if causes else _ends_without_note(folder, ends).items():
-        return WorkerFailed(rank, describe_exit(code))
+        return WorkerFailed(rank, describe_exit(code), exit_code=ExitCode.RANK_LOST if code < 0 else ExitCode.FAILED)
     first = min(causes or notes, key=lambda note: note["time"])
     return WorkerFailed(first["rank"], first["reason"], first["trace"], first["exit_code"], first["kind"])
 
