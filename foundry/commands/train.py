@@ -1,6 +1,5 @@
 """`foundry` without a command name: compose a configuration, check it, and train."""
 
-import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
@@ -130,7 +129,7 @@ def enter(task: Callable[[], object], options: Collection[str] = ()) -> None:
         compose_once(compose_with)
         write_help(CONFIG_NAME, write_page, write_sweep_page)
         if detect().rank > 0:
-            sys.argv += ["hydra.output_subdir=null", "hydra/job_logging=none", f"hydra.run.dir={os.curdir}"]
+            sys.argv += ["hydra.output_subdir=null", "hydra/job_logging=none"]
         with output_may_close(), _masked_output() if "--resolve" in sys.argv else nullcontext():
             task()
     except KeyboardInterrupt:

@@ -51,9 +51,7 @@ class WorkerFailed(RuntimeError):
         was_stopped: whether a signal had asked all processes to stop before the failure.
     """
 
-    def __init__(
-        self, rank: int, reason: str, trace: str = "", exit_code: int = 1, kind: str = ""
-    ) -> None:
+    def __init__(self, rank: int, reason: str, trace: str = "", exit_code: int = 1, kind: str = "") -> None:
         self.rank = rank
         self.kind = kind
         self.was_stopped = False
@@ -73,7 +71,9 @@ def format_trace(error: BaseException) -> str:
 def run_local(nproc: int, function: Callable[..., Any], *args: Any) -> Any:
     """Run `function(*args)` in `nproc` processes with torchrun's environment variables; return the result of rank 0.
 
-    The ranks rendezvous through a file in a folder that only this user can access, so the rendezvous needs no port.
+    The ranks rendezvous through a file in a folder that only this user can access, so the rendezvous needs no port. If
+    a launcher has started one process on each of several nodes, they are the ranks of this node, and rendezvous at the
+    address that the launcher gives.
 
     Each signal to this process is forwarded once to every rank, unchanged. Ctrl-C in a terminal is forwarded too: it
     does not reach the ranks directly, because each rank has its own session. The time to save is not limited here: the
@@ -86,10 +86,10 @@ def run_local(nproc: int, function: Callable[..., Any], *args: Any) -> Any:
         args: arguments, the same for every process.
 
     Returns:
-        The return value of `function` on rank 0.
+        The return value of `function` on the first rank of this node.
 
     Raises:
-        Stopped: a signal stopped the run after saving; the exception comes from rank 0.
+        Stopped: a signal stopped the run after saving; the exception comes from the first rank of this node.
         ConfigError: a process raised it.
         WorkerFailed: a process failed with another error, or was killed.
         KeyboardInterrupt: Ctrl-C ended the processes before a run was ready to save, or a second Ctrl-C killed them.
@@ -104,15 +104,15 @@ def run_local(nproc: int, function: Callable[..., Any], *args: Any) -> Any:
         # The processes share the cores and inherit this variable.
         default_variables({"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // nproc))}),
     ):
-        folder, ranks = Path(name), list[BaseProcess]()
+        folder, ranks = Path(name), dict[int, BaseProcess]()
         try:
             _start(ranks, nproc, (function, args, folder))
             ends, killed = _wait(ranks, signals, folder)
         finally:
-            for rank in ranks:
-                if rank.is_alive():
-                    rank.kill()
-                rank.join()
+            for process in ranks.values():
+                if process.is_alive():
+                    process.kill()
+                process.join()
         if any(ends.values()):
             if killed or _is_due_to_signal(signals, folder, ends):
                 raise signal_exception(signals[0])
@@ -126,13 +126,34 @@ def run_local(nproc: int, function: Callable[..., Any], *args: Any) -> Any:
     return result
 
 
-def _start(ranks: list[BaseProcess], nproc: int, work: tuple[Any, ...]) -> None:
-    """Start the processes with SIGINT blocked in them and, meanwhile, in this process."""
+def _start(ranks: dict[int, BaseProcess], nproc: int, work: tuple[Any, ...]) -> None:
+    """Start the processes with SIGINT blocked in them and, meanwhile, in this process, and add them by rank."""
     with block_interrupts(), default_variables({VARIABLE: "1"}):
-        for rank in range(nproc):
-            process = START.Process(target=_work, args=(rank, nproc, *work))
+        for local_rank in range(nproc):
+            process = START.Process(target=_work, args=(local_rank, nproc, *work))
             process.start()
-            ranks.append(process)
+            ranks[_first_rank() + local_rank] = process
+
+
+def _first_rank() -> int:
+    """Return the first rank of this node: 0 unless the ranks are on several nodes."""
+    environment = detect()
+    return environment.rank if environment.starts_one_per_node else 0
+
+
+def _rank_variables(local_rank: int, nproc: int, folder: Path) -> dict[str, str]:
+    """Return torchrun's variables for a rank, and foundry's own."""
+    environment = detect()
+    rank, world_size = _first_rank() + local_rank, nproc
+    variables = {NOTES: str(folder)}
+    if environment.starts_one_per_node and environment.num_nodes > 1:
+        world_size = environment.world_size
+        variables |= {"MASTER_ADDR": environment.master_addr, "MASTER_PORT": str(environment.master_port)}
+        variables |= {STORE: ""}  # started by foundry, without a rendezvous file
+    else:
+        variables |= {STORE: str(folder / "store")}
+    variables |= {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+    return variables | {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(nproc)}
 
 
 @contextmanager
@@ -156,13 +177,12 @@ def begin_session() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
-def _work(rank: int, nproc: int, function: Callable[..., Any], args: tuple[Any, ...], folder: Path) -> None:
-    """Entry point of a rank: run the function, and write rank 0's result or a failure note to `folder`.
+def _work(local_rank: int, nproc: int, function: Callable[..., Any], args: tuple[Any, ...], folder: Path) -> None:
+    """Entry point of a rank: run the function, and write the first rank's result or a failure note to `folder`.
 
     `Stopped` counts as a result.
     """
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), NOTES: str(folder), STORE: str(folder / "store")}
-    os.environ |= {"WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc)}
+    os.environ |= _rank_variables(local_rank, nproc, folder)
     codes: list[int] = []
     atexit.register(_end_without_destructors, codes)  # runs after all handlers that are registered later
     try:
@@ -171,7 +191,7 @@ def _work(rank: int, nproc: int, function: Callable[..., Any], args: tuple[Any, 
             result = function(*args)
         except Stopped as stopped:
             result = stopped
-        if rank == 0:
+        if local_rank == 0:
             (folder / _RESULT).write_bytes(pickle.dumps(result))
     except KeyboardInterrupt:
         codes.append(ExitCode.SIGINT)
@@ -221,7 +241,7 @@ def collect_signals() -> Iterator[list[signal.Signals]]:
         yield signals
 
 
-def _wait(ranks: list[BaseProcess], signals: list[signal.Signals], folder: Path) -> tuple[dict[int, int], bool]:
+def _wait(ranks: dict[int, BaseProcess], signals: list[signal.Signals], folder: Path) -> tuple[dict[int, int], bool]:
     """Wait for all processes to end, and forward each signal to all of them.
 
     After the first failure the other processes get a few seconds to fail too, because their errors may contain the
@@ -238,11 +258,11 @@ def _wait(ranks: list[BaseProcess], signals: list[signal.Signals], folder: Path)
     is_killing = False
     while True:
         alive = []
-        for number, rank in enumerate(ranks):
-            if rank.exitcode is None:
-                alive.append(rank)
+        for rank, process in ranks.items():
+            if process.exitcode is None:
+                alive.append(process)
             elif not is_ending:
-                ends.setdefault(number, rank.exitcode)
+                ends.setdefault(rank, process.exitcode)
         if not alive:
             return ends, is_killing
         if any(ends.values()):
@@ -254,13 +274,13 @@ def _wait(ranks: list[BaseProcess], signals: list[signal.Signals], folder: Path)
         elapsed_seconds = time.monotonic() - failed_at
         if elapsed_seconds > _PATIENCE_SECONDS and not is_ending:
             new_signals, is_ending = [*new_signals, signal.SIGTERM], True
-        for rank in alive:
+        for process in alive:
             if is_killing or elapsed_seconds > _LAST_PATIENCE_SECONDS:
-                rank.kill()
-            elif rank.pid is not None:
+                process.kill()
+            elif process.pid is not None:
                 for signum in new_signals:
-                    os.kill(rank.pid, signum)  # the pid is still valid, because the process has not been reaped
-        connection.wait([rank.sentinel for rank in alive], _POLL_SECONDS)
+                    os.kill(process.pid, signum)  # the pid is still valid, because the process has not been reaped
+        connection.wait([process.sentinel for process in alive], _POLL_SECONDS)
 
 
 def _is_due_to_signal(signals: list[signal.Signals], folder: Path, ends: dict[int, int]) -> bool:
