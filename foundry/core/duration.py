@@ -190,6 +190,14 @@ class Interval:
             tokens=duration.value if duration.unit is Unit.tokens else None,
         )
 
+    def is_reached(self, steps: int, samples: int, tokens: int | None) -> bool:
+        """Return whether a run with these counts is at the first event or after it."""
+        if self.steps is not None:
+            return steps >= self.steps
+        if self.tokens is not None and tokens is not None:
+            return tokens >= self.tokens
+        return samples >= self.samples
+
     def times_before_end(self, budget: Budget) -> int:
         """Return the maximum number of events before the last step of a run with this budget."""
         last_possible = budget.total_steps - 1

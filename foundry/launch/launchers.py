@@ -194,7 +194,7 @@ def _job_return(job: ComposedJob, *, detached: bool) -> JobReturn:
         overrides=list(job.overrides), working_dir=str(job.run_dir), task_name=job.config.hydra.job.name
     )
     state = status.get("state", "lost")
-    if state == "finished":
+    if state in ("finished", "paused"):
         returned.return_value = read_result(job.run_dir).get("metric")
         returned.status = JobStatus.COMPLETED
     elif detached:
