@@ -4,7 +4,7 @@ import logging
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from foundry.config.checks.optuna_parts import build_part
 from foundry.config.packages import pip_command
@@ -12,7 +12,11 @@ from foundry.core.errors import ConfigError, Violation
 from foundry.parallel.gathering import gather
 from foundry.parallel.process_group import World
 from foundry.run_dir.names import TRIAL
-from foundry.run_dir.trial import TrialLink, open_storage
+from foundry.run_dir.study_storage import VARIABLE, StorageError, open_storage, outages
+from foundry.run_dir.trial import SHARED, TrialLink
+
+if TYPE_CHECKING:
+    import optuna
 
 log = logging.getLogger(__name__)
 
@@ -86,34 +90,49 @@ class _Trial:
             message = f"created this run but is not installed here; {pip_command('optuna', 'search')}"
             raise ConfigError(Violation("hydra/sweeper=optuna", message)) from None
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self._metric, self._number = link.metric, link.number
+        self._link = link
+        self._study: optuna.Study | None = None
         try:
             self._pruner: optuna.pruners.BasePruner = build_part("pruner", link.pruner)
-            storage = open_storage(link.resolve_journal(run_dir))
-            self._study = optuna.load_study(study_name=link.study, storage=storage)
+            self._location = link.location(run_dir)
+            if link.journal != SHARED:
+                self._open()
         except (TypeError, ValueError, KeyError) as error:
             raise _config_error(run_dir, error) from None
 
+    def _open(self) -> "optuna.Study":
+        """Return the study, opened at the first call: a shared storage may not respond when the run starts."""
+        import optuna
+
+        if not self._location:
+            raise StorageError(f"the environment variable {VARIABLE} is not set")
+        if self._study is None:
+            self._study = optuna.load_study(study_name=self._link.study, storage=open_storage(self._location))
+        return self._study
+
     def judge(self, metrics: Mapping[str, float], share: float) -> str | None:
         """Report the study's metric at this fraction of the run; return the reason to end the trial, or None."""
+        from optuna.exceptions import UpdateFinishedTrialError
         from optuna.trial import Trial
 
-        value = metrics.get(self._metric)
+        value = metrics.get(self._link.metric)
         if value is None:  # the search itself fails after its first result if the runs do not measure its metric
             return None
+        number = self._link.number
         try:
-            frozen_trial = self._study.get_trials(deepcopy=False)[self._number]
-            trial, step = Trial(self._study, frozen_trial._trial_id), round(STEPS * share)
+            study = self._open()
+            frozen_trial = study.get_trials(deepcopy=False)[number]
+            trial, step = Trial(study, frozen_trial._trial_id), round(STEPS * share)
             if step not in frozen_trial.intermediate_values:  # reported already if the run repeats it after a rollback
                 trial.report(value, step)
             with warnings.catch_warnings():
                 # numpy's warning if a trial has reported only NaN; the pruner then ends the trial.
                 warnings.filterwarnings("ignore", "All-NaN slice encountered")
-                is_over = self._pruner.prune(self._study, self._study.get_trials(deepcopy=False)[self._number])
-        except OSError as error:
+                is_over = self._pruner.prune(study, study.get_trials(deepcopy=False)[number])
+        except (StorageError, UpdateFinishedTrialError, *outages()) as error:
             log.warning("cannot read whether the search prunes this run (%s); the run continues", error)
             return None
-        text = f"pruned: {self._metric} {value:.4g} at {share:.0%} of the run is worse than other trials"
+        text = f"pruned: {self._link.metric} {value:.4g} at {share:.0%} of the run is worse than other trials"
         return text if is_over else None
 
 

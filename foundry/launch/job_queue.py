@@ -120,6 +120,11 @@ class JobQueue:
             return 0
         return None if self._limit is None else max(0, self._limit - len(self._active) - len(self._waiting))
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether a signal has arrived, so that no further job starts."""
+        return bool(self._signals)
+
     def detach(self) -> None:
         """Leave the jobs running; they are not watched any more."""
         launcher, ids = self._launcher, list(self._active)

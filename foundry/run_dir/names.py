@@ -105,3 +105,6 @@ MULTIRUN = "multirun.yaml"
 
 STUDY = "optuna.jsonl"
 """Study of a search; in the sweep directory."""
+
+STUDY_LINK = "study.json"
+"""Shared study of a search, and the id under which the sweep directory takes part in it; in the sweep directory."""

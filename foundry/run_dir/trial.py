@@ -1,18 +1,18 @@
 """`trial.json` in a run directory: the trial of a search that the run executes, and the search's pruner."""
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from foundry.run_dir.files import write_atomically
 from foundry.run_dir.names import STUDY, TRIAL
 from foundry.run_dir.strict_json import read_object
+from foundry.run_dir.study_storage import VARIABLE
 
-if TYPE_CHECKING:
-    from optuna.storages import JournalStorage
-
+SHARED = "shared"
 _TYPES = {"journal": str, "study": str, "number": int, "metric": str, "pruner": dict}
 
 
@@ -21,7 +21,8 @@ class TrialLink:
     """Link from a run to the search that proposed it.
 
     Attributes:
-        journal: file that holds the study, relative to the run directory.
+        journal: file that holds the study, relative to the run directory; `SHARED` for a study that several commands
+            share, whose location is in the environment.
         study: name of the study in the journal.
         number: number of the trial.
         metric: metric that the pruner compares, named as in metrics.jsonl.
@@ -51,23 +52,17 @@ class TrialLink:
             return None
         return cls(**{name: content[name] for name in _TYPES})
 
-    def resolve_journal(self, run_dir: Path) -> Path:
-        """Return the path of the study file, to which Optuna appends.
+    def location(self, run_dir: Path) -> str:
+        """Return the location of the study, which Optuna writes to; empty if it is shared and not in the environment.
 
         Raises:
             ValueError: the file is missing, or not in a sweep directory that contains the run.
         """
+        if self.journal == SHARED:
+            return os.environ.get(VARIABLE, "")
         journal = run_dir / self.journal
         folder = journal.parent.resolve()
         is_above = folder in run_dir.resolve().parents and journal.name == STUDY
         if not is_above or journal.is_symlink() or not journal.is_file():
             raise ValueError(f"{self.journal!r} is not the {STUDY} of a sweep that contains the run")
-        return folder / STUDY
-
-
-def open_storage(journal: Path) -> "JournalStorage":
-    """Open Optuna's storage of a study: a file of JSON lines to which processes on several machines may append."""
-    from optuna.storages import JournalStorage
-    from optuna.storages.journal import JournalFileBackend
-
-    return JournalStorage(JournalFileBackend(str(journal)))
+        return str(folder / STUDY)

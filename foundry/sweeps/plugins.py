@@ -38,7 +38,7 @@ def build_grid_sweeper(**settings: Any) -> "CheckedSweeper":
 
 def build_optuna_sweeper(**settings: Any) -> "CheckedSweeper":
     """Build the sweeper of `hydra/sweeper=optuna`."""
-    from foundry.sweeps.search import OptunaSweeper
+    from foundry.sweeps.search.sweeper import OptunaSweeper
 
     return OptunaSweeper(**settings)
 

@@ -143,17 +143,16 @@ class CheckedSweeper(Sweeper):
         """Run jobs and return their results."""
         if not isinstance(self.launcher, FrozenLauncher):
             return self.launcher.launch([job.overrides for job in jobs], initial_job_idx=jobs[0].index)
-        return self.launcher.start(
-            [
-                ComposedJob(
-                    index=job.index,
-                    overrides=job.overrides,
-                    label=" ".join(job.swept),
-                    run_dir=self.run_dir(job).absolute(),
-                    config=self._composed.pop(job.index),
-                )
-                for job in jobs
-            ]
+        return self.launcher.start([self.composed(job) for job in jobs])
+
+    def composed(self, job: Job) -> ComposedJob:
+        """Return a prepared job with its composed configuration; only once for each call of `prepare`."""
+        return ComposedJob(
+            index=job.index,
+            overrides=job.overrides,
+            label=" ".join(job.swept),
+            run_dir=self.run_dir(job).absolute(),
+            config=self._composed.pop(job.index),
         )
 
     def run_dir(self, job: Job) -> Path:

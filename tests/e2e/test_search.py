@@ -9,7 +9,7 @@ from support.tiny import TINY_DIT
 from support.warm import WarmShell
 
 from foundry.config.packages import pip_command
-from foundry.run_dir.trial import open_storage
+from foundry.run_dir.study_storage import open_storage
 
 optuna = pytest.importorskip("optuna", reason="needs the extra search")
 TrialState = optuna.trial.TrialState
@@ -109,7 +109,7 @@ def test_another_search_in_the_same_sweep_dir_is_refused(undisturbed):
 @pytest.mark.long
 def test_search_ends_after_max_failures_and_marks_failed_trials(shell):
     """The launcher runs two jobs at a time, with a learning rate that diverges."""
-    local = ["hydra/launcher=local", "hydra.launcher.n_jobs=2", "hydra.sweeper.n_jobs=2"]
+    local = ["hydra/launcher=local", "hydra.launcher.n_jobs=2", "hydra.sweeper.n_jobs=2", "hydra.sweeper.wait=batch"]
     overrides = [*SEARCH, *local, "hydra.sweeper.n_trials=12", "hydra.sweeper.max_failures=2"]
     overrides += ["hparams.lr=1e30", "scheduler.warmup='0.1'", "optimizer.weight_decay=0.0", "hparams.seed=range(50)"]
     _, stderr = shell.run(*overrides, code=1)

@@ -7,7 +7,8 @@ import torch
 
 from foundry.evaluators.pruning import Pruning
 from foundry.parallel.process_group import World
-from foundry.run_dir.trial import TrialLink, open_storage
+from foundry.run_dir.study_storage import open_storage
+from foundry.run_dir.trial import TrialLink
 
 optuna = pytest.importorskip("optuna", reason="needs the extra search")
 ALONE = World.single(torch.device("cpu"))

@@ -19,7 +19,7 @@ from foundry.core.errors import ConfigError
 from foundry.engine.train import train
 from foundry.evaluators.pruning import Pruning
 from foundry.parallel.process_group import World
-from foundry.run_dir.trial import open_storage
+from foundry.run_dir.study_storage import open_storage
 
 ALONE = World.single(torch.device("cpu"))
 QUIET = ["tracking=none", "evaluation.write_samples=false", "tracking.progress=false"]

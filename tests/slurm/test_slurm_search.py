@@ -3,7 +3,7 @@
 import pytest
 from cluster import SLURM
 
-from foundry.run_dir.trial import open_storage
+from foundry.run_dir.study_storage import open_storage
 
 pytestmark = [pytest.mark.slurm, pytest.mark.long]
 

@@ -8,7 +8,7 @@ from foundry.core.errors import ConfigError
 distributions = pytest.importorskip("optuna.distributions", reason="needs the extra search")
 CategoricalDistribution = distributions.CategoricalDistribution
 FloatDistribution, IntDistribution = distributions.FloatDistribution, distributions.IntDistribution
-from foundry.sweeps.search_space import Dimension, Space  # noqa: E402 - which imports it
+from foundry.sweeps.search.search_space import Dimension, Space  # noqa: E402 - which imports it
 
 
 def space(*overrides):

@@ -5,12 +5,14 @@ These settings belong to Hydra's part of the configuration, not to the configura
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 from foundry.config.checks.optuna_parts import check_part
 from foundry.config.schemas.evaluation import Direction
 from foundry.config.setting import setting
 from foundry.core.errors import Violation
+from foundry.run_dir.study_storage import FROM_ENVIRONMENT, has_password, is_url
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +60,13 @@ class Sweep(Sweeper):
                 )
 
 
+class Wait(Enum):
+    """Jobs that a search waits for before it proposes the next one."""
+
+    none = "none"
+    batch = "batch"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Search(Sweeper):
     """A search by Optuna, which proposes each job from the results of the previous ones."""
@@ -67,10 +76,22 @@ class Search(Sweeper):
     n_trials: int = setting(
         20, "total number of jobs, including jobs of earlier starts of the same search", ge=1, le=10**6
     )
-    n_jobs: int = setting(1, "jobs proposed at a time, for launchers that run several in parallel", ge=1, le=1024)
+    n_jobs: int = setting(1, "maximum number of jobs at a time, for launchers that run several", ge=1, le=1024)
+    wait: Wait | None = setting(
+        None,
+        "none: as soon as a job has ended, the next one is proposed; batch: the next n_jobs jobs are proposed when all "
+        "have ended; null: as the search began, and none for a new one",
+    )
     max_failures: int | None = setting(
         5, "number of failed jobs after which the search ends; null: it continues", ge=1, le=10**6
     )
+    storage: str | None = setting(
+        None,
+        "study that several commands share: a journal file on a shared disk, a database as in "
+        "postgresql+psycopg://host/name or sqlite:///file.db, or env:NAME for the value of an environment variable, "
+        "which may contain a password; null: a file in the sweep directory",
+    )
+    study_name: str = setting("search", "name of the study in hydra.sweeper.storage")
     sampler: dict[str, Any] = setting(
         dict, "Optuna sampler: `_target_` and its arguments; `seed` makes it reproducible"
     )
@@ -81,12 +102,25 @@ class Search(Sweeper):
     )
 
     def check(self) -> Iterator[Violation]:
-        """Yield a violation for an invalid sampler, an invalid pruner and a metric of null."""
+        """Yield a violation for an invalid sampler, pruner or storage, and a metric of null."""
         if self.metric is None:
             yield Violation("hydra.sweeper.metric", "is null but a search compares jobs by this metric; name a metric")
         for name, node in (("sampler", self.sampler), ("pruner", self.pruner)):
             if node is not None:
                 yield from check_part(name, node, f"hydra.sweeper.{name}")
+        if self.storage is not None:
+            yield from self._check_storage(self.storage)
+
+    def _check_storage(self, storage: str) -> Iterator[Violation]:
+        key = "hydra.sweeper.storage"
+        if not storage.removeprefix(FROM_ENVIRONMENT).strip():
+            yield Violation(key, f"is {storage!r}, which names no study; write the path of a file, a URL or env:NAME")
+        elif is_url(storage) and has_password(storage):
+            message = "is a URL with a password, which would be in files and in the list of processes"
+            yield Violation(key, f"{message}; set it in an environment variable, and write env:NAME")
+        if self.wait is Wait.batch:
+            message = "is batch but commands that share a study do not wait for each other; omit it, or omit storage"
+            yield Violation("hydra.sweeper.wait", message)
 
 
 SCHEMAS: tuple[type[Sweeper], ...] = (Sweep, Search)

@@ -1,7 +1,7 @@
 """Conversion of swept overrides to an Optuna search space, and of its points to jobs."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
@@ -78,12 +78,16 @@ class Space:
         """Distributions by key, for Optuna."""
         return {dimension.key: dimension.distribution for dimension in self.dimensions}
 
-    def job(self, values: dict[str, Any]) -> Job:
+    def job(self, values: Mapping[str, Any]) -> Job:
         """Return the job whose searched keys have these values."""
         swept = tuple(dimension.override(values[dimension.key]) for dimension in self.dimensions)
         return Job(overrides=(*self.fixed, *swept), swept=swept)
 
-    def corners(self, values: dict[str, Any]) -> Iterator[Job]:
+    def contains(self, values: Mapping[str, Any]) -> bool:
+        """Return whether there is a value for each searched key, as in every trial that has been proposed."""
+        return all(dimension.key in values for dimension in self.dimensions)
+
+    def corners(self, values: Mapping[str, Any]) -> Iterator[Job]:
         """Yield the job at a point, and the jobs that differ from it in one key, set to each extreme of that key."""
         yield self.job(values)
         for dimension in self.dimensions:

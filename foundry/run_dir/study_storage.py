@@ -1,0 +1,159 @@
+"""Storage of a search's study: a journal file, or a database that several commands and hosts share."""
+
+import json
+import logging
+import os
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qsl, urlsplit
+
+from foundry.run_dir.files import write_atomically
+from foundry.run_dir.names import STUDY_LINK
+from foundry.run_dir.redact import is_secret, one_line, remember
+from foundry.run_dir.strict_json import read_object
+
+if TYPE_CHECKING:
+    from optuna.storages import BaseStorage
+
+VARIABLE = "FOUNDRY_STUDY_STORAGE"
+"""Environment variable in which a search passes the location of a shared study to its jobs.
+
+A location is not in a file of the run directory: it may contain a password, and a run directory from another user must
+not direct a job to a file or server.
+"""
+
+FROM_ENVIRONMENT = "env:"
+"""Prefix of a setting that names an environment variable with the location."""
+
+_CONNECT_SECONDS = 10
+_LOCKED_SECONDS = 60
+"""Wait for other writers of an SQLite file."""
+
+
+class StorageError(Exception):
+    """A study cannot be opened; the message is one line without secrets."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyLink:
+    """Link from a sweep directory to a shared study.
+
+    Attributes:
+        storage: `hydra.sweeper.storage`, which contains no password.
+        study: name of the study.
+        command: id of the commands that run in the sweep directory, one at a time.
+    """
+
+    storage: str
+    study: str
+    command: str
+
+    def save(self, sweep_dir: Path) -> None:
+        """Write the link to a sweep directory."""
+        write_atomically(sweep_dir / STUDY_LINK, json.dumps(asdict(self), indent=2) + "\n", durable=True)
+
+    @classmethod
+    def load(cls, sweep_dir: Path) -> "StudyLink | None":
+        """Return the link of a sweep directory; None if its search has a study of its own.
+
+        Raises:
+            DamagedFileError: the file was not written by a search.
+        """
+        try:
+            content = read_object(sweep_dir / STUDY_LINK, required=dict.fromkeys(("storage", "study", "command"), str))
+        except FileNotFoundError:
+            return None
+        return cls(**{field.name: content[field.name] for field in fields(cls)})
+
+
+def is_url(location: str) -> bool:
+    """Return whether a location is a URL of a database; otherwise it is the path of a journal file."""
+    return "://" in location
+
+
+def has_password(location: str) -> bool:
+    """Return whether a URL contains a password."""
+    try:
+        parts = urlsplit(location)
+        return bool(parts.password) or any(is_secret(name, value) for name, value in parse_qsl(parts.query))
+    except ValueError:
+        return True  # malformed: it may contain one
+
+
+def resolve_location(setting: str) -> str:
+    """Return the location that `hydra.sweeper.storage` names, independent of the current folder.
+
+    Raises:
+        StorageError: the environment variable is not set.
+    """
+    location = setting
+    if setting.startswith(FROM_ENVIRONMENT):
+        name = setting.removeprefix(FROM_ENVIRONMENT)
+        if not (location := os.environ.get(name, "")):
+            raise StorageError(f"the environment variable {name} is not set")
+        remember(location, setting)
+        if is_url(location) and (password := urlsplit(location).password):
+            remember(password)
+    if not is_url(location):
+        return str(Path(location).absolute())
+    scheme, _, path = location.partition(":///")
+    if scheme.startswith("sqlite") and path and not path.startswith("/"):
+        return f"{scheme}:///{Path(path).absolute()}"
+    return location
+
+
+def open_storage(location: str | Path) -> "BaseStorage":
+    """Open Optuna's storage of a study.
+
+    Args:
+        location: path of a journal file, to which processes on several machines may append, or URL of a database.
+
+    Raises:
+        StorageError: the database cannot be opened, or a package for it is not installed.
+    """
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    if not is_url(str(location)):
+        return JournalStorage(JournalFileBackend(str(location)))
+    return _open_database(str(location))
+
+
+def outages() -> tuple[type[Exception], ...]:
+    """Return the exceptions of a storage that does not respond."""
+    from optuna.exceptions import StorageInternalError
+    from sqlalchemy.exc import DBAPIError
+
+    return (OSError, StorageInternalError, DBAPIError)
+
+
+def _open_database(url: str) -> "BaseStorage":
+    import optuna
+    from optuna.storages import RDBStorage
+    from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
+
+    logging.getLogger("alembic").setLevel(logging.WARNING)  # it logs the dialect of each database
+    is_sqlite = url.startswith("sqlite")
+    arguments: dict[str, Any] = {"timeout": _LOCKED_SECONDS} if is_sqlite else {"connect_timeout": _CONNECT_SECONDS}
+    for attempt in (1, 2):
+        try:
+            # pool_pre_ping: connections that an outage has closed are opened again.
+            storage = RDBStorage(url, engine_kwargs={"pool_pre_ping": True, "connect_args": arguments})
+            return optuna.storages.get_storage(storage)
+        except (ArgumentError, NoSuchModuleError) as error:
+            raise StorageError(f"the URL is not valid for SQLAlchemy: {_first_line(error)}") from None
+        except ImportError as error:
+            name = getattr(error.__cause__, "name", None) or one_line(str(error))
+            raise StorageError(
+                f"the URL needs the package {name}, which is not installed; pip install {name}"
+            ) from None
+        except (SQLAlchemyError, RuntimeError, OSError) as error:
+            if attempt == 2:  # two commands may create the tables at the same time
+                raise StorageError(f"the database cannot be used: {_first_line(error)}") from None
+    raise AssertionError
+
+
+def _first_line(error: Exception) -> str:
+    cause = getattr(error, "orig", None) or error
+    return one_line(next(iter(str(cause).splitlines()), type(error).__name__))

@@ -1,0 +1,48 @@
+"""Queue of the jobs of a search for launchers of other packages, which return when all jobs have ended."""
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from hydra.plugins.launcher import Launcher
+
+from foundry.launch.composed_job import ComposedJob
+
+
+class BlockingQueue:
+    """Queue with the interface of `foundry.launch.job_queue.JobQueue`.
+
+    Args:
+        launcher: runs the jobs.
+        limit: maximum number of jobs at a time.
+    """
+
+    interrupted = False
+
+    def __init__(self, launcher: Launcher, *, limit: int) -> None:
+        self._launcher, self._limit = launcher, limit
+        self._waiting = list[ComposedJob]()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def add(self, jobs: Sequence[ComposedJob]) -> None:
+        """Keep jobs until `next_ended` runs them."""
+        self._waiting += jobs
+
+    def next_ended(self) -> list[ComposedJob]:
+        """Run the waiting jobs to their ends, and return them."""
+        jobs, self._waiting = self._waiting, []
+        if jobs:
+            self._launcher.launch([job.overrides for job in jobs], initial_job_idx=jobs[0].index)
+        return jobs
+
+    @property
+    def free(self) -> int:
+        """Number of jobs that can be added."""
+        return self._limit - len(self._waiting)
