@@ -15,7 +15,7 @@ from foundry.checkpoint.tensors import read_source_tensors
 from foundry.config.build import field_of
 from foundry.config.record.frozen import plain, strict
 from foundry.config.sources import listed_paths
-from foundry.core.duration import Budget, Interval
+from foundry.core.duration import Budget, Duration, Interval, check_rung
 from foundry.core.errors import ConfigError, Violation
 from foundry.core.events import RunStarted
 from foundry.core.model_hooks import hook
@@ -222,6 +222,11 @@ def _find_pause(run: RunContext, budget: Budget) -> Pause | None:
     try:
         if rung is None or rung.at is None:
             raise ValueError(problem)
+        length = Duration.parse_positive(rung.at)
+        if rung.number == 1:
+            check_rung(length, budget)
+        if length.samples(budget) >= budget.total_samples:
+            return None
         return Pause(rung=rung.number, at=Interval.parse(rung.at, budget), metric=rung.metric)
     except ValueError as error:
         message = f"is {run.run_dir}, whose {RUNG} is not valid for a search of foundry: {error}; remove that file"

@@ -60,7 +60,7 @@ class JobReport:
         metric: the sweep's metric; of an unfinished job from its latest evaluation, or its best one if `which` is best.
         interval: lower and upper bound of a finished job's metric, if its evaluations measured them as `<metric>_low`
             and `<metric>_high`.
-        rungs: number of rungs that the job has reached, and of all rungs; None if its search has no rungs.
+        rung: number of rungs that the job has reached; None if its search has no rungs.
         seconds: time from the job's last start to its last status update, or until now if the job is running.
         result: result.json of a finished job.
         slurm_id: Slurm's id of a job that is pending or running in Slurm; otherwise empty.
@@ -78,7 +78,7 @@ class JobReport:
     result: dict[str, Any]
     slurm_id: str = ""
     interval: tuple[float, float] | None = None
-    rungs: tuple[int, int] | None = None
+    rung: int | None = None
 
     @property
     def index(self) -> int:
@@ -126,7 +126,7 @@ class JobReport:
         Jobs that a search has paused or pruned at a higher rung come first, because they have trained longer.
         """
         value = self.metric if self.metric is not None and self.has_metric else 0.0
-        height = self.rungs[0] if self.rungs is not None and (self.state == "paused" or self.is_pruned) else 0
+        height = self.rung or 0 if self.state == "paused" or self.is_pruned else 0
         order = value if minimize else -value
         return _state_rank(self.state), self.is_pruned, -height, not self.has_metric, order, self.index
 
@@ -171,7 +171,7 @@ class SweepReport:
     @property
     def has_rungs(self) -> bool:
         """Whether the search pauses its jobs at rungs."""
-        return any(job.rungs is not None for job in self.jobs)
+        return any(job.rung is not None for job in self.jobs)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -301,7 +301,7 @@ class _Reader:
             seconds=self._seconds(state, _time(status.get("started")), updated),
             result=result,
             slurm_id=slurm_id,
-            rungs=_rungs(run_dir, is_at_rung=state == "paused" or bool(result.get("pruned"))),
+            rung=_reached_rung(run_dir, is_at_rung=state == "paused" or bool(result.get("pruned"))),
         )
         note = problem or result_problem or self._note(report, status.get("reason", ""), updated)
         metric = self._metric(report) if status else None
@@ -404,13 +404,13 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
         return {}, one_line(f"{path.name} {error.reason}")
 
 
-def _rungs(run_dir: Path, *, is_at_rung: bool) -> tuple[int, int] | None:
-    """Return how many rungs a job has reached, and the number of all rungs; None if there are none."""
+def _reached_rung(run_dir: Path, *, is_at_rung: bool) -> int | None:
+    """Return the number of rungs that a job has reached; None if its search has no rungs."""
     try:
         rung = Rung.load(run_dir)
     except DamagedFileError:
         return None
-    return None if rung is None else (rung.number if is_at_rung else rung.number - 1, rung.total)
+    return None if rung is None else rung.number if is_at_rung else rung.number - 1
 
 
 def _read_status(run_dir: Path) -> tuple[dict[str, Any], str]:

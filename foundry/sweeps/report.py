@@ -312,7 +312,7 @@ def _cells(sweep: SweepReport, job: JobReport) -> list[str]:
         done if job.total_steps is None else f"{done}/{job.total_steps}",
         measured,
         *([_interval_text(job)] if sweep.has_intervals else []),
-        *(["-" if job.rungs is None else "{}/{}".format(*job.rungs)] if sweep.has_rungs else []),
+        *(["-" if job.rung is None else str(job.rung)] if sweep.has_rungs else []),
         "-" if job.seconds is None else duration(job.seconds),
         one_line(str(job.log)) if job.log.is_file() else "-",
     ]

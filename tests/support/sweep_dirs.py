@@ -40,9 +40,9 @@ class SweepDir:
         path = run_dir / "result.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"pruned": "pruned: val_loss 9 at 25% of the run"}))
 
-    def set_rung(self, run_dir, number, total=3):
+    def set_rung(self, run_dir, number):
         """Set the rung at which a job pauses."""
-        Rung(number=number, total=total, at=f"{number} steps", metric="val_loss").save(run_dir)
+        Rung(number=number, at=f"{number} steps", metric="val_loss").save(run_dir)
 
     def add_interval(self, run_dir, *ends):
         """Add a confidence interval of the loss to the evaluations and the result of a finished job."""

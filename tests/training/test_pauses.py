@@ -58,11 +58,11 @@ VARIANTS = {
     "stops early": replace(CONFIG, evaluation=replace(CONFIG.evaluation, early_stopping=STOPPING)),
     "no evaluation": replace(CONFIG, evaluation=replace(CONFIG.evaluation, interval=None)),
 }
-UNITS = {"steps": lambda step: f"{step}", "samples": lambda step: f"{step * BATCH - 3} samples"}
+UNITS = {"steps": lambda step: f"{step}", "samples": lambda step: f"{max(step * BATCH - 3, BATCH)} samples"}
 
 
 def pause_at(run_dir, number, at):
-    Rung(number=number, total=3, at=at, metric="val_loss").save(run_dir)
+    Rung(number=number, at=at, metric="val_loss").save(run_dir)
 
 
 def outcome(run_dir):
@@ -85,7 +85,7 @@ def test_paused_run_continues_as_if_it_had_not_paused(variant, undisturbed, tmp_
     last = undisturbed[variant][2]["step"]
 
     @settings(max_examples=examples(15), deadline=None, database=None, suppress_health_check=list(HealthCheck))
-    @given(st.sets(st.integers(1, STEPS), min_size=1, max_size=3), st.sampled_from(sorted(UNITS)), st.booleans())
+    @given(st.sets(st.integers(1, STEPS - 1), min_size=1, max_size=3), st.sampled_from(sorted(UNITS)), st.booleans())
     def check(steps, unit, is_repeated):
         run_dir = tmp_path_factory.mktemp("run")
         for number, step in enumerate(sorted(steps), start=1):
@@ -124,9 +124,16 @@ def test_run_that_pauses_is_under_the_schedule_of_its_whole_length(tmp_path):
 
 @pytest.mark.parametrize(
     ("at", "message"),
-    [("13", "is 13 steps, but the run has only 12"), ("soon", "'soon' is not a duration"), ("0", "is 0 but must be")],
+    [
+        ("12", "is 12 steps, but the run has only 12; a rung must be before its end"),
+        ("1 run", "is 1 run, 12 steps, but the run has only 12"),
+        ("3 samples", "is 3 samples, 0.38 of an optimizer step"),
+        ("soon", "'soon' is not a duration"),
+        ("0", "is 0 but must be above 0"),
+        ("5 tokens", "samples of this data have no tokens"),
+    ],
 )
-def test_rung_that_does_not_fit_the_run_is_refused(tmp_path, at, message):
+def test_first_rung_that_does_not_fit_the_run_is_refused(tmp_path, at, message):
     pause_at(tmp_path, 1, at)
     with pytest.raises(ConfigError, match=message):
         train(CONFIG, tmp_path)
