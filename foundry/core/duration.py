@@ -1,7 +1,7 @@
 """Lengths of training: `"1000"` steps, `"0.3 run"`, `"2 epochs"`, `"50k samples"`, `"250M tokens"`."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from enum import Enum
 from typing import Self
@@ -140,10 +140,37 @@ class Duration:
                     raise ValueError(f"{self} is a length in tokens, but samples of this data have no tokens")
                 return self.value / budget.tokens_per_sample
 
+    def times(self, factor: int) -> "Duration":
+        """Return a length that is `factor` times as long; it may be longer than the run."""
+        return replace(self, value=without_rounding_error(factor * self.value))
+
+    @property
+    def text(self) -> str:
+        """The duration in the user's notation; a fraction is one of the run."""
+        return f"{self.value:.15g} {'run' if self.unit is Unit.fraction else self.unit.value}"
+
     def __str__(self) -> str:
         if self.unit is Unit.fraction:
             return f"{self.value} of the run"
         return f"{self.value:g} {self.unit.value}"
+
+
+def check_rung(length: Duration, budget: Budget) -> None:
+    """Check that the first rung of a search is at least one step long, and before the end of a run of this budget.
+
+    Raises:
+        ValueError: it is not, or the duration counts tokens and the data has no tokens.
+    """
+    samples = length.samples(budget)
+    steps = budget.batch_sizes.steps_at(samples)
+    if steps < 1:
+        raise ValueError(f"is {length.text}, {steps:.2g} of an optimizer step; a rung needs at least one step")
+    if samples >= budget.total_samples:
+        text = "" if length.unit is Unit.steps else f"{length.text}, "
+        total = budget.total_steps
+        raise ValueError(
+            f"is {text}{steps:g} steps, but the run has only {total}; the first rung must be before its end"
+        )
 
 
 def without_rounding_error(samples: float) -> float:
@@ -189,6 +216,14 @@ class Interval:
             samples=samples,
             tokens=duration.value if duration.unit is Unit.tokens else None,
         )
+
+    def is_reached(self, steps: int, samples: int, tokens: int | None) -> bool:
+        """Return whether a run with these counts is at the first event or after it."""
+        if self.steps is not None:
+            return steps >= self.steps
+        if self.tokens is not None and tokens is not None:
+            return tokens >= self.tokens
+        return samples >= self.samples
 
     def times_before_end(self, budget: Budget) -> int:
         """Return the maximum number of events before the last step of a run with this budget."""

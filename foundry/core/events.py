@@ -115,9 +115,9 @@ class RunEnded:
     """A run has ended.
 
     Attributes:
-        state: finished, stopped, requeued or failed.
+        state: finished, paused, stopped, requeued or failed.
         reason: reason in one line; empty if the run finished all its steps.
-        result: content of result.json; empty unless the run finished.
+        result: content of result.json; empty unless the run finished or paused.
     """
 
     state: str

@@ -15,7 +15,8 @@ from foundry.checkpoint.tensors import read_source_tensors
 from foundry.config.build import field_of
 from foundry.config.record.frozen import plain, strict
 from foundry.config.sources import listed_paths
-from foundry.core.duration import Budget
+from foundry.core.duration import Budget, Duration, Interval, check_rung
+from foundry.core.errors import ConfigError, Violation
 from foundry.core.events import RunStarted
 from foundry.core.model_hooks import hook
 from foundry.core.progress import Progress
@@ -37,18 +38,21 @@ from foundry.evaluators.pruning import Pruning
 from foundry.models.fsdp_block import find_blocks
 from foundry.parallel.device import describe_devices, device_name
 from foundry.parallel.flight_recorder import dump_into
+from foundry.parallel.gathering import broadcast
 from foundry.parallel.rank_flags import RankFlags
 from foundry.parallel.watchdog import Watchdog
 from foundry.parts.data import samples_per_epoch
 from foundry.parts.optimization import constant_weight_decay
 from foundry.planning.derive import build_plan, planned_updates, resolve_phases, select_steps
 from foundry.run_dir.lock import check_locked
-from foundry.run_dir.names import PLOTS, PROFILE
+from foundry.run_dir.names import PLOTS, PROFILE, RUNG
+from foundry.run_dir.rung import Rung
 from foundry.training.best import Best
 from foundry.training.block_norms import BlockNorms, group_by_block
 from foundry.training.compiling import Recompilations
 from foundry.training.evaluation import Evaluation
 from foundry.training.memory_error import explain_out_of_memory, measure_device_memory
+from foundry.training.pause import Pause
 from foundry.training.profiling import StepProfiler
 from foundry.training.signals import SignalHandler
 from foundry.training.step import TrainStep
@@ -135,6 +139,7 @@ def _build_trainer(run: RunContext, trained: Trained) -> Trainer:
         recompilations=Recompilations(is_compiled=config.hparams.torchcompile),
         check_first_step=FirstStepCheck(run, trained, step) if is_checked else None,
         save_final=config.checkpoint.save_final,
+        pause=_find_pause(run, budget),
         explain_out_of_memory=partial(_explain_out_of_memory, run, trained),
     )
 
@@ -199,6 +204,33 @@ def _build_stop_rules(run: RunContext, trained: Trained) -> dict[str, StopRule]:
     pruning = Pruning.of(run.run_dir, run.world)
     search_rules: dict[str, StopRule] = {} if pruning is None else {"pruning": pruning}
     return search_rules | build_stop_rules(run, trained.objective)
+
+
+def _find_pause(run: RunContext, budget: Budget) -> Pause | None:
+    """Return the rung of the search that started this run, the same on all ranks; None if the run trains to its end.
+
+    Raises:
+        ConfigError: rank 0's rung.json is not valid for this run.
+    """
+    try:
+        rung, problem = (Rung.load(run.run_dir) if run.world.is_main else None), ""
+    except (ValueError, OSError) as error:
+        rung, problem = None, str(error)
+    rung, problem = broadcast((rung, problem), run.world)
+    if not problem and (rung is None or rung.at is None):
+        return None
+    try:
+        if rung is None or rung.at is None:
+            raise ValueError(problem)
+        length = Duration.parse_positive(rung.at)
+        if rung.number == 1:
+            check_rung(length, budget)
+        if length.samples(budget) >= budget.total_samples:
+            return None
+        return Pause(rung=rung.number, at=Interval.parse(rung.at, budget), metric=rung.metric)
+    except ValueError as error:
+        message = f"is {run.run_dir}, whose {RUNG} is not valid for a search of foundry: {error}; remove that file"
+        raise ConfigError(Violation("hydra.run.dir", message)) from None
 
 
 def _build_checkpoints(run: RunContext, trained: Trained, watchdog: Watchdog) -> CheckpointManager:

@@ -53,7 +53,7 @@ class ComposedJob:
             overrides=list(self.overrides), working_dir=str(self.run_dir), task_name=self.config.hydra.job.name
         )
         state = self.state
-        if state == "finished":
+        if state in ("finished", "paused"):
             returned.return_value = read_result(self.run_dir).get("metric")
             returned.status = JobStatus.COMPLETED
         elif detached:

@@ -228,7 +228,7 @@ class JobQueue:
         """Record the end of a job."""
         job = self._active.pop(job_id)
         self._suspects.discard(job_id)
-        if self._signals and job.state not in ("finished", "failed"):
+        if self._signals and job.state not in ("finished", "paused", "failed"):
             write_status(job.run_dir, state="stopped", reason=self._signals[0].name)
         else:
             last_output = "" if job.state in ENDED or end is None else self._launcher.logs(job_id)

@@ -61,6 +61,9 @@ SUBMISSION = "slurm.json"
 TRIAL = "trial.json"
 """Trial of a search that this run executes; only if the search has a pruner."""
 
+RUNG = "rung.json"
+"""Rung of a search at which this run pauses; only in a search with successive halving."""
+
 MLFLOW = "mlflow.json"
 """Server, experiment and run id in MLflow, of a run or a sweep."""
 

@@ -20,10 +20,10 @@ WAITING = ("requeued", "queued")
 FAILED = ("failed", "lost")
 """States of a job that ended without a result; a lost job did not record a reason."""
 
-ENDED = ("finished", "stopped", *FAILED)
-"""States of a job that do not change without user action."""
+ENDED = ("finished", "paused", "stopped", *FAILED)
+"""States of a job that do not change until it is started again; a search may continue a paused job."""
 
-STATES = ("finished", "running", *WAITING, "stopped", *FAILED)
+STATES = ("finished", "running", "paused", *WAITING, "stopped", *FAILED)
 """All states, in the order of a report."""
 
 _TEXT_OR_NONE = (str, NoneType)

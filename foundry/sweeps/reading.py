@@ -24,6 +24,7 @@ from foundry.run_dir.files import read_tail
 from foundry.run_dir.lock import is_held
 from foundry.run_dir.names import LOG, PLAN, RESULT, STATUS, SUBMISSION, SWEEP
 from foundry.run_dir.redact import one_line
+from foundry.run_dir.rung import Rung
 from foundry.run_dir.status import FAILED, STATES, WAITING, load_status
 from foundry.run_dir.strict_json import DamagedFileError, read_object
 from foundry.run_dir.sweep_file import read_sweep_file
@@ -53,13 +54,14 @@ class JobReport:
         job: the job; `job.swept` contains all overrides if the job is not listed in a sweep.json.
         state: state in status.json; `queued` if the file does not exist, `running` if a process holds the job's lock,
             `lost` if the process of a running job has died, `unknown` if the file is unreadable.
-        is_going: whether the job is running or will still be started.
-        note: why the job failed, stopped, was pruned or will not start, or for how long it has been silent; or which
-            of its files is damaged.
+        is_going: whether the job is running or will still be started; a paused job may be, while its search runs.
+        note: why the job failed, stopped, paused, was pruned or will not start, or for how long it has been silent; or
+            which of its files is damaged.
         step: number of completed optimizer steps.
         metric: the sweep's metric; of an unfinished job from its latest evaluation, or its best one if `which` is best.
         interval: lower and upper bound of a finished job's metric, if its evaluations measured them as `<metric>_low`
             and `<metric>_high`.
+        rung: number of rungs that the job has reached; None if its search has no rungs.
         seconds: time from the job's last start to its last status update, or until now if the job is running.
         result: result.json of a finished job.
         slurm_id: Slurm's id of a job that is pending or running in Slurm; otherwise empty.
@@ -77,6 +79,7 @@ class JobReport:
     result: dict[str, Any]
     slurm_id: str = ""
     interval: tuple[float, float] | None = None
+    rung: int | None = None
 
     @property
     def index(self) -> int:
@@ -118,10 +121,15 @@ class JobReport:
         """Whether the metric is NaN or infinite, of a job that has not failed."""
         return self.metric is not None and not math.isfinite(self.metric) and not self.has_failed
 
-    def rank(self, *, minimize: bool) -> tuple[int, bool, bool, float, int]:
-        """Return a sort key: jobs by state, finished ones first, and within a state the best metric first."""
+    def rank(self, *, minimize: bool) -> tuple[int, bool, int, bool, float, int]:
+        """Return a sort key: jobs by state, finished ones first, and within a state the best metric first.
+
+        Jobs that a search has paused or pruned at a higher rung come first, because they have trained longer.
+        """
         value = self.metric if self.metric is not None and self.has_metric else 0.0
-        return _state_rank(self.state), self.is_pruned, not self.has_metric, value if minimize else -value, self.index
+        height = self.rung or 0 if self.state == "paused" or self.is_pruned else 0
+        order = value if minimize else -value
+        return _state_rank(self.state), self.is_pruned, -height, not self.has_metric, order, self.index
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +168,11 @@ class SweepReport:
     def has_intervals(self) -> bool:
         """Whether a job's metric has an interval."""
         return any(job.interval is not None for job in self.jobs)
+
+    @property
+    def has_rungs(self) -> bool:
+        """Whether the search pauses its jobs at rungs."""
+        return any(job.rung is not None for job in self.jobs)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -280,7 +293,9 @@ class _Reader:
             job=job,
             run_dir=run_dir,
             state=state,
-            is_going=state == "running" or (is_waiting and (self.is_running or bool(slurm_id))),
+            is_going=state == "running"
+            or (is_waiting and (self.is_running or bool(slurm_id)))
+            or (state == "paused" and self.is_running),
             note="",
             step=status.get("step"),
             total_steps=total_steps if isinstance(total_steps, int) else None,
@@ -288,6 +303,7 @@ class _Reader:
             seconds=self._seconds(state, _time(status.get("started")), updated),
             result=result,
             slurm_id=slurm_id,
+            rung=_reached_rung(run_dir, is_at_rung=state == "paused" or bool(result.get("pruned"))),
         )
         note = problem or result_problem or self._note(report, status.get("reason", ""), updated)
         metric = self._metric(report) if status else None
@@ -388,6 +404,15 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
         return {}, ""
     except DamagedFileError as error:
         return {}, one_line(f"{path.name} {error.reason}")
+
+
+def _reached_rung(run_dir: Path, *, is_at_rung: bool) -> int | None:
+    """Return the number of rungs that a job has reached; None if its search has no rungs."""
+    try:
+        rung = Rung.load(run_dir)
+    except DamagedFileError:
+        return None
+    return None if rung is None else rung.number if is_at_rung else rung.number - 1
 
 
 def _read_status(run_dir: Path) -> tuple[dict[str, Any], str]:

@@ -28,6 +28,7 @@ from foundry.tracking.humanize import duration
 _STYLES = {
     "finished": "green",
     "running": "cyan",
+    "paused": "blue",
     "requeued": "cyan",
     "queued": "dim",
     "stopped": "yellow",
@@ -288,6 +289,7 @@ def _columns(sweep: SweepReport) -> list[_Column]:
         _Column("step", True),
         _Column(sweep.metric_name, True),
         *([_Column("interval", True)] if sweep.has_intervals else []),
+        *([_Column("rung", True)] if sweep.has_rungs else []),
         _Column("time", True),
         _Column("log"),
     ]
@@ -310,6 +312,7 @@ def _cells(sweep: SweepReport, job: JobReport) -> list[str]:
         done if job.total_steps is None else f"{done}/{job.total_steps}",
         measured,
         *([_interval_text(job)] if sweep.has_intervals else []),
+        *(["-" if job.rung is None else str(job.rung)] if sweep.has_rungs else []),
         "-" if job.seconds is None else duration(job.seconds),
         one_line(str(job.log)) if job.log.is_file() else "-",
     ]

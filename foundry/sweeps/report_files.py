@@ -85,6 +85,7 @@ def report_facts(sweep: SweepReport) -> dict[str, Any]:
                 "metric": job.metric,
                 "swept": {key: job.values.get(key) for key in sweep.names},
                 "overrides": job.job.swept,
+                **({} if job.rung is None else {"rung": job.rung}),
                 "result": job.result,
             }
             for job in sweep.jobs

@@ -19,6 +19,9 @@ WIDE_SPAN = 20.0
 PRUNED = "#c2a5cf"
 """Color of jobs that a search ended early."""
 
+PAUSED = "#8fa3c7"
+"""Color of jobs that wait at a rung of a search."""
+
 _HUES = (BLUE, "#db2777", "#0d9488", "#7c3aed", "#a16207", "#0891b2", "#475569", "#65a30d")
 """Colors of categories; except for blue, that of finished jobs, none is the color of a state or of the best job."""
 _SCALE, _SCALE_END = "viridis", 0.75  # the light end of viridis is hard to see
@@ -120,6 +123,8 @@ def resolve_colour(sweep: SweepReport, job: JobReport) -> str:
         return RED
     if job.is_pruned:
         return PRUNED
+    if job.state == "paused":
+        return PAUSED
     return BLUE if job.is_complete and job.has_metric else GREEN if job.is_going else GREY
 
 

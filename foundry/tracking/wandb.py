@@ -79,7 +79,7 @@ class WandB:
         """Record the final state of the run, and close it."""
         if self._run is not None:
             self._run.summary.update({"state": event.state, "reason": masked({"reason": event.reason})["reason"]})
-            self._run.finish(exit_code=0 if event.state == "finished" else 1)
+            self._run.finish(exit_code=0 if event.state in ("finished", "paused") else 1)
 
     def _log(self, record: dict[str, Any]) -> None:
         self._run.log(record, step=record.pop("step"))

@@ -28,6 +28,7 @@ from foundry.training.evaluation import Evaluation
 from foundry.training.guards import LossSpike
 from foundry.training.memory_error import OutOfMemoryError, is_out_of_memory
 from foundry.training.metric_sums import read_means
+from foundry.training.pause import Pause
 from foundry.training.profiling import StepProfiler
 from foundry.training.signals import Boundary, SignalHandler
 from foundry.training.step import StepResult, TrainStep
@@ -82,6 +83,7 @@ class Trainer:
             3".
         profiler: records selected steps; None disables profiling.
         recompilations: warns of graphs that are compiled after the first steps.
+        pause: rung of a search at which the run pauses; None if it runs to its end.
         check_first_step: called before this process takes its first step; leaves all state unchanged. None disables the
             check.
         check_run_dir: called before each write into the run directory; on rank 0, raises if the directory is lost.
@@ -112,6 +114,7 @@ class Trainer:
     explain_out_of_memory: Callable[[BaseException, str], str]
     profiler: StepProfiler | None
     recompilations: Recompilations
+    pause: Pause | None = None
     check_first_step: Callable[[], None] | None = None
     check_run_dir: Callable[[], None] = lambda: None
     observers: Sequence[Observer] = ()
@@ -125,6 +128,8 @@ class Trainer:
 
     def fit(self, started: RunStarted) -> dict[str, Any]:
         """Train from the current progress until the budget is used up, a stop rule fires or the time limit is reached.
+
+        A run also ends at its rung, in state "paused": another start continues it with the next rung.
 
         Returns:
             The content of result.json.
@@ -140,15 +145,14 @@ class Trainer:
         """
         self._notify("on_start", started)
         self._start_time = time.monotonic()
-        has_steps = self.progress.steps < self.budget.total_steps and self._stop_reason is None
-        if has_steps and self.check_first_step is not None:
+        if self._has_steps(self._stop_reason) and self.check_first_step is not None:
             self._set_activity(CHECKING)
             with self._explain_errors():
                 self.check_first_step()
         self.throughput.start(self.progress.steps, self.progress.samples, self.progress.tokens)
         last = _Measurement(stop_reason=self._stop_reason)
         with self._explain_errors(), CollectedBetweenSteps() as garbage:
-            while self.progress.steps < self.budget.total_steps and last.stop_reason is None:
+            while self._has_steps(last.stop_reason):
                 try:
                     with nullcontext() if self.profiler is None else self.profiler.around(self.progress.steps + 1):
                         last = self._advance()
@@ -157,27 +161,10 @@ class Trainer:
                 garbage.after_step(self.progress.steps)
             if self.profiler is not None:
                 self.profiler.stop()
-            if last.metrics is None:  # resumed after the last step: only the final evaluation and save are left
-                last = replace(self._measure(self.progress.samples), stop_reason=last.stop_reason)
-            if self.save_final or last.is_best:
-                self._save(last, wait=True)
+            pause = self.pause if self._is_at_rung(last.stop_reason) else None
+            last = self._save_end(last) if pause is None else self._save_pause(last)
             self.checkpoints.finish()
-        metrics = last.metrics or {}
-        result = {
-            "status": "finished",
-            "step": self.progress.steps,
-            "samples": self.progress.samples,
-            "tokens": self.progress.tokens,
-            "loss": self._loss,
-            **metrics,
-            "best": self.best.result(),
-            "config_hash": started.config_hash,
-            "metric": None if self.metric is None else metrics.get(self.metric),
-        }
-        for rule in self.stop_rules.values():
-            result |= rule.result()
-        self._notify("on_end", RunEnded(state="finished", reason=last.stop_reason or "", result=result))
-        return result
+        return self._report_end(started, last, pause)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs, except tensors and RNG states, as JSON, equal on all ranks."""
@@ -209,6 +196,56 @@ class Trainer:
         self.best.load_state_dict(state["best"])
         self._loss, self._stop_reason = read_optional_number(state, "loss"), state["stop_reason"]
         self._seconds_before = read_optional_number({"seconds": 0.0, **state}, "seconds") or 0.0
+
+    def _has_steps(self, stop_reason: str | None) -> bool:
+        """Return whether to take another step in this start of the run."""
+        has_budget = self.progress.steps < self.budget.total_steps and stop_reason is None
+        return has_budget and not self._is_at_rung(stop_reason)
+
+    def _is_at_rung(self, stop_reason: str | None) -> bool:
+        """Return whether the run pauses now; a run that has ended anyway does not pause."""
+        has_ended = self.progress.steps >= self.budget.total_steps or stop_reason is not None
+        return self.pause is not None and not has_ended and self.pause.is_reached(self.progress)
+
+    def _save_end(self, last: _Measurement) -> _Measurement:
+        """Return the last evaluation of the run, and save the run if the settings require a checkpoint of its end."""
+        if last.metrics is None:  # resumed after the last step: only the final evaluation and save are left
+            last = replace(self._measure(self.progress.samples), stop_reason=last.stop_reason)
+        if self.save_final or last.is_best:
+            self._save(last, wait=True)
+        return last
+
+    def _save_pause(self, last: _Measurement) -> _Measurement:
+        """Save the run at its rung; then evaluate it, unless the last step did.
+
+        An evaluation that is not due by the interval is no part of the run: the checkpoint is from before it, and it
+        updates neither the best evaluation nor the stop rules. So the run continues as if it had not paused.
+        """
+        self._save(last, wait=True)
+        return last if last.metrics is not None else _Measurement(self._evaluate())
+
+    def _report_end(self, started: RunStarted, last: _Measurement, pause: Pause | None) -> dict[str, Any]:
+        """Notify observers of the end of the run or of its pause, and return the content of result.json."""
+        metrics = last.metrics or {}
+        state, reason = "finished", last.stop_reason or ""
+        if pause is not None:
+            state, reason = "paused", pause.reason(self.progress.steps, metrics)
+        result = {
+            "status": state,
+            "step": self.progress.steps,
+            "samples": self.progress.samples,
+            "tokens": self.progress.tokens,
+            "loss": self._loss,
+            **metrics,
+            "best": self.best.result(),
+            "config_hash": started.config_hash,
+            "metric": None if self.metric is None else metrics.get(self.metric),
+            **({} if pause is None else {"rung": pause.rung}),
+        }
+        for rule in self.stop_rules.values():
+            result |= rule.result()
+        self._notify("on_end", RunEnded(state=state, reason=reason, result=result))
+        return result
 
     def _advance(self) -> "_Measurement":
         """Take one optimizer step, then log, evaluate and save a checkpoint if due."""

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import yaml
 
 from foundry.run_dir.lock import LOCK
+from foundry.run_dir.rung import Rung
 from foundry.tracking.metrics_file import MetricsFile
 from foundry.tracking.status_file import StatusFile
 
@@ -38,6 +39,10 @@ class SweepDir:
         """Mark a finished job as pruned by a search."""
         path = run_dir / "result.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"pruned": "pruned: val_loss 9 at 25% of the run"}))
+
+    def set_rung(self, run_dir, number):
+        """Set the rung at which a job pauses."""
+        Rung(number=number, at=f"{number} steps", metric="val_loss").save(run_dir)
 
     def add_interval(self, run_dir, *ends):
         """Add a confidence interval of the loss to the evaluations and the result of a finished job."""

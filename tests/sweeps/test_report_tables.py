@@ -145,6 +145,37 @@ def test_report_of_a_search_shortens_numbers_and_counts_pruned_jobs(sweep_dir):
     assert "hparams.lr=0.0012345678901234" in lines[5]
 
 
+def test_report_of_successive_halving_shows_rungs_and_paused_jobs(sweep_dir):
+    done = sweep_dir.job("lr=1", losses=(2.0, 1.0))
+    first = sweep_dir.job("lr=2", state="paused", losses=(1.5,), step=10, reason="rung 1 at 10 steps: val_loss 1.5")
+    second = sweep_dir.job("lr=3", state="paused", losses=(1.9,), step=30, reason="rung 2 at 30 steps: val_loss 1.9")
+    going = sweep_dir.job("lr=4", state="running", losses=(1.2,), step=20)
+    over = sweep_dir.job("lr=5", losses=(4.0,), step=10)
+    sweep_dir.prune(over)
+    for run_dir, rung in ((done, 4), (first, 1), (second, 2), (going, 2), (over, 1)):
+        sweep_dir.set_rung(run_dir, rung)
+    with hold_lock(going), hold_lock(sweep_dir.folder):
+        sweep = read_sweep(sweep_dir.folder)
+        header, *rows = render(sweep)[:6]
+    place = header.split().index("rung")
+    found = {cells[1]: (cells[2], cells[place]) for cells in map(str.split, rows)}
+    assert list(found.items()) == [
+        ("1", ("finished", "3")),
+        ("5", ("finished", "1")),
+        ("4", ("running", "1")),
+        ("3", ("paused", "2")),
+        ("2", ("paused", "1")),
+    ]
+    assert rows[3].endswith("rung 2 at 30 steps: val_loss 1.9")
+    assert sweep.counts == {"finished": 2, "running": 1, "paused": 2}
+    jobs = json.loads(write_json(sweep).read_text())["jobs"]
+    assert [job["rung"] for job in jobs] == [3, 1, 1, 2, 1]
+    assert all(job.is_going == (job.state in ("running", "paused")) for job in sweep.jobs)
+    ended = read_sweep(sweep_dir.folder)  # the process of the search has ended
+    assert {job.is_going for job in ended.jobs if job.state == "paused"} == {False}
+    assert ended.exit_code != 0
+
+
 def test_report_names_the_squeue_command_of_slurm_jobs(tmp_path, events):
     sweep_dir = SweepDir(tmp_path / "sweep", type(events), launcher="slurm")
     for number, name in enumerate(("31_0", "31_1", "40")):

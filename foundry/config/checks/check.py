@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from foundry.config.checks.rules import rules
+from foundry.config.checks.rungs import check_rungs
 from foundry.config.checks.targets import check_own_launcher
 from foundry.config.composition.base import expand_base
 from foundry.config.composition.plain_nodes import check_plain_nodes
@@ -70,6 +71,7 @@ def check(composed: DictConfig) -> list[Violation]:
     rule_violations = [
         v for rule in rules(guarded_config) for v in _until_out_of_bounds(partial(rule, guarded_config, launch))
     ]
+    rule_violations += _until_out_of_bounds(partial(check_rungs, composed, guarded_config, launch))
     invalid_keys = {violation.key for violation in key_violations}
     # Drop violations of rules that mention an invalid key, or whose own key is a group with an invalid key.
     return key_violations + [

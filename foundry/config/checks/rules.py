@@ -1,7 +1,7 @@
 """Rules across groups of the configuration. A rule is a function that yields violations."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from itertools import takewhile
@@ -19,7 +19,7 @@ from foundry.config.schemas.hparams import HParams, ScheduleUnit
 from foundry.config.schemas.root import Config
 from foundry.config.sources import download_hint, hub_hint, is_url, listed_paths, why_no_url
 from foundry.core.batch_sizes import BatchSizes
-from foundry.core.duration import Duration, Unit
+from foundry.core.duration import Budget, Duration, Unit
 from foundry.core.errors import ConfigError, Violation, as_text, listed
 from foundry.core.tasks import checks
 
@@ -122,27 +122,39 @@ def _lengths(config: Config, launch: Launch) -> Iterator[Violation]:
 
     Otherwise, the run checks the durations before its first step.
     """
-    hparams, tokens = config.hparams, _tokens_per_sample(config)
-    limits = [length for length in (hparams.max_steps, hparams.train_samples) if length is not None]
-    if hparams.epochs is not None or not limits or min(limits) < 1:
-        return
-    if hparams.batch_schedule is not None and tokens is None and not _has_no_tokens(config.data):
-        return  # thresholds of the batch schedule may be in tokens
     names = ("warmup", "horizon", "decay", "weight_decay_horizon")
     texts = [getattr(config.scheduler, name, None) for name in names]
     units = {_unit(str(text)) for text in texts if text is not None}
     if (unit := config.evaluation.interval_unit()) is not None:
         units.add(unit)
-    unknown = {None, Unit.epochs} | ({Unit.tokens} if tokens is None and not _has_no_tokens(config.data) else set())
-    if units & unknown:
-        return
     try:
-        budget = resolve_budget(hparams, samples_per_epoch=1, dp_size=launch.dp_size, tokens_per_sample=tokens)
-        yield from check_lengths(config, budget)
-    except ValueError:
-        return  # `_batch` reports the error
+        if (budget := find_budget(config, launch, units)) is not None:
+            yield from check_lengths(config, budget)
     except ConfigError as error:
         yield from error.violations
+
+
+def find_budget(config: Config, launch: Launch, units: Collection[Unit | None]) -> Budget | None:
+    """Return the length of a run if it is known without the data, as are lengths in these units; otherwise None.
+
+    Raises:
+        ConfigError: the run is shorter than one optimizer step, or has too many samples to be counted.
+    """
+    hparams, tokens = config.hparams, _tokens_per_sample(config)
+    limits = [length for length in (hparams.max_steps, hparams.train_samples) if length is not None]
+    if hparams.epochs is not None or not limits or min(limits) < 1:
+        return None
+    if hparams.batch_schedule is not None and tokens is None and not _has_no_tokens(config.data):
+        return None  # thresholds of the batch schedule may be in tokens
+    unknown = {None, Unit.epochs} | ({Unit.tokens} if tokens is None and not _has_no_tokens(config.data) else set())
+    if unknown.intersection(units):
+        return None
+    try:
+        return resolve_budget(hparams, samples_per_epoch=1, dp_size=launch.dp_size, tokens_per_sample=tokens)
+    except ConfigError:
+        raise
+    except ValueError:
+        return None  # `_batch` reports the error
 
 
 def _unit(text: str) -> Unit | None:

@@ -9,9 +9,10 @@ from enum import Enum
 from typing import Any
 
 from foundry.config.checks.optuna_parts import check_part
+from foundry.config.schemas.asha import ASHA
 from foundry.config.schemas.evaluation import Direction
 from foundry.config.setting import setting
-from foundry.core.errors import Violation
+from foundry.core.errors import ConfigError, Violation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,22 +96,44 @@ class Search(Sweeper):
     )
     pruner: dict[str, Any] | None = setting(
         None,
-        "Optuna pruner, which ends jobs with poor evaluations; its steps are thousandths of a run; null: no job is "
-        "ended",
+        "asha, which pauses jobs at rungs; or an Optuna pruner, which ends jobs with poor evaluations and whose steps "
+        "are thousandths of a run; null: every job trains to its end",
     )
 
     def check(self) -> Iterator[Violation]:
         """Yield a violation for an invalid sampler, pruner or storage, and a metric of null."""
         if self.metric is None:
             yield Violation("hydra.sweeper.metric", "is null but a search compares jobs by this metric; name a metric")
-        for name, node in (("sampler", self.sampler), ("pruner", self.pruner)):
-            if node is not None:
-                yield from check_part(name, node, f"hydra.sweeper.{name}")
+        yield from check_part("sampler", self.sampler, "hydra.sweeper.sampler")
+        try:
+            if self.asha is not None:
+                yield from self._check_asha()
+            elif self.pruner is not None:
+                yield from check_part("pruner", self.pruner, "hydra.sweeper.pruner")
+        except ConfigError as error:
+            yield from error.violations
         if self.storage is not None and not self.storage.strip():
             yield Violation("hydra.sweeper.storage", "is empty; set the path of a file, a URL or null")
         if self.storage is not None and self.wait is Wait.batch:
             message = "is batch but commands that share a study do not wait for each other; omit it, or omit storage"
             yield Violation("hydra.sweeper.wait", message)
+
+    @property
+    def asha(self) -> ASHA | None:
+        """Settings of successive halving; None if the search has another pruner, or none.
+
+        Raises:
+            ConfigError: a setting is unknown or invalid.
+        """
+        return ASHA.find(self.pruner)
+
+    def _check_asha(self) -> Iterator[Violation]:
+        if self.wait is Wait.batch:
+            message = "is batch but asha promotes a job as soon as a place is free; omit it"
+            yield Violation("hydra.sweeper.wait", message)
+        if self.storage is not None:
+            message = "is set but asha needs its own study in the sweep directory; omit it"
+            yield Violation("hydra.sweeper.storage", message)
 
 
 SCHEMAS: tuple[type[Sweeper], ...] = (Sweep, Search)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from optuna.trial import TrialState
 
 from foundry.config.metrics import check_metric
+from foundry.config.schemas.evaluation import Direction
 from foundry.config.schemas.sweeper import Search, Wait
 from foundry.core.errors import ConfigError
 from foundry.run_dir.names import STUDY
@@ -18,6 +19,7 @@ from foundry.run_dir.trial import SHARED, TrialLink
 from foundry.sweeps.job import Job
 from foundry.sweeps.manifest import SweepManifest
 from foundry.sweeps.search.proposals import Proposer
+from foundry.sweeps.search.rungs import Rungs
 from foundry.sweeps.search.search_space import Space
 from foundry.sweeps.search.study import SearchStudy, StudyUnreachable
 from foundry.sweeps.search.takeover import continue_from
@@ -68,6 +70,10 @@ class SearchLoop:
         self._stopped = set[int]()
         """Numbers of the trials whose jobs were stopped, and continue when the search is started again."""
         self._awaits_others = False
+        self._rungs: Rungs | None = None
+        if (asha := options.asha) is not None:
+            is_minimized = options.direction is Direction.minimize
+            self._rungs = Rungs(asha, study, metric=options.metric or "", minimize=is_minimized)
         self.jobs = dict[int, Job]()
         self.failures = 0
 
@@ -85,6 +91,8 @@ class SearchLoop:
                 is_over = not queue.next_ended()  # raises the exception of the signal after the running jobs have ended
             if is_over:
                 break
+        if self._rungs is not None and not self._stopped and not self._has_failed():
+            self._prune_paused(self._rungs)
         if self._has_failed():
             sys.stderr.write(f"the search ends: {self.failures} jobs have failed (hydra.sweeper.max_failures)\n")
 
@@ -118,11 +126,14 @@ class SearchLoop:
         return self._options.n_jobs if queue.free is None else queue.free
 
     def _next_trials(self, places: int) -> list[int]:
-        """Return the numbers of the trials to run now: interrupted trials or, without any, new trials."""
-        busy = self._stopped.union(*self._trials.values())
+        """Return the numbers of the trials to run now: interrupted ones, else a promoted one, else new ones."""
+        rungs = self._rungs
+        busy = self._stopped.union(*self._trials.values(), rungs.paused() if rungs is not None else ())
         n_trials = self._options.n_trials
         numbers = self._study.interrupted(busy, places, n_trials)
         if not numbers and not self._has_failed():
+            if rungs is not None and (number := rungs.promote()) is not None:
+                return [number]
             new = [self._study.add_trial() for _ in range(min(places, n_trials - len(self._study.trials())))]
             numbers = [number for number in new if number < n_trials]  # another command may have added trials too
         for number in numbers:
@@ -146,13 +157,22 @@ class SearchLoop:
         self._manifest = self._sweeper.record(self._manifest, [job])
         if job.index in self._trials:
             self._trials[job.index].append(number)
-        elif self._sweeper.state(job) == "finished":
+        elif self._sweeper.state(job) == "finished" or self._is_at_rung(number, job):
             self._tell(number, job)
         else:
             self._trials[job.index] = [number]
             self._link(number, job)
             self._study.note_start(number, self._sweeper.run_dir(job))
             queue.add([self._sweeper.composed(job)])
+
+    def _is_at_rung(self, number: int, job: Job) -> bool:
+        return self._rungs is not None and self._rungs.is_reached(number, self._sweeper.run_dir(job))
+
+    def _prune_paused(self, rungs: Rungs) -> None:
+        """End the trials that wait at a rung, because no more jobs will compete with them."""
+        folders = {job.id: self._sweeper.sweep_dir / job.dir for job in self._manifest.jobs}
+        for number in rungs.paused():
+            rungs.prune(number, folders[self._space.job(self._study.trials()[number].params).id])
 
     def _prepare(self, number: int) -> Job | None:
         """Return the job of a trial; None, with a line for the user, if the combination of its values is invalid."""
@@ -166,8 +186,10 @@ class SearchLoop:
         return prepared
 
     def _link(self, number: int, job: Job) -> None:
-        """Write a `TrialLink` for the job of a trial, if the search has a pruner."""
-        if self._options.pruner is not None:
+        """Write a `TrialLink` or a `Rung` for the job of a trial, if the search has a pruner."""
+        if self._rungs is not None:
+            self._rungs.link(number, self._sweeper.run_dir(job))
+        elif self._options.pruner is not None:
             run_dir = self._sweeper.run_dir(job)
             is_shared = self._study.commands is not None
             TrialLink(
@@ -184,24 +206,35 @@ class SearchLoop:
         Raises:
             ConfigError: if the runs do not measure the metric of the search.
         """
-        state, metric = self._sweeper.state(job), self._options.metric or ""
+        state = self._sweeper.state(job)
         if state == "finished":
-            result = read_result(self._sweeper.run_dir(job))
-            value = result.get(metric) if metric.startswith("val_") else None
-            if not isinstance(value, (int, float)):
-                metric_names = [name for name in result if name.startswith("val_")]
-                raise ConfigError(check_metric("hydra.sweeper.metric", metric, metric_names))
-            if result.get("pruned"):
+            value, is_pruned = self._result(job)
+            if is_pruned:
                 self._record(number, state=TrialState.PRUNED)
             elif math.isfinite(value):
                 self._record(number, value)
             else:
                 self._fail(number)
+        elif self._rungs is not None and self._is_at_rung(number, job):
+            self._rungs.report(number, self._sweeper.run_dir(job), self._result(job)[0])
         elif state in FAILED:
             self._fail(number)
         else:
             self._stopped.add(number)
             self._study.note_stop(number)
+
+    def _result(self, job: Job) -> tuple[float, bool]:
+        """Return the value of the metric of a finished or paused job, and whether the job was pruned.
+
+        Raises:
+            ConfigError: if the runs do not measure the metric of the search.
+        """
+        result, metric = read_result(self._sweeper.run_dir(job)), self._options.metric or ""
+        value = result.get(metric) if metric.startswith("val_") else None
+        if not isinstance(value, (int, float)):
+            metric_names = [name for name in result if name.startswith("val_")]
+            raise ConfigError(check_metric("hydra.sweeper.metric", metric, metric_names))
+        return value, bool(result.get("pruned"))
 
     def _fail(self, number: int) -> None:
         self._record(number, state=TrialState.FAIL)

@@ -19,6 +19,9 @@ from foundry.core.errors import ConfigError, Violation
 VIEW = "saw"
 """Attribute of a trial that contains its view."""
 
+RUNG = "rung"
+"""Attribute of a trial that has reached a rung: the number of the rung up to which it may train."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class View:
@@ -27,11 +30,13 @@ class View:
     Attributes:
         ended: numbers of the trials whose results it saw.
         running: numbers of the trials whose values it saw, but no result.
+        rungs: number of rungs whose values it saw, of each running trial that has reached a rung.
         sampler: attributes that samplers keep in the study, such as the position in a quasi-random sequence.
     """
 
     ended: frozenset[int]
     running: frozenset[int]
+    rungs: Mapping[int, int] = field(default_factory=dict)
     sampler: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -44,19 +49,26 @@ class View:
         """Return the view of trial `number`: the earlier trials that have ended or have a value for each key."""
         earlier = [trial for trial in trials if trial.number < number]
         ended = [trial.number for trial in earlier if trial.state.is_finished()]
-        running = [trial.number for trial in earlier if is_running(trial) and set(keys) <= trial.params.keys()]
-        return cls(ended=frozenset(ended), running=frozenset(running), sampler=dict(sampler))
+        running = [trial for trial in earlier if is_running(trial) and set(keys) <= trial.params.keys()]
+        return cls(
+            ended=frozenset(ended),
+            running=frozenset(trial.number for trial in running),
+            rungs={trial.number: len(trial.intermediate_values) for trial in running if RUNG in trial.user_attrs},
+            sampler=dict(sampler),
+        )
 
     @classmethod
     def recorded(cls, attribute: Mapping[str, Any]) -> "View":
         """Return the view in the attribute of a trial."""
         ended, running = (frozenset(_parse_ranges(attribute[name])) for name in ("ended", "running"))
-        return cls(ended=ended, running=running, sampler=attribute.get("sampler", {}))
+        rungs = {int(number): count for number, count in attribute.get("rungs", {}).items()}
+        return cls(ended=ended, running=running, rungs=rungs, sampler=attribute.get("sampler", {}))
 
     def as_recorded(self) -> dict[str, Any]:
         """Return the attribute of a trial; ranges of numbers keep it short, for databases that limit its length."""
         recorded: dict[str, Any] = {"ended": _format_ranges(self.ended), "running": _format_ranges(self.running)}
-        return {**recorded, "sampler": dict(self.sampler)} if self.sampler else recorded
+        more = {"rungs": {str(number): count for number, count in self.rungs.items()}, "sampler": dict(self.sampler)}
+        return recorded | {name: value for name, value in more.items() if value}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,16 +164,22 @@ def is_running(trial: FrozenTrial) -> bool:
 
 
 def _seen(trial: FrozenTrial | None, view: View) -> FrozenTrial:
-    """Return a trial as the sampler sees it; a trial outside of the view is a failed one without values."""
+    """Return a trial as the sampler sees it.
+
+    A trial outside of the view is a failed one without values. A running trial that has reached a rung is a pruned one,
+    because samplers learn from the values of pruned trials only.
+    """
     if trial is not None and trial.number in view.ended:
         return trial
     if trial is None or trial.number not in view.running:
         return optuna.trial.create_trial(state=TrialState.FAIL)
+    rungs = range(1, view.rungs.get(trial.number, 0) + 1)
     return optuna.trial.create_trial(
-        state=TrialState.RUNNING,
+        state=TrialState.PRUNED if rungs else TrialState.RUNNING,
         params=trial.params,
         distributions=trial.distributions,
         system_attrs=trial.system_attrs,
+        intermediate_values={rung: trial.intermediate_values[rung] for rung in rungs},
     )
 
 

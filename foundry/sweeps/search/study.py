@@ -161,14 +161,14 @@ class SearchStudy:
     def note_start(self, number: int, run_dir: Path) -> None:
         """Record the run directory of a trial that starts, for a command that takes over the trial."""
         if self.commands is not None:
-            self._set_attribute(number, _RUN_DIR, str(run_dir.absolute()))
-            self._set_attribute(number, _STOPPED, False)
+            self.set_attribute(number, _RUN_DIR, str(run_dir.absolute()))
+            self.set_attribute(number, _STOPPED, False)
 
     @_patient
     def note_stop(self, number: int) -> None:
         """Record that the job of a trial was stopped, so that other commands do not wait for the trial."""
         if self.commands is not None:
-            self._set_attribute(number, _STOPPED, True)
+            self.set_attribute(number, _STOPPED, True)
 
     def run_dir(self, number: int) -> Path | None:
         """Return the run directory in which a trial was started last; None if it was not, or is not shared."""
@@ -227,17 +227,27 @@ class SearchStudy:
             self._study.tell(number, value, state=state, skip_if_finished=True)
         return True
 
+    @_patient
+    def set_attribute(self, number: int, name: str, value: Any) -> None:
+        """Set an attribute of a trial."""
+        trial = self.trials()[number]
+        if trial.user_attrs.get(name) != value:
+            self._storage.set_trial_user_attr(trial._trial_id, name, value)
+
+    @_patient
+    def report(self, number: int, values: Mapping[int, float]) -> None:
+        """Record intermediate values of a trial by their step; a step that has a value keeps it."""
+        trial = self.trials()[number]
+        for step, value in values.items():
+            if step not in trial.intermediate_values:
+                self._storage.set_trial_intermediate_value(trial._trial_id, step, value)
+
     def _running(self, n_trials: int) -> list[FrozenTrial]:
         """Return the running trials, except for those by which several commands have exceeded `n_trials`.
 
         The commands that add such trials do not run them; a search that is extended does.
         """
         return [trial for trial in self.trials() if is_running(trial) and (trial.params or trial.number < n_trials)]
-
-    def _set_attribute(self, number: int, name: str, value: Any) -> None:
-        trial = self.trials()[number]
-        if trial.user_attrs.get(name) != value:
-            self._storage.set_trial_user_attr(trial._trial_id, name, value)
 
 
 def _cause(error: BaseException) -> str:

@@ -100,7 +100,7 @@ class OptunaSweeper(CheckedSweeper):
             message = f"is {self.sweep_dir}, which contains a sweep that is not a search; choose another"
             raise ConfigError(Violation("hydra.sweep.dir", message))
         first = proposer.propose(0, [], View.empty()).params
-        if self._search.pruner is not None:
+        if self._search.pruner is not None and self._search.asha is None:
             build("pruner", self._search.pruner)
         self._check_corners(space, first)
         jobs_by_id = {job.id: job for job in map(space.job, [first, *points])}
@@ -130,6 +130,8 @@ class OptunaSweeper(CheckedSweeper):
         """Return the properties that must not change when a search is resumed."""
         facts = {dimension.key: str(dimension.distribution) for dimension in space.dimensions}
         facts |= {"metric": self._search.metric or "", "direction": self._search.direction.value}
+        if (asha := self._search.asha) is not None:
+            facts["rungs"] = f"from {asha.min_resource} by {asha.reduction_factor}, at most {asha.max_rungs}"
         if self._search.storage is not None:  # in a sweep directory, the jobs themselves are compared
             facts[OVERRIDES] = masked_text(" ".join(sorted(space.fixed)))
         return facts

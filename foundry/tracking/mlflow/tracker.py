@@ -22,7 +22,7 @@ from foundry.tracking.mlflow.store import Operation
 from foundry.tracking.provenance import provenance
 from foundry.tracking.safe_observer import tolerant
 
-_STATUS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED", "requeued": "KILLED"}
+_STATUS = {"finished": "FINISHED", "failed": "FAILED", "paused": "KILLED", "stopped": "KILLED", "requeued": "KILLED"}
 _NOTE_TAG = "mlflow.note.content"
 _SAMPLES = ("samples", step_name("samples"))
 _COMPARED = (
