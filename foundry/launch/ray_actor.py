@@ -68,9 +68,7 @@ class RankActor:
             problem = f"node {host} has no folder {folder}; start the command in a folder that all nodes share"
         return Place(host=host, port=_free_port(), problem=problem)
 
-    def run(
-        self, module: str, run_dir: str, output: str, folder: str, variables: Mapping[str, str]
-    ) -> int | str:
+    def run(self, module: str, run_dir: str, output: str, folder: str, variables: Mapping[str, str]) -> int | str:
         """Start the rank unless it has been started, and wait for its end.
 
         Args:

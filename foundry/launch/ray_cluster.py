@@ -55,24 +55,24 @@ def connect(settings: Ray) -> None:
 
 
 def _find_address(settings: Ray) -> str:
-    """Return HOST:PORT of the cluster.
+    """Return HOST:PORT of the cluster: the setting, or RAY_ADDRESS, or the cluster that was started on this machine.
 
     Raises:
-        ConfigError: none is set, and no cluster runs on this machine; or it is not HOST:PORT.
+        ConfigError: there is none of them; or it is not HOST:PORT.
     """
-    from ray._private.services import canonicalize_bootstrap_address
+    from ray._private.utils import read_ray_address
 
-    try:
-        address = canonicalize_bootstrap_address(settings.address or "auto")
-    except (ConnectionError, ValueError):
-        address = None
-    if not address and settings.address is None:
+    key, address = _ADDRESS, settings.address
+    if address is None and (address := os.environ.get("RAY_ADDRESS")):
+        key = "environment variable RAY_ADDRESS"
+    address = address or read_ray_address()
+    if not address:
         message = f"has no value, RAY_ADDRESS is not set, and no cluster runs on this machine; {_REMEDY}"
         raise ConfigError(Violation(_ADDRESS, message))
-    host, _, port = str(address or settings.address).rpartition(":")
-    if not host or not port.isdecimal():
-        raise ConfigError(Violation(_ADDRESS, f"is {settings.address}, which is not HOST:PORT; {_REMEDY}"))
-    return f"{host}:{port}"
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or "//" in address:
+        raise ConfigError(Violation(key, f"is {address}, which is not HOST:PORT; {_REMEDY}"))
+    return address
 
 
 def _check_answer(address: str) -> None:
@@ -153,7 +153,7 @@ def _missing_resources(
         if name == "memory":
             text, available = f"is {amount / _GIB:g}", f"{largest / _GIB:.4g} GB of memory"
         else:
-            noun = {"CPU": "core", "GPU": "GPU"}.get(name, f"unit of {name}")
+            noun = {"CPU": "core", "GPU": "GPU"}.get(name, "unit")
             tasks = f" x tasks_per_node={settings.tasks_per_node}" if settings.tasks_per_node > 1 else ""
             text, available = f"is {amount / settings.tasks_per_node:g}{tasks}", _amount_text(largest, noun)
         remedy = "lower it, or set hydra.launcher.autoscaling=true if the cluster adds nodes on demand"

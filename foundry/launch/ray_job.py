@@ -30,6 +30,8 @@ _WAITING = {
 }
 """Reasons for which a placement group waits, by Ray's names; `Resources` is also Slurm's word."""
 
+_IDENTITY = ("class_name: ", "actor_id: ", "pid: ", "namespace: ", "ip: ")
+
 
 class RayJob:
     """A job in a Ray cluster.
@@ -86,17 +88,19 @@ class RayJob:
         """Exit code of each rank that has ended, or the reason why its actor is lost, in order of their ends."""
         self._first_end_time = 0.0
         self._group = placement_group([bundle(settings)] * settings.nodes, strategy=settings.strategy.value)
-        actor = ray.remote(RankActor).options(
-            num_cpus=settings.cpus_per_task,
-            num_gpus=settings.gpus_per_task or 0,
-            memory=int(bundle(settings).get("memory", 0)) // settings.tasks_per_node or None,
-            resources=dict(settings.resources) or None,
-            max_concurrency=_CALLS,
-            runtime_env=dict(settings.runtime_env) or None,
-        )
+        actor = ray.remote(RankActor)
+        options = {
+            "num_cpus": settings.cpus_per_task,
+            "num_gpus": settings.gpus_per_task or 0,
+            "memory": int(bundle(settings).get("memory", 0)) // settings.tasks_per_node or None,
+            "resources": dict(settings.resources) or None,
+            "max_concurrency": _CALLS,
+            "runtime_env": dict(settings.runtime_env) or None,
+        }
+        strategies = [PlacementGroupSchedulingStrategy(self._group, node) for node in range(settings.nodes)]
         self._actors = [
-            actor.options(scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, node)).remote()
-            for node in range(settings.nodes)
+            actor.options(**options, scheduling_strategy=strategy).remote()
+            for strategy in strategies
             for _ in range(settings.tasks_per_node)
         ]
         arguments = str(self._run_dir), self._token, str(Path.cwd()), __version__
@@ -236,11 +240,14 @@ def _failed(detail: str) -> JobState:
 
 
 def _is_node_death(error: Exception) -> bool:
-    return "node has died" in str(error) or "node was terminated" in str(error)
+    return "node has died" in str(error)
 
 
 def _describe_death(error: Exception) -> str:
-    """Return one line about the death of an actor: Ray's explanation without the lines about the actor's identity."""
+    """Return one line about the death of an actor: its node, or Ray's explanation without the actor's identity."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    details = [line for line in lines[1:] if not line.startswith(("class_name:", "actor_id:", "pid:", "namespace:"))]
+    fields = dict(line.split(": ", 1) for line in lines if line.startswith(_IDENTITY))
+    if _is_node_death(error):
+        return f"node {fields.get('ip', '')} has died"
+    details = [line for line in lines[1:] if not line.startswith(_IDENTITY)]
     return one_line(" ".join(details or lines) or type(error).__name__)

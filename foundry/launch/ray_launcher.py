@@ -24,6 +24,7 @@ class RayLauncher(FrozenLauncher):
     """Launcher that runs each job as a placement group with an actor for each rank."""
 
     title = "Ray"
+    has_queue = True
     poll_seconds = (0.5, 2.0)
 
     def __init__(self, work: Callable[[Path], int], **settings: Any) -> None:
