@@ -180,7 +180,7 @@ class JobQueue:
         new_jobs = [job for job in jobs if job.index not in attached]
         for job in new_jobs:
             launcher.prepare(job)
-            if self._has_places:
+            if self._has_places and not launcher.has_queue:
                 self._ledger.note(job, "running")
         ids = launcher.submit(new_jobs) if new_jobs else {}
         if missing_jobs := [str(job) for job in new_jobs if job.index not in ids]:

@@ -40,6 +40,7 @@ class FrozenLauncher(Launcher):
         title: name of the scheduler for messages.
         survives: whether jobs continue without this process, so that Ctrl-C asks whether to cancel them.
         in_process: whether `submit` runs a job to its end in this process, which then handles signals itself.
+        has_queue: whether a submitted job may wait in a queue of the scheduler, even if `places` returns a number.
         skips_locked: whether a job is skipped if another process trains in its run directory; otherwise the job itself
             waits for that process to save and exit.
         poll_seconds: first and last interval between polls.
@@ -48,6 +49,7 @@ class FrozenLauncher(Launcher):
     title: ClassVar[str] = "the launcher"
     survives: ClassVar[bool] = False
     in_process: ClassVar[bool] = False
+    has_queue: ClassVar[bool] = False
     skips_locked: ClassVar[bool] = False
     poll_seconds: ClassVar[tuple[float, float]] = (1.0, 15.0)
 

@@ -53,10 +53,13 @@ LOG = "foundry.log"
 """Log of the run."""
 
 OUTPUT = "output.log"
-"""Standard output and error of a job of `hydra/launcher=local`."""
+"""Standard output and error of a job of `hydra/launcher=local`, and of rank 0 of a job of `hydra/launcher=ray`."""
 
 SUBMISSION = "slurm.json"
 """Slurm job of the run: job id, cluster and path of the error output."""
+
+RAY = "ray.txt"
+"""Random token of the job's last start by `hydra/launcher=ray`; nodes look for it in the run directory."""
 
 TRIAL = "trial.json"
 """Trial of a search that this run executes; only if the search has a pruner."""

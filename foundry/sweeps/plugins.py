@@ -31,6 +31,7 @@ def register() -> None:
     register_plugin(f"{PLUGINS}.SequentialLauncher", build_sequential_launcher)
     register_plugin(f"{PLUGINS}.LocalLauncher", build_local_launcher)
     register_plugin(f"{PLUGINS}.SlurmLauncher", build_slurm_launcher)
+    register_plugin(f"{PLUGINS}.RayLauncher", build_ray_launcher)
     register_plugin(f"{SUBMITIT_PLUGIN}.SlurmLauncher", build_slurm_launcher)
     register_plugin(f"{SUBMITIT_PLUGIN}.LocalLauncher", build_submitit_local_launcher)
 
@@ -107,6 +108,14 @@ def build_slurm_launcher(**settings: Any) -> "FrozenLauncher":
     from foundry.sweeps.worker import work
 
     return SlurmLauncher(work, **settings)
+
+
+def build_ray_launcher(**settings: Any) -> "FrozenLauncher":
+    """Build the launcher of `hydra/launcher=ray`."""
+    from foundry.launch.ray_launcher import RayLauncher
+    from foundry.sweeps.worker import work
+
+    return RayLauncher(work, **settings)
 
 
 def build_submitit_local_launcher(**settings: Any) -> "FrozenLauncher":

@@ -37,6 +37,7 @@ from foundry.launch.slurm_end import ErrorOutput
 from foundry.launch.slurm_queue import will_restart
 from foundry.launch.slurm_task import NotRequeued
 from foundry.launch.start import start
+from foundry.run_dir.attempt import ATTEMPT
 from foundry.run_dir.files import make_folder, open_regular, write_atomically
 from foundry.run_dir.lock import RunDirectoryLostError, is_held
 from foundry.run_dir.names import HYDRA, LOG, MLFLOW_PARENT
@@ -156,7 +157,7 @@ def _record(error: Exception, run_dir: Path, rank: int, error_output: ErrorOutpu
 
 def _note_path(run_dir: Path, rank: int | str) -> Path:
     """Return the path of this attempt's failure note of a rank."""
-    job = os.environ.get("SLURM_JOB_ID") or os.environ.get("SUBMITIT_LOCAL_JOB_ID")
+    job = os.environ.get(ATTEMPT) or os.environ.get("SLURM_JOB_ID") or os.environ.get("SUBMITIT_LOCAL_JOB_ID")
     attempt = f"{job}.{os.environ.get('SLURM_RESTART_COUNT', 0)}"
     return run_dir / _NOTES / f"{attempt}.rank{rank}.json"
 

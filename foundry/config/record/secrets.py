@@ -20,6 +20,9 @@ _USER_FROM_VARIABLES = re.compile(r"(?<=://)[^/\s@:]*:?\*\*\*@")
 # Keys of the `hydra` node that users set. The remaining keys repeat these or are internal to Hydra.
 _HYDRA_GROUPS = ("callbacks", "env", "job", "launcher", "run", "sweep", "sweeper")
 
+_PRIVATE = "hydra.launcher.env_vars."
+"""Prefix of launcher settings that the scheduler writes to no file."""
+
 
 @dataclass(frozen=True)
 class _Leaf:
@@ -87,7 +90,7 @@ def _check(leaf: _Leaf) -> Iterator[Violation]:
     if not leaf.is_harmless:
         remember(value)
         yield Violation(leaf.path, _remedy(leaf.path))
-    elif leaf.path.startswith("hydra.launcher."):
+    elif leaf.path.startswith("hydra.launcher.") and not leaf.path.startswith(_PRIVATE):
         yield Violation(
             leaf.path,
             "is a secret, which the batch script would store; leave it out, since jobs inherit this environment",

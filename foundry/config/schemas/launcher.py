@@ -1,8 +1,10 @@
 """Settings of the launchers (`hydra/launcher`), which start the jobs of a sweep."""
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, ClassVar
 
 from omegaconf import DictConfig, OmegaConf
@@ -198,7 +200,78 @@ class SubmititLocal(Launcher):
             yield Violation("hydra.launcher.gpus_per_node", f"is {self.gpus_per_node} {message}")
 
 
-SCHEMAS: tuple[type[Launcher], ...] = (Local, Slurm)
+class PlacementStrategy(Enum):
+    """Distribution of a job's nodes over the machines of a Ray cluster."""
+
+    STRICT_SPREAD = "STRICT_SPREAD"
+    SPREAD = "SPREAD"
+    PACK = "PACK"
+    STRICT_PACK = "STRICT_PACK"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ray(Launcher):
+    """Jobs of a Ray cluster; settings are named as in `slurm`."""
+
+    option: ClassVar[str] = "ray"
+    _target_: str = f"{PLUGINS}.RayLauncher"
+    address: str | None = setting(
+        None,
+        "address of the cluster, such as 10.0.0.1:6379; null: the environment variable RAY_ADDRESS, or else the "
+        "cluster of this machine; local: start Ray on this machine, for this sweep only",
+    )
+    nodes: int = setting(1, "nodes per job", ge=1, le=10**6)
+    tasks_per_node: int = setting(1, "processes per node; times nodes: the number of ranks", ge=1, le=1024)
+    cpus_per_task: int = setting(1, "cores per process, including the workers of the data loader", ge=1, le=10**5)
+    gpus_per_task: float | None = setting(
+        None, "GPUs per process; with a fraction, several jobs share a GPU; null: none", ge=0, le=1
+    )
+    mem_gb: float | None = setting(
+        None, "memory per node in GB to reserve; Ray does not enforce it; null: none", gt=0, le=10**6
+    )
+    resources: dict[str, float] = setting(dict, "custom resources per process, as in +hydra.launcher.resources.a100=1")
+    strategy: PlacementStrategy = setting(
+        PlacementStrategy.STRICT_SPREAD,
+        "whether the nodes of a job must be different machines (STRICT_SPREAD), the same one (STRICT_PACK), or "
+        "preferably so (SPREAD, PACK)",
+    )
+    array_parallelism: int = setting(
+        256, "maximum number of jobs of the sweep that are in Ray's queue or run at the same time", ge=1, le=10**6
+    )
+    max_restarts: int = setting(
+        3, "maximum number of times that a job is started again after one of its nodes has died", ge=0, le=10**6
+    )
+    env_vars: dict[str, str] = setting(
+        dict, "environment variables of the jobs, as in '+hydra.launcher.env_vars.HF_TOKEN=${oc.env:HF_TOKEN}'"
+    )
+    runtime_env: dict[str, Any] = setting(
+        dict, "Ray's runtime environment, which Ray prepares on each node, as in +hydra.launcher.runtime_env.pip=[foo]"
+    )
+    autoscaling: bool = setting(
+        False, "the cluster adds nodes on demand: accept jobs that none of the present nodes can run"
+    )
+
+    def check(self, nproc_per_node: int) -> Iterator[Violation]:
+        """Check for settings that contradict each other or `distributed.nproc_per_node`."""
+        if nproc_per_node != 1:
+            message = "but Ray starts the processes; set hydra.launcher.tasks_per_node instead"
+            yield Violation("distributed.nproc_per_node", f"is {nproc_per_node} {message}")
+        if self.address is not None and "://" in self.address:
+            message = "but foundry connects as a node of the cluster does; set HOST:PORT, and start the command there"
+            yield Violation("hydra.launcher.address", f"is {self.address} {message}")
+        if self.gpus_per_task and self.gpus_per_task < 1 and self.nodes * self.tasks_per_node > 1:
+            message = f"but a job has {self.nodes * self.tasks_per_node} processes, each of which needs its own GPU"
+            yield Violation("hydra.launcher.gpus_per_task", f"is {self.gpus_per_task:g} {message}; set it to 1")
+        for name, amount in self.resources.items():
+            if name in ("CPU", "GPU", "memory") or not 0 < amount < math.inf:
+                message = f"is {amount:g}; set a positive amount of a custom resource, or cpus_per_task, gpus_per_task"
+                yield Violation(f"hydra.launcher.resources.{name}", f"{message} or mem_gb")
+        if "env_vars" in self.runtime_env:
+            message = "would be written to Ray's logs; set hydra.launcher.env_vars instead"
+            yield Violation("hydra.launcher.runtime_env.env_vars", message)
+
+
+SCHEMAS: tuple[type[Launcher], ...] = (Local, Slurm, Ray)
 _OF_PLUGIN: dict[str, type[Launcher]] = {SubmititSlurm._target_: SubmititSlurm, SubmititLocal._target_: SubmititLocal}
 
 

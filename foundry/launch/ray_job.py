@@ -1,0 +1,253 @@
+"""One job of `hydra/launcher=ray`: a placement group with an actor for each rank, started again if a node dies."""
+
+import os
+import time
+import uuid
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from foundry import __version__
+from foundry.config.schemas.launcher import Ray
+from foundry.launch.job_state import JobState, Phase
+from foundry.launch.local import describe_exit
+from foundry.launch.ray_actor import Place, RankActor
+from foundry.launch.ray_cluster import bundle
+from foundry.run_dir.attempt import ATTEMPT
+from foundry.run_dir.files import write_atomically
+from foundry.run_dir.names import OUTPUT, RAY
+from foundry.run_dir.redact import one_line
+from foundry.run_dir.status import read_status, write_status
+
+_PATIENCE_SECONDS = 5.0  # from the first end of a rank until SIGTERM to the others, which may fail as a consequence
+_LAST_PATIENCE_SECONDS = 30.0  # from the first end until SIGKILL
+_CALLS = 8  # concurrent calls of an actor: `wait` does not return before the rank ends
+_WAITING = {
+    "INFEASIBLE": "no node of the Ray cluster has these resources",
+    "NO_RESOURCES": "Resources",
+    "QUEUED": "Ray's queue",
+}
+"""Reasons for which a placement group waits, by Ray's names; `Resources` is also Slurm's word."""
+
+_IDENTITY = ("class_name: ", "actor_id: ", "pid: ", "namespace: ", "ip: ")
+
+
+class RayJob:
+    """A job in a Ray cluster.
+
+    Args:
+        module: module that executes the run of a run directory.
+        run_dir: the run directory.
+        settings: settings of the launcher.
+    """
+
+    def __init__(self, module: str, run_dir: Path, settings: Ray) -> None:
+        self._module, self._run_dir, self._settings = module, run_dir, settings
+        self._num_restarts = 0
+        self._is_stopping = False
+        self._end: JobState | None = None
+        self._submit()
+
+    def poll(self) -> JobState:
+        """Return the state of the job; start its ranks when Ray has placed all actors, and restart lost ranks."""
+        if self._end is None:
+            return self._poll_ranks() if self._places else self._poll_actors()
+        return self._end
+
+    def stop(self, *, kill: bool = False) -> None:
+        """Let the ranks save and stop, or kill them; a job that waits for a place leaves Ray's queue."""
+        self._is_stopping = True
+        if self._end is not None:
+            return
+        if not self._places:
+            self._finish(JobState(phase=Phase.ENDED, detail="it was stopped before it started", outcome="stopped"))
+            return
+        for rank in self._refs.values():
+            self._actors[rank].stop.remote(kill=kill)
+
+    def output(self) -> Path:
+        """Return the file with the output of the first rank that failed, or else of rank 0."""
+        return self._run_dir / _output_name(next((rank for rank, end in self._ends.items() if end), 0))
+
+    def _submit(self) -> None:
+        """Create a placement group, and actors that Ray starts when all nodes of the group are free."""
+        import ray
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        settings = self._settings
+        self._token = uuid.uuid4().hex
+        write_atomically(self._run_dir / RAY, self._token)
+        self._places = list[Place]()
+        self._calls = list[Callable[[], Any]]()
+        """For each rank, a function that starts it unless it has been started, and returns a reference to its end."""
+        self._refs = dict[Any, int]()
+        """Rank by the reference to its end, for ranks that have not ended."""
+        self._ends = dict[int, int | str]()
+        """Exit code of each rank that has ended, or the reason why its actor is lost, in order of their ends."""
+        self._first_end_time = 0.0
+        self._group = placement_group([bundle(settings)] * settings.nodes, strategy=settings.strategy.value)
+        actor = ray.remote(RankActor)
+        options = {
+            "num_cpus": settings.cpus_per_task,
+            "num_gpus": settings.gpus_per_task or 0,
+            "memory": int(bundle(settings).get("memory", 0)) // settings.tasks_per_node or None,
+            "resources": dict(settings.resources) or None,
+            "max_concurrency": _CALLS,
+            "runtime_env": dict(settings.runtime_env) or None,
+        }
+        strategies = [PlacementGroupSchedulingStrategy(self._group, node) for node in range(settings.nodes)]
+        self._actors = [
+            actor.options(**options, scheduling_strategy=strategy).remote()
+            for strategy in strategies
+            for _ in range(settings.tasks_per_node)
+        ]
+        arguments = str(self._run_dir), self._token, str(Path.cwd()), __version__
+        self._place_refs = [actor.locate.remote(*arguments) for actor in self._actors]
+
+    def _poll_actors(self) -> JobState:
+        """Start the ranks if Ray has started all actors."""
+        import ray
+        from ray.exceptions import ActorDiedError, RayError
+        from ray.util.placement_group import placement_group_table
+
+        ready, pending = ray.wait(self._place_refs, num_returns=len(self._place_refs), timeout=0)
+        try:
+            places = ray.get(ready)
+        except ActorDiedError as error:
+            if _is_node_death(error):
+                return self._restart(_describe_death(error))
+            return self._finish(_failed(f"Ray cannot start an actor: {_describe_death(error)}"))
+        except RayError as error:
+            return self._finish(_failed(f"Ray cannot start an actor: {one_line(str(error))}"))
+        if problems := [place.problem for place in places if place.problem]:
+            return self._finish(_failed(problems[0]))
+        if pending:
+            stats = placement_group_table(self._group).get("stats", {})
+            reason = _WAITING.get(stats.get("scheduling_state", ""), "Ray starts its actors")
+            return JobState(phase=Phase.WAITING, detail=reason)
+        self._places = places
+        self._start_ranks()
+        return self._running()
+
+    def _start_ranks(self) -> None:
+        """Start a process for each rank; a job with one rank needs no process group."""
+        settings, num_ranks = self._settings, len(self._actors)
+        variables = {
+            "OMP_NUM_THREADS": str(settings.cpus_per_task),
+            "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+            **settings.env_vars,
+            ATTEMPT: self._token,
+        }
+        for rank, actor in enumerate(self._actors):
+            own = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank % settings.tasks_per_node),
+                "WORLD_SIZE": str(num_ranks),
+                "LOCAL_WORLD_SIZE": str(settings.tasks_per_node),
+                "MASTER_ADDR": self._places[0].host,
+                "MASTER_PORT": str(self._places[0].port),
+            }
+            own_variables = variables | own if num_ranks > 1 else variables
+            folder = str(Path.cwd())
+            arguments = self._module, str(self._run_dir), _output_name(rank), folder, own_variables
+            self._calls.append(partial(actor.run.remote, *arguments))
+            self._refs[self._calls[rank]()] = rank
+
+    def _running(self) -> JobState:
+        hosts = list(dict.fromkeys(place.host for place in self._places))
+        return JobState(phase=Phase.RUNNING, detail=", ".join(hosts))
+
+    def _poll_ranks(self) -> JobState:
+        """Note the ranks that have ended; end the other ranks after a failure; return the state of the job."""
+        self._note_ends()
+        if self._refs:
+            self._end_others()
+            return self._running()
+        lost = {rank: end for rank, end in self._ends.items() if isinstance(end, str)}
+        if lost and read_status(self._run_dir).get("state") != "finished":
+            rank, reason = next(iter(lost.items()))
+            return self._restart(f"rank {rank} is lost: {reason}")
+        codes = {rank: end for rank, end in self._ends.items() if isinstance(end, int)}
+        rank, code = next(((rank, code) for rank, code in codes.items() if code), (0, 0))
+        how = describe_exit(128 - code if code > 128 else code)
+        return self._finish(_failed(f"rank {rank} {how}" if len(self._actors) > 1 else how))
+
+    def _note_ends(self) -> None:
+        import ray
+        from ray.exceptions import ActorDiedError, ActorUnavailableError
+
+        ended, _ = ray.wait(list(self._refs), num_returns=len(self._refs), timeout=0)
+        for ref in ended:
+            rank = self._refs.pop(ref)
+            try:
+                self._ends[rank] = ray.get(ref)
+            except ActorUnavailableError:  # Ray does not know yet whether the actor is dead
+                self._refs[self._calls[rank]()] = rank
+                continue
+            except ActorDiedError as error:
+                self._ends[rank] = _describe_death(error)
+            self._first_end_time = self._first_end_time or time.monotonic()
+
+    def _end_others(self) -> None:
+        """After a rank has failed, stop the others, which may wait for it; later kill them."""
+        if not any(self._ends.values()):
+            return
+        elapsed_seconds = time.monotonic() - self._first_end_time
+        for rank in self._refs.values():
+            if elapsed_seconds > _PATIENCE_SECONDS:
+                self._actors[rank].stop.remote(kill=elapsed_seconds > _LAST_PATIENCE_SECONDS)
+
+    def _restart(self, reason: str) -> JobState:
+        """Submit the job again after a node has died, unless it is being stopped or was restarted too often."""
+        limit = self._settings.max_restarts
+        if self._is_stopping:
+            return self._finish(JobState(phase=Phase.ENDED, detail=reason, outcome="stopped"))
+        if self._num_restarts >= limit:
+            reason = f"{reason}; hydra.launcher.max_restarts={limit} is reached; the same command resumes it"
+            write_status(self._run_dir, state="lost", reason=reason)  # a surviving rank may have recorded a consequence
+            return self._finish(JobState(phase=Phase.ENDED, detail=reason, outcome="lost"))
+        self._release()
+        self._num_restarts += 1
+        note = f"restart {self._num_restarts} of {limit} after: {reason}"
+        restarts = [*read_status(self._run_dir).get("restarts", []), reason]
+        write_status(self._run_dir, state="requeued", reason=note, restarts=restarts)
+        self._submit()
+        return JobState(phase=Phase.WAITING, detail=note)
+
+    def _finish(self, end: JobState) -> JobState:
+        self._end = end
+        self._release()
+        return end
+
+    def _release(self) -> None:
+        """Give the resources of the job back to Ray; its ranks have ended or are lost."""
+        import ray
+        from ray.util.placement_group import remove_placement_group
+
+        for actor in self._actors:
+            ray.kill(actor)
+        remove_placement_group(self._group)
+
+
+def _output_name(rank: int) -> str:
+    return OUTPUT if rank == 0 else f"output.rank{rank}.log"
+
+
+def _failed(detail: str) -> JobState:
+    return JobState(phase=Phase.ENDED, detail=detail)
+
+
+def _is_node_death(error: Exception) -> bool:
+    return "node has died" in str(error)
+
+
+def _describe_death(error: Exception) -> str:
+    """Return one line about the death of an actor: its node, or Ray's explanation without the actor's identity."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    fields = dict(line.split(": ", 1) for line in lines if line.startswith(_IDENTITY))
+    if _is_node_death(error):
+        return f"node {fields.get('ip', '')} has died"
+    details = [line for line in lines[1:] if not line.startswith(_IDENTITY)]
+    return one_line(" ".join(details or lines) or type(error).__name__)

@@ -1,0 +1,78 @@
+"""`hydra/launcher=ray`: the jobs of a sweep on a Ray cluster.
+
+Ray places and starts the ranks of a job; foundry keeps its own process group, checkpoints and restarts. The actors end
+with this process, so if it is killed, the jobs save and stop, and the same command resumes the sweep.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from foundry.config.schemas.device import DeviceKind
+from foundry.config.schemas.launcher import Ray, resolve_launcher
+from foundry.launch.composed_job import ComposedJob
+from foundry.launch.job_state import JobState
+from foundry.launch.launchers import FrozenLauncher
+from foundry.launch.ray_cluster import check_nodes, connect
+from foundry.launch.ray_job import RayJob
+from foundry.run_dir.files import read_tail
+
+
+class RayLauncher(FrozenLauncher):
+    """Launcher that runs each job as a placement group with an actor for each rank."""
+
+    title = "Ray"
+    has_queue = True
+    poll_seconds = (0.5, 2.0)
+
+    def __init__(self, work: Callable[[Path], int], **settings: Any) -> None:
+        super().__init__(work, **settings)
+        self._jobs = dict[str, RayJob]()
+
+    def check(self, configs: Sequence[DictConfig]) -> None:
+        """Connect to the cluster, and check that its nodes can run each job.
+
+        Raises:
+            ConfigError: Ray is not installed, no cluster responds, or no node can run a job.
+        """
+        connect(_resolve_settings(configs[0]))
+        import ray
+
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        for config in configs:
+            uses_gpu = config.device.kind is not DeviceKind.cpu
+            check_nodes(_resolve_settings(config), nodes, uses_gpu=uses_gpu)
+
+    def places(self, configs: Sequence[DictConfig], limit: int) -> int:
+        """Return the maximum number of jobs in Ray's queue and running."""
+        return _resolve_settings(configs[0]).array_parallelism
+
+    def submit(self, jobs: Sequence[ComposedJob]) -> dict[int, str]:
+        """Put jobs into Ray's queue."""
+        ids = {job.index: str(job.index) for job in jobs}
+        for job in jobs:
+            settings = _resolve_settings(job.config)
+            self._jobs[ids[job.index]] = RayJob(self.work.__module__, job.run_dir, settings)
+        return ids
+
+    def poll(self, ids: Collection[str]) -> dict[str, JobState]:
+        """Return the states of jobs; jobs that Ray has placed start, and jobs whose node died are submitted again."""
+        return {job_id: self._jobs[job_id].poll() for job_id in ids if job_id in self._jobs}
+
+    def cancel(self, ids: Collection[str], *, kill: bool = False) -> None:
+        """Ask jobs to save and stop, or kill them."""
+        for job_id in ids:
+            self._jobs[job_id].stop(kill=kill)
+
+    def logs(self, job_id: str) -> str:
+        """Return the last line of output of the rank that failed first."""
+        lines = read_tail(self._jobs[job_id].output()).strip().splitlines()
+        return lines[-1].strip() if lines else ""
+
+
+def _resolve_settings(config: DictConfig) -> Ray:
+    settings = resolve_launcher(config)
+    assert isinstance(settings, Ray)
+    return settings
