@@ -4,15 +4,13 @@ Hydra's own launchers compose a job where it runs, from the YAML files as they a
 save the configuration that was composed and checked, and a job uses only that configuration.
 """
 
-import sys
+import time
 from abc import abstractmethod
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, ClassVar
 
-from hydra.core.utils import JobReturn, JobStatus, setup_globals
+from hydra.core.utils import JobReturn
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
@@ -20,47 +18,38 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from foundry.config.composition.hydra_internals import current_config
 from foundry.config.record.frozen import hash_config, save_config, save_yaml
 from foundry.config.schemas.root import Config, to_config
+from foundry.launch.composed_job import ComposedJob, set_number
+from foundry.launch.job_queue import JobQueue
+from foundry.launch.job_state import JobState
 from foundry.run_dir.files import make_folder
 from foundry.run_dir.lock import is_held
-from foundry.run_dir.names import HYDRA, LOG, STATUS
-from foundry.run_dir.redact import printable
-from foundry.run_dir.result import read_result
+from foundry.run_dir.names import HYDRA, STATUS
 from foundry.run_dir.status import read_status, write_status
-
-
-class JobFailed(Exception):
-    """A job did not finish; the message contains its name, its state and the reason."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ComposedJob:
-    """A job to start, with its composed configuration.
-
-    Attributes:
-        index: number of the job in the sweep.
-        overrides: all overrides of the job.
-        label: overrides that differ between the jobs.
-        run_dir: absolute path of the run directory.
-        config: the whole configuration, including Hydra's.
-    """
-
-    index: int
-    overrides: tuple[str, ...]
-    label: str
-    run_dir: Path
-    config: DictConfig
-
-    def __str__(self) -> str:
-        return f"job {self.index} ({self.label})" if self.label else f"job {self.index}"
 
 
 class FrozenLauncher(Launcher):
     """Launcher that runs jobs with the configurations that were checked.
 
+    A launcher has four methods: `submit`, `poll`, `cancel` and `logs`. `JobQueue` calls them; it does everything that
+    launchers have in common.
+
     Attributes:
         work: entry point of a job's process: executes the run of a run directory, and returns the exit code.
+        master: configuration of the sweep.
         detached: whether the launcher left jobs running; their results are in their run directories only.
+        title: name of the scheduler for messages.
+        survives: whether jobs continue without this process, so that Ctrl-C asks whether to cancel them.
+        in_process: whether `submit` runs a job to its end in this process, which then handles signals itself.
+        skips_locked: whether a job is skipped if another process trains in its run directory; otherwise the job itself
+            waits for that process to save and exit.
+        poll_seconds: first and last interval between polls.
     """
+
+    title: ClassVar[str] = "the launcher"
+    survives: ClassVar[bool] = False
+    in_process: ClassVar[bool] = False
+    skips_locked: ClassVar[bool] = False
+    poll_seconds: ClassVar[tuple[float, float]] = (1.0, 15.0)
 
     def __init__(self, work: Callable[[Path], int], **settings: Any) -> None:
         """Create a launcher; `settings` are ignored, because each job's configuration contains its own."""
@@ -70,7 +59,12 @@ class FrozenLauncher(Launcher):
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Store Hydra's context and the configuration of the sweep."""
         self._context = hydra_context
-        self._master = config
+        self.master = config
+
+    @property
+    def sweep_dir(self) -> str:
+        """The sweep directory, as the user wrote it."""
+        return str(self.master.hydra.sweep.dir)
 
     def check(self, configs: Sequence[DictConfig]) -> None:
         """Check that the machine or the cluster can run the jobs; called before any file of a sweep is written.
@@ -79,17 +73,75 @@ class FrozenLauncher(Launcher):
             ConfigError: the machine or the cluster cannot run a job; the message has the reason.
         """
 
+    @abstractmethod
+    def submit(self, jobs: Sequence[ComposedJob]) -> dict[int, str]:
+        """Start jobs whose run directories are prepared; return the launcher's id of each by job index.
+
+        Raises:
+            ConfigError: the jobs are refused.
+            Unreachable: no job was started; the queue calls again later.
+        """
+
+    @abstractmethod
+    def poll(self, ids: Collection[str]) -> dict[str, JobState]:
+        """Return the states of jobs by id, without those that are unknown.
+
+        Raises:
+            Unreachable: the states cannot be determined now; the queue calls again later.
+        """
+
+    @abstractmethod
+    def cancel(self, ids: Collection[str], *, kill: bool = False) -> None:
+        """Ask jobs to save and stop, or kill them.
+
+        Raises:
+            Unreachable: the queue calls again later.
+        """
+
+    @abstractmethod
+    def logs(self, job_id: str) -> str:
+        """Return the last line of output of a job that recorded no reason for its end; empty without output."""
+
+    def places(self, configs: Sequence[DictConfig], limit: int) -> int | None:
+        """Prepare to run jobs, and return the number of jobs that can run at a time; called before the first job.
+
+        Args:
+            configs: configurations of the first jobs.
+            limit: maximum number of jobs at a time that the sweep asks for.
+
+        Returns:
+            The number of places; None if every job is submitted at once, to a scheduler with a queue of its own.
+        """
+        return None
+
+    def attach(self, jobs: Sequence[ComposedJob]) -> dict[int, str]:
+        """Return, by job index, the ids of jobs that an earlier command submitted and that have not ended."""
+        return {}
+
+    def wait(self, seconds: float) -> None:
+        """Wait for a time, or until a job may have ended."""
+        time.sleep(seconds)
+
+    def format_ids(self, ids: Iterable[str]) -> str:
+        """Return ids of jobs as text."""
+        return ", ".join(ids)
+
+    def cancel_command(self, ids: Iterable[str]) -> str:
+        """Return the command with which a user cancels jobs; empty if there is none."""
+        return ""
+
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Compose the jobs of a sweeper that is not foundry's, and run them as `start` does."""
         shared_overrides = set.intersection(*map(set, job_overrides))
         jobs = []
         for index, overrides in enumerate(map(tuple, job_overrides), initial_job_idx):
-            config = self._context.config_loader.load_sweep_config(self._master, list(overrides))
+            config = self._context.config_loader.load_sweep_config(self.master, list(overrides))
             set_number(config, index)
             with current_config(config):
                 run_dir = Path(str(config.hydra.sweep.dir), str(config.hydra.sweep.subdir)).absolute()
             label = " ".join(override for override in overrides if override not in shared_overrides)
             jobs.append(ComposedJob(index=index, overrides=overrides, label=label, run_dir=run_dir, config=config))
+        self.check([job.config for job in jobs])
         return self.start(jobs)
 
     def start(self, jobs: Sequence[ComposedJob]) -> list[JobReturn]:
@@ -100,11 +152,13 @@ class FrozenLauncher(Launcher):
             KeyboardInterrupt: Ctrl-C ended the wait.
             SystemExit: another signal ended the wait; the code is 128 + its number.
         """
-        setup_globals()
-        for job in jobs:
-            self.prepare(job)
-        self.run(jobs)
-        return [_job_return(job, detached=self.detached) for job in jobs]
+        with JobQueue(self, limit=len(jobs)) as queue:
+            queue.add(jobs)
+            if OmegaConf.select(self.master, "hydra.launcher.detach"):
+                queue.detach()
+            while queue.next_ended():
+                pass
+        return [job.result(detached=self.detached) for job in jobs]
 
     def prepare(self, job: ComposedJob) -> None:
         """Write a job's configuration to its run directory, and the files that Hydra writes if it runs a job itself."""
@@ -121,52 +175,6 @@ class FrozenLauncher(Launcher):
             config = to_config(composed)
         save_config(config, job.run_dir)
         queue_job(job.run_dir, config)
-
-    @abstractmethod
-    def run(self, jobs: Sequence[ComposedJob]) -> None:
-        """Run the jobs; on return, the status.json of each job is up to date."""
-
-
-class Ledger:
-    """Prints one line for each change of a job's state, with the number of jobs in each state.
-
-    Args:
-        jobs: jobs of the sweep.
-        stream: output stream; None for standard output.
-    """
-
-    def __init__(self, jobs: Iterable[ComposedJob], *, stream: TextIO | None = None) -> None:
-        self._states = {job.index: ("queued", "") for job in jobs}
-        self._stream = stream
-
-    def note(self, job: ComposedJob, state: str, reason: str = "") -> None:
-        """Record the current state of a job, and print it if it has changed."""
-        if self._states[job.index] == (state, reason):
-            return
-        self._states[job.index] = (state, reason)
-        counts = Counter(state for state, _ in self._states.values())
-        summary = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
-        say(f"{job}: {state}{f' ({reason})' if reason else ''}; {summary}", self._stream)
-
-    def note_end(self, job: ComposedJob) -> None:
-        """Record and print how a job ended, according to its status.json."""
-        status = read_status(job.run_dir)
-        state = status.get("state", "lost")
-        self.note(job, state, "" if state == "finished" else status.get("reason", ""))
-
-
-def say(line: str, stream: TextIO | None = None) -> None:
-    """Print a line for the user who watches the sweep, to standard output or another stream."""
-    stream = stream or sys.stdout
-    stream.write(f"{printable(line)}\n")
-    stream.flush()
-
-
-def set_number(config: DictConfig, number: int) -> None:
-    """Set the number of a job in its configuration; `hydra.sweep.subdir` is derived from it."""
-    with open_dict(config):
-        config.hydra.job.num = number
-        config.hydra.job.id = str(number)
 
 
 def queue_job(run_dir: Path, config: Config) -> None:
@@ -185,23 +193,3 @@ def queue_job(run_dir: Path, config: Config) -> None:
     write_status(run_dir, state="queued", reason="", config_hash=config_hash)
     if is_new:
         save_config(config, run_dir)
-
-
-def _job_return(job: ComposedJob, *, detached: bool) -> JobReturn:
-    """Return the result of a job for Hydra's sweeper: the metric, the reason of a failure, or None if left running."""
-    status = read_status(job.run_dir)
-    returned = JobReturn(
-        overrides=list(job.overrides), working_dir=str(job.run_dir), task_name=job.config.hydra.job.name
-    )
-    state = status.get("state", "lost")
-    if state == "finished":
-        returned.return_value = read_result(job.run_dir).get("metric")
-        returned.status = JobStatus.COMPLETED
-    elif detached:
-        returned.return_value = None
-        returned.status = JobStatus.COMPLETED
-    else:
-        reason = f"{job} is {state}: {status.get('reason', '')}; see {job.run_dir / LOG}"
-        returned.return_value = JobFailed(reason)
-        returned.status = JobStatus.FAILED
-    return returned

@@ -13,13 +13,14 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -29,13 +30,14 @@ from foundry.config.schemas.launcher import Local, resolve_launcher
 from foundry.core.errors import ConfigError, Violation, counted
 from foundry.core.part_names import current_path
 from foundry.core.safe_path import VARIABLE
-from foundry.launch.launchers import ComposedJob, FrozenLauncher, Ledger, say
-from foundry.launch.local import begin_session, block_interrupts, collect_signals, describe_exit, signal_exception
+from foundry.launch.composed_job import ComposedJob
+from foundry.launch.job_state import JobState, Phase
+from foundry.launch.launchers import FrozenLauncher
+from foundry.launch.ledger import say
+from foundry.launch.local import begin_session, block_interrupts, describe_exit
 from foundry.run_dir.files import open_regular
 from foundry.run_dir.names import OUTPUT
-from foundry.run_dir.status import read_status, write_status
-
-_POLL_SECONDS = 0.2
+from foundry.run_dir.status import write_status
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,13 @@ class Share:
 class LocalLauncher(FrozenLauncher):
     """Launcher that runs `n_jobs` jobs at a time; a job that fails or dies does not affect the others."""
 
+    poll_seconds = (0.2, 0.2)
+
+    def __init__(self, work: Callable[[Path], int], **settings: Any) -> None:
+        super().__init__(work, **settings)
+        self._running = dict[str, tuple[ForkServerProcess, Share]]()
+        self._ends = dict[str, JobState]()
+
     def check(self, configs: Sequence[DictConfig]) -> None:
         """Check that no job needs more GPUs than are visible; on a machine without GPUs, nothing is checked.
 
@@ -66,94 +75,52 @@ class LocalLauncher(FrozenLauncher):
                 message = f"is {nproc} but the number of visible GPUs is {len(gpus)}"
                 raise ConfigError(Violation("distributed.nproc_per_node", message))
 
-    def run(self, jobs: Sequence[ComposedJob]) -> None:
-        """Run the jobs until all have ended or a signal arrives.
-
-        On a signal, the running jobs save and stop, and no further jobs start.
-
-        Raises:
-            KeyboardInterrupt: Ctrl-C arrived; a second Ctrl-C killed the running jobs.
-            SystemExit: another signal arrived; the code is 128 + its number.
-        """
-        settings = resolve_launcher(self._master)
+    def places(self, configs: Sequence[DictConfig], limit: int) -> int:
+        """Divide the machine, and start the process from which jobs are forked."""
+        settings = resolve_launcher(self.master)
         assert isinstance(settings, Local)
-        nproc = max(job.config.distributed.nproc_per_node for job in jobs)
-        shares = divide(settings, nproc, sorted(os.sched_getaffinity(0)), visible_gpus(), len(jobs))
-        say(f"{counted(len(jobs), 'job')}, {len(shares)} at a time")
-        try:
-            with _threads(shares, nproc):
-                server = _start_server(jobs, self.work)
-                with collect_signals() as signals:
-                    _Pool(self.work, jobs, shares, server, signals).run()
-            if signals:
-                raise signal_exception(signals[0])
-        except (KeyboardInterrupt, SystemExit):
-            say(f"the same command with hydra.sweep.dir={self._master.hydra.sweep.dir} resumes from there")
-            raise
+        nproc = max(config.distributed.nproc_per_node for config in configs)
+        shares = divide(settings, nproc, sorted(os.sched_getaffinity(0)), visible_gpus(), limit)
+        say(f"{counted(limit, 'job')}, {len(shares)} at a time")
+        self._free_shares = deque(shares)
+        with _threads(shares, nproc):
+            self._server = _start_server(configs, self.work)
+        return len(shares)
 
+    def submit(self, jobs: Sequence[ComposedJob]) -> dict[int, str]:
+        """Start a process for each job."""
+        ids = {}
+        for job in jobs:
+            write_status(job.run_dir, state="queued", reason="")
+            share = self._free_shares.popleft()
+            process = self._server.Process(target=_run_job, args=(self.work, job.run_dir, share), name=str(job))
+            process.start()
+            ids[job.index] = str(process.pid)
+            self._running[str(process.pid)] = process, share
+        return ids
 
-class _Pool:
-    """Waiting and running jobs of a sweep, with the free shares of the machine."""
+    def poll(self, ids: Collection[str]) -> dict[str, JobState]:
+        """Return the states of processes; the share of a process that has ended becomes free."""
+        for job_id in ids:
+            if job_id in self._running and (code := self._running[job_id][0].exitcode) is not None:
+                process, share = self._running.pop(job_id)
+                process.close()
+                self._free_shares.append(share)
+                self._ends[job_id] = JobState(phase=Phase.ENDED, detail=describe_exit(code))
+        return {job_id: self._ends.get(job_id, JobState(phase=Phase.RUNNING)) for job_id in ids}
 
-    def __init__(
-        self,
-        work: Callable[[Path], int],
-        jobs: Sequence[ComposedJob],
-        shares: Sequence[Share],
-        server: ForkServerContext,
-        signals: Sequence[signal.Signals],
-    ) -> None:
-        self._work = work
-        self._waiting = deque(jobs)
-        self._free = deque(shares)
-        self._server = server
-        self._signals = signals
-        self._running: dict[ForkServerProcess, tuple[ComposedJob, Share]] = {}
-        self._ledger = Ledger(jobs)
-        self._stopping = False
+    def cancel(self, ids: Collection[str], *, kill: bool = False) -> None:
+        """Send SIGTERM or SIGKILL to processes."""
+        for process, _ in [self._running[job_id] for job_id in ids if job_id in self._running]:
+            process.kill() if kill else process.terminate()
 
-    def run(self) -> None:
-        """Start and watch jobs until all have ended; after a signal, until all running jobs have ended."""
-        while self._running or (self._waiting and not self._signals):
-            while self._waiting and self._free and not self._signals:
-                self._start(self._waiting.popleft(), self._free.popleft())
-            wait([process.sentinel for process in self._running], _POLL_SECONDS)
-            self._obey_signals()
-            for process in [process for process in self._running if not process.is_alive()]:
-                self._settle(process)
+    def logs(self, job_id: str) -> str:
+        """Return nothing: the exit code explains the end of a process."""
+        return ""
 
-    def _start(self, job: ComposedJob, share: Share) -> None:
-        write_status(job.run_dir, state="queued", reason="")
-        process = self._server.Process(target=_run_job, args=(self._work, job.run_dir, share), name=str(job))
-        process.start()
-        self._running[process] = job, share
-        self._ledger.note(job, "running")
-
-    def _obey_signals(self) -> None:
-        """Terminate the jobs after the first signal, so that they save and stop; kill them after a second Ctrl-C."""
-        if self._signals and not self._stopping:
-            self._stopping = True
-            text = f"{len(self._running)} running (saving and stopping), {len(self._waiting)} queued"
-            say(f"{self._signals[0].name}: {text}; a second Ctrl-C kills the running jobs")
-            for process in self._running:
-                process.terminate()
-        if list(self._signals).count(signal.SIGINT) > 1:
-            for process in self._running:
-                process.kill()
-
-    def _settle(self, process: ForkServerProcess) -> None:
-        """Record the end of a job; if the job recorded none, use the signal to the launcher or the exit code."""
-        job, share = self._running.pop(process)
-        self._free.append(share)
-        process.join()
-        assert process.exitcode is not None
-        state = read_status(job.run_dir).get("state")
-        if self._stopping and state not in ("finished", "failed"):
-            write_status(job.run_dir, state="stopped", reason=self._signals[0].name)
-        elif state not in ("finished", "failed", "stopped"):
-            write_status(job.run_dir, state="failed", reason=describe_exit(process.exitcode))
-        self._ledger.note_end(job)
-        process.close()
+    def wait(self, seconds: float) -> None:
+        """Wait for a time, or until a process ends."""
+        wait([process.sentinel for process, _ in self._running.values()], seconds)
 
 
 def divide(settings: Local, nproc: int, cores: Sequence[int], gpus: Sequence[str], num_jobs: int) -> list[Share]:
@@ -182,14 +149,14 @@ def divide(settings: Local, nproc: int, cores: Sequence[int], gpus: Sequence[str
     ]
 
 
-def _start_server(jobs: Iterable[ComposedJob], work: Callable[[Path], int]) -> ForkServerContext:
+def _start_server(configs: Iterable[DictConfig], work: Callable[[Path], int]) -> ForkServerContext:
     """Start the fork server, and wait until it has imported the modules that the jobs need.
 
     The server blocks Ctrl-C in the terminal, which would end it with a traceback. If the launcher is ended while this
     function waits, the server ends too.
     """
     server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(sorted({work.__module__, *_modules(jobs)}))
+    server.set_forkserver_preload(sorted({work.__module__, *_modules(configs)}))
     # Start the resource tracker now, because its start unblocks SIGINT, which must be blocked below.
     resource_tracker.ensure_running()
     with block_interrupts():
@@ -200,14 +167,14 @@ def _start_server(jobs: Iterable[ComposedJob], work: Callable[[Path], int]) -> F
     return server
 
 
-def _modules(jobs: Iterable[ComposedJob]) -> set[str]:
+def _modules(configs: Iterable[DictConfig]) -> set[str]:
     """Return the modules that the server imports: the training code and the foundry parts that the jobs use."""
     modules = {"foundry.engine.train", *(module.__name__ for name in GROUPS for module in group_modules(name))}
-    for job in jobs:
+    for config in configs:
         # torch's optimizers always import the compiler; foundry's do not.
-        if not str(OmegaConf.select(job.config, "optimizer._target_")).startswith("foundry."):
+        if not str(OmegaConf.select(config, "optimizer._target_")).startswith("foundry."):
             modules.add("torch._dynamo")
-        targets = (OmegaConf.select(job.config, f"{group!s}._target_") for group in job.config)
+        targets = (OmegaConf.select(config, f"{group!s}._target_") for group in config)
         paths = (current_path(str(target)) for target in targets if str(target).startswith("foundry."))
         modules |= {path.rpartition(".")[0] for path in paths}
     return modules

@@ -1,8 +1,7 @@
 """`hydra/launcher=sequential`, the default: the jobs of a sweep one after another in this process."""
 
 import logging
-import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from hydra.core.utils import JobReturn, JobStatus, configure_log
 from hydra.types import HydraContext, TaskFunction
@@ -10,11 +9,12 @@ from omegaconf import DictConfig
 
 from foundry.config.composition.hydra_internals import error_of
 from foundry.config.schemas.root import to_config
-from foundry.config.schemas.tracking import JSON
 from foundry.core.errors import format_reason
 from foundry.launch.claim import run_job
-from foundry.launch.launchers import ComposedJob, FrozenLauncher, Ledger, queue_job
-from foundry.run_dir.lock import RunDirectoryLostError, is_held
+from foundry.launch.composed_job import ComposedJob
+from foundry.launch.job_state import JobState, Phase
+from foundry.launch.launchers import FrozenLauncher, queue_job
+from foundry.run_dir.lock import RunDirectoryLostError
 from foundry.run_dir.status import read_status, write_status
 
 _log = logging.getLogger(__name__)
@@ -23,28 +23,29 @@ _log = logging.getLogger(__name__)
 class SequentialLauncher(FrozenLauncher):
     """Launcher that runs each job to its end; a failure is recorded, and the next job starts."""
 
+    in_process = True
+    skips_locked = True
+
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Store the task function too, because this launcher calls it in this process."""
         super().setup(hydra_context=hydra_context, task_function=task_function, config=config)
         self._task = task_function
 
     def prepare(self, job: ComposedJob) -> None:
-        """Write nothing: Hydra writes the files when the job starts."""
+        """Record the job as queued; Hydra writes its files when the job starts."""
+        queue_job(job.run_dir, to_config(job.config))
 
-    def run(self, jobs: Sequence[ComposedJob]) -> None:
-        """Run the jobs in order.
+    def places(self, configs: Sequence[DictConfig], limit: int) -> int:
+        """Return 1: jobs run one after the other."""
+        return 1
+
+    def submit(self, jobs: Sequence[ComposedJob]) -> dict[int, str]:
+        """Run jobs to their ends.
 
         Raises:
-            Stopped: a signal arrived; the current job has saved, and the following jobs stay queued.
+            Stopped: a signal arrived; the current job has saved.
         """
-        is_json = self._master.tracking.progress == JSON  # JSON of the jobs must be alone on standard output
-        ledger = Ledger(jobs, stream=sys.stderr if is_json else None)
         for job in jobs:
-            if is_held(job.run_dir):
-                ledger.note(job, "running", "in another process; this process does not wait for it")
-                continue
-            queue_job(job.run_dir, to_config(job.config))
-            ledger.note(job, "running")
             result = run_job(
                 hydra_context=self._context,
                 task_function=self._task,
@@ -54,9 +55,23 @@ class SequentialLauncher(FrozenLauncher):
             )
             if result.status is JobStatus.FAILED:
                 _record(job, result)
-            hydra = self._master.hydra
+            hydra = self.master.hydra
             configure_log(hydra.hydra_logging, hydra.verbose)
-            ledger.note_end(job)
+        return {job.index: str(job.index) for job in jobs}
+
+    def poll(self, ids: Collection[str]) -> dict[str, JobState]:
+        """Return that the jobs have ended."""
+        return {job_id: JobState(phase=Phase.ENDED, detail="it recorded no end", outcome="lost") for job_id in ids}
+
+    def cancel(self, ids: Collection[str], *, kill: bool = False) -> None:
+        """Do nothing: no job runs outside of `submit`."""
+
+    def logs(self, job_id: str) -> str:
+        """Return nothing: a job prints to the terminal."""
+        return ""
+
+    def wait(self, seconds: float) -> None:
+        """Return at once: no job runs outside of `submit`."""
 
 
 def _record(job: ComposedJob, result: JobReturn) -> None:

@@ -1,4 +1,4 @@
-"""Status of Slurm jobs that could not record their own end, derived from Slurm and from the output of `srun`."""
+"""Submission of a Slurm job, with the error output of its ranks and of `srun`."""
 
 import json
 import logging
@@ -6,11 +6,9 @@ import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from foundry.launch.slurm_queue import QueuedJob
 from foundry.run_dir.files import open_regular, read_tail, write_atomically
 from foundry.run_dir.names import SUBMISSION
 from foundry.run_dir.redact import one_line
-from foundry.run_dir.status import ENDED, read_status, write_status
 from foundry.run_dir.strict_json import DamagedFileError, read_object
 
 _TYPES = {"job_id": str, "error_output": str, "cluster": str}
@@ -18,8 +16,6 @@ _JOB_ID = re.compile(r"\d+([_+]\d+)?")
 _MOST_BYTES = 2**24
 _log = logging.getLogger(__name__)
 
-_LOST = ("NODE_FAIL", "BOOT_FAIL", "COMPLETED", "PREEMPTED")
-_ENDED_BY_SLURM = ("CANCELLED", "NODE_FAIL", "PREEMPTED", "TIMEOUT")
 _RANK_ENDED = re.compile(r"^srun: error: (?P<node>\S+): tasks? (?P<ranks>\S+): (?P<how>.+)$", re.MULTILINE)
 
 
@@ -53,6 +49,11 @@ class Submission:
             return None
         return cls(**{name: content[name] for name in _TYPES}) if _JOB_ID.fullmatch(content["job_id"]) else None
 
+    def last_output(self) -> str:
+        """Return the last line of the error output, except slurmstepd's messages; empty without output."""
+        lines = [line.strip() for line in read_tail(Path(self.error_output)).splitlines()]
+        return next((line for line in reversed(lines) if line and "slurmstepd" not in line), "")
+
     @staticmethod
     def forget(run_dir: Path) -> None:
         """Delete the submission of a job that has ended, so that the run directory can be submitted again."""
@@ -82,33 +83,3 @@ class ErrorOutput:
             return None
         hint = " (out of memory?)" if text["how"] == "Killed" else ""
         return f"rank {text['ranks']} on {text['node']}: {text['how']}{hint}"
-
-
-def settle(run_dir: Path, job_id: str, job: QueuedJob | None) -> None:
-    """Update the status.json of a job that has ended.
-
-    Args:
-        run_dir: run directory of the job.
-        job_id: job id of Slurm.
-        job: the job's state in Slurm; None if Slurm no longer knows the job.
-    """
-    status = read_status(run_dir)
-    if status.get("state") in ENDED:
-        if job is not None and job.state in _ENDED_BY_SLURM and status["state"] == "stopped":
-            write_status(run_dir, reason=f"{status.get('reason', '')}; {job}")
-        return
-    if job is None:
-        # The controller keeps no record of an array task that is canceled before it starts.
-        explanation = "was it canceled before it started?" if status.get("state") == "queued" else "it recorded no end"
-        write_status(run_dir, state="lost", reason=f"Slurm no longer knows job {job_id}; {explanation}")
-        return
-    text = _last_output(run_dir)
-    state = "lost" if job.state in _LOST else "stopped" if job.state == "CANCELLED" else "failed"
-    write_status(run_dir, state=state, reason=f"{job}{f'; last output: {text}' if text else ''}")
-
-
-def _last_output(run_dir: Path) -> str:
-    """Return the last line in a job's error output, except slurmstepd's messages; empty without output."""
-    submission = Submission.load(run_dir)
-    lines = read_tail(Path(submission.error_output)).splitlines() if submission else []
-    return next((line.strip() for line in reversed(lines) if line.strip() and "slurmstepd" not in line), "")

@@ -5,8 +5,6 @@ job is read from its run directory and from Slurm's controller, so no accounting
 """
 
 import shutil
-import sys
-import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,26 +12,27 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from foundry.config.schemas.launcher import GROUP, Slurm, resolve_launcher
-from foundry.core.errors import ConfigError, Violation, counted
-from foundry.launch.launchers import ComposedJob, FrozenLauncher, Ledger, say
-from foundry.launch.local import block_interrupts
-from foundry.launch.slurm_end import Submission, settle
-from foundry.launch.slurm_queue import QueuedJob, Unreachable, cancel, cluster_name, partitions, query
+from foundry.core.errors import ConfigError, Violation
+from foundry.launch.composed_job import ComposedJob
+from foundry.launch.job_state import JobState, Unreachable
+from foundry.launch.launchers import FrozenLauncher
+from foundry.launch.slurm_end import Submission
+from foundry.launch.slurm_queue import cancel, cluster_name, partitions, query
 from foundry.launch.slurm_submission import check_script, submit
 from foundry.launch.slurm_task import SlurmTask
 from foundry.launch.snapshot import snapshot
-from foundry.run_dir.status import ENDED, read_status
-
-_FIRST_POLL_SECONDS, _LAST_POLL_SECONDS = 1.0, 15.0
-_GLANCE_SECONDS = 0.01  # per job: interval between reads of the jobs' status.json
 
 
 class SlurmLauncher(FrozenLauncher):
     """Launcher that submits jobs, and waits for them unless `detach` is set."""
 
+    title = "Slurm"
+    survives = True
+
     def __init__(self, work: Callable[[Path], int], **settings: Any) -> None:
         super().__init__(work, **settings)
         self._checked_settings: list[Slurm] = []
+        self._submissions = dict[str, Submission]()
 
     def check(self, configs: Sequence[DictConfig]) -> None:
         """Check that the cluster accepts the jobs.
@@ -53,40 +52,58 @@ class SlurmLauncher(FrozenLauncher):
                 raise ConfigError(Violation(GROUP, message)) from None
             self._checked_settings.append(settings)
 
-    def run(self, jobs: Sequence[ComposedJob]) -> None:
-        """Submit the jobs that are not in the queue yet, and wait for all jobs unless `detach` is set.
+    def submit(self, jobs: Sequence[ComposedJob]) -> dict[int, str]:
+        """Submit jobs, those with the same settings as an array.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C ended the wait; at a terminal, the user has chosen whether to cancel the jobs.
+            ConfigError: Slurm rejects an array.
         """
-        self.check([job.config for job in jobs])
-        sweep_dir = Path(str(self._master.hydra.sweep.dir)).absolute()
-        ids = _find_queued(jobs)
-        for job in jobs:
-            if job.index in ids:
-                say(f"{job} is already in the queue as {ids[job.index]}")
-        try:
-            with block_interrupts():  # a job that was submitted but not recorded would be submitted again
-                ids |= _submit(self.work, [job for job in jobs if job.index not in ids], sweep_dir)
-            if _resolve_settings(self._master).detach:
-                self._detach(ids, sweep_dir)
-                return
-            say(f"{_count_text(ids)} in the queue: {_ids_text(ids.values())}")
-            _Watch(jobs, ids).run()
-        except KeyboardInterrupt:
-            if _ask_to_cancel():
-                cancel(ids.values())
-                say("canceled; running jobs save a checkpoint first")
-                _Watch(jobs, ids).run()
-            else:
-                self._detach(ids, sweep_dir)
-            raise
+        ids, cluster = dict[int, str](), cluster_name()
+        for settings, indices in _group_by_settings(job.config for job in jobs):
+            group = [jobs[index] for index in indices]
+            code = snapshot(Path(self.sweep_dir).absolute()) if settings.snapshot_code else None
+            submitted = submit(SlurmTask(self.work), settings, [job.run_dir for job in group], code)
+            for job, (job_id, error_output) in zip(group, submitted, strict=True):
+                ids[job.index] = job_id
+                self._submissions[job_id] = Submission(job_id=job_id, error_output=str(error_output), cluster=cluster)
+                self._submissions[job_id].save(job.run_dir)
+        return ids
 
-    def _detach(self, ids: dict[int, str], sweep_dir: Path) -> None:
-        self.detached = True
-        say(f"{_count_text(ids)} left in the queue: {_ids_text(ids.values())}")
-        say(f"to watch them: python -m foundry.report dir={sweep_dir.absolute()} watch=true")
-        say(f"to cancel them: scancel {_ids_text(ids.values(), ' ')}")
+    def attach(self, jobs: Sequence[ComposedJob]) -> dict[int, str]:
+        """Return, by job index, the Slurm ids of jobs that are in the queue; delete the other jobs' submissions."""
+        notes = {job: note for job in jobs if (note := Submission.load(job.run_dir)) is not None}
+        if not notes:
+            return {}
+        cluster = cluster_name()
+        queued_jobs = query([note.job_id for note in notes.values()])
+        ids = {}
+        for job, note in notes.items():
+            if note.cluster == cluster and note.job_id in queued_jobs and not queued_jobs[note.job_id].has_ended:
+                ids[job.index] = note.job_id
+                self._submissions[note.job_id] = note
+            else:
+                Submission.forget(job.run_dir)
+        return ids
+
+    def poll(self, ids: Collection[str]) -> dict[str, JobState]:
+        """Query Slurm for the states of jobs."""
+        return {job_id: job.as_job_state() for job_id, job in query(ids).items()}
+
+    def cancel(self, ids: Collection[str], *, kill: bool = False) -> None:
+        """Cancel jobs; Slurm sends SIGTERM first unless `kill` is set."""
+        cancel(ids, kill=kill)
+
+    def logs(self, job_id: str) -> str:
+        """Return the last line of a job's error output."""
+        return self._submissions[job_id].last_output()
+
+    def format_ids(self, ids: Iterable[str]) -> str:
+        """Return ids of jobs as text, each array once."""
+        return ", ".join(_arrays(ids))
+
+    def cancel_command(self, ids: Iterable[str]) -> str:
+        """Return the `scancel` command for jobs."""
+        return f"scancel {' '.join(_arrays(ids))}"
 
 
 def check_partition(settings: Slurm) -> None:
@@ -121,60 +138,6 @@ def check_partition(settings: Slurm) -> None:
         raise ConfigError(Violation("hydra.launcher.timeout_min", message))
 
 
-class _Watch:
-    """Waits for jobs, and prints each change of their states."""
-
-    def __init__(self, jobs: Sequence[ComposedJob], ids: dict[int, str]) -> None:
-        self._active = {job: ids[job.index] for job in jobs}
-        self._ledger = Ledger(jobs)
-        self._suspects: set[str] = set()
-        self._interval = _FIRST_POLL_SECONDS
-        self._has_warned = False
-        self._states = dict[ComposedJob, str | None]()
-
-    def run(self) -> None:
-        """Poll Slurm until every job has ended."""
-        while self._active:
-            self._wait()
-            try:
-                queued_jobs = query(list(self._active.values()))
-            except Unreachable as error:
-                if not self._has_warned:
-                    say(f"Slurm does not respond, the wait continues: {error}")
-                self._has_warned = True
-                continue
-            for job, job_id in list(self._active.items()):
-                self._update(job, job_id, queued_jobs.get(job_id))
-
-    def _wait(self) -> None:
-        """Wait until the next query of Slurm is due, at growing intervals, or a job's status.json changes."""
-        deadline = time.monotonic() + self._interval
-        self._interval = min(1.1 * self._interval, _LAST_POLL_SECONDS)
-        interval = max(_FIRST_POLL_SECONDS, _GLANCE_SECONDS * len(self._active))
-        while (remaining := deadline - time.monotonic()) > 0:
-            time.sleep(min(interval, remaining))
-            states = {job: read_status(job.run_dir).get("state") for job in self._active}
-            if states != self._states:
-                self._states = states
-                return
-
-    def _update(self, job: ComposedJob, job_id: str, queued_job: QueuedJob | None) -> None:
-        state = read_status(job.run_dir).get("state", "queued")
-        if queued_job is not None and not queued_job.has_ended:
-            self._suspects.discard(job_id)
-            if queued_job.is_waiting:
-                self._ledger.note(job, "requeued" if state == "requeued" else "queued", queued_job.reason)
-            else:
-                self._ledger.note(job, "running", queued_job.nodes)
-        elif state in ENDED or job_id in self._suspects:
-            settle(job.run_dir, job_id, queued_job)
-            self._ledger.note_end(job)
-            del self._active[job]
-        else:  # look twice: Slurm briefly reports a job that it is about to requeue as ended
-            self._suspects.add(job_id)
-            self._interval = _FIRST_POLL_SECONDS
-
-
 def _resolve_settings(config: DictConfig) -> Slurm:
     settings = resolve_launcher(config)
     assert isinstance(settings, Slurm)
@@ -194,64 +157,10 @@ def _group_by_settings(configs: Iterable[DictConfig]) -> list[tuple[Slurm, list[
     return groups
 
 
-def _submit(work: Callable[[Path], int], jobs: Sequence[ComposedJob], sweep_dir: Path) -> dict[int, str]:
-    """Submit jobs, those with the same settings as an array, and return their Slurm job ids by job index.
-
-    Raises:
-        ConfigError: Slurm rejects an array.
-    """
-    if not jobs:
-        return {}
-    ids, cluster = dict[int, str](), cluster_name()
-    for settings, indices in _group_by_settings(job.config for job in jobs):
-        group = [jobs[index] for index in indices]
-        code = snapshot(sweep_dir) if settings.snapshot_code else None
-        submitted = submit(SlurmTask(work), settings, [job.run_dir for job in group], code)
-        for job, (job_id, error_output) in zip(group, submitted, strict=True):
-            ids[job.index] = job_id
-            Submission(job_id=job_id, error_output=str(error_output), cluster=cluster).save(job.run_dir)
-    return ids
-
-
-def _find_queued(jobs: Iterable[ComposedJob]) -> dict[int, str]:
-    """Return, by job index, the Slurm ids of jobs that an earlier start of the sweep submitted and that have not ended.
-
-    If a job has ended or is on another cluster, its submission is deleted from the run directory.
-    """
-    notes = {job: note for job in jobs if (note := Submission.load(job.run_dir)) is not None}
-    if not notes:
-        return {}
-    cluster = cluster_name()
-    queued_jobs = query([note.job_id for note in notes.values()])
-    ids = {}
-    for job, note in notes.items():
-        if note.cluster == cluster and note.job_id in queued_jobs and not queued_jobs[note.job_id].has_ended:
-            ids[job.index] = note.job_id
-        else:
-            Submission.forget(job.run_dir)
-    return ids
-
-
-def _ask_to_cancel() -> bool:
-    """Ask the user whether to cancel the jobs; False without a terminal, or on another Ctrl-C."""
-    if not sys.stdin.isatty():
-        return False
-    try:
-        say("\nCancel the jobs (c), or let them continue without this process (any other key)?")
-        return input().strip().lower().startswith("c")
-    except (KeyboardInterrupt, EOFError):
-        say("")
-        return False
-
-
 def _last_line(error: Unreachable) -> str:
     return (str(error).splitlines() or [""])[-1]
 
 
-def _count_text(ids: Collection[int]) -> str:
-    return counted(len(ids), "job")
-
-
-def _ids_text(ids: Iterable[str], separator: str = ", ") -> str:
-    """Join the Slurm ids of jobs, listing each array once."""
-    return separator.join(dict.fromkeys(job_id.partition("_")[0] for job_id in ids))
+def _arrays(ids: Iterable[str]) -> Iterable[str]:
+    """Return the ids of jobs, with an array in place of its tasks."""
+    return dict.fromkeys(job_id.partition("_")[0] for job_id in ids)

@@ -6,13 +6,13 @@ import subprocess
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
+from foundry.launch.job_state import JobState, Phase, Unreachable
+
 _TIMEOUT_SECONDS = 60.0
 _WAITING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
 _RUNNING = {"RUNNING", "COMPLETING", "STAGE_OUT", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING"}
-
-
-class Unreachable(Exception):
-    """Slurm does not respond, so the states of the jobs are unknown."""
+_LOST = {"NODE_FAIL", "BOOT_FAIL", "COMPLETED", "PREEMPTED"}
+_ENDED_BY_SLURM = {"CANCELLED", "NODE_FAIL", "PREEMPTED", "TIMEOUT"}
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,16 @@ class QueuedJob:
     def has_ended(self) -> bool:
         """Whether the job will not run any more."""
         return self.state not in _WAITING | _RUNNING
+
+    def as_job_state(self) -> JobState:
+        """Return the state in the terms of all launchers."""
+        if self.has_ended:
+            outcome = "lost" if self.state in _LOST else "stopped" if self.state == "CANCELLED" else "failed"
+            was_forced = self.state in _ENDED_BY_SLURM
+            return JobState(phase=Phase.ENDED, detail=str(self), outcome=outcome, was_forced=was_forced)
+        if self.is_waiting:
+            return JobState(phase=Phase.WAITING, detail=self.reason)
+        return JobState(phase=Phase.RUNNING, detail=self.nodes)
 
     def __str__(self) -> str:
         details = [f"exit code {self.exit_code}"] if self.exit_code != "0:0" else []
@@ -127,9 +137,10 @@ def will_restart() -> bool | None:
     return None if restarts is None else int(restarts) > int(os.environ.get("SLURM_RESTART_COUNT", 0))
 
 
-def cancel(job_ids: Collection[str]) -> None:
-    """Cancel jobs with `scancel`."""
-    subprocess.run(["scancel", *job_ids], capture_output=True, timeout=_TIMEOUT_SECONDS, check=False)
+def cancel(job_ids: Collection[str], *, kill: bool = False) -> None:
+    """Cancel jobs with `scancel`; if `kill` is set, their processes get SIGKILL at once."""
+    options = ["--signal=KILL", "--full"] if kill else []
+    subprocess.run(["scancel", *options, *job_ids], capture_output=True, timeout=_TIMEOUT_SECONDS, check=False)
 
 
 def _from_controller(array: str) -> Iterator[tuple[str, QueuedJob]]:

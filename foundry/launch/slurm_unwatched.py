@@ -4,8 +4,10 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from foundry.launch.slurm_end import Submission, settle
-from foundry.launch.slurm_queue import QueuedJob, Unreachable, cluster_name, query
+from foundry.launch.job_state import Unreachable
+from foundry.launch.settle import settle
+from foundry.launch.slurm_end import Submission
+from foundry.launch.slurm_queue import QueuedJob, cluster_name, query
 from foundry.run_dir.status import ENDED, read_status
 
 _SECOND_LOOK_SECONDS = 2.0
@@ -37,7 +39,9 @@ def settle_unwatched(run_dirs: Iterable[Path]) -> bool:
     except Unreachable:
         return False
     for run_dir, job in ended_jobs.items():
-        settle(run_dir, jobs[run_dir], job)
+        note = notes[run_dir]
+        end = None if job is None else job.as_job_state()
+        settle(run_dir, note.job_id, end, scheduler="Slurm", last_output=note.last_output())
     return True
 
 

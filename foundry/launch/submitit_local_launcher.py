@@ -7,11 +7,14 @@ As with the plugin's launcher, jobs continue if this process is killed. Signals 
 and stop.
 """
 
+import math
+import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
 
@@ -19,15 +22,19 @@ from foundry.config.environment import default_variables, visible_gpus
 from foundry.config.schemas.launcher import SubmititLocal, resolve_launcher
 from foundry.core.errors import ConfigError, Violation
 from foundry.core.safe_path import VARIABLE
-from foundry.launch.launchers import ComposedJob, FrozenLauncher, Ledger, say
-from foundry.launch.local import block_interrupts, collect_signals, signal_exception
+from foundry.launch.composed_job import ComposedJob
+from foundry.launch.job_state import JobState, Phase
+from foundry.launch.launchers import FrozenLauncher
+from foundry.launch.local import block_interrupts
 from foundry.launch.slurm_submission import clean_environment
 from foundry.launch.slurm_task import SlurmTask
 from foundry.run_dir.files import read_tail
-from foundry.run_dir.lock import is_held
-from foundry.run_dir.status import ENDED, read_status, write_status
 
-_POLL_SECONDS = 0.2
+if TYPE_CHECKING:
+    import subprocess
+
+_OUT_OF_TIME = "its time limit was reached as often as submitit allows; the same command resumes it"
+_LOST = "its processes ended without recording a reason"
 _REPEAT_SECONDS = 2.0
 """Interval for repeating SIGTERM, which submitit ignores until a run has installed its handler."""
 _GPUS = "hydra.launcher.gpus_per_node"
@@ -36,6 +43,16 @@ _REMEDY = "choose hydra/launcher=local"
 
 class SubmititLocalLauncher(FrozenLauncher):
     """Launcher that runs jobs with submitit's executor for one machine, and waits for them."""
+
+    skips_locked = True
+    poll_seconds = (0.2, 0.2)
+
+    def __init__(self, work: Callable[[Path], int], **settings: Any) -> None:
+        super().__init__(work, **settings)
+        self._submitted = dict[str, tuple[Any, ComposedJob]]()
+        """The `submitit.Job` of each job by id, and the job."""
+        self._next_signals = dict[str, float]()
+        """Time of the next SIGTERM to each canceled job."""
 
     def check(self, configs: Sequence[DictConfig]) -> None:
         """Check that each job sees this machine's GPUs and does not share them.
@@ -60,70 +77,55 @@ class SubmititLocalLauncher(FrozenLauncher):
                 remedy = f"add hydra.sweeper.max_batch_size=1, or {_REMEDY}"
                 raise ConfigError(Violation(_GPUS, f"{message}; {remedy}"))
 
-    def run(self, jobs: Sequence[ComposedJob]) -> None:
-        """Run the jobs until all have ended, or a signal arrives: then each job saves and stops.
-
-        Raises:
-            KeyboardInterrupt: Ctrl-C arrived; a second Ctrl-C ended the wait.
-            SystemExit: another signal arrived; the code is 128 + its number.
-        """
-        with collect_signals() as signals:
-            _Watch(self.work, jobs, signals).run()
-        if signals:
-            say(f"the same command with hydra.sweep.dir={self._master.hydra.sweep.dir} resumes from there")
-            raise signal_exception(signals[0])
-
-
-class _Watch:
-    """Running jobs, each with the submitit process that controls its tasks."""
-
-    def __init__(
-        self, work: Callable[[Path], int], jobs: Sequence[ComposedJob], signals: Sequence[signal.Signals]
-    ) -> None:
-        self._signals = signals
-        self._ledger = Ledger(jobs)
-        self._running = dict[ComposedJob, Any]()
-        self._next_signal = 0.0
+    def submit(self, jobs: Sequence[ComposedJob]) -> dict[int, str]:
+        """Start a controller process of submitit for each job."""
+        ids = {}
         for job in jobs:
-            if is_held(job.run_dir):
-                self._ledger.note(job, "running", "in another process; this process does not wait for it")
-            elif not signals:
-                self._running[job] = _start(work, job)
-                self._ledger.note(job, "running")
+            submitted = _start(self.work, job)
+            ids[job.index] = submitted.job_id
+            self._submitted[submitted.job_id] = submitted, job
+        return ids
 
-    def run(self) -> None:
-        """Wait until every job has ended, or a second Ctrl-C arrives."""
-        while self._running and list(self._signals).count(signal.SIGINT) < 2:
-            time.sleep(_POLL_SECONDS)
-            if self._signals and time.monotonic() >= self._next_signal:
-                self._stop()
-            for job, submitted in list(self._running.items()):
-                if submitted.done():
-                    self._settle(job, submitted.paths.stderr)
-                    del self._running[job]
+    def poll(self, ids: Collection[str]) -> dict[str, JobState]:
+        """Return the states of the controller processes; SIGTERM to a canceled job is repeated."""
+        states = {}
+        for job_id in ids:
+            submitted, job = self._submitted[job_id]
+            if not submitted.done():
+                states[job_id] = JobState(phase=Phase.RUNNING)
+                if time.monotonic() >= self._next_signals.get(job_id, math.inf):
+                    self.cancel([job_id])
+            elif job.state == "requeued":
+                states[job_id] = JobState(phase=Phase.ENDED, detail=_OUT_OF_TIME, outcome="stopped")
+            else:
+                states[job_id] = JobState(phase=Phase.ENDED, detail=_LOST, outcome="lost")
+        return states
 
-    def _stop(self) -> None:
-        """Ask the tasks of all jobs to save and stop."""
-        if not self._next_signal:
-            text = f"{len(self._running)} running (saving and stopping); a second Ctrl-C does not wait for them"
-            say(f"{self._signals[0].name}: {text}")
-        self._next_signal = time.monotonic() + _REPEAT_SECONDS
-        for submitted in self._running.values():
-            submitted._process.terminate()
+    def cancel(self, ids: Collection[str], *, kill: bool = False) -> None:
+        """Send SIGTERM to the tasks of jobs through their controllers, or SIGKILL to all of them."""
+        for job_id in ids:
+            controller = self._submitted[job_id][0]._process
+            if kill:
+                _kill(controller)
+            else:
+                controller.terminate()
+                self._next_signals[job_id] = time.monotonic() + _REPEAT_SECONDS
 
-    def _settle(self, job: ComposedJob, error_output: Path) -> None:
-        """Record the end of a job, after its last attempt."""
-        state = read_status(job.run_dir).get("state")
-        if self._signals and state not in ("finished", "failed"):
-            write_status(job.run_dir, state="stopped", reason=self._signals[0].name)
-        elif state == "requeued":
-            reason = "its time limit was reached as often as submitit allows; the same command resumes it"
-            write_status(job.run_dir, state="stopped", reason=reason)
-        elif state not in ENDED:
-            lines = [line.strip() for line in read_tail(error_output).splitlines() if line.strip()]
-            last = f"; last output: {lines[-1]}" if lines else ""
-            write_status(job.run_dir, state="lost", reason=f"its processes ended without recording a reason{last}")
-        self._ledger.note_end(job)
+    def logs(self, job_id: str) -> str:
+        """Return the last line of the error output of rank 0."""
+        lines = [line.strip() for line in read_tail(self._submitted[job_id][0].paths.stderr).splitlines()]
+        return next((line for line in reversed(lines) if line), "")
+
+
+def _kill(controller: "subprocess.Popen[bytes]") -> None:
+    """Kill a controller and its tasks; processes of a task end with the task."""
+    children = Path(f"/proc/{controller.pid}/task/{controller.pid}/children")
+    with suppress(FileNotFoundError):
+        tasks = children.read_text().split()
+        controller.kill()  # first, so that it does not start the tasks again
+        for task in tasks:
+            with suppress(ProcessLookupError):
+                os.kill(int(task), signal.SIGKILL)
 
 
 def _start(work: Callable[[Path], int], job: ComposedJob) -> Any:

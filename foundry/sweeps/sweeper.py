@@ -28,7 +28,8 @@ from foundry.config.schemas.tracking import JSON
 from foundry.config.setting import check_fields
 from foundry.core.errors import ConfigError, Violation
 from foundry.launch.claim import check_free, claim
-from foundry.launch.launchers import ComposedJob, FrozenLauncher, queue_job, set_number
+from foundry.launch.composed_job import ComposedJob, set_number
+from foundry.launch.launchers import FrozenLauncher, queue_job
 from foundry.run_dir.lock import lock
 from foundry.run_dir.names import LOG, MULTIRUN
 from foundry.run_dir.status import FAILED, read_status

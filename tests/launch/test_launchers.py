@@ -8,6 +8,7 @@ from hydra.types import HydraContext, RunMode
 from foundry.config.composition.compose import CONFIG_NAME, config_dir, install
 from foundry.config.schemas.sweeper import Direction
 from foundry.core.errors import ConfigError
+from foundry.launch.job_state import JobState, Phase
 from foundry.launch.launchers import FrozenLauncher
 from foundry.run_dir.result import write_result
 from foundry.run_dir.status import write_status
@@ -19,11 +20,24 @@ from foundry.sweeps.sweeper import GridSweeper
 class Recorder(FrozenLauncher):
     """A launcher that finishes each job at once with its number as the metric."""
 
-    def run(self, jobs):
+    def submit(self, jobs):
         self.jobs = jobs
         for job in jobs:
             write_result(job.run_dir, {"metric": job.index})
             write_status(job.run_dir, state="finished")
+        return {job.index: str(job.index) for job in jobs}
+
+    def poll(self, ids):
+        return {job_id: JobState(phase=Phase.ENDED) for job_id in ids}
+
+    def cancel(self, ids, *, kill=False):
+        pass
+
+    def logs(self, job_id):
+        return ""
+
+    def wait(self, seconds):
+        pass
 
 
 @pytest.fixture

@@ -2,7 +2,8 @@
 
 import pytest
 
-from foundry.launch.slurm_end import ErrorOutput, Submission, settle
+from foundry.launch.settle import settle as settle_job
+from foundry.launch.slurm_end import ErrorOutput, Submission
 from foundry.launch.slurm_queue import QueuedJob
 from foundry.launch.slurm_unwatched import settle_unwatched
 from foundry.run_dir.status import read_status, write_status
@@ -13,6 +14,13 @@ srun: launch/slurm: _step_signal: Terminating StepId=10.0
 slurmstepd-n1: error: *** STEP 10.0 ON n1 CANCELLED AT 2026-11-21T22:54:02 ***
 srun: error: n1: tasks 0-2: Exited with exit code 1
 """
+
+
+def settle(run_dir, job_id, job):
+    """Record the end of a job as Slurm's launcher does."""
+    note = Submission.load(run_dir)
+    last_output = note.last_output() if note else ""
+    settle_job(run_dir, job_id, job and job.as_job_state(), scheduler="Slurm", last_output=last_output)
 
 
 @pytest.fixture

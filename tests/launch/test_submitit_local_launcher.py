@@ -13,7 +13,7 @@ from support.local_sweeps import Sweeps
 
 from foundry.config.composition.compose import CONFIG_NAME, config_dir, install
 from foundry.core.errors import ConfigError
-from foundry.launch.launchers import ComposedJob
+from foundry.launch.composed_job import ComposedJob
 from foundry.launch.submitit_local_launcher import SubmititLocalLauncher
 from foundry.tracking.metrics_file import read_metrics
 
@@ -69,7 +69,9 @@ def test_submitit_local_tasks_are_ranks(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = composed("hydra.launcher.tasks_per_node=2", "hydra.job.num=0")
     job = ComposedJob(index=0, overrides=(), label="", run_dir=tmp_path / "0", config=config)
-    (result,) = SubmititLocalLauncher(work).start([job])
+    launcher = SubmititLocalLauncher(work)
+    launcher.setup(hydra_context=None, task_function=None, config=config)
+    (result,) = launcher.start([job])
     assert (result.status, result.return_value) == (JobStatus.COMPLETED, 2)
     ranks = [(tmp_path / "0" / f"rank {rank}").read_text().split() for rank in (0, 1)]
     assert [rank[:2] for rank in ranks] == [["submitit", "0"], ["submitit", "1"]]
