@@ -16,6 +16,7 @@ from foundry.config.record.frozen import read_recorded
 from foundry.config.record.resume_compat import Difference, differences
 from foundry.config.setting import setting
 from foundry.core.errors import ConfigError, Violation, as_text, contrast
+from foundry.core.exit_codes import ExitCode
 from foundry.run_dir.names import CONFIG, METRICS, PLAN, RESULT, STATUS
 from foundry.run_dir.redact import one_line
 from foundry.run_dir.strict_json import flat, read_optional
@@ -330,7 +331,7 @@ def print_differences(options: DiffOptions) -> Outcome:
     if picture is not None:
         save_figure(curves_figure(comparison), picture)
         print_path(picture, f"{'picture':<12}")
-    return Outcome(comparison.facts(), 0 if comparison.is_same else 1)
+    return Outcome(comparison.facts(), ExitCode.SUCCESS if comparison.is_same else ExitCode.FAILED)
 
 
 def _add_option_names(words: Sequence[str]) -> list[str]:

@@ -25,7 +25,7 @@ from foundry.config.sources import local_path
 from foundry.core.errors import ConfigError, Violation, first_line
 from foundry.core.events import Observer
 from foundry.core.stop_signals import restored_handlers
-from foundry.launch.claim import claim_or_release
+from foundry.launch.claim import check_agreed, claim_or_release
 from foundry.launch.local import format_trace
 from foundry.launch.start import start
 from foundry.run_dir.log import NOTICE, RunLog, Terminal, log_to_file
@@ -105,10 +105,13 @@ def run(config: Config, run_dir: str | Path | None = None, *, observers: Sequenc
 
 
 def _run(config: Config, run_dir: str | Path | None, observers: Sequence[Observer]) -> "RunResult":
-    environment, processes = detect(), config.distributed.nproc_per_node
+    environment = detect()
+    if run_dir is None:
+        check_agreed("run_dir", "runs/${now:}")
     if environment.rank > 0:
         return start(config, Path(os.curdir), observers=observers)  # other ranks use rank 0's directory
-    starts_ranks = processes > 1 and environment.launcher == "single"
+    processes = environment.num_processes(config.distributed.nproc_per_node)
+    starts_ranks = processes > 1
     if starts_ranks and threading.current_thread() is not threading.main_thread():
         message = f"is {processes} but only the main thread can start processes; call run() there, or set it to 1"
         raise ConfigError(Violation("distributed.nproc_per_node", message))

@@ -127,8 +127,8 @@ def find(config: Config, options: FindOptions, run_dir: Path) -> RangeTest | Non
         raise ConfigError(Violation("hydra.run.dir", f"is {run_dir}, which holds a run; choose another"))
     for name, is_earlier in ((NUMBERS, has_keys("suggestion", "rates")), (PICTURE, is_picture)):
         check_output(name, run_dir / name, is_earlier=is_earlier)
-    processes = config.distributed.nproc_per_node
-    if processes == 1 or detect().launcher != "single":
+    processes = detect().num_processes(config.distributed.nproc_per_node)
+    if processes == 1:
         result = ramp(config, options, run_dir)
     else:
         from foundry.launch.local import run_local

@@ -6,6 +6,7 @@ from importlib import import_module
 from pathlib import Path
 
 from foundry.config.diagnostics.flags import find_word
+from foundry.core.exit_codes import ExitCode
 
 COMMANDS = ("train", "plan", "lr_find", "eval", "sample", "export", "report", "diff", "sync", "new")
 """Modules of this package with a `main()`, in the order of the `--help` page."""
@@ -67,5 +68,5 @@ def _take_command(arguments: list[str]) -> str | None:
         return word
     if matches := difflib.get_close_matches(word.lower(), COMMANDS, n=1, cutoff=_LIKE_A_COMMAND):
         sys.stderr.write(f"{word}: unknown command; did you mean {matches[0]}? (commands: {', '.join(COMMANDS)})\n")
-        sys.exit(2)
+        sys.exit(ExitCode.REFUSED)
     return None

@@ -21,6 +21,7 @@ from foundry.config.schemas.root import Config
 from foundry.config.setting import setting
 from foundry.config.sources import local_path
 from foundry.core.errors import ConfigError, Violation
+from foundry.core.exit_codes import ExitCode
 from foundry.core.stop_signals import signals_as_exit
 from foundry.rehearsal.machine import GPUS, Gpu, find_gpu
 from foundry.run_dir.files import write_atomically
@@ -246,7 +247,7 @@ def _rehearse(
             record = rehearse(config, world_size=ranks, ranks_per_node=per_node, device=device)
     except RehearsalError as error:
         sys.stderr.write(f"{printable(str(error))}\n")
-        sys.exit(1)
+        sys.exit(ExitCode.FAILED)
     link, network = options.link_gb_per_second, options.network_gb_per_second
     report = RehearsalReport(
         record=record,

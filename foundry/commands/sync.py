@@ -13,6 +13,7 @@ from foundry.config.command import answer_help, facts_alone, help_text, print_fa
 from foundry.config.composition.start_dir import check_start_dir
 from foundry.config.setting import setting
 from foundry.core.errors import ConfigError
+from foundry.core.exit_codes import ExitCode
 from foundry.run_dir.files import UnsafeFileError
 from foundry.run_dir.names import MLFLOW, MLFLOW_PENDING
 from foundry.run_dir.redact import masked_text, one_line
@@ -146,32 +147,32 @@ def run(arguments: Sequence[str]) -> int:
     """Run the command; return 0 if nothing is pending any more, 1 if MLflow failed, 2 for invalid input."""
     arguments, as_json = take_json(arguments)
     if answer_help(arguments, lambda: help_text(SyncOptions, "foundry.sync", "send pending records to MLflow.")):
-        return 0
+        return ExitCode.SUCCESS
     try:
         check_start_dir()
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
-        return 2
+        return ExitCode.REFUSED
     values = dict(argument.partition("=")[::2] for argument in arguments)
     run_dir = Path(values.get("dir", "").replace("\0", ""))
     if not values.get("dir") or not values.keys() <= {"dir", "uri"} or not run_dir.is_dir():
         text = one_line(" ".join(arguments)) or "no arguments"
         sys.stderr.write(f"{text}: not an existing run directory; write foundry sync dir=RUN_DIR [uri=URI]\n")
-        return 2
+        return ExitCode.REFUSED
     try:
         with facts_alone() if as_json else nullcontext():
             num_sent = send_pending(run_dir, values.get("uri") or None)
     except (ValueError, UnsafeFileError, PermissionError) as error:
         sys.stderr.write(f"nothing was sent: {one_line(str(error))}\n")
-        return 2
+        return ExitCode.REFUSED
     except Exception as error:
         sys.stderr.write(f"not sent, all records are kept: {type(error).__name__}: {one_line(str(error))[:300]}\n")
-        return 1
+        return ExitCode.FAILED
     if as_json:
         print_facts({"sent": num_sent})
     else:
         sys.stdout.write(f"{num_sent} records sent\n")
-    return 0
+    return ExitCode.SUCCESS
 
 
 def main() -> None:

@@ -1,13 +1,12 @@
 """`foundry` without a command name: compose a configuration, check it, and train."""
 
-import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from functools import partial
 from io import StringIO
 from pathlib import Path
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from hydra import main as hydra_main
 from hydra.core.hydra_config import HydraConfig
@@ -26,9 +25,10 @@ from foundry.config.diagnostics.help import list_groups, write_page, write_sweep
 from foundry.config.environment import detect
 from foundry.config.schemas.root import to_config
 from foundry.core.errors import ConfigError, format_reason
+from foundry.core.exit_codes import ExitCode
 from foundry.core.stopped import Stopped
 from foundry.launch.claim import Refused, describe_disk_error, run_job
-from foundry.launch.local import WorkerFailed, format_trace
+from foundry.launch.local import exit_code_of, format_trace, report_failure
 from foundry.run_dir.files import UnsafeFileError
 from foundry.run_dir.lock import RunDirectoryLostError
 from foundry.run_dir.log import log_to_file
@@ -129,22 +129,33 @@ def enter(task: Callable[[], object], options: Collection[str] = ()) -> None:
         compose_once(compose_with)
         write_help(CONFIG_NAME, write_page, write_sweep_page)
         if detect().rank > 0:
-            sys.argv += ["hydra.output_subdir=null", "hydra/job_logging=none", f"hydra.run.dir={os.curdir}"]
+            sys.argv += ["hydra.output_subdir=null", "hydra/job_logging=none"]
         with output_may_close(), _masked_output() if "--resolve" in sys.argv else nullcontext():
             task()
-    except (ConfigError, Refused) as error:
-        sys.stderr.write(f"{error}\n")
-        sys.exit(2)
-    except (HydraException, OmegaConfBaseException, UnsafeFileError, DamagedFileError) as error:
-        message = str(error) or format_reason(error.__cause__ or error)  # Hydra may raise without a message
-        sys.stderr.write(f"{one_line(message)}\n")
-        sys.exit(2)
     except KeyboardInterrupt:
-        sys.exit(130)
-    except RunDirectoryLostError as error:
-        sys.stderr.write(f"{one_line(str(error))}\n")
-        sys.exit(1)
+        sys.exit(ExitCode.SIGINT)
+    except Stopped as stopped:
+        report_failure(stopped)
+        raise
+    except Refused as refused:
+        _fail(refused.error)
     except Exception as error:
+        _fail(error)
+
+
+def _fail(error: Exception) -> NoReturn:
+    """Print the error of a command, report it to the process that started this one, and exit."""
+    code = exit_code_of(error)
+    if isinstance(error, HydraException | OmegaConfBaseException | UnsafeFileError | DamagedFileError):
+        message = str(error) or format_reason(error.__cause__ or error)  # Hydra may raise without a message
+        text, code = f"{one_line(message)}\n", ExitCode.REFUSED
+    elif isinstance(error, ConfigError):
+        text = f"{error}\n"
+    elif isinstance(error, RunDirectoryLostError):
+        text = f"{one_line(str(error))}\n"
+    else:
         line = describe_disk_error(error)
-        sys.stderr.write(printable(format_trace(error)) if line is None else f"{line}\n")
-        sys.exit(error.exit_code if isinstance(error, WorkerFailed) else 1)
+        text = printable(format_trace(error)) if line is None else f"{line}\n"
+    sys.stderr.write(text)
+    report_failure(error, code)
+    sys.exit(code)

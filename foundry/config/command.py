@@ -29,6 +29,7 @@ from foundry.config.packages import conflict_message
 from foundry.config.setting import check_fields
 from foundry.config.sources import local_path
 from foundry.core.errors import ConfigError, Violation, nearest
+from foundry.core.exit_codes import ExitCode
 from foundry.run_dir.outputs import Recognizer, folder_refusal, refusal
 from foundry.run_dir.redact import one_line, printable
 from foundry.run_dir.strict_json import encode
@@ -63,7 +64,7 @@ class Outcome:
     """
 
     facts: Mapping[str, Any]
-    exit_code: int = 0
+    exit_code: int = ExitCode.SUCCESS
 
 
 def command(schema: type[Options], run: Callable[[Options], Outcome], *, name: str, doc: str) -> None:
@@ -103,15 +104,15 @@ def run_words(run: Callable[[list[str]], Outcome], *, name: str, write_help: Cal
                 print_facts(outcome.facts)
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
-        sys.exit(2)
+        sys.exit(ExitCode.REFUSED)
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(ExitCode.SIGINT)
     except OSError as error:
         sys.stderr.write(f"{name}: {one_line(str(error))}\n")
-        sys.exit(2 if error.errno in _OF_THE_PATH else 1)
+        sys.exit(ExitCode.REFUSED if error.errno in _OF_THE_PATH else ExitCode.FAILED)
     except Exception:
         sys.stderr.write(printable(traceback.format_exc()))
-        sys.exit(1)
+        sys.exit(ExitCode.FAILED)
     if outcome.exit_code:
         sys.exit(outcome.exit_code)
 
@@ -149,7 +150,7 @@ def output_may_close() -> Iterator[None]:
     try:
         yield
     except BrokenPipeError:
-        sys.exit(141)
+        sys.exit(ExitCode.SIGPIPE)
     finally:
         for stream in (sys.stdout, sys.stderr):
             try:

@@ -2,14 +2,19 @@
 
 The first rule that matches applies:
 
-1. torchrun, or another launcher with the same variables (also inside a Slurm job): `RANK` and `WORLD_SIZE` are set.
+1. torchrun, or another launcher with the same variables (also inside a Slurm job): `RANK`, `WORLD_SIZE` and, if there
+  are several ranks, `LOCAL_RANK` are set. Without `LOCAL_RANK`, but with `MASTER_ADDR` and `MASTER_PORT`, the process
+  is a pod of a PyTorchJob; if such a pod has `PET_NPROC_PER_NODE`, rule 5 applies.
 2. submitit started this process on this machine as one of several tasks: `SUBMITIT_EXECUTOR=local`, with
   `SUBMITIT_LOCAL_GLOBALID` and `SUBMITIT_LOCAL_NTASKS`. The rendezvous port is derived from the job number. A single
   task counts as one process, however submitit itself was started.
-3. The process is a task of a Slurm step: `SLURM_STEP_ID` is the number of an ordinary step and `SLURM_PROCID` is set.
+3. mpirun started this process: the four variables of Open MPI, or of MPICH and Intel MPI, are set.
+4. The process is a task of a Slurm step: `SLURM_STEP_ID` is the number of an ordinary step and `SLURM_PROCID` is set.
   This covers plain `srun`, `srun` inside `sbatch` or `salloc`, and submitit. The world size is the size of the step,
   not of the job.
-4. One process. That includes the batch script of `sbatch` and the shell of `salloc`: their environment contains
+5. Kubeflow's Trainer started one process on this node: torchrun's options are in `PET_*`. foundry starts the ranks.
+6. SageMaker started one process on this node: `SM_HOSTS` and `SM_CURRENT_HOST`. foundry starts the ranks.
+7. One process. That includes the batch script of `sbatch` and the shell of `salloc`: their environment contains
   `SLURM_NTASKS=4` (and, in a batch script, `SLURM_PROCID=0`), although the other three tasks do not exist. If the batch
   script, the interactive step or the extern step has a step number, it is a reserved one.
 """
@@ -20,9 +25,17 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from foundry.core.errors import ConfigError, Violation
+from foundry.config import engines
+from foundry.config.launch_variables import (
+    DEFAULT_PORT,
+    LaunchEnvironment,
+    check_range,
+    integer,
+    master,
+    variable_error,
+)
 
 if TYPE_CHECKING:
     from foundry.config.schemas.distributed import Distributed
@@ -34,32 +47,6 @@ STORE = "FOUNDRY_STORE"
 _FIRST_RESERVED_STEP = 0xFFFFFFF0
 # Below Linux's ephemeral range (32768-60999), so that no outgoing connection can hold the port.
 _FIRST_PORT, _NUM_PORTS = 10_000, 20_000
-_DEFAULT_PORT = 29_500
-
-
-@dataclass(frozen=True)
-class LaunchEnvironment:
-    """Rank and sizes of this process within its launch.
-
-    Attributes:
-        launcher: program that started the process.
-        rank: 0 ≤ rank < world_size, over all nodes.
-        local_rank: 0 ≤ local_rank < local_world_size, on this node.
-        world_size: number of processes over all nodes.
-        local_world_size: number of processes on this node.
-        num_nodes: number of machines.
-        master_addr: host of rank 0.
-        master_port: port that rank 0 listens on; the same for every rank, and again after a requeue.
-    """
-
-    launcher: Literal["single", "torchrun", "submitit", "slurm"]
-    rank: int
-    local_rank: int
-    world_size: int
-    local_world_size: int
-    num_nodes: int
-    master_addr: str = "127.0.0.1"
-    master_port: int = _DEFAULT_PORT
 
 
 @dataclass(frozen=True)
@@ -102,16 +89,21 @@ def detect(environ: Mapping[str, str] | None = None) -> LaunchEnvironment:
         ConfigError: if variables are not integers, contradict each other, or are incomplete.
     """
     variables = os.environ if environ is None else environ
-    if variables.get("RANK") or variables.get("WORLD_SIZE"):
+    has_ranks = bool(variables.get("RANK") or variables.get("WORLD_SIZE"))
+    if has_ranks and not _is_pod_of_several_ranks(variables):
+        if (pod := engines.pytorchjob(variables)) is not None:
+            return pod
         environment, keys = _torchrun(variables), ("RANK", "LOCAL_RANK")
     elif is_local_submitit(variables):
         environment, keys = _submitit(variables), ("SUBMITIT_LOCAL_GLOBALID", "SUBMITIT_LOCAL_LOCALID")
+    elif (task := engines.mpi(variables, in_slurm_step=_is_step_task(variables))) is not None:
+        return task
     elif _is_step_task(variables):
         environment, keys = _slurm(variables), ("SLURM_PROCID", "SLURM_LOCALID")
     else:
-        return _SINGLE
-    _check_range(keys[0], environment.rank, "processes", environment.world_size)
-    _check_range(keys[1], environment.local_rank, "processes on this node", environment.local_world_size)
+        return engines.kubeflow(variables, visible_gpus) or engines.sagemaker(variables) or _SINGLE
+    check_range(keys[0], environment.rank, "processes", environment.world_size)
+    check_range(keys[1], environment.local_rank, "processes on this node", environment.local_world_size)
     return environment
 
 
@@ -144,7 +136,7 @@ def expand_hosts(nodelist: str) -> list[str]:
     """
     parts = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", nodelist)
     if ",".join(parts) != nodelist:
-        raise _error("SLURM_JOB_NODELIST", nodelist, "is not a node list such as node[001-004,7],x1")
+        raise variable_error("SLURM_JOB_NODELIST", nodelist, "is not a node list such as node[001-004,7],x1")
     return [host for part in parts for host in _expand_host(part, nodelist)]
 
 
@@ -157,7 +149,7 @@ def _expand_host(part: str, nodelist: str) -> Iterator[str]:
     for item in bracket[1].split(","):
         span = re.fullmatch(r"(\d+)(?:-(\d+))?", item)
         if span is None:
-            raise _error(
+            raise variable_error(
                 "SLURM_JOB_NODELIST", nodelist, f"has an invalid range {item!r}; a range is a number or like 001-004"
             )
         first, last = span[1], span[2] or span[1]
@@ -171,35 +163,42 @@ def _torchrun(variables: Mapping[str, str]) -> LaunchEnvironment:
     for key in ("RANK", "WORLD_SIZE"):
         if not variables.get(key):
             other = "WORLD_SIZE" if key == "RANK" else "RANK"
-            raise _error(other, variables[other], f"is set but {key} is not: start with torchrun, or unset it")
-    world_size = _integer(variables, "WORLD_SIZE")
+            raise variable_error(other, variables[other], f"is set but {key} is not: start with torchrun, or unset it")
+    world_size = integer(variables, "WORLD_SIZE")
     if world_size > 1 and not variables.get("LOCAL_RANK"):
         remedy = "is set but LOCAL_RANK is not: set it (0 if each node runs one process), or start with torchrun"
-        raise _error("RANK", variables["RANK"], remedy)
-    local_rank = _integer(variables, "LOCAL_RANK", 0)
+        raise variable_error("RANK", variables["RANK"], remedy)
+    local_rank = integer(variables, "LOCAL_RANK", 0)
     # Without LOCAL_WORLD_SIZE, assume one process per node if the local rank is 0, since batch systems that export only
     # RANK, WORLD_SIZE and LOCAL_RANK start one per node; otherwise assume that all processes are on this node.
-    local_world_size = _integer(variables, "LOCAL_WORLD_SIZE", 1 if local_rank == 0 else world_size)
+    local_world_size = integer(variables, "LOCAL_WORLD_SIZE", 1 if local_rank == 0 else world_size)
     if not 0 < local_world_size <= world_size:
         message = f"must be between 1 and WORLD_SIZE={world_size}"
-        raise _error("LOCAL_WORLD_SIZE", str(local_world_size), message)
-    address, port = _master(variables, "127.0.0.1", _DEFAULT_PORT)
+        raise variable_error("LOCAL_WORLD_SIZE", str(local_world_size), message)
+    address, port = master(variables, "127.0.0.1", DEFAULT_PORT)
     num_nodes = -(-world_size // local_world_size)
-    rank = _integer(variables, "RANK")
+    rank = integer(variables, "RANK")
     return LaunchEnvironment("torchrun", rank, local_rank, world_size, local_world_size, num_nodes, address, port)
 
 
 def _submitit(variables: Mapping[str, str]) -> LaunchEnvironment:
-    world_size = _integer(variables, "SUBMITIT_LOCAL_NTASKS", 1)
+    world_size = integer(variables, "SUBMITIT_LOCAL_NTASKS", 1)
     if world_size == 1:
         return _SINGLE
     # SUBMITIT_LOCAL_JOB_ID is the process id of the job's controller: the same for all tasks, and again after a
     # requeue.
-    port = _FIRST_PORT + _integer(variables, "SUBMITIT_LOCAL_JOB_ID", 0) % _NUM_PORTS
-    address, port = _master(variables, "127.0.0.1", port)
-    rank = _integer(variables, "SUBMITIT_LOCAL_GLOBALID")
-    local_rank = _integer(variables, "SUBMITIT_LOCAL_LOCALID", rank)
+    port = _FIRST_PORT + integer(variables, "SUBMITIT_LOCAL_JOB_ID", 0) % _NUM_PORTS
+    address, port = master(variables, "127.0.0.1", port)
+    rank = integer(variables, "SUBMITIT_LOCAL_GLOBALID")
+    local_rank = integer(variables, "SUBMITIT_LOCAL_LOCALID", rank)
     return LaunchEnvironment("submitit", rank, local_rank, world_size, world_size, 1, address, port)
+
+
+def _is_pod_of_several_ranks(variables: Mapping[str, str]) -> bool:
+    """Return whether this is a pod of a PyTorchJob with `nprocPerNode`, whose RANK is the number of the pod."""
+    return bool(variables.get("PET_NPROC_PER_NODE") and variables.get("PET_NODE_RANK")) and not variables.get(
+        "LOCAL_RANK"
+    )
 
 
 def _is_step_task(variables: Mapping[str, str]) -> bool:
@@ -208,22 +207,22 @@ def _is_step_task(variables: Mapping[str, str]) -> bool:
 
 
 def _slurm(variables: Mapping[str, str]) -> LaunchEnvironment:
-    world_size = _integer(variables, "SLURM_STEP_NUM_TASKS", _integer(variables, "SLURM_NTASKS", 1))
-    num_nodes = _integer(variables, "SLURM_STEP_NUM_NODES", _integer(variables, "SLURM_NNODES", 1))
+    world_size = integer(variables, "SLURM_STEP_NUM_TASKS", integer(variables, "SLURM_NTASKS", 1))
+    num_nodes = integer(variables, "SLURM_STEP_NUM_NODES", integer(variables, "SLURM_NNODES", 1))
     if not 0 < num_nodes <= world_size:
-        raise _error(
+        raise variable_error(
             "SLURM_NNODES", str(num_nodes), f"must be between 1 and {world_size}, the number of tasks of the step"
         )
     nodelist = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST") or "127.0.0.1"
-    job = _integer(variables, "SLURM_JOB_ID", 0)
-    step = _integer(variables, "SLURM_STEP_ID", 0)
+    job = integer(variables, "SLURM_JOB_ID", 0)
+    step = integer(variables, "SLURM_STEP_ID", 0)
     # The step number keeps two steps of one job apart; both numbers are the same after a requeue.
     port = _FIRST_PORT + (job * 31 + step) % _NUM_PORTS
-    address, port = _master(variables, expand_hosts(nodelist)[0], port)
+    address, port = master(variables, expand_hosts(nodelist)[0], port)
     return LaunchEnvironment(
         launcher="slurm",
-        rank=_integer(variables, "SLURM_PROCID"),
-        local_rank=_integer(variables, "SLURM_LOCALID", 0),
+        rank=integer(variables, "SLURM_PROCID"),
+        local_rank=integer(variables, "SLURM_LOCALID", 0),
         world_size=world_size,
         local_world_size=_slurm_local_world_size(variables, world_size, num_nodes),
         num_nodes=num_nodes,
@@ -238,34 +237,11 @@ def _slurm_local_world_size(variables: Mapping[str, str], world_size: int, num_n
     for item in (variables.get("SLURM_STEP_TASKS_PER_NODE") or "").split(","):
         if match := re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item):
             counts += [int(match[1])] * int(match[2] or 1)
-    node = _integer(variables, "SLURM_NODEID", 0)
+    node = integer(variables, "SLURM_NODEID", 0)
     if 0 <= node < len(counts):
         return counts[node]
     per_node = variables.get("SLURM_NTASKS_PER_NODE")
-    return _integer(variables, "SLURM_NTASKS_PER_NODE") if per_node else -(-world_size // num_nodes)
-
-
-def _master(variables: Mapping[str, str], address: str, port: int) -> tuple[str, int]:
-    return variables.get("MASTER_ADDR") or address, _integer(variables, "MASTER_PORT", port)
-
-
-def _integer(variables: Mapping[str, str], key: str, default: int | None = None) -> int:
-    text = variables.get(key) or ""
-    if not text and default is not None:
-        return default
-    try:
-        return int(text)
-    except ValueError:
-        raise _error(key, text, "is not an integer: unset it, or let the launcher set it") from None
-
-
-def _check_range(key: str, value: int, noun: str, size: int) -> None:
-    if not 0 <= value < size:
-        raise _error(key, str(value), f"must be at least 0 and below {size}, the number of {noun}")
-
-
-def _error(key: str, value: str, message: str) -> ConfigError:
-    return ConfigError(Violation(f"environment variable {key}", f"{value!r} {message}"))
+    return integer(variables, "SLURM_NTASKS_PER_NODE") if per_node else -(-world_size // num_nodes)
 
 
 def gpu_files() -> list[Path]:

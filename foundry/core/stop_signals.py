@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from foundry.core.exit_codes import ExitCode, code_of_signal
+
 STOP_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -54,7 +56,7 @@ def outlive() -> None:
 
     def ignore(number: int, frame: FrameType | None) -> None:
         if os.getppid() != parent:
-            os._exit(128 + number)
+            os._exit(code_of_signal(number))
 
     for signum in STOP_SIGNALS:
         signal.signal(signum, ignore)  # programs started from here would inherit SIG_IGN or a blocked signal
@@ -71,7 +73,7 @@ def end_with_parent(parent: int | None = None) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
-        sys.exit(1)
+        sys.exit(ExitCode.FAILED)
 
 
 @contextmanager
@@ -82,7 +84,7 @@ def signals_as_exit() -> Iterator[None]:
     """
 
     def raise_exit(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
+        raise SystemExit(code_of_signal(number))
 
     with restored_handlers():
         for number in (signal.SIGTERM, signal.SIGHUP):

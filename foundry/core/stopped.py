@@ -4,6 +4,8 @@ import signal
 from pathlib import Path
 from typing import Literal
 
+from foundry.core.exit_codes import code_of_signal
+
 
 class Stopped(SystemExit):
     """A signal ends the run, after a checkpoint if the run saves any. The run has not failed, and it has no result.
@@ -29,7 +31,7 @@ class Stopped(SystemExit):
         self.step = step
         self.checkpoint = checkpoint
         self.state = state
-        self.code = 128 + signum
+        self.code: int = code_of_signal(signum)
 
     @property
     def reason(self) -> str:

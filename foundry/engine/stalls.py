@@ -3,10 +3,11 @@
 from functools import partial
 from pathlib import Path
 
+from foundry.core.exit_codes import ExitCode
 from foundry.core.protocols import RunContext
 from foundry.parallel.flight_recorder import dump_collectives
 from foundry.parallel.process_group import World, limit_waits
-from foundry.parallel.watchdog import EXIT_STALLED, Watchdog
+from foundry.parallel.watchdog import Watchdog
 from foundry.run_dir.ends import dump_stacks, leave_note, read_positions, record_end
 
 
@@ -34,5 +35,5 @@ def _dump(run_dir: Path, world: World, step: int, activity: str) -> None:
 
 
 def _record_stall(run_dir: Path, rank: int, reason: str, stack: str) -> None:
-    leave_note(kind="Stalled", reason=reason, trace=stack, rank=rank, exit_code=EXIT_STALLED)
+    leave_note(kind="Stalled", reason=reason, trace=stack, rank=rank, exit_code=ExitCode.STALLED)
     record_end(run_dir, reason, stack)

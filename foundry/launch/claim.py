@@ -13,7 +13,7 @@ from typing import Any
 from hydra.core.utils import JobReturn
 from hydra.core.utils import run_job as hydra_run_job
 from hydra.types import HydraContext
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, read_write
 
 from foundry.config.composition.hydra_internals import current_config, error_of
 from foundry.config.environment import detect
@@ -25,12 +25,17 @@ from foundry.run_dir.names import CONFIG, LOG, PLAN, STATUS, TOKENIZER
 from foundry.run_dir.redact import one_line
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+_TIME = "${now:"
 _HYDRA_FILES = ("config.yaml", "hydra.yaml", "overrides.yaml")
 _RUN_FILES = (LOCK, MARK, CONFIG, PLAN, TOKENIZER)
 
 
 class Refused(BaseException):
-    """Carries errors through Hydra, which would print additional text for a task's exception."""
+    """Carries a config error through Hydra, which would print additional text for a task's exception."""
+
+    def __init__(self, error: ConfigError) -> None:
+        super().__init__(error)
+        self.error = error
 
 
 @dataclass(frozen=True)
@@ -161,9 +166,13 @@ def run_job(
 ) -> JobReturn:
     """Call Hydra's `run_job`; on rank 0, claim the directory before Hydra writes, and release it if the run is refused.
 
+    Ranks above 0 use rank 0's directory.
+
     Raises:
-        ConfigError: the directory cannot be used.
+        ConfigError: the directory cannot be used, or contains the time and the ranks are on several nodes.
     """
+    if job_subdir_key is None:
+        check_agreed("hydra.run.dir", str(config.hydra.run._get_node("dir")._value()))
     run = partial(
         hydra_run_job,
         config=config,
@@ -173,6 +182,8 @@ def run_job(
         **arguments,
     )
     if detect().rank > 0:
+        with read_write(config.hydra):
+            config.hydra.run.dir = os.curdir
         return run()
     path, key = _resolve_directory(config, job_dir_key, job_subdir_key)
     log_name = f"{config.hydra.job.name}.log"
@@ -184,6 +195,24 @@ def run_job(
     if isinstance(error_of(result), ConfigError) and not (new_claim.folder / STATUS).exists():
         new_claim.release()
     return result
+
+
+def check_agreed(key: str, path: str) -> None:
+    """Check that all nodes of a run compose the same run directory, and compose it again after a restart.
+
+    In a step of Slurm any directory is allowed: its ranks start once, and rank 0's directory is used.
+
+    Args:
+        key: config key of the directory.
+        path: the directory, with its interpolations.
+
+    Raises:
+        ConfigError: the directory contains the time, and the ranks are on several nodes.
+    """
+    environment = detect()
+    if environment.num_nodes > 1 and environment.launcher != "slurm" and _TIME in path:
+        message = f"is {path} but each of the {environment.num_nodes} nodes would insert its own time"
+        raise ConfigError(Violation(key, f"{message}; set {key}=PATH, a folder that all nodes share"))
 
 
 def _resolve_directory(config: DictConfig, job_dir_key: str, job_subdir_key: str | None) -> tuple[str, str]:

@@ -19,15 +19,17 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from foundry.config.environment import STORE, default_variables
+from foundry.config.environment import STORE, default_variables, detect
 from foundry.core.errors import ConfigError, Violation, format_reason
+from foundry.core.exit_codes import ExitCode, code_of_signal
 from foundry.core.safe_path import VARIABLE
 from foundry.core.stop_signals import STOP_SIGNALS, end_with_parent, restored_handlers
 from foundry.core.stopped import Stopped
-from foundry.run_dir.ends import NOTES, leave_note
+from foundry.run_dir.ends import ERROR_FILE, NOTES, leave_note
 
 _POLL_SECONDS = 0.1
 _PATIENCE_SECONDS = 5.0  # from the first failure until SIGTERM to the other ranks, which may fail as a consequence
+_SECONDS_FOR_THE_CAUSE = 3.0  # torchrun looks at its processes every 0.1 s
 _LAST_PATIENCE_SECONDS = 15.0  # from the first failure until SIGKILL; a process that is suspended ignores SIGTERM
 START = multiprocessing.get_context("spawn")  # CUDA's state does not survive a fork
 _PROCESS = ".process"
@@ -69,7 +71,9 @@ def format_trace(error: BaseException) -> str:
 def run_local(nproc: int, function: Callable[..., Any], *args: Any) -> Any:
     """Run `function(*args)` in `nproc` processes with torchrun's environment variables; return the result of rank 0.
 
-    The ranks rendezvous through a file in a folder that only this user can access, so the rendezvous needs no port.
+    The ranks rendezvous through a file in a folder that only this user can access, so the rendezvous needs no port. If
+    a launcher has started one process on each of several nodes, they are the ranks of this node, and rendezvous at the
+    address that the launcher gives.
 
     Each signal to this process is forwarded once to every rank, unchanged. Ctrl-C in a terminal is forwarded too: it
     does not reach the ranks directly, because each rank has its own session. The time to save is not limited here: the
@@ -82,10 +86,10 @@ def run_local(nproc: int, function: Callable[..., Any], *args: Any) -> Any:
         args: arguments, the same for every process.
 
     Returns:
-        The return value of `function` on rank 0.
+        The return value of `function` on the first rank of this node.
 
     Raises:
-        Stopped: a signal stopped the run after saving; the exception comes from rank 0.
+        Stopped: a signal stopped the run after saving; the exception comes from the first rank of this node.
         ConfigError: a process raised it.
         WorkerFailed: a process failed with another error, or was killed.
         KeyboardInterrupt: Ctrl-C ended the processes before a run was ready to save, or a second Ctrl-C killed them.
@@ -100,15 +104,15 @@ def run_local(nproc: int, function: Callable[..., Any], *args: Any) -> Any:
         # The processes share the cores and inherit this variable.
         default_variables({"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // nproc))}),
     ):
-        folder, ranks = Path(name), list[BaseProcess]()
+        folder, ranks = Path(name), dict[int, BaseProcess]()
         try:
             _start(ranks, nproc, (function, args, folder))
             ends, killed = _wait(ranks, signals, folder)
         finally:
-            for rank in ranks:
-                if rank.is_alive():
-                    rank.kill()
-                rank.join()
+            for process in ranks.values():
+                if process.is_alive():
+                    process.kill()
+                process.join()
         if any(ends.values()):
             if killed or _is_due_to_signal(signals, folder, ends):
                 raise signal_exception(signals[0])
@@ -122,13 +126,34 @@ def run_local(nproc: int, function: Callable[..., Any], *args: Any) -> Any:
     return result
 
 
-def _start(ranks: list[BaseProcess], nproc: int, work: tuple[Any, ...]) -> None:
-    """Start the processes with SIGINT blocked in them and, meanwhile, in this process."""
+def _start(ranks: dict[int, BaseProcess], nproc: int, work: tuple[Any, ...]) -> None:
+    """Start the processes with SIGINT blocked in them and, meanwhile, in this process, and add them by rank."""
     with block_interrupts(), default_variables({VARIABLE: "1"}):
-        for rank in range(nproc):
-            process = START.Process(target=_work, args=(rank, nproc, *work))
+        for local_rank in range(nproc):
+            process = START.Process(target=_work, args=(local_rank, nproc, *work))
             process.start()
-            ranks.append(process)
+            ranks[_first_rank() + local_rank] = process
+
+
+def _first_rank() -> int:
+    """Return the first rank of this node: 0 unless the ranks are on several nodes."""
+    environment = detect()
+    return environment.rank if environment.starts_one_per_node else 0
+
+
+def _rank_variables(local_rank: int, nproc: int, folder: Path) -> dict[str, str]:
+    """Return torchrun's variables for a rank, and foundry's own."""
+    environment = detect()
+    rank, world_size = _first_rank() + local_rank, nproc
+    variables = {NOTES: str(folder)}
+    if environment.starts_one_per_node and environment.num_nodes > 1:
+        world_size = environment.world_size
+        variables |= {"MASTER_ADDR": environment.master_addr, "MASTER_PORT": str(environment.master_port)}
+        variables |= {STORE: ""}  # started by foundry, without a rendezvous file
+    else:
+        variables |= {STORE: str(folder / "store")}
+    variables |= {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+    return variables | {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(nproc)}
 
 
 @contextmanager
@@ -152,13 +177,12 @@ def begin_session() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
-def _work(rank: int, nproc: int, function: Callable[..., Any], args: tuple[Any, ...], folder: Path) -> None:
-    """Entry point of a rank: run the function, and write rank 0's result or a failure note to `folder`.
+def _work(local_rank: int, nproc: int, function: Callable[..., Any], args: tuple[Any, ...], folder: Path) -> None:
+    """Entry point of a rank: run the function, and write the first rank's result or a failure note to `folder`.
 
     `Stopped` counts as a result.
     """
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), NOTES: str(folder), STORE: str(folder / "store")}
-    os.environ |= {"WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc)}
+    os.environ |= _rank_variables(local_rank, nproc, folder)
     codes: list[int] = []
     atexit.register(_end_without_destructors, codes)  # runs after all handlers that are registered later
     try:
@@ -167,16 +191,16 @@ def _work(rank: int, nproc: int, function: Callable[..., Any], args: tuple[Any, 
             result = function(*args)
         except Stopped as stopped:
             result = stopped
-        if rank == 0:
+        if local_rank == 0:
             (folder / _RESULT).write_bytes(pickle.dumps(result))
     except KeyboardInterrupt:
-        codes.append(128 + signal.SIGINT)
+        codes.append(ExitCode.SIGINT)
         sys.exit(codes[0])
     except BaseException as error:
         if isinstance(error, SystemExit) and error.code in (0, None):
             raise
-        _write_note(error)
-        codes.append(1)
+        report_failure(error)
+        codes.append(exit_code_of(error))
         sys.exit(codes[0])  # do not raise: multiprocessing would print the traceback, which the parent reports
 
 
@@ -217,7 +241,7 @@ def collect_signals() -> Iterator[list[signal.Signals]]:
         yield signals
 
 
-def _wait(ranks: list[BaseProcess], signals: list[signal.Signals], folder: Path) -> tuple[dict[int, int], bool]:
+def _wait(ranks: dict[int, BaseProcess], signals: list[signal.Signals], folder: Path) -> tuple[dict[int, int], bool]:
     """Wait for all processes to end, and forward each signal to all of them.
 
     After the first failure the other processes get a few seconds to fail too, because their errors may contain the
@@ -234,11 +258,11 @@ def _wait(ranks: list[BaseProcess], signals: list[signal.Signals], folder: Path)
     is_killing = False
     while True:
         alive = []
-        for number, rank in enumerate(ranks):
-            if rank.exitcode is None:
-                alive.append(rank)
+        for rank, process in ranks.items():
+            if process.exitcode is None:
+                alive.append(process)
             elif not is_ending:
-                ends.setdefault(number, rank.exitcode)
+                ends.setdefault(rank, process.exitcode)
         if not alive:
             return ends, is_killing
         if any(ends.values()):
@@ -250,36 +274,71 @@ def _wait(ranks: list[BaseProcess], signals: list[signal.Signals], folder: Path)
         elapsed_seconds = time.monotonic() - failed_at
         if elapsed_seconds > _PATIENCE_SECONDS and not is_ending:
             new_signals, is_ending = [*new_signals, signal.SIGTERM], True
-        for rank in alive:
+        for process in alive:
             if is_killing or elapsed_seconds > _LAST_PATIENCE_SECONDS:
-                rank.kill()
-            elif rank.pid is not None:
+                process.kill()
+            elif process.pid is not None:
                 for signum in new_signals:
-                    os.kill(rank.pid, signum)  # the pid is still valid, because the process has not been reaped
-        connection.wait([rank.sentinel for rank in alive], _POLL_SECONDS)
+                    os.kill(process.pid, signum)  # the pid is still valid, because the process has not been reaped
+        connection.wait([process.sentinel for process in alive], _POLL_SECONDS)
 
 
 def _is_due_to_signal(signals: list[signal.Signals], folder: Path, ends: dict[int, int]) -> bool:
     """Return whether a signal ended the processes before a run could save, and no process failed with its own error."""
-    signal_codes = {code for signum in signals for code in (-signum, 128 + signum)}
+    signal_codes = {code for signum in signals for code in (-signum, code_of_signal(signum))}
     are_silent_ends_due = all(code in signal_codes for code in _ends_without_note(folder, ends).values())
     return bool(signals) and are_silent_ends_due and all(map(_is_consequence, _read_notes(folder)))
 
 
 def signal_exception(signum: signal.Signals) -> BaseException:
     """Return the exception to raise in a process that a signal ends; it gives the shell's exit code for the signal."""
-    return KeyboardInterrupt() if signum is signal.SIGINT else SystemExit(128 + signum)
+    return KeyboardInterrupt() if signum is signal.SIGINT else SystemExit(code_of_signal(signum))
 
 
-def _write_note(error: BaseException) -> None:
-    """Write a failure note for the parent process."""
+def report_failure(error: BaseException, exit_code: int | None = None) -> None:
+    """Report the failure of this process to the process that started it: foundry, or an agent of torchrun.
+
+    torchrun reports the error with the earliest time, and ends the other ranks when it sees the first failure. So a
+    rank that only lost another one waits, and torchrun sees the cause first.
+
+    Args:
+        error: the error.
+        exit_code: exit code of this process; None for the code of the error.
+    """
+    exit_code = exit_code_of(error) if exit_code is None else exit_code
+    if ERROR_FILE in os.environ and NOTES not in os.environ and _has_lost_rank(error):
+        time.sleep(_SECONDS_FOR_THE_CAUSE)
     violations = error.violations if isinstance(error, ConfigError) else ()
     leave_note(
-        kind=type(error).__name__,
-        reason=format_reason(error),
-        trace=format_trace(error),
+        kind=getattr(error, "kind", "") or type(error).__name__,
+        reason=str(error) if isinstance(error, WorkerFailed | Stopped) else format_reason(error),
+        exit_code=exit_code,
+        trace="" if isinstance(error, Stopped) or exit_code == ExitCode.REFUSED else format_trace(error),
+        rank=error.rank if isinstance(error, WorkerFailed) else None,
         violations=[(violation.key, violation.message) for violation in violations],
     )
+
+
+def exit_code_of(error: BaseException) -> int:
+    """Return the exit code of a process that ends with an error.
+
+    A task of a Slurm step that only lost another rank has the lowest code of a failure: srun reports the highest code
+    of its tasks, and the code of the cause must be that one.
+    """
+    if isinstance(error, WorkerFailed):
+        return error.exit_code
+    if isinstance(error, Stopped):
+        return error.code
+    if isinstance(error, ConfigError):
+        return ExitCode.REFUSED
+    is_loss = _has_lost_rank(error) and detect().launcher != "slurm"
+    return ExitCode.RANK_LOST if is_loss else ExitCode.FAILED
+
+
+def _has_lost_rank(error: BaseException) -> bool:
+    if isinstance(error, WorkerFailed | Stopped | ConfigError):
+        return False
+    return is_consequence(type(error).__name__, format_reason(error)) and detect().world_size > 1
 
 
 def _first_cause(folder: Path, ends: dict[int, int]) -> Exception:
@@ -293,7 +352,7 @@ def _first_cause(folder: Path, ends: dict[int, int]) -> Exception:
             return ConfigError([Violation(key, message) for key, message in note["violations"]])
     causes = [note for note in notes if not _is_consequence(note)]
     for rank, code in () if causes else _ends_without_note(folder, ends).items():
-        return WorkerFailed(rank, describe_exit(code))
+        return WorkerFailed(rank, describe_exit(code), exit_code=ExitCode.RANK_LOST if code < 0 else ExitCode.FAILED)
     first = min(causes or notes, key=lambda note: note["time"])
     return WorkerFailed(first["rank"], first["reason"], first["trace"], first["exit_code"], first["kind"])
 

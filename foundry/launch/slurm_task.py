@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 from foundry.config.environment import is_local_submitit
+from foundry.core.exit_codes import code_of_signal
 from foundry.core.stop_signals import STOP_SIGNALS, ignore
 from foundry.launch.slurm_queue import will_restart
 
@@ -29,7 +30,7 @@ class NotRequeued(SystemExit):
     code: int
 
     def __init__(self, signum: int, reason: str) -> None:
-        super().__init__(128 + signum)
+        super().__init__(code_of_signal(signum))
         self.reason = reason
 
 
@@ -84,7 +85,7 @@ def _exiting_handler(handler: Callable[[int, FrameType | None], Any]) -> Callabl
         except (OSError, subprocess.SubprocessError) as error:
             if will_restart() is False:
                 raise NotRequeued(signum, _NOT_REQUEUED.format(error)) from None
-            sys.exit(128 + signum)
+            sys.exit(code_of_signal(signum))
         for number, previous in handlers.items():  # on ranks above 0 the handler returns, and the rank continues
             signal.signal(number, previous)
 

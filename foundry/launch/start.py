@@ -30,7 +30,7 @@ def start(
     job_logging: Mapping[str, Any] | None = None,
     observers: Sequence["Observer"] = (),
 ) -> "RunResult":
-    """Train in this process, or in `distributed.nproc_per_node` new processes if no launcher such as torchrun is used.
+    """Train in this process, or in new processes, one for each rank of this node, if no launcher has started them.
 
     Args:
         config: the composed configuration, used by every process.
@@ -44,12 +44,13 @@ def start(
         Stopped: a signal stopped the run after saving.
     """
     _limit_spinning()
-    if detect().rank == 0 and (conflict := conflict_message()):
+    environment = detect()
+    if environment.rank == 0 and (conflict := conflict_message()):
         log.warning("%s", conflict)
     from foundry.engine.train import train
 
-    processes = config.distributed.nproc_per_node
-    if processes == 1 or detect().launcher != "single":
+    processes = environment.num_processes(config.distributed.nproc_per_node)
+    if processes == 1:
         return train(config, run_dir, observers)
     from foundry.launch.local import WorkerFailed, run_local
     from foundry.launch.restarts import Restarts
@@ -66,7 +67,7 @@ def start(
         except WorkerFailed as failed:
             if failed.kind == RunDirectoryLostError.__name__:
                 raise RunDirectoryLostError(run_dir) from None
-            if not is_held(run_dir) and read_status(run_dir).get("state") != "finished":
+            if environment.rank == 0 and not is_held(run_dir) and read_status(run_dir).get("state") != "finished":
                 write_status(run_dir, state="failed", reason=one_line(str(failed)))
             if not restarts.allow(failed):
                 raise

@@ -18,7 +18,8 @@ from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from foundry.config.environment import STORE, LaunchEnvironment, detect
+from foundry.config.environment import STORE, detect
+from foundry.config.launch_variables import LaunchEnvironment
 from foundry.config.schemas.device import DeviceKind
 from foundry.config.schemas.distributed import Backend, Distributed, Resolved, Single, resolve_distributed
 from foundry.core.errors import ConfigError, Violation, counted
@@ -36,6 +37,7 @@ _PROCESSES_PER_NODE = {
     "slurm": "hydra.launcher.tasks_per_node",
     "submitit": "hydra.launcher.tasks_per_node",
     "torchrun": "torchrun --nproc-per-node",
+    "mpi": "mpirun -np",
 }
 """Setting of the number of processes on a node, for each launcher; else `distributed.nproc_per_node`."""
 
@@ -255,7 +257,7 @@ def _device(environment: LaunchEnvironment, device: torch.device) -> torch.devic
     has_own_device = environment.launcher == "slurm" or ("CUDA_VISIBLE_DEVICES" in os.environ and not is_shared)
     index = 0 if count == 1 and has_own_device else environment.local_rank
     if index >= count:
-        own = "distributed.nproc_per_node"
+        own = _own_key(environment.local_world_size)
         key = own if STORE in os.environ else _PROCESSES_PER_NODE.get(environment.launcher, own)
         message = f"is {environment.local_world_size} but this node has {counted(count, 'GPU')}"
         raise ConfigError(Violation(key, f"{message}; set it to {count}, or device=cpu"))
@@ -263,6 +265,12 @@ def _device(environment: LaunchEnvironment, device: torch.device) -> torch.devic
     select_cuda(device)
     reset_memory_statistics(device)  # an earlier run in this process may have had a higher peak
     return device
+
+
+def _own_key(num_processes: int) -> str:
+    """Return the name of the setting by which foundry started this number of processes on this node."""
+    variables = ("PET_NPROC_PER_NODE", "SM_NUM_GPUS")
+    return next((key for key in variables if os.environ.get(key) == str(num_processes)), "distributed.nproc_per_node")
 
 
 def _backend(config: Distributed, device: torch.device) -> str:
@@ -294,8 +302,8 @@ def join_ranks(config: Distributed, environment: LaunchEnvironment, backend: str
         )
         return
     store, method = _store(config, environment, timeout), config.init_method
-    if method == "env://" and environment.launcher in ("slurm", "submitit"):
-        # Slurm and submitit do not set MASTER_ADDR and RANK, but other variables with the same information.
+    if method == "env://" and environment.launcher != "torchrun":
+        # Only torchrun sets MASTER_ADDR, RANK and WORLD_SIZE; others set variables with the same information.
         method = f"tcp://{environment.master_addr}:{environment.master_port}"
     dist.init_process_group(
         backend,
@@ -322,8 +330,10 @@ def _store(config: Distributed, environment: LaunchEnvironment, timeout: timedel
     if config.init_method.startswith("tcp://"):
         url = urlsplit(config.init_method)
         host, port = url.hostname or "", url.port or 0
-    elif environment.launcher in ("slurm", "submitit") and environment.num_nodes == 1:
+    elif environment.launcher not in ("torchrun", "pytorchjob") and environment.num_nodes == 1:
         host = "localhost"
+    elif environment.launcher == "pytorchjob" and host == "localhost":
+        return None  # older operators call the master so in its own pod; the other pods connect from outside
     elif config.init_method != "env://" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return None
     if not (host == "localhost" or host.startswith("127.")) or not 0 < port < 65536:

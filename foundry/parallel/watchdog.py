@@ -11,8 +11,7 @@ from typing import Self
 
 import torch.distributed as dist
 
-EXIT_STALLED = 74
-"""Exit code of a process ended by its watchdog; sysexits.h defines it as an input/output error."""
+from foundry.core.exit_codes import ExitCode
 
 _TICKS = 12
 """Minimum number of checks within the timeout."""
@@ -179,7 +178,7 @@ class Watchdog:
         sys.stderr.write(f"{lines[-1]}\n")
         sys.stderr.flush()
         # Only `os._exit` ends a thread that is stuck inside a collective; no orderly cleanup is possible.
-        os._exit(EXIT_STALLED)
+        os._exit(ExitCode.STALLED)
 
     def _verdict(
         self, seconds: float, step: int, activity: str, dumps: Mapping[int, tuple[int, str]] | None
@@ -188,7 +187,7 @@ class Watchdog:
         limit = self.limit_seconds
         name = "timeout_seconds" if limit == self._timeout_seconds else "start_timeout_seconds"
         setting = f"(distributed.{name}={limit:g}), at step {step}, {activity}"
-        ending = f"ended with exit code {EXIT_STALLED}"
+        ending = f"ended with exit code {int(ExitCode.STALLED)}"
         if silent := self._silent(dumps):
             return silent[
                 0

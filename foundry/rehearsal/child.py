@@ -34,7 +34,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from foundry.config.environment import LaunchEnvironment
+from foundry.config.launch_variables import LaunchEnvironment
 from foundry.config.record.frozen import load_config
 from foundry.config.schemas.distributed import Distributed
 from foundry.config.schemas.root import Config

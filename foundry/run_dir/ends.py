@@ -1,13 +1,15 @@
-"""Records of failures: notes for the parent process, `status.json`, `foundry.log` and stack dumps."""
+"""Records of failures: notes for the process that started this one, `status.json`, `foundry.log` and stack dumps."""
 
 import faulthandler
 import json
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from foundry.run_dir.files import make_folder, open_regular, read_text, write_atomically
 from foundry.run_dir.lock import is_held
@@ -20,29 +22,33 @@ _PATIENCE_SECONDS = 3.0
 NOTES = "FOUNDRY_NOTES"
 """Environment variable with the private folder (mode 0700) for failure notes; unset if no process reads the notes."""
 
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Environment variable with the file from which torchrun, or another launcher, reads the error of this process."""
+
 
 def leave_note(
     *,
     kind: str,
     reason: str,
+    exit_code: int,
     trace: str = "",
     rank: int | None = None,
-    exit_code: int = 1,
     violations: Sequence[tuple[str, str]] = (),
 ) -> None:
-    """Write the reason of this process's failure to the notes folder; does nothing if FOUNDRY_NOTES is not set.
+    """Write the reason of this process's failure for the process that started it.
+
+    Processes that foundry started write to the folder in FOUNDRY_NOTES, others to the file in TORCHELASTIC_ERROR_FILE.
+    Does nothing if neither is set.
 
     Args:
         kind: class name of the error.
         reason: one line.
+        exit_code: exit code for the whole run.
         trace: traceback of the error.
         rank: the rank that caused the failure; by default the rank of this process.
-        exit_code: exit code for the whole run.
         violations: key and message of each configuration error, if the configuration was rejected.
     """
-    if (folder := os.environ.get(NOTES)) is None:
-        return
-    own_rank = int(os.environ["RANK"])
+    own_rank = int(os.environ.get("RANK") or 0)
     note = {
         "rank": own_rank if rank is None else rank,
         "time": time.time(),
@@ -52,7 +58,26 @@ def leave_note(
         "exit_code": exit_code,
         "violations": list(violations),
     }
-    write_atomically(Path(folder) / f"rank{own_rank}.json", json.dumps(note))
+    if (folder := os.environ.get(NOTES)) is not None:
+        write_atomically(Path(folder) / f"rank{own_rank}.json", json.dumps(note))
+    elif path := os.environ.get(ERROR_FILE):
+        with suppress(OSError):  # the error itself matters more than its report
+            write_atomically(Path(path), json.dumps(_error_report(note)))
+
+
+def _error_report(note: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a failure note in the format that torch.distributed.elastic.multiprocessing.errors reads.
+
+    torchrun prints `py_callstack`, or `message` if there is none, and takes the error with the earliest `timestamp`
+    for the cause.
+    """
+    reason = one_line(note["reason"])
+    details = {key: note[key] for key in ("rank", "kind", "exit_code")}
+    details |= {"time": datetime.fromtimestamp(note["time"], UTC).isoformat(timespec="milliseconds")}
+    details |= {"timestamp": str(int(note["time"]))}
+    if note["trace"]:
+        details["py_callstack"] = printable(f"{reason}\n{note['trace']}")
+    return {"message": {"message": reason, "errorCode": note["exit_code"], "extraInfo": details}}
 
 
 def record_end(run_dir: Path, reason: str, details: str = "") -> None:

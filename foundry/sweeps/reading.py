@@ -19,6 +19,7 @@ from foundry.config.composition.job_overrides import (
     short_names,
 )
 from foundry.core.errors import ConfigError, Violation
+from foundry.core.exit_codes import ExitCode
 from foundry.run_dir.files import read_tail
 from foundry.run_dir.lock import is_held
 from foundry.run_dir.names import LOG, PLAN, RESULT, STATUS, SUBMISSION, SWEEP
@@ -175,8 +176,9 @@ class SweepReport:
     def exit_code(self) -> int:
         """Exit code: 0 if all jobs have finished, 1 if one has failed or is lost, 3 otherwise."""
         if any(job.has_failed for job in self.jobs):
-            return 1
-        return 0 if all(job.state == "finished" for job in self.jobs) else 3
+            return ExitCode.FAILED
+        is_finished = all(job.state == "finished" for job in self.jobs)
+        return ExitCode.SUCCESS if is_finished else ExitCode.UNFINISHED
 
     def repeat(self, job: JobReport) -> str:
         """Return the shell command that repeats a job."""

@@ -21,6 +21,7 @@ from foundry.config.metrics import check_metric
 from foundry.config.packages import missing_message
 from foundry.config.schemas.sweeper import Search
 from foundry.core.errors import ConfigError, Violation
+from foundry.core.exit_codes import ExitCode
 from foundry.run_dir.names import STUDY
 from foundry.run_dir.result import read_result
 from foundry.run_dir.status import FAILED
@@ -88,7 +89,7 @@ class OptunaSweeper(CheckedSweeper):
                     jobs[job.index] = job
         self.report(list(jobs.values()))
         if self._failures:
-            raise SystemExit(1)
+            raise SystemExit(ExitCode.FAILED)
         return results
 
     def _check(self, space: "Space", manifest: SweepManifest) -> None:

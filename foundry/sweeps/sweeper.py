@@ -27,6 +27,7 @@ from foundry.config.schemas.sweeper import Sweeper as Options
 from foundry.config.schemas.tracking import JSON
 from foundry.config.setting import check_fields
 from foundry.core.errors import ConfigError, Violation
+from foundry.core.exit_codes import ExitCode
 from foundry.launch.claim import check_free, claim
 from foundry.launch.composed_job import ComposedJob, set_number
 from foundry.launch.launchers import FrozenLauncher, queue_job
@@ -205,7 +206,7 @@ class CheckedSweeper(Sweeper):
             )
             sys.stderr.write(f"{job}: {reason}; see {run_dir / LOG}\n")
         if failed:
-            raise SystemExit(1)
+            raise SystemExit(ExitCode.FAILED)
 
     def _compose(self, jobs: Sequence[Job]) -> list[DictConfig]:
         """Compose the configuration of each job.

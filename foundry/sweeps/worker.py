@@ -3,7 +3,7 @@
 The worker instantiates the parts and configures the logging that the directory names, which can execute arbitrary code.
 A launcher calls `work` on a directory that it has just written; on the command line, `trust=true` confirms the trust.
 
-The exit code is the run's: 0 finished, 1 failed, 2 refused by the data or the machine, 128 + n stopped by signal n.
+The exit code is the run's; `foundry/core/exit_codes.py` has the table.
 """
 
 if __name__ == "__main__":
@@ -29,9 +29,10 @@ from foundry.config.environment import detect
 from foundry.config.record.frozen import load_config
 from foundry.config.record.strict_yaml import read_yaml
 from foundry.config.schemas.root import Config
-from foundry.core.errors import ConfigError, format_reason
+from foundry.core.errors import format_reason
+from foundry.core.exit_codes import ExitCode
 from foundry.core.stopped import Stopped
-from foundry.launch.local import WorkerFailed, format_trace, is_consequence
+from foundry.launch.local import WorkerFailed, exit_code_of, format_trace, is_consequence
 from foundry.launch.slurm_end import ErrorOutput
 from foundry.launch.slurm_queue import will_restart
 from foundry.launch.slurm_task import NotRequeued
@@ -83,17 +84,17 @@ def work(run_dir: Path) -> int:
         log.warning("%s", stopped)
         if rank == 0 and stopped.state == "requeued" and will_restart() is False:
             write_status(run_dir, state="stopped", reason=f"{stopped.reason}; Slurm does not queue the job again")
-        return 128 + stopped.signum
+        return stopped.code
     except KeyboardInterrupt:
         if rank == 0:
             write_status(run_dir, state="stopped", reason="SIGINT")
-        return 130
+        return ExitCode.SIGINT
     except RunDirectoryLostError as error:
         log.error("%s", error)
-        return 1
+        return ExitCode.FAILED
     except Exception as error:
         return _record(error, run_dir, rank, error_output)
-    return 0
+    return ExitCode.SUCCESS
 
 
 def start_job(config: Config, run_dir: Path, job_logging: Mapping[str, Any] | None = None) -> "RunResult":
@@ -143,16 +144,14 @@ def _record(error: Exception, run_dir: Path, rank: int, error_output: ErrorOutpu
         sys.stderr.write(printable(trace))
         if not is_secondary:
             _leave_note(run_dir, rank, reason)
-        return 1
+        return exit_code_of(error)
     log.error("failed:\n%s", trace)
     if is_secondary and detect().world_size > 1:
         reason = _cause(run_dir, error_output) or reason
     # When Slurm preempts or requeues a job, ranks exit in any order and report errors about missing peers.
     state = "requeued" if will_restart() else "failed"
     write_status(run_dir, state=state, reason=one_line(reason))
-    if isinstance(error, WorkerFailed):
-        return error.exit_code
-    return 2 if isinstance(error, ConfigError) else 1
+    return exit_code_of(error)
 
 
 def _note_path(run_dir: Path, rank: int | str) -> Path:
@@ -187,5 +186,5 @@ if __name__ == "__main__":
         sys.stderr.write(
             "trust: the configuration in RUN_DIR may run code; if you trust its author, write RUN_DIR trust=true\n"
         )
-        sys.exit(2)
+        sys.exit(ExitCode.REFUSED)
     sys.exit(work(Path(sys.argv[1]).absolute()))

@@ -24,6 +24,7 @@ from types import FrameType, TracebackType
 from typing import Any, Literal, Self
 
 from foundry.config.environment import is_local_submitit
+from foundry.core.exit_codes import code_of_signal
 from foundry.core.stop_signals import ignore
 from foundry.core.stopped import Stopped
 
@@ -168,7 +169,7 @@ class SignalHandler:
         if signum == signal.SIGINT:
             self._interrupts += 1
             if self._interrupts > 1:
-                os._exit(128 + signum)
+                os._exit(code_of_signal(signum))
 
 
 def _slurm_will_requeue() -> bool:

@@ -1,13 +1,15 @@
-"""The terminal, status.json and foundry.log name the true cause of the end of a failed run."""
+"""The terminal, status.json, foundry.log and torchrun's error file name the true cause of the end of a failed run."""
 
 import json
 import re
 import shutil
 import socket
+import time
 from pathlib import Path
 
 import pytest
 from support.tiny import TINY_LM
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 WORDS = [
     "--config-dir=conf",
@@ -42,9 +44,19 @@ def faulty(shell):
     def start(fault, rank, *overrides, **variables):
         own = {"FAULT": fault, "FAULTY_RANK": str(rank), **variables}
         own["PYTHONPATH"] = str(Path(__file__).parents[1])
+        own["TORCHELASTIC_ERROR_FILE"] = str(shell.cwd / "error.json")
         return shell.start(*WORDS, "distributed.timeout_seconds=10", *overrides, variables=own)
 
     return start
+
+
+def reported(shell, code):
+    """Return the message in the error file, and the summary that torchrun would print; both are read by torch."""
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=code, error_file=str(shell.cwd / "error.json"))
+    details = json.loads((shell.cwd / "error.json").read_text())["message"]
+    assert details["errorCode"] == details["extraInfo"]["exit_code"] == code
+    assert abs(failure.timestamp - time.time()) < 600
+    return failure.message, str(ChildFailedError("foundry", {0: failure}))
 
 
 def status(shell):
@@ -74,13 +86,17 @@ def test_failure_of_one_process_is_recorded_with_its_cause(faulty, shell, fault,
     assert end["reason"] in log
     assert end["reason"] in stderr
     assert "another rank" not in stderr + log
+    message, summary = reported(shell, code)
+    assert message["message"] == end["reason"]
+    assert end["reason"] in summary
+    assert in_log in summary  # the place in the code
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("fault", "rank", "code", "reason", "in_log"),
     [
-        ("kill", 0, 1, r"rank 0 failed: killed by SIGKILL: out of memory\?", "rank 0 failed"),
+        ("kill", 0, 75, r"rank 0 failed: killed by SIGKILL: out of memory\?", "rank 0 failed"),
         pytest.param("fail", 1, 1, "rank 1 failed: ValueError: first line$", "in fail", marks=pytest.mark.long),
         pytest.param("stop", 0, 74, SILENT.format(0, 1), "in loss|in backward|wait", marks=pytest.mark.long),
         pytest.param("stop", 1, 74, SILENT.format(1, 0), "in loss|in backward|wait", marks=pytest.mark.long),
@@ -100,6 +116,27 @@ def test_failure_of_one_of_two_ranks_is_recorded_with_its_cause(faulty, shell, f
     assert {path.name for path in shell.cwd.glob("run/flight_recorder/*")} == waited
     assert end["reason"] in log
     assert end["reason"] in stderr
+    message, _ = reported(shell, code)
+    assert (message["message"], message["extraInfo"]["rank"]) == (end["reason"], rank)
+
+
+def test_error_file_of_a_refused_command_has_its_violations_and_no_traceback(shell):
+    process = shell.start("hparams.lr=-1", "hparams.seed=-1", variables={"TORCHELASTIC_ERROR_FILE": "error.json"})
+    stderr = process.communicate(timeout=240)[1]
+    message, summary = reported(shell, process.returncode)
+    assert process.returncode == 2
+    assert message["message"] == "; ".join(stderr.splitlines())
+    assert message["message"] in summary
+    assert "Traceback" not in summary
+
+
+def test_error_file_of_a_stopped_run_names_signal_and_checkpoint(faulty, shell):
+    process = faulty("terminate", 0, "checkpoint.interval=10")
+    stderr = process.communicate(timeout=240)[1]
+    assert process.returncode == 143, stderr
+    message, summary = reported(shell, 143)
+    assert re.fullmatch(r"stopped by SIGTERM after step 2; the checkpoint is .*/step_00000002", message["message"])
+    assert message["message"] in summary
 
 
 @pytest.mark.long
@@ -111,7 +148,7 @@ def test_surviving_rank_records_the_failure_if_rank_zero_is_killed(faulty, shell
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks = [faulty("kill", 0, "distributed=ddp", **place, RANK=rank, LOCAL_RANK=rank) for rank in ("0", "1")]
     message = [rank.communicate(timeout=240)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [-9, 1], message
+    assert [rank.returncode for rank in ranks] == [-9, 75], message
     end = status(shell)
     assert end["state"] == "failed"
     assert end["reason"].startswith("rank 0 has ended, perhaps killed; rank 1, step ")

@@ -6,7 +6,8 @@ import time
 import pytest
 import torch.distributed as dist
 
-from foundry.parallel.watchdog import EXIT_STALLED, CollectiveError, Watchdog, translate
+from foundry.core.exit_codes import ExitCode
+from foundry.parallel.watchdog import CollectiveError, Watchdog, translate
 
 STALL = """
 import time
@@ -21,7 +22,7 @@ with Watchdog(0.6, rank=3) as watchdog:
 
 def test_watchdog_ends_a_stalled_process_and_names_its_activity():
     done = subprocess.run([sys.executable, "-c", STALL], capture_output=True, text=True, timeout=50, check=False)
-    assert done.returncode == EXIT_STALLED
+    assert done.returncode == ExitCode.STALLED
     (line,) = done.stderr.strip().splitlines()
     assert line.startswith(
         "rank 3 has made no progress for 1 s (distributed.timeout_seconds=0.6), at step 3, reducing gradients"
@@ -44,7 +45,7 @@ with Watchdog(1.2, rank=0) as watchdog:
 @pytest.mark.long
 def test_watchdog_spares_slow_work_that_reports_progress():
     done = subprocess.run([sys.executable, "-c", ALIVE], capture_output=True, text=True, timeout=50, check=False)
-    assert (done.stdout, done.returncode) == ("saved\n", EXIT_STALLED)
+    assert (done.stdout, done.returncode) == ("saved\n", ExitCode.STALLED)
     assert "at step 3, saving a checkpoint" in done.stderr
 
 
@@ -70,7 +71,7 @@ with Watchdog(0.6, rank=0, start_timeout_seconds={start}, when_started=lambda: d
 def test_watchdog_limit_of_the_first_step_is_start_timeout(start, said, setting):
     code = COMPILING.format(start=start)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False)
-    assert (done.stdout, done.returncode) == (said, EXIT_STALLED)
+    assert (done.stdout, done.returncode) == (said, ExitCode.STALLED)
     step, limit = (3, 0.6) if said else (1, 0.3)
     assert f"(distributed.{setting}_seconds={limit}), at step {step}, training" in done.stderr
 
@@ -100,7 +101,7 @@ def test_watchdog_ignores_a_jump_of_the_clock():
     code = SLEEPER.format(then="pass")
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
     code = SLEEPER.format(then="time.sleep(60)")  # The watchdog still detects a stall.
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == EXIT_STALLED
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == ExitCode.STALLED
 
 
 STOPPED = """
@@ -143,7 +144,7 @@ with Watchdog(0.3, rank=2, record=record) as dog:
     read_a_slow_file()
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False)
-    assert done.returncode == EXIT_STALLED
+    assert done.returncode == ExitCode.STALLED
     rank, line, stack = done.stdout.split("|")
     assert rank == "2"
     assert "at step 7, reading samples" in line

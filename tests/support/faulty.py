@@ -38,6 +38,10 @@ def stop():
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def terminate():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def fail():
     raise ValueError("first line\nunknown token: 99")
 

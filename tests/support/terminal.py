@@ -5,11 +5,12 @@ import subprocess
 import sys
 
 NOT_PASSED_ON = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_PREFIXES = ("SLURM", "MLFLOW", "PET_", "SM_", "OMPI_", "PMI_", "MPI_", "TORCHELASTIC_")
 
 
 def passed_on():
     """Return the environment without variables of batch systems, launchers and MLflow."""
-    return {k: v for k, v in os.environ.items() if k not in NOT_PASSED_ON and not k.startswith(("SLURM", "MLFLOW"))}
+    return {k: v for k, v in os.environ.items() if k not in NOT_PASSED_ON and not k.startswith(_PREFIXES)}
 
 
 class Shell:

@@ -228,7 +228,10 @@ def _accumulation(config: Config, launch: Launch) -> Iterator[Violation]:
 def _launcher(config: Config, launch: Launch) -> Iterator[Violation]:
     environment, distributed = launch.environment, config.distributed
     local = environment.local_world_size
-    if environment.launcher != "single" and distributed.nproc_per_node not in (1, local):
+    if environment.starts_one_per_node and distributed.nproc_per_node not in (1, local):
+        message = f"is {distributed.nproc_per_node} but the variables of {environment.launcher} say {local}"
+        yield Violation("distributed.nproc_per_node", f"{message} on this node; leave it out")
+    elif environment.launcher != "single" and distributed.nproc_per_node not in (1, local):
         yield Violation(
             "distributed.nproc_per_node",
             f"is {distributed.nproc_per_node} but {environment.launcher} started {local} on this node; leave it out",
@@ -250,7 +253,10 @@ def _restarts(config: Config, launch: Launch) -> Iterator[Violation]:
     elif launcher in ("slurm", "submitit") or launch.tasks > 1:
         message = "but Slurm or submitit starts the processes; let Slurm requeue the job (docs/slurm.md)"
         yield Violation(key, f"is {restarts} {message}")
-    elif config.distributed.nproc_per_node == 1:
+    elif launcher in ("mpi", "pytorchjob") or launch.environment.num_nodes > 1:
+        message = f"but the ranks of {launcher} are not on this node alone; let {launcher} start all of them again"
+        yield Violation(key, f"is {restarts} {message}")
+    elif launch.environment.num_processes(config.distributed.nproc_per_node) == 1:
         yield Violation(
             key,
             f"is {restarts} but foundry starts no processes; set distributed.nproc_per_node, or set this key to 0",
