@@ -3,7 +3,8 @@
 from typing import TYPE_CHECKING, Any
 
 from foundry.config.composition.hydra_internals import register_plugin
-from foundry.config.schemas.launcher import PLUGINS, SUBMITIT_PLUGIN
+from foundry.config.schemas.launcher import SUBMITIT_PLUGIN
+from foundry.config.schemas.launcher_base import PLUGINS
 
 if TYPE_CHECKING:
     from foundry.launch.launchers import FrozenLauncher
@@ -22,6 +23,7 @@ def register() -> None:
     register_plugin(f"{PLUGINS}.SequentialLauncher", build_sequential_launcher)
     register_plugin(f"{PLUGINS}.LocalLauncher", build_local_launcher)
     register_plugin(f"{PLUGINS}.SlurmLauncher", build_slurm_launcher)
+    register_plugin(f"{PLUGINS}.KubernetesLauncher", build_kubernetes_launcher)
     register_plugin(f"{SUBMITIT_PLUGIN}.SlurmLauncher", build_slurm_launcher)
     register_plugin(f"{SUBMITIT_PLUGIN}.LocalLauncher", build_submitit_local_launcher)
 
@@ -65,6 +67,14 @@ def build_slurm_launcher(**settings: Any) -> "FrozenLauncher":
     from foundry.sweeps.worker import work
 
     return SlurmLauncher(work, **settings)
+
+
+def build_kubernetes_launcher(**settings: Any) -> "FrozenLauncher":
+    """Build the launcher of `hydra/launcher=kubernetes`."""
+    from foundry.launch.kubernetes.launcher import KubernetesLauncher
+    from foundry.sweeps.worker import work
+
+    return KubernetesLauncher(work, **settings)
 
 
 def build_submitit_local_launcher(**settings: Any) -> "FrozenLauncher":
