@@ -178,6 +178,8 @@ class JobQueue:
             if self._has_places:
                 self._ledger.note(job, "running")
         ids = launcher.submit(new_jobs) if new_jobs else {}
+        if missing_jobs := [str(job) for job in new_jobs if job.index not in ids]:
+            raise ValueError(f"{type(launcher).__name__}.submit returned no id of {', '.join(missing_jobs)}")
         self._active |= {ids[job.index]: job for job in new_jobs}
         if launcher.survives and jobs:
             all_ids = {**attached, **ids}.values()
