@@ -22,7 +22,7 @@ from foundry.config.diagnostics.other_frameworks import OTHERS, Name, names, nam
 from foundry.config.init_std import parse_std
 from foundry.config.schemas.hparams import parse_auto
 from foundry.config.schemas.launcher import SCHEMAS as LAUNCHERS
-from foundry.config.schemas.launcher import Launcher
+from foundry.config.schemas.launcher_base import Launcher
 from foundry.config.schemas.sweeper import Search, Sweep, Sweeper
 from foundry.config.schemas.tracking import parse_progress
 from foundry.core.batch_sizes import BatchSizes, parse_count

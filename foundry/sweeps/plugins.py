@@ -9,7 +9,8 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from foundry.config.composition.hydra_internals import register_plugin
-from foundry.config.schemas.launcher import PLUGINS, SUBMITIT_PLUGIN, is_own
+from foundry.config.schemas.launcher import SUBMITIT_PLUGIN, is_own
+from foundry.config.schemas.launcher_base import PLUGINS
 from foundry.core.errors import ConfigError, Violation, format_reason
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def register() -> None:
     register_plugin(f"{PLUGINS}.LocalLauncher", build_local_launcher)
     register_plugin(f"{PLUGINS}.SlurmLauncher", build_slurm_launcher)
     register_plugin(f"{PLUGINS}.RayLauncher", build_ray_launcher)
+    register_plugin(f"{PLUGINS}.KubernetesLauncher", build_kubernetes_launcher)
     register_plugin(f"{SUBMITIT_PLUGIN}.SlurmLauncher", build_slurm_launcher)
     register_plugin(f"{SUBMITIT_PLUGIN}.LocalLauncher", build_submitit_local_launcher)
 
@@ -116,6 +118,14 @@ def build_ray_launcher(**settings: Any) -> "FrozenLauncher":
     from foundry.sweeps.worker import work
 
     return RayLauncher(work, **settings)
+
+
+def build_kubernetes_launcher(**settings: Any) -> "FrozenLauncher":
+    """Build the launcher of `hydra/launcher=kubernetes`."""
+    from foundry.launch.kubernetes.launcher import KubernetesLauncher
+    from foundry.sweeps.worker import work
+
+    return KubernetesLauncher(work, **settings)
 
 
 def build_submitit_local_launcher(**settings: Any) -> "FrozenLauncher":

@@ -16,7 +16,9 @@ from foundry.config.composition.compose import config_dir
 from foundry.config.composition.store import group_schemas
 from foundry.config.diagnostics.flags import check_flags
 from foundry.config.diagnostics.other_frameworks import names
+from foundry.config.schemas.launcher import SCHEMAS as LAUNCHERS
 from foundry.config.schemas.root import to_config
+from foundry.config.schemas.sweeper import SCHEMAS as SWEEPERS
 from foundry.core.errors import ConfigError
 
 PAGE, NAMES_PAGE = ROOT / "docs" / "configuration.md", ROOT / "docs" / "names.md"
@@ -46,12 +48,11 @@ def keys_below(path, schema):
 def test_configuration_tables_list_every_schema_field():
     text, options = PAGE.read_text(), Path(config_dir()).rglob("*.yaml")
     chosen = {pair for path in options for pair in re.findall(r"/schema/(\w+)/(\w+)@", path.read_text())}
-    places, modules = {"launcher": "hydra.launcher", "sweep": "hydra.sweeper"}, {"sweep": "sweeper"}
-    keys = {
-        key
-        for group, name in chosen
-        for key in keys_below(places.get(group, group), group_schemas(modules.get(group, group))[name])
-    }
+    places = {"launcher": "hydra.launcher", "sweep": "hydra.sweeper"}
+    of_hydra = {"launcher": LAUNCHERS, "sweep": SWEEPERS}
+    schemas = {group: {schema.__name__: schema for schema in of_hydra[group]} for group in of_hydra}
+    schemas |= {group: group_schemas(group) for group, _ in chosen if group not in of_hydra}
+    keys = {key for group, name in chosen for key in keys_below(places.get(group, group), schemas[group][name])}
     assert {"hparams.batch_ramp.start", "optimizer.groups.head.lr_mult"} <= keys
     assert {key for key in keys if not key.rpartition(".")[2].startswith("_") and f"| `{key}` |" not in text} == set()
 

@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from foundry.config.command import option_lines
 from foundry.config.composition.compose import config_dir
 from foundry.config.composition.hydra_internals import IConfigRepository, open_repository
+from foundry.config.schemas.kubernetes import Kubernetes
 from foundry.config.schemas.launcher import Local, Ray, Slurm
 from foundry.config.schemas.root import Config
 from foundry.config.schemas.sweeper import Search, Sweep, Sweeper
@@ -49,7 +50,8 @@ def write_sweep_page(loader: ConfigLoader) -> str:
         "hydra/sweeper=optuna: a search with Optuna; requires the package optuna": (Search,),
         "hydra/launcher=local (the default is sequential, which runs one job after the other)": (Local,),
         "hydra/launcher=slurm": (Slurm,),
-        "hydra/launcher=ray; requires the package ray": (Ray,),
+        "hydra/launcher=ray: requires the package ray": (Ray,),
+        "hydra/launcher=kubernetes: requires the package kubernetes": (Kubernetes,),
     }.items():
         prefix = "hydra.sweeper." if issubclass(schemas[0], Sweeper) else "hydra.launcher."
         lines += [choice, *(line for schema in schemas for line in option_lines(schema, prefix)), ""]

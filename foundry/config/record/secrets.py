@@ -17,6 +17,11 @@ VARIABLE = re.compile(r"\$\{oc\.env:\s*([A-Za-z_]\w*)\s*(?:,\s*(?:null|''|\"\")?
 
 _ANY_VARIABLE = re.compile(r"\boc\.env:\s*([A-Za-z_]\w*)")
 _USER_FROM_VARIABLES = re.compile(r"(?<=://)[^/\s@:]*:?\*\*\*@")
+# Settings of hydra/launcher=kubernetes that name secrets of the cluster, and the form of such a name.
+_NAMES_OF_SECRETS = ("hydra.launcher.secrets", "hydra.launcher.image_pull_secrets")
+_MANIFEST = "hydra.launcher.env."
+_SEPARATORS = re.compile(r"\w+:\s|[\s{}\[\],'\"]+")  # and the keys of a dictionary, in an override
+_NAME_OF_SECRET = re.compile(r"[a-z0-9.-]+(/[\w.-]+)?")
 # Keys of the `hydra` node that users set. The remaining keys repeat these or are internal to Hydra.
 _HYDRA_GROUPS = ("callbacks", "env", "job", "launcher", "run", "sweep", "sweeper")
 
@@ -91,10 +96,8 @@ def _check(leaf: _Leaf) -> Iterator[Violation]:
         remember(value)
         yield Violation(leaf.path, _remedy(leaf.path))
     elif leaf.path.startswith("hydra.launcher.") and not leaf.path.startswith(_PRIVATE):
-        yield Violation(
-            leaf.path,
-            "is a secret, which the batch script would store; leave it out, since jobs inherit this environment",
-        )
+        inherited = "is a secret, which the batch script would store; leave it out, since jobs inherit this environment"
+        yield Violation(leaf.path, _remedy(leaf.path) if leaf.path.startswith(_MANIFEST) else inherited)
     elif leaf.variables:
         remember(value, leaf.raw)
         for variable in filter(_names_secret, leaf.variables):
@@ -107,6 +110,9 @@ def check_overrides(overrides: Iterable[str]) -> Iterator[Violation]:
         key, sign, value = override.partition("=")
         name = key.lstrip("+~").rpartition(".")[2].partition("@")[0]
         unquoted = value.strip("'\"")
+        parts = _SEPARATORS.split(unquoted)
+        if all(_is_name_of_secret(key.lstrip("+"), part) for part in parts if part):
+            continue
         if sign and not VARIABLE.search(value) and (is_secret(name, unquoted) or masked_text(unquoted) != unquoted):
             for part in {unquoted, *(part.strip(" '\"[]") for part in unquoted.split(","))}:
                 if is_secret(name, unquoted):
@@ -119,7 +125,18 @@ def _is_secret(leaf: _Leaf) -> bool:
     if value in (None, "") or not isinstance(value, (str, int, float)) or isinstance(value, bool):
         return False
     text = str(value)
+    if _is_name_of_secret(leaf.path, text):
+        return False
     return is_secret(leaf.name, value) or masked_text(text) != text or any(map(_names_secret, leaf.variables))
+
+
+def _is_name_of_secret(path: str, value: str) -> bool:
+    """Return whether the setting at a path is the name of a secret that a cluster stores, not the secret itself."""
+    return (
+        path.startswith(_NAMES_OF_SECRETS)
+        and _NAME_OF_SECRET.fullmatch(value) is not None
+        and masked_text(value) == value
+    )
 
 
 def _names_secret(variable: str) -> bool:
@@ -133,6 +150,10 @@ def _remedy(path: str) -> str:
             "contains a user, password or token; leave it out and set MLFLOW_TRACKING_USERNAME and "
             "MLFLOW_TRACKING_PASSWORD, MLFLOW_TRACKING_TOKEN or, for a database, MLFLOW_TRACKING_URI in the environment"
         )
+    if path.startswith(_MANIFEST):
+        name = path.removeprefix(_MANIFEST)
+        remedy = f"store it in a Secret of the cluster, and set hydra.launcher.secrets to {{{name}: SECRET/KEY}}"
+        return f"is a secret, which the manifest would contain; {remedy}"
     example = f"{path}='${{oc.env:NAME}}'"
     return f"is a secret, which the run directory would store; put it into an environment variable and write {example}"
 

@@ -9,30 +9,14 @@ from typing import Any, ClassVar
 
 from omegaconf import DictConfig, OmegaConf
 
+from foundry.config.schemas.kubernetes import Kubernetes
+from foundry.config.schemas.launcher_base import PLUGINS, Launcher
 from foundry.config.setting import check_fields, setting
 from foundry.core.errors import Violation
 
 GROUP = "hydra/launcher"
-PLUGINS = "hydra_plugins.foundry"
-"""Module name for foundry's launchers: Hydra accepts launchers from its plugin package only."""
-
 SUBMITIT_PLUGIN = "hydra_plugins.hydra_submitit_launcher.submitit_launcher"
 """Module of hydra-submitit-launcher that defines its launchers."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Launcher:
-    """Base class of launcher settings. Jobs run exactly the configuration that was checked at submission.
-
-    Attributes:
-        option: name of the launcher as an option of `hydra/launcher`.
-    """
-
-    option: ClassVar[str]
-
-    def check(self, nproc_per_node: int) -> Iterator[Violation]:
-        """Check for settings that contradict each other or `distributed.nproc_per_node`."""
-        yield from ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,7 +255,7 @@ class Ray(Launcher):
             yield Violation("hydra.launcher.runtime_env.env_vars", message)
 
 
-SCHEMAS: tuple[type[Launcher], ...] = (Local, Slurm, Ray)
+SCHEMAS: tuple[type[Launcher], ...] = (Local, Slurm, Ray, Kubernetes)
 _OF_PLUGIN: dict[str, type[Launcher]] = {SubmititSlurm._target_: SubmititSlurm, SubmititLocal._target_: SubmititLocal}
 
 

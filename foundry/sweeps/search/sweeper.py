@@ -49,6 +49,9 @@ class OptunaSweeper(CheckedSweeper):
         if OmegaConf.select(config, "hydra.launcher.detach"):
             message = "is true but a search must wait for results before it proposes more jobs; set it to false"
             raise ConfigError(Violation("hydra.launcher.detach", message))
+        if folder := OmegaConf.select(config, "hydra.launcher.write"):
+            message = f"is {folder} but a search must wait for results before it proposes more jobs; leave it out"
+            raise ConfigError(Violation("hydra.launcher.write", message))
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         super().setup(hydra_context=hydra_context, task_function=task_function, config=config)
 

@@ -1,0 +1,1 @@
+"""Jobs of a sweep on a Kubernetes cluster."""

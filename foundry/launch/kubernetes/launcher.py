@@ -1,0 +1,293 @@
+"""`hydra/launcher=kubernetes`: the jobs of a sweep on a Kubernetes cluster.
+
+The name of a job's resource is derived from its run directory, and annotations identify the job. So a command that was
+killed, or that lost its connection after a request, finds the jobs that it has submitted. The result of a job is read
+from its run directory, which is on a volume that the pods share with this machine.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+from hydra.core.utils import JobReturn
+from omegaconf import DictConfig
+
+from foundry.config.composition.hydra_internals import current_config
+from foundry.config.packages import missing_message
+from foundry.config.record.frozen import hash_config
+from foundry.config.schemas.kubernetes import Kubernetes
+from foundry.config.schemas.launcher import GROUP, resolve_launcher
+from foundry.config.schemas.root import to_config
+from foundry.core.errors import ConfigError, Violation, counted, first_line
+from foundry.launch.composed_job import ComposedJob
+from foundry.launch.job_state import JobState, Unreachable
+from foundry.launch.kubernetes.manifests import (
+    ATTEMPT,
+    RESOURCE,
+    RUN_DIR,
+    Identity,
+    Manifest,
+    own_annotations,
+    resource_name,
+    sweep_label,
+    write_order,
+)
+from foundry.launch.kubernetes.states import choose_pod, has_ended, job_state
+from foundry.launch.launchers import FrozenLauncher
+from foundry.launch.ledger import say
+from foundry.run_dir.files import make_folder, write_atomically
+
+if TYPE_CHECKING:
+    from foundry.launch.kubernetes.cluster import Cluster
+
+_RETRY_SECONDS = (1.0, 2.0, 4.0)
+"""Waits before a request to create a resource is repeated, which its name makes safe."""
+
+
+class KubernetesLauncher(FrozenLauncher):
+    """Launcher that submits jobs to a cluster and waits for them, or only writes their manifests."""
+
+    title = "Kubernetes"
+    survives = True
+
+    def __init__(self, work: Callable[[Path], int], **settings: Any) -> None:
+        super().__init__(work, **settings)
+        self._checked_settings: list[Kubernetes] = []
+        self._connected: Cluster | None = None
+
+    @property
+    def settings(self) -> Kubernetes:
+        """The launcher's settings in the configuration of the sweep."""
+        return _resolve_settings(self.master)
+
+    def check(self, configs: Sequence[DictConfig]) -> None:
+        """Check that the cluster accepts the jobs; nothing is created.
+
+        Raises:
+            ConfigError: the cluster does not accept a job, or does not respond; the message has the reason.
+        """
+        for config in configs:
+            settings = _resolve_settings(config)
+            if settings in self._checked_settings:
+                continue
+            if violations := list(self._check_settings(settings)):
+                raise ConfigError(violations)
+            if settings.write is None:
+                self._check_cluster(settings, _identity(config))
+            self._checked_settings.append(settings)
+
+    def start(self, jobs: Sequence[ComposedJob]) -> list[JobReturn]:
+        """Run the jobs and return their results, or only write their manifests.
+
+        Raises:
+            ConfigError: the cluster refuses a job, or a file of somebody else has the name of a manifest.
+            KeyboardInterrupt: Ctrl-C ended the wait.
+        """
+        if self.settings.write is None:
+            return super().start(jobs)
+        folder = Path(self.settings.write)
+        for job in jobs:
+            self.prepare(job)
+            _write(folder, _resolve_settings(job.config), _identity(job.config))
+        self.detached = True
+        say(f"{counted(len(jobs), 'job')} written to {folder}; to submit them: kubectl apply --filename={folder}")
+        return [job.result(detached=True) for job in jobs]
+
+    def submit(self, jobs: Sequence[ComposedJob]) -> dict[int, str]:
+        """Create the resources of jobs, unless an earlier request without an answer has created them.
+
+        Raises:
+            ConfigError: the cluster refuses a job, or its name belongs to somebody else's resource.
+            Unreachable: the cluster does not respond; jobs that were created are found by `attach`.
+        """
+        attempts = defaultdict[str, int](int)
+        for resource in self._resources():
+            annotations = resource["metadata"].get("annotations") or {}
+            run_dir, attempt = annotations.get(RUN_DIR, ""), annotations.get(ATTEMPT, "")
+            attempts[run_dir] = max(attempts[run_dir], int(attempt) if attempt.isdigit() else 0)
+        return {job.index: self._create(job.config, attempts[str(job.run_dir)] + 1) for job in jobs}
+
+    def attach(self, jobs: Sequence[ComposedJob]) -> dict[int, str]:
+        """Return, by job index, the ids of jobs in the cluster that have not ended.
+
+        Raises:
+            ConfigError: the cluster runs a job with another configuration in the same run directory.
+        """
+        by_run_dir = {}
+        for resource in self._resources():
+            if not has_ended(resource):
+                by_run_dir[(resource["metadata"].get("annotations") or {}).get(RUN_DIR)] = resource
+        ids = {}
+        for job in jobs:
+            if (resource := by_run_dir.get(str(job.run_dir))) is not None:
+                _check_own(resource, _identity(job.config))
+                ids[job.index] = self._job_id(resource)
+        return ids
+
+    def poll(self, ids: Collection[str]) -> dict[str, JobState]:
+        """Return the states of jobs, from their resources and pods."""
+        try:
+            resources, pods = {self._job_id(resource): resource for resource in self._resources()}, self._pods()
+        except ConfigError as error:  # the cluster refuses, for example because a token has expired
+            raise Unreachable(str(error)) from None
+        return {name: job_state(resources[name], pods[_name(name)]) for name in ids if name in resources}
+
+    def cancel(self, ids: Collection[str], *, kill: bool = False) -> None:
+        """Delete jobs from the cluster; their pods get SIGTERM first unless `kill` is set."""
+        for job_id in ids:
+            self._cluster().delete(self.settings.kind, _name(job_id), kill=kill)
+
+    def logs(self, job_id: str) -> str:
+        """Return the last line of output of a pod of the job; empty if the cluster does not give it."""
+        try:
+            pod = choose_pod(self._pods()[_name(job_id)])
+            return "" if pod is None else self._cluster().last_output(pod)
+        except (ConfigError, Unreachable):
+            return ""
+
+    def cancel_command(self, ids: Iterable[str]) -> str:
+        """Return the `kubectl delete` command for jobs."""
+        context = f" --context={self.settings.context}" if self.settings.context else ""
+        return f"kubectl delete{context} --namespace={self._cluster().namespace} {' '.join(ids)}"
+
+    def _cluster(self) -> "Cluster":
+        """Return the cluster; the first call connects to it.
+
+        Raises:
+            ConfigError: the package `kubernetes` is not installed, or the kubeconfig does not have the context.
+        """
+        if self._connected is None:
+            try:
+                from foundry.launch.kubernetes.cluster import Cluster
+            except ModuleNotFoundError as error:
+                if error.name != "kubernetes":
+                    raise
+                message = missing_message("kubernetes", "kubernetes")
+                remedy = "or set hydra.launcher.write=DIR, which only writes the manifests"
+                raise ConfigError(Violation(GROUP, f"is kubernetes, which {message}; {remedy}")) from None
+            self._connected = Cluster.connect(self.settings)
+        return self._connected
+
+    def _check_settings(self, settings: Kubernetes) -> Iterator[Violation]:
+        """Check the settings of a job that depend on the sweep, without a request."""
+        sweep_dir = Path(self.sweep_dir).absolute()
+        if not any(sweep_dir.is_relative_to(path) for path in settings.volumes.values()):
+            message = "which is on no volume of the jobs; mount the claim that contains it, at the same path as here"
+            yield Violation("hydra.sweep.dir", f"is {sweep_dir}, {message}: +hydra.launcher.volumes.CLAIM=PATH")
+        if settings.write is not None and Path(settings.write).exists() and not Path(settings.write).is_dir():
+            yield Violation("hydra.launcher.write", f"is {settings.write}, which is not a folder; choose another")
+
+    def _check_cluster(self, settings: Kubernetes, identity: Identity) -> None:
+        """Let the cluster check the manifests of a job, after a check of the resources that they refer to.
+
+        Raises:
+            ConfigError: a resource does not exist, or the cluster refuses a request or does not respond.
+        """
+        cluster = self._cluster()
+        try:
+            if violations := list(cluster.check_references(settings)):
+                raise ConfigError(violations)
+            for manifest in write_order(settings, identity):
+                _check_own(cluster.create(manifest, dry_run=True), identity)
+            self._resources()
+            self._pods()
+        except Unreachable as error:
+            message = f"is kubernetes but the cluster does not respond: {first_line(str(error))}"
+            raise ConfigError(Violation(GROUP, message)) from None
+
+    def _create(self, config: DictConfig, attempt: int) -> str:
+        """Create the resources of a job, and return its id."""
+        cluster, identity = self._cluster(), _identity(config)
+        manifests = write_order(_resolve_settings(config), identity, attempt)
+        *services, job = [_create_patiently(cluster, manifest) for manifest in manifests]
+        for resource in (*services, job):
+            _check_own(resource, identity)
+        for service in services:
+            cluster.own_service(service, job)
+        return self._job_id(job)
+
+    def _resources(self) -> list[Manifest]:
+        """Return the jobs of the sweep in the cluster."""
+        return self._cluster().jobs(self.settings.kind, self._sweep_label)
+
+    def _pods(self) -> dict[str, list[Manifest]]:
+        """Return the pods of the sweep by the name of their job."""
+        pods = defaultdict[str, list[Manifest]](list)
+        for pod in self._cluster().pods(self._sweep_label):
+            pods[pod["metadata"]["labels"].get(RESOURCE, "")].append(pod)
+        return pods
+
+    def _job_id(self, resource: Manifest) -> str:
+        """Return the id of a job, as kubectl takes it: `job/NAME` or `trainjob/NAME`."""
+        return f"{self.settings.kind.value}/{resource['metadata']['name']}"
+
+    @property
+    def _sweep_label(self) -> str:
+        return sweep_label(self.settings, Path(self.sweep_dir).absolute())
+
+
+def _resolve_settings(config: DictConfig) -> Kubernetes:
+    settings = resolve_launcher(config)
+    assert isinstance(settings, Kubernetes)
+    return settings
+
+
+def _identity(config: DictConfig) -> Identity:
+    with current_config(config):
+        sweep_dir = Path(str(config.hydra.sweep.dir)).absolute()
+        run_dir = sweep_dir / str(config.hydra.sweep.subdir)
+        config_hash = hash_config(to_config(config))
+    return Identity(sweep_dir=sweep_dir, run_dir=run_dir, index=int(config.hydra.job.num), config_hash=config_hash)
+
+
+def _create_patiently(cluster: "Cluster", manifest: Manifest) -> Manifest:
+    """Create a resource, and repeat the request if there is no answer; return the resource.
+
+    Raises:
+        Unreachable: there is no answer to the last request.
+    """
+    for seconds in _RETRY_SECONDS:
+        try:
+            return cluster.create(manifest)
+        except Unreachable:
+            time.sleep(seconds)
+    return cluster.create(manifest)
+
+
+def _name(job_id: str) -> str:
+    return job_id.partition("/")[2]
+
+
+def _check_own(resource: Manifest, identity: Identity) -> None:
+    """Check that a resource in the cluster belongs to a job.
+
+    Raises:
+        ConfigError: it belongs to somebody else, or runs another configuration of the job.
+    """
+    metadata = resource["metadata"]
+    annotations, name = metadata.get("annotations") or {}, metadata["name"]
+    if annotations.get(RUN_DIR) != str(identity.run_dir):
+        message = f"gives a job the name of {name}, which somebody else created; choose another"
+        raise ConfigError(Violation("hydra.launcher.name", message))
+    if not own_annotations(identity).items() <= annotations.items():
+        message = (
+            f"is {identity.sweep_dir}, where {name} runs another configuration; wait for it, or delete it with kubectl"
+        )
+        raise ConfigError(Violation("hydra.sweep.dir", message))
+
+
+def _write(folder: Path, settings: Kubernetes, identity: Identity) -> None:
+    """Write the manifests of a job to a file, unless the file is not foundry's.
+
+    Raises:
+        ConfigError: another file has this name.
+    """
+    path = folder / f"{resource_name(settings, identity)}.yaml"
+    if path.exists() and f"{RUN_DIR}: {identity.run_dir}" not in path.read_text(encoding="utf-8", errors="replace"):
+        message = f"is {folder}, which contains {path.name} of somebody else; choose another folder"
+        raise ConfigError(Violation("hydra.launcher.write", message))
+    make_folder(folder, parents=True)
+    write_atomically(path, yaml.safe_dump_all(write_order(settings, identity), sort_keys=False, width=10**6))
