@@ -29,6 +29,7 @@ from foundry.checkpoint.folder import (
     write_durably,
     write_json,
 )
+from foundry.checkpoint.mirror import Mirror
 from foundry.checkpoint.retention import remove, remove_leftovers, to_remove
 from foundry.checkpoint.rng import rng_state
 from foundry.checkpoint.shard import Chunk, HostCopies, own_chunks, write_shard
@@ -92,6 +93,7 @@ class Checkpointer:
         strict: bool,
         check_run_dir: Callable[[], None] = lambda: None,
         alive: Callable[[], None] | None = None,
+        mirror: Mirror | None = None,
     ) -> None:
         """Prepare to save into a run directory; each save first deletes the remains of interrupted saves.
 
@@ -112,6 +114,7 @@ class Checkpointer:
             strict: raise the error of a failed save at the next call of `write` or `finish`.
             check_run_dir: called on rank 0 before a save writes anything; raises if the run directory is lost.
             alive: heartbeat for the watchdog, called as the save makes progress while training waits for it.
+            mirror: thread that copies each checkpoint into a store; None for a run without a mirror.
         """
         self.run_dir, self._check_run_dir, self._alive = run_dir, check_run_dir, alive
         self._model, self._ema, self._optimizers = model, ema, optimizers
@@ -119,7 +122,7 @@ class Checkpointer:
         self._interval, self._every_minutes = interval, every_minutes
         self._since = time.monotonic()
         self._is_state_checked = self._is_waited_for = False
-        self._world, self._strict = world, strict
+        self._world, self._strict, self._mirror = world, strict, mirror
         self._keep_last, self._keep_every_steps = keep_last, keep_every_steps
         # A separate group keeps the background thread's collectives apart from the training thread's.
         self._group = side_group(world) if asynchronous else None
@@ -320,11 +323,13 @@ class Checkpointer:
         folder = self.run_dir / CHECKPOINTS / step_name(job.manifest.step)
         if exists and not find_damage_on_all_ranks(folder, self._world, self._group):
             self._run_together(partial(self._on_main, self._point_to, folder, job.is_best))
-            return
-        files: dict[str, FileFacts] = {}
-        for part in self._run_together(partial(self._write_files, job)):
-            files |= part
-        self._run_together(partial(self._on_main, self._publish, job, files))
+        else:
+            files: dict[str, FileFacts] = {}
+            for part in self._run_together(partial(self._write_files, job)):
+                files |= part
+            self._run_together(partial(self._on_main, self._publish, job, files))
+        if self._mirror is not None:
+            self._mirror.notify()
 
     def _prepare(self, step: int) -> bool:
         """Create a new checkpoint's temporary folder, and return whether a checkpoint of this step already exists."""
@@ -369,9 +374,11 @@ class Checkpointer:
             keep_every_steps=self._keep_every_steps,
             best=linked_step(self.run_dir, BEST),
         )
+        held_step = None if self._mirror is None else self._mirror.held_step
         try:
             for step in old_steps:
-                remove(earlier[step])
+                if step != held_step:
+                    remove(earlier[step])
             remove_leftovers(self.run_dir)
         except OSError as error:
             log.warning("%s could not be deleted; the next save tries again: %s", error.filename, error.strerror)

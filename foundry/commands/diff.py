@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foundry.config.command import Outcome, check_output, command, folder_option, print_path, quoted
+from foundry.config.command import Outcome, check_output, command, folder_option, print_path, quoted, run_option
 from foundry.config.record.frozen import read_recorded
 from foundry.config.record.resume_compat import Difference, differences
 from foundry.config.setting import setting
@@ -325,7 +325,7 @@ def print_differences(options: DiffOptions) -> Outcome:
         check_output("picture", picture)
         if picture.suffix != ".png":
             raise ConfigError(Violation("picture", f"is {as_text(picture)} but must be a .png file"))
-    comparison = compare(folder_option("run", options.run), folder_option("against", options.against))
+    comparison = compare(run_option("run", options.run), run_option("against", options.against))
     for line in comparison.lines():
         sys.stdout.write(f"{line}\n")
     if picture is not None:

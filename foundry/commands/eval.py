@@ -21,6 +21,8 @@ from foundry.config.command import (
     option_lines,
     parse_options,
     print_path,
+    require_out,
+    run_option,
     run_words,
     usage,
 )
@@ -56,7 +58,7 @@ Compose = Callable[[Sequence[str]], Config]
 class EvalOptions:
     """Options common to all evaluations."""
 
-    run: str = setting("???", "run directory, or a transformers folder, which needs data=...")
+    run: str = setting("???", "run directory, the URL of its mirror, or a transformers folder, which needs data=...")
     which: str = setting("last", "checkpoint: last, best, or the number of a step")
     out: str | None = setting(
         None,
@@ -90,7 +92,8 @@ def evaluate(words: Sequence[str]) -> dict[str, Any]:
     overrides = [word for word in words if group_of(word) in evaluation.groups]
     option_words = [word for word in words if word not in overrides]
     options = parse_options(_schema(evaluation), option_words, refusals=_refusals(evaluation, run))
-    path = folder_option("run", options.run)
+    require_out(options.run, options.out)
+    path = run_option("run", options.run, options.which)
     name = TASKS if evaluation is LM_EVAL else EVALUATION
     out = path / name if options.out is None else folder_option("out", options.out)
     if options.out is not None or out.exists():
@@ -137,7 +140,7 @@ def _run_of(words: Sequence[str]) -> Path | None:
     for word in words:
         if word.startswith("run="):
             with suppress(HydraException, ConfigError):
-                return folder_option("run", str(OverridesParser.create().parse_overrides([word])[0].value()))
+                return run_option("run", str(OverridesParser.create().parse_overrides([word])[0].value()))
     return None
 
 

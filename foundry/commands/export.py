@@ -5,7 +5,7 @@ from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foundry.config.command import Outcome, check_output_folder, command, folder_option, print_path
+from foundry.config.command import Outcome, check_output_folder, command, folder_option, print_path, run_option
 from foundry.config.schemas.device import KIND_DOC, DeviceKind
 from foundry.config.schemas.precision import WeightsDtype
 from foundry.config.setting import setting
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class ExportOptions:
     """Options of the command."""
 
-    run: str = setting("???", "run directory")
+    run: str = setting("???", "run directory, or the URL of its mirror")
     out: str = setting("???", "output folder, new or empty")
     which: str = setting("last", "checkpoint: last, best, or the number of a step")
     trust: bool = setting(False, "run the code of parts in config.yaml that are not part of foundry")
@@ -88,7 +88,7 @@ def export_checkpoint(options: ExportOptions) -> Path:
     from foundry.engine.run_files import write_data_files, write_vocabulary
     from foundry.models.lora import merge_adapters
 
-    run_dir, dtype = folder_option("run", options.run), options.torch_dtype
+    run_dir, dtype = run_option("run", options.run, options.which), options.torch_dtype
     config = load_config(run_dir, trust=options.trust)
     peft = config.peft
     for name in ("merge", "base"):

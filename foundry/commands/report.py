@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from foundry.config.command import Outcome, command, folder_option
+from foundry.config.command import Outcome, command, runs_option
 from foundry.config.setting import setting
+from foundry.config.sources import is_url
+from foundry.core.errors import ConfigError, Violation
 from foundry.sweeps.reading import Which, read_sweep
 from foundry.sweeps.report import read_settled, show, show_and_write, watch
 from foundry.sweeps.report_files import PICTURE, report_facts
@@ -18,7 +20,7 @@ from foundry.sweeps.report_files import PICTURE, report_facts
 class ReportOptions:
     """Options of the command."""
 
-    dir: str = setting("???", "directory of a sweep, or a directory with run directories")
+    dir: str = setting("???", "directory of a sweep, a directory with run directories, or the URL of their mirrors")
     which: Which = setting(Which.last, "evaluation for the comparison of jobs: last or best")
     picture: bool = setting(True, f"draw {PICTURE}")
     watch: bool = setting(False, "update the table until no job is running or waiting")
@@ -26,9 +28,14 @@ class ReportOptions:
 
 
 def print_report(options: ReportOptions) -> Outcome:
-    """Print the state of a sweep and write its files, except if Ctrl-C ended `watch`."""
-    console, folder = Console(), folder_option("dir", options.dir)
-    if options.watch and not watch(folder, console, which=options.which, seconds=options.seconds):
+    """Print the state of a sweep and write its files, except for a URL or if Ctrl-C ended `watch`."""
+    console, folder = Console(), runs_option("dir", options.dir)
+    if is_url(options.dir):
+        if options.watch:
+            raise ConfigError(Violation("watch", "is true but dir is a URL; leave it out, and repeat the command"))
+        sweep = read_sweep(folder, options.which)
+        show(sweep, console)
+    elif options.watch and not watch(folder, console, which=options.which, seconds=options.seconds):
         sweep = read_sweep(folder, options.which)
         show(sweep, console)
     else:

@@ -8,7 +8,16 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from foundry.config.command import Outcome, check_output, check_writable, command, folder_option, print_path
+from foundry.config.command import (
+    Outcome,
+    check_output,
+    check_writable,
+    command,
+    folder_option,
+    print_path,
+    require_out,
+    run_option,
+)
 from foundry.config.composition.store import group_schemas
 from foundry.config.schemas.device import KIND_DOC, DeviceKind
 from foundry.config.schemas.precision import WeightsDtype
@@ -25,7 +34,7 @@ _SUFFIXES = (".txt", ".png")
 class _CommonOptions:
     """Options that do not depend on the run's objective."""
 
-    run: str = setting("???", "run directory")
+    run: str = setting("???", "run directory, or the URL of its mirror")
     which: str = setting("last", "checkpoint: last, best, or the number of a step")
     out: str | None = setting(
         None, "new output file, without suffix; null: drawn_<checkpoint> in plots/ of the run directory"
@@ -64,7 +73,8 @@ def draw(options: SampleOptions) -> Outcome:
     from foundry.parallel.precision import fp32_arithmetic
     from foundry.parallel.process_group import World
 
-    run_dir = folder_option("run", options.run)
+    require_out(options.run, options.out)
+    run_dir = run_option("run", options.run, options.which)
     out = folder_option("out", options.out) if options.out else None
     if out is None:
         check_writable("run", run_dir / PLOTS)

@@ -27,9 +27,11 @@ from foundry.config.composition.start_dir import check_start_dir
 from foundry.config.diagnostics.flags import JSON, Flag, split_flags
 from foundry.config.packages import conflict_message
 from foundry.config.setting import check_fields
-from foundry.config.sources import local_path
-from foundry.core.errors import ConfigError, Violation, nearest
+from foundry.config.sources import is_url, local_path, why_no_url
+from foundry.core.errors import ConfigError, Violation, as_text, nearest
 from foundry.core.exit_codes import ExitCode
+from foundry.run_dir.mirror.reading import NoRunError, fetch_run, fetch_runs
+from foundry.run_dir.mirror.store import StoreError, why_not_a_store
 from foundry.run_dir.outputs import Recognizer, folder_refusal, refusal
 from foundry.run_dir.redact import one_line, printable
 from foundry.run_dir.strict_json import encode
@@ -253,6 +255,53 @@ def folder_option(key: str, text: str) -> Path:
     if not text:
         raise ConfigError(Violation(key, "is empty; give a folder, or . for the current folder"))
     return local_path(key, text)
+
+
+def run_option(key: str, text: str, which: str | None = None) -> Path:
+    """Return the directory of a run that an option names; a run in a store is copied to the cache first.
+
+    Args:
+        key: the option.
+        text: a path, or the URL that the run had as `checkpoint.mirror`.
+        which: checkpoint to copy from a store: "last", "best", or a step number; None for the small files alone.
+
+    Raises:
+        ConfigError: as in `folder_option`; or the URL has no such run or checkpoint, or cannot be read.
+    """
+    return _fetched(key, text, lambda: fetch_run(text, which)) if is_url(text) else folder_option(key, text)
+
+
+def runs_option(key: str, text: str) -> Path:
+    """Return the directory with the runs that an option names; the small files of runs in a store are copied first.
+
+    Raises:
+        ConfigError: as in `run_option`.
+    """
+    return _fetched(key, text, lambda: fetch_runs(text)) if is_url(text) else folder_option(key, text)
+
+
+def _fetched(key: str, url: str, fetch: Callable[[], Path]) -> Path:
+    if (reason := why_not_a_store(url)) is not None:
+        raise ConfigError(Violation(key, f"{reason} (given: {as_text(url)})"))
+    if (reason := why_no_url(url)) is not None:
+        raise ConfigError(Violation(key, f"is {as_text(url)}, which this machine cannot use: {reason}"))
+    try:
+        return fetch()
+    except NoRunError as error:
+        raise ConfigError(Violation(key, f"is {as_text(url)}, which {error}; give the URL of a run")) from None
+    except StoreError as error:
+        message = f"is {as_text(url)}, which cannot be read: {error}; check the URL, the credentials and the network"
+        raise ConfigError(Violation(key, message)) from None
+
+
+def require_out(run: str, out: str | None) -> None:
+    """Require an output path for a run in a store, which is only read.
+
+    Raises:
+        ConfigError: the run is a URL, and the output path is None.
+    """
+    if is_url(run) and out is None:
+        raise ConfigError(Violation("out", f"has no value, and run={as_text(run)} is only read; give it as out=..."))
 
 
 def print_path(path: Path, label: str = "") -> None:

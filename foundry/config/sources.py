@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from importlib.util import find_spec
 from pathlib import Path
 
 from foundry.core.errors import ConfigError, Violation, as_text, counted
@@ -46,11 +47,18 @@ def local_path(key: str, text: str) -> Path:
 
 
 def why_no_url(path: str) -> str | None:
-    """Return the reason why this machine cannot read a kind of URL; None if it can. Does not access the network."""
-    from fsspec.registry import get_filesystem_class  # type: ignore[import-untyped]
+    """Return the reason why this machine cannot read a kind of URL; None if it can.
 
+    Does not access the network, and does not import an installed package of the file system.
+    """
+    from fsspec.registry import get_filesystem_class, known_implementations  # type: ignore[import-untyped]
+
+    kind = path.partition("://")[0]
+    module = known_implementations.get(kind, {}).get("class", "").rpartition(".")[0]
+    if module and find_spec(module.partition(".")[0]) is not None and not module.startswith("fsspec."):
+        return None
     try:
-        get_filesystem_class(path.partition("://")[0])
+        get_filesystem_class(kind)
     except (ImportError, ValueError) as error:
         return " ".join(str(error).split())
     return None

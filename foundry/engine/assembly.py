@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from foundry.checkpoint.mirror import Mirror
 from foundry.checkpoint.resume_point import restore_rng
 from foundry.checkpoint.rng import seed_rng
 from foundry.checkpoint.saver import Checkpointer, NoCheckpoints
@@ -60,8 +61,12 @@ from foundry.training.throughput import Throughput
 from foundry.training.trainer import Trainer
 
 
-def build_trainer(run: RunContext) -> tuple[Trainer, RunStarted]:
+def build_trainer(run: RunContext, mirror: Mirror | None = None) -> tuple[Trainer, RunStarted]:
     """Build all parts, restore their state if the run resumes, and return the trainer with the event for observers.
+
+    Args:
+        run: the run.
+        mirror: thread that copies checkpoints; None for a run without a mirror.
 
     Raises:
         ConfigError: a part cannot be built from its settings, or the checkpoint does not match the parts.
@@ -71,7 +76,7 @@ def build_trainer(run: RunContext) -> tuple[Trainer, RunStarted]:
         dump_into(run.run_dir, world.device)
     trained = build_trained(run)
     run = replace(run, data=join_samples(run, trained.objective))
-    trainer = _build_trainer(run, trained)
+    trainer = _build_trainer(run, trained, mirror)
     if resume_point is None:
         seed_rng(config.hparams.seed + 1 + world.rank)
     else:
@@ -84,7 +89,7 @@ def build_trainer(run: RunContext) -> tuple[Trainer, RunStarted]:
     return trainer, _describe(run, trained, step=trainer.progress.steps)
 
 
-def _build_trainer(run: RunContext, trained: Trained) -> Trainer:
+def _build_trainer(run: RunContext, trained: Trained, mirror: Mirror | None) -> Trainer:
     config = run.config
     world = run.world
     data = run.data
@@ -130,7 +135,7 @@ def _build_trainer(run: RunContext, trained: Trained) -> Trainer:
         metric=config.evaluation.metric,
         stop_rules=_build_stop_rules(run, trained),
         best=Best(config.checkpoint.keep_best, config.evaluation.metric),
-        checkpoints=_build_checkpoints(run, trained, watchdog),
+        checkpoints=_build_checkpoints(run, trained, watchdog, mirror),
         rank_flags=RankFlags(world),
         signals=SignalHandler(),
         ema=trained.ema,
@@ -233,7 +238,9 @@ def _find_pause(run: RunContext, budget: Budget) -> Pause | None:
         raise ConfigError(Violation("hydra.run.dir", message)) from None
 
 
-def _build_checkpoints(run: RunContext, trained: Trained, watchdog: Watchdog) -> CheckpointManager:
+def _build_checkpoints(
+    run: RunContext, trained: Trained, watchdog: Watchdog, mirror: Mirror | None
+) -> CheckpointManager:
     """Return the checkpoint manager; one that saves nothing if checkpoints are off."""
     config, world = run.config, run.world
     settings = config.checkpoint
@@ -261,6 +268,7 @@ def _build_checkpoints(run: RunContext, trained: Trained, watchdog: Watchdog) ->
             "base": {} if trained.base is None else trained.base.facts(),
         },
         trained_only=trained.base is not None,
+        mirror=mirror,
     )
 
 

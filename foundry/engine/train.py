@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from foundry.checkpoint.finished import check_finished
+from foundry.checkpoint.mirror import Mirror
 from foundry.checkpoint.resume_point import (
     ResumePoint,
     check_config,
@@ -25,10 +26,11 @@ from foundry.core.protocols import RunContext
 from foundry.data.loader import explain_worker_deaths
 from foundry.data.splits import DataSplits
 from foundry.engine.assembly import build_trainer
+from foundry.engine.mirror import open_mirror
 from foundry.engine.run_files import write_run_files
 from foundry.generation.scoring import Judge
 from foundry.parallel.determinism import deterministic
-from foundry.parallel.gathering import gather
+from foundry.parallel.gathering import broadcast, gather
 from foundry.parallel.malloc import keep_freed_memory
 from foundry.parallel.precision import PrecisionPolicy, fp32_arithmetic
 from foundry.parallel.process_group import Join, World, process_group
@@ -90,6 +92,9 @@ def train(
         if world.device.type == "cpu":
             keep_freed_memory()
         run_dir, state = _lock_run_dir(world, run_dir, config_hash, stack)
+        mirror = open_mirror(config, config_hash, run_dir, world, stack)
+        if mirror is not None:  # the run directory may have been restored
+            state = broadcast(read_status(run_dir).get("state"), world)
         resume_point = find_resume_point(config.checkpoint.resume, run_dir, world)
         result = find_result(run_dir) if state == "finished" else None
         config_now = strict(config)
@@ -119,18 +124,20 @@ def train(
                 resume_point=resume_point,
                 on_activity=on_activity,
             )
-            return _train(run, observers, stack)
+            return _train(run, observers, stack, mirror)
 
 
-def _train(run: RunContext, observers: list[Observer], stack: ExitStack) -> RunResult:
+def _train(run: RunContext, observers: list[Observer], stack: ExitStack, mirror: Mirror | None) -> RunResult:
     """Build the trainer and train; rank 0 writes the run's files."""
-    trainer, started = build_trainer(run)
+    trainer, started = build_trainer(run, mirror)
     stack.callback(trainer.evaluation.close)
     if run.world.is_main:
         write_run_files(run.config, started.plan, run.data, run.run_dir)
         trainer.check_run_dir = partial(check_locked, run.run_dir)
     trainer.observers = observers
     stack.callback(trainer.checkpoints.close)
+    if mirror is not None:
+        mirror.start()
     with trainer.watchdog, trainer.signals:
         result = trainer.fit(started)
     return RunResult(run.run_dir, result)

@@ -46,7 +46,9 @@ def take_steps(config: Config, steps: int, world_size: int) -> tuple[Config, lis
     )
     tracking = replace(config.tracking, mlflow=False, plots=False, progress=False, trackers={}, profile=Profile())
     distributed = replace(config.distributed, timeout_seconds=_LONGEST_WAIT_SECONDS, start_timeout_seconds=None)
-    return replace(config, hparams=hparams, distributed=distributed, tracking=tracking), notes
+    checkpoint = replace(config.checkpoint, mirror=None)
+    config = replace(config, hparams=hparams, distributed=distributed, tracking=tracking, checkpoint=checkpoint)
+    return config, notes
 
 
 def shorten(config: Config, world_size: int, *, saves: bool) -> Config:

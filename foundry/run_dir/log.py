@@ -6,7 +6,7 @@ import sys
 from io import TextIOWrapper
 from pathlib import Path
 
-from foundry.run_dir.files import open_regular
+from foundry.run_dir.files import open_regular, read_bytes
 from foundry.run_dir.redact import printable
 
 log = logging.getLogger(__name__)
@@ -28,6 +28,13 @@ def log_to_file(text: str, level: int = logging.ERROR, name: str = log.name) -> 
     for handler in logging.root.handlers:
         if isinstance(handler, logging.FileHandler) and level >= handler.level:
             handler.handle(record)
+
+
+def prepend_to_log(path: Path, content: bytes) -> None:
+    """Insert text before a log that a handler of this process may have open; the handler appends at the new end."""
+    own = read_bytes(path) if path.exists() else b""
+    with open_regular(path, "wb") as file:
+        file.write(content + own)
 
 
 class RunLog(logging.FileHandler):

@@ -82,6 +82,9 @@ EVALUATION = "eval.json"
 TASKS = "eval_tasks.json"
 """Results of `foundry.eval tasks=[...]`."""
 
+MIRROR = "mirror.json"
+"""Identity of a run that has a copy in a store; only with `checkpoint.mirror`."""
+
 CHECKPOINTS = "checkpoints"
 """Folder with one subfolder for each checkpoint."""
 

@@ -13,6 +13,9 @@ _FACTS: dict[str, Types] = {"command": list, "created": str, "launcher": str, "m
 _JOB: dict[str, Types] = {"index": int, "dir": str, "overrides": list}
 _JOB_TO_RESUME: dict[str, Types] = {"config_hash": str, "id": str}
 
+_LEVELS = 3
+"""Folders above a job in which its sweep is looked for."""
+
 
 def read_sweep_file(sweep_dir: Path, *, to_resume: bool = False) -> dict[str, Any]:
     """Return the content of `sweep.json`; its `jobs` are objects, each with a `dir` inside the sweep directory.
@@ -37,6 +40,20 @@ def read_sweep_file(sweep_dir: Path, *, to_resume: bool = False) -> dict[str, An
         except ValueError as error:
             raise DamagedFileError(path, f"has a job whose directory {error}") from None
     return content
+
+
+def find_job(run_dir: Path) -> str | None:
+    """Return the directory of a job relative to its sweep, such as `3`; None if the run is not a job of a sweep."""
+    for folder in list(run_dir.absolute().parents)[:_LEVELS]:
+        if not (folder / SWEEP).is_file():
+            continue
+        try:
+            jobs = read_sweep_file(folder)["jobs"]
+        except (OSError, DamagedFileError):
+            return None
+        names = [str(job["dir"]) for job in jobs]
+        return next((name for name in names if (folder / name).resolve() == run_dir.resolve()), None)
+    return None
 
 
 def write_sweep_file(sweep_dir: Path, content: Mapping[str, Any]) -> None:

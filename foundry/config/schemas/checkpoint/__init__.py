@@ -6,8 +6,10 @@ from enum import Enum
 
 from foundry.config.schemas.evaluation import Mode
 from foundry.config.setting import OnResume, setting
+from foundry.config.sources import why_no_url
 from foundry.core.duration import Budget, Duration, Interval
-from foundry.core.errors import Violation
+from foundry.core.errors import Violation, as_text
+from foundry.run_dir.mirror.store import why_not_a_store
 
 
 class SchedulerOnResume(Enum):
@@ -78,6 +80,22 @@ class Checkpoint:
         OnChangedConfig.error, "action if a run is resumed with settings that change its computation: error, warn"
     )
 
+    mirror: str | None = setting(
+        None,
+        "URL of fsspec, such as s3://BUCKET/RUN, to which checkpoints and small files are copied, and from which the "
+        "run resumes on another machine; a job of a sweep uses URL/JOB; null: no copy",
+        on_resume=OnResume.same,
+        since="0.1.0",
+    )
+    mirror_seconds: float = setting(
+        30.0,
+        "longest wait at the end of the run, or after a signal, for the copy to the mirror",
+        ge=0,
+        le=10**6,
+        on_resume=OnResume.same,
+        since="0.1.0",
+    )
+
     @property
     def is_off(self) -> bool:
         """True if no checkpoint is ever saved, not even when a signal stops the run."""
@@ -93,6 +111,17 @@ class Checkpoint:
         return None if self.interval is None else Interval.parse(self.interval, budget)
 
     def check(self) -> Iterator[Violation]:
-        """Check that `resume` is not empty."""
+        """Check that `resume` is not empty, and that `mirror` is a usable URL without credentials."""
         if not self.resume:
             yield Violation("checkpoint.resume", "is empty; give auto, never, or the path of a run or checkpoint")
+        if self.mirror is None:
+            return
+        if (reason := why_not_a_store(self.mirror)) is not None:
+            yield Violation("checkpoint.mirror", f"{reason} (given: {as_text(self.mirror)})")
+        elif (reason := why_no_url(self.mirror)) is not None:
+            message = (
+                f"is {as_text(self.mirror)}, which this machine cannot use: {as_text(reason)}; install the package"
+            )
+            yield Violation("checkpoint.mirror", message)
+        elif self.is_off:
+            yield Violation("checkpoint.mirror", "has no effect with checkpoint=none; leave one of them out")

@@ -1,0 +1,210 @@
+"""Threads that copy checkpoints to a store: outages, retention, several ranks and a lost lease."""
+
+import logging
+import shutil
+import threading
+import time
+from contextlib import ExitStack
+
+import pytest
+import torch
+from support.checkpoint_parts import KNOWN, saver
+from support.object_store import BUCKET, Proxy, environment, s3_server
+
+from foundry.checkpoint import mirror as mirror_module
+from foundry.checkpoint.folder import Manifest, partial_path, problems, publish, write_durably
+from foundry.checkpoint.mirror import MainMirror, MirrorState, RankMirror
+from foundry.run_dir.lock import lock
+from foundry.run_dir.mirror.fetching import fetch_checkpoint
+from foundry.run_dir.mirror.lease import LEASE, Lease
+from foundry.run_dir.mirror.snapshot import LATEST, list_published, read_published, read_snapshot
+from foundry.run_dir.mirror.store import Store, StoreError
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    with ExitStack() as stack:
+        assert lock(tmp_path / "run", stack)
+        yield tmp_path / "run"
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Store(f"file://{tmp_path}/store")
+
+
+def mirror_of(store, run_dir, *, world_size=1, seconds=60.0, **options):
+    lease = Lease(store)
+    lease.take()
+    default = {"identity": {"run.json": b"{}"}, "keep_last": 2, "keep_every_steps": None}
+    state = MirrorState(run="r", published=read_published(store, "r")[0])
+    return MainMirror(store, run_dir, state, lease, world_size=world_size, seconds=seconds, **default | options)
+
+
+def save(checkpointer, step, best=None):
+    manifest = {**KNOWN, "state": {"best": {"step": best}}}
+    tensors = {"a": torch.full((1000,), float(step))}
+    checkpointer.write(step, tensors=lambda: tensors, manifest=manifest, rank_state={}, is_best=best == step)
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def intact(store, tmp_path):
+    """Fetch every published checkpoint into a new directory, and return the steps, which are all intact."""
+    folder = tmp_path / "fetched"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    snapshots, damaged = read_published(store, "r")
+    assert damaged == {}
+    for snapshot in snapshots.values():
+        assert problems(fetch_checkpoint(store, snapshot, folder)) == []
+    return sorted(snapshots)
+
+
+def test_store_keeps_the_checkpoints_that_the_run_keeps(store, run_dir, tmp_path):
+    options = {"keep_last": 2, "keep_every_steps": 4}
+    mirror = mirror_of(store, run_dir, **options)
+    checkpointer = saver(run_dir, mirror=mirror, **options)
+    mirror.start()
+    for step in range(1, 11):
+        save(checkpointer, step, best=min(step, 3))
+        wait_until(lambda: step in list_published(store))  # noqa: B023
+    mirror.close()
+    assert intact(store, tmp_path) == [3, 4, 8, 9, 10]
+    assert sorted(store.names("checkpoints")) == [f"step_{step:08d}" for step in (3, 4, 8, 9, 10)]
+    assert LEASE not in store.names("")
+
+
+def test_checkpoint_that_is_copied_is_not_deleted_and_saves_do_not_wait(store, run_dir, tmp_path, monkeypatch):
+    is_open, begun = threading.Event(), threading.Event()
+    upload = Store.upload
+
+    def slow(self, file, name, size):
+        begun.set()
+        assert is_open.wait(60)
+        upload(self, file, name, size)
+
+    monkeypatch.setattr(Store, "upload", slow)
+    mirror = mirror_of(store, run_dir, keep_last=1)
+    checkpointer = saver(run_dir, mirror=mirror, keep_last=1)
+    save(checkpointer, 1)
+    mirror.start()
+    assert begun.wait(60)
+    for step in (2, 3, 4):
+        save(checkpointer, step)
+    assert mirror.held_step == 1
+    assert sorted(path.name for path in (run_dir / "checkpoints").glob("step_*")) == ["step_00000001", "step_00000004"]
+    is_open.set()
+    mirror.close()
+    assert intact(store, tmp_path) == [4]
+
+
+@pytest.mark.long
+def test_outage_is_one_warning_and_is_caught_up_on(run_dir, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(mirror_module, "_FIRST_DELAY_SECONDS", 0.05)
+    monkeypatch.setattr(mirror_module, "_LONGEST_DELAY_SECONDS", 0.1)
+    caplog.set_level(logging.INFO, "foundry")
+    with s3_server() as server:
+        proxy = Proxy(server.port)
+        for name, value in environment(proxy.port).items():
+            monkeypatch.setenv(name, value)
+        store = Store(f"s3://{BUCKET}/run")
+        mirror = mirror_of(store, run_dir)
+        checkpointer = saver(run_dir, mirror=mirror, keep_last=2)
+        mirror.start()
+        save(checkpointer, 1)
+        wait_until(lambda: list_published(store) == [1])
+        for step, limit in ((2, 600), (3, 3000), (4, 0)):
+            proxy.limit = limit  # the connection ends within the object
+            if limit == 0:
+                proxy.cut()
+            save(checkpointer, step)
+            wait_until(lambda: "the copy to" in caplog.text)
+        time.sleep(0.3)
+        warnings = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+        assert len([message for message in warnings if message.startswith(f"the copy to s3://{BUCKET}/run waits")]) == 1
+        proxy.restore()
+        wait_until(lambda: "can be written again" in caplog.text)
+        mirror.close()
+        assert intact(store, tmp_path) == [3, 4]
+        assert LEASE not in store.names("")
+        assert (checkpointer.failed_saves, mirror.held_step) == (0, None)
+
+
+def test_close_waits_no_longer_than_its_limit(store, run_dir, monkeypatch, caplog):
+    def fail(self, *arguments):
+        raise StoreError("down")
+
+    monkeypatch.setattr(mirror_module, "_FIRST_DELAY_SECONDS", 0.01)
+    mirror = mirror_of(store, run_dir, seconds=0.2)
+    monkeypatch.setattr(Store, "write", fail)
+    mirror.start()
+    mirror.close()
+    assert "the copy to file://" in caplog.text
+    assert "is incomplete after 0.2 s (checkpoint.mirror_seconds)" in caplog.text
+
+
+def test_process_that_lost_its_lease_writes_nothing_more(store, run_dir, caplog):
+    mirror = mirror_of(store, run_dir)
+    checkpointer = saver(run_dir, mirror=mirror)
+    mirror.start()
+    save(checkpointer, 1)
+    wait_until(lambda: list_published(store) == [1])
+    store.write(LEASE, b'{"token": "another"}')
+    save(checkpointer, 2)
+    mirror.close()
+    assert list_published(store) == [1]
+    assert store.read(LEASE) == b'{"token": "another"}'
+    assert "another process has begun to write to" in caplog.text
+
+
+def test_lost_directory_leaves_the_store_as_it_was(store, run_dir, tmp_path):
+    mirror = mirror_of(store, run_dir)
+    (run_dir / "metrics.jsonl").write_text("{}\n")
+    checkpointer = saver(run_dir, mirror=mirror)
+    mirror.start()
+    save(checkpointer, 1)
+    wait_until(lambda: list_published(store) == [1] and store.size("latest.json"))
+    before = {name: store.read(name) for name in store.sizes("") if name not in (LEASE, LATEST)}
+    shutil.rmtree(run_dir)
+    mirror.notify()
+    mirror.close()
+    assert {name: store.read(name) for name in store.sizes("") if name != LATEST} == before
+    assert "metrics.jsonl" in read_snapshot(store, LATEST, "r").files
+    assert intact(store, tmp_path) == [1]
+
+
+def test_damaged_local_checkpoint_is_reported_and_not_copied(store, run_dir, tmp_path, caplog):
+    checkpointer = saver(run_dir)
+    save(checkpointer, 1)
+    save(checkpointer, 2)
+    shard = run_dir / "checkpoints" / "step_00000002" / "shard-00000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    mirror = mirror_of(store, run_dir)
+    mirror.start()
+    mirror.close()
+    assert intact(store, tmp_path) == [1]
+    assert "step_00000002 is not copied to" in caplog.text
+
+
+def test_rank_0_publishes_after_the_other_rank_has_copied(store, run_dir, tmp_path):
+    partial = partial_path(run_dir, 1)
+    partial.mkdir(parents=True)
+    names = ("shard-00000.safetensors", "rank-00000.json", "shard-00001.safetensors", "rank-00001.json")
+    publish(
+        partial, Manifest(step=1, world_size=2, files={name: write_durably(partial / name, name) for name in names})
+    )
+    main = mirror_of(store, run_dir, world_size=2)
+    other = RankMirror(store, run_dir, rank=1, world_size=2, seconds=60)
+    main.start()
+    wait_until(lambda: len(store.sizes("checkpoints/step_00000001")) == 4)
+    assert list_published(store) == []
+    other.start()
+    main.close()
+    other.close()
+    assert intact(store, tmp_path) == [1]
