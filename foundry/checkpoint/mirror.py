@@ -29,10 +29,13 @@ from foundry.run_dir.mirror.snapshot import (
     unreferenced,
 )
 from foundry.run_dir.mirror.store import Store, StoreError
-from foundry.run_dir.names import CHECKPOINTS
+from foundry.run_dir.names import CHECKPOINTS, RESULT, STATUS
 
 BEGUN = "begun.json"
 """Object by which rank 0 announces the checkpoint that it copies, so that the other ranks copy the same checkpoint."""
+
+_OF_THE_END = (STATUS, RESULT)
+"""Files that are not restored with a checkpoint: they may say that the run has finished, at a later step."""
 
 _FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 1.0, 60.0
 _WARNING_SECONDS = 600.0
@@ -277,12 +280,20 @@ class MainMirror(Mirror):
             name, content = next(iter(self._identity.items()))
             self._store.write(name, content)
             del self._identity[name]
-        has_published = False
+        while True:
+            self._publish_all()
+            self._copy_small_files()
+            if self._next_step() is None:  # otherwise the result may belong to a checkpoint that is not copied yet
+                break
+        self._write_latest()
+        return True
+
+    def _publish_all(self) -> None:
+        """Publish the checkpoints on disk, the newest first."""
         while (step := self._next_step()) is not None:
             try:
                 self._held = step
                 self._publish(step)
-                has_published = True
             except StoreError:
                 raise
             except (CheckpointError, OSError) as error:
@@ -291,10 +302,6 @@ class MainMirror(Mirror):
                     log.warning("%s is not copied to %s: %s", self._folder(step), self._store.url, error)
             finally:
                 self._held = None
-        if not has_published:
-            self._copy_small_files()
-            self._write_latest()
-        return True
 
     def _next_step(self) -> int | None:
         """Return the newest checkpoint on disk that the store lacks and the retention settings keep; None without."""
@@ -343,7 +350,7 @@ class MainMirror(Mirror):
         }
         if len(own) < len(parts):
             self._wait_for(step, parts)
-        self._copy_small_files()
+        self._copy_small_files(*_OF_THE_END)
         snapshot = self._snapshot(step, self._best(step), parts)
         self._require_lease()
         self._store.write(f"{place}/{PUBLISHED}", snapshot.encode())
@@ -371,21 +378,22 @@ class MainMirror(Mirror):
                 raise StoreError(f"{left[0]} of step {step} has not been copied by its rank")
             time.sleep(_POLL_SECONDS)
 
-    def _copy_small_files(self) -> None:
+    def _copy_small_files(self, *left_out: str) -> None:
         # A file that is gone stays in the snapshot: the directory may be about to disappear.
-        self._files |= self._copier.copy_small_files(self.run_dir, self._files, self._excluded)
+        self._files |= self._copier.copy_small_files(self.run_dir, self._files, self._excluded, left_out)
         self._objects |= Snapshot(run=self._state.run, files=self._files).objects
         check_locked(self.run_dir)
 
     def _snapshot(self, step: int | None, best: int | None, checkpoint: Mapping[str, Part] | None = None) -> Snapshot:
-        """Return a snapshot of the small files as copied last."""
+        """Return a snapshot of the small files as copied last, with a checkpoint or None."""
+        left_out = () if checkpoint is None else _OF_THE_END
         self._number += 1
         return Snapshot(
             run=self._state.run,
             step=step,
             best=best,
             checkpoint=checkpoint or {},
-            files=dict(self._files),
+            files={name: parts for name, parts in self._files.items() if name not in left_out},
             number=self._number,
         )
 

@@ -208,3 +208,33 @@ def test_rank_0_publishes_after_the_other_rank_has_copied(store, run_dir, tmp_pa
     main.close()
     other.close()
     assert intact(store, tmp_path) == [1]
+
+
+def test_result_is_copied_only_after_the_last_checkpoint(store, run_dir, monkeypatch):
+    is_open, begun, publish_object = threading.Event(), threading.Event(), Store.write
+
+    def slow(self, name, content):
+        if name.endswith("step_00000001/published.json"):
+            begun.set()
+            assert is_open.wait(60)
+        if name.endswith("step_00000002/published.json"):
+            raise StoreError("killed before the last checkpoint was published")
+        publish_object(self, name, content)
+
+    monkeypatch.setattr(Store, "write", slow)
+    mirror = mirror_of(store, run_dir, seconds=1)
+    checkpointer = saver(run_dir, mirror=mirror)
+    save(checkpointer, 1)
+    (run_dir / "result.json").write_text("{}")
+    (run_dir / "status.json").write_text("running")
+    mirror.start()
+    assert begun.wait(60)
+    save(checkpointer, 2)
+    (run_dir / "status.json").write_text("finished")
+    is_open.set()
+    mirror.close()
+    snapshots = [read_snapshot(store, LATEST, "r"), read_published(store, "r")[0][1]]
+    assert [snapshot.step for snapshot in snapshots] == [1, 1]
+    for snapshot in snapshots:
+        assert "result.json" not in snapshot.files
+        assert "status.json" not in snapshot.files

@@ -226,3 +226,41 @@ def test_jobs_of_a_sweep_use_folders_of_the_url(tmp_path, text, run_command):
     shutil.rmtree(tmp_path / "sweep")
     run_command(*command)
     assert [outcome(tmp_path / "sweep" / job) for job in "01"] == before
+
+
+def test_commands_read_a_run_from_its_url(tmp_path, text, run_command):
+    url, run = f"file://{tmp_path}/store", tmp_path / "run"
+    run_command(*words(f"{url}/one"))
+    for name, source in (("local", run), ("remote", f"{url}/one")):
+        run_command(f"run={source}", f"out={name}", "which=12", module="foundry.export")
+        run_command(f"run={source}", f"out={name}.json", "max_samples=4", module="foundry.eval")
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+        assert (tmp_path / "local" / name).read_bytes() == (tmp_path / "remote" / name).read_bytes()
+    results = [read_object(tmp_path / f"{name}.json") for name in ("local", "remote")]
+    assert results[0]["loss"] == results[1]["loss"]
+    local, _ = run_command(f"run={run}", "out=a", "max_new_tokens=4", module="foundry.sample")
+    remote, _ = run_command(f"run={url}/one", "out=b", "max_new_tokens=4", module="foundry.sample")
+    assert (tmp_path / "a.txt").read_text() == (tmp_path / "b.txt").read_text()
+    assert local.replace("a.txt", "b.txt") == remote
+    out, _ = run_command(f"dir={url}", module="foundry.report")
+    assert "finished" in out
+    out, _ = run_command(f"run={url}/one", f"against={run}", module="foundry.diff")
+    assert "12" in out
+    for command, option, *expected in (
+        ("sample", f"run={url}/one", "out: has no value, and run=file:///", " is only read; give it as out="),
+        ("sample", f"run={url}/none", "run: is file:///", "/none, which has no run; give the URL of a run"),
+        ("export", f"run={url}", "run: is file:///", "/store, which has no run"),
+        ("report", f"dir={url}/none", "dir: is file:///", "/none, which has no run"),
+        ("report", "dir=s3://me:word@bucket/a", "has a user name or password"),
+    ):
+        more = [] if command == "report" or expected[0].startswith("out") else ["out=c"]
+        _, err = run_command(option, *more, module=f"foundry.{command}", code=2)
+        assert all(part in err for part in expected), err
+    _, err = run_command(f"run={url}/one", "which=7", "out=c", module="foundry.export", code=2)
+    assert "which has no checkpoint '7'; steps with a checkpoint: 9, 12" in err
+    assert {path.name for path in (tmp_path / "store" / "one").iterdir()} == {
+        "checkpoints",
+        "files",
+        "latest.json",
+        "run.json",
+    }

@@ -57,7 +57,11 @@ class Copier:
         return part
 
     def copy_small_files(
-        self, run_dir: Path, before: Mapping[str, Sequence[Part]], excluded: Collection[Path] = ()
+        self,
+        run_dir: Path,
+        before: Mapping[str, Sequence[Part]],
+        excluded: Collection[Path] = (),
+        left_out: Collection[str] = (),
     ) -> dict[str, tuple[Part, ...]]:
         """Copy the small files of a run, and return their parts by path in the run directory.
 
@@ -67,12 +71,13 @@ class Copier:
             run_dir: the run directory.
             before: result of the last copy.
             excluded: folders that are not copied, such as a cache of data.
+            left_out: names of files that are not copied.
 
         Raises:
             StoreError: the store cannot be read or written.
         """
         files = dict[str, tuple[Part, ...]]()
-        for name in sorted(small_files(run_dir, excluded)):
+        for name in sorted(set(small_files(run_dir, excluded)).difference(left_out)):
             try:
                 with open_regular(run_dir / name, "rb") as stream:
                     files[name] = self._copy_parts(stream, name, before.get(name, ()))

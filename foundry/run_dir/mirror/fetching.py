@@ -92,7 +92,7 @@ def fetch_small_files(
 
     Args:
         store: the store.
-        choices: parts of the files by name; of a file that is damaged in the first, the next is used.
+        choices: parts of the files by name. The first has all files; the next is used for a file that is damaged.
         run_dir: the run directory.
         is_launch: a launch has begun in the directory: keep the files that it has written, and append its log to the
             log from the store.
@@ -107,7 +107,7 @@ def fetch_small_files(
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir()
     try:
-        names = sorted({name for files in choices for name in files})
+        names = sorted(choices[0]) if choices else []
         for name in names:
             file = inside(staging, name)
             file.parent.mkdir(parents=True, exist_ok=True)
