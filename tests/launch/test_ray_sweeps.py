@@ -1,4 +1,4 @@
-"""Sweeps on a Ray cluster of two nodes on this machine, and the death of a node, of Ray on a node, or of the command."""
+"""Sweeps on a Ray cluster of two nodes on this machine; the death of a node, of Ray on it, or of the command."""
 
 import os
 import signal
