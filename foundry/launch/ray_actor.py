@@ -1,6 +1,6 @@
 """Actor of one rank of a Ray job. Ray imports this module in a process on the node where the rank runs.
 
-The actor starts the rank in a process of its own (`ray_rank`), so that signals, exit codes and CUDA belong to the run.
+The rank runs in a separate process (`ray_rank`), so that signals, the exit code and the CUDA context belong to the run.
 """
 
 import os
@@ -55,7 +55,7 @@ class RankActor:
         Args:
             run_dir: the run directory.
             token: content of the file that the command has written to the run directory.
-            folder: folder in which the command was started.
+            folder: working directory of the command.
             version: foundry's version in the command.
         """
         host = get_node_address()
@@ -74,12 +74,12 @@ class RankActor:
         Args:
             module: module that executes the run of a run directory as `python -m MODULE RUN_DIR trust=true`.
             run_dir: the run directory.
-            output: name of the file in the run directory to which the rank's output is appended.
+            output: name of the rank's output file in the run directory.
             folder: working directory of the rank.
-            variables: environment variables to add to those of this actor, which include CUDA_VISIBLE_DEVICES.
+            variables: environment variables to add. CUDA_VISIBLE_DEVICES comes from this actor.
 
         Returns:
-            The exit code, 128 + n for signal n; or, if Ray on this node died before, a text that says so.
+            The exit code, 128 + n for signal n. If Ray has died on this node, a text with the node's address.
         """
         if self._process is None:
             self._process = _start(module, run_dir, output, folder, variables)

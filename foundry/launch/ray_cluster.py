@@ -49,7 +49,7 @@ def connect(settings: Ray) -> None:
         with contextlib.chdir(os.sep):
             ray.init(address=address, **options)
     except (RuntimeError, ConnectionError, ValueError, OSError) as error:
-        message = f"is {address}, where Ray cannot be used: {one_line(str(error))}"
+        message = f"is {address}, but Ray refuses the connection: {one_line(str(error))}"
         raise ConfigError(Violation(_ADDRESS, message)) from None
 
 
@@ -57,7 +57,7 @@ def _find_address(settings: Ray) -> str:
     """Return HOST:PORT of the cluster: the setting, or RAY_ADDRESS, or the cluster that was started on this machine.
 
     Raises:
-        ConfigError: there is none of them; or it is not HOST:PORT.
+        ConfigError: no address is known, or the address is not HOST:PORT.
     """
     from ray._private.utils import read_ray_address
 
@@ -91,7 +91,7 @@ def _check_answer(address: str) -> None:
         GcsClient(address=resolved).internal_kv_get(b"foundry", namespace=None, timeout=_CONNECT_SECONDS)
     except Exception as error:  # Ray's own errors have no common class
         reason = error.strerror if isinstance(error, OSError) and error.strerror else one_line(str(error))
-        message = f"is {address}, where no Ray cluster responds: {reason}; {_REMEDY}"
+        message = f"is {address}, but no Ray cluster responds there: {reason}; {_REMEDY}"
         raise ConfigError(Violation(_ADDRESS, message)) from None
 
 
@@ -144,7 +144,7 @@ def check_nodes(settings: Ray, nodes: Sequence[Mapping[str, float]], *, uses_gpu
 def _missing_resources(
     settings: Ray, needs: Mapping[str, float], nodes: Sequence[Mapping[str, float]]
 ) -> Iterator[Violation]:
-    """Yield a violation for each resource of which no node has enough."""
+    """Yield a violation for each resource if no node has the amount that a job reserves on a node."""
     keys = {"CPU": "cpus_per_task", "GPU": "gpus_per_task", "memory": "mem_gb"}
     for name, amount in needs.items():
         largest = max((node.get(name, 0) for node in nodes), default=0)

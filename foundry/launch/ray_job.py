@@ -20,15 +20,9 @@ from foundry.run_dir.names import OUTPUT, RAY
 from foundry.run_dir.redact import one_line
 from foundry.run_dir.status import read_status, write_status
 
-_PATIENCE_SECONDS = 5.0  # from the first end of a rank until SIGTERM to the others, which may fail as a consequence
-_LAST_PATIENCE_SECONDS = 30.0  # from the first end until SIGKILL
+_PATIENCE_SECONDS = 5.0  # from the first failure until SIGTERM to the other ranks, whose errors may name the cause
+_LAST_PATIENCE_SECONDS = 30.0  # from the first failure until SIGKILL
 _CALLS = 8  # concurrent calls of an actor: `wait` does not return before the rank ends
-_WAITING = {
-    "INFEASIBLE": "no node of the Ray cluster has these resources",
-    "NO_RESOURCES": "Resources",
-    "QUEUED": "Ray's queue",
-}
-"""Reasons for which a placement group waits, by Ray's names; `Resources` is also Slurm's word."""
 
 _IDENTITY = ("class_name: ", "actor_id: ", "pid: ", "namespace: ", "ip: ")
 
@@ -124,8 +118,13 @@ class RayJob:
         if problems := [place.problem for place in places if place.problem]:
             return self._finish(_failed(problems[0]))
         if pending:
-            stats = placement_group_table(self._group).get("stats", {})
-            reason = _WAITING.get(stats.get("scheduling_state", ""), "Ray starts its actors")
+            group = placement_group_table(self._group)
+            if group.get("state") == "CREATED":
+                reason = "Ray starts its actors"
+            elif group.get("stats", {}).get("scheduling_state") == "INFEASIBLE":
+                reason = "no node of the cluster has these resources"
+            else:
+                reason = "Resources"  # as Slurm says
             return JobState(phase=Phase.WAITING, detail=reason)
         self._places = places
         self._start_ranks()
@@ -191,7 +190,7 @@ class RayJob:
             self._first_end_time = self._first_end_time or time.monotonic()
 
     def _end_others(self) -> None:
-        """After a rank has failed, stop the others, which may wait for it; later kill them."""
+        """Stop the other ranks some seconds after a failure, and kill them later: they may wait for the failed rank."""
         if not any(self._ends.values()):
             return
         elapsed_seconds = time.monotonic() - self._first_end_time
