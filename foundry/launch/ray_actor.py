@@ -48,6 +48,7 @@ class RankActor:
     def __init__(self) -> None:
         self._raylet = os.getppid()
         self._process: subprocess.Popen[bytes] | None = None
+        self._was_stopped = False
 
     def locate(self, run_dir: str, token: str, folder: str, version: str) -> Place:
         """Return the node of this actor, after a check that a rank can run there.
@@ -94,12 +95,14 @@ class RankActor:
             return f"Ray has died on node {get_node_address()}" if self._is_orphan() else code
 
     def stop(self, *, kill: bool = False) -> None:
-        """Send SIGTERM to the rank, so that it saves and stops; or kill it with the processes that it has started."""
-        if self._process is not None and self._process.poll() is None:
-            if kill:
-                os.killpg(self._process.pid, signal.SIGKILL)
-            else:
-                self._process.terminate()
+        """Send SIGTERM to the rank once, so that it saves and stops; or kill it and the processes that it started."""
+        if self._process is None or self._process.poll() is not None:
+            return
+        if kill:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        elif not self._was_stopped:
+            self._was_stopped = True
+            self._process.terminate()
 
     def _is_orphan(self) -> bool:
         """Return whether the raylet, Ray's process on this node that started the actor, has died."""
