@@ -1,6 +1,6 @@
 """Actor of one rank of a Ray job. Ray imports this module in a process on the node where the rank runs.
 
-The actor starts the rank in a process of its own (`ray_rank`), so that signals, exit codes and CUDA belong to the run.
+The rank runs in a separate process (`ray_rank`), so that signals, the exit code and the CUDA context belong to the run.
 """
 
 import os
@@ -48,6 +48,7 @@ class RankActor:
     def __init__(self) -> None:
         self._raylet = os.getppid()
         self._process: subprocess.Popen[bytes] | None = None
+        self._was_stopped = False
 
     def locate(self, run_dir: str, token: str, folder: str, version: str) -> Place:
         """Return the node of this actor, after a check that a rank can run there.
@@ -55,7 +56,7 @@ class RankActor:
         Args:
             run_dir: the run directory.
             token: content of the file that the command has written to the run directory.
-            folder: folder in which the command was started.
+            folder: working directory of the command.
             version: foundry's version in the command.
         """
         host = get_node_address()
@@ -74,12 +75,12 @@ class RankActor:
         Args:
             module: module that executes the run of a run directory as `python -m MODULE RUN_DIR trust=true`.
             run_dir: the run directory.
-            output: name of the file in the run directory to which the rank's output is appended.
+            output: name of the rank's output file in the run directory.
             folder: working directory of the rank.
-            variables: environment variables to add to those of this actor, which include CUDA_VISIBLE_DEVICES.
+            variables: environment variables to add. CUDA_VISIBLE_DEVICES comes from this actor.
 
         Returns:
-            The exit code, 128 + n for signal n; or, if Ray on this node died before, a text that says so.
+            The exit code, 128 + n for signal n. If Ray has died on this node, a text with the node's address.
         """
         if self._process is None:
             self._process = _start(module, run_dir, output, folder, variables)
@@ -94,12 +95,14 @@ class RankActor:
             return f"Ray has died on node {get_node_address()}" if self._is_orphan() else code
 
     def stop(self, *, kill: bool = False) -> None:
-        """Send SIGTERM to the rank, so that it saves and stops; or kill it with the processes that it has started."""
-        if self._process is not None and self._process.poll() is None:
-            if kill:
-                os.killpg(self._process.pid, signal.SIGKILL)
-            else:
-                self._process.terminate()
+        """Send SIGTERM to the rank once, so that it saves and stops; or kill it and the processes that it started."""
+        if self._process is None or self._process.poll() is not None:
+            return
+        if kill:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        elif not self._was_stopped:
+            self._was_stopped = True
+            self._process.terminate()
 
     def _is_orphan(self) -> bool:
         """Return whether the raylet, Ray's process on this node that started the actor, has died."""

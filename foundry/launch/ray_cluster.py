@@ -15,7 +15,8 @@ from foundry.run_dir.redact import one_line
 _ADDRESS = "hydra.launcher.address"
 _CONNECT_SECONDS = 10.0
 _LOCAL = "local"
-_LOOPBACK = "127.0.0.1"
+_LOCAL_VARIABLES = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+"""Variables that Ray reads when it is imported: it reports nothing to its authors, and uses the loopback interface."""
 _OBJECT_STORE_BYTES = 80 * 2**20
 _REMEDY = "start a cluster with `ray start --head`, or set hydra.launcher.address=local"
 _GIB = 2**30
@@ -27,8 +28,8 @@ def connect(settings: Ray) -> None:
     Raises:
         ConfigError: Ray is not installed, no cluster responds, or the cluster has another version of Ray or Python.
     """
-    # Read when ray is imported. A cluster that foundry starts reports nothing to Ray's authors.
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if settings.address == _LOCAL:
+        os.environ |= _LOCAL_VARIABLES
     try:
         import ray
     except ImportError:
@@ -38,19 +39,17 @@ def connect(settings: Ray) -> None:
     options: dict[str, Any] = {"namespace": "foundry", "log_to_driver": False, "logging_level": "ERROR"}
     if settings.address == _LOCAL:
         options |= {"num_cpus": len(os.sched_getaffinity(0)), "include_dashboard": False}
-        options |= {"_node_ip_address": _LOOPBACK, "object_store_memory": _OBJECT_STORE_BYTES}
+        options["object_store_memory"] = _OBJECT_STORE_BYTES
         address = _LOCAL
     else:
         address = _find_address(settings)
         _check_answer(address)
-        if address.startswith(f"{_LOOPBACK}:"):  # Ray would replace it by an address that its server does not listen on
-            options |= {"_node_ip_address": _LOOPBACK}
     try:
         # Ray adds the current folder, which may belong to somebody else, to the import path of the actors.
         with contextlib.chdir(os.sep):
             ray.init(address=address, **options)
     except (RuntimeError, ConnectionError, ValueError, OSError) as error:
-        message = f"is {address}, where Ray cannot be used: {one_line(str(error))}"
+        message = f"is {address}, but Ray refuses the connection: {one_line(str(error))}"
         raise ConfigError(Violation(_ADDRESS, message)) from None
 
 
@@ -58,7 +57,7 @@ def _find_address(settings: Ray) -> str:
     """Return HOST:PORT of the cluster: the setting, or RAY_ADDRESS, or the cluster that was started on this machine.
 
     Raises:
-        ConfigError: there is none of them; or it is not HOST:PORT.
+        ConfigError: no address is known, or the address is not HOST:PORT.
     """
     from ray._private.utils import read_ray_address
 
@@ -81,16 +80,18 @@ def _check_answer(address: str) -> None:
     Raises:
         ConfigError: it does not respond.
     """
+    from ray._private.services import canonicalize_bootstrap_address
     from ray._raylet import GcsClient
 
-    host, _, port = address.rpartition(":")
     try:
+        resolved = str(canonicalize_bootstrap_address(address))  # Ray replaces a loopback address by the machine's own
+        host, _, port = resolved.rpartition(":")
         with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS):
             pass
-        GcsClient(address=address).internal_kv_get(b"foundry", namespace=None, timeout=_CONNECT_SECONDS)
+        GcsClient(address=resolved).internal_kv_get(b"foundry", namespace=None, timeout=_CONNECT_SECONDS)
     except Exception as error:  # Ray's own errors have no common class
         reason = error.strerror if isinstance(error, OSError) and error.strerror else one_line(str(error))
-        message = f"is {address}, where no Ray cluster responds: {reason}; {_REMEDY}"
+        message = f"is {address}, but no Ray cluster responds there: {reason}; {_REMEDY}"
         raise ConfigError(Violation(_ADDRESS, message)) from None
 
 
@@ -143,7 +144,7 @@ def check_nodes(settings: Ray, nodes: Sequence[Mapping[str, float]], *, uses_gpu
 def _missing_resources(
     settings: Ray, needs: Mapping[str, float], nodes: Sequence[Mapping[str, float]]
 ) -> Iterator[Violation]:
-    """Yield a violation for each resource of which no node has enough."""
+    """Yield a violation for each resource if no node has the amount that a job reserves on a node."""
     keys = {"CPU": "cpus_per_task", "GPU": "gpus_per_task", "memory": "mem_gb"}
     for name, amount in needs.items():
         largest = max((node.get(name, 0) for node in nodes), default=0)

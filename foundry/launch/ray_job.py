@@ -10,6 +10,7 @@ from typing import Any
 
 from foundry import __version__
 from foundry.config.schemas.launcher import Ray
+from foundry.core.errors import format_reason
 from foundry.launch.job_state import JobState, Phase
 from foundry.launch.local import describe_exit
 from foundry.launch.ray_actor import Place, RankActor
@@ -20,15 +21,9 @@ from foundry.run_dir.names import OUTPUT, RAY
 from foundry.run_dir.redact import one_line
 from foundry.run_dir.status import read_status, write_status
 
-_PATIENCE_SECONDS = 5.0  # from the first end of a rank until SIGTERM to the others, which may fail as a consequence
-_LAST_PATIENCE_SECONDS = 30.0  # from the first end until SIGKILL
+_PATIENCE_SECONDS = 5.0  # from the first failure until SIGTERM to the other ranks, whose errors may name the cause
+_LAST_PATIENCE_SECONDS = 30.0  # from the first failure until SIGKILL
 _CALLS = 8  # concurrent calls of an actor: `wait` does not return before the rank ends
-_WAITING = {
-    "INFEASIBLE": "no node of the Ray cluster has these resources",
-    "NO_RESOURCES": "Resources",
-    "QUEUED": "Ray's queue",
-}
-"""Reasons for which a placement group waits, by Ray's names; `Resources` is also Slurm's word."""
 
 _IDENTITY = ("class_name: ", "actor_id: ", "pid: ", "namespace: ", "ip: ")
 
@@ -86,7 +81,9 @@ class RayJob:
         """Rank by the reference to its end, for ranks that have not ended."""
         self._ends = dict[int, int | str]()
         """Exit code of each rank that has ended, or the reason why its actor is lost, in order of their ends."""
-        self._first_end_time = 0.0
+        self._failure_time = 0.0
+        self._problem = ""
+        """Error of an actor that could not start its rank."""
         self._group = placement_group([bundle(settings)] * settings.nodes, strategy=settings.strategy.value)
         actor = ray.remote(RankActor)
         options = {
@@ -109,7 +106,7 @@ class RayJob:
     def _poll_actors(self) -> JobState:
         """Start the ranks if Ray has started all actors."""
         import ray
-        from ray.exceptions import ActorDiedError, RayError
+        from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
         from ray.util.placement_group import placement_group_table
 
         ready, pending = ray.wait(self._place_refs, num_returns=len(self._place_refs), timeout=0)
@@ -119,13 +116,20 @@ class RayJob:
             if _is_node_death(error):
                 return self._restart(_describe_death(error))
             return self._finish(_failed(f"Ray cannot start an actor: {_describe_death(error)}"))
+        except ActorUnavailableError:
+            return self._restart("a node did not respond before the start")
         except RayError as error:
             return self._finish(_failed(f"Ray cannot start an actor: {one_line(str(error))}"))
         if problems := [place.problem for place in places if place.problem]:
             return self._finish(_failed(problems[0]))
         if pending:
-            stats = placement_group_table(self._group).get("stats", {})
-            reason = _WAITING.get(stats.get("scheduling_state", ""), "Ray starts its actors")
+            group = placement_group_table(self._group)
+            if group.get("state") == "CREATED":
+                reason = "Ray starts its actors"
+            elif group.get("stats", {}).get("scheduling_state") == "INFEASIBLE":
+                reason = "no node of the cluster has these resources"
+            else:
+                reason = "Resources"  # as Slurm says
             return JobState(phase=Phase.WAITING, detail=reason)
         self._places = places
         self._start_ranks()
@@ -134,9 +138,10 @@ class RayJob:
     def _start_ranks(self) -> None:
         """Start a process for each rank; a job with one rank needs no process group."""
         settings, num_ranks = self._settings, len(self._actors)
+        paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         variables = {
             "OMP_NUM_THREADS": str(settings.cpus_per_task),
-            "PYTHONPATH": os.environ.get("PYTHONPATH", ""),
+            "PYTHONPATH": os.pathsep.join(str(Path(path).absolute()) for path in paths if path),
             **settings.env_vars,
             ATTEMPT: self._token,
         }
@@ -171,12 +176,12 @@ class RayJob:
             return self._restart(f"rank {rank} is lost: {reason}")
         codes = {rank: end for rank, end in self._ends.items() if isinstance(end, int)}
         rank, code = next(((rank, code) for rank, code in codes.items() if code), (0, 0))
-        how = describe_exit(128 - code if code > 128 else code)
+        how = self._problem or describe_exit(128 - code if code > 128 else code)
         return self._finish(_failed(f"rank {rank} {how}" if len(self._actors) > 1 else how))
 
     def _note_ends(self) -> None:
         import ray
-        from ray.exceptions import ActorDiedError, ActorUnavailableError
+        from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 
         ended, _ = ray.wait(list(self._refs), num_returns=len(self._refs), timeout=0)
         for ref in ended:
@@ -188,13 +193,17 @@ class RayJob:
                 continue
             except ActorDiedError as error:
                 self._ends[rank] = _describe_death(error)
-            self._first_end_time = self._first_end_time or time.monotonic()
+            except RayError as error:  # raised by the actor itself, such as an OSError
+                self._ends[rank] = 1
+                self._problem = format_reason(getattr(error, "cause", None) or error)
+            if self._ends[rank]:
+                self._failure_time = self._failure_time or time.monotonic()
 
     def _end_others(self) -> None:
-        """After a rank has failed, stop the others, which may wait for it; later kill them."""
-        if not any(self._ends.values()):
+        """Stop the other ranks some seconds after a failure, and kill them later: they may wait for the failed rank."""
+        if not self._failure_time:
             return
-        elapsed_seconds = time.monotonic() - self._first_end_time
+        elapsed_seconds = time.monotonic() - self._failure_time
         for rank in self._refs.values():
             if elapsed_seconds > _PATIENCE_SECONDS:
                 self._actors[rank].stop.remote(kill=elapsed_seconds > _LAST_PATIENCE_SECONDS)

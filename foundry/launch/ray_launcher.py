@@ -13,11 +13,12 @@ from omegaconf import DictConfig
 from foundry.config.schemas.device import DeviceKind
 from foundry.config.schemas.launcher import Ray, resolve_launcher
 from foundry.launch.composed_job import ComposedJob
-from foundry.launch.job_state import JobState
+from foundry.launch.job_state import JobState, Unreachable
 from foundry.launch.launchers import FrozenLauncher
 from foundry.launch.ray_cluster import check_nodes, connect
 from foundry.launch.ray_job import RayJob
 from foundry.run_dir.files import read_tail
+from foundry.run_dir.redact import one_line
 
 
 class RayLauncher(FrozenLauncher):
@@ -58,8 +59,17 @@ class RayLauncher(FrozenLauncher):
         return ids
 
     def poll(self, ids: Collection[str]) -> dict[str, JobState]:
-        """Return the states of jobs; jobs that Ray has placed start, and jobs whose node died are submitted again."""
-        return {job_id: self._jobs[job_id].poll() for job_id in ids if job_id in self._jobs}
+        """Return the states of jobs; jobs that Ray has placed start, and jobs whose node died are submitted again.
+
+        Raises:
+            Unreachable: the head node of the cluster does not respond.
+        """
+        from ray.exceptions import RaySystemError, RpcError
+
+        try:
+            return {job_id: self._jobs[job_id].poll() for job_id in ids if job_id in self._jobs}
+        except (RaySystemError, RpcError) as error:
+            raise Unreachable(one_line(str(error))) from None
 
     def cancel(self, ids: Collection[str], *, kill: bool = False) -> None:
         """Ask jobs to save and stop, or kill them."""
