@@ -23,7 +23,7 @@ _PLACES = {
     "Objective": "foundry.core.protocols",
     "Phase": "foundry.launch.job_state",
     "RunResult": "foundry.engine.train",
-    "Stopped": "foundry.core.stopped",
+    "Stopped": "foundry.core.stop_signals",
     "Unreachable": "foundry.launch.job_state",
     "compose": "foundry.commands.library",
     "run": "foundry.commands.library",

@@ -8,7 +8,7 @@ from foundry.commands.library import run as run
 from foundry.config.schemas.root import Config as Config
 from foundry.core.errors import ConfigError as ConfigError
 from foundry.core.protocols import Objective as Objective
-from foundry.core.stopped import Stopped as Stopped
+from foundry.core.stop_signals import Stopped as Stopped
 from foundry.data.dataset import Dataset as Dataset
 from foundry.data.splits import DataSplits as DataSplits
 from foundry.engine.train import RunResult as RunResult

@@ -26,7 +26,7 @@ from foundry.config.environment import detect
 from foundry.config.schemas.root import to_config
 from foundry.core.errors import ConfigError, format_reason
 from foundry.core.exit_codes import ExitCode
-from foundry.core.stopped import Stopped
+from foundry.core.stop_signals import Stopped
 from foundry.launch.claim import Refused, describe_disk_error, run_job
 from foundry.launch.local import exit_code_of, format_trace, report_failure
 from foundry.run_dir.files import UnsafeFileError

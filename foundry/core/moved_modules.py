@@ -60,6 +60,7 @@ MOVED = {
         f"foundry.core.protocols.{name}": f"foundry.tasks.post_training.protocols.{name}"
         for name in ("Prepared", "Rollout", "RolloutObjective")
     },
+    "foundry.core.stopped": "foundry.core.stop_signals",
     "foundry.data.chats": "foundry.data.conversations.chats",
     "foundry.data.conversations.preferences": "foundry.tasks.post_training.data.preferences",
     "foundry.data.conversations.prompts": "foundry.tasks.post_training.data.prompts",
@@ -78,6 +79,12 @@ MOVED = {
     "foundry.environments": "foundry.tasks.post_training.environments",
     "foundry.environments.protocol": "foundry.generation.scoring",
     "foundry.evaluators.success": "foundry.tasks.robots.evaluators.success",
+    "foundry.launch.slurm_end": "foundry.launch.slurm.end",
+    "foundry.launch.slurm_launcher": "foundry.launch.slurm.launcher",
+    "foundry.launch.slurm_queue": "foundry.launch.slurm.queue",
+    "foundry.launch.slurm_submission": "foundry.launch.slurm.submission",
+    "foundry.launch.slurm_task": "foundry.launch.slurm.task",
+    "foundry.launch.slurm_unwatched": "foundry.launch.slurm.unwatched",
     "foundry.library": "foundry.commands.library",
     "foundry.models.huggingface": "foundry.models.pretrained.huggingface",
     "foundry.models.policy_dit": "foundry.tasks.robots.models.policy_dit",

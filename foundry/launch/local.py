@@ -23,8 +23,7 @@ from foundry.config.environment import STORE, default_variables, detect
 from foundry.core.errors import ConfigError, Violation, format_reason
 from foundry.core.exit_codes import ExitCode, code_of_signal
 from foundry.core.safe_path import VARIABLE
-from foundry.core.stop_signals import STOP_SIGNALS, end_with_parent, restored_handlers
-from foundry.core.stopped import Stopped
+from foundry.core.stop_signals import STOP_SIGNALS, Stopped, end_with_parent, restored_handlers
 from foundry.run_dir.ends import ERROR_FILE, NOTES, leave_note
 
 _POLL_SECONDS = 0.1

@@ -26,8 +26,8 @@ from foundry.launch.composed_job import ComposedJob
 from foundry.launch.job_state import JobState, Phase
 from foundry.launch.launchers import FrozenLauncher
 from foundry.launch.local import block_interrupts
-from foundry.launch.slurm_submission import clean_environment
-from foundry.launch.slurm_task import SlurmTask
+from foundry.launch.slurm.submission import clean_environment
+from foundry.launch.slurm.task import SlurmTask
 from foundry.run_dir.files import read_tail
 
 if TYPE_CHECKING:

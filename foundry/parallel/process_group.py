@@ -23,7 +23,7 @@ from foundry.config.launch_variables import LaunchEnvironment
 from foundry.config.schemas.device import DeviceKind
 from foundry.config.schemas.distributed import Backend, Distributed, Resolved, Single, resolve_distributed
 from foundry.core.errors import ConfigError, Violation, counted
-from foundry.core.stopped import Stopped
+from foundry.core.stop_signals import Stopped
 from foundry.parallel.device import choose_device, count_cuda, reset_memory_statistics, select_cuda
 from foundry.parallel.flight_recorder import record_collectives
 

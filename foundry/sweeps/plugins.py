@@ -106,7 +106,7 @@ def build_local_launcher(**settings: Any) -> "FrozenLauncher":
 
 def build_slurm_launcher(**settings: Any) -> "FrozenLauncher":
     """Build the launcher of `hydra/launcher=slurm` or `submitit_slurm`."""
-    from foundry.launch.slurm_launcher import SlurmLauncher
+    from foundry.launch.slurm.launcher import SlurmLauncher
     from foundry.sweeps.worker import work
 
     return SlurmLauncher(work, **settings)
@@ -114,7 +114,7 @@ def build_slurm_launcher(**settings: Any) -> "FrozenLauncher":
 
 def build_ray_launcher(**settings: Any) -> "FrozenLauncher":
     """Build the launcher of `hydra/launcher=ray`."""
-    from foundry.launch.ray_launcher import RayLauncher
+    from foundry.launch.ray.launcher import RayLauncher
     from foundry.sweeps.worker import work
 
     return RayLauncher(work, **settings)

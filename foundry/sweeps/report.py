@@ -17,7 +17,7 @@ from rich.text import Text
 
 from foundry.config.composition.job_overrides import brief, parse_number
 from foundry.core.errors import ConfigError, listed
-from foundry.launch.slurm_unwatched import settle_unwatched
+from foundry.launch.slurm.unwatched import settle_unwatched
 from foundry.run_dir.redact import one_line
 from foundry.sweeps.parameters import metric_text, no_best_reason
 from foundry.sweeps.reading import JobReport, SweepReport, Which, read_sweep

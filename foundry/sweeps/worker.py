@@ -31,11 +31,11 @@ from foundry.config.record.strict_yaml import read_yaml
 from foundry.config.schemas.root import Config
 from foundry.core.errors import format_reason
 from foundry.core.exit_codes import ExitCode
-from foundry.core.stopped import Stopped
+from foundry.core.stop_signals import Stopped
 from foundry.launch.local import WorkerFailed, exit_code_of, format_trace, is_consequence
-from foundry.launch.slurm_end import ErrorOutput
-from foundry.launch.slurm_queue import will_restart
-from foundry.launch.slurm_task import NotRequeued
+from foundry.launch.slurm.end import ErrorOutput
+from foundry.launch.slurm.queue import will_restart
+from foundry.launch.slurm.task import NotRequeued
 from foundry.launch.start import start
 from foundry.run_dir.attempt import ATTEMPT
 from foundry.run_dir.files import make_folder, open_regular, write_atomically

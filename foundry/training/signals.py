@@ -25,8 +25,7 @@ from typing import Any, Literal, Self
 
 from foundry.config.environment import is_local_submitit
 from foundry.core.exit_codes import code_of_signal
-from foundry.core.stop_signals import ignore
-from foundry.core.stopped import Stopped
+from foundry.core.stop_signals import Stopped, ignore
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from foundry.core.events import Evaluated, Observer, RunEnded, RunStarted, StepL
 from foundry.core.progress import Progress
 from foundry.core.protocols import CheckpointManager, SaveError, Schedule, StopRule, Window, WindowSource
 from foundry.core.state_values import read_optional_number
-from foundry.core.stopped import Stopped
+from foundry.core.stop_signals import Stopped
 from foundry.parallel.process_group import World
 from foundry.parallel.rank_flags import RankFlags
 from foundry.parallel.watchdog import Watchdog, translate

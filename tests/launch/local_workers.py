@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from foundry.core.errors import ConfigError, Violation
-from foundry.core.stopped import Stopped
+from foundry.core.stop_signals import Stopped
 from foundry.launch.local import run_local
 
 

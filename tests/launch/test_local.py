@@ -22,7 +22,7 @@ from support.examples import long_case, some_of
 
 from foundry.core.errors import ConfigError, Violation
 from foundry.core.exit_codes import ExitCode
-from foundry.core.stopped import Stopped
+from foundry.core.stop_signals import Stopped
 from foundry.launch import local
 from foundry.launch.local import WorkerFailed, exit_code_of, report_failure, run_local
 from foundry.parallel.watchdog import CollectiveError

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from foundry.config.composition.compose import CONFIG_NAME, config_dir, install
 from foundry.config.schemas.launcher import PlacementStrategy, Ray, resolve_launcher
 from foundry.core.errors import ConfigError
-from foundry.launch.ray_cluster import bundle, check_nodes, connect
+from foundry.launch.ray.cluster import bundle, check_nodes, connect
 
 CPU_NODE, GPU_NODE = {"CPU": 8.0, "memory": 64.0 * 2**30}, {"CPU": 16.0, "GPU": 4.0, "memory": 64.0 * 2**30}
 

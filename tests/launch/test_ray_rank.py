@@ -33,7 +33,7 @@ def start(tmp_path):
     def start(**variables):
         path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
         process = subprocess.Popen(
-            [sys.executable, "-m", "foundry.launch.ray_rank", "some_rank", str(tmp_path)],
+            [sys.executable, "-m", "foundry.launch.ray.rank", "some_rank", str(tmp_path)],
             stdin=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": path, **variables},
             start_new_session=True,

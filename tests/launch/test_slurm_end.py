@@ -3,9 +3,9 @@
 import pytest
 
 from foundry.launch.settle import settle as settle_job
-from foundry.launch.slurm_end import ErrorOutput, Submission
-from foundry.launch.slurm_queue import QueuedJob
-from foundry.launch.slurm_unwatched import settle_unwatched
+from foundry.launch.slurm.end import ErrorOutput, Submission
+from foundry.launch.slurm.queue import QueuedJob
+from foundry.launch.slurm.unwatched import settle_unwatched
 from foundry.run_dir.status import read_status, write_status
 
 KILLED = """\
@@ -80,7 +80,7 @@ def test_first_end_is_the_first_failed_rank_of_this_attempt(submitted):
 @pytest.fixture
 def slurm_says(tmp_path, monkeypatch):
     """A function that puts a fake `scontrol` on PATH, which knows job 7 of a cluster."""
-    monkeypatch.setattr("foundry.launch.slurm_unwatched._SECOND_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("foundry.launch.slurm.unwatched._SECOND_LOOK_SECONDS", 0.01)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
 
     def write(cluster, *states):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from foundry.launch.slurm_queue import QueuedJob, Unreachable, partitions, query, refusal, will_restart
+from foundry.launch.slurm.queue import QueuedJob, Unreachable, partitions, query, refusal, will_restart
 
 ARRAY = """\
 JobId=31 ArrayJobId=31 ArrayTaskId=2-3,5%256 JobName=foundry JobState=PENDING Reason=Resources NodeList= ExitCode=0:0

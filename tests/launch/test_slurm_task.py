@@ -8,7 +8,7 @@ import pytest
 from submitit.core.utils import UncompletedJobError
 
 from foundry.core.stop_signals import STOP_SIGNALS
-from foundry.launch.slurm_task import NotRequeued, SlurmTask
+from foundry.launch.slurm.task import NotRequeued, SlurmTask
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from support.composition import compose
 from foundry.config.schemas.launcher import Slurm
 from foundry.config.setting import check_fields
 from foundry.core.errors import ConfigError
-from foundry.launch.slurm_submission import _environment_of_job, _executor
+from foundry.launch.slurm.submission import _environment_of_job, _executor
 
 NASTY = [
     "it's",

@@ -15,7 +15,7 @@ from foundry.commands import sync
 from foundry.commands.diff import DiffOptions, print_differences
 from foundry.commands.report import ReportOptions, print_report
 from foundry.core.errors import ConfigError
-from foundry.launch import slurm_unwatched
+from foundry.launch.slurm import unwatched as slurm_unwatched
 from foundry.run_dir.status import write_status
 from foundry.sweeps.reading import Which
 from foundry.sweeps.report import report, watch

@@ -11,7 +11,7 @@ from rich.console import Console
 from foundry.config.composition.job_overrides import recorded_overrides
 from foundry.core.events import PlannedUpdate, RunEnded, RunStarted, StepLogged
 from foundry.generation.text_samples import TextSamples
-from foundry.launch.slurm_end import ErrorOutput, Submission
+from foundry.launch.slurm.end import ErrorOutput, Submission
 from foundry.launch.snapshot import FOLDER, snapshot
 from foundry.planning.report import write_csv
 from foundry.run_dir.files import UnsafeFileError

@@ -21,7 +21,7 @@ from foundry.config.schemas.precision import Precision, PrecisionMode
 from foundry.config.schemas.root import Config
 from foundry.config.schemas.scheduler import Cosine
 from foundry.config.schemas.tracking import Tracking
-from foundry.core.stopped import Stopped
+from foundry.core.stop_signals import Stopped
 from foundry.engine.train import build_observers, train
 from foundry.run_dir.checkpoints import find, list_checkpoints
 from foundry.tracking.metrics_file import read_metrics

@@ -10,7 +10,7 @@ import pytest
 import submitit
 from submitit.core.job_environment import SignalHandler as SubmititsHandler
 
-from foundry.core.stopped import Stopped
+from foundry.core.stop_signals import Stopped
 from foundry.training.signals import Boundary, SignalHandler
 
 SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)

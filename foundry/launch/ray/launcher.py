@@ -15,8 +15,8 @@ from foundry.config.schemas.launcher import Ray, resolve_launcher
 from foundry.launch.composed_job import ComposedJob
 from foundry.launch.job_state import JobState, Unreachable
 from foundry.launch.launchers import FrozenLauncher
-from foundry.launch.ray_cluster import check_nodes, connect
-from foundry.launch.ray_job import RayJob
+from foundry.launch.ray.cluster import check_nodes, connect
+from foundry.launch.ray.job import RayJob
 from foundry.run_dir.files import read_tail
 from foundry.run_dir.redact import one_line
 

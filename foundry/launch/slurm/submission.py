@@ -11,7 +11,7 @@ from typing import Any
 
 from foundry.config.schemas.launcher import Slurm
 from foundry.core.errors import ConfigError, Violation
-from foundry.launch.slurm_queue import refusal
+from foundry.launch.slurm.queue import refusal
 from foundry.launch.snapshot import copied_folders
 
 # Ignore signals until submitit installs its handlers: in these seconds a signal would end the task, and the job with it

@@ -122,7 +122,7 @@ def _start(
     environment = {**inherited, **variables, "PYTHONPATH": os.pathsep.join(filter(None, paths)), VARIABLE: "1"}
     with open_regular(Path(run_dir, output), "ab", buffering=0) as file:
         return subprocess.Popen(
-            [sys.executable, "-m", "foundry.launch.ray_rank", module, run_dir],
+            [sys.executable, "-m", "foundry.launch.ray.rank", module, run_dir],
             stdin=subprocess.PIPE,
             stdout=file,
             stderr=file,

@@ -1,4 +1,4 @@
-"""`python -m foundry.launch.ray_rank MODULE RUN_DIR`: run a rank in a child process, and let it save if an actor dies.
+"""`python -m foundry.launch.ray.rank MODULE RUN_DIR`: run a rank in a child process, and let it save if an actor dies.
 
 When Ray ends an actor, it kills the actor's children with SIGKILL. This process stands between actor and rank: if it is
 killed, Linux sends SIGTERM to the rank; if the actor dies alone, the standard input of this process ends, and it sends

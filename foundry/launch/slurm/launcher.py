@@ -16,10 +16,10 @@ from foundry.core.errors import ConfigError, Violation
 from foundry.launch.composed_job import ComposedJob
 from foundry.launch.job_state import JobState, Unreachable
 from foundry.launch.launchers import FrozenLauncher
-from foundry.launch.slurm_end import Submission
-from foundry.launch.slurm_queue import cancel, cluster_name, partitions, query
-from foundry.launch.slurm_submission import check_script, submit
-from foundry.launch.slurm_task import SlurmTask
+from foundry.launch.slurm.end import Submission
+from foundry.launch.slurm.queue import cancel, cluster_name, partitions, query
+from foundry.launch.slurm.submission import check_script, submit
+from foundry.launch.slurm.task import SlurmTask
 from foundry.launch.snapshot import snapshot
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from foundry.launch.job_state import Unreachable
 from foundry.launch.settle import settle
-from foundry.launch.slurm_end import Submission
-from foundry.launch.slurm_queue import QueuedJob, cluster_name, query
+from foundry.launch.slurm.end import Submission
+from foundry.launch.slurm.queue import QueuedJob, cluster_name, query
 from foundry.run_dir.status import ENDED, read_status
 
 _SECOND_LOOK_SECONDS = 2.0

@@ -13,8 +13,8 @@ from foundry.config.schemas.launcher import Ray
 from foundry.core.errors import format_reason
 from foundry.launch.job_state import JobState, Phase
 from foundry.launch.local import describe_exit
-from foundry.launch.ray_actor import Place, RankActor
-from foundry.launch.ray_cluster import bundle
+from foundry.launch.ray.actor import Place, RankActor
+from foundry.launch.ray.cluster import bundle
 from foundry.run_dir.attempt import ATTEMPT
 from foundry.run_dir.files import write_atomically
 from foundry.run_dir.names import OUTPUT, RAY

@@ -13,7 +13,7 @@ from typing import Any
 from foundry.config.environment import is_local_submitit
 from foundry.core.exit_codes import code_of_signal
 from foundry.core.stop_signals import STOP_SIGNALS, ignore
-from foundry.launch.slurm_queue import will_restart
+from foundry.launch.slurm.queue import will_restart
 
 _OUT_OF_TIME = "its time limit was reached as often as {} allows; the same command resumes it"
 _NOT_REQUEUED = "Slurm does not queue the job again ({}); the same command resumes it"
