@@ -48,6 +48,8 @@ def connect(settings: Ray) -> None:
         # Ray adds the current folder, which may belong to somebody else, to the import path of the actors.
         with contextlib.chdir(os.sep):
             ray.init(address=address, **options)
+        # The death of a node is one line of the job. Ray would print that node's log among the states of the jobs.
+        ray._private.worker._worker_logs_enabled = False
     except (RuntimeError, ConnectionError, ValueError, OSError) as error:
         message = f"is {address}, but Ray refuses the connection: {one_line(str(error))}"
         raise ConfigError(Violation(_ADDRESS, message)) from None
