@@ -131,7 +131,7 @@ def test_ranks_start_with_safe_path_set(monkeypatch):
 
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr(local, "START", type("Start", (), {"Process": Process}))
-    local._start([], 1, ())
+    local._start({}, 1, ())
     assert seen == ["1", "1"]
     assert VARIABLE not in os.environ
 

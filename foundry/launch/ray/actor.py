@@ -1,6 +1,6 @@
 """Actor of one rank of a Ray job. Ray imports this module in a process on the node where the rank runs.
 
-The rank runs in a separate process (`ray_rank`), so that signals, the exit code and the CUDA context belong to the run.
+The rank runs in a separate process (`rank.py`), so that signals, the exit code and the CUDA context belong to the run.
 """
 
 import os

@@ -5,6 +5,11 @@ killed, Linux sends SIGTERM to the rank; if the actor dies alone, the standard i
 SIGTERM itself. Either way the rank saves and stops. The exit code is the rank's, or 128 + the number of its signal.
 """
 
+if __name__ == "__main__":
+    from foundry.core.safe_path import leave_current_folder
+
+    leave_current_folder()  # before the imports below
+
 import ctypes
 import os
 import signal
