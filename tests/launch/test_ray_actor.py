@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from foundry.launch.ray_actor import RankActor
+from foundry.launch.ray.actor import RankActor
 
 SHOW = """
 import json, os, sys
