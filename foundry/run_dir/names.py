@@ -58,6 +58,9 @@ OUTPUT = "output.log"
 SUBMISSION = "slurm.json"
 """Slurm job of the run: job id, cluster and path of the error output."""
 
+KUBERNETES = "kubernetes.json"
+"""Kubernetes job of the run: namespace, and kind and name of its resource."""
+
 TRIAL = "trial.json"
 """Trial of a search that this run executes; only if the search has a pruner."""
 
