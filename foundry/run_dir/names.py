@@ -61,6 +61,9 @@ SUBMISSION = "slurm.json"
 RAY = "ray.txt"
 """Random token of the job's last start by `hydra/launcher=ray`; nodes look for it in the run directory."""
 
+KUBERNETES = "kubernetes.json"
+"""Kubernetes job of the run: namespace, and kind and name of its resource."""
+
 TRIAL = "trial.json"
 """Trial of a search that this run executes; only if the search has a pruner."""
 

@@ -4,7 +4,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from enum import Enum
 from functools import cached_property
@@ -22,7 +22,7 @@ from foundry.core.errors import ConfigError, Violation
 from foundry.core.exit_codes import ExitCode
 from foundry.run_dir.files import read_tail
 from foundry.run_dir.lock import is_held
-from foundry.run_dir.names import LOG, PLAN, RESULT, STATUS, SUBMISSION, SWEEP
+from foundry.run_dir.names import KUBERNETES, LOG, PLAN, RESULT, STATUS, SUBMISSION, SWEEP
 from foundry.run_dir.redact import one_line
 from foundry.run_dir.rung import Rung
 from foundry.run_dir.status import FAILED, STATES, WAITING, load_status
@@ -65,6 +65,7 @@ class JobReport:
         seconds: time from the job's last start to its last status update, or until now if the job is running.
         result: result.json of a finished job.
         slurm_id: Slurm's id of a job that is pending or running in Slurm; otherwise empty.
+        kubernetes_job: `namespace` and `job_id` of a job that waits or runs in Kubernetes; otherwise empty.
     """
 
     job: Job
@@ -78,6 +79,7 @@ class JobReport:
     seconds: float | None
     result: dict[str, Any]
     slurm_id: str = ""
+    kubernetes_job: dict[str, Any] = field(default_factory=dict)
     interval: tuple[float, float] | None = None
     rung: int | None = None
 
@@ -282,9 +284,9 @@ class _Reader:
         """Return the state of a job."""
         state, status, problem = self._state(run_dir)
         is_waiting = state in WAITING
-        submission = (
-            _read(run_dir / SUBMISSION)[0] if self.may_be_on_slurm and (is_waiting or state == "running") else {}
-        )
+        may_be_submitted = self.may_be_on_slurm and (is_waiting or state == "running")
+        submission = _read(run_dir / SUBMISSION)[0] if may_be_submitted else {}
+        kubernetes_job = _read(run_dir / KUBERNETES)[0] if may_be_submitted else {}
         slurm_id = one_line(str(submission.get("job_id", "")))
         total_steps = _read(run_dir / PLAN)[0].get("total_steps")
         result, result_problem = _read(run_dir / RESULT) if state == "finished" else ({}, "")
@@ -294,7 +296,7 @@ class _Reader:
             run_dir=run_dir,
             state=state,
             is_going=state == "running"
-            or (is_waiting and (self.is_running or bool(slurm_id)))
+            or (is_waiting and (self.is_running or bool(slurm_id or kubernetes_job)))
             or (state == "paused" and self.is_running),
             note="",
             step=status.get("step"),
@@ -304,6 +306,7 @@ class _Reader:
             result=result,
             slurm_id=slurm_id,
             rung=_reached_rung(run_dir, is_at_rung=state == "paused" or bool(result.get("pruned"))),
+            kubernetes_job=kubernetes_job,
         )
         note = problem or result_problem or self._note(report, status.get("reason", ""), updated)
         metric = self._metric(report) if status else None

@@ -199,6 +199,10 @@ def summary(sweep: SweepReport) -> Iterator[Text]:
     arrays = dict.fromkeys(job.slurm_id.partition("_")[0] for job in sweep.jobs if job.slurm_id)
     if arrays:
         yield Text(f"in Slurm: squeue --jobs={','.join(arrays)}")
+    resources = [job.kubernetes_job for job in sweep.jobs if job.kubernetes_job]
+    if resources:
+        names = " ".join(str(resource.get("job_id")) for resource in resources)
+        yield Text(one_line(f"in Kubernetes: kubectl get --namespace={resources[0].get('namespace')} {names}"))
     best = sweep.best
     if best is None:
         yield Text(no_best_reason(sweep))

@@ -17,6 +17,8 @@ from foundry.launch.job_state import Phase, Unreachable
 from foundry.launch.kubernetes import launcher as module
 from foundry.launch.kubernetes.launcher import KubernetesLauncher
 from foundry.run_dir.status import read_status
+from foundry.sweeps.reading import read_sweep
+from foundry.sweeps.report import summary
 
 pytest.importorskip("kubernetes", reason="needs the extra kubernetes; pip install -e '.[test]'")
 pytest.importorskip("kubernetes_validate", reason="checks manifests; pip install -e '.[test]'")
@@ -165,11 +167,16 @@ def test_missing_package_and_kubeconfig_are_reported(started, cluster, monkeypat
 
 
 @pytest.mark.parametrize("kind", ["job", "trainjob"])
-def test_second_command_attaches_to_the_jobs_of_the_first(submitted, cluster, kind, capsys):
+def test_second_command_attaches_to_the_jobs_of_the_first(tmp_path, submitted, cluster, kind, capsys):
     submitted(kind=kind)
     names = names_of(cluster, f"{kind}s")
     assert names[0].startswith("night-run-0-")
     assert f"kubectl delete --namespace=team {kind}/{names[0]} {kind}/{names[1]}" in capsys.readouterr().out
+    report = read_sweep(tmp_path / "s")
+    assert [job.kubernetes_job["job_id"] for job in report.jobs] == [f"{kind}/{name}" for name in names]
+    assert report.is_going
+    lines = [line.plain for line in summary(report)]
+    assert f"in Kubernetes: kubectl get --namespace=team {kind}/{names[0]} {kind}/{names[1]}" in lines
     submitted(kind=kind)
     assert f"job 0 is already in the queue as {kind}/{names[0]}" in capsys.readouterr().out
     assert len(cluster.created) == 2

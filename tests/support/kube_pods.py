@@ -108,7 +108,7 @@ class JobController(threading.Thread):
         }
         for source in self.container.get("envFrom", []):
             variables |= self.cluster.secrets[source["secretRef"]["name"]]
-        for item in self.container["env"]:
+        for item in self.container.get("env", []):
             variables[item["name"]] = item["value"] if "value" in item else self._referred(item["valueFrom"], index)
         if self.is_trainjob:  # as pkg/runtime/framework/plugins/torch in the repository of the trainer
             variables |= {

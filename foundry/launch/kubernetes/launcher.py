@@ -5,6 +5,7 @@ killed, or that lost its connection after a request, finds the jobs that it has 
 from its run directory, which is on a volume that the pods share with this machine.
 """
 
+import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -39,6 +40,7 @@ from foundry.launch.kubernetes.states import choose_pod, has_ended, job_state
 from foundry.launch.launchers import FrozenLauncher
 from foundry.launch.ledger import say
 from foundry.run_dir.files import make_folder, write_atomically
+from foundry.run_dir.names import KUBERNETES
 
 if TYPE_CHECKING:
     from foundry.launch.kubernetes.cluster import Cluster
@@ -108,7 +110,10 @@ class KubernetesLauncher(FrozenLauncher):
             annotations = resource["metadata"].get("annotations") or {}
             run_dir, attempt = annotations.get(RUN_DIR, ""), annotations.get(ATTEMPT, "")
             attempts[run_dir] = max(attempts[run_dir], int(attempt) if attempt.isdigit() else 0)
-        return {job.index: self._create(job.config, attempts[str(job.run_dir)] + 1) for job in jobs}
+        return {
+            job.index: self._record(job.run_dir, self._create(job.config, attempts[str(job.run_dir)] + 1))
+            for job in jobs
+        }
 
     def attach(self, jobs: Sequence[ComposedJob]) -> dict[int, str]:
         """Return, by job index, the ids of jobs in the cluster that have not ended.
@@ -124,7 +129,7 @@ class KubernetesLauncher(FrozenLauncher):
         for job in jobs:
             if (resource := by_run_dir.get(str(job.run_dir))) is not None:
                 _check_own(resource, _identity(job.config))
-                ids[job.index] = self._job_id(resource)
+                ids[job.index] = self._record(job.run_dir, resource)
         return ids
 
     def poll(self, ids: Collection[str]) -> dict[str, JobState]:
@@ -198,8 +203,8 @@ class KubernetesLauncher(FrozenLauncher):
             message = f"is kubernetes but the cluster does not respond: {first_line(str(error))}"
             raise ConfigError(Violation(GROUP, message)) from None
 
-    def _create(self, config: DictConfig, attempt: int) -> str:
-        """Create the resources of a job, and return its id."""
+    def _create(self, config: DictConfig, attempt: int) -> Manifest:
+        """Create the resources of a job, and return the Job or TrainJob."""
         cluster, identity = self._cluster(), _identity(config)
         manifests = write_order(_resolve_settings(config), identity, attempt)
         *services, job = [_create_patiently(cluster, manifest) for manifest in manifests]
@@ -207,7 +212,14 @@ class KubernetesLauncher(FrozenLauncher):
             _check_own(resource, identity)
         for service in services:
             cluster.own_service(service, job)
-        return self._job_id(job)
+        return job
+
+    def _record(self, run_dir: Path, resource: Manifest) -> str:
+        """Write the resource of a job to its run directory, for reports; return the id of the job."""
+        job_id = self._job_id(resource)
+        record = {"job_id": job_id, "namespace": self._cluster().namespace}
+        write_atomically(run_dir / KUBERNETES, json.dumps(record) + "\n")
+        return job_id
 
     def _resources(self) -> list[Manifest]:
         """Return the jobs of the sweep in the cluster."""
