@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,12 +193,20 @@ def words_of(case: str, run_dir: Path, *, asynchronous: bool = True, keep_last: 
     ]
 
 
-def undisturbed(case: str, folder: Path) -> tuple[dict[str, Any], tuple[float, float]]:
-    """Run the case without kills; return its outcome and the seconds of the whole run and of training alone."""
+def undisturbed(
+    case: str, folder: Path, start: Callable[[Path, list[str]], Life] = Life
+) -> tuple[dict[str, Any], tuple[float, float]]:
+    """Run the case without kills; return its outcome and the seconds of the whole run and of training alone.
+
+    Args:
+        case: key of `CASES`.
+        folder: working directory of the run.
+        start: starts the command with arguments in a folder.
+    """
     seconds = 0.0, 0.0
     for name in ("warm", "reference"):  # only the run `warm` has to make the tokenizer
         run_dir, begin = folder / name, time.monotonic()
-        life, first = Life(folder, words_of(case, run_dir)), None
+        life, first = start(folder, words_of(case, run_dir)), None
         while not life.ended():
             if first is None and (run_dir / METRICS).is_file() and (run_dir / METRICS).stat().st_size:
                 first = time.monotonic()

@@ -4,6 +4,7 @@
 by SIGKILL at a random moment of its life or training, its directory is deleted, and the same command starts again,
 until the run is done; then the next run starts from scratch, until there were enough kills. The end is compared with an
 undisturbed run without a mirror: checksums of all tensors and RNG states, the trainer's state and all recorded numbers.
+The command starts in a fork of a process that has imported everything, so that most moments are in training.
 The server counts the bytes of objects that it received more than once.
 
 `saves`: one process saves the same state in turn with and without a mirror, whose server is another process.
@@ -13,8 +14,10 @@ The server counts the bytes of objects that it received more than once.
 """
 
 import json
+import multiprocessing
 import os
 import random
+import runpy
 import shutil
 import socket
 import statistics
@@ -24,7 +27,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -45,6 +48,7 @@ from foundry.run_dir.mirror.store import Store
 BUCKET = "bucket"
 RECORDS = ("published.json", "latest.json", "lease.json", "run.json")
 """Objects that a run replaces; all others are written once."""
+FORKS = multiprocessing.get_context("forkserver")
 MOMENTS = ("any", "training", "training")
 
 
@@ -77,6 +81,45 @@ class Server:
         return self._app(environ, start_response)
 
 
+class ForkedLife(Life):
+    """One start of the command in a fork of a process that has imported everything, so that it starts at once."""
+
+    def __init__(self, folder: Path, words: list[str]) -> None:
+        self.output = (folder / "said.txt").open("w+")
+        self._fork = FORKS.Process(target=_be_run, args=(folder, words, self.output.name, dict(os.environ)))
+        self._fork.start()
+
+    def tree(self) -> list[int]:
+        """Return the id of the process, the only one of a run without ranks and data workers."""
+        return [self._fork.pid] if self._fork.pid is not None and self._fork.is_alive() else []
+
+    def kill(self, pids: Sequence[int] = ()) -> bool:
+        """Kill the process; return True if the command was still running."""
+        alive = self._fork.is_alive()
+        self._fork.kill()
+        self._fork.join()
+        return alive
+
+    def ended(self) -> bool:
+        """Return True if the command has ended with success, False if it still runs; raise an error if it failed."""
+        if self._fork.is_alive():
+            return False
+        assert self._fork.exitcode == 0, Path(self.output.name).read_text()
+        return True
+
+
+def _be_run(folder: Path, words: list[str], output: str, environment: dict[str, str]) -> None:
+    """Run the command in this process, which has been forked for it."""
+    with Path(output).open("w") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+    os.environ |= {**environment, "FOUNDRY_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    sys.argv = ["foundry", *words]
+    runpy.run_module("foundry", run_name="__main__", alter_sys=True)
+
+
 def use_server(port: int) -> None:
     """Let this process and its children use an S3 server on loopback, and create the bucket."""
     os.environ |= {
@@ -106,7 +149,7 @@ def killed_run(
     run_dir = folder / f"killed-{number}"
     words = [*words_of("lm", run_dir), f"checkpoint.mirror=s3://{BUCKET}/{run_dir.name}"]
     while True:
-        life = Life(folder, words)
+        life = ForkedLife(folder, words)
         count.starts += 1
         try:
             if count.kills < limit:
@@ -128,13 +171,14 @@ def killed_run(
 
 def measure_kills(options: Any) -> None:
     """Measure and record runs whose directory is deleted at each kill."""
+    FORKS.set_forkserver_preload(["mirror", "foundry.engine.train", "foundry.commands.train", "s3fs"])
     rng, count, server = random.Random(options.seed), Count(), Server()
     use_server(server.server.server_port)
     differing, begin = 0, time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mirror-") as temporary:
         folder = Path(temporary)
         (folder / "text.txt").write_text("\n".join(f"{n} times {n} is {n * n}." for n in range(4000)))
-        reference, seconds = undisturbed("lm", folder)
+        reference, seconds = undisturbed("lm", folder, ForkedLife)
         limit = 2 if options.smoke else options.kills
         while count.kills < limit:
             run_dir = killed_run(folder, count.runs, limit, rng, seconds, count)

@@ -264,3 +264,23 @@ def test_commands_read_a_run_from_its_url(tmp_path, text, run_command):
         "latest.json",
         "run.json",
     }
+
+
+@pytest.mark.long
+@pytest.mark.distributed
+def test_two_ranks_copy_their_shards_and_restore_them(tmp_path, text, shell):
+    ranks = ["distributed=fsdp", "distributed.nproc_per_node=2"]
+    url = f"file://{tmp_path}/store"
+    shell.run(*words(None, *ranks, run_dir="reference"))
+    shell.run(*words(url, "hparams.max_minutes=1e-9", *ranks))
+    first = read_metrics(tmp_path / "run")[0]
+    assert len(Store(url).sizes("checkpoints/step_00000002")) == 7
+    shutil.rmtree(tmp_path / "run")
+    _, err = shell.run(*words(url, *ranks))
+    assert "restored step 2 of the run" in err
+    records, files, *_ = outcome(tmp_path / "run")
+    reference = outcome(tmp_path / "reference")
+    assert [record for record in records if record["step"] > 2] == reference[0][2:]
+    assert records[0]["loss"] == first["loss"]
+    assert files == reference[1]
+    assert list_published(Store(url)) == [12, 9]
