@@ -114,6 +114,7 @@ class StudyPlace:
         storage = self._connect(self._location)
         commands = Commands(storage, self._name, link.command)
         study = SearchStudy.create(storage, self._name, direction, facts, wait, commands)
+        self.check(study, facts)  # another command may have created it since the first check
         with _variable(self._location), commands.beating():
             yield study
 
