@@ -2,15 +2,13 @@
 
 import json
 import logging
-import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qsl, urlsplit
 
 from foundry.run_dir.files import write_atomically
 from foundry.run_dir.names import STUDY_LINK
-from foundry.run_dir.redact import is_secret, one_line, remember
+from foundry.run_dir.redact import one_line
 from foundry.run_dir.strict_json import read_object
 
 if TYPE_CHECKING:
@@ -22,9 +20,6 @@ VARIABLE = "FOUNDRY_STUDY_STORAGE"
 A location is not in a file of the run directory: it may contain a password, and a run directory from another user must
 not direct a job to a file or server.
 """
-
-FROM_ENVIRONMENT = "env:"
-"""Prefix of a setting that names an environment variable with the location."""
 
 _CONNECT_SECONDS = 10
 _LOCKED_SECONDS = 60
@@ -40,7 +35,7 @@ class StudyLink:
     """Link from a sweep directory to a shared study.
 
     Attributes:
-        storage: `hydra.sweeper.storage`, which contains no password.
+        storage: `hydra.sweeper.storage`; a URL with a password as its environment variable.
         study: name of the study.
         command: id of the commands that run in the sweep directory, one at a time.
     """
@@ -72,35 +67,14 @@ def is_url(location: str) -> bool:
     return "://" in location
 
 
-def has_password(location: str) -> bool:
-    """Return whether a URL contains a password."""
-    try:
-        parts = urlsplit(location)
-        return bool(parts.password) or any(is_secret(name, value) for name, value in parse_qsl(parts.query))
-    except ValueError:
-        return True  # malformed: it may contain one
-
-
-def resolve_location(setting: str) -> str:
-    """Return the location that `hydra.sweeper.storage` names, independent of the current folder.
-
-    Raises:
-        StorageError: the environment variable is not set.
-    """
-    location = setting
-    if setting.startswith(FROM_ENVIRONMENT):
-        name = setting.removeprefix(FROM_ENVIRONMENT)
-        if not (location := os.environ.get(name, "")):
-            raise StorageError(f"the environment variable {name} is not set")
-        remember(location, setting)
-        if is_url(location) and (password := urlsplit(location).password):
-            remember(password)
-    if not is_url(location):
-        return str(Path(location).absolute())
-    scheme, _, path = location.partition(":///")
+def resolve_location(storage: str) -> str:
+    """Return the location in `hydra.sweeper.storage`, independent of the current folder."""
+    if not is_url(storage):
+        return str(Path(storage).absolute())
+    scheme, _, path = storage.partition(":///")
     if scheme.startswith("sqlite") and path and not path.startswith("/"):
         return f"{scheme}:///{Path(path).absolute()}"
-    return location
+    return storage
 
 
 def open_storage(location: str | Path) -> "BaseStorage":
@@ -150,7 +124,9 @@ def _open_database(url: str) -> "BaseStorage":
             ) from None
         except (SQLAlchemyError, RuntimeError, OSError) as error:
             if attempt == 2:  # two commands may create the tables at the same time
-                raise StorageError(f"the database cannot be used: {_first_line(error)}") from None
+                raise StorageError(
+                    f"the database cannot be used: {_first_line(error)}; start it, or correct the URL"
+                ) from None
     raise AssertionError
 
 

@@ -66,3 +66,35 @@ def test_unreadable_study_does_not_prune(trial, caplog):
     journal.mkdir()
     assert pruning.update({"val_loss": 9.0}, 0, 0.5) is None
     assert "cannot read whether the search prunes this run" in caplog.text
+
+
+@pytest.fixture
+def shared_trial(trial, monkeypatch):
+    """A trial whose study is shared, with its location in the environment."""
+    run_dir, reported = trial
+    link = TrialLink.load(run_dir)
+    TrialLink(**{**vars(link), "journal": "shared"}).save(run_dir)
+    monkeypatch.setenv("FOUNDRY_STUDY_STORAGE", str(run_dir.parent / "optuna.jsonl"))
+    return run_dir, reported
+
+
+def test_trial_of_a_shared_study_is_pruned(shared_trial):
+    run_dir, reported = shared_trial
+    assert "val_loss 0.85 at 50%" in Pruning.of(run_dir, ALONE).update({"val_loss": 0.85}, 0, 0.5)
+    assert reported() == {500: 0.85}
+
+
+@pytest.mark.parametrize("location", ["", "sqlite:////missing/study.db", "postgresql+psycopg://127.0.0.1:1/x"])
+def test_run_continues_if_its_shared_study_does_not_respond(location, shared_trial, caplog, monkeypatch):
+    run_dir, _ = shared_trial
+    monkeypatch.setenv("FOUNDRY_STUDY_STORAGE", location)
+    pruning = Pruning.of(run_dir, ALONE)
+    assert pruning.update({"val_loss": 9.0}, 0, 0.5) is None
+    assert "cannot read whether the search prunes this run" in caplog.text
+
+
+def test_trial_that_another_command_has_completed_is_not_pruned(shared_trial, caplog):
+    run_dir, _ = shared_trial
+    study = optuna.load_study(study_name="s", storage=open_storage(run_dir.parent / "optuna.jsonl"))
+    study.tell(1, 0.1)
+    assert Pruning.of(run_dir, ALONE).update({"val_loss": 9.0}, 0, 0.5) is None

@@ -1,6 +1,7 @@
 """The loop of a search with simulated jobs: order of proposals, interruptions, failures and equal proposals."""
 
 import json
+import threading
 from dataclasses import replace
 
 import pytest
@@ -10,9 +11,11 @@ from hypothesis import strategies as st
 from foundry.config.schemas.sweeper import Search, Wait
 from foundry.core.errors import ConfigError, Violation
 from foundry.run_dir.status import write_status
+from foundry.run_dir.study_storage import open_storage
 
 optuna = pytest.importorskip("optuna", reason="needs the extra search")
-from foundry.sweeps.search.loop import SearchLoop  # noqa: E402 - which imports it
+from foundry.sweeps.search.commands import Commands  # noqa: E402 - which imports it
+from foundry.sweeps.search.loop import SearchLoop  # noqa: E402
 from foundry.sweeps.search.proposals import Proposer  # noqa: E402
 from foundry.sweeps.search.search_space import Dimension, Space  # noqa: E402
 from foundry.sweeps.search.study import SearchStudy  # noqa: E402
@@ -192,3 +195,103 @@ def test_stopped_job_continues_at_the_next_start_only(tmp_path):
     run(sweeper, create(storage), second, n_trials=3)
     assert list(second.ends) == [1]
     assert [trial.state for trial in create(storage).trials()] == [TrialState.COMPLETE] * 3
+
+
+def share(storage, command, takeover_seconds=0.0):
+    """Return the study as one of several commands sees it; heartbeats are sent only when it begins."""
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    commands = Commands(storage, "search", command, takeover_seconds=takeover_seconds)
+    return SearchStudy.create(storage, "search", "minimize", {"direction": "minimize"}, Wait.none, commands)
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    monkeypatch.setattr("foundry.sweeps.search.loop._OTHERS_SECONDS", 0.001)
+
+
+def test_commands_that_share_a_study_run_each_trial_once(tmp_path):
+    """Four commands at the same time, each with its own sweep directory and places."""
+    location, loops, errors = f"sqlite:///{tmp_path}/study.db", {}, []
+    share(open_storage(location), "creator")
+
+    def search(name):
+        try:
+            (tmp_path / name).mkdir()
+            sweeper = Sweeper(tmp_path / name)
+            loops[name] = run(
+                sweeper,
+                share(open_storage(location), name, takeover_seconds=600),
+                Queue(sweeper, 2, range(1, 99)),
+                n_trials=17,
+                n_jobs=2,
+            )
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=search, args=(name,)) for name in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert errors == []
+    trials = [trial for trial in share(open_storage(location), "reader").trials() if trial.params]
+    assert [trial.number for trial in trials] == list(range(17))
+    assert {trial.state for trial in trials} == {TrialState.COMPLETE}
+    assert sum(len(loop.jobs) for loop in loops.values()) == 17
+    for trial in trials:
+        assert trial.user_attrs["run_dir"].startswith(str(tmp_path / trial.user_attrs["command"]))
+
+
+def test_command_takes_over_the_trials_of_a_command_that_is_gone(tmp_path):
+    storage = optuna.storages.InMemoryStorage()
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    gone, taker = Sweeper(tmp_path / "a"), Sweeper(tmp_path / "b")
+    with pytest.raises(KeyboardInterrupt):
+        run(gone, share(storage, "a"), Queue(gone, 2, [5, 9, 9, 9], interrupt_at=6), n_trials=6, n_jobs=2)
+    run_dir = tmp_path / "a" / "1"
+    run_dir.mkdir()
+    write_status(run_dir, state="stopped", config_hash="")
+    (run_dir / "progress.txt").write_text("half")
+    queue = Queue(taker, 2, [1, 1, 1, 1, 1, 1])
+    run(taker, share(storage, "b"), queue, n_trials=6, n_jobs=2)
+    trials = share(storage, "reader").trials()
+    assert [trial.state for trial in trials] == [TrialState.COMPLETE] * 6
+    assert len(queue.ends) == 5
+    continued = [path.parent.name for path in (tmp_path / "b").glob("*/progress.txt")]
+    assert len(continued) == 1
+    assert trials[1].user_attrs["run_dir"] == str(tmp_path / "b" / continued[0])
+    assert (run_dir / "progress.txt").read_text() == "half"
+
+
+def test_commands_do_not_wait_for_stopped_jobs_of_each_other(tmp_path):
+    storage = optuna.storages.InMemoryStorage()
+    sweeper = Sweeper(tmp_path)
+    loop = run(sweeper, share(storage, "a"), Queue(sweeper, 1, [1, 1], states={0: "stopped"}), n_trials=2)
+    assert len(loop.jobs) == 2
+    assert not share(storage, "b", takeover_seconds=600).awaits_others(2)
+
+
+def test_search_ends_on_a_signal_while_the_storage_does_not_respond(tmp_path, monkeypatch):
+    storage, sweeper = optuna.storages.InMemoryStorage(), Sweeper(tmp_path)
+    queue, study = Queue(sweeper, 1, [1, 1]), share(storage, "a")
+    next_ended = queue.next_ended
+
+    def respond():
+        if queue.interrupted:
+            raise KeyboardInterrupt
+        ended = next_ended()
+        queue.interrupted = True
+
+        def fail(*arguments, **options):
+            raise OSError("no route to host")
+
+        monkeypatch.setattr(storage, "set_trial_state_values", fail)
+        return ended
+
+    monkeypatch.setattr(queue, "next_ended", respond)
+    with pytest.raises(KeyboardInterrupt):
+        run(sweeper, study, queue, n_trials=2)
+    monkeypatch.undo()
+    run(sweeper, share(storage, "a"), Queue(sweeper, 1, [1, 1]), n_trials=2)
+    assert [trial.state for trial in study.trials()] == [TrialState.COMPLETE] * 2

@@ -13,7 +13,6 @@ from foundry.config.schemas.asha import ASHA
 from foundry.config.schemas.evaluation import Direction
 from foundry.config.setting import setting
 from foundry.core.errors import ConfigError, Violation
-from foundry.run_dir.study_storage import FROM_ENVIRONMENT, has_password, is_url
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,9 +87,8 @@ class Search(Sweeper):
     )
     storage: str | None = setting(
         None,
-        "study that several commands share: a journal file on a shared disk, a database as in "
-        "postgresql+psycopg://host/name or sqlite:///file.db, or env:NAME for the value of an environment variable, "
-        "which may contain a password; null: a file in the sweep directory",
+        "study that several commands share: a journal file on a shared disk, or the URL of a database, such as "
+        "postgresql+psycopg://host/name or, with a password, ${oc.env:NAME}; null: a file in the sweep directory",
     )
     study_name: str = setting("search", "name of the study in hydra.sweeper.storage")
     sampler: dict[str, Any] = setting(
@@ -114,17 +112,9 @@ class Search(Sweeper):
                 yield from check_part("pruner", self.pruner, "hydra.sweeper.pruner")
         except ConfigError as error:
             yield from error.violations
-        if self.storage is not None:
-            yield from self._check_storage(self.storage)
-
-    def _check_storage(self, storage: str) -> Iterator[Violation]:
-        key = "hydra.sweeper.storage"
-        if not storage.removeprefix(FROM_ENVIRONMENT).strip():
-            yield Violation(key, f"is {storage!r}, which names no study; write the path of a file, a URL or env:NAME")
-        elif is_url(storage) and has_password(storage):
-            message = "is a URL with a password, which would be in files and in the list of processes"
-            yield Violation(key, f"{message}; set it in an environment variable, and write env:NAME")
-        if self.wait is Wait.batch:
+        if self.storage is not None and not self.storage.strip():
+            yield Violation("hydra.sweeper.storage", "is empty; set the path of a file, a URL or null")
+        if self.storage is not None and self.wait is Wait.batch:
             message = "is batch but commands that share a study do not wait for each other; omit it, or omit storage"
             yield Violation("hydra.sweeper.wait", message)
 

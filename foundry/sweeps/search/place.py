@@ -5,11 +5,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from foundry.config.schemas.sweeper import Search, Wait
 from foundry.core.errors import ConfigError, Violation
 from foundry.run_dir.names import STUDY
+from foundry.run_dir.redact import recorded
 from foundry.run_dir.strict_json import DamagedFileError
 from foundry.run_dir.study_storage import (
     VARIABLE,
@@ -37,8 +37,7 @@ class StudyPlace:
         sweep_dir: the sweep directory.
 
     Raises:
-        ConfigError: the storage is not set as it was when the sweep directory was created, or names an environment
-            variable that is not set.
+        ConfigError: the storage is not set as it was when the sweep directory was created.
     """
 
     def __init__(self, search: Search, sweep_dir: Path) -> None:
@@ -49,11 +48,9 @@ class StudyPlace:
         except DamagedFileError as error:
             message = f"is {sweep_dir}, but {error}; restore that file, or choose another directory"
             raise ConfigError(Violation("hydra.sweep.dir", message)) from None
+        self._storage = None if search.storage is None else recorded(search.storage)
         self._check_link()
-        try:
-            self._location = None if search.storage is None else resolve_location(search.storage)
-        except StorageError as error:
-            raise _error(search.storage, f"but {error}; set it to the location of the study") from None
+        self._location = None if search.storage is None else resolve_location(search.storage)
 
     @property
     def is_new(self) -> bool:
@@ -71,7 +68,7 @@ class StudyPlace:
             return self._reach(self._location)
         if not path.is_file():
             if not path.parent.is_dir() and self._location is not None:
-                raise _error(self._search.storage, f"but the folder {path.parent} does not exist; create it")
+                raise self._error(f"but the folder {path.parent} does not exist; create it")
             return None
         return self._reach(str(path))
 
@@ -81,10 +78,10 @@ class StudyPlace:
         Raises:
             ConfigError: if the search space, the metric, the direction or the kind of waiting is another one.
         """
-        wait, storage = self._search.wait, self._search.storage
+        wait, storage = self._search.wait, self._storage
         if storage is not None and study.facts is not None and not study.is_shared:
             message = f"but its study {study.name} belongs to one sweep directory; choose another file or study_name"
-            raise _error(storage, message)
+            raise self._error(message)
         key, remedy = "hydra.sweep.dir", "another folder"
         where = f"is {self._sweep_dir}, which"
         if storage is not None:
@@ -112,24 +109,25 @@ class StudyPlace:
             storage = open_storage(self._sweep_dir / STUDY)
             yield SearchStudy.create(storage, self._name, direction, facts, wait)
             return
-        link = self._link or StudyLink(storage=self._search.storage, study=self._name, command=create_id())
+        link = self._link or StudyLink(storage=str(self._storage), study=self._name, command=create_id())
         link.save(self._sweep_dir)
         storage = self._connect(self._location)
         commands = Commands(storage, self._name, link.command)
         study = SearchStudy.create(storage, self._name, direction, facts, wait, commands)
+        self.check(study, facts)  # another command may have created it since the first check
         with _variable(self._location), commands.beating():
             yield study
 
     def _check_link(self) -> None:
         """Check that the storage is the one with which the sweep directory was created."""
-        storage, folder = self._search.storage, self._sweep_dir
+        storage, folder = self._storage, self._sweep_dir
         if self._link is None:
             if storage is not None and (folder / STUDY).is_file():
                 message = f"but the search in {folder} has its own study in {STUDY}; omit it, or choose another folder"
-                raise _error(storage, message)
+                raise self._error(message)
         elif (self._link.storage, self._link.study) != (storage, self._name):
             message = f"but the search in {folder} began with {self._link.storage} and study_name={self._link.study}"
-            raise _error(storage, f"{message}; use these settings, or choose another hydra.sweep.dir")
+            raise self._error(f"{message}; use these settings, or choose another hydra.sweep.dir")
 
     def _reach(self, location: str) -> SearchStudy | None:
         return SearchStudy.find(self._connect(location), self._name)
@@ -138,12 +136,10 @@ class StudyPlace:
         try:
             return open_storage(location)
         except StorageError as error:
-            host = f" at {urlsplit(location).hostname}" if is_url(location) and urlsplit(location).hostname else ""
-            raise _error(self._search.storage, f"but {error}{host}") from None
+            raise self._error(f"but {error}") from None
 
-
-def _error(storage: str | None, message: str) -> ConfigError:
-    return ConfigError(Violation(_KEY, f"is {'null' if storage is None else storage}, {message}"))
+    def _error(self, message: str) -> ConfigError:
+        return ConfigError(Violation(_KEY, f"is {'null' if self._storage is None else self._storage} {message}"))
 
 
 @contextmanager
