@@ -18,13 +18,20 @@ _PLACES = {
     "ConfigError": "foundry.core.errors",
     "DataSplits": "foundry.data.splits",
     "Dataset": "foundry.data.dataset",
+    "FrozenLauncher": "foundry.launch.launchers",
+    "JobState": "foundry.launch.job_state",
     "Objective": "foundry.core.protocols",
+    "Phase": "foundry.launch.job_state",
     "RunResult": "foundry.engine.train",
     "Stopped": "foundry.core.stopped",
+    "Unreachable": "foundry.launch.job_state",
     "compose": "foundry.commands.library",
     "run": "foundry.commands.library",
 }
-__all__ = ["Config", "ConfigError", "DataSplits", "Dataset", "Objective", "RunResult", "Stopped", "compose", "run"]
+__all__ = [
+    *("Config", "ConfigError", "DataSplits", "Dataset", "FrozenLauncher", "JobState", "Objective", "Phase"),
+    *("RunResult", "Stopped", "Unreachable", "compose", "run"),
+]
 
 
 def __getattr__(name: str) -> object:

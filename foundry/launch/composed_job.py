@@ -1,5 +1,6 @@
 """A job to start, with its composed configuration."""
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +36,11 @@ class ComposedJob:
 
     def __str__(self) -> str:
         return f"job {self.index} ({self.label})" if self.label else f"job {self.index}"
+
+    @property
+    def command(self) -> list[str]:
+        """The command that executes the run; its exit code is the run's."""
+        return [sys.executable, "-m", "foundry.sweeps.worker", str(self.run_dir), "trust=true"]
 
     @property
     def state(self) -> str:

@@ -54,7 +54,8 @@ class JobQueue:
         self._ledger = Ledger(stream=sys.stderr if is_json else None)  # JSON must be alone on standard output
         self._stack = ExitStack()
         self._signals: Sequence[signal.Signals] = []
-        self._num_obeyed = 0
+        self._due, self._canceled = 0, 0
+        """Request that is due for the running jobs, and the last one made: none (0), save and stop (1), kill (2)."""
         self._interval, _ = launcher.poll_seconds
         self._suspects = set[str]()
         self._states = dict[str, str | None]()
@@ -183,6 +184,8 @@ class JobQueue:
             if self._has_places:
                 self._ledger.note(job, "running")
         ids = launcher.submit(new_jobs) if new_jobs else {}
+        if missing_jobs := [str(job) for job in new_jobs if job.index not in ids]:
+            raise ValueError(f"{type(launcher).__name__}.submit returned no id of {', '.join(missing_jobs)}")
         self._active |= {ids[job.index]: job for job in new_jobs}
         if launcher.survives and jobs:
             all_ids = {**attached, **ids}.values()
@@ -191,13 +194,16 @@ class JobQueue:
     def _wait(self) -> None:
         """Wait until the next poll is due, at growing intervals, or a job's status.json changes."""
         first, last = self._launcher.poll_seconds
+        if first == last:
+            self._launcher.wait(first)
+            return
         deadline = time.monotonic() + self._interval
         self._interval = min(1.1 * self._interval, last)
         glance_interval = max(first, _GLANCE_SECONDS * len(self._active))
         while (remaining := deadline - time.monotonic()) > 0:
             self._launcher.wait(min(glance_interval, remaining))
             states = {job_id: read_status(job.run_dir).get("state") for job_id, job in self._active.items()}
-            if first == last or states != self._states or len(self._signals) > self._num_obeyed:
+            if states != self._states or self._due > self._canceled or (self._signals and not self._due):
                 self._states = states
                 return
 
@@ -235,22 +241,34 @@ class JobQueue:
         self._ended.append(job)
 
     def _obey(self) -> None:
-        """After the first signal, let the jobs save and stop; kill them after a second Ctrl-C."""
-        if self._num_obeyed == len(self._signals):
+        """After the first signal, let the jobs save and stop; kill them after a second Ctrl-C.
+
+        If the launcher does not respond, a third Ctrl-C ends the wait.
+        """
+        num_interrupts = self._signals.count(signal.SIGINT)
+        due = max(self._due, min(len(self._signals), 1) + (num_interrupts > 1))
+        if not self._active or due == self._canceled:
             return
-        if self._active and self._num_obeyed == 0:
+        if self._signals and not self._due:
             text = f"{len(self._active)} running (saving and stopping), {len(self._waiting)} queued"
             say(f"{self._signals[0].name}: {text}; a second Ctrl-C kills the running jobs")
-        num_signals = len(self._signals)
+        self._due = due
         try:
-            if self._active and self._num_obeyed == 0:
-                self._launcher.cancel(list(self._active))
-            if self._active and self._signals[:num_signals].count(signal.SIGINT) > 1:
-                self._launcher.cancel(list(self._active), kill=True)
+            self._launcher.cancel(list(self._active), kill=due == 2)
+            self._canceled = due
         except Unreachable as error:
             self._warn(error)
-            return
-        self._num_obeyed = num_signals
+            if num_interrupts > 2:
+                say(f"{self._launcher.format_ids(self._active)} may still be running")
+                self._active.clear()
+
+    def _stop(self) -> None:
+        """Let the running jobs save and stop, and wait for their ends."""
+        self._due = 1
+        while self._active:
+            self._obey()
+            self._wait()
+            self._poll()
 
     def _warn(self, error: Unreachable) -> None:
         if not self._has_warned:
@@ -259,12 +277,7 @@ class JobQueue:
 
     def _end(self, error: BaseException | None) -> None:
         """Stop the jobs that an exception has left; raise the exception of a signal that arrived after the last job."""
-        if self._active:
-            self._launcher.cancel(list(self._active))
-        while self._active:
-            self._wait()
-            self._obey()
-            self._poll()
+        self._stop()
         if self._signals or isinstance(error, KeyboardInterrupt):
             say(f"the same command with hydra.sweep.dir={self._launcher.sweep_dir} resumes from there")
         if error is None and self._signals:
@@ -277,11 +290,8 @@ class JobQueue:
         if not _ask_to_cancel():
             self.detach()
             return
-        self._launcher.cancel(list(self._active))
         say("canceled; running jobs save a checkpoint first")
-        while self._active:
-            self._wait()
-            self._poll()
+        self._stop()
 
 
 def _ask_to_cancel() -> bool:

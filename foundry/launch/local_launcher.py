@@ -15,7 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
@@ -92,7 +92,7 @@ class LocalLauncher(FrozenLauncher):
         ids = {}
         for job in jobs:
             write_status(job.run_dir, state="queued", reason="")
-            share = self._free_shares.popleft()
+            share = _widened(self._free_shares.popleft(), job.config.distributed.nproc_per_node)
             process = self._server.Process(target=_run_job, args=(self.work, job.run_dir, share), name=str(job))
             process.start()
             ids[job.index] = str(process.pid)
@@ -147,6 +147,15 @@ def divide(settings: Local, nproc: int, cores: Sequence[int], gpus: Sequence[str
         )
         for i in range(count)
     ]
+
+
+def _widened(share: Share, nproc: int) -> Share:
+    """Return a share with a GPU for each process of a job that has more processes than the first jobs of the sweep."""
+    gpus = visible_gpus()
+    if not share.gpus or nproc <= len(share.gpus):
+        return share
+    first = gpus.index(share.gpus[0])
+    return replace(share, gpus=tuple((gpus[first:] + gpus[:first])[:nproc]))
 
 
 def _start_server(configs: Iterable[DictConfig], work: Callable[[Path], int]) -> ForkServerContext:

@@ -1,13 +1,22 @@
 """Registration of foundry's sweepers and launchers in Hydra, with lazy imports."""
 
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, cast
+
+from hydra.core.plugins import Plugins
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf
 
 from foundry.config.composition.hydra_internals import register_plugin
-from foundry.config.schemas.launcher import PLUGINS, SUBMITIT_PLUGIN
+from foundry.config.schemas.launcher import PLUGINS, SUBMITIT_PLUGIN, is_own
+from foundry.core.errors import ConfigError, Violation, format_reason
 
 if TYPE_CHECKING:
     from foundry.launch.launchers import FrozenLauncher
     from foundry.sweeps.sweeper import CheckedSweeper
+
+_TARGET = "hydra.launcher._target_"
 
 
 def register() -> None:
@@ -24,6 +33,39 @@ def register() -> None:
     register_plugin(f"{PLUGINS}.SlurmLauncher", build_slurm_launcher)
     register_plugin(f"{SUBMITIT_PLUGIN}.SlurmLauncher", build_slurm_launcher)
     register_plugin(f"{SUBMITIT_PLUGIN}.LocalLauncher", build_submitit_local_launcher)
+
+
+def build_launcher(hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> Launcher:
+    """Build and set up the launcher of a sweep: one that is registered in Hydra, or a user's own class.
+
+    Hydra refuses a class outside of its packages of plugins.
+
+    Raises:
+        ConfigError: the user's own class cannot be imported or is not a launcher.
+    """
+    if not is_own(config.hydra.launcher):
+        return Plugins.instance().instantiate_launcher(hydra_context, task_function, config)
+    from foundry.config.checks.targets import check_own_launcher
+    from foundry.launch.launchers import FrozenLauncher
+    from foundry.sweeps.worker import work
+
+    if violations := list(check_own_launcher(config)):
+        raise ConfigError(violations)
+    settings = cast(dict[str, Any], OmegaConf.to_container(config.hydra.launcher, resolve=True))
+    target = settings.pop("_target_")
+    module, _, name = target.rpartition(".")
+    try:
+        launcher_class = getattr(import_module(module), name)
+    except Exception as error:
+        message = f"is {target}, which cannot be imported: {format_reason(error)}"
+        raise ConfigError(Violation(_TARGET, message)) from error
+    if not (isinstance(launcher_class, type) and issubclass(launcher_class, FrozenLauncher)):
+        raise ConfigError(Violation(_TARGET, f"is {target} but must be a subclass of foundry.FrozenLauncher"))
+    if methods := sorted(launcher_class.__abstractmethods__):
+        raise ConfigError(Violation(_TARGET, f"is {target}, which has no method {', '.join(methods)}; define it"))
+    launcher = launcher_class(work=work, **settings)
+    launcher.setup(hydra_context=hydra_context, task_function=task_function, config=config)
+    return launcher
 
 
 # Hydra imports these functions by their names, so partial objects cannot replace them.

@@ -11,7 +11,6 @@ from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn
 from hydra.errors import HydraException
 from hydra.plugins.launcher import Launcher
@@ -37,6 +36,7 @@ from foundry.sweeps.compose_jobs import compose_jobs
 from foundry.sweeps.grid import expand
 from foundry.sweeps.job import Job
 from foundry.sweeps.manifest import SweepManifest
+from foundry.sweeps.plugins import build_launcher
 from foundry.sweeps.refusals import refusals
 
 _log = logging.getLogger(__name__)
@@ -68,9 +68,7 @@ class CheckedSweeper(Sweeper):
         self.config = config
         self.sweep_dir = Path(str(config.hydra.sweep.dir))
         self._composed = {}
-        self.launcher = Plugins.instance().instantiate_launcher(
-            hydra_context=hydra_context, task_function=task_function, config=config
-        )
+        self.launcher = build_launcher(hydra_context, task_function, config)
 
     def sweep(self, arguments: list[str]) -> list[Sequence[JobReturn]]:
         """Check all jobs, then run the unfinished ones.

@@ -66,6 +66,8 @@ class Script(FrozenLauncher):
         return {job_id: state for job_id, state in states.items() if job_id in ids}
 
     def cancel(self, ids, *, kill=False):
+        if self.unreachable_steps:
+            raise Unreachable("no route")
         self.cancels.append((sorted(ids), kill))
 
     def logs(self, job_id):
@@ -209,6 +211,22 @@ def test_a_scheduler_that_does_not_respond_is_reported_once_for_each_outage(jobs
         queue.add(jobs)
         assert len(drain(queue)) == 3
     assert capsys.readouterr().out.count("Script does not respond, the wait continues: no route") == 2
+
+
+def test_ctrl_c_reaches_jobs_of_a_scheduler_that_responds_again(jobs):
+    launcher = Script([("unreachable", 0), ("SIGTERM", 0)])
+    with pytest.raises(SystemExit, match="143"):
+        launcher.start(jobs)
+    assert [kill for _, kill in launcher.cancels] == [False]
+    assert [state_of(job) for job in jobs] == [("finished", "")] * 3
+
+
+def test_a_third_ctrl_c_leaves_jobs_of_a_scheduler_that_does_not_respond(jobs, capsys):
+    launcher = Script([("unreachable", 0), *[("SIGINT", 0), ("unreachable", 0)] * 3])
+    with pytest.raises(KeyboardInterrupt):
+        launcher.start(jobs)
+    assert launcher.cancels == []
+    assert "id0, id1, id2 may still be running" in capsys.readouterr().out
 
 
 def test_jobs_wait_until_the_scheduler_accepts_them(jobs):

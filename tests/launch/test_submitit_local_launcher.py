@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -76,6 +77,37 @@ def test_submitit_local_tasks_are_ranks(tmp_path, monkeypatch):
     ranks = [(tmp_path / "0" / f"rank {rank}").read_text().split() for rank in (0, 1)]
     assert [rank[:2] for rank in ranks] == [["submitit", "0"], ["submitit", "1"]]
     assert ranks[0][2] == ranks[1][2], "they meet at one port"
+
+
+def test_second_ctrl_c_kills_the_tasks_of_submitit_local(tmp_path, monkeypatch):
+    def work(run_dir):
+        import signal
+        import time
+
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        (run_dir / "started").touch()
+        time.sleep(300)
+
+    monkeypatch.chdir(tmp_path)
+    config = composed("hydra.launcher.tasks_per_node=2", "hydra.job.num=0")
+    job = ComposedJob(index=0, overrides=(), label="", run_dir=tmp_path / "0", config=config)
+    launcher = SubmititLocalLauncher(work)
+    launcher.setup(hydra_context=None, task_function=None, config=config)
+    wait = launcher.wait
+
+    def press_ctrl_c(seconds):
+        wait(seconds)
+        if (job.run_dir / "started").exists() and len(tasks(tmp_path)) in (0, 2):
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(launcher, "wait", press_ctrl_c)
+    with pytest.raises(KeyboardInterrupt):
+        launcher.start([job])
+    assert job.state == "stopped"
+    deadline = time.monotonic() + 60
+    while tasks(tmp_path):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 @pytest.mark.long

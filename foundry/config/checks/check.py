@@ -11,6 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from foundry.config.checks.rules import rules
 from foundry.config.checks.rungs import check_rungs
+from foundry.config.checks.targets import check_own_launcher
 from foundry.config.composition.base import expand_base
 from foundry.config.composition.plain_nodes import check_plain_nodes
 from foundry.config.composition.start_dir import check_folders
@@ -56,6 +57,7 @@ def check(composed: DictConfig) -> list[Violation]:
     other_violations = [
         *check_folders(composed),
         *check_launcher(composed),
+        *check_own_launcher(composed),
         *_until_out_of_bounds(partial(check_sweeper, composed, guarded_config)),
     ]
     key_violations = [

@@ -28,7 +28,7 @@ _DYNAMIC = {
     *("setattr(", "exec(", "vars(", "import_module("),
 }
 """Strings that show that a module may create names during import, so that its source does not determine all names."""
-_PLAIN_BASES = {"object", "ABC", "Module", "Generic", "Protocol", "Optimizer", "Dataset", "FSDPBlock"}
+_PLAIN_BASES = {"object", "ABC", "Module", "Generic", "Protocol", "Optimizer", "Dataset", "FSDPBlock", "FrozenLauncher"}
 """Base classes that do not change the parameters of a subclass's `__init__`."""
 _DEEPEST = 8
 

@@ -5,12 +5,15 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any
 
+from omegaconf import DictConfig, OmegaConf
+
 from foundry.config.build import field_of
 from foundry.config.checks.static_source import NameNotFound, Parameters, resolve_parameters
 from foundry.config.diagnostics.names import settings
 from foundry.config.metrics import HELD_OUT
 from foundry.config.record.recorded import built_in_targets
 from foundry.config.schemas.evaluation import Evaluation
+from foundry.config.schemas.launcher import is_own
 from foundry.config.schemas.root import Config
 from foundry.config.schemas.tracking import Tracking
 from foundry.core.errors import Violation, counted, nearest
@@ -66,6 +69,15 @@ def check_targets(config: Config) -> Iterator[Violation]:
         for name, node in getattr(getattr(config, group), field).items():
             if isinstance(node, dict) and (node.get("_target_", HELD_OUT) != HELD_OUT or len(node) > 1):
                 yield from _check(node, f"{path}.{name}", (), optional)
+
+
+def check_own_launcher(composed: DictConfig) -> Iterator[Violation]:
+    """Check the `_target_` and the arguments of a user's own launcher."""
+    node = OmegaConf.select(composed, "hydra.launcher")
+    if isinstance(node, DictConfig) and is_own(node):
+        settings = OmegaConf.to_container(node, resolve=True)
+        assert isinstance(settings, dict)
+        yield from _check({str(name): value for name, value in settings.items()}, "hydra.launcher", ("work",), ())
 
 
 def _optional_arguments(key: str) -> tuple[str, ...]:

@@ -203,8 +203,14 @@ _OF_PLUGIN: dict[str, type[Launcher]] = {SubmititSlurm._target_: SubmititSlurm, 
 
 
 def is_known(node: DictConfig) -> bool:
-    """Return True if foundry has a schema for the launcher with these settings."""
-    return OmegaConf.get_type(node) in SCHEMAS or _of_plugin(node) is not None
+    """Return True if foundry checks the launcher with these settings."""
+    return OmegaConf.get_type(node) in SCHEMAS or _of_plugin(node) is not None or is_own(node)
+
+
+def is_own(node: DictConfig) -> bool:
+    """Return True if the launcher is a user's own class, outside of Hydra's packages of plugins."""
+    target = node._get_node("_target_")
+    return target is not None and not str(target._value()).startswith(("hydra_plugins.", "hydra._internal."))
 
 
 def resolve_launcher(composed: DictConfig) -> Launcher | None:
@@ -237,10 +243,12 @@ def resolve_num_tasks(composed: DictConfig) -> int:
 def check_launcher(composed: DictConfig) -> Iterator[Violation]:
     """Check the launcher's settings, without a query of the cluster."""
     launcher = resolve_launcher(composed)
-    if launcher is None:
+    node = OmegaConf.select(composed, "hydra.launcher")
+    if launcher is None and not (isinstance(node, DictConfig) and is_own(node)):
         return
     mode = OmegaConf.select(composed, "hydra.mode")
     if mode is not None and mode.name == "RUN":
-        yield Violation(GROUP, f"is {launcher.option}, which starts the jobs of a sweep; add -m, even for a single job")
-        return
-    yield from list(check_fields(launcher, "hydra.launcher")) or launcher.check(composed.distributed.nproc_per_node)
+        option = composed.hydra.runtime.choices[GROUP] if launcher is None else launcher.option
+        yield Violation(GROUP, f"is {option}, which starts the jobs of a sweep; add -m, even for a single job")
+    elif launcher is not None:
+        yield from list(check_fields(launcher, "hydra.launcher")) or launcher.check(composed.distributed.nproc_per_node)
