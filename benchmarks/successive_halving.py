@@ -3,9 +3,9 @@
     python benchmarks/successive_halving.py [--seeds 2]
 
 Both sides train a small decoder on the default text and propose the same random learning rates, weight decays and
-warm-ups, one job at a time in one process. The search without pruning has a third as many jobs, which take about as many
-steps. The script reads the CPU time of the process whenever a job has recorded an evaluation; imports and the starts of
-jobs are included. So other processes on the machine change the figures little. The evaluations of all jobs count.
+warm-ups, one job at a time in one process. The search without pruning has a third as many jobs, which take about as
+many steps. The script reads the CPU time of the process whenever a job has recorded an evaluation. It includes imports
+and the starts of jobs, and other processes on the machine change it little. The evaluations of all jobs count.
 """
 
 import argparse
