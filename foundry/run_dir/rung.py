@@ -1,4 +1,4 @@
-"""`rung.json` in a run directory: the rung of a search at which the run pauses; and the end of a paused run."""
+"""`rung.json` in a run directory: the rung where the run pauses; and the end of a paused run."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -16,7 +16,7 @@ _TYPES = {"number": int, "at": (str, NoneType), "metric": str}
 
 @dataclass(frozen=True, kw_only=True)
 class Rung:
-    """Rung up to which a search lets a run train.
+    """Rung where a run pauses for its search.
 
     Attributes:
         number: number of the rung, counted from 1.

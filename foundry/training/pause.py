@@ -9,7 +9,7 @@ from foundry.core.progress import Progress
 
 @dataclass(frozen=True, kw_only=True)
 class Pause:
-    """Rung at which a run saves, reports its metric to the search and ends, until the search continues it.
+    """Rung of a run, which saves there, reports its metric to the search and ends, until the search continues it.
 
     Attributes:
         rung: number of the rung, counted from 1.

@@ -20,7 +20,7 @@ VIEW = "saw"
 """Attribute of a trial that contains its view."""
 
 RUNG = "rung"
-"""Attribute of a trial that has reached a rung: the number of the rung up to which it may train."""
+"""Attribute of a trial that has reached a rung: the number of its target rung."""
 
 
 @dataclass(frozen=True, kw_only=True)

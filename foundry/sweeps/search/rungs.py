@@ -1,8 +1,8 @@
 """Rungs of a search with successive halving: pauses and promotions of its trials, recorded in the study.
 
 The intermediate values of a trial are its values at the rungs, by the number of the rung. An attribute of the trial is
-the number of the rung up to which it may train. So each decision depends on the study alone, and the study contains it
-before it has an effect.
+the number of its target rung: the trial trains until it reaches that rung, and waits there for the next one. So each
+decision depends on the study alone, and the study contains it before it has an effect.
 """
 
 from pathlib import Path
@@ -44,17 +44,17 @@ class Rungs:
         return number
 
     def link(self, number: int, run_dir: Path) -> None:
-        """Write the rung at which the trial pauses to its run directory."""
-        rung = _allowed(self._study.trials()[number])
+        """Write the target rung of a trial to its run directory."""
+        rung = _target(self._study.trials()[number])
         length = self._asha.length(rung)
         Rung(number=rung, at=None if length is None else length.text, metric=self._metric).save(run_dir)
 
     def is_reached(self, number: int, run_dir: Path) -> bool:
-        """Return whether the run is paused at the rung up to which the trial may train, or at a higher one."""
-        return _rung_of(run_dir) >= _allowed(self._study.trials()[number])
+        """Return whether the run of a trial is paused at the target rung, or at a higher one."""
+        return _rung_of(run_dir) >= _target(self._study.trials()[number])
 
     def report(self, number: int, run_dir: Path, value: float) -> None:
-        """Record the value of a trial at the rung where its run is paused.
+        """Record the value of a trial at the rung of its paused run.
 
         A trial that shares its run with an equal, earlier trial has the values of that trial at the lower rungs.
         """
@@ -76,20 +76,20 @@ class Rungs:
 
 
 def _rung_of(run_dir: Path) -> int:
-    """Return the rung at which a run is paused; 0 if it is not."""
+    """Return the rung of a paused run; 0 for any other run."""
     if read_status(run_dir).get("state") != "paused":
         return 0
     rung = read_result(run_dir).get("rung")
     return rung if isinstance(rung, int) else 0
 
 
-def _allowed(trial: FrozenTrial) -> int:
-    """Return the number of the rung up to which a trial may train."""
+def _target(trial: FrozenTrial) -> int:
+    """Return the number of the target rung of a trial."""
     return int(trial.user_attrs.get(RUNG, 1))
 
 
 def _is_paused(trial: FrozenTrial) -> bool:
-    return trial.state is TrialState.RUNNING and len(trial.intermediate_values) == _allowed(trial)
+    return trial.state is TrialState.RUNNING and len(trial.intermediate_values) == _target(trial)
 
 
 def _climb(trial: FrozenTrial) -> Climb:
