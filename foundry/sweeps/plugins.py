@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from foundry.config.composition.hydra_internals import register_plugin
+from foundry.config.composition.hydra_application import register_plugin
 from foundry.config.schemas.launcher import PLUGINS, SUBMITIT_PLUGIN
 
 if TYPE_CHECKING:
