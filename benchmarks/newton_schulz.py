@@ -17,6 +17,7 @@ from torch import Tensor
 
 from foundry.config.build import build
 from foundry.config.composition.compose import CONFIG_NAME, config_dir, install
+from foundry.config.composition.hydra_versions import VERSION_BASE
 from foundry.config.schemas.root import to_config
 from foundry.core.protocols import Window
 from foundry.optim import muon
@@ -46,7 +47,7 @@ class Setting:
 
     def build(self) -> Callable[[], None]:
         """Return a function that takes one step and records its time."""
-        with initialize_config_dir(config_dir(), version_base="1.3"):
+        with initialize_config_dir(config_dir(), **VERSION_BASE):
             words = [f"precision={self.precision}", f"optimizer.ns_dtype={self.ns_dtype}"]
             config = to_config(compose(CONFIG_NAME, words))
         world, hparams = World.single(torch.device("cpu")), config.hparams

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hydra import main as hydra_main
 from omegaconf import DictConfig
 
 from foundry.commands.train import enter, in_run_dir
@@ -24,6 +23,7 @@ from foundry.config.command import (
     take_json,
 )
 from foundry.config.composition.compose import CONFIG_NAME, config_dir
+from foundry.config.composition.hydra_versions import hydra_main
 from foundry.config.composition.store import GROUPS
 from foundry.config.schemas.root import Config, to_config
 from foundry.core.errors import ConfigError
@@ -74,7 +74,7 @@ def run_composed(
                 replace(violation, key=prefix + violation.key) for violation in error.violations
             ) from None
 
-        @hydra_main(config_path=config_dir(), config_name=CONFIG_NAME, version_base="1.3")
+        @hydra_main(config_path=config_dir(), config_name=CONFIG_NAME)
         def compose_and_work(composed: DictConfig) -> None:
             outcomes.append(in_run_dir(partial(_run_work, composed, work, options)))
 

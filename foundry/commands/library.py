@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from foundry.config.composition import compose as composing
 from foundry.config.composition.hydra_internals import ConfigLoaderImpl, search_path
+from foundry.config.composition.hydra_versions import use_current_behavior
 from foundry.config.environment import detect
 from foundry.config.schemas.root import Config, to_config
 from foundry.config.sources import local_path
@@ -142,7 +143,7 @@ def _compose(overrides: list[str], config_dir: str | Path | None, config_name: s
     setup_globals()  # registers Hydra's resolvers
     base = version.VersionBase.instance()
     previous_base = base.version_base
-    version.setbase("1.3")
+    use_current_behavior()
     try:
         loader = ConfigLoaderImpl(config_search_path=folders)
         return loader.load_configuration(config_name or composing.CONFIG_NAME, overrides, RunMode.RUN, from_shell=False)

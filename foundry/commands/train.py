@@ -8,7 +8,6 @@ from io import StringIO
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from hydra import main as hydra_main
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
@@ -19,7 +18,9 @@ from foundry.config.checks.method import log_method
 from foundry.config.command import output_may_close, versions
 from foundry.config.composition.choices import compose_with, keep_choices
 from foundry.config.composition.compose import CONFIG_NAME, config_dir, install
-from foundry.config.composition.hydra_internals import compose_once, replace_run_job, write_help
+from foundry.config.composition.hydra_application import replace_run_job, write_help
+from foundry.config.composition.hydra_internals import compose_once
+from foundry.config.composition.hydra_versions import hydra_main
 from foundry.config.diagnostics.flags import arrange_flags, check_flags, plain_overrides
 from foundry.config.diagnostics.help import list_groups, write_page, write_sweep_page
 from foundry.config.environment import detect
@@ -40,7 +41,7 @@ from foundry.sweeps.worker import start_job
 Result = TypeVar("Result")
 
 
-@hydra_main(config_path=config_dir(), config_name=CONFIG_NAME, version_base="1.3")
+@hydra_main(config_path=config_dir(), config_name=CONFIG_NAME)
 def task(composed: DictConfig) -> float | None:
     """Run one composed configuration; return the metric that sweeps compare."""
     log_method(composed)

@@ -8,8 +8,10 @@ from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
-HYDRA_KEYS = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")
-"""Keys that `hydra.utils.instantiate` interprets, at any depth of its argument."""
+from foundry.config.composition.hydra_versions import instantiate
+
+HYDRA_KEYS = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_", "_isolate_")
+"""Keys that `hydra.utils.instantiate` interprets, at any depth of its argument; `_isolate_` since Hydra 1.4."""
 
 FOR_THE_BUILDER = ("init_from",)
 """Fields of a part's configuration that are not arguments of the part but are applied by the caller afterwards."""
@@ -24,11 +26,9 @@ def build(node: Any, *, optional: Mapping[str, Any] | None = None, **runtime: An
             not set.
         runtime: keyword arguments passed as they are, without being merged into the configuration or copied.
     """
-    from hydra.utils import instantiate
-
     if not isinstance(node, DictConfig):
         node = OmegaConf.create(node) if isinstance(node, dict) else OmegaConf.structured(node)
-    part = instantiate(_part_fields(node), _partial_=True, _convert_="all")
+    part = instantiate(_part_fields(node))
     return part(**runtime, **_accepted_arguments(part, optional or {}))
 
 

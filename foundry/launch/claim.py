@@ -15,7 +15,7 @@ from hydra.core.utils import run_job as hydra_run_job
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, read_write
 
-from foundry.config.composition.hydra_internals import current_config, error_of
+from foundry.config.composition.hydra_application import current_config, error_of
 from foundry.config.environment import detect
 from foundry.core.errors import ConfigError, Violation
 from foundry.run_dir.files import UnsafeFileError, open_regular, replaced_atomically

@@ -15,7 +15,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from foundry.config.composition.hydra_internals import current_config
+from foundry.config.composition.hydra_application import current_config
 from foundry.config.record.frozen import hash_config, save_config, save_yaml
 from foundry.config.schemas.root import Config, to_config
 from foundry.launch.composed_job import ComposedJob, set_number

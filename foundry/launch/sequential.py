@@ -7,7 +7,7 @@ from hydra.core.utils import JobReturn, JobStatus, configure_log
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
-from foundry.config.composition.hydra_internals import error_of
+from foundry.config.composition.hydra_application import error_of
 from foundry.config.schemas.root import to_config
 from foundry.core.errors import format_reason
 from foundry.launch.claim import run_job

@@ -13,9 +13,9 @@ from foundry.config.composition.hydra_internals import (
     apply_overrides,
     load_unchecked,
     open_repository,
-    override_dirname,
     require_loader,
 )
+from foundry.config.composition.hydra_versions import record_override_dirname
 from foundry.config.composition.start_dir import anchor_paths
 from foundry.config.diagnostics.override_errors import SweepCache, choice_line, find_errors
 from foundry.core.errors import ConfigError, Violation
@@ -100,7 +100,7 @@ class _Composer:
         apply_overrides(values, config)
         with open_dict(config.hydra):
             config.hydra.overrides.task = [override.input_line for override in task_overrides]
-            config.hydra.job.override_dirname = override_dirname(task_overrides, config)
+            record_override_dirname(config, task_overrides)
         # Keep values that were resolved once for the sweep, such as the time in its directory's name.
         OmegaConf.copy_cache(from_config=self._master, to_config=config)
         return config

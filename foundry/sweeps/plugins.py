@@ -8,7 +8,7 @@ from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
-from foundry.config.composition.hydra_internals import register_plugin
+from foundry.config.composition.hydra_application import register_plugin
 from foundry.config.schemas.launcher import SUBMITIT_PLUGIN, is_own
 from foundry.config.schemas.launcher_base import PLUGINS
 from foundry.core.errors import ConfigError, Violation, format_reason

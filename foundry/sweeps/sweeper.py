@@ -18,7 +18,7 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, read_write
 
-from foundry.config.composition.hydra_internals import current_config
+from foundry.config.composition.hydra_application import current_config
 from foundry.config.record.frozen import hash_config, save_yaml
 from foundry.config.schemas.root import Config, to_config
 from foundry.config.schemas.sweeper import Sweep

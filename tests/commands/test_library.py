@@ -19,6 +19,7 @@ from support import composition
 from support.tiny import TINY_DIT
 
 from foundry import ConfigError, Stopped, compose, run
+from foundry.config.composition.hydra_versions import IS_1_3
 
 QUIET = [*TINY_DIT, "hparams.max_steps=2", "tracking=none", "checkpoint=none", "evaluation.write_samples=false"]
 
@@ -115,7 +116,7 @@ def test_repeated_library_runs_keep_the_process_state_and_hydra_usable(tmp_path,
     monkeypatch.chdir(tmp_path)
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf/app.yaml").write_text("answer: 42\n")
-    with initialize_config_dir(str(tmp_path / "conf"), version_base="1.2"):
+    with initialize_config_dir(str(tmp_path / "conf"), **({"version_base": "1.2"} if IS_1_3 else {})):
         before, recorder, other = process_state(), Recorder(), Recorder()
         first = run(compose(QUIET), observers=[recorder])
         with pytest.raises(ConfigError):

@@ -11,6 +11,7 @@ from foundry import compose
 from foundry.config.composition.choices import Choices
 from foundry.config.composition.compose import CONFIG_NAME, config_dir, install
 from foundry.config.composition.hydra_internals import load_unchecked
+from foundry.config.composition.hydra_versions import VERSION_BASE
 from foundry.config.schemas.root import to_config
 from foundry.core.errors import ConfigError
 
@@ -47,7 +48,7 @@ def kept_choices():
 @pytest.fixture(scope="module")
 def loader():
     install()
-    with initialize_config_dir(config_dir(), version_base="1.3"):
+    with initialize_config_dir(config_dir(), **VERSION_BASE):
         yield GlobalHydra.instance().config_loader()
 
 
@@ -111,7 +112,7 @@ def test_cached_composition_has_the_name_of_its_own_job(tmp_path):
     names, choices = [], Choices()
     with choices.used():
         for name, *overrides in (["first"], ["first"], ["second"], ["third", "hydra.job.name=first"]):
-            with initialize_config_dir(str(tmp_path), job_name=name, version_base="1.3"):
+            with initialize_config_dir(str(tmp_path), job_name=name, **VERSION_BASE):
                 loader = GlobalHydra.instance().config_loader()
                 names.append(loader.load_configuration("other", overrides, RunMode.RUN).hydra.job.name)
     assert names == ["first", "first", "second", "first"]

@@ -108,11 +108,16 @@ hparams: {seed: x}
     assert len(lines) == 9, "\n".join(lines)
 
 
+def without_libyaml(line):
+    """Return a line with PyYAML's wording in place of that of libyaml, with which OmegaConf 2.4 reads files."""
+    return line.replace("did not find expected", "expected")
+
+
 def test_all_invalid_yaml_files_are_reported_together(refusal):
     words = ["--config-dir", "own", "experiment=mine", "data=mine", "optimizer=adamx", "hparams=mine"]
     hparams = "defaults: [/schema/hparams/Hparam@_here_]\n"
     files = {"experiment_in_mine": "hparams: [1\n", "data_in_mine": "{path: x\n", "hparams_in_mine": hparams}
-    lines = refusal(*words, **files)
+    lines = [without_libyaml(line) for line in refusal(*words, **files)]
     for line in (
         "optimizer: has no option 'adamx'; did you mean adam?",
         "own/experiment/mine.yaml: is not valid YAML: line 2: expected ',' or ']'",
@@ -125,7 +130,7 @@ def test_all_invalid_yaml_files_are_reported_together(refusal):
 
 def test_invalid_primary_yaml_is_reported_with_its_line(refusal):
     (line,) = refusal("--config-dir", "own", "--config-name", "broken", broken="defaults: [config]\nhparams: [1\n")
-    assert line.startswith("own/broken.yaml: is not valid YAML: line 3: expected ',' or ']'")
+    assert without_libyaml(line).startswith("own/broken.yaml: is not valid YAML: line 3: expected ',' or ']'")
 
 
 def test_relative_config_path_is_resolved_from_the_current_folder(run_command):

@@ -24,6 +24,7 @@ import foundry.optim.schedules  # noqa: F401 # its import of torch does not coun
 from foundry.config.build import build
 from foundry.config.checks.check import check
 from foundry.config.composition.compose import config_dir, install
+from foundry.config.composition.hydra_versions import VERSION_BASE
 from foundry.config.composition.store import GROUPS
 from foundry.config.diagnostics import override_errors as errors
 from foundry.config.lengths import check_lengths, resolve_budget
@@ -200,7 +201,7 @@ def episodes_folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def repository():
     install()
-    with initialize_config_dir(config_dir(), version_base="1.3"):
+    with initialize_config_dir(config_dir(), **VERSION_BASE):
         return CachingConfigRepository(GlobalHydra.instance().config_loader().repository)
 
 
@@ -279,7 +280,7 @@ def test_unusual_values_give_one_line_errors_or_valid_configs(
     ]
     overrides = [option, *needed]
     try:
-        with initialize_config_dir(config_dir(), version_base="1.3"):
+        with initialize_config_dir(config_dir(), **VERSION_BASE):
             composed = compose("config", overrides, return_hydra_config=True)
     except ConfigError as error:
         if all("is not installed" in violation.message for violation in error.violations):

@@ -23,15 +23,18 @@ from omegaconf import OmegaConf
 from packaging.specifiers import SpecifierSet
 
 import foundry
+from foundry.config.composition import hydra_application as application
 from foundry.config.composition import hydra_internals as internals
+from foundry.config.composition import hydra_versions as versions
 from foundry.config.composition.choices import Choices, compose_with, current_files
 from foundry.config.composition.compose import CONFIG_NAME, config_dir, install
+from foundry.config.composition.hydra_versions import VERSION_BASE
 
 
 @pytest.fixture
 def loader():
     install()
-    with initialize_config_dir(config_dir(), version_base="1.3"):
+    with initialize_config_dir(config_dir(), **VERSION_BASE):
         yield GlobalHydra.instance().config_loader()
 
 
@@ -41,8 +44,8 @@ def parsed(*overrides):
 
 def test_supported_hydra_range_matches_setup_cfg_and_the_installed_version():
     declared = (Path(__file__).parents[2] / "setup.cfg").read_text()
-    assert f"hydra-core{internals.SUPPORTED}\n" in declared
-    assert version("hydra-core") in SpecifierSet(internals.SUPPORTED)
+    assert f"hydra-core{versions.SUPPORTED}\n" in declared
+    assert SpecifierSet(versions.SUPPORTED).contains(version("hydra-core"), prereleases=True)
 
 
 def test_install_wraps_loading_once_and_load_unchecked_bypasses_it(loader):
@@ -81,7 +84,9 @@ def test_apply_overrides_and_override_dirname_match_hydra(loader):
     internals.apply_overrides(overrides, config)
     assert (config.hparams.lr, config.hparams.seed) == (0.125, 4)
     composed = loader.load_configuration(CONFIG_NAME, ["hparams.lr=0.125", "hparams.seed=4"], RunMode.RUN)
-    assert internals.override_dirname(overrides, config) == composed.hydra.job.override_dirname
+    versions.record_override_dirname(config, overrides)
+    config.hydra.overrides.task = composed.hydra.overrides.task
+    assert config.hydra.job.override_dirname == composed.hydra.job.override_dirname == "hparams.lr=0.125,hparams.seed=4"
 
 
 def test_interpolations_are_parsed_once_and_resolved_at_their_node(loader):
@@ -94,6 +99,7 @@ def test_interpolations_are_parsed_once_and_resolved_at_their_node(loader):
     assert omegaconf.base.parse is parse
 
 
+@pytest.mark.skipif(not versions.IS_1_3, reason="Hydra 1.4 collects no choices")
 def test_choices_are_collected_only_for_defaults_lists_with_interpolations(tmp_path, monkeypatch):
     install()
     for group, option in {"db": "sqlite", "server": "apache", "both": "sqlite_apache"}.items():
@@ -111,7 +117,7 @@ def test_choices_are_collected_only_for_defaults_lists_with_interpolations(tmp_p
     for last, expected in (("sqlite_apache", []), ("${db}_${server}", [4])):
         lines = ["defaults:", "- db: sqlite", "- server: apache", f"- both: {last}", "- _self_", ""]
         (tmp_path / "config.yaml").write_text("\n".join(lines))
-        with Choices().used(), initialize_config_dir(str(tmp_path), version_base="1.3"):
+        with Choices().used(), initialize_config_dir(str(tmp_path), **VERSION_BASE):
             composed = GlobalHydra.instance().config_loader().load_configuration("config", [], RunMode.RUN)
         assert composed.both.name == "sqlite_apache"
         assert [length for length in collected if length == 4] == expected
@@ -150,28 +156,28 @@ def test_search_path_starts_with_the_folder(tmp_path):
 def test_current_config_restores_the_previous_hydra_config(loader):
     composed = loader.load_configuration(CONFIG_NAME, ["hydra.job.name=mine"], RunMode.RUN)
     before = HydraConfig.instance().cfg
-    with internals.current_config(composed):
+    with application.current_config(composed):
         assert OmegaConf.create({"name": "${hydra:job.name}"}).name == "mine"
         assert HydraConfig.instance().cfg is composed
     assert HydraConfig.instance().cfg is before
 
 
 def test_register_plugin_makes_a_class_available_by_name():
-    internals.register_plugin("hydra_plugins.foundry.Mine", dict)
+    application.register_plugin("hydra_plugins.foundry.Mine", dict)
     assert Plugins.instance().class_name_to_class.pop("hydra_plugins.foundry.Mine") is dict
 
 
 def test_error_of_returns_the_job_exception_without_raising():
     error = ValueError("no")
-    assert internals.error_of(JobReturn(status=JobStatus.FAILED, _return_value=error)) is error
-    assert internals.error_of(JobReturn(status=JobStatus.COMPLETED, _return_value=1.5)) is None
+    assert application.error_of(JobReturn(status=JobStatus.FAILED, _return_value=error)) is error
+    assert application.error_of(JobReturn(status=JobStatus.COMPLETED, _return_value=1.5)) is None
 
 
 def test_take_over_replaces_run_job_and_error_reporting(monkeypatch):
     for owner, name in ((utils, "run_and_report"), (hydra, "run_job"), (basic_launcher, "run_job")):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     monkeypatch.setattr(hydra.Hydra, "format_config_groups", hydra.Hydra.format_config_groups)
-    internals.replace_run_job(sorted, lambda loader, overrides: "listed")
+    application.replace_run_job(sorted, lambda loader, overrides: "listed")
     assert hydra.run_job is basic_launcher.run_job is sorted
     page = hydra.Hydra.format_config_groups
     assert page(SimpleNamespace(config_loader=None), lambda group: not group.startswith("hydra/")) == "listed"
@@ -183,16 +189,19 @@ def test_take_over_replaces_run_job_and_error_reporting(monkeypatch):
 @pytest.mark.parametrize("name", ["overrides", "config_dir", "config_path"])
 def test_write_help_skips_composition_for_plain_help(name, loader, monkeypatch, capsys):
     composed = []
-    monkeypatch.setattr(hydra.Hydra, "app_help", lambda self, config_name, args_parser, args: composed.append(args))
-    internals.write_help(CONFIG_NAME, lambda loader: "the page", lambda loader: "of sweeps")
+    app_help = lambda self, config_name, args_parser, args: composed.append(args)  # noqa: E731 - of 1.3
+    if not versions.IS_1_3:
+        app_help = lambda self, config_name, args_parser, args, parsed_overrides=None: composed.append(args)  # noqa: E731
+    monkeypatch.setattr(hydra.Hydra, "app_help", app_help)
+    application.write_help(CONFIG_NAME, lambda loader: "the page", lambda loader: "of sweeps")
     args = {"overrides": [], "config_dir": None, "config_path": None, "multirun": False}
-    application = GlobalHydra.instance().hydra
-    application.app_help(CONFIG_NAME, None, SimpleNamespace(**args))
+    current = GlobalHydra.instance().hydra
+    current.app_help(CONFIG_NAME, None, SimpleNamespace(**args))
     assert (capsys.readouterr().out, composed) == ("the page\n", [])
-    application.app_help("another", None, SimpleNamespace(**args))
-    application.app_help(CONFIG_NAME, None, SimpleNamespace(**{**args, name: ["a=1"]}))
+    current.app_help("another", None, SimpleNamespace(**args))
+    current.app_help(CONFIG_NAME, None, SimpleNamespace(**{**args, name: ["a=1"]}))
     assert (capsys.readouterr().out, len(composed)) == ("", 2)
-    application.app_help(CONFIG_NAME, None, SimpleNamespace(**{**args, name: ["a=1"], "multirun": True}))
+    current.app_help(CONFIG_NAME, None, SimpleNamespace(**{**args, name: ["a=1"], "multirun": True}))
     assert (capsys.readouterr().out, len(composed)) == ("of sweeps\n", 2)
 
 
@@ -200,18 +209,18 @@ def test_compose_once_caches_runs_and_leaves_sweeps_to_hydra(loader, monkeypatch
     monkeypatch.setattr(hydra.Hydra, "get_mode", inspect.unwrap(hydra.Hydra.get_mode))
     monkeypatch.setattr(internals, "_composed_configs", {})
     internals.compose_once(compose_with)
-    application, overrides = GlobalHydra.instance().hydra, ["hparams.lr=0.125", "hydra.job.name=mine"]
-    assert application.get_mode(CONFIG_NAME, overrides) is None
-    as_run = [*overrides, "hydra.mode=RUN"]
+    current, overrides = GlobalHydra.instance().hydra, ["hparams.lr=0.125", "hydra.job.name=mine"]
+    assert current.get_mode(CONFIG_NAME, overrides) is None
+    as_run = [*overrides, *versions.RUN_OVERRIDES]
     with monkeypatch.context() as patch:
         patch.setattr(ConfigLoaderImpl, "_compose_config_from_defaults_list", None)  # any further composition fails
         once = loader.load_configuration(CONFIG_NAME, as_run, RunMode.RUN)
     again = loader.load_configuration(CONFIG_NAME, as_run, RunMode.RUN)
     assert OmegaConf.to_yaml(once) == OmegaConf.to_yaml(again)
-    assert once.hydra.mode is again.hydra.mode is RunMode.RUN
-    assert application.get_mode(CONFIG_NAME, ["hydra.mode=MULTIRUN"]) is RunMode.MULTIRUN
-    assert application.get_mode(CONFIG_NAME, ["hparams.lr=1,2"]) is None
-    assert application.get_mode(CONFIG_NAME, ["no.such.key=1"]) is None
+    assert once.hydra.mode is again.hydra.mode is (RunMode.RUN if versions.IS_1_3 else None)
+    assert current.get_mode(CONFIG_NAME, ["hydra.mode=MULTIRUN"]) is RunMode.MULTIRUN
+    assert current.get_mode(CONFIG_NAME, ["hparams.lr=1,2"]) is None
+    assert current.get_mode(CONFIG_NAME, ["no.such.key=1"]) is None
     assert not internals._composed_configs
 
 
@@ -234,17 +243,19 @@ def test_unsupported_hydra_api_is_reported_with_its_version(monkeypatch, loader)
     message = (
         rf"hydra-core {re.escape(version('hydra-core'))} takes cfg in ConfigLoaderImpl\._apply_overrides_to_config"
     )
-    with pytest.raises(internals.UnsupportedHydraError, match=rf"{message}.*; install hydra-core>=1\.3\.8,<1\.4"):
+    with pytest.raises(versions.UnsupportedHydraError, match=rf"{message}.*; install hydra-core>=1\.3\.8,<1\.5"):
         internals.apply_overrides([], None)
     monkeypatch.delattr(ConfigLoaderImpl, "_process_config_searchpath")
-    with pytest.raises(internals.UnsupportedHydraError, match=r"has no ConfigLoaderImpl\._process_config_searchpath"):
+    with pytest.raises(versions.UnsupportedHydraError, match=r"has no ConfigLoaderImpl\._process_config_searchpath"):
         internals.open_repository(loader, CONFIG_NAME, [])
-    with pytest.raises(internals.UnsupportedHydraError, match="composes with a object"):
+    with pytest.raises(versions.UnsupportedHydraError, match="composes with a object"):
         internals.require_loader(object())
 
 
-def test_private_hydra_apis_are_used_in_hydra_internals_only():
-    private = re.compile(r"hydra\._internal|ConfigLoaderImpl\._|HydraConfig\.instance\(\)\.cfg|class_name_to_class")
+def test_private_hydra_apis_are_used_in_three_modules_only():
+    private = re.compile(
+        r"hydra\._internal|omegaconf\.(_|base)|ConfigLoaderImpl\._|HydraConfig\.instance\(\)\.cfg|class_name_to_class|IS_1_3"
+    )
     package = Path(foundry.__file__).parent
-    files = [str(file.relative_to(package)) for file in package.rglob("*.py") if private.search(file.read_text())]
-    assert files == ["config/composition/hydra_internals.py"]
+    files = {str(file.relative_to(package)) for file in package.rglob("*.py") if private.search(file.read_text())}
+    assert files == {f"config/composition/hydra_{name}.py" for name in ("application", "internals", "versions")}

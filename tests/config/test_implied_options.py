@@ -9,6 +9,7 @@ from support.composition import configure
 from support.examples import long_case
 
 from foundry.config.composition.compose import config_dir, install
+from foundry.config.composition.hydra_versions import VERSION_BASE
 from foundry.config.composition.implied_options import DEFAULT_HPARAMS
 from foundry.config.schemas.evaluation import Direction
 from foundry.config.schemas.optimizer import SGD, AdamW, Muon
@@ -158,5 +159,5 @@ def test_experiment_can_override_the_hparams_of_its_objective(chosen, rate, tmp_
 def compose_with_folder(folder, *overrides):
     """Compose with a folder of user options on the search path."""
     install()
-    with initialize_config_dir(config_dir(), version_base="1.3"):
+    with initialize_config_dir(config_dir(), **VERSION_BASE):
         return to_config(hydra_compose("config", [f"hydra.searchpath=[{folder}]", *overrides]))

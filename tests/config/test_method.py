@@ -12,6 +12,7 @@ from support.tiny import SMALL_LM
 from foundry.config.checks.method import describe_high_rate
 from foundry.config.composition.compose import CONFIG_NAME, config_dir, install
 from foundry.config.composition.hydra_internals import load_unchecked, open_repository
+from foundry.config.composition.hydra_versions import VERSION_BASE
 
 TINY = [*SMALL_LM, "tracking=none", "objective=sft", "data=arithmetic", "data.num_rows=40", "data.seq_len=256"]
 PLAN = "foundry.plan"
@@ -69,7 +70,7 @@ def test_no_method_line_for_default_or_explicit_hparams(shell, words):
 )
 def test_learning_rate_above_ten_times_the_default_warns(words, warning):
     install()
-    with initialize_config_dir(config_dir(), version_base="1.3"):
+    with initialize_config_dir(config_dir(), **VERSION_BASE):
         loader = GlobalHydra.instance().config_loader()
         composed = load_unchecked(loader, CONFIG_NAME, ["objective=sft", *words])
         repo, _ = open_repository(loader, None, [])

@@ -11,6 +11,7 @@ from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 
 from foundry.config.composition.compose import config_dir, install
+from foundry.config.composition.hydra_versions import VERSION_BASE
 from foundry.config.schemas.root import to_config
 from foundry.core.errors import ConfigError
 
@@ -31,7 +32,7 @@ WRONG = [
 
 def compose_own(folder: Path, name: str, *overrides: str):
     install()
-    with initialize_config_dir(str(folder), version_base="1.3"):
+    with initialize_config_dir(str(folder), **VERSION_BASE):
         return hydra_compose(name, list(overrides))
 
 

@@ -7,6 +7,7 @@ from support.examples import examples
 from test_hostile_values import VALUES, badly_said, nonsense
 
 from foundry.config.composition.compose import config_dir, install
+from foundry.config.composition.hydra_versions import VERSION_BASE
 from foundry.config.composition.store import GROUPS
 from foundry.config.diagnostics.names import settings as known_settings
 from foundry.core.errors import ConfigError
@@ -79,5 +80,5 @@ def problems(given_words):
 @given(overrides)
 def test_random_override_mixtures_give_valid_configs_or_one_line_errors(given_words):
     install()
-    with initialize_config_dir(config_dir(), version_base="1.3"):
+    with initialize_config_dir(config_dir(), **VERSION_BASE):
         assert list(problems(given_words)) == []

@@ -1,5 +1,6 @@
 """Composition refuses invalid launcher settings."""
 
+import re
 from dataclasses import fields
 
 import pytest
@@ -7,7 +8,8 @@ from hydra import compose, initialize_config_dir
 from hydra_plugins.hydra_submitit_launcher.config import LocalQueueConf, SlurmQueueConf
 
 from foundry.config.composition.compose import CONFIG_NAME, config_dir, install
-from foundry.config.schemas.launcher import resolve_launcher
+from foundry.config.composition.hydra_versions import VERSION_BASE
+from foundry.config.schemas.launcher import SubmititSlurm, resolve_launcher
 from foundry.core.errors import ConfigError
 
 NAMED = ["hydra.launcher.name=a", "hydra.launcher.submitit_folder=a"]  # the defaults resolve only in runs
@@ -16,7 +18,7 @@ BATCH = ["hparams.per_gpu_batch_size=2", "hparams.global_batch_size=16"]
 
 def composed(*overrides):
     install()
-    with initialize_config_dir(config_dir(), version_base="1.3"):
+    with initialize_config_dir(config_dir(), **VERSION_BASE):
         return compose(CONFIG_NAME, [*overrides, *BATCH], return_hydra_config=True)
 
 
@@ -49,8 +51,8 @@ def test_slurm_launcher_refuses_nproc_per_node():
         (["submitit_slurm", "timeout_min=2"], "signal_delay_s: is 120 but the time limit of 2 min is not longer than"),
         (["submitit_slurm", "gpus_per_node=8"], "gpus_per_node: is 8 but tasks_per_node is 1, and each task trains on"),
         (
-            ["submitit_slurm", "+use_srun=false"],
-            "use_srun: is not a key of hydra.launcher",
+            ["submitit_slurm", "+use_srum=false"],
+            "use_srum: is not a key of hydra.launcher",
         ),
         (["submitit_slurm", "nodes=3"], "must be a multiple of per_gpu_batch_size 2 x 3 ranks = 6; nearest: 12 or 18"),
         (
@@ -75,7 +77,7 @@ def test_slurm_launcher_refuses_nproc_per_node():
 )
 def test_invalid_submitit_launcher_settings_are_refused(overrides, message):
     launcher, *settings = overrides
-    words = [f"+hydra.launcher.{word[1:]}" if word[0] == "+" else f"hydra.launcher.{word}" for word in settings]
+    words = [re.sub(r"^(\+*)", r"\1hydra.launcher.", word) for word in settings]
     with pytest.raises(ConfigError) as caught:
         composed(f"hydra/launcher={launcher}", *words)
     assert message in str(caught.value)
@@ -88,6 +90,14 @@ def test_submitit_launcher_settings_have_the_defaults_of_the_plugin():
     local = resolve_launcher(composed("hydra/launcher=submitit_local", "hydra.launcher.tasks_per_node=2", *NAMED))
     assert (local.timeout_min, local.tasks_per_node) == (60, 2)
     assert {item.name for item in fields(LocalQueueConf)} == {item.name for item in fields(local)}
+
+
+def test_settings_of_a_newer_plugin_are_refused():
+    (violation,) = SubmititSlurm(use_srun=False).check(1)
+    assert str(violation) == (
+        "hydra.launcher.use_srun: is False, which foundry's launcher does not support; leave it out"
+    )
+    assert not list(SubmititSlurm().check(1))
 
 
 def test_single_run_refuses_a_sweep_launcher():

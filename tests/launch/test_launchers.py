@@ -4,8 +4,10 @@ import pytest
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.types import HydraContext, RunMode
+from support.composition import allowed_by_hydra
 
 from foundry.config.composition.compose import CONFIG_NAME, config_dir, install
+from foundry.config.composition.hydra_versions import VERSION_BASE
 from foundry.config.schemas.sweeper import Direction
 from foundry.core.errors import ConfigError
 from foundry.launch.job_state import JobState, Phase
@@ -47,7 +49,7 @@ def launched(tmp_path):
     options = tmp_path / "options" / "optimizer"
     options.mkdir(parents=True)
     (options / "mine.yaml").write_text("defaults: [adamw, _self_]\nweight_decay: 0.5\n")
-    with initialize_config_dir(config_dir(), version_base="1.3"):
+    with initialize_config_dir(config_dir(), **VERSION_BASE):
         loader = GlobalHydra.instance().config_loader()
         words = [f"hydra.searchpath=[{options.parent}]", f"hydra.sweep.dir={tmp_path / 'sweep'}", "hydra.job.name=j"]
         master = loader.load_configuration(CONFIG_NAME, words, RunMode.MULTIRUN)
@@ -82,7 +84,8 @@ def test_grid_sweeper_hands_its_checked_configs_to_the_launcher(launched):
         exclude=[],
     )
     register()
-    sweeper.setup(hydra_context=context, task_function=None, config=master)
+    with allowed_by_hydra():
+        sweeper.setup(hydra_context=context, task_function=None, config=master)
     sweeper.launcher = launcher
     (job,) = sweeper.prepare([Job(overrides=("optimizer=mine",), swept=())], sweeper.begin())
     option.write_text("defaults: [adamw, _self_]\nweight_decay: 0.9\n")

@@ -13,6 +13,7 @@ from hydra.core.utils import JobStatus
 from support.local_sweeps import Sweeps
 
 from foundry.config.composition.compose import CONFIG_NAME, config_dir, install
+from foundry.config.composition.hydra_versions import VERSION_BASE
 from foundry.core.errors import ConfigError
 from foundry.launch.composed_job import ComposedJob
 from foundry.launch.submitit_local_launcher import SubmititLocalLauncher
@@ -33,7 +34,7 @@ def composed(*overrides):
     """Compose a job; give values to the settings that resolve only in a process started by Hydra."""
     install()
     words = [*overrides, "hydra/launcher=submitit_local", "hydra.launcher.name=a", "hydra.launcher.submitit_folder=a"]
-    with initialize_config_dir(config_dir(), version_base="1.3"):
+    with initialize_config_dir(config_dir(), **VERSION_BASE):
         return compose(CONFIG_NAME, words, return_hydra_config=True)
 
 

@@ -1,7 +1,9 @@
 """Composition of foundry's config, as in a notebook."""
 
+from contextlib import nullcontext
 from functools import cache
 
+import hydra
 import pytest
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -9,6 +11,7 @@ from omegaconf import DictConfig
 
 from foundry.config.composition.choices import Choices
 from foundry.config.composition.compose import CONFIG_NAME, config_dir, install
+from foundry.config.composition.hydra_versions import IS_1_3, VERSION_BASE
 from foundry.config.schemas.root import Config, to_config
 from foundry.core.errors import ConfigError
 
@@ -20,7 +23,7 @@ def compose(*overrides: str) -> DictConfig:
     """Compose a DictConfig; skip the test if an optional package is missing, such as a simulator."""
     install()
     try:
-        with CHOICES.used(), initialize_config_dir(config_dir(), version_base="1.3"):
+        with CHOICES.used(), initialize_config_dir(config_dir(), **VERSION_BASE):
             return hydra_compose(CONFIG_NAME, list(overrides))
     except ConfigError as error:
         for violation in error.violations:
@@ -33,3 +36,8 @@ def compose(*overrides: str) -> DictConfig:
 def configure(*overrides: str) -> Config:
     """Compose a typed config, as for `run`; cached, because it is frozen."""
     return to_config(compose(*overrides))
+
+
+def allowed_by_hydra():
+    """Context in which Hydra 1.4 instantiates foundry's sweepers and launchers, as during a command."""
+    return nullcontext() if IS_1_3 else hydra.utils.execution_whitelist(["foundry.*"])

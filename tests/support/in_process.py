@@ -21,6 +21,7 @@ from pathlib import Path
 
 from hydra._internal import hydra, utils
 from hydra._internal.core_plugins import basic_launcher
+from hydra.core import utils as core_utils
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
@@ -38,6 +39,7 @@ _PATCHED = (
     (utils, "run_and_report"),
     (hydra, "run_job"),
     (basic_launcher, "run_job"),
+    *((module, "configure_log") for module in (hydra, core_utils)),
     *((hydra.Hydra, name) for name in ("get_mode", "app_help", "format_config_groups")),
 )
 """Functions of Hydra that a command replaces in its process."""

@@ -6,6 +6,7 @@ from support.run_events import empty_database, events, no_mlflow_of_the_user, wi
 
 from foundry.config.composition.compose import CONFIG_NAME, config_dir, install
 from foundry.config.composition.hydra_internals import load_unchecked
+from foundry.config.composition.hydra_versions import VERSION_BASE
 
 
 @pytest.fixture
@@ -25,6 +26,6 @@ def option_reads(monkeypatch):
 def sweep():
     """Hydra's loader, and a function that composes a sweep's own configuration."""
     install()
-    with initialize_config_dir(config_dir(), version_base="1.3"):
+    with initialize_config_dir(config_dir(), **VERSION_BASE):
         loader = GlobalHydra.instance().config_loader()
         yield loader, lambda *words: loader.load_configuration(CONFIG_NAME, list(words), RunMode.MULTIRUN)

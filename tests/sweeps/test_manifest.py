@@ -8,6 +8,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from foundry.config.composition.compose import CONFIG_NAME, config_dir, install
+from foundry.config.composition.hydra_versions import VERSION_BASE
 from foundry.config.record.frozen import hash_config
 from foundry.config.schemas.root import to_config
 from foundry.config.schemas.sweeper import Sweep
@@ -28,7 +29,7 @@ def points(*words):
 @pytest.fixture
 def config_of():
     install()
-    with initialize_config_dir(config_dir(), version_base="1.3"):
+    with initialize_config_dir(config_dir(), **VERSION_BASE):
         yield lambda job, *words: to_config(compose(CONFIG_NAME, [*job.overrides, *words]))
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from foundry.config.build import field_of
+from foundry.config.build import HYDRA_KEYS, field_of
 from foundry.config.checks.static_source import NameNotFound, Parameters, resolve_parameters
+from foundry.config.composition.hydra_versions import is_refused, refusal
 from foundry.config.diagnostics.names import settings
 from foundry.config.metrics import HELD_OUT
 from foundry.config.record.recorded import built_in_targets
@@ -31,8 +32,6 @@ _NAMED_PARTS = {
     "tracking.trackers": (Tracking.offered, ()),
 }
 """Arguments that the run passes to named parts if they accept them, and keys that the parts need not accept."""
-
-_FOR_HYDRA = ("_target_", "_partial_", "_args_", "_recursive_", "_convert_")
 
 
 @cache
@@ -89,9 +88,12 @@ def _optional_arguments(key: str) -> tuple[str, ...]:
 def _check(
     node: Mapping[str, Any], key: str, passed: tuple[str, ...], optional: tuple[str, ...]
 ) -> Iterator[Violation]:
-    target, names = node["_target_"], [name for name in node if name not in _FOR_HYDRA]
+    target, names = node["_target_"], [name for name in node if name not in HYDRA_KEYS]
     if not isinstance(target, str) or not all(part.isidentifier() for part in target.split(".")):
         yield Violation(f"{key}._target_", f"is {target} but must be the dotted path of a class or function")
+        return
+    if is_refused(target):
+        yield Violation(f"{key}._target_", refusal(target))
         return
     try:
         parameters = resolve_parameters(target)
@@ -122,7 +124,7 @@ def _check_arguments(
     node: Mapping[str, Any], key: str, parameters: Parameters, passed: tuple[str, ...], optional: tuple[str, ...]
 ) -> Iterator[Violation]:
     target, num_positional = node["_target_"], len(node.get("_args_") or ())
-    names = [str(name) for name in node if name not in _FOR_HYDRA]
+    names = [str(name) for name in node if name not in HYDRA_KEYS]
     signature = f"it takes {', '.join(parameters.names)}" if parameters.names else "it takes no arguments"
     if not parameters.has_var_keyword:
         for name in names:

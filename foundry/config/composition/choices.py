@@ -17,7 +17,8 @@ from hydra.version import getbase
 from omegaconf import DictConfig, open_dict
 
 from foundry.config.composition import hydra_internals
-from foundry.config.composition.hydra_internals import CachingConfigRepository, apply_overrides, override_dirname
+from foundry.config.composition.hydra_internals import CachingConfigRepository, apply_overrides
+from foundry.config.composition.hydra_versions import record_override_dirname
 
 _SEARCHPATH = "hydra.searchpath"
 
@@ -137,7 +138,7 @@ def _record(overrides: Sequence[Override], config: DictConfig) -> None:
     config.hydra.overrides.hydra = [override.input_line for override in overrides if override.is_hydra_override()]
     config.hydra.overrides.task = [override.input_line for override in task_overrides]
     config.hydra.runtime.cwd = str(Path.cwd())
-    config.hydra.job.override_dirname = override_dirname(task_overrides, config)
+    record_override_dirname(config, task_overrides)
     with open_dict(config.hydra):
         for name in config.hydra.job.env_copy:
             config.hydra.job.env_set[name] = os.environ[name]

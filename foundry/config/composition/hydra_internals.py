@@ -1,8 +1,4 @@
-"""All uses of Hydra beyond its documented interface.
-
-A version of Hydra that lacks a function or class used here, or has other parameters, is rejected with an error that
-names the version.
-"""
+"""Uses of Hydra beyond its documented interface while composing a configuration."""
 
 import copy
 import functools
@@ -23,55 +19,32 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigNode, ConfigStore
 from hydra.core.default_element import InputDefault
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
-from hydra.core.utils import JobReturn, JobStatus
-from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
-from hydra.plugins.plugin import Plugin
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-__all__ = ["CachingConfigRepository", "ConfigLoaderImpl", "ConfigResult", "IConfigRepository"]
+from foundry.config.composition.hydra_versions import (
+    IS_1_3,
+    RUN_OVERRIDES,
+    UnsupportedHydraError,
+    parsed,
+    require,
+    since_1_4,
+    without_aliases,
+)
 
-SUPPORTED = ">=1.3.8,<1.4"
-"""Versions of hydra-core that setup.cfg allows."""
+__all__ = ["CachingConfigRepository", "ConfigLoaderImpl", "ConfigResult", "IConfigRepository"]
 
 Load = Callable[..., DictConfig]
 """Signature `load(loader, config_name, overrides, run_mode, compose)`; `compose(overrides)` is Hydra's composition."""
 
-_LOAD = ("self", "config_name", "overrides", "run_mode", "from_shell", "validate_sweep_overrides")
-
-
-class UnsupportedHydraError(HydraException):
-    """Raised if the installed version of Hydra is not supported."""
-
-    def __init__(self, problem: str) -> None:
-        from importlib.metadata import version
-
-        super().__init__(f"hydra-core {version('hydra-core')} {problem}; install hydra-core{SUPPORTED}")
-
-
-def require(owner: Any, name: str, *parameters: str) -> Any:
-    """Return an undocumented function or class of Hydra, after checking its parameters.
-
-    Args:
-        owner: module or class that has the attribute.
-        name: name of the attribute.
-        parameters: expected parameter names, in order; empty to skip the check.
-
-    Raises:
-        UnsupportedHydraError: if the attribute is missing or takes other parameters.
-    """
-    attribute = getattr(owner, name, None)
-    path = f"{getattr(owner, '__name__', type(owner).__name__)}.{name}"
-    if attribute is None:
-        raise UnsupportedHydraError(f"has no {path}")
-    if parameters and (names := tuple(inspect.signature(inspect.unwrap(attribute)).parameters)) != parameters:
-        raise UnsupportedHydraError(f"takes {', '.join(names)} in {path}, not {', '.join(parameters)}")
-    return attribute
+_LOAD = (
+    *("self", "config_name", "overrides", "run_mode", "from_shell", "validate_sweep_overrides"),
+    *since_1_4("skip_missing_defaults", "activate_config_repository", "parsed_overrides"),
+)
 
 
 Compose = Callable[[Callable[[list[str]], DictConfig], ConfigLoader, str | None, list[str], RunMode], DictConfig]
@@ -99,10 +72,13 @@ def wrap_loading(load: Load, compose_with: Compose) -> None:
         overrides: list[str],
         run_mode: RunMode,
         *args: Any,
+        parsed_overrides: list[Override] | None = None,
         **kwargs: Any,
     ) -> DictConfig:
         def load_all(overrides: list[str]) -> DictConfig:
-            composed: DictConfig = original(self, config_name, overrides, run_mode, *args, **kwargs)
+            composed: DictConfig = original(
+                self, config_name, overrides, run_mode, *args, **kwargs, **parsed(overrides)
+            )
             return composed
 
         def compose(overrides: list[str]) -> DictConfig:
@@ -113,9 +89,30 @@ def wrap_loading(load: Load, compose_with: Compose) -> None:
                 return composed_config
             return compose_with(load_all, self, config_name, overrides, run_mode)
 
-        return load(self, config_name, overrides, run_mode, compose)
+        return load(self, config_name, without_aliases(overrides, parsed_overrides), run_mode, compose)
 
     ConfigLoaderImpl._load_configuration_impl = wrapped  # type: ignore[method-assign]
+    if not IS_1_3:
+        _wrap_parsing()
+
+
+def _wrap_parsing() -> None:
+    """Explain overrides that are not valid as when they are composed; Hydra 1.4 parses them before."""
+    original = require(ConfigLoaderImpl, "parse_overrides", "self", "config_name", "overrides", "alias_start")
+
+    @functools.wraps(original)
+    def parse_overrides(
+        self: Any, config_name: str | None, overrides: list[str], *args: Any, **kwargs: Any
+    ) -> list[Override]:
+        try:
+            return cast(list[Override], original(self, config_name, overrides, *args, **kwargs))
+        except Exception:  # a wrong override, or a file that cannot be read
+            is_sweep = not {"-m", "--multirun"}.isdisjoint(sys.argv[1:])
+            mode = RunMode.MULTIRUN if is_sweep else RunMode.RUN
+            ConfigLoaderImpl._load_configuration_impl(self, config_name, list(overrides), mode)
+            raise
+
+    ConfigLoaderImpl.parse_overrides = parse_overrides  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -164,16 +161,15 @@ def wrap_choosing(implied_options: Callable[[ChosenOptions], Mapping[str, str]])
     setattr(config_loader_impl, "create_defaults_list", create)  # noqa: B010 - not exported, says mypy
 
 
-_RUN = "hydra.mode=RUN"
 _composed_configs: dict[tuple[str | None, ...], DictConfig] = {}
 """Configuration composed by `compose_once`, keyed by configuration name and overrides; removed when it is used."""
 
 
 def compose_once(compose_with: Compose) -> None:
-    """Compose the configuration of a run once instead of twice. Idempotent.
+    """Compose the configuration of a run once to determine its mode and to run it. Idempotent.
 
-    Hydra first composes a configuration and reads only its `hydra.mode`. Here, that configuration is composed as for a
-    run, and if its `hydra.mode` is null, Hydra's second composition reuses it.
+    Hydra determines `hydra.mode` first: 1.3 by another composition, 1.4 without the options, which may set it. Here,
+    the configuration is composed as for a run, and used for the run if its `hydra.mode` is null.
 
     Args:
         compose_with: composes overrides with Hydra's function.
@@ -183,26 +179,41 @@ def compose_once(compose_with: Compose) -> None:
     """
     from hydra._internal import hydra
 
-    original = require(hydra.Hydra, "get_mode", "self", "config_name", "overrides")
+    original = require(hydra.Hydra, "get_mode", "self", "config_name", "overrides", *since_1_4("parsed_overrides"))
     if hasattr(original, "__wrapped__"):
         return
 
     @functools.wraps(original)
-    def get_mode(self: Any, config_name: str | None, overrides: list[str]) -> Any:
+    def get_mode(
+        self: Any, config_name: str | None, overrides: list[str], parsed_overrides: list[Override] | None = None
+    ) -> Any:
         loader, load = self.config_loader, partial(load_unchecked, self.config_loader, config_name)
+        lines = without_aliases(overrides, parsed_overrides)
         try:
-            composed = compose_with(load, loader, config_name, list(overrides), RunMode.RUN)
+            composed = compose_with(load, loader, config_name, lines, RunMode.RUN)
             mode = composed.hydra.mode
         except Exception:  # perhaps a sweep; for a run, the second composition reports the error
-            return original(self, config_name, overrides)
-        if mode is None:  # Hydra then adds the override `hydra.mode=RUN`
-            composed.hydra.mode = RunMode.RUN
-            composed.hydra.overrides.hydra.append(_RUN)
+            return _mode_of_sweep(self, config_name, overrides)
+        if mode is None:
+            if IS_1_3:  # Hydra 1.4 sets the mode after composing
+                composed.hydra.mode = RunMode.RUN
+            composed.hydra.overrides.hydra.extend(RUN_OVERRIDES)
             _composed_configs.clear()  # an entry that was never used may be out of date
-            _composed_configs[(config_name, *overrides, _RUN)] = composed
+            _composed_configs[(config_name, *lines, *RUN_OVERRIDES)] = composed
         return mode
 
     hydra.Hydra.get_mode = get_mode  # type: ignore[method-assign]
+
+
+def _mode_of_sweep(application: Any, config_name: str | None, overrides: list[str]) -> Any:
+    """Return the `hydra.mode` of a sweep's configuration, or None if it cannot be composed, as in Hydra 1.3."""
+    try:
+        composed = application.compose_config(
+            config_name, overrides, run_mode=RunMode.MULTIRUN, validate_sweep_overrides=False
+        )
+        return composed.hydra.mode
+    except Exception:  # reported by the composition for the sweep or run
+        return None
 
 
 class _LazyNode(ConfigNode):
@@ -255,11 +266,14 @@ def cache_interpolations() -> None:
 def skip_unused_choices() -> None:
     """Collect the choices for interpolations in a defaults list only if the list has interpolations. Idempotent.
 
-    Hydra collects the choices for every file with options, which takes a third of the time of composing.
+    Hydra 1.3 collects the choices for every file with options, which takes a third of the time of composing; Hydra 1.4
+    does not.
 
     Raises:
         UnsupportedHydraError: if this version of Hydra collects choices in another way.
     """
+    if not IS_1_3:
+        return
     from hydra._internal import defaults_list
 
     names = ("overrides", "defaults_list", "self_added")
@@ -307,7 +321,7 @@ def cache_option_files(current: Callable[[], dict[tuple[object, ...], bytes] | N
 def load_unchecked(loader: ConfigLoader, config_name: str | None, overrides: list[str]) -> DictConfig:
     """Compose overrides for a run with Hydra's original function, without the wrapper of `wrap_loading`."""
     load = inspect.unwrap(require(ConfigLoaderImpl, "_load_configuration_impl", *_LOAD))
-    composed: DictConfig = load(loader, config_name, overrides, RunMode.RUN)
+    composed: DictConfig = load(loader, config_name, overrides, RunMode.RUN, **parsed(overrides))
     return composed
 
 
@@ -341,7 +355,8 @@ def edited_files(loader: ConfigLoaderImpl, edit_defaults: Edit, edit_content: Ed
     Raises:
         UnsupportedHydraError: if this version of Hydra loads files in another way.
     """
-    parse = require(loader, "_parse_overrides_and_create_caching_repo", "config_name", "overrides")
+    names = ("config_name", "overrides", *since_1_4("parsed_overrides"))
+    parse = require(loader, "_parse_overrides_and_create_caching_repo", *names)
     load = require(loader, "_load_single_config", "default", "repo")
 
     def parse_and_open(*args: Any, **kwargs: Any) -> Any:
@@ -407,120 +422,9 @@ def apply_overrides(overrides: Sequence[Override], config: DictConfig) -> None:
     require(ConfigLoaderImpl, "_apply_overrides_to_config", "overrides", "cfg")(list(overrides), config)
 
 
-def override_dirname(overrides: Sequence[Override], config: DictConfig) -> str:
-    """Return `hydra.job.override_dirname` of a job with these overrides."""
-    from hydra._internal import config_loader_impl
-
-    make = require(config_loader_impl, "get_overrides_dirname", "overrides", "exclude_keys", "item_sep", "kv_sep")
-    options = config.hydra.job.config.override_dirname
-    return str(make(list(overrides), options.exclude_keys, options.item_sep, options.kv_sep))
-
-
 def search_path(folder: str) -> ConfigSearchPath:
     """Return Hydra's search path of options, with `folder` after the options of Hydra itself."""
     from hydra._internal import utils
 
     path: ConfigSearchPath = require(utils, "create_config_search_path", "search_path_dir")(folder)
     return path
-
-
-@contextmanager
-def current_config(composed: DictConfig) -> Iterator[None]:
-    """Make `${hydra:...}` refer to `composed` within the context. `HydraConfig.set_config` would make a copy.
-
-    Raises:
-        UnsupportedHydraError: if this version of Hydra keeps its configuration elsewhere.
-    """
-    state = HydraConfig.instance()
-    if "cfg" not in vars(state):
-        raise UnsupportedHydraError("has no HydraConfig.cfg")
-    previous = state.cfg
-    state.cfg = cast(Any, composed)
-    try:
-        yield
-    finally:
-        state.cfg = previous
-
-
-def register_plugin(name: str, make: Callable[..., Plugin]) -> None:
-    """Register with Hydra a callable that makes the sweeper or launcher of this name.
-
-    Hydra only searches its package of plugins. `Plugins.register` would register a class under the name of the class's
-    own module, and Hydra refuses to instantiate a plugin by the name of a module outside of that package.
-
-    Raises:
-        UnsupportedHydraError: if this version of Hydra keeps its plugins elsewhere.
-    """
-    require(Plugins.instance(), "class_name_to_class")[name] = make
-
-
-def error_of(result: JobReturn) -> BaseException | None:
-    """Return the exception that a job raised, or None. The property `return_value` would raise the exception."""
-    if result.status is not JobStatus.FAILED:
-        return None
-    error = require(result, "_return_value")
-    return error if isinstance(error, BaseException) else None
-
-
-def write_help(
-    primary_config: str, write_page: Callable[[ConfigLoader], str], write_sweep_page: Callable[[ConfigLoader], str]
-) -> None:
-    """Make `--help` print a page without composing a configuration; in Hydra, composing takes half of the time.
-
-    Hydra's own page is printed for another primary configuration and, without `-m`, if there are overrides or folders
-    of options, which may change the page.
-
-    Args:
-        primary_config: name of the primary configuration that the page describes.
-        write_page: returns the help page of a run.
-        write_sweep_page: returns the help page of `-m`.
-
-    Raises:
-        UnsupportedHydraError: if this version of Hydra writes its page in another way.
-    """
-    from hydra._internal import hydra
-
-    original = inspect.unwrap(require(hydra.Hydra, "app_help", "self", "config_name", "args_parser", "args"))
-
-    @functools.wraps(original)
-    def app_help(self: Any, config_name: str | None, args_parser: Any, args: Any) -> None:
-        if config_name == primary_config and args.multirun:
-            sys.stdout.write(f"{write_sweep_page(self.config_loader)}\n")
-        elif config_name != primary_config or args.overrides or args.config_dir or args.config_path:
-            self.overrides_of_help = list(args.overrides)  # may set hydra.searchpath, which adds folders of options
-            original(self, config_name, args_parser, args)
-        else:
-            sys.stdout.write(f"{write_page(self.config_loader)}\n")
-
-    hydra.Hydra.app_help = app_help  # type: ignore[method-assign]
-
-
-def replace_run_job(
-    run_job: Callable[..., JobReturn], list_groups: Callable[[ConfigLoader, Sequence[str]], str]
-) -> None:
-    """Run jobs with `run_job`, and let `hydra.main` raise errors unchanged.
-
-    Hydra would print a config error with its own remarks, exit with code 1, and shorten the traceback of real failures.
-
-    Args:
-        run_job: replaces Hydra's `run_job`, which makes the directory and writes files before the task begins.
-        list_groups: returns the list of groups for the page of `--help`, from the loader and the command's overrides;
-            Hydra's own list takes two seconds and ignores folders that overrides add.
-
-    Raises:
-        UnsupportedHydraError: if this version of Hydra runs jobs in another way.
-    """
-    from hydra._internal import hydra, utils
-    from hydra._internal.core_plugins import basic_launcher
-
-    require(utils, "run_and_report", "func")
-    utils.run_and_report = lambda func: func()
-    for module in (hydra, basic_launcher):
-        require(module, "run_job")
-        module.run_job = run_job  # type: ignore[attr-defined]
-    require(hydra.Hydra, "format_config_groups", "self", "predicate", "compact")
-    hydra.Hydra.format_config_groups = (  # type: ignore[method-assign]
-        lambda self, predicate, compact=True: (
-            list_groups(self.config_loader, getattr(self, "overrides_of_help", ())) if predicate("data") else ""
-        )
-    )

@@ -11,7 +11,7 @@ from enum import Enum
 from functools import cache
 from typing import Any
 
-from omegaconf import Container
+from omegaconf import Container, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from foundry.config.build import HYDRA_KEYS
@@ -102,7 +102,7 @@ def _check_value(schema: type[Any], item: "Field[Any]", value: Any, key: str) ->
         return  # assigning the text to the node would make an interpolation of it
     node = writable(schema)
     try:
-        node[item.name] = value
+        OmegaConf.update(node, item.name, value, merge=False)
         typed_value = node[item.name]
     except (OmegaConfBaseException, ValueError, TypeError, OverflowError) as error:
         expected = expected_kind(error) or ("a value other than null" if value is None else "of another type")

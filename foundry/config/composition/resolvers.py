@@ -5,6 +5,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from foundry.config.composition.hydra_versions import register_resolver
 from foundry.config.environment import detect
 from foundry.config.image_folder import class_folders
 from foundry.config.record.frozen import read_recorded
@@ -18,18 +19,18 @@ from foundry.run_dir.names import TOKENIZER
 
 def register_resolvers() -> None:
     """Register the resolvers of foundry and of all tasks with OmegaConf."""
-    OmegaConf.register_new_resolver("accum_freq", _accum_freq, replace=True)
-    OmegaConf.register_new_resolver("times", _times, replace=True)
-    OmegaConf.register_new_resolver("half", _half, replace=True)
-    OmegaConf.register_new_resolver("where", _where, replace=True)
-    OmegaConf.register_new_resolver("unless_given", _unless_given, replace=True)
-    OmegaConf.register_new_resolver("mode_of", _mode_of, replace=True)
-    OmegaConf.register_new_resolver("direction_of", _direction_of, replace=True)
-    OmegaConf.register_new_resolver("model_folder", _model_folder, replace=True)
-    OmegaConf.register_new_resolver("model_vocab_size", _model_vocab_size, replace=True)
-    OmegaConf.register_new_resolver("image_classes", _image_classes, replace=True)
+    register_resolver("accum_freq", _accum_freq)
+    register_resolver("times", _times)
+    register_resolver("half", _half)
+    register_resolver("where", _where)
+    register_resolver("unless_given", _unless_given)
+    register_resolver("mode_of", _mode_of)
+    register_resolver("direction_of", _direction_of)
+    register_resolver("model_folder", _model_folder)
+    register_resolver("model_vocab_size", _model_vocab_size)
+    register_resolver("image_classes", _image_classes)
     for name, resolver in resolvers().items():
-        OmegaConf.register_new_resolver(name, resolver, replace=True)
+        register_resolver(name, resolver)
 
 
 def _times(factor: float, value: float) -> float:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from foundry.config.composition.hydra_versions import since_1_4
 from foundry.config.composition.start_dir import check_start_dir
 from foundry.core.errors import ConfigError, Violation, as_text, nearest
 
@@ -42,7 +43,7 @@ JSON = "--json"
 
 _FOLDERS = ("--config-path", "-cp", "--config-dir", "-cd")
 _OPTIONAL_VALUE = ("--info", "-i")
-_INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+_INFO = ("all", *since_1_4("aliases"), "config", "defaults", "defaults-tree", "plugins", "searchpath")
 """Values of `--info`; the first is the default."""
 
 _FILES = ("config", "config_file", "config_path", "config_name", "cfg_path", "yaml", "yaml_file")

@@ -8,6 +8,8 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf, ValueNode
 from omegaconf.errors import InterpolationKeyError, InterpolationToMissingValueError, OmegaConfBaseException
 
+from foundry.config.composition.hydra_application import is_plugin
+from foundry.config.composition.hydra_versions import is_refused, log_targets, refusal
 from foundry.config.diagnostics.expected_value import expected_kind
 from foundry.config.diagnostics.names import did_you_mean
 from foundry.config.diagnostics.other_frameworks import hint
@@ -97,7 +99,11 @@ def _is_alike(node: Any, value: object) -> bool:
 
 
 def check_hydra(composed: DictConfig) -> Iterator[Violation]:
-    """Yield errors of launcher and sweeper: not a mapping or, with foundry's schema, the errors of `missing_values`."""
+    """Yield errors of launcher and sweeper, and functions in the logging settings that Hydra refuses.
+
+    A launcher or sweeper must be a mapping for one of Hydra's plugins. With foundry's schema, the errors of
+    `missing_values` are added.
+    """
     for name in ("launcher", "sweeper"):
         hydra = OmegaConf.select(composed, "hydra")
         if hydra is None or name not in hydra._content:
@@ -107,5 +113,25 @@ def check_hydra(composed: DictConfig) -> Iterator[Violation]:
             remedy = f"to choose an option write hydra/{name}=..."
             yield Violation(f"hydra.{name}", f"is {as_text(hydra[name])} but must be a mapping; {remedy}")
             continue
+        target = None if is_open else _plain_text(hydra[name], "_target_")
+        if target is not None and not is_plugin(target):
+            message = f"is {target}, which is not a {name}; choose one with hydra/{name}=..."
+            yield Violation(f"hydra.{name}._target_", message)
+            continue
         if is_open or (is_known(hydra[name]) if name == "launcher" else OmegaConf.get_type(hydra, name) in SWEEPERS):
             yield from missing_values(hydra, name, f"hydra.{name}")
+    for name in ("hydra_logging", "job_logging"):
+        try:
+            settings = OmegaConf.to_container(OmegaConf.select(composed, f"hydra.{name}"), resolve=False)
+        except (OmegaConfBaseException, ValueError):  # missing, or an error that Hydra reports
+            continue
+        for target in filter(is_refused, log_targets(settings)):
+            yield Violation(f"hydra.{name}", refusal(target))
+
+
+def _plain_text(parent: DictConfig, key: str) -> str | None:
+    """Return a value that is a text; None if it is missing, an interpolation, or of another type."""
+    if OmegaConf.is_missing(parent, key) or OmegaConf.is_interpolation(parent, key):
+        return None
+    value = parent.get(key)
+    return value if isinstance(value, str) else None

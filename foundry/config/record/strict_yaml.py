@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf._utils import get_yaml_loader
 
+from foundry.config.composition.hydra_versions import yaml_loader
 from foundry.run_dir.files import read_text
 
 MAX_BYTES = 2**20
@@ -18,7 +18,7 @@ _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 class _Loader(_Base):  # type: ignore[misc]
     """Safe loader, which constructs only plain values, lists and mappings, and parses numbers as OmegaConf does."""
 
-    yaml_implicit_resolvers = get_yaml_loader().yaml_implicit_resolvers
+    yaml_implicit_resolvers = yaml_loader().yaml_implicit_resolvers
 
 
 def read_yaml(path: Path, *, max_bytes: int = MAX_BYTES) -> Any:

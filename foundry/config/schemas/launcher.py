@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from foundry.config.schemas.kubernetes import Kubernetes
 from foundry.config.schemas.launcher_base import PLUGINS, Launcher
 from foundry.config.setting import check_fields, setting
-from foundry.core.errors import Violation
+from foundry.core.errors import Violation, as_text
 
 GROUP = "hydra/launcher"
 SUBMITIT_PLUGIN = "hydra_plugins.hydra_submitit_launcher.submitit_launcher"
@@ -147,6 +147,19 @@ class SubmititSlurm(Slurm):
 
     option: ClassVar[str] = "submitit_slurm"
     _target_: str = f"{SUBMITIT_PLUGIN}.SlurmLauncher"
+    python: str | None = setting(None, "not supported: jobs run with the Python of the sweep")
+    srun_args: list[str] | None = setting(None, "not supported: foundry sets the arguments of srun")
+    use_srun: bool = setting(True, "not supported: srun starts the tasks")
+
+    def check(self, nproc_per_node: int) -> Iterator[Violation]:
+        """Check also for settings of version 1.4 of the plugin that foundry's launcher does not support."""
+        yield from super().check(nproc_per_node)
+        for name, default in (("python", None), ("srun_args", None), ("use_srun", True)):
+            if (value := getattr(self, name)) != default:
+                yield Violation(
+                    f"hydra.launcher.{name}",
+                    f"is {as_text(value)}, which foundry's launcher does not support; leave it out",
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
