@@ -16,7 +16,7 @@ import yaml
 from hydra.core.utils import JobReturn
 from omegaconf import DictConfig
 
-from foundry.config.composition.hydra_internals import current_config
+from foundry.config.composition.hydra_application import current_config
 from foundry.config.packages import missing_message
 from foundry.config.record.frozen import hash_config
 from foundry.config.schemas.kubernetes import Kubernetes
