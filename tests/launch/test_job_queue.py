@@ -36,7 +36,7 @@ class Script(FrozenLauncher):
         self.events, self.num_places, self.survives = iter(events), num_places, survives
         self.running, self.submitted, self.ended = {}, [], {}
         self.cancels, self.unreachable_steps, self.flickers, self.signals, self.max_running = [], 0, set(), [], 0
-        self.has_flickered, self.last_event = False, ""
+        self.reported_flickers = set()
         self.setup(hydra_context=None, task_function=None, config=OmegaConf.create(MASTER))
 
     def places(self, configs, limit):
@@ -62,7 +62,7 @@ class Script(FrozenLauncher):
         states = {job_id: JobState(phase=Phase.RUNNING) for job_id in self.running}
         states |= {job_id: end for job_id, end in self.ended.items() if end is not None}
         states |= {job_id: JobState(phase=Phase.ENDED, detail="flicker") for job_id in self.flickers & set(states)}
-        self.flickers = set()
+        self.reported_flickers, self.flickers = self.flickers, set()
         return {job_id: state for job_id, state in states.items() if job_id in ids}
 
     def cancel(self, ids, *, kill=False):
@@ -76,7 +76,6 @@ class Script(FrozenLauncher):
     def wait(self, seconds):
         self.unreachable_steps = max(0, self.unreachable_steps - 1)
         event, number = next(self.events, ("finish", 0))
-        self.has_flickered, self.last_event = self.last_event == "flicker", event
         if event in ("SIGINT", "SIGTERM"):
             self.signals.append(signal.Signals[event])
             signal.raise_signal(self.signals[-1])
@@ -88,7 +87,7 @@ class Script(FrozenLauncher):
 
     def flicker(self, job_id, job):
         """Report the end of a running job once, as Slurm does before it requeues the job."""
-        if not self.has_flickered:
+        if job_id not in self.reported_flickers:
             self.flickers.add(job_id)
 
     def finish(self, job_id, job):
@@ -138,7 +137,7 @@ EVENTS = st.tuples(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(EVENTS, max_size=15), st.integers(1, 5), st.one_of(st.none(), st.integers(1, 3)))
 def test_each_job_runs_at_most_once_and_each_end_is_recorded(events, num_jobs, num_places):
     with TemporaryDirectory() as folder:
@@ -152,7 +151,8 @@ def test_each_job_runs_at_most_once_and_each_end_is_recorded(events, num_jobs, n
         except (KeyboardInterrupt, SystemExit) as stop:
             error = stop
         states = [state_of(job) for job in jobs]
-        assert not launcher.running, "the queue does not leave a job behind"
+        num_interrupts = launcher.signals.count(signal.SIGINT)
+        assert not launcher.running or num_interrupts > 2, "the queue leaves no job behind"
         assert sorted(launcher.submitted) == sorted(set(launcher.submitted))
         assert launcher.max_running <= (num_places or num_jobs)
         if not launcher.signals:
@@ -164,9 +164,9 @@ def test_each_job_runs_at_most_once_and_each_end_is_recorded(events, num_jobs, n
             is_interrupt = first is signal.SIGINT
             assert isinstance(error, KeyboardInterrupt) if is_interrupt else error.code == 128 + first
             kills = [kill for _, kill in launcher.cancels]
-            assert kills[:1] in ([], [False])
-            assert all(kills[1:])
-            assert not kills[1:] or launcher.signals.count(signal.SIGINT) > 1
+            assert kills.count(False) <= 1
+            assert kills == sorted(kills)
+            assert True not in kills or num_interrupts > 1
         for job, (state, reason) in zip(jobs, states, strict=True):
             expected = {
                 "exit code 0": ("finished", ""),
@@ -175,6 +175,8 @@ def test_each_job_runs_at_most_once_and_each_end_is_recorded(events, num_jobs, n
             }
             if job.index not in launcher.submitted:
                 assert state is None
+            elif num_interrupts > 2:  # the queue may have left the job
+                continue
             elif state == "stopped":
                 assert reason == launcher.signals[0].name
             elif (end := launcher.ended[f"id{job.index}"]) is None:
