@@ -228,7 +228,7 @@ class SearchStudy:
         return True
 
     def _running(self, n_trials: int) -> list[FrozenTrial]:
-        """Return the running trials, without empty ones beyond `n_trials`, which commands add if they add trials together.
+        """Return the running trials, without empty ones beyond `n_trials`, which simultaneous commands can add.
 
         Only an extended search runs such trials.
         """
