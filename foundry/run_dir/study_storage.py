@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from optuna.storages import BaseStorage
 
 VARIABLE = "FOUNDRY_STUDY_STORAGE"
-"""Environment variable in which a search passes the location of a shared study to its jobs.
+"""Environment variable with the location of a shared study, which a search sets for its jobs.
 
 A location is not in a file of the run directory: it may contain a password, and a run directory from another user must
 not direct a job to a file or server.
@@ -50,7 +50,7 @@ class StudyLink:
 
     @classmethod
     def load(cls, sweep_dir: Path) -> "StudyLink | None":
-        """Return the link of a sweep directory; None if its search has a study of its own.
+        """Return the link of a sweep directory; None if its search does not share a study.
 
         Raises:
             DamagedFileError: the file was not written by a search.
@@ -81,7 +81,7 @@ def open_storage(location: str | Path) -> "BaseStorage":
     """Open Optuna's storage of a study.
 
     Args:
-        location: path of a journal file, to which processes on several machines may append, or URL of a database.
+        location: path of a journal file, which processes on several machines may extend, or URL of a database.
 
     Raises:
         StorageError: the database cannot be opened, or a package for it is not installed.

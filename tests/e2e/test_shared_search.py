@@ -14,7 +14,7 @@ from foundry.run_dir.study_storage import open_storage
 optuna = pytest.importorskip("optuna", reason="needs the extra search")
 SEARCH = [
     *["hparams_search=optuna_tpe", *TINY_DIT, "tracking=none", "evaluation.max_samples=8", "hparams.max_steps=20"],
-    *["hydra.sweeper.storage=${oc.env:FOUNDRY_TEST_STUDY}", "hydra.sweeper.n_trials=6"],
+    *["hydra.sweeper.storage=${oc.env:FOUNDRY_TEST_STUDY}", "hydra.sweeper.n_trials=4"],
     "hydra.sweeper.pruner.n_startup_trials=2",
 ]
 QUICK = """
@@ -65,12 +65,12 @@ def test_killed_command_loses_no_trial_and_the_password_is_in_no_file(shell, ser
     stdout, stderr = shell.finish(other)
     study = optuna.load_study(study_name="search", storage=open_storage(server.url()))
     trials = [trial for trial in study.trials if trial.params]
-    assert [trial.number for trial in trials] == list(range(6))
+    assert [trial.number for trial in trials] == list(range(4))
     assert {trial.state.name for trial in trials} <= {"COMPLETE", "PRUNED"}
     told = {trial.user_attrs["run_dir"] for trial in trials}
     results = {str(path.parent) for path in shell.cwd.glob("*/*/result.json")}
     assert told == results
-    assert len(told) == 6
+    assert len(told) == 4
     texts = [path.read_bytes() for path in shell.cwd.rglob("*") if path.is_file()]
     texts += [*arguments, stdout.encode(), stderr.encode(), *(text.encode() for text in killed.outputs())]
     assert not any(PASSWORD.encode() in text for text in texts)

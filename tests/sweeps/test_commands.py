@@ -1,4 +1,4 @@
-"""Commands that share a study: each trial has one owner, which others replace only if it is gone."""
+"""Commands that share a study: each trial has one owner. Others replace it only if it is gone."""
 
 import threading
 

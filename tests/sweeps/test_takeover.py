@@ -1,4 +1,4 @@
-"""Takeover of a run directory: a copy in which the run continues, while the original keeps every file."""
+"""Takeover of a run directory: the run continues in a copy, and the original keeps every file."""
 
 import json
 import shutil

@@ -57,7 +57,7 @@ class Commands:
         self._storage, self._id = storage, storage.get_study_id_from_name(name)
         self._takeover_seconds = takeover_seconds
         self._seen = dict[str, tuple[object, float]]()
-        """Last heartbeat of each command, and the time at which it was first seen."""
+        """Last heartbeat of each command, and the time of its first observation."""
         self._last_outage = -float("inf")
 
     @contextmanager

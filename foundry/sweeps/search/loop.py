@@ -78,7 +78,7 @@ class SearchLoop:
         self.failures = 0
 
     def run(self, queue: "JobQueue | BlockingQueue") -> None:
-        """Run all trials, or after `max_failures` failed trials only those that are running.
+        """Run all trials; after `max_failures` failed trials, start no more.
 
         Raises:
             ConfigError: if the sampler cannot be built, or the runs do not measure the metric of the search.

@@ -119,7 +119,7 @@ class StudyPlace:
             yield study
 
     def _check_link(self) -> None:
-        """Check that the storage is the one with which the sweep directory was created."""
+        """Check that the storage is the same as when the sweep directory was created."""
         storage, folder = self._storage, self._sweep_dir
         if self._link is None:
             if storage is not None and (folder / STUDY).is_file():
@@ -144,7 +144,7 @@ class StudyPlace:
 
 @contextmanager
 def _variable(location: str) -> Iterator[None]:
-    """Set the environment variable from which jobs read the location."""
+    """Set the environment variable that tells jobs the location."""
     former = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = location
     try:

@@ -171,7 +171,7 @@ class SearchStudy:
             self.set_attribute(number, _STOPPED, True)
 
     def run_dir(self, number: int) -> Path | None:
-        """Return the run directory in which a trial was started last; None if it was not, or is not shared."""
+        """Return the last run directory of a trial; None if it was not, or is not shared."""
         recorded = self.trials()[number].user_attrs.get(_RUN_DIR)
         return None if recorded is None else Path(recorded)
 
@@ -243,9 +243,9 @@ class SearchStudy:
                 self._storage.set_trial_intermediate_value(trial._trial_id, step, value)
 
     def _running(self, n_trials: int) -> list[FrozenTrial]:
-        """Return the running trials, except for those by which several commands have exceeded `n_trials`.
+        """Return the running trials, without empty ones beyond `n_trials`, which simultaneous commands can add.
 
-        The commands that add such trials do not run them; a search that is extended does.
+        Only an extended search runs such trials.
         """
         return [trial for trial in self.trials() if is_running(trial) and (trial.params or trial.number < n_trials)]
 
