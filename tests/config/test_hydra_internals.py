@@ -18,6 +18,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
+from hydra.errors import InstantiationException
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 from packaging.specifiers import SpecifierSet
@@ -250,6 +251,25 @@ def test_unsupported_hydra_api_is_reported_with_its_version(monkeypatch, loader)
         internals.open_repository(loader, CONFIG_NAME, [])
     with pytest.raises(versions.UnsupportedHydraError, match="composes with a object"):
         internals.require_loader(object())
+
+
+@pytest.mark.parametrize("target", ["os.system", "logging.os.system", "os.remove", "logging.os.remove"])
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_instantiate_refuses_dangerous_functions_by_any_name(target, is_nested, tmp_path):
+    kept = tmp_path / "kept"
+    kept.touch()
+    node = {"_target_": target, "_args_": [f"rm {kept}" if "system" in target else str(kept)]}
+    outer = {"_target_": "builtins.dict", "value": [node]} if is_nested else node
+    with pytest.raises(InstantiationException):
+        versions.instantiate(OmegaConf.create(outer))()
+    assert kept.exists()
+
+
+def test_instantiate_builds_nested_parts_of_any_package():
+    node = {"_target_": "builtins.dict", "at": {"_target_": "pathlib.Path", "_args_": ["a", "b"]}}
+    assert versions.instantiate(OmegaConf.create(node))(now=1) == {"at": Path("a/b"), "now": 1}
+    node = {"_target_": "builtins.dict", "net": {"_target_": "torch.nn.Identity"}}
+    assert callable(versions.instantiate(OmegaConf.create(node))()["net"])
 
 
 def test_private_hydra_apis_are_used_in_three_modules_only():

@@ -77,8 +77,8 @@ def test_corners_include_all_choices_and_both_bounds():
     ("overrides", "message"),
     [
         (["lr=1e-3"], "hydra.sweeper.params: has no key to search"),
-        (["lr=interval(2,1)"], r"lr: is interval\(2,1\): `low <= high`"),
-        (["lr=tag(log,interval(0,1))"], "lr: is .*: `low > 0`"),
+        (["lr=interval(2,1)"], r"lr: is interval\(2,1\): (`low <= high`|The `low` value must be smaller than)"),
+        (["lr=tag(log,interval(0,1))"], "lr: is .*: (`low > 0`|The `low` value must be larger than 0)"),
         (["lr=tag(lgo,interval(1,2))"], "the tag lgo is not supported here; use log"),
         (["lr=tag(log,choice(1,2))"], "the tag log is not supported here"),
         (["lr=range(3,3)"], "the range is empty"),

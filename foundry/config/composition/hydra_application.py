@@ -141,6 +141,7 @@ def _allow_log_handlers() -> None:
     from hydra._internal import hydra
     from hydra.core import utils
 
+    allow = require(hydra_utils, "execution_whitelist", "execution_whitelist", "reset")
     names = ("log_config", "verbose_config", "execution_whitelist")
     original = inspect.unwrap(require(utils, "configure_log", *names))
 
@@ -150,7 +151,7 @@ def _allow_log_handlers() -> None:
     ) -> None:
         settings = {} if log_config is None else OmegaConf.to_container(log_config, resolve=True)
         allowed = [target for target in log_targets(settings) if not is_refused(target)]
-        with hydra_utils.execution_whitelist(allowed):  # added to the list of the application
+        with allow(allowed):  # added to the list of the application
             original(log_config, verbose_config, execution_whitelist)
 
     for module in (hydra, utils):

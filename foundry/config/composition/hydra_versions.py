@@ -183,10 +183,10 @@ def _allowed_targets(node: DictConfig) -> list[str]:
     Raises:
         InstantiationException: Hydra refuses a target by this or another name, such as `logging.os.system`.
     """
-    from hydra._internal import execution_policy, utils
-
-    locate = require(utils, "_locate", "path")
-    identify = require(execution_policy, "_get_resolved_target_name_for_check", "target")
+    locate = require(import_module("hydra._internal.utils"), "_locate", "path")
+    identify = require(
+        import_module("hydra._internal.execution_policy"), "_get_resolved_target_name_for_check", "target"
+    )
     targets = list(_targets(node))
     for target in targets:
         try:

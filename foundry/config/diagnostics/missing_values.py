@@ -129,9 +129,9 @@ def check_hydra(composed: DictConfig) -> Iterator[Violation]:
             yield Violation(f"hydra.{name}", refusal(target))
 
 
-def _plain_text(parent: DictConfig, key: str) -> str | None:
+def _plain_text(parent: DictConfig | None, key: str) -> str | None:
     """Return a value that is a text; None if it is missing, an interpolation, or of another type."""
-    if OmegaConf.is_missing(parent, key) or OmegaConf.is_interpolation(parent, key):
+    if parent is None or OmegaConf.is_missing(parent, key) or OmegaConf.is_interpolation(parent, key):
         return None
     value = parent.get(key)
     return value if isinstance(value, str) else None
