@@ -55,14 +55,13 @@ PAIRS = [*SMALL, "data=arithmetic", "data.form=preferences", "data.num_rows=400"
 DIGITS = ["hparams=diffusion", "model.hidden_size=16", "model.num_layers=1", "model.num_heads=2"]
 CASES = {
     "lm": [*TEXT, "hparams.max_steps=600"],
-    "short": [*TEXT, "hparams.max_steps=120"],
     "fsdp": [*TEXT, "hparams.max_steps=200", "distributed=fsdp", "distributed.nproc_per_node=2"],
     "sft": [*CHATS, "hparams.max_steps=400", "objective.hidden_dropout=0.1", "objective.attention_dropout=0.1"],
     "lora": [*TEXT, "hparams.max_steps=400", "peft=lora", "optimizer=adamw", "peft.adapter_dropout=0.1"],
     "dpo": [*PAIRS, "hparams.max_steps=300"],
     "diffusion": [*DIGITS, "hparams.max_steps=600", "hparams.ema_decay=0.99"],
 }
-INTERVAL = {"lm": 20, "short": 10, "fsdp": 5, "sft": 20, "lora": 20, "dpo": 20, "diffusion": 20}
+INTERVAL = {"lm": 20, "fsdp": 5, "sft": 20, "lora": 20, "dpo": 20, "diffusion": 20}
 MOMENTS = ("any", "training", "save")
 UNFINISHED = (".partial", ".removed")
 TIMINGS = {"step_seconds", "samples_per_second", "tokens_per_second", "tflops", "mfu", "peak_memory_bytes"}

@@ -147,7 +147,7 @@ def killed_run(
         count: counters, which are updated.
     """
     run_dir = folder / f"killed-{number}"
-    words = [*words_of("short", run_dir), f"checkpoint.mirror=s3://{BUCKET}/{run_dir.name}"]
+    words = [*words_of("lm", run_dir), f"checkpoint.mirror=s3://{BUCKET}/{run_dir.name}"]
     while True:
         life = ForkedLife(folder, words)
         count.starts += 1
@@ -178,7 +178,7 @@ def measure_kills(options: Any) -> None:
     with tempfile.TemporaryDirectory(prefix="mirror-") as temporary:
         folder = Path(temporary)
         (folder / "text.txt").write_text("\n".join(f"{n} times {n} is {n * n}." for n in range(4000)))
-        reference, seconds = undisturbed("short", folder, ForkedLife)
+        reference, seconds = undisturbed("lm", folder, ForkedLife)
         limit = 2 if options.smoke else options.kills
         while count.kills < limit:
             run_dir = killed_run(folder, count.runs, limit, rng, seconds, count)
