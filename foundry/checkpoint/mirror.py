@@ -1,6 +1,7 @@
 """Threads that copy a run directory into a store while the run trains; training never waits for them."""
 
 import logging
+import math
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -32,10 +33,10 @@ from foundry.run_dir.mirror.store import Store, StoreError
 from foundry.run_dir.names import CHECKPOINTS, RESULT, STATUS
 
 BEGUN = "begun.json"
-"""Object by which rank 0 announces the checkpoint that it copies, so that the other ranks copy the same checkpoint."""
+"""Object that rank 0 writes to start the copy of a checkpoint on the other ranks."""
 
 _OF_THE_END = (STATUS, RESULT)
-"""Files that are not restored with a checkpoint: they may say that the run has finished, at a later step."""
+"""Files that a checkpoint in the store leaves out, because they may record the end of the run at a later step."""
 
 _FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 1.0, 60.0
 _WARNING_SECONDS = 600.0
@@ -55,16 +56,13 @@ class _Outage:
     url: str
     is_main: bool
     _begin: float | None = None
-    _warned: float = 0.0
+    _warned: float = -math.inf
 
     def warn(self, error: Exception) -> None:
         now = time.monotonic()
-        if self._begin is None:
-            self._begin = now
-        elif now - self._warned < _WARNING_SECONDS:
-            return
-        self._warned = now
-        if self.is_main:
+        self._begin = now if self._begin is None else self._begin
+        if self.is_main and now - self._warned >= _WARNING_SECONDS:
+            self._warned = now
             log.warning("the copy to %s waits: %s; training continues, and the copy is caught up on", self.url, error)
 
     def end(self) -> None:

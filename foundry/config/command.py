@@ -266,7 +266,7 @@ def run_option(key: str, text: str, which: str | None = None) -> Path:
         which: checkpoint to copy from a store: "last", "best", or a step number; None for the small files alone.
 
     Raises:
-        ConfigError: as in `folder_option`; or the URL has no such run or checkpoint, or cannot be read.
+        ConfigError: as in `folder_option`; or the run or checkpoint at the URL does not exist or cannot be read.
     """
     return _fetched(key, text, lambda: fetch_run(text, which)) if is_url(text) else folder_option(key, text)
 
@@ -298,7 +298,7 @@ def require_out(run: str, out: str | None) -> None:
     """Require an output path for a run in a store, which is only read.
 
     Raises:
-        ConfigError: the run is a URL, and the output path is None.
+        ConfigError: the run is a URL, but `out` is not set.
     """
     if is_url(run) and out is None:
         raise ConfigError(Violation("out", f"has no value, and run={as_text(run)} is only read; give it as out=..."))

@@ -14,7 +14,7 @@ _JOB: dict[str, Types] = {"index": int, "dir": str, "overrides": list}
 _JOB_TO_RESUME: dict[str, Types] = {"config_hash": str, "id": str}
 
 _LEVELS = 3
-"""Folders above a job in which its sweep is looked for."""
+"""Maximum number of folders between a job and its sweep directory, plus one."""
 
 
 def read_sweep_file(sweep_dir: Path, *, to_resume: bool = False) -> dict[str, Any]:

@@ -88,10 +88,14 @@ def test_urls_are_checked_by_protocol_without_network_access(compose):
 
 
 def test_missing_file_system_package_is_reported(compose):
-    if find_spec("s3fs") is not None:
-        pytest.skip("s3fs is installed")
-    with pytest.raises(ConfigError, match=r"data\.path: is s3://bucket/a\.txt but Install s3fs to access S3"):
-        compose("data=text", "data.path=s3://bucket/a.txt")
+    if find_spec("gcsfs") is not None:
+        pytest.skip("gcsfs is installed")
+    with pytest.raises(ConfigError, match=r"data\.path: is gs://bucket/a\.txt but Please install gcsfs"):
+        compose("data=text", "data.path=gs://bucket/a.txt")
+    with pytest.raises(
+        ConfigError, match=r"checkpoint\.mirror: is gs://bucket/run, .*: Please install gcsfs .*; install"
+    ):
+        compose("debug=fast", "checkpoint.mirror=gs://bucket/run")
 
 
 def test_urls_from_a_run_config_require_trust():

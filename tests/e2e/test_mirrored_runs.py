@@ -126,6 +126,11 @@ def test_killed_run_on_s3_ends_bit_identical_and_nothing_contains_the_credential
             assert not any(secret.encode() in content for content in contents)
 
 
+def test_run_waits_no_longer_for_the_store_than_its_setting(tmp_path, text, run_command):
+    _, err = run_command(*words(f"memory://{tmp_path.name}", "checkpoint.mirror_seconds=0", steps=4, interval=2))
+    assert "is incomplete after 0 s (checkpoint.mirror_seconds)" in err
+
+
 def test_damaged_checkpoint_in_the_store_is_not_used_and_replaced(tmp_path, text, run_command):
     command = words(f"file://{tmp_path}/store", "checkpoint.keep_last=3")
     run_command(*command)

@@ -82,8 +82,8 @@ class Checkpoint:
 
     mirror: str | None = setting(
         None,
-        "URL of fsspec, such as s3://BUCKET/RUN, to which checkpoints and small files are copied, and from which the "
-        "run resumes on another machine; a job of a sweep uses URL/JOB; null: no copy",
+        "URL of a copy of checkpoints and small files, such as s3://BUCKET/RUN; the run resumes from it on another "
+        "machine; a job of a sweep uses URL/JOB; null: no copy",
         on_resume=OnResume.same,
         since="0.1.0",
     )
