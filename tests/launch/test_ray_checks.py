@@ -30,7 +30,10 @@ def composed(*overrides):
         (["hydra.launcher.address=ray://head:1"], "address: is ray://head:1 but foundry connects as a node of the"),
         (["hydra.launcher.nodes=3"], "must be a multiple of per_gpu_batch_size 2 x 3 ranks = 6; nearest: 12 or 18"),
         (["hydra.launcher.gpus_per_task=2"], "gpus_per_task: is 2 but must be at most 1"),
-        (["hydra.launcher.gpus_per_task=0.5", "hydra.launcher.nodes=2"], "a job has 2 processes, each of which needs"),
+        (
+            ["hydra.launcher.gpus_per_task=0.5", "hydra.launcher.nodes=2"],
+            "is 0.5 but each of the 2 processes of a job needs its",
+        ),
         (["+hydra.launcher.resources.GPU=1"], "resources.GPU: is 1; set a positive amount of a custom resource"),
         (["+hydra.launcher.resources.a100=0"], "resources.a100: is 0; set a positive amount of a custom resource"),
         (["+hydra.launcher.runtime_env.env_vars.A=b"], "env_vars: would be written to Ray's logs; set hydra.launcher"),

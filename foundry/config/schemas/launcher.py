@@ -257,7 +257,7 @@ class Ray(Launcher):
             message = "but foundry connects as a node of the cluster does; set HOST:PORT, and start the command there"
             yield Violation("hydra.launcher.address", f"is {self.address} {message}")
         if self.gpus_per_task and self.gpus_per_task < 1 and self.nodes * self.tasks_per_node > 1:
-            message = f"but a job has {self.nodes * self.tasks_per_node} processes, each of which needs its own GPU"
+            message = f"but each of the {self.nodes * self.tasks_per_node} processes of a job needs its own GPU"
             yield Violation("hydra.launcher.gpus_per_task", f"is {self.gpus_per_task:g} {message}; set it to 1")
         for name, amount in self.resources.items():
             if name in ("CPU", "GPU", "memory") or not 0 < amount < math.inf:
