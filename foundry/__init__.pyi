@@ -12,6 +12,10 @@ from foundry.core.stopped import Stopped as Stopped
 from foundry.data.dataset import Dataset as Dataset
 from foundry.data.splits import DataSplits as DataSplits
 from foundry.engine.train import RunResult as RunResult
+from foundry.launch.job_state import JobState as JobState
+from foundry.launch.job_state import Phase as Phase
+from foundry.launch.job_state import Unreachable as Unreachable
+from foundry.launch.launchers import FrozenLauncher as FrozenLauncher
 from foundry.models.dit import DiT as DiT
 from foundry.models.pretrained.huggingface import HuggingFaceCausalLM as HuggingFaceCausalLM
 from foundry.models.transformer import Transformer as Transformer

@@ -77,7 +77,7 @@ class JobQueue:
                 self._end(error)
 
     def add(self, jobs: Sequence[ComposedJob]) -> None:
-        """Start as many jobs as there are free places; the others wait.
+        """Start as many jobs as there are free places, and queue the rest.
 
         Raises:
             ConfigError: the machine or the cluster refuses a job.
@@ -93,7 +93,7 @@ class JobQueue:
         """Wait until a job has ended; return all jobs that have ended since the last call, with status.json settled.
 
         Returns:
-            At least one job; empty if there is none left.
+            The jobs; empty if no job is left.
 
         Raises:
             KeyboardInterrupt: Ctrl-C arrived, and the running jobs have ended.
@@ -166,7 +166,7 @@ class JobQueue:
                 return
 
     def _submit(self, jobs: Sequence[ComposedJob]) -> None:
-        """Submit jobs, except for those that an earlier command submitted."""
+        """Submit jobs; watch a job that an earlier command submitted."""
         launcher = self._launcher
         attached = launcher.attach(jobs)
         for job in jobs:

@@ -84,7 +84,7 @@ class FrozenLauncher(Launcher):
 
     @abstractmethod
     def poll(self, ids: Collection[str]) -> dict[str, JobState]:
-        """Return the states of jobs by id, without those that are unknown.
+        """Return the states of jobs by id; unknown jobs are omitted.
 
         Raises:
             Unreachable: the states cannot be determined now; the queue calls again later.
@@ -110,7 +110,7 @@ class FrozenLauncher(Launcher):
             limit: maximum number of jobs at a time that the sweep asks for.
 
         Returns:
-            The number of places; None if every job is submitted at once, to a scheduler with a queue of its own.
+            The number of places; None for a scheduler with a queue, which gets every job at once.
         """
         return None
 
@@ -127,7 +127,7 @@ class FrozenLauncher(Launcher):
         return ", ".join(ids)
 
     def cancel_command(self, ids: Iterable[str]) -> str:
-        """Return the command with which a user cancels jobs; empty if there is none."""
+        """Return a shell command that cancels jobs; empty by default."""
         return ""
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:

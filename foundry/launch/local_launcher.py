@@ -76,7 +76,7 @@ class LocalLauncher(FrozenLauncher):
                 raise ConfigError(Violation("distributed.nproc_per_node", message))
 
     def places(self, configs: Sequence[DictConfig], limit: int) -> int:
-        """Divide the machine, and start the process from which jobs are forked."""
+        """Divide the machine, and start the server that forks the processes of jobs."""
         settings = resolve_launcher(self.master)
         assert isinstance(settings, Local)
         nproc = max(config.distributed.nproc_per_node for config in configs)

@@ -72,7 +72,7 @@ def check_targets(config: Config) -> Iterator[Violation]:
 
 
 def check_own_launcher(composed: DictConfig) -> Iterator[Violation]:
-    """Check the `_target_` and the arguments of a user's own launcher."""
+    """Check the `_target_` and the arguments of a launcher outside of Hydra's packages of plugins."""
     node = OmegaConf.select(composed, "hydra.launcher")
     if isinstance(node, DictConfig) and is_own(node):
         settings = OmegaConf.to_container(node, resolve=True)
