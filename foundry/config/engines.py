@@ -4,8 +4,8 @@ Names of the variables:
 
 - Open MPI: https://docs.open-mpi.org, "Environment variables set for MPI applications". MPICH and Intel MPI: `PMI_*`
   and `MPI_LOCALRANKID`, set by their process manager Hydra.
-- Kubeflow Trainer: `PET_*`, pkg/constants/constants.go in https://github.com/kubeflow/trainer. They are the variables
-  from which torchrun reads its options. PyTorchJob, its predecessor: pkg/controller.v1/pytorch/envvar.go in
+- Kubeflow Trainer: `PET_*`, pkg/constants/constants.go in https://github.com/kubeflow/trainer. torchrun
+  reads its options from the same variables. PyTorchJob, its predecessor: pkg/controller.v1/pytorch/envvar.go in
   https://github.com/kubeflow/training-operator.
 - SageMaker: ENVIRONMENT_VARIABLES.md in https://github.com/aws/sagemaker-training-toolkit.
 """

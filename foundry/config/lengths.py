@@ -6,9 +6,8 @@ from foundry.config.schemas.hparams import HParams, ScheduleUnit
 from foundry.config.schemas.root import Config
 from foundry.config.schemas.scheduler import Scheduler
 from foundry.core.batch_sizes import LARGEST_COUNT, BatchSizes, parse_count
-from foundry.core.duration import Budget
+from foundry.core.duration import Budget, Phases
 from foundry.core.errors import ConfigError, Violation
-from foundry.core.phases import Phases
 
 
 def resolve_batch_sizes(hparams: HParams, *, dp_size: int, tokens_per_sample: int | None) -> BatchSizes:

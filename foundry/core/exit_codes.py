@@ -76,10 +76,10 @@ def retry(code: int) -> Retry:
         other code as a failure (`useless`).
     """
     code = code_of_signal(-code) if code < 0 else code
-    try:
-        return ExitCode(code).retry
-    except ValueError:
-        return Retry.yes if _SIGNALS < code <= _SIGNALS + _LAST_SIGNAL else Retry.useless
+    for member in ExitCode:
+        if member == code:
+            return member.retry
+    return Retry.yes if _SIGNALS < code <= _SIGNALS + _LAST_SIGNAL else Retry.useless
 
 
 def codes(*classes: Retry) -> list[int]:

@@ -23,7 +23,7 @@ NOTES = "FOUNDRY_NOTES"
 """Environment variable with the private folder (mode 0700) for failure notes; unset if no process reads the notes."""
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""Environment variable with the file from which torchrun, or another launcher, reads the error of this process."""
+"""Environment variable with the path of the error file of this process; torchrun sets it and reads the file."""
 
 
 def leave_note(
@@ -37,8 +37,8 @@ def leave_note(
 ) -> None:
     """Write the reason of this process's failure for the process that started it.
 
-    Processes that foundry started write to the folder in FOUNDRY_NOTES, others to the file in TORCHELASTIC_ERROR_FILE.
-    Does nothing if neither is set.
+    A process that foundry started writes to the folder in FOUNDRY_NOTES, another process to TORCHELASTIC_ERROR_FILE.
+    Does nothing without these variables.
 
     Args:
         kind: class name of the error.
@@ -68,8 +68,8 @@ def leave_note(
 def _error_report(note: Mapping[str, Any]) -> dict[str, Any]:
     """Return a failure note in the format that torch.distributed.elastic.multiprocessing.errors reads.
 
-    torchrun prints `py_callstack`, or `message` if there is none, and takes the error with the earliest `timestamp`
-    for the cause.
+    torchrun prints `py_callstack`, by default `message`, and reports the error with the earliest `timestamp` as the
+    cause.
     """
     reason = one_line(note["reason"])
     details = {key: note[key] for key in ("rank", "kind", "exit_code")}

@@ -13,6 +13,7 @@ from support.run_events import free_port
 from support.scripts import ROOT
 from support.terminal import passed_on
 from support.tiny import TINY_LM
+from support.warm_python import WarmPython
 
 from foundry.core.exit_codes import Retry, codes
 
@@ -48,14 +49,21 @@ def test_skypilot_recovers_after_the_codes_that_are_worth_it():
     assert 137 not in listed
 
 
+@pytest.fixture(scope="module")
+def python():
+    """A folder with programs whose first process starts as in a terminal; the others fork from a process."""
+    with WarmPython() as programs:
+        yield programs
+
+
 @pytest.mark.long
 @pytest.mark.distributed
 @pytest.mark.parametrize("engine", [skypilot, dstack])
-def test_script_of_a_template_trains_on_two_nodes(engine, tmp_path, cache):
+def test_script_of_a_template_trains_on_two_nodes(engine, python, tmp_path, cache):
     num_nodes, values, script, variables, rank = engine()
     assert num_nodes == 2
     own = {"FOUNDRY_CACHE": str(cache), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "MASTER_PORT": free_port()}
-    own |= {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
+    own |= {"PATH": os.pathsep.join(map(str, [python.folder, Path(sys.executable).parent, os.environ["PATH"]]))}
     own |= values | variables | {"RUN_DIR": tmp_path / "run", "OVERRIDES": " ".join(SMALL)}
     nodes = [
         subprocess.Popen(

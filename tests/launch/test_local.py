@@ -1,3 +1,4 @@
+import json
 import logging
 import os
 import signal
@@ -19,9 +20,12 @@ from local_workers import (
 )
 from support.examples import long_case, some_of
 
-from foundry.core.errors import ConfigError
+from foundry.core.errors import ConfigError, Violation
+from foundry.core.exit_codes import ExitCode
 from foundry.core.stopped import Stopped
-from foundry.launch.local import WorkerFailed, run_local
+from foundry.launch import local
+from foundry.launch.local import WorkerFailed, exit_code_of, report_failure, run_local
+from foundry.parallel.watchdog import CollectiveError
 
 pytestmark = pytest.mark.distributed
 
@@ -76,8 +80,55 @@ def test_run_local_raises_the_config_error_of_a_worker():
 
 @pytest.mark.long
 def test_worker_failed_names_a_killed_rank():
-    with pytest.raises(WorkerFailed, match=r"rank 1 failed: killed by SIGKILL: out of memory\?"):
+    with pytest.raises(WorkerFailed, match=r"rank 1 failed: killed by SIGKILL: out of memory\?") as caught:
         run_local(2, die_silently)
+    assert caught.value.exit_code == ExitCode.RANK_LOST
+
+
+TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+SLURM = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+
+
+@pytest.mark.parametrize(
+    ("error", "variables", "code"),
+    [
+        (ConfigError(Violation("seed", "is -1")), TORCHRUN, 2),
+        (Stopped(signal.SIGUSR2, 3, None, "stopped"), TORCHRUN, 140),
+        (WorkerFailed(1, "killed by SIGKILL", exit_code=75), {}, 75),
+        (ValueError("unknown token: 99"), TORCHRUN, 1),
+        (CollectiveError("rank 0, step 3: another rank has ended"), TORCHRUN, 75),
+        (CollectiveError("rank 0, step 3: another rank has ended"), SLURM, 1),  # srun reports the highest code
+        (ConnectionError("Connection refused"), {}, 1),  # no other rank
+    ],
+)
+def test_exit_code_of_an_error_tells_its_cause_from_its_consequence(monkeypatch, error, variables, code):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert exit_code_of(error) == code
+
+
+def test_rank_that_lost_another_one_reports_after_the_launcher_has_seen_the_cause(monkeypatch, tmp_path):
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    waits = []
+    monkeypatch.setattr(local.time, "sleep", lambda seconds: waits.append((seconds, list(tmp_path.iterdir()))))
+    report_failure(CollectiveError("rank 0, step 3: another rank has ended"))
+    assert waits == [(3.0, [])]
+    report = json.loads((tmp_path / "error.json").read_text())["message"]
+    assert report["message"] == "CollectiveError: rank 0, step 3: another rank has ended"
+    assert report["errorCode"] == 75
+    report_failure(ValueError("unknown token: 99"))
+    assert len(waits) == 1
+
+
+def test_error_file_has_no_secrets_and_failing_to_write_it_hides_nothing(monkeypatch, tmp_path):
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    report_failure(ValueError("no answer from https://me:pass-word@host/x"))
+    assert "pass-word" not in file.read_text()
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "missing" / "error.json"))
+    report_failure(ValueError("first line"))
 
 
 @pytest.fixture

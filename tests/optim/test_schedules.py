@@ -9,8 +9,7 @@ import pytest
 from foundry.config.schemas import scheduler as schemas
 from foundry.config.schemas.scheduler import DecayStyle, EvaluateAt, IncrementStyle
 from foundry.core.batch_sizes import BatchSizes
-from foundry.core.duration import Budget
-from foundry.core.phases import Phases
+from foundry.core.duration import Budget, Phases
 from foundry.optim.schedules import WSD, Constant, Cosine, InverseSquareRoot, Linear, WeightDecay, from_state
 
 RAMP = BatchSizes.ramp(start=2, increment=2, over_samples=12, final=8)  # sizes of the steps: 2, 2, 4, 6, then 8

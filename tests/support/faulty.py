@@ -1,5 +1,7 @@
 """An objective with a fault: environment variable FAULT is the name of the fault, FAULTY_RANK the rank that has it.
 
+FAULTY_RANK=every is every rank.
+
 The fault occurs in the third step, or with FAULTY_PHASE=evaluation in the first evaluation, or with FAULTY_PHASE=save
 when a checkpoint writes its files.
 """
@@ -27,6 +29,14 @@ def kill():
 def kill_once():
     if not Path("killed").exists():
         Path("killed").touch()
+        kill()
+
+
+def kill_agent_once():
+    """Kill the agent of torchrun that started this process, and this process."""
+    if not Path("killed").exists():
+        Path("killed").touch()
+        os.kill(os.getppid(), signal.SIGKILL)
         kill()
 
 
@@ -64,7 +74,7 @@ class Objective(NextToken):
 
     def __init__(self, **settings):
         super().__init__(**settings)
-        is_faulty = os.environ.get("RANK", "0") == os.environ["FAULTY_RANK"]
+        is_faulty = os.environ["FAULTY_RANK"] in ("every", os.environ.get("RANK", "0"))
         self._phase = os.environ.get("FAULTY_PHASE", "step") if is_faulty else None
         if self._phase == "save":
             Checkpointer._write_files = lambda checkpointer, job: cause()

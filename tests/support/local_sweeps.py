@@ -73,9 +73,9 @@ class Sweeps:
             assert time.monotonic() < deadline, self.output
             time.sleep(0.02)
 
-    def wait_for_steps(self, job, steps):
+    def wait_for_steps(self, job, steps, seconds=60):
         path = self.cwd / "s" / str(job) / "metrics.jsonl"
-        self.wait(lambda: path.is_file() and path.read_bytes().count(b"\n") >= steps)
+        self.wait(lambda: path.is_file() and path.read_bytes().count(b"\n") >= steps, seconds)
 
     def process_of(self, job):
         """Return the pid of the process that trains in the run directory of a job."""

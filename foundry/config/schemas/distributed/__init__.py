@@ -54,7 +54,7 @@ class Backend(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Distributed:
-    """Start and rendezvous of processes. Under torchrun or Slurm their number comes from the environment."""
+    """Start and rendezvous of processes. Under torchrun, Slurm or another engine their number comes from it."""
 
     strategy: str = setting("auto", "name of the chosen option; auto: none on one process, fsdp on several")
     nproc_per_node: int = setting(

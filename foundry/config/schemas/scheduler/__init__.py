@@ -6,9 +6,8 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from foundry.config.setting import setting
-from foundry.core.duration import Budget, Duration
+from foundry.core.duration import Budget, Duration, Phases
 from foundry.core.errors import Violation
-from foundry.core.phases import Phases
 
 if TYPE_CHECKING:
     from foundry.config.environment import Launch
