@@ -87,7 +87,9 @@ class Cluster:
             raise ConfigError(Violation(key, f"{message}; contexts: {', '.join(by_name)}"))
         namespace = settings.namespace or by_name[name]["context"].get("namespace") or "default"
         try:
-            return cls(config.new_client_from_config(file, name), namespace)
+            options = client.Configuration()
+            options.retries = 0  # the queue of jobs repeats a request; urllib3 would log each of its own
+            return cls(config.new_client_from_config(file, name, client_configuration=options), namespace)
         except config.ConfigException as error:
             raise ConfigError(Violation(key, f"is {name}, which is invalid: {first_line(str(error))}")) from None
 
@@ -259,7 +261,7 @@ def _translated() -> Iterator[None]:
             raise Unreachable(message) from None
         raise Refused(error.status, message) from None
     except (urllib3.exceptions.HTTPError, OSError) as error:
-        raise Unreachable(first_line(str(error))) from None
+        raise Unreachable(first_line(str(getattr(error, "reason", error)))) from None
 
 
 def _describe(error: Any) -> str:
