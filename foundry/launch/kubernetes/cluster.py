@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -86,7 +87,9 @@ class Cluster:
             raise ConfigError(Violation(key, f"{message}; contexts: {', '.join(by_name)}"))
         namespace = settings.namespace or by_name[name]["context"].get("namespace") or "default"
         try:
-            return cls(config.new_client_from_config(file, name), namespace)
+            options = client.Configuration()
+            options.retries = 0  # the queue of jobs repeats a request; urllib3 would log each of its own
+            return cls(config.new_client_from_config(file, name, client_configuration=options), namespace)
         except config.ConfigException as error:
             raise ConfigError(Violation(key, f"is {name}, which is invalid: {first_line(str(error))}")) from None
 
@@ -98,29 +101,24 @@ class Cluster:
             dry_run: let the cluster check the request, without creating anything.
         """
         options: dict[str, Any] = {"dry_run": "All"} if dry_run else {}
-        is_service = manifest["kind"] == "Service"
-        path = () if is_service else _PATHS[Kind[manifest["kind"].lower()]]
-        name = manifest["metadata"]["name"]
-        try:
-            if is_service:
-                return _request(self._core.create_namespaced_service, self.namespace, manifest, **options)
-            group, version, plural = path
-            return _request(
+        namespace, name = self.namespace, manifest["metadata"]["name"]
+        if manifest["kind"] == "Service":
+            create = partial(self._core.create_namespaced_service, namespace, manifest)
+            read = partial(self._core.read_namespaced_service, name, namespace)
+        else:
+            group, version, plural = _PATHS[Kind[manifest["kind"].lower()]]
+            create = partial(
                 self._objects.create_namespaced_custom_object,
-                group,
-                version,
-                self.namespace,
-                plural,
-                manifest,
+                *(group, version, namespace, plural, manifest),
                 field_validation="Strict",
-                **options,
             )
+            read = partial(self._objects.get_namespaced_custom_object, group, version, namespace, plural, name)
+        try:
+            return _request(create, **options)
         except Refused as error:
             if error.status != _CONFLICT:
                 raise
-        if is_service:
-            return _request(self._core.read_namespaced_service, name, self.namespace)
-        return _request(self._objects.get_namespaced_custom_object, *path[:2], self.namespace, path[2], name)
+        return _request(read)
 
     def own_service(self, service: Manifest, job: Manifest) -> None:
         """Let the cluster delete a Service together with its Job."""
@@ -263,7 +261,7 @@ def _translated() -> Iterator[None]:
             raise Unreachable(message) from None
         raise Refused(error.status, message) from None
     except (urllib3.exceptions.HTTPError, OSError) as error:
-        raise Unreachable(first_line(str(error))) from None
+        raise Unreachable(first_line(str(getattr(error, "reason", error)))) from None
 
 
 def _describe(error: Any) -> str:
