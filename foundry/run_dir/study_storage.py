@@ -119,9 +119,9 @@ def _open_database(url: str) -> "BaseStorage":
             raise StorageError(f"the URL is not valid for SQLAlchemy: {_first_line(error)}") from None
         except ImportError as error:
             name = getattr(error.__cause__, "name", None) or one_line(str(error))
-            raise StorageError(
-                f"the URL needs the package {name}, which is not installed; pip install {name}"
-            ) from None
+            requirement = "'psycopg[binary]'" if name == "psycopg" else name
+            message = f"the URL needs the package {name}, which is not installed; pip install {requirement}"
+            raise StorageError(message) from None
         except (SQLAlchemyError, RuntimeError, OSError) as error:
             if attempt == 2:  # two commands may create the tables at the same time
                 raise StorageError(

@@ -61,6 +61,8 @@ class CheckedSweeper(Sweeper):
     sweep_dir: Path
     _composed: dict[int, DictConfig]
     """Composed configurations of the jobs that were checked but not yet launched, by index."""
+    _is_described: bool
+    """Whether multirun.yaml has been written."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Store Hydra's loader and the configuration of the sweep, and instantiate the launcher."""
@@ -68,6 +70,7 @@ class CheckedSweeper(Sweeper):
         self.config = config
         self.sweep_dir = Path(str(config.hydra.sweep.dir))
         self._composed = {}
+        self._is_described = False
         self.launcher = build_launcher(hydra_context, task_function, config)
 
     def sweep(self, arguments: list[str]) -> list[Sequence[JobReturn]]:
@@ -129,7 +132,9 @@ class CheckedSweeper(Sweeper):
 
         manifest = manifest.with_jobs(jobs)
         manifest.save(self.sweep_dir)
-        save_yaml(self.config, self.sweep_dir / MULTIRUN)
+        if not self._is_described:  # a search records each job while a place waits for it
+            save_yaml(self.config, self.sweep_dir / MULTIRUN)
+        self._is_described = True
         for job in jobs:
             if self.state(job) != "finished":
                 run_dir = self.run_dir(job)
