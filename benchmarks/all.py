@@ -49,6 +49,7 @@ BENCHMARKS = (
     Benchmark("packing", 3.0, threads=1),
     Benchmark("sync_policy", 3.0, threads=1),
     Benchmark("startup_scale", 3.0, threads=1),
+    Benchmark("successive_halving", 6.0),
     Benchmark("memory", 6.0, ("--steps", "2", "--rounds", "2", *SIDES)),
     Benchmark("throughput", 10.0, ("--cases", "fp32-8k", "bf16-8k", "--steps", "6", *SIDES)),
 )

@@ -1,6 +1,7 @@
 """Check of the rungs of `hydra/sweeper/pruner=asha` against the length of each job."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -19,8 +20,9 @@ def check_rungs(composed: DictConfig, config: Config, launch: Launch) -> Iterato
     """
     sweeper = OmegaConf.select(composed, "hydra.sweeper")
     pruner = None if sweeper is None else sweeper.get("pruner")
+    node: Any = OmegaConf.to_container(pruner) if OmegaConf.is_dict(pruner) else None
     try:
-        asha = ASHA.find(OmegaConf.to_container(pruner)) if OmegaConf.is_dict(pruner) else None
+        asha = ASHA.find(node)
         if asha is None:
             return
         if config.checkpoint.is_off:

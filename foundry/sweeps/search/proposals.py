@@ -67,7 +67,10 @@ class View:
     def as_recorded(self) -> dict[str, Any]:
         """Return the attribute of a trial; ranges of numbers keep it short, for databases that limit its length."""
         recorded: dict[str, Any] = {"ended": _format_ranges(self.ended), "running": _format_ranges(self.running)}
-        more = {"rungs": {str(number): count for number, count in self.rungs.items()}, "sampler": dict(self.sampler)}
+        more: dict[str, Any] = {
+            "rungs": {str(number): count for number, count in self.rungs.items()},
+            "sampler": dict(self.sampler),
+        }
         return recorded | {name: value for name, value in more.items() if value}
 
 
