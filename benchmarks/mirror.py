@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 from kills import Count, Life, outcome, undisturbed, wait_and_kill, words_of
-from records import Column, Row, finish, parser
+from records import Column, Row, Values, finish, parser
 from torch import Tensor, nn
 
 from foundry.checkpoint.mirror import MainMirror, MirrorState
@@ -192,7 +192,7 @@ def measure_kills(options: Any) -> None:
         Column(key="again", heading="copied twice, MB", format=",.3f"),
         Column(key="seconds", heading="seconds"),
     ]
-    values = {
+    values: dict[str, Values] = {
         "runs": [count.runs],
         "restarts": [count.starts - count.runs],
         "differing": [differing],

@@ -133,8 +133,7 @@ def kills(jobs: int, number: int, longest: float) -> None:
     rng, begin, killed = random.Random(0), time.monotonic(), Counter[str]()
     with tempfile.TemporaryDirectory(prefix="search-") as temporary:
         folder = Path(temporary)
-        words = {"longest": longest, "jobs": jobs}
-        search = start(folder, "hydra.sweep.dir=s", **words)
+        search = start(folder, "hydra.sweep.dir=s", longest=longest, jobs=jobs)
         while sum(killed.values()) < number and search.poll() is None:
             while not (pids := _living(search)) and search.poll() is None:
                 time.sleep(0.02)
@@ -146,7 +145,7 @@ def kills(jobs: int, number: int, longest: float) -> None:
                 killed["command" if is_command else "job"] += 1
             if is_command:
                 search.wait()
-                search = start(folder, "hydra.sweep.dir=s", **words)
+                search = start(folder, "hydra.sweep.dir=s", longest=longest, jobs=jobs)
         search.wait()
         trials = optuna.load_study(study_name="search", storage=open_storage(folder / "s" / "optuna.jsonl")).trials
         ends = Counter(trial.state.name for trial in trials)

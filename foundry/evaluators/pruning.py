@@ -129,7 +129,7 @@ class _Trial:
                 # numpy's warning if a trial has reported only NaN; the pruner then ends the trial.
                 warnings.filterwarnings("ignore", "All-NaN slice encountered")
                 is_over = self._pruner.prune(study, study.get_trials(deepcopy=False)[number])
-        except (StorageError, UpdateFinishedTrialError, *outages()) as error:
+        except (StorageError, UpdateFinishedTrialError, *outages()) as error:  # type: ignore[misc]
             log.warning("cannot read whether the search prunes this run (%s); the run continues", error)
             return None
         text = f"pruned: {self._link.metric} {value:.4g} at {share:.0%} of the run is worse than other trials"

@@ -11,7 +11,7 @@ from foundry.run_dir.result import find_result, write_result
 from foundry.run_dir.status import write_status
 from foundry.run_dir.strict_json import read_object
 
-_TYPES = {"number": int, "at": (str, NoneType), "metric": str}
+_TYPES: dict[str, type | tuple[type, ...]] = {"number": int, "at": (str, NoneType), "metric": str}
 
 
 @dataclass(frozen=True, kw_only=True)

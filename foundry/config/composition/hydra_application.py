@@ -22,7 +22,7 @@ from foundry.config.composition.hydra_versions import (
     require,
     since_1_4,
 )
-from foundry.config.schemas.launcher import PLUGINS
+from foundry.config.schemas.launcher_base import PLUGINS
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from foundry.config.schemas.launcher import PLUGINS
+from foundry.config.schemas.launcher_base import PLUGINS
 from foundry.config.setting import check_fields, setting
 from foundry.core.duration import Duration, Unit
 from foundry.core.errors import ConfigError, Violation, first_line

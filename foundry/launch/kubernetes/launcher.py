@@ -121,15 +121,15 @@ class KubernetesLauncher(FrozenLauncher):
         Raises:
             ConfigError: the cluster runs a job with another configuration in the same run directory.
         """
-        by_run_dir = {}
+        by_run_dir = dict[str | None, dict[str, Any]]()
         for resource in self._resources():
             if not has_ended(resource):
                 by_run_dir[(resource["metadata"].get("annotations") or {}).get(RUN_DIR)] = resource
         ids = {}
         for job in jobs:
-            if (resource := by_run_dir.get(str(job.run_dir))) is not None:
-                _check_own(resource, _identity(job.config))
-                ids[job.index] = self._record(job.run_dir, resource)
+            if (present := by_run_dir.get(str(job.run_dir))) is not None:
+                _check_own(present, _identity(job.config))
+                ids[job.index] = self._record(job.run_dir, present)
         return ids
 
     def poll(self, ids: Collection[str]) -> dict[str, JobState]:

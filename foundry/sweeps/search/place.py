@@ -92,7 +92,7 @@ class StudyPlace:
         if changes:
             message = f"{where} contains a search with {', '.join(changes)}; use these settings, or {remedy}"
             raise ConfigError(Violation(key, message))
-        if None not in (wait, study.wait) and wait is not study.wait:
+        if wait is not None and study.wait is not None and wait is not study.wait:
             message = f"is {wait.value} but the search began with {study.wait.value}; omit it, or choose another folder"
             raise ConfigError(Violation("hydra.sweeper.wait", message))
 

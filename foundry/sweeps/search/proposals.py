@@ -11,6 +11,7 @@ from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution
+from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from foundry.config.checks.optuna_parts import build_part
@@ -116,7 +117,10 @@ class Proposer:
         """
         storage = optuna.storages.InMemoryStorage()
         study = optuna.create_study(
-            study_name=VIEW, storage=storage, sampler=self.build(number), direction=self._direction
+            study_name=VIEW,
+            storage=storage,
+            sampler=self.build(number),
+            direction=StudyDirection[self._direction.upper()],
         )
         study_id = storage.get_study_id_from_name(VIEW)
         for name, value in view.sampler.items():

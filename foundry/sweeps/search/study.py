@@ -12,6 +12,7 @@ import optuna
 from optuna.distributions import BaseDistribution
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import BaseStorage
+from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from foundry.config.schemas.sweeper import Wait
@@ -40,8 +41,7 @@ def _patient(
 ) -> Callable[Concatenate["SearchStudy", _P], _T]:
     """Decorate a method that uses the storage: if the storage does not respond, wait and call the method again."""
 
-    @functools.wraps(method)
-    def call(self: "SearchStudy", *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    def call(self: "SearchStudy", /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         has_warned = False
         while True:
             try:
@@ -61,6 +61,7 @@ def _patient(
                     say("the storage of the search responds again", sys.stderr)
                 return result
 
+    functools.update_wrapper(call, method)
     return call
 
 
@@ -96,7 +97,9 @@ class SearchStudy:
         commands: Commands | None = None,
     ) -> "SearchStudy":
         """Return the study with this name; create it if it does not exist."""
-        optuna.create_study(study_name=name, storage=storage, direction=direction, load_if_exists=True)
+        optuna.create_study(
+            study_name=name, storage=storage, direction=StudyDirection[direction.upper()], load_if_exists=True
+        )
         study = cls(storage, name, commands)
         if study.facts is None:
             is_old = bool(study.trials())  # of a version that recorded no facts
