@@ -77,7 +77,9 @@ def output_std(std: float, num_layers: int) -> float:
     return std / math.sqrt(2.0 * num_layers)
 
 
-def matrix_draws(model: nn.Module, *, std: float, embedding_std: float) -> dict[str, Draw]:
+def matrix_draws(
+    model: nn.Module, *, std: float, embedding_std: float, zero_outputs: bool = False
+) -> dict[str, Draw]:
     """Return the initialization of a transformer's weights by parameter name.
 
     All are normal with mean 0. The standard deviation of matrices is `std`, of matrices that add to the residual stream
@@ -88,6 +90,8 @@ def matrix_draws(model: nn.Module, *, std: float, embedding_std: float) -> dict[
         model: model on any device including meta, or of fake tensors, whose blocks `find_blocks` finds.
         std: standard deviation of a matrix.
         embedding_std: standard deviation of token and position embeddings.
+        zero_outputs: matrices that add to the residual stream are zero, so that each block is the identity at the start
+            (Fixup: Zhang et al., 2019, arXiv:1901.09321, section 3).
 
     Raises:
         ConfigError: a parameter is of an unknown kind, or the output projections of a block cannot be identified.
@@ -97,13 +101,14 @@ def matrix_draws(model: nn.Module, *, std: float, embedding_std: float) -> dict[
     embeddings = {module.weight: module.padding_idx for module in model.modules() if isinstance(module, nn.Embedding)}
     _check_coverage(model, embeddings)
     draws: dict[str, Draw] = {}
+    output: Draw = Constant(0.0) if zero_outputs else Normal(output_std(std, len(blocks)))
     for name, parameter in model.named_parameters():
         if parameter in embeddings:
             draws[name] = Normal(embedding_std, zero_row=embeddings[parameter])
         elif name.endswith("bias"):
             draws[name] = Constant(0.0)
         elif parameter.ndim >= 2:
-            draws[name] = Normal(output_std(std, len(blocks)) if parameter in outputs else std)
+            draws[name] = output if parameter in outputs else Normal(std)
     return draws
 
 

@@ -116,6 +116,29 @@ def embed_divided(embedding: nn.Embedding, tokens: Tensor) -> Tensor:
     return shard.sum(F.embedding(places, weight).masked_fill(~is_own[..., None], 0.0))
 
 
+def replicated_weight(weight: Tensor) -> Tensor:
+    """Return a replicated weight that each rank applies to its own heads.
+
+    In the backward pass, the gradient is summed over the ranks. A weight that is no DTensor is returned unchanged.
+    """
+    if not is_sharded(weight):
+        return weight
+    return cast(Tensor, _EnterHeads.apply(weight.to_local(), weight.device_mesh.get_group()))  # type: ignore[no-untyped-call]
+
+
+class _EnterHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        total = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
 class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, shard: VocabularyShard) -> Tensor:

@@ -18,13 +18,13 @@ from foundry.models.fsdp_block import FSDPBlock
 from foundry.models.initialisation import draw_weights, matrix_draws, resolve_std
 from foundry.models.keyed_draws import Constant, Draw
 from foundry.models.kv_cache import KVCache, LayerCache
-from foundry.models.tensor_parallel import Split
+from foundry.models.tensor_parallel import Split, replicated_weight
 from foundry.models.token_log_probs import Read, TokenLogProbs, project_log_probs
 from foundry.models.token_loss import TokenLoss, project_loss
 from foundry.models.varlen import DocumentBounds
 
 if TYPE_CHECKING:
-    from transformers import LlamaConfig
+    from transformers import LlamaConfig, Qwen3Config
 
 
 class RMSNorm(nn.Module):
@@ -38,18 +38,38 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalize x: (..., hidden_size) over its last dimension."""
         # An fp32 weight would promote the residual stream to fp32. With FSDP2 the weight is bf16 already.
-        weight = local_part(self.weight).to(x.dtype)
+        weight = self.local_weight().to(x.dtype)
         if x.device.type != "cuda":
             return F.rms_norm(x, weight.shape, weight, self.eps)
         # Since torch 2.12, autocast on CUDA casts the inputs to fp32 and the output back, which the kernel does itself.
         with torch.autocast("cuda", enabled=False):
             return F.rms_norm(x, weight.shape, weight, self.eps)
 
+    def local_weight(self) -> Tensor:
+        """Return the weight, (hidden_size,); under tensor parallelism every rank has all of it."""
+        return local_part(self.weight)
+
+
+class HeadNorm(RMSNorm):
+    """`RMSNorm` of each head's queries or keys (QK-norm: Henry et al., 2020, arXiv:2010.04245; as in Qwen3)."""
+
+    def local_weight(self) -> Tensor:
+        """Return the weight, (head_dim,); under tensor parallelism its gradient is summed over the ranks' heads."""
+        return replicated_weight(self.weight)
+
 
 class Attention(nn.Module):
     """Causal self-attention with rotary positions and grouped-query heads."""
 
-    def __init__(self, hidden_size: int, num_heads: int, num_kv_heads: int, dropout: float = 0.0) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        dropout: float = 0.0,
+        *,
+        qk_norm_eps: float | None = None,
+    ) -> None:
         super().__init__()
         self.dropout = dropout
         self.head_dim = hidden_size // num_heads
@@ -58,6 +78,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(hidden_size, num_kv_heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(hidden_size, num_kv_heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+        self.q_norm = None if qk_norm_eps is None else HeadNorm(self.head_dim, qk_norm_eps)
+        self.k_norm = None if qk_norm_eps is None else HeadNorm(self.head_dim, qk_norm_eps)
 
     def forward(
         self,
@@ -81,6 +103,8 @@ class Attention(nn.Module):
             projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
         return rotate(query, cos, sin), rotate(key, cos, sin), value
 
     def attend(
@@ -148,10 +172,14 @@ class TransformerBlock(FSDPBlock):
         norm_eps: float,
         hidden_dropout: float = 0.0,
         attention_dropout: float = 0.0,
+        *,
+        qk_norm: bool = False,
     ) -> None:
         super().__init__()
         self.dropout = hidden_dropout
-        self.self_attn = Attention(hidden_size, num_heads, num_kv_heads, attention_dropout)
+        self.self_attn = Attention(
+            hidden_size, num_heads, num_kv_heads, attention_dropout, qk_norm_eps=norm_eps if qk_norm else None
+        )
         self.mlp = FeedForward(hidden_size, intermediate_size)
         self.input_layernorm = RMSNorm(hidden_size, norm_eps)
         self.post_attention_layernorm = RMSNorm(hidden_size, norm_eps)
@@ -255,6 +283,7 @@ class Transformer(nn.Module):
                 settings.norm_eps,
                 hidden_dropout,
                 attention_dropout,
+                qk_norm=settings.qk_norm,
             )
             for _ in range(settings.num_layers)
         )
@@ -348,7 +377,16 @@ class Transformer(nn.Module):
     def initial_weights(self) -> dict[str, Draw]:
         """Return the initialization by parameter name: norms are ones, matrices are as in `matrix_draws`."""
         norms = {f"{name}.weight": Constant(1.0) for name, m in self.named_modules() if isinstance(m, RMSNorm)}
-        return {**norms, **matrix_draws(self, std=self.init_std, embedding_std=self.embedding_init_std)}
+        return {**norms, **self.matrix_draws(self)}
+
+    def matrix_draws(self, part: nn.Module) -> dict[str, Draw]:
+        """Return the initialization of the matrices of this model, or of a part that contains its blocks."""
+        return matrix_draws(
+            part,
+            std=self.init_std,
+            embedding_std=self.embedding_init_std,
+            zero_outputs=self.settings.zero_init_outputs,
+        )
 
     def init_weights(self, seed: int | None = None) -> None:
         """Initialize all weights as defined by `initial_weights`; `seed` as for `draw_weights`."""
@@ -383,18 +421,23 @@ class Transformer(nn.Module):
         head_weights = [self.model.embed_tokens.weight] if self.lm_head is None else []
         return float(seq_len * (matmul_flops([*matrices, *head_weights]) + attention))
 
-    def hf_config(self) -> "LlamaConfig":
-        """Return the transformers config of this architecture; `export_state` returns the matching weights."""
-        from transformers import LlamaConfig
+    def hf_config(self) -> "LlamaConfig | Qwen3Config":
+        """Return the transformers config of this architecture; `export_state` returns the matching weights.
 
-        return LlamaConfig(
-            architectures=["LlamaForCausalLM"],
+        It is Llama's; with `qk_norm`, it is Qwen3's.
+        """
+        from transformers import LlamaConfig, Qwen3Config
+
+        kind, name = (Qwen3Config, "Qwen3ForCausalLM") if self.settings.qk_norm else (LlamaConfig, "LlamaForCausalLM")
+        return kind(
+            architectures=[name],
             vocab_size=self.model.embed_tokens.num_embeddings,
             hidden_size=self.model.embed_tokens.embedding_dim,
             intermediate_size=self.settings.intermediate_size,
             num_hidden_layers=len(self.model.layers),
             num_attention_heads=self.settings.num_heads,
             num_key_value_heads=self.settings.num_kv_heads,
+            head_dim=self.model.embed_tokens.embedding_dim // self.settings.num_heads,
             max_position_embeddings=self.max_seq_len,
             rope_parameters={"rope_type": "default", "rope_theta": self.settings.rope_theta},
             rms_norm_eps=self.settings.norm_eps,

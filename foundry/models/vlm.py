@@ -236,7 +236,7 @@ class PrefixVLM(Transformer):
         Norms are ones, the stem is as in `PictureStem`, and the rest as in `Transformer`.
         """
         norms = {f"{name}.weight": Constant(1.0) for name, m in self.named_modules() if isinstance(m, RMSNorm)}
-        decoder = matrix_draws(self.model, std=self.init_std, embedding_std=self.embedding_init_std)
+        decoder = self.matrix_draws(self.model)
         head = {} if self.lm_head is None else {"lm_head.weight": Normal(self.init_std)}
         stem = {f"stem.{name}": draw for name, draw in self.stem.initial_weights().items()}
         return {**norms, **{f"model.{name}": draw for name, draw in decoder.items()}, **head, **stem}

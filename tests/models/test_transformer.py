@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from foundry.config.schemas.model import Transformer as TransformerSettings
 from foundry.core.errors import ConfigError
@@ -24,6 +24,7 @@ VARIANTS = [
     {"num_kv_heads": 1, "tie_embeddings": True},
     {"rope_theta": 500.0},
     {"norm_eps": 0.1},
+    {"qk_norm": True, "num_kv_heads": 2, "norm_eps": 0.1},
 ]
 
 
@@ -33,7 +34,8 @@ def make(**changes):
 
 
 def as_llama(model):
-    llama = LlamaForCausalLM(model.hf_config())
+    """Return the exported model, of transformers' Llama class or, with `qk_norm`, of its Qwen3 class."""
+    llama = AutoModelForCausalLM.from_config(model.hf_config())
     missing, unexpected = llama.load_state_dict(model.export_state(model.state_dict()), strict=False)
     assert unexpected == []
     assert missing == ([] if model.lm_head is not None else ["lm_head.weight"])
@@ -57,6 +59,10 @@ def test_norm_eps_is_added_to_the_mean_square():
 @pytest.mark.parametrize("changes", VARIANTS, ids=str)
 def test_logits_loss_and_gradients_match_transformers_llama(changes):
     model, (tokens, targets) = make(**changes), batch()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:  # the initial ones would hide a norm that is applied to another tensor
+                parameter.uniform_(0.5, 1.5)
     llama = as_llama(model)
     assert llama.config.rope_parameters["rope_theta"] == changes.get("rope_theta", 1e4)
     output = model(tokens, targets, return_logits=True)
@@ -71,6 +77,15 @@ def test_logits_loss_and_gradients_match_transformers_llama(changes):
     their_gradients = {name: parameter.grad for name, parameter in llama.named_parameters()}
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, their_gradients[name], rtol=1e-4, atol=1e-6)
+
+
+def test_zero_outputs_make_the_initial_model_independent_of_its_blocks():
+    model, (tokens, _) = make(zero_init_outputs=True), batch()
+    expected = model.lm_head(model.model.norm(model.model.embed_tokens(tokens)))
+    torch.testing.assert_close(model(tokens, return_logits=True).logits, expected)
+    zeros = {name for name, parameter in model.named_parameters() if not parameter.any()}
+    outputs = ("self_attn.o_proj", "mlp.down_proj")
+    assert zeros == {f"model.layers.{index}.{name}.weight" for index in range(2) for name in outputs}
 
 
 @pytest.mark.parametrize("tied", [False, True])

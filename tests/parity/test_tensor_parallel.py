@@ -20,7 +20,12 @@ LAYOUTS = {
 VARIANTS = {
     "adamw": [],
     "muon": ["optimizer=muon", "hparams.lr=2e-3"],
-    "sgd": ["optimizer=sgd", "hparams.lr=0.1"],
+    "sgd, with norms of queries and keys": [
+        "optimizer=sgd",  # Adam's updates would hide a gradient that lacks the other ranks' part
+        "hparams.lr=0.1",
+        "model.qk_norm=true",
+        "model.zero_init_outputs=true",
+    ],
     "tied, averaged and recomputed": [
         "model.tie_embeddings=true",
         "hparams.ema_decay=0.9",

@@ -105,12 +105,14 @@ def test_vla_state_is_multiplied_by_its_scale():
     torch.testing.assert_close(ask(policy(state_scale=0.6).eval(), batch), expected)
 
 
-def test_vla_freezes_exactly_the_parameters_without_influence():
-    model, batch = policy(), microbatch()
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_vla_freezes_exactly_the_parameters_without_influence(qk_norm):
+    model, batch = policy(qk_norm=qk_norm), microbatch()
     ask(model, batch).square().sum().backward()
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     last = "backbone.model.layers.2"
     unread = ["self_attn.q_proj", "self_attn.o_proj", "post_attention_layernorm", *(f"mlp.{n}_proj" for n in GATES)]
+    unread += ["self_attn.q_norm"] * qk_norm
     assert frozen == {"backbone.model.norm.weight", *(f"{last}.{name}.weight" for name in unread)}
     grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert [name for name, grad in grads.items() if grad is None or not grad.abs().sum() > 0] == []

@@ -95,6 +95,16 @@ class Transformer(Model):
     rope_theta: float = setting(10000.0, "base of the rotary frequencies", gt=0)
     norm_eps: float = setting(1e-5, "added to the mean square in RMSNorm", gt=0)
     tie_embeddings: bool = setting(False, "share one matrix between the token embedding and the output head")
+    qk_norm: bool = setting(
+        False,
+        "RMSNorm with weights on the queries and keys of each head; exports become Qwen3 models instead of Llama",
+        since="0.1.0",
+    )
+    zero_init_outputs: bool = setting(
+        False,
+        "start with zero matrices where attention and feed-forward add to the residual stream, instead of init_std",
+        since="0.1.0",
+    )
     init_std: int | float | str = setting(
         0.02,
         f"standard deviation of initial weights: {_STD_RULES}",

@@ -77,9 +77,9 @@ class VLA(nn.Module):
         self.action_embedder = nn.Linear(settings.action_dim, hidden_size)
         self.positions = nn.Parameter(torch.zeros(self.num_tokens, hidden_size))
         self.timestep_embedder = TimestepEmbedder(hidden_size)
-        heads = backbone.settings.num_heads, backbone.settings.num_kv_heads
+        heads, qk_norm = (backbone.settings.num_heads, backbone.settings.num_kv_heads), backbone.settings.qk_norm
         self.blocks = nn.ModuleList(
-            ExpertBlock(hidden_size, settings.intermediate_size, *heads, backbone.settings.norm_eps)
+            ExpertBlock(hidden_size, settings.intermediate_size, *heads, backbone.settings.norm_eps, qk_norm=qk_norm)
             for _ in backbone.model.layers
         )
         self.norm = RMSNorm(hidden_size, backbone.settings.norm_eps)
@@ -199,4 +199,6 @@ class VLA(nn.Module):
 def _after_keys(backbone: PrefixVLM) -> tuple[nn.Module, ...]:
     """Return the layers of the last block that do not affect its keys and values."""
     last = cast(TransformerBlock, backbone.model.layers[-1])
-    return last.self_attn.q_proj, last.self_attn.o_proj, last.post_attention_layernorm, last.mlp
+    attention = last.self_attn
+    query_norm = () if attention.q_norm is None else (attention.q_norm,)
+    return attention.q_proj, *query_norm, attention.o_proj, last.post_attention_layernorm, last.mlp
