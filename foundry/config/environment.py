@@ -16,7 +16,7 @@ The first rule that matches applies:
 6. SageMaker started one process on this node: `SM_HOSTS` and `SM_CURRENT_HOST`. foundry starts the ranks.
 7. One process. That includes the batch script of `sbatch` and the shell of `salloc`: their environment contains
   `SLURM_NTASKS=4` (and, in a batch script, `SLURM_PROCID=0`), although the other three tasks do not exist. If the batch
-  script, the interactive step or the extern step has a step number, it is a reserved one.
+  script, the interactive step or the extern step has a step number, the number is reserved by Slurm.
 """
 
 import os

@@ -44,7 +44,7 @@ class Plot:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskEvaluation:
-    """An evaluation by `foundry.eval`, with options of its own.
+    """An evaluation by `foundry.eval`, with additional options.
 
     Attributes:
         measure: function of the run directory, the command's options, the overrides and `compose`, which composes

@@ -52,7 +52,7 @@ class GlobalOrder:
     def _permutation(self, epoch: int) -> NDArray[np.int64]:
         if epoch not in self._permutations:
             generator = np.random.Generator(np.random.Philox(key=int.from_bytes(self._digest(epoch, 16), "little")))
-            # Besides the new table, keep only the preceding epoch's: a window rarely covers more than two epochs.
+            # Keep only the tables of this and the preceding epoch: a window rarely covers more than two epochs.
             self._permutations = {e: p for e, p in self._permutations.items() if e == epoch - 1}
             self._permutations[epoch] = generator.permutation(self.num_samples)
         return self._permutations[epoch]

@@ -31,7 +31,7 @@ _GLANCE_SECONDS = 0.01  # per job: interval between reads of the jobs' status.js
 class JobQueue:
     """Jobs of a sweep that wait for a place, and jobs that their launcher runs.
 
-    Use it in a `with` block. Its end without an exception leaves no job running, except for jobs that were detached.
+    Use it in a `with` block. When the block ends normally, no job is running, except for jobs that were detached.
 
     After the first signal no further job starts, and the running jobs save and stop; a second Ctrl-C kills them. If the
     jobs continue without this process, Ctrl-C asks instead whether to cancel them.

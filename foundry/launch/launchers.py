@@ -147,7 +147,7 @@ class FrozenLauncher(Launcher):
         return self.start(jobs)
 
     def start(self, jobs: Sequence[ComposedJob]) -> list[JobReturn]:
-        """Run the jobs and return their results in order; a failed job does not end the others.
+        """Run the jobs and return their results in order; after a failed job the sweep continues.
 
         Raises:
             ConfigError: the machine or the cluster cannot run these jobs.

@@ -54,7 +54,7 @@ class Share:
 
 
 class LocalLauncher(FrozenLauncher):
-    """Launcher that runs `n_jobs` jobs at a time; a job that fails or dies does not affect the others."""
+    """Launcher that runs `n_jobs` jobs at a time; a job that fails or dies has no effect on other jobs."""
 
     poll_seconds = (0.2, 0.2)
 

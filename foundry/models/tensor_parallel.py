@@ -61,7 +61,7 @@ class VocabularyShard:
         """
         if not is_sharded(head):
             return head, None
-        assert head.device_mesh.ndim == 1, "what FSDP2 has divided it gathers before it is used"
+        assert head.device_mesh.ndim == 1, "FSDP2 gathers its shards before the head is used"
         local, group = head.to_local(), head.device_mesh.get_group()
         return local, cls(group, group.rank() * len(local), len(local))
 

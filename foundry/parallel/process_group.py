@@ -268,7 +268,7 @@ def _device(environment: LaunchEnvironment, device: torch.device) -> torch.devic
 
 
 def _own_key(num_processes: int) -> str:
-    """Return the name of the setting by which foundry started this number of processes on this node."""
+    """Return the name of the setting that made foundry start this number of processes on this node."""
     variables = ("PET_NPROC_PER_NODE", "SM_NUM_GPUS")
     return next((key for key in variables if os.environ.get(key) == str(num_processes)), "distributed.nproc_per_node")
 
@@ -303,7 +303,7 @@ def join_ranks(config: Distributed, environment: LaunchEnvironment, backend: str
         return
     store, method = _store(config, environment, timeout), config.init_method
     if method == "env://" and environment.launcher != "torchrun":
-        # Only torchrun sets MASTER_ADDR, RANK and WORLD_SIZE; others set variables with the same information.
+        # Only torchrun sets MASTER_ADDR, RANK and WORLD_SIZE; other launchers set different variables.
         method = f"tcp://{environment.master_addr}:{environment.master_port}"
     dist.init_process_group(
         backend,

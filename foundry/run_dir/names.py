@@ -68,7 +68,7 @@ TRIAL = "trial.json"
 """Trial of a search that this run executes; only if the search has a pruner."""
 
 RUNG = "rung.json"
-"""Rung of a search at which this run pauses; only in a search with successive halving."""
+"""Rung of a search where this run pauses; only in a search with successive halving."""
 
 MLFLOW = "mlflow.json"
 """Server, experiment and run id in MLflow, of a run or a sweep."""
@@ -116,4 +116,4 @@ STUDY = "optuna.jsonl"
 """Study of a search; in the sweep directory."""
 
 STUDY_LINK = "study.json"
-"""Shared study of a search, and the id under which the sweep directory takes part in it; in the sweep directory."""
+"""Shared study of a search, and the id of this sweep directory in the study; in the sweep directory."""

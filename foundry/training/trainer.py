@@ -83,7 +83,7 @@ class Trainer:
             3".
         profiler: records selected steps; None disables profiling.
         recompilations: warns of graphs that are compiled after the first steps.
-        pause: rung of a search at which the run pauses; None if it runs to its end.
+        pause: rung of a search where the run pauses; None if it runs to its end.
         check_first_step: called before this process takes its first step; leaves all state unchanged. None disables the
             check.
         check_run_dir: called before each write into the run directory; on rank 0, raises if the directory is lost.
@@ -218,8 +218,8 @@ class Trainer:
     def _save_pause(self, last: _Measurement) -> _Measurement:
         """Save the run at its rung; then evaluate it, unless the last step did.
 
-        An evaluation that is not due by the interval is no part of the run: the checkpoint is from before it, and it
-        updates neither the best evaluation nor the stop rules. So the run continues as if it had not paused.
+        An evaluation that is not due by the interval has no effect on the run: the checkpoint is saved before it, and
+        the best evaluation and the stop rules do not see it. So the run continues as if it had not paused.
         """
         self._save(last, wait=True)
         return last if last.metrics is not None else _Measurement(self._evaluate())

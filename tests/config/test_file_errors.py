@@ -109,7 +109,7 @@ hparams: {seed: x}
 
 
 def without_libyaml(line):
-    """Return a line with PyYAML's wording in place of that of libyaml, with which OmegaConf 2.4 reads files."""
+    """Replace the wording of libyaml, which OmegaConf 2.4 uses to read files, by that of PyYAML."""
     return line.replace("did not find expected", "expected")
 
 

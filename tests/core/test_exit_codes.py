@@ -20,7 +20,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "commands.md"
         (74, "yes"),
         (75, "yes"),
         (137, "yes"),
-        (139, "yes"),  # SIGSEGV, which has no row of its own
+        (139, "yes"),  # SIGSEGV, which is not in the table
         (130, "continues"),
         (143, "continues"),
         (-signal.SIGTERM, "continues"),  # a negative code, as subprocess reports a signal

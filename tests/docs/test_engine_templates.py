@@ -51,7 +51,7 @@ def test_skypilot_recovers_after_the_codes_that_are_worth_it():
 
 @pytest.fixture(scope="module")
 def python():
-    """A folder with programs whose first process starts as in a terminal; the others fork from a process."""
+    """Yield a folder of programs: the first process starts as in a terminal, later ones fork from a warm process."""
     with WarmPython() as programs:
         yield programs
 

@@ -1,4 +1,4 @@
-"""Runs with `checkpoint.mirror` resume on an empty machine, bit for bit, and refuse what is not theirs."""
+"""Runs with `checkpoint.mirror` resume on an empty machine, bit for bit, and refuse the mirrors of other runs."""
 
 import re
 import shutil
@@ -192,7 +192,7 @@ def test_store_that_cannot_be_used_is_refused_with_a_remedy(tmp_path, text, run_
         out, err = run_command(*words(f"'{url}'"), code=2)
         assert err.startswith("checkpoint.mirror: "), err
         assert expected in err, err
-        assert err.count("\n") <= 2  # the check of secrets has a line of its own
+        assert err.count("\n") <= 2  # the check of secrets adds a line
         assert "hunter2" not in out + err
         assert not (tmp_path / "run").exists()
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["thesis.txt"]

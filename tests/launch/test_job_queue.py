@@ -21,7 +21,7 @@ MASTER = {"hydra": {"sweep": {"dir": "s"}}}
 
 
 class Script(FrozenLauncher):
-    """A launcher without processes: each wait of the queue is a step, at which the next event of a script happens.
+    """A launcher without processes: each wait of the queue is a step, and triggers the next event of a script.
 
     Attributes:
         events: for each step the name of an event and the number of the job that it happens to.

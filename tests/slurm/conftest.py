@@ -56,7 +56,7 @@ PartitionName=urgent Nodes=n[1-2] MaxTime=60 State=UP PriorityTier=10 PreemptMod
 
 @pytest.fixture(scope="session")
 def slurm(tmp_path_factory, worker_id):
-    """Return environment variables with which `srun` reaches a running cluster."""
+    """Return the environment variables that `srun` needs to reach a running cluster."""
     for program in ("slurmctld", "slurmd", "srun"):
         if shutil.which(program) is None:
             pytest.skip(f"needs Slurm: {program} is not installed")

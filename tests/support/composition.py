@@ -39,5 +39,5 @@ def configure(*overrides: str) -> Config:
 
 
 def allowed_by_hydra():
-    """Context in which Hydra 1.4 instantiates foundry's sweepers and launchers, as during a command."""
+    """Return a context that lets Hydra 1.4 instantiate foundry's sweepers and launchers, as during a command."""
     return nullcontext() if IS_1_3 else hydra.utils.execution_whitelist(["foundry.*"])

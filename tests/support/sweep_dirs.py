@@ -41,7 +41,7 @@ class SweepDir:
         path.write_text(json.dumps(json.loads(path.read_text()) | {"pruned": "pruned: val_loss 9 at 25% of the run"}))
 
     def set_rung(self, run_dir, number):
-        """Set the rung at which a job pauses."""
+        """Set the rung where a job pauses."""
         Rung(number=number, at=f"{number} steps", metric="val_loss").save(run_dir)
 
     def add_interval(self, run_dir, *ends):

@@ -1,4 +1,4 @@
-"""Commands that share a study: each trial has one owner. Others replace it only if it is gone."""
+"""Commands that share a study: each trial has one owner, and is taken over only from an owner that is gone."""
 
 import threading
 

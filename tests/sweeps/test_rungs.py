@@ -138,7 +138,7 @@ def outcome(study):
 
 
 def check_promotions(trials, factor=3):
-    """Check that all trials have ended, the best of each rung continued, and the others were pruned."""
+    """Check that all trials have ended, that the best of each rung continued, and the values of pruned trials."""
     assert {trial.state for trial in trials} <= {TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL}
     for rung in (1, 2):
         reached = [trial for trial in trials if rung in trial.intermediate_values]

@@ -91,7 +91,7 @@ def test_resume_removes_records_of_steps_after_the_checkpoint(events):
 def test_resume_removes_a_line_longer_than_any_record_whole(events, monkeypatch):
     monkeypatch.setattr(metrics_file, "_LONGEST_LINE", 64)
     path = events.run_dir / "metrics.jsonl"
-    hidden = '{"step": 1, "loss": 2.0}'  # read as a line of its own, it would be a record
+    hidden = '{"step": 1, "loss": 2.0}'  # as a separate line it would be a record
     path.write_text('{"step": 1, "loss": 1.0}\n' + "x" * 64 + hidden + "\n" + '{"step": 2, "loss": 1.0}\n')
     MetricsFile(run_dir=events.run_dir).on_start(events.start(step=2))
     assert path.read_text() == '{"step": 1, "loss": 1.0}\n{"step": 2, "loss": 1.0}\n'

@@ -1,4 +1,4 @@
-"""A tiny task whose runs take milliseconds, with points where they can be killed."""
+"""A tiny task whose runs take milliseconds, with points for killing a run."""
 
 import os
 import signal

@@ -17,7 +17,7 @@ VARIABLE = re.compile(r"\$\{oc\.env:\s*([A-Za-z_]\w*)\s*(?:,\s*(?:null|''|\"\")?
 
 _ANY_VARIABLE = re.compile(r"\boc\.env:\s*([A-Za-z_]\w*)")
 _USER_FROM_VARIABLES = re.compile(r"(?<=://)[^/\s@:]*:?\*\*\*@")
-# Settings of hydra/launcher=kubernetes that name secrets of the cluster, and the form of such a name.
+# Settings of hydra/launcher=kubernetes that contain names of the cluster's secrets, and the pattern of these names.
 _NAMES_OF_SECRETS = ("hydra.launcher.secrets", "hydra.launcher.image_pull_secrets")
 _MANIFEST = "hydra.launcher.env."
 _SEPARATORS = re.compile(r"\w+:\s|[\s{}\[\],'\"]+")  # and the keys of a dictionary, in an override

@@ -114,7 +114,7 @@ class Kubernetes(Launcher):
         yield from self._check_placement()
 
     def _check_trainjob(self) -> Iterator[Violation]:
-        """Reject settings for which a TrainJob has no field."""
+        """Reject settings that have no field in a TrainJob."""
         for name, remedy in (
             ("backoff_limit", "set it in the runtime"),
             ("ttl_min", "delete ended jobs with kubectl"),

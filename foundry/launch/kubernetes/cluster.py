@@ -88,7 +88,7 @@ class Cluster:
         namespace = settings.namespace or by_name[name]["context"].get("namespace") or "default"
         try:
             options = client.Configuration()
-            options.retries = 0  # the queue of jobs repeats a request; urllib3 would log each of its own
+            options.retries = 0  # the queue of jobs repeats requests; urllib3 would log each of its retries
             return cls(config.new_client_from_config(file, name, client_configuration=options), namespace)
         except config.ConfigException as error:
             raise ConfigError(Violation(key, f"is {name}, which is invalid: {first_line(str(error))}")) from None

@@ -1,7 +1,7 @@
 """Manifests of a job: functions from settings to dictionaries, as `kubectl apply` takes them in YAML.
 
 References: Job and Service of Kubernetes (batch/v1, v1), TrainJob of Kubeflow Trainer (trainer.kubeflow.org/v1alpha1),
-and the label with which Kueue finds the jobs of a queue.
+and the label that assigns a job to a queue of Kueue.
 """
 
 import hashlib

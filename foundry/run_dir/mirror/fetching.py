@@ -41,12 +41,12 @@ def fetch_file(store: Store, part: Part, file: Path) -> None:
 
 
 def partial_folder(run_dir: Path, step: int) -> Path:
-    """Return the folder of a checkpoint that is being fetched, which a save would delete as unfinished."""
+    """Return the temporary folder of a checkpoint that is being fetched; a save would delete it as unfinished."""
     return run_dir / CHECKPOINTS / f".{step_name(step)}.partial"
 
 
 def begin_checkpoint(run_dir: Path, step: int) -> Path:
-    """Create the temporary folder of a checkpoint that is fetched, empty, and return it."""
+    """Create an empty temporary folder for a checkpoint, and return it."""
     folder = partial_folder(run_dir, step)
     make_folder(folder.parent, parents=True)
     shutil.rmtree(folder, ignore_errors=True)

@@ -15,13 +15,13 @@ from foundry.run_dir.mirror.store import MissingObjectError, Store, StoreError
 LEASE = "lease.json"
 HEARTBEAT_SECONDS = 10.0
 EXPIRY_SECONDS = 35.0
-"""A lease whose heartbeat stands still for longer belongs to a process that has ended."""
+"""Seconds without a change of the heartbeat after which the lease counts as abandoned."""
 
 _SURELY_OLD_SECONDS = 600.0
-"""No clocks of two machines differ by more."""
+"""Age of a heartbeat that proves, even if the clocks of two machines differ, that its process has ended."""
 
 _own_tokens = set[str]()
-"""Tokens of the leases that this process has."""
+"""Tokens of the leases that this process holds."""
 
 
 class LeaseHeldError(RuntimeError):

@@ -108,7 +108,7 @@ def read_snapshot(store: Store, name: str, run: str) -> Snapshot:
 
     Raises:
         MissingObjectError: it does not exist.
-        DamagedMirrorError: it is damaged, or of another run or step than its place says.
+        DamagedMirrorError: it is damaged, or belongs to another run or step.
         StoreError: it cannot be read.
     """
     try:

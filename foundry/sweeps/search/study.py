@@ -102,7 +102,7 @@ class SearchStudy:
         )
         study = cls(storage, name, commands)
         if study.facts is None:
-            is_old = bool(study.trials())  # of a version that recorded no facts
+            is_old = bool(study.trials())  # an earlier version, which recorded no facts, created it
             study._study.set_user_attr(_WAIT, Wait.batch.value if is_old else wait.value)
             study._study.set_user_attr(_SHARED, commands is not None)
             study._study.set_user_attr(_FACTS, dict(facts))  # last: a study without them is not complete
@@ -246,9 +246,9 @@ class SearchStudy:
                 self._storage.set_trial_intermediate_value(trial._trial_id, step, value)
 
     def _running(self, n_trials: int) -> list[FrozenTrial]:
-        """Return the running trials, without empty ones beyond `n_trials`, which simultaneous commands can add.
+        """Return the running trials, except trials beyond `n_trials` that have no values yet.
 
-        Only an extended search runs such trials.
+        Simultaneous commands can add these trials; they run only after the search is extended.
         """
         return [trial for trial in self.trials() if is_running(trial) and (trial.params or trial.number < n_trials)]
 
