@@ -77,9 +77,7 @@ def output_std(std: float, num_layers: int) -> float:
     return std / math.sqrt(2.0 * num_layers)
 
 
-def matrix_draws(
-    model: nn.Module, *, std: float, embedding_std: float, zero_outputs: bool = False
-) -> dict[str, Draw]:
+def matrix_draws(model: nn.Module, *, std: float, embedding_std: float, zero_outputs: bool = False) -> dict[str, Draw]:
     """Return the initialization of a transformer's weights by parameter name.
 
     All are normal with mean 0. The standard deviation of matrices is `std`, of matrices that add to the residual stream

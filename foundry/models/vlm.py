@@ -11,7 +11,6 @@ from foundry.config.configured import configured_by
 from foundry.config.schemas.model import PrefixVLM as PrefixVLMSettings
 from foundry.models.dropout import KeyedDropout
 from foundry.models.flops import matmul_flops
-from foundry.models.initialisation import matrix_draws
 from foundry.models.keyed_draws import Constant, Draw, Normal
 from foundry.models.kv_cache import KVCache
 from foundry.models.token_log_probs import Read, TokenLogProbs

@@ -120,7 +120,7 @@ def _open_database(url: str) -> "BaseStorage":
         except ImportError as error:
             name = getattr(error.__cause__, "name", None) or one_line(str(error))
             requirement = "'psycopg[binary]'" if name == "psycopg" else name
-            message = f"the URL needs the package {name}, which is not installed; pip install {requirement}"
+            message = f"the URL needs the package {name}, which is not installed: install {requirement} with pip"
             raise StorageError(message) from None
         except (SQLAlchemyError, RuntimeError, OSError) as error:
             if attempt == 2:  # two commands may create the tables at the same time

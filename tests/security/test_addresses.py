@@ -76,11 +76,11 @@ def test_setting_that_names_a_folder_refuses_an_address(name):
 
 
 OPTIONS = {
-    "eval run": lambda: evaluate(run=ADDRESS),
+    "eval run": lambda: evaluate(run=ADDRESS, out="out.json"),
     "eval out": lambda: evaluate(run="run", out=ADDRESS),
     "eval record": lambda: evaluate(run="run", record=ADDRESS),
     "eval against": lambda: evaluate(run="run", against=ADDRESS),
-    "sample run": lambda: sample(SampleOptions(run=ADDRESS)),
+    "sample run": lambda: sample(SampleOptions(run=ADDRESS, out="out.txt")),
     "sample out": lambda: sample(SampleOptions(run="run", out=ADDRESS)),
     "export run": lambda: export(ExportOptions(run=ADDRESS, out="new")),
     "export out": lambda: export(ExportOptions(run="run", out=ADDRESS)),
@@ -92,6 +92,10 @@ OPTIONS = {
 }
 
 
+IN_A_STORE = {"eval run", "sample run", "export run", "report dir", "diff run", "diff against"}
+"""Options that may be the URL of a run in a store."""
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 def test_command_refuses_an_address_for_a_path_and_makes_no_folder(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -99,7 +103,11 @@ def test_command_refuses_an_address_for_a_path_and_makes_no_folder(name, tmp_pat
     (tmp_path / "run" / STATISTICS).touch()  # makes it a policy run, which has the options record and against
     with pytest.raises(ConfigError) as refused:
         OPTIONS[name]()
-    assert str(refused.value) == f"{name.split()[1]}: is http://***@h/x, a URL; give a path on this machine"
+    key, is_path = name.split()[1], "is http://***@h/x, a URL; give a path on this machine"
+    is_store = (
+        "has a user name or password; leave them out, and set credentials in the environment (given: http://***@h/x)"
+    )
+    assert str(refused.value) == f"{key}: {is_store if name in IN_A_STORE else is_path}"
     assert PASSWORD not in "".join(capsys.readouterr())
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 

@@ -34,7 +34,7 @@ def test_one_of_several_simultaneous_claims_takes_over_a_trial(location):
     def claim(study):
         trial = study.trials()[number]
         start.wait()
-        if study.commands.claim(trial):
+        if study.commands.claim(trial, "gone"):
             winners.append(study.commands.me)
 
     threads = [threading.Thread(target=claim, args=(study,)) for study in studies]
@@ -56,13 +56,13 @@ def test_claim_against_a_former_owner_has_no_effect(monkeypatch):
 
     def create_later(*arguments):
         monkeypatch.setattr(storage, "create_new_trial", create)
-        assert c.commands.claim(trial)
+        assert c.commands.claim(trial, "a")
         return create(*arguments)
 
     monkeypatch.setattr(storage, "create_new_trial", create_later)
-    assert not b.commands.claim(trial)
+    assert not b.commands.claim(trial, "a")
     assert b.commands.owners([trial]) == {0: "c"}
-    assert b.commands.claim(trial)
+    assert b.commands.claim(trial, "c")
     assert c.commands.owners([trial]) == {0: "b"}
 
 

@@ -125,7 +125,10 @@ def test_search_of_a_version_without_the_setting_continues_in_batches(folder):
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("postgresql+psycopg2://host/db", "needs the package psycopg2, which is not installed; pip install psycopg2"),
+        (
+            "postgresql+psycopg2://host/db",
+            "needs the package psycopg2, which is not installed: install psycopg2 with pip",
+        ),
         ("nonsense://host/db", "is not valid for SQLAlchemy"),
         ("sqlite:////missing/study.db", "the database cannot be used: unable to open database file; start it"),
         ("/missing/study.jsonl", "but the folder /missing does not exist; create it"),

@@ -125,7 +125,7 @@ def test_run_that_pauses_is_under_the_schedule_of_its_whole_length(tmp_path):
 @pytest.mark.parametrize(
     ("at", "message"),
     [
-        ("12", "is 12 steps, but the run has only 12; a rung must be before its end"),
+        ("12", "is 12 steps, but the run has only 12; the first rung must be before its end"),
         ("1 run", "is 1 run, 12 steps, but the run has only 12"),
         ("3 samples", "is 3 samples, 0.38 of an optimizer step"),
         ("soon", "'soon' is not a duration"),

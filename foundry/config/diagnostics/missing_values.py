@@ -13,7 +13,7 @@ from foundry.config.composition.hydra_versions import is_refused, log_targets, r
 from foundry.config.diagnostics.expected_value import expected_kind
 from foundry.config.diagnostics.names import did_you_mean
 from foundry.config.diagnostics.other_frameworks import hint
-from foundry.config.schemas.launcher import is_known
+from foundry.config.schemas.launcher import is_known, is_own
 from foundry.config.schemas.root import Config
 from foundry.config.schemas.sweeper import SCHEMAS as SWEEPERS
 from foundry.core.errors import Violation, as_text, first_line
@@ -114,7 +114,8 @@ def check_hydra(composed: DictConfig) -> Iterator[Violation]:
             yield Violation(f"hydra.{name}", f"is {as_text(hydra[name])} but must be a mapping; {remedy}")
             continue
         target = None if is_open else _plain_text(hydra[name], "_target_")
-        if target is not None and not is_plugin(target):
+        has_own_check = name == "launcher" and is_own(hydra[name])
+        if target is not None and not is_plugin(target) and not has_own_check:
             message = f"is {target}, which is not a {name}; choose one with hydra/{name}=..."
             yield Violation(f"hydra.{name}._target_", message)
             continue

@@ -280,7 +280,7 @@ def is_known(node: DictConfig) -> bool:
 def is_own(node: DictConfig) -> bool:
     """Return True if the launcher is a user's own class, outside of Hydra's packages of plugins."""
     target = node._get_node("_target_")
-    return target is not None and not str(target._value()).startswith(("hydra_plugins.", "hydra._internal."))
+    return target is not None and not str(target._value()).startswith(("hydra_plugins.", "hydra."))
 
 
 def resolve_launcher(composed: DictConfig) -> Launcher | None:

@@ -82,9 +82,13 @@ class Commands:
                 owners[number] = claim.user_attrs[COMMAND]
         return owners
 
-    def claim(self, trial: FrozenTrial) -> bool:
-        """Take over a trial whose owner is gone; return whether this command owns it now."""
-        former = self.owners([trial])[trial.number]
+    def claim(self, trial: FrozenTrial, former: str) -> bool:
+        """Take over a trial from its owner, which is gone; return whether this command owns it now.
+
+        Args:
+            trial: the trial.
+            former: the owner that is gone. The claim has no effect if another command has claimed the trial since.
+        """
         attributes = {_TRIAL: trial.number, _FORMER: former, COMMAND: self.me}
         claim = optuna.trial.create_trial(state=TrialState.COMPLETE, value=0.0, user_attrs=attributes)
         self._storage.create_new_trial(self._id, claim)

@@ -148,7 +148,8 @@ class SearchStudy:
         numbers = [number for number, owner in owners.items() if owner == self.commands.me]
         gone = self.commands.gone(owners.values())
         for trial in trials:
-            if len(numbers) < limit and owners[trial.number] in gone and self.commands.claim(trial):
+            owner = owners[trial.number]
+            if len(numbers) < limit and owner in gone and self.commands.claim(trial, owner):
                 numbers.append(trial.number)
         return numbers[:limit]
 
