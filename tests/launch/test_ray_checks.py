@@ -47,9 +47,9 @@ def test_invalid_settings_are_refused(overrides, message):
 
 
 def test_environment_variables_of_jobs_can_refer_to_the_commands(monkeypatch):
-    monkeypatch.setenv("SOME_KEY", "hidden")
+    monkeypatch.setenv("SOME_KEY", "value-of-some-key")
     config = composed("+hydra.launcher.env_vars.KEY=${oc.env:SOME_KEY}")
-    assert resolve_launcher(config).env_vars == {"KEY": "hidden"}
+    assert resolve_launcher(config).env_vars == {"KEY": "value-of-some-key"}
 
 
 def test_missing_package_is_one_line_with_the_command_that_installs_it(monkeypatch):
