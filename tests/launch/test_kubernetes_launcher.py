@@ -1,6 +1,7 @@
 """Jobs on a stub of a cluster: checks before the start, names, attaching, `write`."""
 
 import copy
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -135,6 +136,14 @@ def test_missing_resource_is_reported_before_anything_is_started(started, cluste
         started(**settings)
     assert message in str(caught.value)
     assert cluster.created == []
+
+
+@pytest.mark.parametrize("folder", ["/dev/null/x", "/proc/x"])
+def test_folder_that_cannot_be_written_is_reported_in_one_line(started, folder):
+    with pytest.raises(ConfigError) as caught:  # noqa: PT012
+        launcher, jobs = started(write=folder)
+        launcher.start(jobs)
+    assert re.fullmatch(f"hydra.launcher.write: is {folder}.*; choose another", str(caught.value))
 
 
 @pytest.mark.parametrize(

@@ -260,8 +260,12 @@ def _check_paths(settings: Kubernetes, identity: Identity) -> Iterator[Violation
             message = "which is on no volume of the jobs; mount the claim that contains it, at the same path as here"
             yield Violation(key, f"is {real_path}, {message}: +hydra.launcher.volumes.CLAIM=PATH")
             return
-    if settings.write is not None and Path(settings.write).exists() and not Path(settings.write).is_dir():
-        yield Violation("hydra.launcher.write", f"is {settings.write}, which is not a folder; choose another")
+    if settings.write is not None:
+        folder = Path(settings.write).absolute()
+        nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+        if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
+            message = f"is {folder} but {nearest} is not a folder that you may write to; choose another"
+            yield Violation("hydra.launcher.write", message)
 
 
 def _find_unfinished(resources: Iterable[Manifest]) -> dict[str, Manifest]:
@@ -322,14 +326,19 @@ def _write(folder: Path, settings: Kubernetes, identity: Identity) -> None:
     """Write the manifests of a job to a file, unless the file is not foundry's.
 
     Raises:
-        ConfigError: another file has this name.
+        ConfigError: another file has this name, or the folder cannot be written.
     """
     path = folder / f"{resource_name(settings, identity)}.yaml"
     if os.path.lexists(path) and _read_run_dir(path) != str(identity.run_dir):
         message = f"is {folder}, which contains {path.name} of somebody else; choose another folder"
         raise ConfigError(Violation("hydra.launcher.write", message))
-    make_folder(folder, parents=True)
-    write_atomically(path, yaml.safe_dump_all(write_order(settings, identity), sort_keys=False, width=10**6))
+    text = yaml.safe_dump_all(write_order(settings, identity), sort_keys=False, width=10**6)
+    try:
+        make_folder(folder, parents=True)
+        write_atomically(path, text)
+    except OSError as error:
+        message = f"is {folder}, which cannot be written: {error.strerror or error}; choose another"
+        raise ConfigError(Violation("hydra.launcher.write", message)) from None
 
 
 def _read_run_dir(path: Path) -> str | None:
