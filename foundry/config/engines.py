@@ -22,6 +22,7 @@ from foundry.config.launch_variables import (
     check_range,
     integer,
     master,
+    read_port,
     require,
     variable_error,
 )
@@ -106,7 +107,7 @@ def kubeflow(variables: Mapping[str, str], list_gpus: Callable[[], Sequence[str]
     node = integer(variables, "PET_NODE_RANK", 0)
     check_range("PET_NODE_RANK", node, "nodes", num_nodes)
     address, port = master(variables, "127.0.0.1", DEFAULT_PORT)
-    address, port = variables.get("PET_MASTER_ADDR") or address, integer(variables, "PET_MASTER_PORT", port)
+    address, port = variables.get("PET_MASTER_ADDR") or address, read_port(variables, "PET_MASTER_PORT", port)
     return _node("kubeflow", node, num_nodes, per_node, address, port)
 
 

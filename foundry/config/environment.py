@@ -54,7 +54,7 @@ class Launch:
     """How the run will be started, as far as composition can know.
 
     Attributes:
-        environment: rank and sizes of this process by torchrun, submitit or Slurm; otherwise of a single process.
+        environment: rank and sizes of this process by its launcher; otherwise of a single process.
         tasks: number of processes that a sweep's launcher starts for each job.
         distributed: settings with the number of processes that the run itself starts.
     """
@@ -148,7 +148,7 @@ def _expand_host(part: str, nodelist: str) -> Iterator[str]:
         return
     for item in bracket[1].split(","):
         span = re.fullmatch(r"(\d+)(?:-(\d+))?", item)
-        if span is None:
+        if span is None or int(span[2] or span[1]) < int(span[1]):
             raise variable_error(
                 "SLURM_JOB_NODELIST", nodelist, f"has an invalid range {item!r}; a range is a number or like 001-004"
             )
@@ -172,6 +172,8 @@ def _torchrun(variables: Mapping[str, str]) -> LaunchEnvironment:
     # Without LOCAL_WORLD_SIZE, assume one process per node if the local rank is 0, since batch systems that export only
     # RANK, WORLD_SIZE and LOCAL_RANK start one per node; otherwise assume that all processes are on this node.
     local_world_size = integer(variables, "LOCAL_WORLD_SIZE", 1 if local_rank == 0 else world_size)
+    if world_size < 1:
+        raise variable_error("WORLD_SIZE", str(world_size), "must be at least 1: let the launcher set it")
     if not 0 < local_world_size <= world_size:
         message = f"must be between 1 and WORLD_SIZE={world_size}"
         raise variable_error("LOCAL_WORLD_SIZE", str(local_world_size), message)

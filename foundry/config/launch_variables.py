@@ -68,8 +68,24 @@ def integer(variables: Mapping[str, str], key: str, default: int | None = None) 
 
 
 def master(variables: Mapping[str, str], address: str, port: int) -> tuple[str, int]:
-    """Return MASTER_ADDR and MASTER_PORT, or the given defaults."""
-    return variables.get("MASTER_ADDR") or address, integer(variables, "MASTER_PORT", port)
+    """Return MASTER_ADDR and MASTER_PORT, or the given defaults.
+
+    Raises:
+        ConfigError: MASTER_PORT is not a port.
+    """
+    return variables.get("MASTER_ADDR") or address, read_port(variables, "MASTER_PORT", port)
+
+
+def read_port(variables: Mapping[str, str], key: str, default: int) -> int:
+    """Return an environment variable as a port; `default` if it is not set or empty.
+
+    Raises:
+        ConfigError: it is not an integer from 1 to 65535.
+    """
+    port = integer(variables, key, default)
+    if not 0 < port < 2**16:
+        raise variable_error(key, str(port), "is not a port, which is between 1 and 65535: unset it for the default")
+    return port
 
 
 def check_range(key: str, value: int, noun: str, size: int) -> None:

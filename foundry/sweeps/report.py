@@ -2,6 +2,7 @@
 
 import math
 import os
+import shlex
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -201,8 +202,9 @@ def summary(sweep: SweepReport) -> Iterator[Text]:
         yield Text(f"in Slurm: squeue --jobs={','.join(arrays)}")
     resources = [job.kubernetes_job for job in sweep.jobs if job.kubernetes_job]
     if resources:
-        names = " ".join(str(resource.get("job_id")) for resource in resources)
-        yield Text(one_line(f"in Kubernetes: kubectl get --namespace={resources[0].get('namespace')} {names}"))
+        names = [str(resource.get("job_id")) for resource in resources]
+        command = shlex.join(["kubectl", "get", f"--namespace={resources[0].get('namespace')}", *names])
+        yield Text(one_line(f"in Kubernetes: {command}"))
     best = sweep.best
     if best is None:
         yield Text(no_best_reason(sweep))

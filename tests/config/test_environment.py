@@ -222,6 +222,9 @@ def test_detect_reads_ranks_and_rendezvous_from_launcher_variables(environ, expe
         (TORCHRUN | {"WORLD_SIZE": "two"}, "WORLD_SIZE: 'two' is not an integer"),
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "16"}, "LOCAL_WORLD_SIZE: '16' must be between 1 and WORLD_SIZE=8"),
         (TORCHRUN | {"MASTER_PORT": "http"}, "MASTER_PORT: 'http' is not an integer"),
+        (TORCHRUN | {"MASTER_PORT": "0"}, "MASTER_PORT: '0' is not a port, which is between 1 and 65535: unset it"),
+        (TRAINJOB | {"PET_MASTER_PORT": "65536"}, "PET_MASTER_PORT: '65536' is not a port, which is between 1 and"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE: '0' must be at least 1: let the launcher set it"),
         (
             SUBMITIT_TASK | {"SUBMITIT_LOCAL_GLOBALID": "2"},
             "SUBMITIT_LOCAL_GLOBALID: '2' must be at least 0 and below 2, the number of processes",
@@ -262,6 +265,7 @@ def test_detect_reads_ranks_and_rendezvous_from_launcher_variables(environ, expe
         (SAGEMAKER | {"SM_CURRENT_HOST": "algo-3"}, "SM_CURRENT_HOST: 'algo-3' is not in SM_HOSTS="),
         (SAGEMAKER | {"SM_NUM_GPUS": "-1"}, "SM_NUM_GPUS: '-1' must be at least 0"),
         (STEP_TASK | {"SLURM_STEP_NODELIST": "n[1-"}, "SLURM_JOB_NODELIST: 'n[1-' is not a node list"),
+        (STEP_TASK | {"SLURM_STEP_NODELIST": "n[5-1]"}, "SLURM_JOB_NODELIST: 'n[5-1]' has an invalid range '5-1'; a"),
     ],
 )
 def test_contradictory_launcher_variables_are_reported(environ, message):

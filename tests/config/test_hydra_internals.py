@@ -1,7 +1,10 @@
 """Each access to private APIs of the installed Hydra behaves as foundry assumes."""
 
+import fractions
 import inspect
+import os
 import re
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -270,6 +273,26 @@ def test_instantiate_builds_nested_parts_of_any_package():
     assert versions.instantiate(OmegaConf.create(node))(now=1) == {"at": Path("a/b"), "now": 1}
     node = {"_target_": "builtins.dict", "net": {"_target_": "torch.nn.Identity"}}
     assert callable(versions.instantiate(OmegaConf.create(node))()["net"])
+
+
+RETURNED = {
+    "os.system": os.system,
+    "partial": partial(os.system, "true"),
+    "eval": eval,
+    "object of another package": fractions.Fraction.from_float,
+}
+
+
+def give(which):
+    return RETURNED[which]
+
+
+def test_part_returns_objects_of_any_package_but_no_dangerous_function():
+    part = versions.instantiate(OmegaConf.create({"_target_": f"{__name__}.give"}))
+    assert part(which="object of another package")(0.5) == fractions.Fraction(1, 2)
+    for name in ("os.system", "partial", "eval"):
+        with pytest.raises(InstantiationException):
+            part(which=name)
 
 
 def test_private_hydra_apis_are_used_in_three_modules_only():

@@ -1,8 +1,11 @@
 """Jobs on a stub of a cluster: checks before the start, names, attaching, `write`."""
 
 import copy
+import re
+import shlex
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -25,6 +28,8 @@ pytest.importorskip("kubernetes_validate", reason="checks manifests; pip install
 
 from support.kube_manifests import check_manifest
 from support.kube_server import KubeServer
+
+from foundry.launch.kubernetes import cluster as cluster_module
 
 SWEEP = [*TINY, "hydra/launcher=kubernetes", "hydra.launcher.image=foundry:1"]
 
@@ -49,16 +54,16 @@ def composed():
 def started(tmp_path, composed):
     """Return a launcher and two jobs with settings of the launcher, in a sweep directory on the volume `shared`."""
 
-    def start(**settings):
+    def start(*, sweep="s", subdir="", **settings):
         jobs = []
         for index in range(2):
             config = copy.deepcopy(composed)
             values = {"volumes": {"shared": str(tmp_path)}, **settings}
             changes = {f"hydra.launcher.{name}": value for name, value in values.items()}
-            changes |= {"hydra.sweep.dir": str(tmp_path / "s"), "hydra.sweep.subdir": str(index)}
+            changes |= {"hydra.sweep.dir": str(tmp_path / sweep), "hydra.sweep.subdir": f"{subdir}{index}"}
             for key, value in {**changes, "hydra.job.num": index, "hparams.seed": index}.items():
                 OmegaConf.update(config, key, value, force_add=True)
-            run_dir = tmp_path / "s" / str(index)
+            run_dir = tmp_path / sweep / f"{subdir}{index}"
             jobs.append(ComposedJob(index=index, overrides=(), label="", run_dir=run_dir, config=config))
         launcher = KubernetesLauncher(lambda run_dir: 0)
         launcher.setup(hydra_context=None, task_function=None, config=jobs[0].config)
@@ -100,8 +105,9 @@ def test_write_writes_valid_manifests_without_a_cluster(tmp_path, run_command, c
     assert cluster.requests == []
 
 
-def test_write_replaces_its_own_files_only(tmp_path, started):
-    launcher, jobs = started(write=str(tmp_path / "w"))
+@pytest.mark.parametrize("sweep", ["s", "lär: #1 'a'"])
+def test_write_replaces_its_own_files_only(tmp_path, started, sweep):
+    launcher, jobs = started(write=str(tmp_path / "w"), sweep=sweep)
     launcher.start(jobs)
     files = sorted((tmp_path / "w").iterdir())
     texts = [file.read_text() for file in files]
@@ -130,6 +136,23 @@ def test_missing_resource_is_reported_before_anything_is_started(started, cluste
         started(**settings)
     assert message in str(caught.value)
     assert cluster.created == []
+
+
+@pytest.mark.parametrize("folder", ["/dev/null/x", "/proc/x"])
+def test_folder_that_cannot_be_written_is_reported_in_one_line(started, folder):
+    with pytest.raises(ConfigError) as caught:  # noqa: PT012
+        launcher, jobs = started(write=folder)
+        launcher.start(jobs)
+    assert re.fullmatch(f"hydra.launcher.write: is {folder}.*; choose another", str(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("sweep", "subdir", "key"), [("../s", "", "dir"), ("s", "../../", "subdir"), ("s", "/elsewhere/", "subdir")]
+)
+def test_directory_outside_of_all_volumes_is_refused(started, cluster, sweep, subdir, key):
+    with pytest.raises(ConfigError, match=f"hydra.sweep.{key}: is /.*, which is on no volume of the jobs; mount the"):
+        started(sweep=sweep, subdir=subdir)
+    assert cluster.requests == []
 
 
 @pytest.mark.parametrize(
@@ -202,10 +225,35 @@ def test_name_of_somebody_else_is_an_error(tmp_path, started, submitted, cluster
     assert cluster.created == []
 
 
-def test_ended_job_is_submitted_again_under_another_name(submitted, cluster):
+def test_error_at_a_later_job_names_the_jobs_that_were_submitted(tmp_path, started, cluster, capsys):
+    launcher, jobs = started(kind="job", nodes=2, write=str(tmp_path / "w"))
+    launcher.start(jobs)
+    cluster.add("", "services", name := next((tmp_path / "w").glob("*-1-*.yaml")).stem)
+    launcher, jobs = started(kind="job", nodes=2)
+    with pytest.raises(ConfigError, match=f"gives a job the name of {name}"):
+        launcher.submit(jobs)
+    assert [path.rpartition("/")[2] for path in cluster.created] == ["services", "jobs"]
+    (first,) = names_of(cluster)
+    line = f"1 job submitted before the error will run; to cancel: kubectl delete --namespace=team job/{first}"
+    assert line in capsys.readouterr().out
+
+
+def test_printed_command_quotes_the_context(submitted, cluster, capsys):
+    content = yaml.safe_load(cluster.kubeconfig.read_text())
+    content["contexts"][0]["name"] = content["current-context"] = name = "my cluster; reboot"
+    cluster.kubeconfig.write_text(yaml.safe_dump(content))
+    submitted(context=name)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("to cancel them: ")]
+    assert shlex.split(line)[3:7] == ["kubectl", "delete", f"--context={name}", "--namespace=team"]
+
+
+@pytest.mark.parametrize("config_hash", [None, "of a sweep that was deleted"])
+def test_ended_job_is_submitted_again_under_another_name(submitted, cluster, config_hash):
     submitted(kind="job")
     first = cluster.jobs()[0]
     first["status"] = {"conditions": [{"type": "Failed", "status": "True", "reason": "BackoffLimitExceeded"}]}
+    if config_hash is not None:
+        first["metadata"]["annotations"]["foundry/config-hash"] = config_hash
     submitted(kind="job")
     assert len(names_of(cluster)) == 3
     assert f"{first['metadata']['name']}-2" in names_of(cluster)
@@ -226,6 +274,20 @@ def test_interrupted_requests_of_a_watch_do_not_end_it(submitted, cluster):
         with pytest.raises(Unreachable):
             launcher.poll(ids.values())
     assert {state.phase for state in launcher.poll(ids.values()).values()} == {Phase.WAITING}
+
+
+def test_page_of_a_proxy_in_place_of_an_answer_does_not_end_a_watch(submitted, cluster, monkeypatch):
+    launcher, jobs = submitted(kind="job")
+    ids = launcher.attach(jobs)
+    page = SimpleNamespace(data=b"<html>log in</html>")
+    monkeypatch.setattr(launcher._connected._core, "list_namespaced_pod", lambda *_, **__: page)
+    with pytest.raises(Unreachable, match="the answer is not JSON"):
+        launcher.poll(ids.values())
+
+
+def test_client_in_a_pod_leaves_repetitions_to_the_queue_of_jobs(monkeypatch):
+    monkeypatch.setattr(cluster_module.config, "load_incluster_config", lambda client_configuration: None)
+    assert cluster_module._in_pod().configuration.retries == 0
 
 
 def test_cancel_deletes_jobs_in_the_foreground_and_kill_their_pods(submitted, cluster):

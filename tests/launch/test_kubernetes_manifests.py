@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
 from support.kube_manifests import InvalidManifest, check_manifest
+from support.kube_pods import expanded
 
 from foundry.config.schemas.kubernetes import Kind, Kubernetes
 from foundry.core.exit_codes import Retry, retry
@@ -100,6 +101,7 @@ def test_both_kinds_request_the_same_resources_and_placement():
     assert trainer["command"][:4] == ["sh", "-c", 'cd "$0" && exec "$@"', "/code dir"]
     variables = {item["name"]: item.get("value") or item["valueFrom"] for item in container(job)["env"]}
     assert [item for item in container(job)["env"] if not item["name"].startswith("PET_")] == trainer["env"]
+    assert variables["FOUNDRY_ATTEMPT"]["fieldRef"]["fieldPath"].endswith("/controller-uid']")
     assert variables["WANDB_API_KEY"] == {"secretKeyRef": {"name": "wandb", "key": "key"}}
     assert (variables["HF_HOME"], variables["OMP_NUM_THREADS"]) == ("/data/hf", "12")
     assert variables["PET_MASTER_ADDR"] == f"{job['metadata']['name']}-0.{pod['subdomain']}"
@@ -118,6 +120,40 @@ def test_both_kinds_request_the_same_resources_and_placement():
         assert manifest["metadata"]["annotations"]["foundry/run-dir"] == "/data/s/0"
     assert (spec["backoffLimit"], spec["ttlSecondsAfterFinished"]) == (2, 300)
     assert container(job)["envFrom"] == [{"secretRef": {"name": "all"}}]
+
+
+HOSTILE = st.text("aü'\"`$(){}: #%&*-\n", min_size=1, max_size=20) | st.sampled_from(["$(HOME)", "$$(A)", "$$", "no"])
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+@given(folder=HOSTILE, workdir=HOSTILE, value=HOSTILE)
+@settings(max_examples=examples(100), deadline=None)
+def test_texts_reach_the_process_unchanged(kind, folder, workdir, value):
+    """Neither YAML, nor Kubernetes, which inserts variables, nor the shell that changes the folder interprets them."""
+    identity = Identity(sweep_dir=Path("/s"), run_dir=Path("/s", folder), index=0, config_hash="")
+    manifests = write_order(launcher(kind=kind, workdir=f"/{workdir}", env={"A": value, "B": value}), identity)
+    (job,) = yaml.safe_load_all(yaml.safe_dump_all(manifests))
+    content = job["spec"]["trainer"] if kind is Kind.trainjob else container(job)
+    texts = {item["name"]: item["value"] for item in content["env"] if item["name"] in "AB"}
+    assert [expanded(text, {"HOME": "/root", "A": "a"}) for text in texts.values()] == [value, value]
+    command = [expanded(word, {"HOME": "/root", "A": "a"}) for word in content["command"]]
+    words = ["python", "-m", "foundry.sweeps.worker", str(identity.run_dir), "trust=true"]
+    assert command == ["sh", "-c", 'cd "$0" && exec "$@"', f"/{workdir}", *words]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"env": {"PET_NNODES": "2"}}, "hydra.launcher.env.PET_NNODES: is set, but the launcher sets it; remove it"),
+        ({"secrets": {"FOUNDRY_ATTEMPT": "a/b"}}, "secrets.FOUNDRY_ATTEMPT: is set, but the launcher sets it; remove"),
+        ({"env": {"GRÖSSE": "2"}}, "hydra.launcher.env: has 'GRÖSSE', which is not the name of a variable"),
+        ({"labels": {"team": "grün1"}}, "hydra.launcher.labels: has team=grün1, which is not a label in Kubernetes"),
+        ({"secrets": {"A": "wandb/schlüssel"}}, "hydra.launcher.secrets.A: is not of the form SECRET/KEY"),
+    ],
+)
+def test_settings_that_kubernetes_would_refuse_are_reported(values, message):
+    (violation,) = launcher(**values).check(1)
+    assert message in str(violation)
 
 
 def test_every_setting_of_the_schema_changes_the_manifests():

@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -14,7 +15,17 @@ from contextlib import suppress
 from pathlib import Path
 
 INDEX = "batch.kubernetes.io/job-completion-index"
+UID = "metadata.labels['batch.kubernetes.io/controller-uid']"
 MASTER_PORT = "29500"
+
+
+def expanded(text, variables):
+    """Return the text of a command or variable with the values of `$(NAME)`, as Kubernetes passes it to a container."""
+    return re.sub(
+        r"\$\$|\$\(([^)]*)\)",
+        lambda found: "$" if found[1] is None else variables.get(found[1], found[0]),
+        text,
+    )
 
 
 class Pod:
@@ -33,7 +44,7 @@ class Pod:
         self.environment = job.environment(index)
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
-                job.command,
+                [expanded(word, self.environment) for word in job.command],
                 cwd=job.folder,
                 env=self.environment,
                 stdout=output,
@@ -109,7 +120,9 @@ class JobController(threading.Thread):
         for source in self.container.get("envFrom", []):
             variables |= self.cluster.secrets[source["secretRef"]["name"]]
         for item in self.container.get("env", []):
-            variables[item["name"]] = item["value"] if "value" in item else self._referred(item["valueFrom"], index)
+            is_text = "value" in item
+            text = expanded(item["value"], variables) if is_text else self._referred(item["valueFrom"], index)
+            variables[item["name"]] = text
         if self.is_trainjob:  # as pkg/runtime/framework/plugins/torch in the repository of the trainer
             variables |= {
                 "PET_NNODES": str(self.num_nodes),
@@ -127,8 +140,8 @@ class JobController(threading.Thread):
 
     def _referred(self, source, index):
         if "fieldRef" in source:
-            assert source["fieldRef"]["fieldPath"] == f"metadata.annotations['{INDEX}']"
-            return str(index)
+            values = {f"metadata.annotations['{INDEX}']": str(index), UID: self.manifest["metadata"]["uid"]}
+            return values[source["fieldRef"]["fieldPath"]]
         reference = source["secretKeyRef"]
         return self.cluster.secrets[reference["name"]][reference["key"]]
 

@@ -9,12 +9,13 @@ from typing import Any, ClassVar
 from foundry.config.schemas.launcher_base import PLUGINS, Launcher
 from foundry.config.setting import check_unused, setting
 from foundry.core.errors import Violation, as_text
+from foundry.run_dir.attempt import ATTEMPT
 
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
-_VARIABLE = re.compile(r"[A-Za-z_]\w*")
-_LABEL = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?")
-_LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?)?")
-_SECRET_KEY = re.compile(r"(?P<secret>[a-z0-9]([-a-z0-9.]*[a-z0-9])?)/(?P<key>[-\w.]+)")
+_VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+_LABEL = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?", re.ASCII)
+_LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?)?", re.ASCII)
+_SECRET_KEY = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[-\w.]+", re.ASCII)
 _TOLERATION = {"key", "operator", "value", "effect", "tolerationSeconds"}
 _KEY = "hydra.launcher"
 
@@ -147,7 +148,7 @@ class Kubernetes(Launcher):
             for variable in getattr(self, name):
                 if not _VARIABLE.fullmatch(variable):
                     yield Violation(f"{_KEY}.{name}", f"has {variable!r}, which is not the name of a variable")
-                elif variable.startswith("PET_"):
+                elif variable.startswith("PET_") or variable == ATTEMPT:
                     yield Violation(f"{_KEY}.{name}.{variable}", "is set, but the launcher sets it; remove it")
         for variable in sorted(self.env.keys() & self.secrets.keys()):
             yield Violation(f"{_KEY}.secrets.{variable}", "is set together with env; choose one of them")

@@ -87,9 +87,7 @@ class Cluster:
             raise ConfigError(Violation(key, f"{message}; contexts: {', '.join(by_name)}"))
         namespace = settings.namespace or by_name[name]["context"].get("namespace") or "default"
         try:
-            options = client.Configuration()
-            options.retries = 0  # the queue of jobs repeats requests; urllib3 would log each of its retries
-            return cls(config.new_client_from_config(file, name, client_configuration=options), namespace)
+            return cls(config.new_client_from_config(file, name, client_configuration=_client_options()), namespace)
         except config.ConfigException as error:
             raise ConfigError(Violation(key, f"is {name}, which is invalid: {first_line(str(error))}")) from None
 
@@ -231,11 +229,18 @@ class Cluster:
 
 def _in_pod() -> Any:
     """Return a client with the service account of this pod; None outside of a pod."""
+    options = _client_options()
     try:
-        config.load_incluster_config()
+        config.load_incluster_config(client_configuration=options)
     except config.ConfigException:
         return None
-    return client.ApiClient()
+    return client.ApiClient(options)
+
+
+def _client_options() -> Any:
+    options = client.Configuration()
+    options.retries = 0  # the queue of jobs repeats requests; urllib3 would log each of its retries
+    return options
 
 
 def _namespace_of_pod() -> str:
@@ -246,7 +251,7 @@ def _request(function: Callable[..., Any], *arguments: Any, **options: Any) -> M
     """Return the answer to a request as a dictionary; the models of the package are not used."""
     with _translated():
         answer = function(*arguments, _preload_content=False, _request_timeout=_TIMEOUT_SECONDS, **options)
-    content: Manifest = json.loads(answer.data)
+        content: Manifest = json.loads(answer.data)
     return content
 
 
@@ -257,9 +262,11 @@ def _translated() -> Iterator[None]:
         yield
     except client.ApiException as error:
         message = _describe(error)
-        if error.status is None or error.status >= _SERVER_ERROR or error.status == _TOO_MANY:
+        if not error.status or error.status >= _SERVER_ERROR or error.status == _TOO_MANY:
             raise Unreachable(message) from None
         raise Refused(error.status, message) from None
+    except json.JSONDecodeError:
+        raise Unreachable("the answer is not JSON, as from a proxy's login page") from None
     except (urllib3.exceptions.HTTPError, OSError) as error:
         raise Unreachable(first_line(str(getattr(error, "reason", error)))) from None
 
@@ -269,7 +276,7 @@ def _describe(error: Any) -> str:
     try:
         return first_line(json.loads(error.body)["message"])
     except (TypeError, ValueError, KeyError):
-        return f"HTTP {error.status} {error.reason}"
+        return first_line(f"HTTP {error.status} {error.reason}")
 
 
 def _exists(read: Callable[..., Any], *arguments: Any) -> bool:

@@ -6,10 +6,12 @@ from its run directory, which is on a volume that the pods share with this machi
 """
 
 import json
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
+from shlex import join, quote
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -39,7 +41,7 @@ from foundry.launch.kubernetes.manifests import (
 from foundry.launch.kubernetes.states import choose_pod, has_ended, job_state
 from foundry.launch.launchers import FrozenLauncher
 from foundry.launch.ledger import say
-from foundry.run_dir.files import make_folder, write_atomically
+from foundry.run_dir.files import make_folder, read_text, write_atomically
 from foundry.run_dir.names import KUBERNETES
 
 if TYPE_CHECKING:
@@ -75,10 +77,11 @@ class KubernetesLauncher(FrozenLauncher):
             settings = _resolve_settings(config)
             if settings in self._checked_settings:
                 continue
-            if violations := list(self._check_settings(settings)):
+            identity = _identity(config)
+            if violations := list(_check_paths(settings, identity)):
                 raise ConfigError(violations)
             if settings.write is None:
-                self._check_cluster(settings, _identity(config))
+                self._check_cluster(settings, identity)
             self._checked_settings.append(settings)
 
     def start(self, jobs: Sequence[ComposedJob]) -> list[JobReturn]:
@@ -95,7 +98,8 @@ class KubernetesLauncher(FrozenLauncher):
             self.prepare(job)
             _write(folder, _resolve_settings(job.config), _identity(job.config))
         self.detached = True
-        say(f"{counted(len(jobs), 'job')} written to {folder}; to submit them: kubectl apply --filename={folder}")
+        command = f"kubectl apply --filename={quote(str(folder))}"
+        say(f"{counted(len(jobs), 'job')} written to {folder}; to submit them: {command}")
         return [job.result(detached=True) for job in jobs]
 
     def submit(self, jobs: Sequence[ComposedJob]) -> dict[int, str]:
@@ -105,15 +109,17 @@ class KubernetesLauncher(FrozenLauncher):
             ConfigError: the cluster refuses a job, or its name belongs to somebody else's resource.
             Unreachable: the cluster does not respond; jobs that were created are found by `attach`.
         """
-        attempts = defaultdict[str, int](int)
-        for resource in self._resources():
-            annotations = resource["metadata"].get("annotations") or {}
-            run_dir, attempt = annotations.get(RUN_DIR, ""), annotations.get(ATTEMPT, "")
-            attempts[run_dir] = max(attempts[run_dir], int(attempt) if attempt.isdigit() else 0)
-        return {
-            job.index: self._record(job.run_dir, self._create(job.config, attempts[str(job.run_dir)] + 1))
-            for job in jobs
-        }
+        attempts, ids = _count_attempts(self._resources()), dict[int, str]()
+        try:
+            for job in jobs:
+                resource = self._create(job.config, attempts[str(job.run_dir)] + 1)
+                ids[job.index] = self._record(job.run_dir, resource)
+        except ConfigError:
+            if ids:
+                jobs_before = f"{counted(len(ids), 'job')} submitted before the error"
+                say(f"{jobs_before} will run; to cancel: {self.cancel_command(ids.values())}")
+            raise
+        return ids
 
     def attach(self, jobs: Sequence[ComposedJob]) -> dict[int, str]:
         """Return, by job index, the ids of jobs in the cluster that have not ended.
@@ -121,11 +127,7 @@ class KubernetesLauncher(FrozenLauncher):
         Raises:
             ConfigError: the cluster runs a job with another configuration in the same run directory.
         """
-        by_run_dir = dict[str | None, dict[str, Any]]()
-        for resource in self._resources():
-            if not has_ended(resource):
-                by_run_dir[(resource["metadata"].get("annotations") or {}).get(RUN_DIR)] = resource
-        ids = {}
+        by_run_dir, ids = _find_unfinished(self._resources()), dict[int, str]()
         for job in jobs:
             if (present := by_run_dir.get(str(job.run_dir))) is not None:
                 _check_own(present, _identity(job.config))
@@ -155,8 +157,8 @@ class KubernetesLauncher(FrozenLauncher):
 
     def cancel_command(self, ids: Iterable[str]) -> str:
         """Return the `kubectl delete` command for jobs."""
-        context = f" --context={self.settings.context}" if self.settings.context else ""
-        return f"kubectl delete{context} --namespace={self._cluster().namespace} {' '.join(ids)}"
+        context = [f"--context={self.settings.context}"] if self.settings.context else []
+        return join(["kubectl", "delete", *context, f"--namespace={self._cluster().namespace}", *ids])
 
     def _cluster(self) -> "Cluster":
         """Return the cluster; the first call connects to it.
@@ -176,15 +178,6 @@ class KubernetesLauncher(FrozenLauncher):
             self._connected = Cluster.connect(self.settings)
         return self._connected
 
-    def _check_settings(self, settings: Kubernetes) -> Iterator[Violation]:
-        """Check the settings of a job that depend on the sweep, without a request."""
-        sweep_dir = Path(self.sweep_dir).absolute()
-        if not any(sweep_dir.is_relative_to(path) for path in settings.volumes.values()):
-            message = "which is on no volume of the jobs; mount the claim that contains it, at the same path as here"
-            yield Violation("hydra.sweep.dir", f"is {sweep_dir}, {message}: +hydra.launcher.volumes.CLAIM=PATH")
-        if settings.write is not None and Path(settings.write).exists() and not Path(settings.write).is_dir():
-            yield Violation("hydra.launcher.write", f"is {settings.write}, which is not a folder; choose another")
-
     def _check_cluster(self, settings: Kubernetes, identity: Identity) -> None:
         """Let the cluster check the manifests of a job, after a check of the resources that they refer to.
 
@@ -195,9 +188,11 @@ class KubernetesLauncher(FrozenLauncher):
         try:
             if violations := list(cluster.check_references(settings)):
                 raise ConfigError(violations)
-            for manifest in write_order(settings, identity):
+            resources, run_dir = self._resources(), str(identity.run_dir)
+            if (present := _find_unfinished(resources).get(run_dir)) is not None:
+                _check_own(present, identity)
+            for manifest in write_order(settings, identity, _count_attempts(resources)[run_dir] + 1):
                 _check_own(cluster.create(manifest, dry_run=True), identity)
-            self._resources()
             self._pods()
         except Unreachable as error:
             message = f"is kubernetes but the cluster does not respond: {first_line(str(error))}"
@@ -206,10 +201,11 @@ class KubernetesLauncher(FrozenLauncher):
     def _create(self, config: DictConfig, attempt: int) -> Manifest:
         """Create the resources of a job, and return the Job or TrainJob."""
         cluster, identity = self._cluster(), _identity(config)
-        manifests = write_order(_resolve_settings(config), identity, attempt)
-        *services, job = [_create_patiently(cluster, manifest) for manifest in manifests]
-        for resource in (*services, job):
-            _check_own(resource, identity)
+        resources = list[Manifest]()
+        for manifest in write_order(_resolve_settings(config), identity, attempt):
+            resources.append(_create_patiently(cluster, manifest))
+            _check_own(resources[-1], identity)
+        *services, job = resources
         for service in services:
             cluster.own_service(service, job)
         return job
@@ -255,6 +251,42 @@ def _identity(config: DictConfig) -> Identity:
     return Identity(sweep_dir=sweep_dir, run_dir=run_dir, index=int(config.hydra.job.num), config_hash=config_hash)
 
 
+def _check_paths(settings: Kubernetes, identity: Identity) -> Iterator[Violation]:
+    """Check that the directories of the sweep and of a job are on a volume, and that manifests can be written."""
+    for key, path in (("hydra.sweep.dir", identity.sweep_dir), ("hydra.sweep.subdir", identity.run_dir)):
+        real_path = Path(os.path.abspath(path))  # noqa: PTH100 # without `..`, but with symlinks
+        volumes = settings.volumes.values()
+        if not any(path.is_relative_to(volume) and real_path.is_relative_to(volume) for volume in volumes):
+            message = "which is on no volume of the jobs; mount the claim that contains it, at the same path as here"
+            yield Violation(key, f"is {real_path}, {message}: +hydra.launcher.volumes.CLAIM=PATH")
+            return
+    if settings.write is not None:
+        folder = Path(settings.write).absolute()
+        nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+        if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
+            message = f"is {folder} but {nearest} is not a folder that you may write to; choose another"
+            yield Violation("hydra.launcher.write", message)
+
+
+def _find_unfinished(resources: Iterable[Manifest]) -> dict[str, Manifest]:
+    """Return the jobs that have not ended, by run directory."""
+    return {_annotations(resource).get(RUN_DIR, ""): resource for resource in resources if not has_ended(resource)}
+
+
+def _count_attempts(resources: Iterable[Manifest]) -> defaultdict[str, int]:
+    """Return the highest number of a submission that the cluster still has, by run directory; 0 without one."""
+    attempts = defaultdict[str, int](int)
+    for resource in resources:
+        annotations = _annotations(resource)
+        run_dir, attempt = annotations.get(RUN_DIR, ""), annotations.get(ATTEMPT, "")
+        attempts[run_dir] = max(attempts[run_dir], int(attempt) if attempt.isdecimal() else 0)
+    return attempts
+
+
+def _annotations(resource: Manifest) -> dict[str, str]:
+    return resource["metadata"].get("annotations") or {}
+
+
 def _create_patiently(cluster: "Cluster", manifest: Manifest) -> Manifest:
     """Create a resource, and repeat the request if there is no answer; return the resource.
 
@@ -279,8 +311,7 @@ def _check_own(resource: Manifest, identity: Identity) -> None:
     Raises:
         ConfigError: it belongs to somebody else, or runs another configuration of the job.
     """
-    metadata = resource["metadata"]
-    annotations, name = metadata.get("annotations") or {}, metadata["name"]
+    annotations, name = _annotations(resource), resource["metadata"]["name"]
     if annotations.get(RUN_DIR) != str(identity.run_dir):
         message = f"gives a job the name of {name}, which somebody else created; choose another"
         raise ConfigError(Violation("hydra.launcher.name", message))
@@ -295,11 +326,25 @@ def _write(folder: Path, settings: Kubernetes, identity: Identity) -> None:
     """Write the manifests of a job to a file, unless the file is not foundry's.
 
     Raises:
-        ConfigError: another file has this name.
+        ConfigError: another file has this name, or the folder cannot be written.
     """
     path = folder / f"{resource_name(settings, identity)}.yaml"
-    if path.exists() and f"{RUN_DIR}: {identity.run_dir}" not in path.read_text(encoding="utf-8", errors="replace"):
+    if os.path.lexists(path) and _read_run_dir(path) != str(identity.run_dir):
         message = f"is {folder}, which contains {path.name} of somebody else; choose another folder"
         raise ConfigError(Violation("hydra.launcher.write", message))
-    make_folder(folder, parents=True)
-    write_atomically(path, yaml.safe_dump_all(write_order(settings, identity), sort_keys=False, width=10**6))
+    text = yaml.safe_dump_all(write_order(settings, identity), sort_keys=False, width=10**6)
+    try:
+        make_folder(folder, parents=True)
+        write_atomically(path, text)
+    except OSError as error:
+        message = f"is {folder}, which cannot be written: {error.strerror or error}; choose another"
+        raise ConfigError(Violation("hydra.launcher.write", message)) from None
+
+
+def _read_run_dir(path: Path) -> str | None:
+    """Return the run directory of the manifests in a file; None if they are not foundry's."""
+    try:
+        manifests = list(yaml.safe_load_all(read_text(path)))
+        return str(manifests[-1]["metadata"]["annotations"][RUN_DIR])
+    except (OSError, ValueError, yaml.YAMLError, LookupError, TypeError):
+        return None

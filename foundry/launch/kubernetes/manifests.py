@@ -12,6 +12,7 @@ from typing import Any
 
 from foundry.config.schemas.kubernetes import Kind, Kubernetes, RuntimeKind, secret_reference
 from foundry.core.exit_codes import Retry, codes
+from foundry.run_dir.attempt import ATTEMPT as ATTEMPT_VARIABLE
 
 Manifest = dict[str, Any]
 
@@ -27,6 +28,7 @@ CONTAINER = "node"
 _MANAGER = "foundry/launcher"
 _MASTER_PORT = 29500  # as Kubeflow's plugin for torch sets it
 _INDEX_ANNOTATION = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+_JOB_UID = "metadata.labels['batch.kubernetes.io/controller-uid']"
 # The pods of a TrainJob are named NAME-node-0-<index>-<5 letters>, at most 63 characters: up to 44 are left for NAME.
 _LONGEST_PREFIX = 24
 
@@ -203,21 +205,30 @@ def runtime_path(settings: Kubernetes) -> tuple[str, bool]:
 
 
 def _command(settings: Kubernetes, run_dir: Path) -> list[str]:
-    command = [settings.python, "-m", "foundry.sweeps.worker", str(run_dir), "trust=true"]
+    command = [_literal(settings.python), "-m", "foundry.sweeps.worker", _literal(str(run_dir)), "trust=true"]
     if settings.workdir is None:
         return command
     # A TrainJob has no field for the working directory.
-    return ["sh", "-c", 'cd "$0" && exec "$@"', settings.workdir, *command]
+    return ["sh", "-c", 'cd "$0" && exec "$@"', _literal(settings.workdir), *command]
+
+
+def _literal(text: str) -> str:
+    """Return a text of a command or variable so that Kubernetes inserts no variable for `$(NAME)`, and keeps `$$`."""
+    return text.replace("$", "$$")
 
 
 def _env(settings: Kubernetes) -> list[Manifest]:
-    variables = dict(settings.env)
+    variables = {name: _literal(value) for name, value in settings.env.items()}
     if settings.cpus_per_task is not None:
         variables.setdefault("OMP_NUM_THREADS", str(settings.cpus_per_task))
     references = {variable: secret_reference(text) for variable, text in settings.secrets.items()}
-    return [{"name": name, "value": value} for name, value in variables.items()] + [
-        {"name": variable, "valueFrom": {"secretKeyRef": {"name": name, "key": key}}}
-        for variable, (name, key) in references.items()
+    return [
+        {"name": ATTEMPT_VARIABLE, "valueFrom": {"fieldRef": {"fieldPath": _JOB_UID}}},
+        *({"name": name, "value": value} for name, value in variables.items()),
+        *(
+            {"name": variable, "valueFrom": {"secretKeyRef": {"name": name, "key": key}}}
+            for variable, (name, key) in references.items()
+        ),
     ]
 
 
