@@ -114,7 +114,7 @@ def check_hydra(composed: DictConfig) -> Iterator[Violation]:
             yield Violation(f"hydra.{name}", f"is {as_text(hydra[name])} but must be a mapping; {remedy}")
             continue
         target = None if is_open else _plain_text(hydra[name], "_target_")
-        may_be_own = name == "launcher" and is_own(hydra[name])
+        may_be_own = name == "launcher" and not is_open and is_own(hydra[name])
         if target is not None and not is_plugin(target) and (is_refused(target) or not may_be_own):
             message = f"is {target}, which is not a {name}; choose one with hydra/{name}=..."
             yield Violation(f"hydra.{name}._target_", message)
