@@ -136,9 +136,7 @@ class SearchLoop:
                 return [number]
             new = [self._study.add_trial() for _ in range(min(places, n_trials - len(self._study.trials())))]
             numbers = [number for number in new if number < n_trials]  # another command may have added trials too
-        for number in numbers:
-            self._study.complete(number, self._proposer)
-        return numbers
+        return [number for number in numbers if self._study.complete(number, self._proposer)]
 
     def _has_failed(self) -> bool:
         """Return whether the search ends because of failed jobs."""
