@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from foundry.config.composition.compose import CONFIG_NAME, config_dir, install
 from foundry.config.schemas.launcher import PlacementStrategy, Ray, resolve_launcher
 from foundry.core.errors import ConfigError
+from foundry.launch.job_state import Unreachable
 from foundry.launch.ray.cluster import bundle, check_nodes, connect
+from foundry.launch.ray.launcher import RayLauncher
 
 CPU_NODE, GPU_NODE = {"CPU": 8.0, "memory": 64.0 * 2**30}, {"CPU": 16.0, "GPU": 4.0, "memory": 64.0 * 2**30}
 
@@ -127,3 +129,16 @@ def test_check_accepts_exactly_the_jobs_that_can_be_placed(cores, nodes, tasks, 
         assert num_placed < nodes
     else:
         assert num_placed == nodes
+
+
+def test_ray_that_does_not_respond_to_a_signal_is_asked_again():
+    ray = pytest.importorskip("ray", reason="needs the package ray")
+
+    class Job:
+        def stop(self, *, kill):
+            raise ray.exceptions.RaySystemError("no route")
+
+    launcher = RayLauncher(None)
+    launcher._jobs["0"] = Job()
+    with pytest.raises(Unreachable, match="no route"):
+        launcher.cancel(["0"])

@@ -4,7 +4,8 @@ Ray places and starts the ranks of a job; foundry keeps its own process group, c
 with this process, so if it is killed, the jobs save and stop, and the same command resumes the sweep.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -64,22 +65,38 @@ class RayLauncher(FrozenLauncher):
         Raises:
             Unreachable: the head node of the cluster does not respond.
         """
-        from ray.exceptions import RaySystemError, RpcError
-
-        try:
+        with _outages():
             return {job_id: self._jobs[job_id].poll() for job_id in ids if job_id in self._jobs}
-        except (RaySystemError, RpcError) as error:
-            raise Unreachable(one_line(str(error))) from None
 
     def cancel(self, ids: Collection[str], *, kill: bool = False) -> None:
-        """Ask jobs to save and stop, or kill them."""
-        for job_id in ids:
-            self._jobs[job_id].stop(kill=kill)
+        """Ask jobs to save and stop, or kill them.
+
+        Raises:
+            Unreachable: the head node of the cluster does not respond.
+        """
+        with _outages():
+            for job_id in ids:
+                self._jobs[job_id].stop(kill=kill)
 
     def logs(self, job_id: str) -> str:
         """Return the last line of output of the rank that failed first."""
         lines = read_tail(self._jobs[job_id].output()).strip().splitlines()
         return lines[-1].strip() if lines else ""
+
+
+@contextmanager
+def _outages() -> Iterator[None]:
+    """Convert Ray's errors about a head node that does not respond.
+
+    Raises:
+        Unreachable: the head node does not respond.
+    """
+    from ray.exceptions import RaySystemError, RpcError
+
+    try:
+        yield
+    except (RaySystemError, RpcError) as error:
+        raise Unreachable(one_line(str(error))) from None
 
 
 def _resolve_settings(config: DictConfig) -> Ray:
