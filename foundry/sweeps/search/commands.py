@@ -68,7 +68,10 @@ class Commands:
     @contextmanager
     def beating(self) -> Iterator[None]:
         """Send heartbeats until the `with` block ends."""
-        self._beat()
+        try:
+            self._beat()
+        except outages():
+            self.note_outage()
         end = threading.Event()
         thread = threading.Thread(target=self._beat_until, args=(end,), name="heartbeat of the search", daemon=True)
         thread.start()

@@ -17,8 +17,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from foundry.config.schemas.sweeper import Wait
 from foundry.launch.ledger import say
-from foundry.run_dir.redact import one_line
-from foundry.run_dir.study_storage import outages
+from foundry.run_dir.study_storage import first_line, outages
 from foundry.sweeps.search.commands import COMMAND, Commands
 from foundry.sweeps.search.proposals import VIEW, Proposal, Proposer, View, is_running
 
@@ -51,7 +50,9 @@ def _patient(
                     raise
                 self.commands.note_outage()
                 if not has_warned:
-                    say(f"the storage of the search does not respond, the search waits: {_cause(error)}", sys.stderr)
+                    say(
+                        f"the storage of the search does not respond, the search waits: {first_line(error)}", sys.stderr
+                    )
                 has_warned = True
                 if self.is_interrupted():
                     raise StudyUnreachable from None
@@ -165,8 +166,11 @@ class SearchStudy:
 
     @_patient
     def note_start(self, number: int, run_dir: Path) -> None:
-        """Record the run directory of a trial that starts, for a command that takes over the trial."""
-        if self.commands is not None:
+        """Record the run directory of a trial that starts, for a command that takes over the trial.
+
+        If another command has taken over the trial, nothing is recorded.
+        """
+        if self.commands is not None and self._is_mine(number):
             self.set_attribute(number, _RUN_DIR, str(run_dir.absolute()))
             self.set_attribute(number, _STOPPED, False)
 
@@ -265,10 +269,3 @@ class SearchStudy:
         Simultaneous commands can add these trials; they run only after the search is extended.
         """
         return [trial for trial in self.trials() if is_running(trial) and (trial.params or trial.number < n_trials)]
-
-
-def _cause(error: BaseException) -> str:
-    """Return the first line of the error of the database driver."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return one_line(next(iter(str(error).splitlines()), type(error).__name__))
