@@ -31,10 +31,13 @@ class RayLauncher(FrozenLauncher):
 
     def __init__(self, work: Callable[[Path], int], **settings: Any) -> None:
         super().__init__(work, **settings)
+        self._checked_settings: list[tuple[Ray, bool]] = []
         self._jobs = dict[str, RayJob]()
 
     def check(self, configs: Sequence[DictConfig]) -> None:
         """Connect to the cluster, and check that its nodes can run each job.
+
+        The same settings are checked once: after the death of a node, the jobs of a search wait for another one.
 
         Raises:
             ConfigError: Ray is not installed, no cluster responds, or no node can run a job.
@@ -42,10 +45,13 @@ class RayLauncher(FrozenLauncher):
         connect(_resolve_settings(configs[0]))
         import ray
 
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         for config in configs:
-            uses_gpu = config.device.kind is not DeviceKind.cpu
-            check_nodes(_resolve_settings(config), nodes, uses_gpu=uses_gpu)
+            settings, uses_gpu = _resolve_settings(config), config.device.kind is not DeviceKind.cpu
+            if (settings, uses_gpu) in self._checked_settings:
+                continue
+            nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+            check_nodes(settings, nodes, uses_gpu=uses_gpu)
+            self._checked_settings.append((settings, uses_gpu))
 
     def places(self, configs: Sequence[DictConfig], limit: int) -> int:
         """Return the maximum number of jobs in Ray's queue and running."""
