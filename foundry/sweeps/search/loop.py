@@ -127,11 +127,13 @@ class SearchLoop:
 
     def _next_trials(self, places: int) -> list[int]:
         """Return the numbers of the trials to run now: interrupted ones, else a promoted one, else new ones."""
+        if self._has_failed():
+            return []
         rungs = self._rungs
         busy = self._stopped.union(*self._trials.values(), rungs.paused() if rungs is not None else ())
         n_trials = self._options.n_trials
         numbers = self._study.interrupted(busy, places, n_trials)
-        if not numbers and not self._has_failed():
+        if not numbers:
             if rungs is not None and (number := rungs.promote()) is not None:
                 return [number]
             new = [self._study.add_trial() for _ in range(min(places, n_trials - len(self._study.trials())))]
