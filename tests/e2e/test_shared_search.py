@@ -14,8 +14,8 @@ from foundry.run_dir.study_storage import open_storage
 optuna = pytest.importorskip("optuna", reason="needs the extra search")
 SEARCH = [
     *["hparams_search=optuna_tpe", *TINY_DIT, "tracking=none", "evaluation.max_samples=8", "hparams.max_steps=20"],
-    *["hydra.sweeper.storage=${oc.env:FOUNDRY_TEST_STUDY}", "hydra.sweeper.n_trials=4"],
-    "hydra.sweeper.pruner.n_startup_trials=2",
+    *["hydra.sweeper.storage=${oc.env:FOUNDRY_TEST_STUDY}", "hydra.sweeper.n_trials=3"],
+    *["evaluation.interval=0.5 run", "hydra.sweeper.pruner.n_startup_trials=1"],
 ]
 QUICK = """
 from foundry.commands.main import main
@@ -78,11 +78,11 @@ def test_killed_command_loses_no_trial_and_the_password_is_in_no_file(shell, ser
     stdout, stderr = shell.finish(other)
     study = optuna.load_study(study_name="search", storage=open_storage(server.url()))
     trials = [trial for trial in study.trials if trial.params]
-    assert [trial.number for trial in trials] == list(range(4))
+    assert [trial.number for trial in trials] == list(range(3))
     assert {trial.state.name for trial in trials} <= {"COMPLETE", "PRUNED"}
     told = {trial.user_attrs["run_dir"] for trial in trials}
     results = {str(path.parent) for path in shell.cwd.glob("*/*/result.json")}
-    assert told == results == {str(shell.cwd / "other" / str(number)) for number in range(4)}
+    assert told == results == {str(shell.cwd / "other" / str(number)) for number in range(3)}
     texts = [path.read_bytes() for path in shell.cwd.rglob("*") if path.is_file()]
     texts += [*arguments, stdout.encode(), stderr.encode(), *(text.encode() for text in killed.outputs())]
     assert not any(PASSWORD.encode() in text for text in texts)
