@@ -258,15 +258,16 @@ class JobQueue:
 
     def _settle(self, job_id: str, end: JobState | None) -> None:
         """Record the end of a job."""
-        job = self._active.pop(job_id)
-        self._suspects.discard(job_id)
+        job = self._active[job_id]
         if self._signals and job.state not in ("finished", "paused", "failed"):
             write_status(job.run_dir, state="stopped", reason=self._signals[0].name)
         else:
             last_output = "" if job.state in ENDED or end is None else self._launcher.logs(job_id)
             settle(job.run_dir, job_id, end, scheduler=self._launcher.title, last_output=last_output)
-        self._ledger.note_end(job)
+        del self._active[job_id]  # last, so that Ctrl-C finds a job whose end is not recorded
+        self._suspects.discard(job_id)
         self._ended.append(job)
+        self._ledger.note_end(job)
 
     def _obey(self) -> None:
         """After the first signal, let the jobs save and stop; kill them after a second Ctrl-C.

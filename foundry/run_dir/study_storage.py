@@ -26,6 +26,8 @@ _ATTEMPTS = 3
 """Attempts to open a database: it refuses some of several commands that create its tables at the same time."""
 _RETRY_SECONDS = 0.3
 _CONNECT_SECONDS = 10
+_LOST_CONNECTION = {"keepalives_idle": 30, "keepalives_interval": 10, "keepalives_count": 3, "tcp_user_timeout": 60_000}
+"""Options of libpq that end a request after about a minute if the host of the database no longer responds."""
 _LOCKED_SECONDS = 60
 """Wait for other writers of an SQLite file."""
 
@@ -115,12 +117,10 @@ def _open_database(url: str) -> "BaseStorage":
     from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 
     logging.getLogger("alembic").setLevel(logging.WARNING)  # it logs the dialect of each database
-    is_sqlite = url.startswith("sqlite")
-    arguments: dict[str, Any] = {"timeout": _LOCKED_SECONDS} if is_sqlite else {"connect_timeout": _CONNECT_SECONDS}
     for attempt in range(1, _ATTEMPTS + 1):
         try:
             # pool_pre_ping: connections that an outage has closed are opened again.
-            storage = RDBStorage(url, engine_kwargs={"pool_pre_ping": True, "connect_args": arguments})
+            storage = RDBStorage(url, engine_kwargs={"pool_pre_ping": True, "connect_args": _connect_arguments(url)})
             return optuna.storages.get_storage(storage)
         except (ArgumentError, NoSuchModuleError) as error:
             raise StorageError(f"the URL is not valid for SQLAlchemy: {first_line(error)}") from None
@@ -136,6 +136,14 @@ def _open_database(url: str) -> "BaseStorage":
                 ) from None
             time.sleep(_RETRY_SECONDS)
     raise AssertionError
+
+
+def _connect_arguments(url: str) -> dict[str, Any]:
+    """Return the arguments of the database driver that limit its waits."""
+    if url.startswith("sqlite"):
+        return {"timeout": _LOCKED_SECONDS}
+    is_libpq = url.startswith(("postgresql:", "postgresql+psycopg:", "postgresql+psycopg2:"))
+    return {"connect_timeout": _CONNECT_SECONDS, **(_LOST_CONNECTION if is_libpq else {})}
 
 
 def first_line(error: BaseException) -> str:

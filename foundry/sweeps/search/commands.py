@@ -79,7 +79,7 @@ class Commands:
             yield
         finally:
             end.set()
-            thread.join()
+            thread.join(self.beat_seconds)  # it may wait for a storage that does not respond
 
     def owners(self, trials: Iterable[FrozenTrial]) -> dict[int, str]:
         """Return the owner of each trial by its number."""
