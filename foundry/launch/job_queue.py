@@ -262,7 +262,10 @@ class JobQueue:
         if self._signals and job.state not in ("finished", "paused", "failed"):
             write_status(job.run_dir, state="stopped", reason=self._signals[0].name)
         else:
-            last_output = "" if job.state in ENDED or end is None else self._launcher.logs(job_id)
+            last_output = ""
+            if job.state not in ENDED and end is not None:
+                with suppress(Unreachable):  # the end is recorded without it
+                    last_output = self._launcher.logs(job_id)
             settle(job.run_dir, job_id, end, scheduler=self._launcher.title, last_output=last_output)
         del self._active[job_id]  # last, so that Ctrl-C finds a job whose end is not recorded
         self._suspects.discard(job_id)

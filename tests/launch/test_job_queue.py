@@ -344,6 +344,18 @@ def test_jobs_of_an_earlier_command_are_watched_and_not_submitted_again(jobs, mo
     assert "job 1 is already in the queue as id1\n3 jobs in the queue: id1, id0, id2\n" in capsys.readouterr().out
 
 
+def test_end_of_a_job_is_recorded_without_its_output_if_the_scheduler_does_not_respond(jobs, monkeypatch):
+    def logs(job_id):
+        raise Unreachable("no route")
+
+    launcher = Script([("die", 0)])
+    monkeypatch.setattr(launcher, "logs", logs)
+    with JobQueue(launcher) as queue:
+        queue.add(jobs[:1])
+        assert drain(queue) == jobs[:1]
+    assert state_of(jobs[0]) == ("failed", "killed")
+
+
 def test_the_reason_of_a_stopped_job_names_the_preemption(jobs):
     launcher = Script()
 
