@@ -323,7 +323,11 @@ class JobQueue:
             self._leave()
             return
         say("canceled; running jobs save a checkpoint first")
-        self._stop()
+        try:
+            self._stop()
+        except KeyboardInterrupt:
+            self._leave()
+            raise
 
 
 def _ask_to_cancel() -> bool:

@@ -330,6 +330,15 @@ def test_ctrl_c_asks_about_jobs_that_continue_without_this_process(jobs, answer,
         assert "2 jobs left in the queue: id1, id2" in output
 
 
+def test_ctrl_c_during_the_wait_for_canceled_jobs_names_them(jobs, monkeypatch, capsys):
+    monkeypatch.setattr(job_queue, "_ask_to_cancel", lambda: True)
+    launcher = Script([("SIGINT", 0), ("unreachable", 0), ("SIGINT", 0)], survives=True)
+    with pytest.raises(KeyboardInterrupt):
+        launcher.start(jobs)
+    assert launcher.detached
+    assert "3 jobs left in the queue: id0, id1, id2" in capsys.readouterr().out
+
+
 def test_jobs_of_an_earlier_command_are_watched_and_not_submitted_again(jobs, monkeypatch, capsys):
     launcher = Script(survives=True)
     jobs[1].run_dir.mkdir()
