@@ -63,7 +63,7 @@ class Commands:
         self._last_outage = -float("inf")
         self._process = uuid.uuid4().hex
         """Part of the heartbeats of this process."""
-        self._has_warned = False
+        self._has_beaten, self._has_warned = False, False
 
     @contextmanager
     def beating(self) -> Iterator[None]:
@@ -125,13 +125,14 @@ class Commands:
     def _beat(self) -> None:
         begin = time.monotonic()
         self._storage.set_study_user_attr(self._id, self.me, f"{datetime.now(UTC).isoformat()} {self._process}")
+        self._has_beaten = True
         if time.monotonic() - begin > self.beat_seconds:  # heartbeats of other commands were late, too
             self.note_outage()
 
     def _check_alone(self) -> None:
         """Warn once if another process has sent a heartbeat with the id of this command since the last one."""
         heartbeat = str(self._storage.get_study_user_attrs(self._id).get(self.me))
-        if not self._has_warned and not heartbeat.endswith(self._process):
+        if self._has_beaten and not self._has_warned and not heartbeat.endswith(self._process):
             self._has_warned = True
             say(
                 "another process continues the same sweep directory, or a copy of it, so both run the same trials; "
