@@ -5,7 +5,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Self
 from hydra.core.utils import setup_globals
 
 from foundry.config.schemas.tracking import JSON
-from foundry.core.errors import counted
+from foundry.core.errors import ConfigError, counted
 from foundry.launch.composed_job import ComposedJob
 from foundry.launch.job_state import JobState, Phase, Unreachable
 from foundry.launch.ledger import Ledger, say
@@ -69,10 +69,13 @@ class JobQueue:
     ) -> None:
         with self._stack:
             if self._launcher.survives:
+                if self._waiting and not isinstance(error, ConfigError):
+                    resume = f"the same command with hydra.sweep.dir={self._launcher.sweep_dir} submits them"
+                    say(f"{counted(len(self._waiting), 'job')} not submitted; {resume}")
                 if isinstance(error, KeyboardInterrupt):
                     self._ask()
                 elif error is not None and self._active:
-                    self.detach()
+                    self._leave()
             elif not self._launcher.in_process:
                 self._end(error)
 
@@ -127,11 +130,22 @@ class JobQueue:
         return bool(self._signals)
 
     def detach(self) -> None:
-        """Leave the jobs running; they are not watched any more."""
+        """Leave the jobs running when all of them are submitted; they are not watched any more.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C arrived while the scheduler did not respond.
+        """
+        while self._waiting and not self._signals:
+            self._wait()
+            self._poll()
+            self._start()
+        self._leave()
+
+    def _leave(self) -> None:
+        """Leave the submitted jobs running, and tell the user how to watch and cancel them."""
         launcher, ids = self._launcher, list(self._active)
         launcher.detached = True
         self._active.clear()
-        self._waiting.clear()
         say(f"{counted(len(ids), 'job')} left in the queue: {launcher.format_ids(ids)}")
         say(f"to watch them: python -m foundry.report dir={Path(launcher.sweep_dir).absolute()} watch=true")
         if command := launcher.cancel_command(ids):
@@ -160,15 +174,17 @@ class JobQueue:
             for job in locked_jobs:
                 self._ledger.note(job, "running", "in another process; this process does not wait for it")
                 self._ended.append(job)
-            try:
-                # A job that was submitted but not recorded would be submitted again.
-                with block_interrupts() if self._launcher.survives else nullcontext():
+            # A job that was submitted but not recorded would be submitted again.
+            with block_interrupts() if self._launcher.survives else nullcontext():
+                try:
                     self._submit([job for job in jobs if job not in locked_jobs])
-            except Unreachable as error:
-                active_jobs = self._active.values()
-                self._waiting.extendleft(job for job in reversed(jobs) if job not in (*active_jobs, *locked_jobs))
-                self._warn(error)
-                return
+                    self._has_warned = False
+                except Unreachable as error:
+                    self._warn(error)
+                    return
+                finally:
+                    started_jobs = {*self._active.values(), *locked_jobs}
+                    self._waiting.extendleft(job for job in reversed(jobs) if job not in started_jobs)
 
     def _submit(self, jobs: Sequence[ComposedJob]) -> None:
         """Submit jobs; watch a job that an earlier command submitted."""
@@ -183,13 +199,23 @@ class JobQueue:
             launcher.prepare(job)
             if self._has_places and not launcher.has_queue:
                 self._ledger.note(job, "running")
-        ids = launcher.submit(new_jobs) if new_jobs else {}
+        try:
+            ids = launcher.submit(new_jobs) if new_jobs else {}
+        except ConfigError:
+            self._find_submitted(new_jobs)
+            raise
         if missing_jobs := [str(job) for job in new_jobs if job.index not in ids]:
             raise ValueError(f"{type(launcher).__name__}.submit returned no id of {', '.join(missing_jobs)}")
         self._active |= {ids[job.index]: job for job in new_jobs}
         if launcher.survives and jobs:
             all_ids = {**attached, **ids}.values()
             say(f"{counted(len(all_ids), 'job')} in the queue: {launcher.format_ids(all_ids)}")
+
+    def _find_submitted(self, jobs: Sequence[ComposedJob]) -> None:
+        """Watch the jobs that were submitted before the scheduler refused another one."""
+        with suppress(ConfigError, Unreachable):
+            attached = self._launcher.attach(jobs)
+            self._active |= {attached[job.index]: job for job in jobs if job.index in attached}
 
     def _wait(self) -> None:
         """Wait until the next poll is due, at growing intervals, or a job's status.json changes."""
@@ -209,8 +235,10 @@ class JobQueue:
 
     def _poll(self) -> None:
         """Note the state of each job, and settle the jobs that have ended."""
+        if not self._active:
+            return
         try:
-            states = self._launcher.poll(list(self._active)) if self._active else {}
+            states = self._launcher.poll(list(self._active))
         except Unreachable as error:
             self._warn(error)
             return
@@ -230,15 +258,19 @@ class JobQueue:
 
     def _settle(self, job_id: str, end: JobState | None) -> None:
         """Record the end of a job."""
-        job = self._active.pop(job_id)
-        self._suspects.discard(job_id)
+        job = self._active[job_id]
         if self._signals and job.state not in ("finished", "paused", "failed"):
             write_status(job.run_dir, state="stopped", reason=self._signals[0].name)
         else:
-            last_output = "" if job.state in ENDED or end is None else self._launcher.logs(job_id)
+            last_output = ""
+            if job.state not in ENDED and end is not None:
+                with suppress(Unreachable):  # the end is recorded without it
+                    last_output = self._launcher.logs(job_id)
             settle(job.run_dir, job_id, end, scheduler=self._launcher.title, last_output=last_output)
-        self._ledger.note_end(job)
+        del self._active[job_id]  # last, so that Ctrl-C finds a job whose end is not recorded
+        self._suspects.discard(job_id)
         self._ended.append(job)
+        self._ledger.note_end(job)
 
     def _obey(self) -> None:
         """After the first signal, let the jobs save and stop; kill them after a second Ctrl-C.
@@ -288,10 +320,14 @@ class JobQueue:
         if not self._active:
             return
         if not _ask_to_cancel():
-            self.detach()
+            self._leave()
             return
         say("canceled; running jobs save a checkpoint first")
-        self._stop()
+        try:
+            self._stop()
+        except KeyboardInterrupt:
+            self._leave()
+            raise
 
 
 def _ask_to_cancel() -> bool:

@@ -81,7 +81,7 @@ class FrozenLauncher(Launcher):
 
         Raises:
             ConfigError: the jobs are refused.
-            Unreachable: no job was started; the queue calls again later.
+            Unreachable: no job was started, or `attach` finds the jobs that were; the queue calls again later.
         """
 
     @abstractmethod

@@ -62,6 +62,7 @@ class LocalLauncher(FrozenLauncher):
         super().__init__(work, **settings)
         self._running = dict[str, tuple[ForkServerProcess, Share]]()
         self._ends = dict[str, JobState]()
+        self._num_started = 0
 
     def check(self, configs: Sequence[DictConfig]) -> None:
         """Check that no job needs more GPUs than are visible; on a machine without GPUs, nothing is checked.
@@ -95,8 +96,9 @@ class LocalLauncher(FrozenLauncher):
             share = _widened(self._free_shares.popleft(), job.config.distributed.nproc_per_node)
             process = self._server.Process(target=_run_job, args=(self.work, job.run_dir, share), name=str(job))
             process.start()
-            ids[job.index] = str(process.pid)
-            self._running[str(process.pid)] = process, share
+            self._num_started += 1
+            ids[job.index] = str(self._num_started)  # not the process id, which a later job may get again
+            self._running[ids[job.index]] = process, share
         return ids
 
     def poll(self, ids: Collection[str]) -> dict[str, JobState]:

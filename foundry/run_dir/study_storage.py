@@ -2,6 +2,7 @@
 
 import json
 import logging
+import time
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,12 @@ A location is not in a file of the run directory: it may contain a password, and
 not direct a job to a file or server.
 """
 
+_ATTEMPTS = 3
+"""Attempts to open a database: it refuses some of several commands that create its tables at the same time."""
+_RETRY_SECONDS = 0.3
 _CONNECT_SECONDS = 10
+_LOST_CONNECTION = {"keepalives_idle": 30, "keepalives_interval": 10, "keepalives_count": 3, "tcp_user_timeout": 60_000}
+"""Options of libpq that end a request after about a minute if the host of the database no longer responds."""
 _LOCKED_SECONDS = 60
 """Wait for other writers of an SQLite file."""
 
@@ -84,13 +90,16 @@ def open_storage(location: str | Path) -> "BaseStorage":
         location: path of a journal file, which processes on several machines may extend, or URL of a database.
 
     Raises:
-        StorageError: the database cannot be opened, or a package for it is not installed.
+        StorageError: the file or database cannot be opened, or a package for it is not installed.
     """
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
 
     if not is_url(str(location)):
-        return JournalStorage(JournalFileBackend(str(location)))
+        try:
+            return JournalStorage(JournalFileBackend(str(location)))
+        except OSError as error:
+            raise StorageError(f"the file cannot be opened: {first_line(error)}") from None
     return _open_database(str(location))
 
 
@@ -108,28 +117,37 @@ def _open_database(url: str) -> "BaseStorage":
     from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 
     logging.getLogger("alembic").setLevel(logging.WARNING)  # it logs the dialect of each database
-    is_sqlite = url.startswith("sqlite")
-    arguments: dict[str, Any] = {"timeout": _LOCKED_SECONDS} if is_sqlite else {"connect_timeout": _CONNECT_SECONDS}
-    for attempt in (1, 2):
+    for attempt in range(1, _ATTEMPTS + 1):
         try:
             # pool_pre_ping: connections that an outage has closed are opened again.
-            storage = RDBStorage(url, engine_kwargs={"pool_pre_ping": True, "connect_args": arguments})
+            storage = RDBStorage(url, engine_kwargs={"pool_pre_ping": True, "connect_args": _connect_arguments(url)})
             return optuna.storages.get_storage(storage)
         except (ArgumentError, NoSuchModuleError) as error:
-            raise StorageError(f"the URL is not valid for SQLAlchemy: {_first_line(error)}") from None
+            raise StorageError(f"the URL is not valid for SQLAlchemy: {first_line(error)}") from None
         except ImportError as error:
             name = getattr(error.__cause__, "name", None) or one_line(str(error))
             requirement = "'psycopg[binary]'" if name == "psycopg" else name
             message = f"the URL needs the package {name}, which is not installed: install {requirement} with pip"
             raise StorageError(message) from None
         except (SQLAlchemyError, RuntimeError, OSError) as error:
-            if attempt == 2:  # two commands may create the tables at the same time
+            if attempt == _ATTEMPTS:
                 raise StorageError(
-                    f"the database cannot be used: {_first_line(error)}; start it, or correct the URL"
+                    f"the database cannot be used: {first_line(error)}; start it, or correct the URL"
                 ) from None
+            time.sleep(_RETRY_SECONDS)
     raise AssertionError
 
 
-def _first_line(error: Exception) -> str:
-    cause = getattr(error, "orig", None) or error
-    return one_line(next(iter(str(cause).splitlines()), type(error).__name__))
+def _connect_arguments(url: str) -> dict[str, Any]:
+    """Return the arguments of the database driver that limit its waits."""
+    if url.startswith("sqlite"):
+        return {"timeout": _LOCKED_SECONDS}
+    is_libpq = url.startswith(("postgresql:", "postgresql+psycopg:", "postgresql+psycopg2:"))
+    return {"connect_timeout": _CONNECT_SECONDS, **(_LOST_CONNECTION if is_libpq else {})}
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of the error of the database driver or the operating system."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return one_line(next(iter(str(error).splitlines()), type(error).__name__))

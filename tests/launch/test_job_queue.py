@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from foundry.core.errors import ConfigError, Violation
 from foundry.launch import job_queue
 from foundry.launch.composed_job import ComposedJob
 from foundry.launch.job_queue import JobQueue
@@ -18,6 +19,7 @@ from foundry.launch.launchers import FrozenLauncher
 from foundry.run_dir.status import read_status, write_status
 
 MASTER = {"hydra": {"sweep": {"dir": "s"}}}
+CONFIG = OmegaConf.create({"hydra": {"job": {"name": "foundry"}}})
 
 
 class Script(FrozenLauncher):
@@ -35,6 +37,7 @@ class Script(FrozenLauncher):
         super().__init__(None)
         self.events, self.num_places, self.survives = iter(events), num_places, survives
         self.running, self.submitted, self.ended = {}, [], {}
+        self.refused = set()
         self.cancels, self.unreachable_steps, self.flickers, self.signals, self.max_running = [], 0, set(), [], 0
         self.reported_flickers = set()
         self.setup(hydra_context=None, task_function=None, config=OmegaConf.create(MASTER))
@@ -51,6 +54,8 @@ class Script(FrozenLauncher):
         if self.unreachable_steps:
             raise Unreachable("no route")
         for job in jobs:
+            if job.index in self.refused:
+                raise ConfigError(Violation("hydra.launcher", "is refused"))
             self.submitted.append(job.index)
             self.running[f"id{job.index}"] = job
         self.max_running = max(self.max_running, len(self.running))
@@ -85,6 +90,9 @@ class Script(FrozenLauncher):
             job_id = sorted(self.running)[number % len(self.running)]
             getattr(self, event)(job_id, self.running[job_id])
 
+    def do_nothing(self, job_id, job):
+        """Let the job run."""
+
     def flicker(self, job_id, job):
         """Report the end of a running job once, as Slurm does before it requeues the job."""
         if job_id not in self.reported_flickers:
@@ -109,7 +117,7 @@ class Script(FrozenLauncher):
 
 def make_jobs(folder, count):
     return [
-        ComposedJob(index=index, overrides=(), label="", run_dir=folder / str(index), config=None)
+        ComposedJob(index=index, overrides=(), label="", run_dir=folder / str(index), config=CONFIG)
         for index in range(count)
     ]
 
@@ -231,14 +239,63 @@ def test_a_third_ctrl_c_leaves_jobs_of_a_scheduler_that_does_not_respond(jobs, c
     assert "id0, id1, id2 may still be running" in capsys.readouterr().out
 
 
-def test_jobs_wait_until_the_scheduler_accepts_them(jobs):
-    launcher = Script()
+@pytest.mark.parametrize("survives", [True, False])
+def test_jobs_wait_until_the_scheduler_accepts_them(jobs, survives, capsys):
+    launcher = Script(survives=survives)
     launcher.unreachable_steps = 3
     with JobQueue(launcher) as queue:
         queue.add(jobs)
         assert launcher.submitted == []
         assert len(drain(queue)) == 3
     assert launcher.submitted == [0, 1, 2]
+    assert capsys.readouterr().out.count("Script does not respond, the wait continues: no route") == 1
+
+
+DETACHED = OmegaConf.create({"hydra": {**MASTER["hydra"], "launcher": {"detach": True}}})
+
+
+def test_detached_jobs_are_submitted_before_the_command_ends(jobs, capsys):
+    launcher = Script([("do_nothing", 0)] * 9, survives=True)
+    launcher.unreachable_steps, launcher.master = 3, DETACHED
+    launcher.start(jobs)
+    assert launcher.submitted == [0, 1, 2]
+    assert set(launcher.running) == {"id0", "id1", "id2"}
+    assert "3 jobs left in the queue: id0, id1, id2" in capsys.readouterr().out
+
+
+def test_ctrl_c_names_the_number_of_jobs_that_are_not_submitted(jobs, capsys):
+    launcher = Script([("SIGINT", 0)], survives=True)
+    launcher.unreachable_steps, launcher.master = 9, DETACHED
+    with pytest.raises(KeyboardInterrupt):
+        launcher.start(jobs)
+    assert launcher.submitted == []
+    assert "3 jobs not submitted; the same command with hydra.sweep.dir=s submits them" in capsys.readouterr().out
+
+
+def test_ctrl_c_while_jobs_are_submitted_names_their_number(jobs, monkeypatch, capsys):
+    def submit(jobs):
+        signal.raise_signal(signal.SIGINT)  # blocked until the end of the request
+        raise Unreachable("no route")
+
+    launcher = Script(survives=True)
+    monkeypatch.setattr(launcher, "submit", submit)
+    with pytest.raises(KeyboardInterrupt):
+        launcher.start(jobs)
+    assert "3 jobs not submitted" in capsys.readouterr().out
+
+
+def test_jobs_that_were_submitted_before_a_refusal_are_named(jobs, monkeypatch, capsys):
+    launcher = Script(survives=True)
+    launcher.refused = {2}
+
+    def attach(jobs):
+        return {job.index: f"id{job.index}" for job in jobs if f"id{job.index}" in launcher.running}
+
+    monkeypatch.setattr(launcher, "attach", attach)
+    with pytest.raises(ConfigError, match="is refused"):
+        launcher.start(jobs)
+    assert "2 jobs left in the queue: id0, id1" in capsys.readouterr().out
+    assert launcher.cancels == []
 
 
 def test_an_error_of_the_sweeper_stops_the_running_jobs(jobs):
@@ -273,6 +330,15 @@ def test_ctrl_c_asks_about_jobs_that_continue_without_this_process(jobs, answer,
         assert "2 jobs left in the queue: id1, id2" in output
 
 
+def test_ctrl_c_during_the_wait_for_canceled_jobs_names_them(jobs, monkeypatch, capsys):
+    monkeypatch.setattr(job_queue, "_ask_to_cancel", lambda: True)
+    launcher = Script([("SIGINT", 0), ("unreachable", 0), ("SIGINT", 0)], survives=True)
+    with pytest.raises(KeyboardInterrupt):
+        launcher.start(jobs)
+    assert launcher.detached
+    assert "3 jobs left in the queue: id0, id1, id2" in capsys.readouterr().out
+
+
 def test_jobs_of_an_earlier_command_are_watched_and_not_submitted_again(jobs, monkeypatch, capsys):
     launcher = Script(survives=True)
     jobs[1].run_dir.mkdir()
@@ -285,6 +351,18 @@ def test_jobs_of_an_earlier_command_are_watched_and_not_submitted_again(jobs, mo
         assert len(drain(queue)) == 3
     assert launcher.submitted == [0, 2]
     assert "job 1 is already in the queue as id1\n3 jobs in the queue: id1, id0, id2\n" in capsys.readouterr().out
+
+
+def test_end_of_a_job_is_recorded_without_its_output_if_the_scheduler_does_not_respond(jobs, monkeypatch):
+    def logs(job_id):
+        raise Unreachable("no route")
+
+    launcher = Script([("die", 0)])
+    monkeypatch.setattr(launcher, "logs", logs)
+    with JobQueue(launcher) as queue:
+        queue.add(jobs[:1])
+        assert drain(queue) == jobs[:1]
+    assert state_of(jobs[0]) == ("failed", "killed")
 
 
 def test_the_reason_of_a_stopped_job_names_the_preemption(jobs):

@@ -3,13 +3,18 @@
 import os
 import signal
 import time
+from collections import deque
+from types import SimpleNamespace
 
 import pytest
+from omegaconf import OmegaConf
 from support.local_sweeps import Sweeps
 
 from foundry.config.environment import visible_gpus
 from foundry.config.schemas.launcher import Local
-from foundry.launch.local_launcher import divide
+from foundry.launch.composed_job import ComposedJob
+from foundry.launch.job_state import Phase
+from foundry.launch.local_launcher import LocalLauncher, Share, divide
 from foundry.run_dir.lock import is_held
 from foundry.tracking.metrics_file import read_metrics
 
@@ -49,6 +54,35 @@ def test_visible_gpus_follow_cuda_visible_devices(monkeypatch):
     assert visible_gpus() == ["3", "GPU-8932f937"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert visible_gpus() == []
+
+
+class Process:
+    """A process of a job; every process has the same id, as after the operating system has used all ids."""
+
+    pid, sentinel = 7, None
+
+    def __init__(self, target=None, args=(), name=""):
+        self.exitcode = None
+
+    def start(self):
+        Process.last = self
+
+    def close(self):
+        pass
+
+
+def test_job_whose_process_has_the_id_of_an_ended_one_is_running(tmp_path):
+    launcher = LocalLauncher(None)
+    launcher._server, launcher._free_shares = SimpleNamespace(Process=Process), deque([Share((), ())])
+    config = OmegaConf.create({"distributed": {"nproc_per_node": 1}})
+    phases = []
+    for index in (0, 1):
+        job = ComposedJob(index=index, overrides=(), label="", run_dir=tmp_path, config=config)
+        ids = launcher.submit([job]).values()
+        phases += [launcher.poll(ids)[job_id].phase for job_id in ids]
+        Process.last.exitcode = 1
+        phases += [launcher.poll(ids)[job_id].phase for job_id in ids]
+    assert phases == [Phase.RUNNING, Phase.ENDED] * 2
 
 
 @pytest.mark.long

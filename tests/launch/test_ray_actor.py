@@ -67,6 +67,15 @@ def test_rank_ends_when_the_actor_stops_or_kills_it(run, tmp_path, kill, code):
     actor.stop(kill=kill)  # does nothing, as the rank has ended
 
 
+@pytest.mark.parametrize("kill", [False, True])
+def test_rank_that_is_stopped_before_its_start_does_not_start(run, tmp_path, kill):
+    """Ray runs the calls of an actor at the same time, so that `stop` may come first."""
+    actor = RankActor()
+    actor.stop(kill=kill)
+    assert run(actor, "show_environment") == 128 + signal.SIGTERM
+    assert not (tmp_path / "output.rank1.log").exists()
+
+
 def test_second_call_waits_for_the_same_rank(run, tmp_path):
     actor = RankActor()
     assert [run(actor, "show_environment"), run(actor, "show_environment")] == [0, 0]

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -11,7 +12,9 @@ from hypothesis import strategies as st
 from foundry.config.composition.compose import CONFIG_NAME, config_dir, install
 from foundry.config.schemas.launcher import PlacementStrategy, Ray, resolve_launcher
 from foundry.core.errors import ConfigError
+from foundry.launch.job_state import Unreachable
 from foundry.launch.ray.cluster import bundle, check_nodes, connect
+from foundry.launch.ray.launcher import RayLauncher
 
 CPU_NODE, GPU_NODE = {"CPU": 8.0, "memory": 64.0 * 2**30}, {"CPU": 16.0, "GPU": 4.0, "memory": 64.0 * 2**30}
 
@@ -127,3 +130,28 @@ def test_check_accepts_exactly_the_jobs_that_can_be_placed(cores, nodes, tasks, 
         assert num_placed < nodes
     else:
         assert num_placed == nodes
+
+
+def test_jobs_of_a_search_are_accepted_after_the_death_of_a_node(monkeypatch):
+    nodes = [{"Resources": CPU_NODE, "Alive": True}, {"Resources": CPU_NODE, "Alive": True}]
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(nodes=lambda: nodes))
+    monkeypatch.setattr("foundry.launch.ray.launcher.connect", lambda settings: None)
+    config, launcher = composed("hydra.launcher.nodes=2"), RayLauncher(None)
+    launcher.check([config, config])
+    nodes[1]["Alive"] = False
+    launcher.check([config])
+    with pytest.raises(ConfigError, match="is 2 but the cluster has room for 1 at a time"):
+        RayLauncher(None).check([config])
+
+
+def test_ray_that_does_not_respond_to_a_signal_is_asked_again():
+    ray = pytest.importorskip("ray", reason="needs the package ray")
+
+    class Job:
+        def stop(self, *, kill):
+            raise ray.exceptions.RaySystemError("no route")
+
+    launcher = RayLauncher(None)
+    launcher._jobs["0"] = Job()
+    with pytest.raises(Unreachable, match="no route"):
+        launcher.cancel(["0"])

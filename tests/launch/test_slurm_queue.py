@@ -1,8 +1,13 @@
 """Parsing of the output of Slurm's commands; the sample lines are from a real controller."""
 
+import re
+
 import pytest
 
-from foundry.launch.slurm.queue import QueuedJob, Unreachable, partitions, query, refusal, will_restart
+from foundry.config.schemas.launcher import Slurm
+from foundry.core.errors import ConfigError
+from foundry.launch.slurm.queue import QueuedJob, Unreachable, cancel, partitions, query, refusal, will_restart
+from foundry.launch.slurm.submission import submit
 
 ARRAY = """\
 JobId=31 ArrayJobId=31 ArrayTaskId=2-3,5%256 JobName=foundry JobState=PENDING Reason=Resources NodeList= ExitCode=0:0
@@ -53,6 +58,25 @@ def test_query_raises_unreachable_if_the_controller_does_not_respond(commands):
         query(["31"])
 
 
+def test_query_reads_lists_of_tasks_with_steps_and_without_abbreviation(commands):
+    line = "JobId=31 ArrayJobId=31 ArrayTaskId={}%4 JobState=PENDING Reason=None"
+    commands(scontrol=f'test "$SLURM_BITSTR_LEN" = 0 && echo "{line.format("1-7:3,9,12-13")}"')
+    assert list(query([f"31_{task}" for task in range(14)])) == [f"31_{task}" for task in (1, 4, 7, 9, 12, 13)]
+
+
+def test_cancel_raises_unreachable_unless_all_jobs_are_canceled_or_have_ended(commands, tmp_path):
+    log = tmp_path / "log"
+    commands(
+        scancel=f"echo $@ >> {log}; echo 'scancel: error: Kill job error on job id 31: Invalid job id' >&2; exit 1"
+    )
+    cancel(["31", "32_0"])
+    cancel(["31"], kill=True)
+    assert log.read_text() == "31 32_0\n--signal=KILL --full 31\n"
+    commands(scancel="echo 'scancel: error: Unable to contact slurm controller (connect failure)' >&2; exit 1")
+    with pytest.raises(Unreachable, match="Unable to contact"):
+        cancel(["31"])
+
+
 def test_partitions_have_time_limits_in_minutes(commands):
     lines = "PartitionName=a Default=NO MaxTime=1-02:30:00\\nPartitionName=b Default=YES MaxTime=UNLIMITED\\n"
     commands(scontrol=f"printf '{lines}'")
@@ -84,3 +108,13 @@ def test_will_restart_detects_a_requested_requeue(commands, monkeypatch):
     assert will_restart() is None, "Slurm does not answer"
     monkeypatch.delenv("SLURM_JOB_ID")
     assert will_restart() is None, "of no job"
+
+
+@pytest.mark.parametrize(
+    ("text", "error"), [("Unable to contact slurm controller (connect failure)", Unreachable), ("No", ConfigError)]
+)
+def test_submission_distinguishes_an_outage_from_a_rejection(commands, tmp_path, text, error):
+    commands(sbatch=f"echo 'sbatch: error: Batch job submission failed: {text}' >&2; exit 1", scontrol="echo 24")
+    settings = Slurm(submitit_folder=str(tmp_path / "submitit"))
+    with pytest.raises(error, match=re.escape(text)):
+        submit(print, settings, [tmp_path], None)

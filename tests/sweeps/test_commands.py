@@ -11,6 +11,7 @@ from foundry.run_dir.study_storage import open_storage
 
 optuna = pytest.importorskip("optuna", reason="needs the extra search")
 from foundry.sweeps.search.commands import Commands  # noqa: E402 - which imports it
+from foundry.sweeps.search.proposals import Proposer  # noqa: E402
 from foundry.sweeps.search.study import SearchStudy  # noqa: E402
 
 
@@ -98,6 +99,63 @@ def test_owner_is_gone_only_after_silence_without_an_outage(steps):
                 assert commands[me].gone("abc") == expected
 
 
+def test_owner_is_not_gone_if_only_the_request_took_long(monkeypatch):
+    storage, now = optuna.storages.InMemoryStorage(), [0.0]
+    a, b = (join(storage, name, takeover_seconds=60).commands for name in "ab")
+    monkeypatch.setattr("foundry.sweeps.search.commands.time.monotonic", lambda: now[0])
+    read = storage.get_study_user_attrs
+
+    def read_slowly(study_id):
+        attributes = read(study_id)
+        now[0] += 100
+        return attributes
+
+    b._beat()
+    monkeypatch.setattr(storage, "get_study_user_attrs", read_slowly)
+    assert a.gone("b") == set()
+    b._beat()
+    assert a.gone("b") == set()
+    assert a.gone("b") == set()
+    now[0] += 60
+    assert a.gone("b") == {"b"}
+
+
+def test_late_heartbeat_of_a_command_restarts_the_measurement_of_others(monkeypatch):
+    storage, now = optuna.storages.InMemoryStorage(), [0.0]
+    a, b = (join(storage, name, takeover_seconds=60).commands for name in "ab")
+    monkeypatch.setattr("foundry.sweeps.search.commands.time.monotonic", lambda: now[0])
+    b._beat()
+    assert a.gone("b") == set()
+    write = storage.set_study_user_attr
+
+    def write_slowly(*arguments):
+        write(*arguments)
+        now[0] += 100
+
+    monkeypatch.setattr(storage, "set_study_user_attr", write_slowly)
+    a._beat()
+    assert a.gone("b") == set()
+    now[0] += 60
+    assert a.gone("b") == {"b"}
+
+
+def test_two_processes_with_the_id_of_one_command_warn_once(capsys):
+    storage = optuna.storages.InMemoryStorage()
+    first, second = (join(storage, "a").commands for _ in range(2))
+    first._beat()
+    first._check_alone()
+    second._check_alone()  # its first heartbeat may have failed
+    second._beat()
+    second._check_alone()
+    assert capsys.readouterr().err == ""
+    first._check_alone()
+    first._beat()
+    first._check_alone()
+    second._check_alone()
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(",")[0] for line in lines] == ["another process continues the same sweep directory"] * 2
+
+
 def test_heartbeats_continue_after_an_outage(monkeypatch):
     storage = optuna.storages.InMemoryStorage()
     commands = join(storage, "a", takeover_seconds=0.06).commands
@@ -149,6 +207,43 @@ def test_result_of_a_trial_that_was_taken_over_is_dropped():
     assert taker.tell(number, 2.0)
     assert [trial.value for trial in slow.trials()] == [2.0]
     assert not taker.awaits_others(5)
+
+
+def test_command_that_lost_a_trial_records_nothing_in_it():
+    """The command is suspended during its proposal, and another one proposes the values and runs the trial."""
+    storage = optuna.storages.InMemoryStorage()
+    slow, taker = join(storage, "slow"), join(storage, "taker")
+    number = slow.add_trial()
+    distributions = {"key": optuna.distributions.FloatDistribution(0.0, 1.0)}
+    proposer = Proposer({"_target_": "optuna.samplers.RandomSampler"}, "minimize", distributions)
+
+    class SlowProposer(Proposer):
+        def replay(self, number, trials):
+            proposal = super().replay(number, trials)
+            assert taker.commands.claim(taker.trials()[number], "slow")
+            assert taker.complete(number, proposer)
+            return proposal
+
+    assert not slow.complete(number, SlowProposer(proposer._sampler, "minimize", distributions))
+    (trial,) = taker.trials()
+    assert taker.complete(number, proposer)
+    assert not slow.complete(number, proposer)
+    slow.note_stop(number)
+    assert [after.params for after in slow.trials()] == [trial.params] != [{}]
+    assert slow.awaits_others(1)
+
+
+def test_study_that_another_command_creates_meanwhile_is_not_an_old_one(monkeypatch):
+    storage = optuna.storages.InMemoryStorage()
+    read = SearchStudy.trials
+
+    def read_later(study):
+        monkeypatch.setattr(SearchStudy, "trials", read)
+        join(storage, "b").add_trial()
+        return read(study)
+
+    monkeypatch.setattr(SearchStudy, "trials", read_later)
+    assert join(storage, "a").wait is Wait.none
 
 
 def test_trial_beyond_n_trials_runs_only_if_the_search_is_extended():

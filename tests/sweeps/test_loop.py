@@ -164,6 +164,16 @@ def test_search_starts_no_trial_after_max_failures(wait, tmp_path, capsys):
     assert capsys.readouterr().err == message
 
 
+def test_interrupted_trials_do_not_start_after_max_failures_either(tmp_path):
+    storage, sweeper = optuna.storages.InMemoryStorage(), Sweeper(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        run(sweeper, create(storage), Queue(sweeper, 3, [9, 9, 9], interrupt_at=5), n_trials=3, n_jobs=3)
+    queue = Queue(sweeper, 1, [1, 1, 1], states={0: "failed"})
+    run(sweeper, create(storage), queue, n_trials=3, max_failures=1)
+    assert list(queue.ends) == [0]
+    assert [trial.state for trial in create(storage).trials()] == [TrialState.FAIL, *[TrialState.RUNNING] * 2]
+
+
 def test_equal_proposals_share_a_job(tmp_path):
     choices = optuna.distributions.CategoricalDistribution(["a", "b"])
     sweeper, study = Sweeper(tmp_path), create()

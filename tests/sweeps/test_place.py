@@ -1,5 +1,6 @@
 """Settings of a study's place that are refused, in one line and without a password."""
 
+import errno
 import os
 
 import pytest
@@ -11,6 +12,9 @@ from foundry.run_dir.redact import remember
 from foundry.run_dir.study_storage import VARIABLE, open_storage
 
 optuna = pytest.importorskip("optuna", reason="needs the extra search")
+from optuna.storages._rdb import models  # noqa: E402
+from sqlalchemy.exc import ProgrammingError  # noqa: E402
+
 from foundry.sweeps.search.place import StudyPlace  # noqa: E402 - which imports it
 
 FACTS = {"lr": "0 to 1", "direction": "minimize", "overrides": "model=dit"}
@@ -139,6 +143,46 @@ def test_storage_that_cannot_be_used_is_refused(url, message, folder):
     assert line.startswith(f"hydra.sweeper.storage: is {url} ")
     assert message in line
     assert list(folder.iterdir()) == []
+
+
+def test_tables_that_several_commands_create_at_the_same_time_are_used(folder, monkeypatch):
+    """As in PostgreSQL, where all but one of the commands fail, and may fail again."""
+    failures = iter(["relation exists", "duplicate key"])
+    create_all = models.BaseModel.metadata.create_all
+
+    def create_later(engine):
+        if (text := next(failures, None)) is not None:
+            raise ProgrammingError("CREATE TABLE", None, Exception(text))
+        create_all(engine)
+
+    monkeypatch.setattr("foundry.run_dir.study_storage._RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(models.BaseModel.metadata, "create_all", create_later)
+    create(folder / "a", f"sqlite:///{folder}/study.db")
+    assert next(failures, None) is None
+
+
+@pytest.mark.parametrize("method", ["get_all_studies", "create_new_study"])
+def test_storage_that_stops_responding_before_the_search_begins_is_refused(method, folder, monkeypatch):
+    def fail(*arguments):
+        raise optuna.exceptions.StorageInternalError("no route to host")
+
+    url = f"sqlite:///{folder}/study.db"
+    monkeypatch.setattr(optuna.storages._CachedStorage, method, fail)
+    with pytest.raises(ConfigError) as refused:
+        place(folder, url).find() or create(folder, url)
+    message = "but it does not respond: no route to host; start the same command again"
+    assert str(refused.value) == f"hydra.sweeper.storage: is {url} {message}"
+
+
+def test_file_of_another_user_is_refused(folder, monkeypatch):
+    (folder / "study.jsonl").touch()
+
+    def fail(path):
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    monkeypatch.setattr("optuna.storages.journal.JournalFileBackend", fail)
+    line = refusal(folder / "a", "study.jsonl")
+    assert line.startswith("hydra.sweeper.storage: is study.jsonl but the file cannot be opened: [Errno 13]")
 
 
 def test_damaged_link_to_a_study_is_refused(folder):

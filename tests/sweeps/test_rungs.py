@@ -178,6 +178,9 @@ def test_parallel_search_ends_each_trial_and_promotes_the_best(places, failing, 
     study, _, _ = search(folder, optuna.storages.InMemoryStorage(), machine, distribution, n_trials=12)
     assert len(study.trials()) == 12
     check_promotions(study.trials())
+    for file in folder.glob("*/steps"):
+        result = json.loads((file.parent / "result.json").read_text())
+        assert ("pruned" in result) <= (file.read_text() != str(TOTAL))
 
 
 def test_samplers_see_the_values_of_paused_trials(tmp_path):

@@ -1,7 +1,9 @@
 """Takeover of a run directory: the run continues in a copy, and the original keeps every file."""
 
+import errno
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 from support.sweep_dirs import hold_lock
@@ -80,6 +82,23 @@ def test_directory_of_another_run_or_none_is_not_copied(former, tmp_path):
     (tmp_path / "copy").mkdir()
     assert not continue_from(former, tmp_path / "copy", "c0ffee")
     assert read(tmp_path / "copy") == {}
+
+
+@pytest.mark.parametrize("name", ["lock", "shutil.copytree"])
+def test_directory_that_cannot_be_locked_or_copied_is_left_and_the_run_starts_anew(
+    name, former, tmp_path, monkeypatch, capsys
+):
+    """As if it belonged to another user."""
+
+    def refuse(source, target, **options):
+        Path(tmp_path, ".copy.copy").mkdir(exist_ok=True)
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(f"foundry.sweeps.search.takeover.{name}", refuse)
+    assert not continue_from(former, tmp_path / "copy", "c0ffee")
+    assert not list(tmp_path.glob("*copy*"))
+    message = f"{former} cannot be continued from (Permission denied); its run starts anew\n"
+    assert capsys.readouterr().err == message
 
 
 def test_symlinks_are_not_copied(former, tmp_path):

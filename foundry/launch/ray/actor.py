@@ -9,12 +9,14 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from foundry import __version__
+from foundry.core.exit_codes import code_of_signal
 from foundry.core.safe_path import VARIABLE
 from foundry.run_dir.files import open_regular, read_tail
 from foundry.run_dir.names import RAY
@@ -49,6 +51,8 @@ class RankActor:
         self._raylet = os.getppid()
         self._process: subprocess.Popen[bytes] | None = None
         self._was_stopped = False
+        self._lock = threading.Lock()
+        """Held to start and to stop the rank, because Ray may run these calls at the same time and in any order."""
 
     def locate(self, run_dir: str, token: str, folder: str, version: str) -> Place:
         """Return the node of this actor, after a check that a rank can run there.
@@ -70,7 +74,7 @@ class RankActor:
         return Place(host=host, port=_free_port(), problem=problem)
 
     def run(self, module: str, run_dir: str, output: str, folder: str, variables: Mapping[str, str]) -> int | str:
-        """Start the rank unless it has been started, and wait for its end.
+        """Start the rank unless it has been started or stopped, and wait for its end.
 
         Args:
             module: module that executes the run of a run directory as `python -m MODULE RUN_DIR trust=true`.
@@ -82,8 +86,11 @@ class RankActor:
         Returns:
             The exit code, 128 + n for signal n. If Ray has died on this node, a text with the node's address.
         """
-        if self._process is None:
-            self._process = _start(module, run_dir, output, folder, variables)
+        with self._lock:
+            if self._process is None and self._was_stopped:
+                return code_of_signal(signal.SIGTERM)
+            if self._process is None:
+                self._process = _start(module, run_dir, output, folder, variables)
         while True:
             try:
                 code = self._process.wait(_WATCH_SECONDS)
@@ -95,14 +102,18 @@ class RankActor:
             return f"Ray has died on node {get_node_address()}" if self._is_orphan() else code
 
     def stop(self, *, kill: bool = False) -> None:
-        """Send SIGTERM to the rank once, so that it saves and stops; or kill it and the processes that it started."""
-        if self._process is None or self._process.poll() is not None:
-            return
-        if kill:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        elif not self._was_stopped:
-            self._was_stopped = True
-            self._process.terminate()
+        """Send SIGTERM to the rank once, so that it saves and stops; or kill it and the processes that it started.
+
+        A rank that has not been started does not start any more.
+        """
+        with self._lock:
+            was_stopped, self._was_stopped = self._was_stopped, True
+            if self._process is None or self._process.poll() is not None:
+                return
+            if kill:
+                os.killpg(self._process.pid, signal.SIGKILL)
+            elif not was_stopped:
+                self._process.terminate()
 
     def _is_orphan(self) -> bool:
         """Return whether the raylet, Ray's process on this node that started the actor, has died."""

@@ -4,7 +4,8 @@ Ray places and starts the ranks of a job; foundry keeps its own process group, c
 with this process, so if it is killed, the jobs save and stop, and the same command resumes the sweep.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,13 @@ class RayLauncher(FrozenLauncher):
 
     def __init__(self, work: Callable[[Path], int], **settings: Any) -> None:
         super().__init__(work, **settings)
+        self._checked_settings: list[tuple[Ray, bool]] = []
         self._jobs = dict[str, RayJob]()
 
     def check(self, configs: Sequence[DictConfig]) -> None:
         """Connect to the cluster, and check that its nodes can run each job.
+
+        The same settings are checked once: after the death of a node, the jobs of a search wait for another one.
 
         Raises:
             ConfigError: Ray is not installed, no cluster responds, or no node can run a job.
@@ -41,10 +45,13 @@ class RayLauncher(FrozenLauncher):
         connect(_resolve_settings(configs[0]))
         import ray
 
-        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         for config in configs:
-            uses_gpu = config.device.kind is not DeviceKind.cpu
-            check_nodes(_resolve_settings(config), nodes, uses_gpu=uses_gpu)
+            settings, uses_gpu = _resolve_settings(config), config.device.kind is not DeviceKind.cpu
+            if (settings, uses_gpu) in self._checked_settings:
+                continue
+            nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+            check_nodes(settings, nodes, uses_gpu=uses_gpu)
+            self._checked_settings.append((settings, uses_gpu))
 
     def places(self, configs: Sequence[DictConfig], limit: int) -> int:
         """Return the maximum number of jobs in Ray's queue and running."""
@@ -64,22 +71,38 @@ class RayLauncher(FrozenLauncher):
         Raises:
             Unreachable: the head node of the cluster does not respond.
         """
-        from ray.exceptions import RaySystemError, RpcError
-
-        try:
+        with _outages():
             return {job_id: self._jobs[job_id].poll() for job_id in ids if job_id in self._jobs}
-        except (RaySystemError, RpcError) as error:
-            raise Unreachable(one_line(str(error))) from None
 
     def cancel(self, ids: Collection[str], *, kill: bool = False) -> None:
-        """Ask jobs to save and stop, or kill them."""
-        for job_id in ids:
-            self._jobs[job_id].stop(kill=kill)
+        """Ask jobs to save and stop, or kill them.
+
+        Raises:
+            Unreachable: the head node of the cluster does not respond.
+        """
+        with _outages():
+            for job_id in ids:
+                self._jobs[job_id].stop(kill=kill)
 
     def logs(self, job_id: str) -> str:
         """Return the last line of output of the rank that failed first."""
         lines = read_tail(self._jobs[job_id].output()).strip().splitlines()
         return lines[-1].strip() if lines else ""
+
+
+@contextmanager
+def _outages() -> Iterator[None]:
+    """Convert Ray's errors about a head node that does not respond.
+
+    Raises:
+        Unreachable: the head node does not respond.
+    """
+    from ray.exceptions import RaySystemError, RpcError
+
+    try:
+        yield
+    except (RaySystemError, RpcError) as error:
+        raise Unreachable(one_line(str(error))) from None
 
 
 def _resolve_settings(config: DictConfig) -> Ray:

@@ -57,6 +57,7 @@ class SlurmLauncher(FrozenLauncher):
 
         Raises:
             ConfigError: Slurm rejects an array.
+            Unreachable: Slurm does not respond; jobs that were submitted are found by `attach`.
         """
         ids, cluster = dict[int, str](), cluster_name()
         for settings, indices in _group_by_settings(job.config for job in jobs):
@@ -70,7 +71,11 @@ class SlurmLauncher(FrozenLauncher):
         return ids
 
     def attach(self, jobs: Sequence[ComposedJob]) -> dict[int, str]:
-        """Return, by job index, the Slurm ids of jobs that are in the queue; delete the other jobs' submissions."""
+        """Return, by job index, the Slurm ids of jobs that are in the queue; delete the other jobs' submissions.
+
+        Raises:
+            Unreachable: Slurm does not respond.
+        """
         notes = {job: note for job in jobs if (note := Submission.load(job.run_dir)) is not None}
         if not notes:
             return {}

@@ -12,6 +12,8 @@ _TIMEOUT_SECONDS = 60.0
 _WAITING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
 _RUNNING = {"RUNNING", "COMPLETING", "STAGE_OUT", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING"}
 _LOST = {"NODE_FAIL", "BOOT_FAIL", "COMPLETED", "PREEMPTED"}
+_HAS_ENDED = re.compile("Invalid job id|already completing or completed")
+"""Messages of scancel about a job that has ended."""
 _ENDED_BY_SLURM = {"CANCELLED", "NODE_FAIL", "PREEMPTED", "TIMEOUT"}
 
 
@@ -138,9 +140,16 @@ def will_restart() -> bool | None:
 
 
 def cancel(job_ids: Collection[str], *, kill: bool = False) -> None:
-    """Cancel jobs with `scancel`; if `kill` is set, their processes get SIGKILL at once."""
+    """Cancel jobs with `scancel`; if `kill` is set, their processes get SIGKILL at once.
+
+    Raises:
+        Unreachable: Slurm does not respond, or refuses to cancel a job that has not ended.
+    """
     options = ["--signal=KILL", "--full"] if kill else []
-    subprocess.run(["scancel", *options, *job_ids], capture_output=True, timeout=_TIMEOUT_SECONDS, check=False)
+    message = _ask(["scancel", *options, *job_ids])
+    errors = [line for line in message.stderr.splitlines() if not _HAS_ENDED.search(line)]
+    if message.returncode and errors:
+        raise Unreachable(errors[0])
 
 
 def _from_controller(array: str) -> Iterator[tuple[str, QueuedJob]]:
@@ -181,11 +190,12 @@ def _minutes(text: str) -> float:
 
 
 def _tasks(text: str) -> list[str]:
-    """Parse the task ids of an array: `3`, or `1-3,7%256` for pending tasks; `[""]` for a job without an array."""
+    """Parse the task ids of an array: `3`, or `1-3,7%256` or `0-8:2` for pending tasks; `[""]` without an array."""
     tasks = []
     for item in text.partition("%")[0].split(","):
-        first, dash, last = item.partition("-")
-        tasks += [str(number) for number in range(int(first), int(last) + 1)] if dash else [first]
+        numbers, _, step = item.partition(":")
+        first, dash, last = numbers.partition("-")
+        tasks += [str(number) for number in range(int(first), int(last) + 1, int(step or 1))] if dash else [first]
     return tasks
 
 
@@ -222,6 +232,7 @@ def _ask(command: list[str], script: str | None = None) -> "subprocess.Completed
             timeout=_TIMEOUT_SECONDS,
             check=False,
             start_new_session=True,
+            env={**os.environ, "SLURM_BITSTR_LEN": "0"},  # otherwise scontrol shortens long lists of task ids
         )
     except subprocess.TimeoutExpired:
         raise Unreachable(f"{command[0]} takes more than {_TIMEOUT_SECONDS:g} s") from None

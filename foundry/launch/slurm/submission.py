@@ -11,6 +11,7 @@ from typing import Any
 
 from foundry.config.schemas.launcher import Slurm
 from foundry.core.errors import ConfigError, Violation
+from foundry.launch.job_state import Unreachable
 from foundry.launch.slurm.queue import refusal
 from foundry.launch.snapshot import copied_folders
 
@@ -18,6 +19,7 @@ from foundry.launch.snapshot import copied_folders
 # for good. Slurm requeues a preempted job that is still alive when the grace time ends. `exec` keeps ignored signals
 # ignored (POSIX).
 _HARDENED_PYTHON = f'sh -c \'trap "" USR1 USR2 TERM; exec "$@"\' sh {shlex.quote(sys.executable)}'
+_NO_CONTROLLER = "Unable to contact slurm controller"
 # Settings that are not passed to submitit.
 _EXCLUDED = {"_target_", "submitit_folder", "detach", "snapshot_code", "max_num_timeout", "setup"}
 # Options that submitit has for all executors, so their names do not begin with "slurm_".
@@ -56,6 +58,7 @@ def submit(
 
     Raises:
         ConfigError: Slurm rejects the jobs.
+        Unreachable: Slurm does not respond; no job was submitted.
     """
     from submitit.core.utils import FailedSubmissionError, UncompletedJobError
 
@@ -63,7 +66,8 @@ def submit(
         with clean_environment():
             jobs = _executor(settings, code).map_array(task, list(map(str, run_dirs)))
     except (UncompletedJobError, FailedSubmissionError) as error:
-        raise _rejection(str(error).strip().splitlines()[-1]) from None
+        reason = str(error).strip().splitlines()[-1]
+        raise Unreachable(reason) if _NO_CONTROLLER in reason else _rejection(reason) from None
     return [(job.job_id, job.paths.stderr) for job in jobs]
 
 

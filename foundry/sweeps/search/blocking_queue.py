@@ -36,10 +36,16 @@ class BlockingQueue:
         self._waiting += jobs
 
     def next_ended(self) -> list[ComposedJob]:
-        """Run the waiting jobs to their ends, and return them."""
+        """Run the waiting jobs to their ends, and return them; a launcher numbers the jobs of a call from the first."""
         jobs, self._waiting = self._waiting, []
-        if jobs:
-            self._launcher.launch([job.overrides for job in jobs], initial_job_idx=jobs[0].index)
+        blocks = list[list[ComposedJob]]()
+        for job in jobs:
+            if blocks and job.index == blocks[-1][-1].index + 1:
+                blocks[-1].append(job)
+            else:
+                blocks.append([job])
+        for block in blocks:
+            self._launcher.launch([job.overrides for job in block], initial_job_idx=block[0].index)
         return jobs
 
     @property

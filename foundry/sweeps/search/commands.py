@@ -6,6 +6,7 @@ same order, and only the first claim against an owner has an effect.
 """
 
 import logging
+import sys
 import threading
 import time
 import uuid
@@ -17,6 +18,7 @@ import optuna
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
+from foundry.launch.ledger import say
 from foundry.run_dir.study_storage import outages
 
 TAKEOVER_SECONDS = 60.0
@@ -59,11 +61,17 @@ class Commands:
         self._seen = dict[str, tuple[object, float]]()
         """Last heartbeat of each command, and the time of its first observation."""
         self._last_outage = -float("inf")
+        self._process = uuid.uuid4().hex
+        """Part of the heartbeats of this process."""
+        self._has_beaten, self._has_warned = False, False
 
     @contextmanager
     def beating(self) -> Iterator[None]:
         """Send heartbeats until the `with` block ends."""
-        self._beat()
+        try:
+            self._beat()
+        except outages():
+            self.note_outage()
         end = threading.Event()
         thread = threading.Thread(target=self._beat_until, args=(end,), name="heartbeat of the search", daemon=True)
         thread.start()
@@ -71,7 +79,7 @@ class Commands:
             yield
         finally:
             end.set()
-            thread.join()
+            thread.join(self.beat_seconds)  # it may wait for a storage that does not respond
 
     def owners(self, trials: Iterable[FrozenTrial]) -> dict[int, str]:
         """Return the owner of each trial by its number."""
@@ -99,13 +107,14 @@ class Commands:
 
         The time of other machines is not used. While the storage does not respond, no time passes.
         """
+        begin = time.monotonic()  # this process may be suspended during the request
         heartbeats = self._storage.get_study_user_attrs(self._id)
-        now, gone = time.monotonic(), set[str]()
+        end, gone = time.monotonic(), set[str]()
         for owner in set(owners) - {self.me}:
             heartbeat = heartbeats.get(owner)
             if owner not in self._seen or self._seen[owner][0] != heartbeat:
-                self._seen[owner] = heartbeat, now
-            elif now - max(self._seen[owner][1], self._last_outage) >= self._takeover_seconds:
+                self._seen[owner] = heartbeat, end
+            elif begin - max(self._seen[owner][1], self._last_outage) >= self._takeover_seconds:
                 gone.add(owner)
         return gone
 
@@ -114,11 +123,27 @@ class Commands:
         self._last_outage = time.monotonic()
 
     def _beat(self) -> None:
-        self._storage.set_study_user_attr(self._id, self.me, datetime.now(UTC).isoformat())
+        begin = time.monotonic()
+        self._storage.set_study_user_attr(self._id, self.me, f"{datetime.now(UTC).isoformat()} {self._process}")
+        self._has_beaten = True
+        if time.monotonic() - begin > self.beat_seconds:  # heartbeats of other commands were late, too
+            self.note_outage()
+
+    def _check_alone(self) -> None:
+        """Warn once if another process has sent a heartbeat with the id of this command since the last one."""
+        heartbeat = str(self._storage.get_study_user_attrs(self._id).get(self.me))
+        if self._has_beaten and not self._has_warned and not heartbeat.endswith(self._process):
+            self._has_warned = True
+            say(
+                "another process continues the same sweep directory, or a copy of it, so both run the same trials; "
+                "end one of them, and start it with another hydra.sweep.dir",
+                sys.stderr,
+            )
 
     def _beat_until(self, end: threading.Event) -> None:
         while not end.wait(self.beat_seconds):
             try:
+                self._check_alone()
                 self._beat()
             except outages():
                 self.note_outage()

@@ -127,18 +127,18 @@ class SearchLoop:
 
     def _next_trials(self, places: int) -> list[int]:
         """Return the numbers of the trials to run now: interrupted ones, else a promoted one, else new ones."""
+        if self._has_failed():
+            return []
         rungs = self._rungs
         busy = self._stopped.union(*self._trials.values(), rungs.paused() if rungs is not None else ())
         n_trials = self._options.n_trials
         numbers = self._study.interrupted(busy, places, n_trials)
-        if not numbers and not self._has_failed():
+        if not numbers:
             if rungs is not None and (number := rungs.promote()) is not None:
                 return [number]
             new = [self._study.add_trial() for _ in range(min(places, n_trials - len(self._study.trials())))]
             numbers = [number for number in new if number < n_trials]  # another command may have added trials too
-        for number in numbers:
-            self._study.complete(number, self._proposer)
-        return numbers
+        return [number for number in numbers if self._study.complete(number, self._proposer)]
 
     def _has_failed(self) -> bool:
         """Return whether the search ends because of failed jobs."""

@@ -15,8 +15,10 @@ from foundry.run_dir.study_storage import (
     VARIABLE,
     StorageError,
     StudyLink,
+    first_line,
     is_url,
     open_storage,
+    outages,
     resolve_location,
 )
 from foundry.sweeps.search.commands import Commands, create_id
@@ -106,15 +108,16 @@ class StudyPlace:
         wait = self._search.wait or Wait.none
         direction = self._search.direction.value
         if self._location is None:
-            storage = open_storage(self._sweep_dir / STUDY)
+            storage = self._connect(str(self._sweep_dir / STUDY))
             yield SearchStudy.create(storage, self._name, direction, facts, wait)
             return
         link = self._link or StudyLink(storage=str(self._storage), study=self._name, command=create_id())
         link.save(self._sweep_dir)
-        storage = self._connect(self._location)
-        commands = Commands(storage, self._name, link.command)
-        study = SearchStudy.create(storage, self._name, direction, facts, wait, commands)
-        self.check(study, facts)  # another command may have created it since the first check
+        with self._outages():
+            storage = self._connect(self._location)
+            commands = Commands(storage, self._name, link.command)
+            study = SearchStudy.create(storage, self._name, direction, facts, wait, commands)
+            self.check(study, facts)  # another command may have created it since the first check
         with _variable(self._location), commands.beating():
             yield study
 
@@ -130,7 +133,20 @@ class StudyPlace:
             raise self._error(f"{message}; use these settings, or choose another hydra.sweep.dir")
 
     def _reach(self, location: str) -> SearchStudy | None:
-        return SearchStudy.find(self._connect(location), self._name)
+        with self._outages():
+            return SearchStudy.find(self._connect(location), self._name)
+
+    @contextmanager
+    def _outages(self) -> Iterator[None]:
+        """Refuse a storage that does not respond.
+
+        Raises:
+            ConfigError: the storage does not respond.
+        """
+        try:
+            yield
+        except outages() as error:
+            raise self._error(f"but it does not respond: {first_line(error)}; start the same command again") from None
 
     def _connect(self, location: str) -> "BaseStorage":
         try:

@@ -68,8 +68,11 @@ class Rungs:
         self._study.set_attribute(number, RUNG, rung)
 
     def prune(self, number: int, run_dir: Path) -> None:
-        """End a paused trial as pruned, at the end of the search."""
-        if run_dir.is_dir():
+        """End a paused trial as pruned, at the end of the search.
+
+        Its run may have finished for an equal trial; the run then keeps its result.
+        """
+        if read_status(run_dir).get("state") == "paused":
             share = f"the best 1/{self._asha.reduction_factor} of its rung"
             end_paused_run(run_dir, f"pruned: {read_status(run_dir).get('reason', '')} is not among {share}")
         self._study.tell(number, state=TrialState.PRUNED)

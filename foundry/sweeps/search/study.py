@@ -17,10 +17,9 @@ from optuna.trial import FrozenTrial, TrialState
 
 from foundry.config.schemas.sweeper import Wait
 from foundry.launch.ledger import say
-from foundry.run_dir.redact import one_line
-from foundry.run_dir.study_storage import outages
+from foundry.run_dir.study_storage import first_line, outages
 from foundry.sweeps.search.commands import COMMAND, Commands
-from foundry.sweeps.search.proposals import VIEW, Proposer, View, is_running
+from foundry.sweeps.search.proposals import VIEW, Proposal, Proposer, View, is_running
 
 _FACTS = "facts"
 _WAIT = "wait"
@@ -51,7 +50,9 @@ def _patient(
                     raise
                 self.commands.note_outage()
                 if not has_warned:
-                    say(f"the storage of the search does not respond, the search waits: {_cause(error)}", sys.stderr)
+                    say(
+                        f"the storage of the search does not respond, the search waits: {first_line(error)}", sys.stderr
+                    )
                 has_warned = True
                 if self.is_interrupted():
                     raise StudyUnreachable from None
@@ -101,8 +102,10 @@ class SearchStudy:
             study_name=name, storage=storage, direction=StudyDirection[direction.upper()], load_if_exists=True
         )
         study = cls(storage, name, commands)
+        # An earlier version, which recorded no facts, created a study with trials. Read the trials before the facts:
+        # another command may record the facts and add trials in between.
+        is_old = bool(study.trials())
         if study.facts is None:
-            is_old = bool(study.trials())  # an earlier version, which recorded no facts, created it
             study._study.set_user_attr(_WAIT, Wait.batch.value if is_old else wait.value)
             study._study.set_user_attr(_SHARED, commands is not None)
             study._study.set_user_attr(_FACTS, dict(facts))  # last: a study without them is not complete
@@ -163,15 +166,21 @@ class SearchStudy:
 
     @_patient
     def note_start(self, number: int, run_dir: Path) -> None:
-        """Record the run directory of a trial that starts, for a command that takes over the trial."""
-        if self.commands is not None:
+        """Record the run directory of a trial that starts, for a command that takes over the trial.
+
+        If another command has taken over the trial, nothing is recorded.
+        """
+        if self.commands is not None and self._is_mine(number):
             self.set_attribute(number, _RUN_DIR, str(run_dir.absolute()))
             self.set_attribute(number, _STOPPED, False)
 
     @_patient
     def note_stop(self, number: int) -> None:
-        """Record that the job of a trial was stopped, so that other commands do not wait for the trial."""
-        if self.commands is not None:
+        """Record that the job of a trial was stopped, so that other commands do not wait for the trial.
+
+        If another command has taken over the trial, nothing is recorded.
+        """
+        if self.commands is not None and self._is_mine(number):
             self.set_attribute(number, _STOPPED, True)
 
     def run_dir(self, number: int) -> Path | None:
@@ -187,11 +196,14 @@ class SearchStudy:
         return self._storage.get_trial_number_from_id(self._storage.create_new_trial(self._id, template))
 
     @_patient
-    def complete(self, number: int, proposer: Proposer) -> None:
+    def complete(self, number: int, proposer: Proposer) -> bool:
         """Propose the missing values of a trial, and record them with the trials that the proposal saw.
 
         A trial that has all values stays as it is. If the process is killed in between, the next call proposes the
         same values, because it uses the recorded view.
+
+        Returns:
+            Whether this command owns the trial; if another command has taken it over, no values are recorded.
 
         Raises:
             ConfigError: if the sampler cannot be built.
@@ -200,19 +212,20 @@ class SearchStudy:
         trial = trials[number]
         missing = {key: value for key, value in proposer.distributions.items() if key not in trial.params}
         if not missing:
-            return
+            return self._is_mine(number)
         if VIEW not in trial.user_attrs:
             attributes = self._storage.get_study_system_attrs(self._id)
             view = View.of(trials, number, proposer.distributions, attributes)
             self._storage.set_trial_user_attr(trial._trial_id, VIEW, view.as_recorded())
             trials = self.trials()
-        self._record(trial, proposer, trials, missing)
+        proposal = proposer.replay(number, trials)
+        if not self._is_mine(number):  # this process was suspended during the proposal
+            return False
+        self._record(trials[number], proposal, missing)
+        return True
 
-    def _record(
-        self, trial: FrozenTrial, proposer: Proposer, trials: list[FrozenTrial], missing: Mapping[str, BaseDistribution]
-    ) -> None:
-        proposal, trial_id = proposer.replay(trial.number, trials), trial._trial_id
-        before = View.recorded(trials[trial.number].user_attrs[VIEW]).sampler
+    def _record(self, trial: FrozenTrial, proposal: Proposal, missing: Mapping[str, BaseDistribution]) -> None:
+        trial_id, before = trial._trial_id, View.recorded(trial.user_attrs[VIEW]).sampler
         for name, value in proposal.study_attrs.items():
             if before.get(name) != value:
                 self._storage.set_study_system_attr(self._id, name, value)
@@ -225,7 +238,7 @@ class SearchStudy:
     @_patient
     def tell(self, number: int, value: float | None = None, *, state: TrialState | None = None) -> bool:
         """Record the result of a trial; return False without an effect if another command has taken over the trial."""
-        if self.commands is not None and self.commands.owners([self.trials()[number]])[number] != self.commands.me:
+        if not self._is_mine(number):
             return False
         with suppress(UpdateFinishedTrialError):  # recorded by this command before the storage stopped responding
             self._study.tell(number, value, state=state, skip_if_finished=True)
@@ -246,16 +259,13 @@ class SearchStudy:
             if step not in trial.intermediate_values:
                 self._storage.set_trial_intermediate_value(trial._trial_id, step, value)
 
+    def _is_mine(self, number: int) -> bool:
+        """Return whether this command owns a trial."""
+        return self.commands is None or self.commands.owners([self.trials()[number]])[number] == self.commands.me
+
     def _running(self, n_trials: int) -> list[FrozenTrial]:
         """Return the running trials, except trials beyond `n_trials` that have no values yet.
 
         Simultaneous commands can add these trials; they run only after the search is extended.
         """
         return [trial for trial in self.trials() if is_running(trial) and (trial.params or trial.number < n_trials)]
-
-
-def _cause(error: BaseException) -> str:
-    """Return the first line of the error of the database driver."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return one_line(next(iter(str(error).splitlines()), type(error).__name__))

@@ -2,13 +2,16 @@
 
 import os
 import shutil
+import sys
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
+from foundry.launch.ledger import say
 from foundry.run_dir.lock import LOCK, is_held, lock
 from foundry.run_dir.marker import is_foundry_folder
 from foundry.run_dir.names import CHECKPOINTS, MLFLOW_PARENT, SUBMISSION, TRIAL
+from foundry.run_dir.redact import one_line
 from foundry.run_dir.status import read_status
 
 _NOT_COPIED = frozenset({LOCK, TRIAL, SUBMISSION, MLFLOW_PARENT})
@@ -21,8 +24,8 @@ def continue_from(former: Path, run_dir: Path, config_hash: str) -> bool:
     The former directory keeps all its files, because it belongs to the user. The files of checkpoints, which never
     change, are hard links if both directories are on the same file system.
 
-    Nothing is copied if this machine cannot reach the directory, if a process on any machine may still train there, or
-    if it contains a run with another configuration.
+    Nothing is copied if this machine cannot reach, lock or copy the directory, if a process on any machine may still
+    train there, or if it contains a run with another configuration.
 
     Args:
         former: the run directory of the trial, in the sweep directory of the other command.
@@ -31,13 +34,19 @@ def continue_from(former: Path, run_dir: Path, config_hash: str) -> bool:
     """
     if run_dir.exists() or not _is_free(former, config_hash):
         return False
-    with ExitStack() as stack:
-        if not lock(former, stack):
-            return False
-        part = run_dir.with_name(f".{run_dir.name}.copy")
-        shutil.rmtree(part, ignore_errors=True)  # of a command that was killed while it copied
-        shutil.copytree(former, part, ignore=_ignored, copy_function=partial(_copy, former / CHECKPOINTS))
-        part.rename(run_dir)
+    part = run_dir.with_name(f".{run_dir.name}.copy")
+    shutil.rmtree(part, ignore_errors=True)  # of a command that was killed while it copied
+    try:
+        with ExitStack() as stack:
+            if not lock(former, stack):
+                return False
+            shutil.copytree(former, part, ignore=_ignored, copy_function=partial(_copy, former / CHECKPOINTS))
+            part.rename(run_dir)
+    except OSError as error:  # such as the directory of another user, who may read it but not lock it
+        shutil.rmtree(part, ignore_errors=True)
+        reason = one_line(error.strerror or "some files cannot be copied")
+        say(f"{former} cannot be continued from ({reason}); its run starts anew", sys.stderr)
+        return False
     return True
 
 
