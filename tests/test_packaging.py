@@ -184,6 +184,12 @@ def test_every_hint_names_an_extra_of_setup_cfg():
     assert set(EXTRAS.values()) <= set(SETUP["options.extras_require"])
 
 
+def test_installation_page_lists_every_extra():
+    page = (ROOT / "docs" / "installation.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`[^|]+) \|", page.partition("## Extras")[2].partition("\n## ")[0], re.MULTILINE)
+    assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(SETUP["options.extras_require"])
+
+
 def test_early_build_beside_this_version_is_a_conflict(site):
     install(site, OLD)
     assert conflict_message() is None  # an editable build of 0.1 in a checkout of this version is fine

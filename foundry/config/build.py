@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 
-from foundry.config.composition.hydra_versions import instantiate
+from foundry.config.composition.hydra_versions import instantiate, targets_allowed
 
 HYDRA_KEYS = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_", "_isolate_")
 """Keys that `hydra.utils.instantiate` interprets, at any depth of its argument; `_isolate_` since Hydra 1.4."""
@@ -28,8 +28,10 @@ def build(node: Any, *, optional: Mapping[str, Any] | None = None, **runtime: An
     """
     if not isinstance(node, DictConfig):
         node = OmegaConf.create(node) if isinstance(node, dict) else OmegaConf.structured(node)
-    part = instantiate(_part_fields(node))
-    return part(**runtime, **_accepted_arguments(part, optional or {}))
+    content = _part_fields(node)
+    part = instantiate(content)
+    with targets_allowed(content):
+        return part(**runtime, **_accepted_arguments(part, optional or {}))
 
 
 def field_of(node: Any, name: str, default: Any = None) -> Any:

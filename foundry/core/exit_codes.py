@@ -48,7 +48,7 @@ class ExitCode(IntEnum):
     SUCCESS = 0, Retry.never, "the command has done its work"
     FAILED = 1, Retry.useless, "the run, the job or the command failed"
     REFUSED = 2, Retry.never, "an error in the arguments, or in a file that they name"
-    UNFINISHED = 3, Retry.yes, "`report`: no job has failed, but some have not finished"
+    UNFINISHED = 3, Retry.yes, "a sweep, or `report`: no job has failed, but some have not finished"
     STALLED = 74, Retry.yes, "a rank made no progress, or waited too long for another rank"
     RANK_LOST = 75, Retry.yes, "a rank, or its machine, was lost"
     SIGHUP = _SIGNALS + signal.SIGHUP, Retry.continues, "stopped by SIGHUP"

@@ -168,8 +168,7 @@ class FrozenLauncher(Launcher):
         with current_config(composed):
             with read_write(composed.hydra.runtime), open_dict(composed.hydra.runtime):
                 composed.hydra.runtime.output_dir = str(job.run_dir)
-            hydra_dir = job.run_dir / (composed.hydra.output_subdir or HYDRA)
-            make_folder(hydra_dir, parents=True)
+            hydra_dir = make_folder(job.run_dir / HYDRA, parents=True)  # the job reads it; not hydra.output_subdir
             foundry_keys = [str(key) for key in composed if key != "hydra"]
             save_yaml(OmegaConf.masked_copy(composed, foundry_keys), hydra_dir / "config.yaml")
             save_yaml(OmegaConf.masked_copy(composed, ["hydra"]), hydra_dir / "hydra.yaml")

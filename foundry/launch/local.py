@@ -377,6 +377,7 @@ def _is_consequence(note: dict[str, Any]) -> bool:
 def describe_exit(exitcode: int) -> str:
     """Describe the end of a process that recorded no reason, from its exit code (negative for a signal)."""
     if exitcode < 0:
-        name = signal.Signals(-exitcode).name
+        is_named = -exitcode in set(signal.Signals)  # real-time signals have no names
+        name = signal.Signals(-exitcode).name if is_named else f"signal {-exitcode}"
         return f"killed by {name}" + (": out of memory?" if name == "SIGKILL" else "")
     return f"ended with exit code {exitcode}"

@@ -48,7 +48,8 @@ def leave_note(
         rank: the rank that caused the failure; by default the rank of this process.
         violations: key and message of each configuration error, if the configuration was rejected.
     """
-    own_rank = int(os.environ.get("RANK") or 0)
+    rank_text = os.environ.get("RANK", "")
+    own_rank = int(rank_text) if rank_text.isdecimal() else 0  # the failure may be that the variable is invalid
     note = {
         "rank": own_rank if rank is None else rank,
         "time": time.time(),

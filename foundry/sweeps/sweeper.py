@@ -85,7 +85,7 @@ class CheckedSweeper(Sweeper):
 
         Raises:
             ConfigError: with all config errors, before anything is written.
-            SystemExit: 1 if a job has failed or was stopped; each of these jobs is printed on a line.
+            SystemExit: 1 if a job has failed, 3 if none has but one was stopped; each is printed on a line.
             Stopped: if a signal ended the running job.
         """
         if violations := list(check_fields(self.options, "hydra.sweeper")) or list(self.options.check()):
@@ -193,22 +193,24 @@ class CheckedSweeper(Sweeper):
         """Print the table, write the report files, and print a line for each failed or stopped job.
 
         Raises:
-            SystemExit: 1 if a job has failed, was stopped, or has lost its run directory.
+            SystemExit: 1 if a job has failed or has lost its run directory; 3 if a job was stopped, and none has
+                failed: the same command resumes it.
         """
         from rich.console import Console
 
         from foundry.sweeps.report import report
 
         report(self.sweep_dir, Console(stderr=self.config.tracking.progress == JSON))
-        failed = [job for job in jobs if self.state(job) in (*FAILED, "stopped") or not self.run_dir(job).is_dir()]
-        for job in failed:
+        failed = [job for job in jobs if self.state(job) in FAILED or not self.run_dir(job).is_dir()]
+        stopped = [job for job in jobs if self.state(job) == "stopped"]
+        for job in sorted([*failed, *stopped], key=lambda job: job.index):
             run_dir = self.run_dir(job)
             reason = (
                 read_status(run_dir).get("reason", "") if run_dir.is_dir() else "its run directory no longer exists"
             )
             sys.stderr.write(f"{job}: {reason}; see {run_dir / LOG}\n")
-        if failed:
-            raise SystemExit(ExitCode.FAILED)
+        if failed or stopped:
+            raise SystemExit(ExitCode.FAILED if failed else ExitCode.UNFINISHED)
 
     def _compose(self, jobs: Sequence[Job]) -> list[DictConfig]:
         """Compose the configuration of each job.

@@ -17,7 +17,7 @@ import logging.config
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ from foundry.config.environment import detect
 from foundry.config.record.frozen import load_config
 from foundry.config.record.strict_yaml import read_yaml
 from foundry.config.schemas.root import Config
-from foundry.core.errors import format_reason
+from foundry.core.errors import ConfigError, Violation, format_reason
 from foundry.core.exit_codes import ExitCode
 from foundry.core.stop_signals import Stopped
 from foundry.launch.local import WorkerFailed, exit_code_of, format_trace, is_consequence
@@ -182,10 +182,21 @@ def _cause(run_dir: Path, error_output: ErrorOutput) -> str | None:
     return None
 
 
+def main(arguments: Sequence[str]) -> int:
+    """Run the job that the arguments `RUN_DIR trust=true` name; return the exit code."""
+    try:
+        if list(arguments[1:]) != ["trust=true"]:
+            message = "the configuration in RUN_DIR may run code; if you trust its author, write RUN_DIR trust=true"
+            raise ConfigError(Violation("trust", message))
+        run_dir = Path(arguments[0]).absolute()
+        if not (run_dir / HYDRA / "hydra.yaml").is_file():
+            message = f"is {run_dir}, which is not the run directory of a job; is its disk mounted on this machine?"
+            raise ConfigError(Violation("RUN_DIR", message))
+        return work(run_dir)
+    except ConfigError as error:  # also by the variables of an engine
+        sys.stderr.write(f"{error}\n")
+        return ExitCode.REFUSED
+
+
 if __name__ == "__main__":
-    if sys.argv[2:] != ["trust=true"]:
-        sys.stderr.write(
-            "trust: the configuration in RUN_DIR may run code; if you trust its author, write RUN_DIR trust=true\n"
-        )
-        sys.exit(ExitCode.REFUSED)
-    sys.exit(work(Path(sys.argv[1]).absolute()))
+    sys.exit(main(sys.argv[1:]))

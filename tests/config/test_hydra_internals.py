@@ -4,6 +4,7 @@ import fractions
 import inspect
 import os
 import re
+from contextlib import nullcontext
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -23,10 +24,13 @@ from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.errors import InstantiationException
 from hydra.types import RunMode
+from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from packaging.specifiers import SpecifierSet
+from support.composition import allowed_by_hydra
 
 import foundry
+from foundry.config.build import build
 from foundry.config.composition import hydra_application as application
 from foundry.config.composition import hydra_internals as internals
 from foundry.config.composition import hydra_versions as versions
@@ -293,6 +297,21 @@ def test_part_returns_objects_of_any_package_but_no_dangerous_function():
     for name in ("os.system", "partial", "eval"):
         with pytest.raises(InstantiationException):
             part(which=name)
+
+
+def build_child(child):
+    return instantiate(child)
+
+
+@pytest.mark.parametrize("context", [allowed_by_hydra, nullcontext], ids=["of a command", "of a rank"])
+@pytest.mark.filterwarnings("error")
+def test_part_may_build_the_nested_parts_of_its_configuration_itself(context):
+    target = f"{__name__}.build_child"
+    path = {"_target_": "pathlib.Path", "_args_": ["a"]}
+    with context():
+        assert build({"_target_": target, "_recursive_": False, "child": path}) == Path("a")
+        with pytest.raises(InstantiationException):
+            build({"_target_": target, "_recursive_": False}, child={"_target_": "os.remove", "path": "a"})
 
 
 def test_private_hydra_apis_are_used_in_three_modules_only():

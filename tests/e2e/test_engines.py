@@ -85,6 +85,27 @@ def test_processes_of_an_engine_train_as_one_process_does(shell, alone, engine, 
     assert (other_stdout, "Traceback" in stderr + other_stderr) == ("", False)
 
 
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"RANK": "first", "WORLD_SIZE": "2"},
+        {"RANK": "-1", "WORLD_SIZE": "2", "LOCAL_RANK": "0"},
+        {"OMPI_COMM_WORLD_RANK": "1"},
+        {"PET_NNODES": "1:2"},
+        {"SM_HOSTS": "algo-1"},
+        {"SLURM_STEP_ID": "0", "SLURM_PROCID": "none", "SLURM_NTASKS": "2"},
+    ],
+    ids=str,
+)
+def test_invalid_variables_of_an_engine_are_refused_in_one_line(run_command, variables):
+    reports = {"TORCHELASTIC_ERROR_FILE": str(run_command.cwd / "error.json")}
+    _, stderr = run_command(*WORDS, code=2, variables=variables | reports)
+    assert stderr.startswith("environment variable ")
+    assert stderr.count("\n") == 1
+    (file,) = run_command.cwd.iterdir()
+    assert json.loads(file.read_text())["message"]["message"] == stderr.rstrip("\n")
+
+
 @pytest.mark.parametrize("node", [0, 1])
 def test_each_node_refuses_a_run_directory_with_the_time(run_command, node):
     stderr = run_command(*WORDS[:-1], "hparams.per_gpu_batch_size=4", code=2, variables=kubeflow(node, 1))[1]

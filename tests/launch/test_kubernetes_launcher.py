@@ -19,7 +19,9 @@ from foundry.launch.composed_job import ComposedJob
 from foundry.launch.job_state import Phase, Unreachable
 from foundry.launch.kubernetes import launcher as module
 from foundry.launch.kubernetes.launcher import KubernetesLauncher
+from foundry.run_dir.names import HYDRA
 from foundry.run_dir.status import read_status
+from foundry.sweeps import worker
 from foundry.sweeps.reading import read_sweep
 from foundry.sweeps.report import summary
 
@@ -103,6 +105,16 @@ def test_write_writes_valid_manifests_without_a_cluster(tmp_path, run_command, c
         assert command[-2:] == [str(tmp_path / "s" / str(job)), "trust=true"]
         assert read_status(Path(command[-2]))["state"] == "queued"
     assert cluster.requests == []
+
+
+@pytest.mark.parametrize("output_subdir", ["other", None])
+def test_worker_finds_the_configuration_in_any_output_subdir(tmp_path, started, output_subdir):
+    launcher, jobs = started(write=str(tmp_path / "w"))
+    for job in jobs:
+        OmegaConf.update(job.config, "hydra.output_subdir", output_subdir)
+    launcher.start(jobs)
+    assert (jobs[0].run_dir / HYDRA / "hydra.yaml").is_file()
+    assert worker._set_up_job(jobs[1].run_dir, rank=1)["version"] == 1
 
 
 @pytest.mark.parametrize("sweep", ["s", "lär: #1 'a'"])

@@ -58,7 +58,7 @@ def test_command_that_was_killed_continues_with_its_jobs(sweeps, cluster):
 
 
 def test_two_nodes_train_together_and_continue_after_an_eviction(sweeps, cluster):
-    words = ["hydra.launcher.kind=job", "hydra.launcher.nodes=2", "distributed=fsdp", "hparams.max_steps=60"]
+    words = ["hydra.launcher.kind=job", "hydra.launcher.nodes=2", "distributed=fsdp", "hparams.max_steps=200"]
     driver = sweeps.start(*words)
     sweeps.wait_for_steps(0, 2, SECONDS)
     (controller,) = cluster.controllers.values()
@@ -69,7 +69,7 @@ def test_two_nodes_train_together_and_continue_after_an_eviction(sweeps, cluster
     assert (first.exit_code, second.exit_code) == (143, 143)
     assert (len(controller.pods), controller.num_failures) == (4, 0)
     assert json.loads((sweeps.cwd / "s" / "0" / "plan.json").read_text())["world_size"] == 2
-    assert steps(sweeps, 0) == list(range(1, 61))
+    assert steps(sweeps, 0) == list(range(1, 201))
     assert [path.rpartition("/")[2] for path in cluster.created] == ["services", "jobs"]
 
 

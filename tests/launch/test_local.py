@@ -24,7 +24,7 @@ from foundry.core.errors import ConfigError, Violation
 from foundry.core.exit_codes import ExitCode
 from foundry.core.stop_signals import Stopped
 from foundry.launch import local
-from foundry.launch.local import WorkerFailed, exit_code_of, report_failure, run_local
+from foundry.launch.local import WorkerFailed, describe_exit, exit_code_of, report_failure, run_local
 from foundry.parallel.watchdog import CollectiveError
 
 pytestmark = pytest.mark.distributed
@@ -241,3 +241,17 @@ def test_signal_forwarded_to_an_exiting_worker_is_harmless(signum):
 def test_failed_save_after_a_signal_raises_worker_failed():
     with pytest.raises(WorkerFailed, match="rank 0 failed: OSError: no space left on device"):
         run_local(1, stop_after_signal, signal.SIGTERM, None)
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        (-9, "killed by SIGKILL: out of memory?"),
+        (-15, "killed by SIGTERM"),
+        (-40, "killed by signal 40"),  # a real-time signal
+        (-127, "killed by signal 127"),  # exit code 255, as Ray reports it
+        (3, "ended with exit code 3"),
+    ],
+)
+def test_end_of_a_process_is_described_for_every_code(code, text):
+    assert describe_exit(code) == text

@@ -67,7 +67,7 @@ def test_slurm_job_at_its_time_limit_before_training_is_stopped(cluster):
     driver = cluster.sweep(*SLURM, "hydra.launcher.max_num_timeout=0", "hparams.max_steps=500")
     cluster.wait((cluster.cwd / "s/0/.lock").exists)
     cluster.ask("scancel", "--signal=USR2", cluster.slurm_id(0))
-    cluster.finish(driver, code=1)
+    cluster.finish(driver, code=3)
     status = json.loads((cluster.cwd / "s/0/status.json").read_text())
     assert status["state"] == "stopped"
     assert status["reason"].startswith("its time limit was reached ")
@@ -126,7 +126,7 @@ def test_slurm_job_with_no_requeue_is_stopped(cluster, end):
         cluster.ask("scontrol", "update", f"nodename={node}", "state=down", "reason=broken")
     else:
         cluster.ask("sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--wrap", "true")
-    cluster.finish(driver, code=1)
+    cluster.finish(driver, code=3)
     state, reason = cluster.status(0)
     assert state == "stopped"
     assert reason.startswith(f"SIGTERM; Slurm: {'NODE_FAIL' if end == 'node' else 'PREEMPTED'} (")
@@ -155,7 +155,7 @@ def test_job_preempted_by_cancel_requests_its_own_requeue(cluster, may_requeue):
         assert cluster.status(0) == ("finished", "")
         assert cluster.state_in_slurm(0)["Restarts"] == "1"
     else:
-        cluster.finish(driver, code=1)
+        cluster.finish(driver, code=3)
         state, reason = cluster.status(0)
         assert state == "stopped"
         assert reason.startswith("SIGTERM; Slurm does not queue the job again; Slurm: PREEMPTED (")

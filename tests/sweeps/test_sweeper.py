@@ -1,16 +1,47 @@
 """Sweeps with too many or invalid jobs: jobs are counted without enumerating them, and equal errors are merged."""
 
+from contextlib import nullcontext
+
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
+from support.sweep_dirs import SweepDir
 
 from foundry.config.schemas.sweeper import Sweep
 from foundry.core.errors import ConfigError, Violation
+from foundry.core.exit_codes import ExitCode
 from foundry.sweeps.compose_jobs import compose_jobs
 from foundry.sweeps.grid import count_values, expand
 from foundry.sweeps.job import Job
+from foundry.sweeps.reading import read_sweep
 from foundry.sweeps.refusals import refusals
+from foundry.sweeps.sweeper import GridSweeper
+
+
+@pytest.mark.parametrize(
+    ("states", "code"),
+    [
+        (["finished", "stopped"], ExitCode.UNFINISHED),
+        (["stopped", "failed"], ExitCode.FAILED),
+        (["lost", "finished"], ExitCode.FAILED),
+        (["finished", "paused"], None),
+    ],
+)
+def test_end_of_a_sweep_has_the_exit_code_of_its_report(tmp_path, events, capsys, states, code):
+    """A sweep that can go on, because jobs were stopped, does not count as failed."""
+    folder = SweepDir(tmp_path / "s", type(events))
+    for number, state in enumerate(states):
+        folder.job(f"a={number}", state=state, reason=f"reason {number}")
+    sweeper = GridSweeper()
+    sweeper.sweep_dir, sweeper.config = folder.folder, OmegaConf.create({"tracking": {"progress": "bar"}})
+    jobs = [Job.recorded(entry) for entry in folder.facts["jobs"]]
+    with nullcontext() if code is None else pytest.raises(SystemExit) as ended:
+        sweeper.report(jobs)
+    assert code is None or ended.value.code == code == read_sweep(folder.folder).exit_code
+    named = [line for line in capsys.readouterr().err.splitlines() if "; see " in line]
+    assert len(named) == sum(state in ("stopped", "failed", "lost") for state in states)
 
 
 def parse(*words):

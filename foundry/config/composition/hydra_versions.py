@@ -7,6 +7,7 @@ class that foundry uses, or has other parameters, is rejected with an error that
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any
 
@@ -175,6 +176,17 @@ def instantiate(node: DictConfig) -> Any:
     require(part, "_hydra_execution_whitelist")
     part._hydra_execution_whitelist = None
     return part
+
+
+def targets_allowed(node: DictConfig) -> AbstractContextManager[Any]:
+    """Let a part that builds its nested parts itself, because of `_recursive_: false`, call the targets in its node.
+
+    Hydra 1.4 would refuse them in the process of an application; Hydra 1.3 calls them.
+    """
+    if IS_1_3:
+        return nullcontext()
+    allowed: AbstractContextManager[Any] = require(hydra.utils, "execution_whitelist")(_allowed_targets(node))
+    return allowed
 
 
 def _allowed_targets(node: DictConfig) -> list[str]:

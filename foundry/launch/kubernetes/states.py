@@ -3,11 +3,13 @@
 from collections.abc import Iterator, Sequence
 
 from foundry.core.errors import first_line, listed
+from foundry.core.exit_codes import ExitCode, Retry, codes
 from foundry.launch.job_state import JobState, Phase
 from foundry.launch.kubernetes.manifests import CONTAINER, Manifest
 
 _OUT_OF_TIME = "DeadlineExceeded"
 _LONGEST_LIST = 3
+_ENDING_CODES = set(codes(Retry.never, Retry.useless)) - {ExitCode.SUCCESS}
 
 
 def has_ended(job: Manifest) -> bool:
@@ -42,9 +44,19 @@ def job_state(job: Manifest, pods: Sequence[Manifest]) -> JobState:
 
 
 def choose_pod(pods: Sequence[Manifest]) -> str | None:
-    """Return the name of a pod whose output explains the end of a job, preferably a failed one; None without pods."""
-    ranked = sorted(pods, key=lambda pod: _phase(pod) != "Failed")
-    return str(ranked[0]["metadata"]["name"]) if ranked else None
+    """Return the name of the pod whose output explains the end of a job best; None without pods.
+
+    The others of its pods lost a rank and were replaced, or were stopped when the job failed. So the best pod is one
+    that failed with an exit code that ends a job, otherwise the last one that failed.
+    """
+    best = max(pods, key=_explanatory_value, default=None)
+    return None if best is None else str(best["metadata"]["name"])
+
+
+def _explanatory_value(pod: Manifest) -> tuple[bool, bool, str]:
+    ends = list(_ends(pod))
+    is_cause = any(end.get("exitCode") in _ENDING_CODES for end in ends)
+    return _phase(pod) == "Failed", is_cause, max((end.get("finishedAt") or "" for end in ends), default="")
 
 
 def _conditions(job: Manifest) -> dict[str, Manifest]:
@@ -61,10 +73,17 @@ def _containers(pod: Manifest) -> list[Manifest]:
     return [status for status in statuses if status.get("name") == CONTAINER]
 
 
+def _ends(pod: Manifest) -> Iterator[Manifest]:
+    """Yield how the container of a pod ended."""
+    for status in _containers(pod):
+        if "terminated" in status.get("state", {}):
+            yield status["state"]["terminated"]
+
+
 def _pod_failures(pods: Sequence[Manifest]) -> Iterator[str]:
     """Yield how each failed pod ended, as in `OOMKilled, exit code 137` or `Evicted`."""
     for pod in pods:
-        ends = [status["state"]["terminated"] for status in _containers(pod) if "terminated" in status.get("state", {})]
+        ends = list(_ends(pod))
         for end in ends:
             if code := end.get("exitCode"):
                 reason = end.get("reason") or "Error"
