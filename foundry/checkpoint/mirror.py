@@ -18,7 +18,7 @@ from foundry.run_dir.checkpoints import MANIFEST, linked_step, list_checkpoints,
 from foundry.run_dir.files import read_bytes
 from foundry.run_dir.lock import RunDirectoryLostError, check_locked
 from foundry.run_dir.mirror.copying import Copier
-from foundry.run_dir.mirror.lease import Lease
+from foundry.run_dir.mirror.lease import LEASE, Lease
 from foundry.run_dir.mirror.snapshot import (
     LATEST,
     PUBLISHED,
@@ -184,21 +184,21 @@ class Mirror(ABC):
 class RankMirror(Mirror):
     """The thread of a rank above 0: it copies the shards of this rank, of the checkpoints that rank 0 announces."""
 
-    _done = -1
+    _done: frozenset[int] = frozenset()
 
     def _end(self) -> None:
         """Do nothing: the lease belongs to rank 0."""
 
     def _copy(self) -> bool:
-        pending = [step for step in self._local_steps() if step > self._done]
+        pending = [step for step in self._local_steps() if step not in self._done]
         for step in pending:
             if self._store.size(f"{folder_of(step)}/{PUBLISHED}") is not None:
-                self._done = step
-                return True
-            if self._store.size(f"{folder_of(step)}/{BEGUN}") is not None:
+                self._done |= {step}
+            elif self._store.size(f"{folder_of(step)}/{BEGUN}") is not None:
                 self._copy_own(step, self._facts(step)[1])
-                break
-        return not pending
+        if self._is_closing.is_set():
+            return self._store.size(LEASE) is None  # rank 0 has copied the last files
+        return set(pending) <= self._done
 
 
 @dataclass(kw_only=True)
