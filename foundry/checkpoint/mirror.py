@@ -4,6 +4,7 @@ import logging
 import math
 import threading
 import time
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -29,18 +30,18 @@ from foundry.run_dir.mirror.snapshot import (
     step_of,
     unreferenced,
 )
-from foundry.run_dir.mirror.store import Store, StoreError
+from foundry.run_dir.mirror.store import MissingObjectError, Store, StoreError
 from foundry.run_dir.names import CHECKPOINTS, RESULT, STATUS
 
 BEGUN = "begun.json"
-"""Object that rank 0 writes to start the copy of a checkpoint on the other ranks."""
+"""Object that rank 0 writes to start the copy of a checkpoint on the other ranks; its content differs each time."""
 
 _OF_THE_END = (STATUS, RESULT)
 """Files that a checkpoint in the store leaves out, because they may record the end of the run at a later step."""
 
 _FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 1.0, 60.0
 _WARNING_SECONDS = 600.0
-_POLL_SECONDS = 1.0
+_POLL_SECONDS, _LONGEST_POLL_SECONDS = 1.0, 10.0
 _OTHER_RANKS_SECONDS = 120.0
 log = logging.getLogger(__name__)
 
@@ -121,7 +122,7 @@ class Mirror(ABC):
                 log.warning(message, self._store.url, self._seconds, self.run_dir)
 
     def _run(self) -> None:
-        delay = _FIRST_DELAY_SECONDS
+        delay, poll = _FIRST_DELAY_SECONDS, _POLL_SECONDS
         while True:
             is_last = self._is_closing.is_set()
             try:
@@ -144,7 +145,9 @@ class Mirror(ABC):
                 self._end()
                 return
             if not self._is_closing.is_set() or not is_complete:
-                self._wakeup.wait(None if is_complete else _POLL_SECONDS)
+                is_notified = self._wakeup.wait(None if is_complete else poll)
+                is_urgent = is_notified or self._is_closing.is_set()
+                poll = _POLL_SECONDS if is_urgent else min(2 * poll, _LONGEST_POLL_SECONDS)
             self._wakeup.clear()
 
     @abstractmethod
@@ -184,7 +187,21 @@ class Mirror(ABC):
 class RankMirror(Mirror):
     """The thread of a rank above 0: it copies the shards of this rank, of the checkpoints that rank 0 announces."""
 
-    _done: frozenset[int] = frozenset()
+    def __init__(
+        self, store: Store, run_dir: Path, *, rank: int, world_size: int, seconds: float, damaged: Collection[int] = ()
+    ) -> None:
+        """Prepare the thread; `start` starts it.
+
+        Args:
+            store: the store.
+            run_dir: the run directory.
+            rank: rank of this process.
+            world_size: number of ranks.
+            seconds: longest wait at the end of the run for the copy under way.
+            damaged: steps of damaged checkpoints in the store, which rank 0 copies again if the run saves them again.
+        """
+        super().__init__(store, run_dir, rank=rank, world_size=world_size, seconds=seconds)
+        self._damaged, self._done, self._begun = set(damaged), set[int](), dict[int, bytes]()
 
     def _end(self) -> None:
         """Do nothing: the lease belongs to rank 0."""
@@ -192,13 +209,24 @@ class RankMirror(Mirror):
     def _copy(self) -> bool:
         pending = [step for step in self._local_steps() if step not in self._done]
         for step in pending:
-            if self._store.size(f"{folder_of(step)}/{PUBLISHED}") is not None:
-                self._done |= {step}
-            elif self._store.size(f"{folder_of(step)}/{BEGUN}") is not None:
-                self._copy_own(step, self._facts(step)[1])
+            begun = self._read_begun(step)
+            if begun is not None:
+                if begun != self._begun.get(step):
+                    self._copy_own(step, self._facts(step)[1])
+                    self._begun[step] = begun
+                    self._damaged.discard(step)
+            elif step not in self._damaged and self._store.size(f"{folder_of(step)}/{PUBLISHED}") is not None:
+                self._done.add(step)
         if self._is_closing.is_set():
             return self._store.size(LEASE) is None  # rank 0 has copied the last files
-        return set(pending) <= self._done
+        return self._done.issuperset(pending)
+
+    def _read_begun(self, step: int) -> bytes | None:
+        """Return the announcement of a checkpoint; None if rank 0 does not copy it now."""
+        try:
+            return self._store.read(f"{folder_of(step)}/{BEGUN}")
+        except MissingObjectError:
+            return None
 
 
 @dataclass(kw_only=True)
@@ -337,10 +365,11 @@ class MainMirror(Mirror):
         _, facts = self._facts(step)
         if step in self._state.damaged:
             self._require_lease()
+            self._store.remove(f"{place}/{PUBLISHED}")
             self._store.remove_folder(place)
             self._state.damaged.discard(step)
         if self._world_size > 1:
-            self._store.write(f"{place}/{BEGUN}", b"{}")
+            self._store.write(f"{place}/{BEGUN}", uuid.uuid4().hex.encode())
         own = self._copy_own(step, facts)
         parts = {
             name: own.get(name, Part(f"{place}/{name}.{fact.checksum}", fact.bytes, fact.checksum))

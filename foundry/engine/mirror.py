@@ -107,7 +107,12 @@ def open_mirror(config: Config, config_hash: str, run_dir: Path, world: World, s
         _restore(store, opened.state, run_dir, world)
     if lease is None:
         mirror: Mirror = RankMirror(
-            store, run_dir, rank=world.rank, world_size=world.world_size, seconds=settings.mirror_seconds
+            store,
+            run_dir,
+            rank=world.rank,
+            world_size=world.world_size,
+            seconds=settings.mirror_seconds,
+            damaged=opened.state.damaged,
         )
     else:
         mirror = MainMirror(

@@ -33,11 +33,11 @@ def store(tmp_path):
     return Store(f"file://{tmp_path}/store")
 
 
-def mirror_of(store, run_dir, *, world_size=1, seconds=60.0, **options):
+def mirror_of(store, run_dir, *, world_size=1, seconds=60.0, state=None, **options):
     lease = Lease(store)
     lease.take()
     default = {"identity": {"run.json": b"{}"}, "keep_last": 2, "keep_every_steps": None}
-    state = MirrorState(run="r", published=read_published(store, "r")[0])
+    state = state or MirrorState(run="r", published=read_published(store, "r")[0])
     return MainMirror(store, run_dir, state, lease, world_size=world_size, seconds=seconds, **default | options)
 
 
@@ -192,13 +192,16 @@ def test_damaged_local_checkpoint_is_reported_and_not_copied(store, run_dir, tmp
     assert "step_00000002 is not copied to" in caplog.text
 
 
-def test_rank_0_publishes_after_the_other_rank_has_copied(store, run_dir, tmp_path):
-    partial = partial_path(run_dir, 1)
+def save_of_two_ranks(run_dir, step):
+    partial = partial_path(run_dir, step)
     partial.mkdir(parents=True)
     names = ("shard-00000.safetensors", "rank-00000.json", "shard-00001.safetensors", "rank-00001.json")
-    publish(
-        partial, Manifest(step=1, world_size=2, files={name: write_durably(partial / name, name) for name in names})
-    )
+    files = {name: write_durably(partial / name, f"{name} {step}") for name in names}
+    publish(partial, Manifest(step=step, world_size=2, files=files))
+
+
+def test_rank_0_publishes_after_the_other_rank_has_copied(store, run_dir, tmp_path):
+    save_of_two_ranks(run_dir, 1)
     main = mirror_of(store, run_dir, world_size=2)
     other = RankMirror(store, run_dir, rank=1, world_size=2, seconds=60)
     main.start()
@@ -208,6 +211,24 @@ def test_rank_0_publishes_after_the_other_rank_has_copied(store, run_dir, tmp_pa
     main.close()
     other.close()
     assert intact(store, tmp_path) == [1]
+
+
+@pytest.mark.parametrize("is_stale", [False, True])
+def test_other_rank_copies_older_and_damaged_checkpoints(store, run_dir, tmp_path, is_stale):
+    for step in (1, 2, 3):
+        save_of_two_ranks(run_dir, step)
+    for name in ("published.json", *(["begun.json"] if is_stale else [])):
+        store.write(f"checkpoints/step_00000002/{name}", b"damaged")
+    main = mirror_of(store, run_dir, world_size=2, keep_last=3, state=MirrorState(run="r", damaged={2}))
+    other = RankMirror(store, run_dir, rank=1, world_size=2, seconds=60, damaged={2})
+    other.start()
+    wait_until(lambda: not other._wakeup.is_set())
+    main.start()
+    wait_until(lambda: list_published(store) == [3, 2, 1])
+    main.close()
+    other.close()
+    assert intact(store, tmp_path) == [1, 2, 3]
+    assert all("begun.json" not in store.sizes(f"checkpoints/step_{step:08d}") for step in (1, 2, 3))
 
 
 def test_result_is_copied_only_after_the_last_checkpoint(store, run_dir, monkeypatch):
