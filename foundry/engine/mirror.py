@@ -235,12 +235,12 @@ def _read_identity(store: Store) -> dict[str, Any] | None:
         ConfigError: the object is not one of foundry.
     """
     try:
-        content = json.loads(store.read(IDENTITY))
+        content = store.read_json(IDENTITY)
     except MissingObjectError:
         return None
     except ValueError:
-        content = None
-    if not isinstance(content, dict) or not isinstance(content.get("run"), str):
+        content = {}
+    if not isinstance(content.get("run"), str):
         raise _refusal(store, f"is {store.url}, whose {IDENTITY} is damaged; choose another URL")
     return content
 

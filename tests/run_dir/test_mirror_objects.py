@@ -1,6 +1,7 @@
 """Objects of a mirror: stores, snapshots, leases, copies of small files, and their verification on the way back."""
 
 import json
+import math
 import os
 import random
 
@@ -11,13 +12,16 @@ from support.examples import examples
 from support.object_store import store_url
 
 from foundry.run_dir.mirror import lease as lease_module
+from foundry.run_dir.mirror import store as store_module
 from foundry.run_dir.mirror.copying import Copier, small_files
 from foundry.run_dir.mirror.fetching import fetch_checkpoint, fetch_file, fetch_small_files
 from foundry.run_dir.mirror.lease import LEASE, Lease, LeaseHeldError
+from foundry.run_dir.mirror.reading import NoRunError, fetch_run
 from foundry.run_dir.mirror.snapshot import (
     DamagedMirrorError,
     Part,
     Snapshot,
+    checksum_of,
     decode,
     list_published,
     read_published,
@@ -94,6 +98,7 @@ def test_error_of_a_store_hides_secrets_of_the_environment(local, monkeypatch):
     def fail(path):
         raise RuntimeError(f"bad signature of hunter2hunter2 at https://user:word@host/{path}")
 
+    local.write("a", b"content")
     monkeypatch.setattr(local._system, "cat_file", fail)
     with pytest.raises(StoreError) as caught:
         local.read("a")
@@ -131,6 +136,40 @@ def test_any_change_of_a_snapshot_is_damage(data):
             return
     with pytest.raises(DamagedMirrorError):
         decode(bytes(content))
+
+
+NOT_RECORDS = [
+    b"[" * 100_000,
+    b'{"a":' * 100_000,
+    b"[]",
+    b"1e999",
+    b"\xff",
+    b"",
+    b'{"run": "too large"}' + b" " * 600_000,
+]
+
+
+@pytest.mark.parametrize("content", NOT_RECORDS)
+def test_objects_of_others_that_are_not_records_are_refused_without_a_crash(local, tmp_path, monkeypatch, content):
+    monkeypatch.setattr(store_module, "MAX_OBJECT_BYTES", 550_000)
+    monkeypatch.setenv("FOUNDRY_CACHE", str(tmp_path / "cache"))
+    for name in ("lease.json", "run.json", "latest.json", "checkpoints/step_00000001/published.json"):
+        local.write(name, content)
+    with pytest.raises(DamagedMirrorError):
+        read_snapshot(local, "latest.json", "r")
+    assert list(read_published(local, "r")[1]) == [1]
+    with pytest.raises(NoRunError, match="damaged"):
+        fetch_run(local.url, "last")
+    assert list(fetch_small_files(local, [{"a": (Part("run.json", len(content), "1"),)}], tmp_path)) == ["a"]
+    Lease(local).take()
+
+
+def test_snapshot_with_an_infinite_number_is_damaged():
+    values = json.loads(SNAPSHOT.encode())
+    values["number"] = math.inf
+    values.pop("checksum")
+    with pytest.raises(DamagedMirrorError):
+        decode(json.dumps({"checksum": checksum_of(values), **values}).encode())
 
 
 @pytest.mark.parametrize("name", ["../a", "/etc/a", "a/../b", "", "a//b", "a\\b"])

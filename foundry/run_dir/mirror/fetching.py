@@ -12,7 +12,7 @@ from foundry.run_dir.files import inside, make_folder, open_regular, replaced_at
 from foundry.run_dir.log import prepend_to_log
 from foundry.run_dir.marker import MARK
 from foundry.run_dir.mirror.snapshot import DamagedMirrorError, Part, Snapshot
-from foundry.run_dir.mirror.store import MissingObjectError, Store
+from foundry.run_dir.mirror.store import MissingObjectError, Store, TooLargeError
 from foundry.run_dir.names import CHECKPOINTS, HYDRA, LOG, MLFLOW_PARENT, OUTPUT, SUBMISSION, TRIAL
 
 _CHUNK_BYTES = 2**22
@@ -160,6 +160,8 @@ def _read(store: Store, part: Part) -> bytes:
         content = store.read(part.object)
     except MissingObjectError:
         raise DamagedMirrorError(f"{part.object} is missing") from None
+    except TooLargeError as error:
+        raise DamagedMirrorError(str(error)) from None
     _require(part, len(content), xxhash.xxh3_128_hexdigest(content))
     return content
 

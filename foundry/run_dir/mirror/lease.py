@@ -104,10 +104,9 @@ class Lease:
     def _read(self) -> dict[str, Any]:
         """Return the lease in the store; empty if it does not exist or is damaged."""
         try:
-            content = json.loads(self._store.read(LEASE))
+            return self._store.read_json(LEASE)
         except (MissingObjectError, ValueError):
             return {}
-        return content if isinstance(content, dict) else {}
 
     def _write(self) -> None:
         content = {

@@ -1,7 +1,6 @@
 """Local copies of runs in a store, for commands that read a run; each object is copied once."""
 
 import hashlib
-import json
 import logging
 import os
 import time
@@ -111,10 +110,10 @@ def _choose(published: dict[int, Snapshot], which: str) -> Snapshot:
 
 def _identity(store: Store) -> str:
     try:
-        return str(json.loads(store.read(IDENTITY))["run"])
+        return str(store.read_json(IDENTITY)["run"])
     except MissingObjectError:
         raise NoRunError("has no run") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError):
         raise NoRunError(f"has a damaged {IDENTITY}") from None
 
 

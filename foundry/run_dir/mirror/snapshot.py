@@ -20,7 +20,7 @@ from typing import Any
 import xxhash
 
 from foundry.run_dir.checkpoints import NAME, step_name
-from foundry.run_dir.mirror.store import MissingObjectError, Store
+from foundry.run_dir.mirror.store import MissingObjectError, Store, TooLargeError
 from foundry.run_dir.names import CHECKPOINTS
 
 IDENTITY, LATEST, PUBLISHED, FILES = "run.json", "latest.json", "published.json", "files"
@@ -99,7 +99,7 @@ def decode(content: bytes) -> Snapshot:
         return Snapshot(run=str(values["run"]), step=step, best=best, checkpoint=checkpoint, files=files, number=number)
     except DamagedMirrorError:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         raise DamagedMirrorError(f"is incomplete or not a snapshot ({len(content)} bytes)") from None
 
 
@@ -115,6 +115,8 @@ def read_snapshot(store: Store, name: str, run: str) -> Snapshot:
         snapshot = decode(store.read(name))
     except DamagedMirrorError as error:
         raise DamagedMirrorError(f"{name} {error}") from None
+    except TooLargeError as error:
+        raise DamagedMirrorError(str(error)) from None
     folder = PurePosixPath(name).parent.name
     if snapshot.run != run or (NAME.fullmatch(folder) and snapshot.step != step_of(folder)):
         raise DamagedMirrorError(f"{name} belongs to another run or step")
