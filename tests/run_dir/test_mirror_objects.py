@@ -6,6 +6,7 @@ import os
 import random
 
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
@@ -259,6 +260,45 @@ def test_files_that_are_not_of_the_run_are_not_copied(tmp_path):
     assert set(small_files(run, [(run / "cache").resolve()])) == {"config.yaml", ".hydra/hydra.yaml"}
 
 
+def test_file_whose_name_no_store_can_hold_is_skipped_with_one_warning(store, tmp_path, caplog):
+    names = ["a\\b", "x" * 230, "line\nbreak", os.fsdecode(b"latin-\xe9")]
+    for name in (*names, "good"):
+        (tmp_path / name).write_text("content")
+    copier = Copier(store)
+    for _ in range(2):
+        files = copier.copy_small_files(tmp_path, {})
+    assert list(files) == ["good"]
+    assert len([record for record in caplog.records if "is not copied to" in record.message]) == len(names)
+    assert decode(Snapshot(run="r", files=files).encode()).files == files
+
+
+def test_restored_files_do_not_replace_what_is_not_theirs(local, tmp_path):
+    run, link, parts = tmp_path / "run", tmp_path / "elsewhere", {}
+    for path in (run, link, run / "folder"):
+        path.mkdir()
+    (run / "link").symlink_to(link)
+    (run / ".lock").write_text("host")
+    local.write("files/x", b"x")
+    part = Part("files/x", 1, xxhash.xxh3_128_hexdigest(b"x"))
+    names = (".lock", "checkpoints/step_00000001/manifest.json", "mirror.json", "a.partial/b")  # never small files
+    occupied = ("file/below", "folder", "link/a", "\ud800", "n" * 300)
+    parts = dict.fromkeys((*names, *occupied, "file", "good"), (part,))
+    reasons = fetch_small_files(local, [parts], run)
+    assert sorted(reasons) == sorted(occupied)
+    assert {path.relative_to(run).as_posix() for path in run.rglob("*")} == {".lock", "file", "folder", "good", "link"}
+    assert (run / ".lock").read_text() == "host"
+    assert list(link.iterdir()) == []
+
+
+def test_log_is_restored_once_even_if_that_was_interrupted(local, tmp_path):
+    files = {"foundry.log": (Part("files/log", 8, xxhash.xxh3_128_hexdigest(b"1 a\n2 b\n")),)}
+    local.write("files/log", b"1 a\n2 b\n")
+    (tmp_path / "foundry.log").write_text("3 c\n")
+    for _ in range(2):
+        fetch_small_files(local, [files], tmp_path, is_launch=True)
+        assert (tmp_path / "foundry.log").read_text() == "1 a\n2 b\n3 c\n"
+
+
 def damaged(store, part, how):
     content = store.read(part.object)
     if how == "missing":
@@ -292,8 +332,6 @@ def test_damaged_objects_are_not_restored(store, tmp_path, how):
 
 
 def test_file_of_a_checkpoint_is_copied_once_and_only_if_intact(store, tmp_path):
-    import xxhash
-
     file = tmp_path / "shard"
     file.write_bytes(b"weights")
     checksum = xxhash.xxh3_128_hexdigest(b"weights")
