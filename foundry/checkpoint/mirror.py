@@ -22,6 +22,7 @@ from foundry.run_dir.mirror.copying import Copier
 from foundry.run_dir.mirror.lease import LEASE, Lease
 from foundry.run_dir.mirror.snapshot import (
     LATEST,
+    OF_THE_END,
     PUBLISHED,
     Part,
     Snapshot,
@@ -31,13 +32,10 @@ from foundry.run_dir.mirror.snapshot import (
     unreferenced,
 )
 from foundry.run_dir.mirror.store import MissingObjectError, Store, StoreError
-from foundry.run_dir.names import CHECKPOINTS, RESULT, STATUS
+from foundry.run_dir.names import CHECKPOINTS
 
 BEGUN = "begun.json"
 """Object that rank 0 writes to start the copy of a checkpoint on the other ranks; its content differs each time."""
-
-_OF_THE_END = (STATUS, RESULT)
-"""Files that a checkpoint in the store leaves out, because they may record the end of the run at a later step."""
 
 _FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 1.0, 60.0
 _WARNING_SECONDS = 600.0
@@ -377,7 +375,7 @@ class MainMirror(Mirror):
         }
         if len(own) < len(parts):
             self._wait_for(step, parts)
-        self._copy_small_files(*_OF_THE_END)
+        self._copy_small_files(*OF_THE_END)
         snapshot = self._snapshot(step, self._best(step), parts)
         self._require_lease()
         self._store.write(f"{place}/{PUBLISHED}", snapshot.encode())
@@ -413,16 +411,10 @@ class MainMirror(Mirror):
 
     def _snapshot(self, step: int | None, best: int | None, checkpoint: Mapping[str, Part] | None = None) -> Snapshot:
         """Return a snapshot of the small files as copied last, with a checkpoint or None."""
-        left_out = () if checkpoint is None else _OF_THE_END
         self._number += 1
-        return Snapshot(
-            run=self._state.run,
-            step=step,
-            best=best,
-            checkpoint=checkpoint or {},
-            files={name: parts for name, parts in self._files.items() if name not in left_out},
-            number=self._number,
-        )
+        run, files, number = self._state.run, dict(self._files), self._number
+        snapshot = Snapshot(run=run, step=step, best=best, checkpoint=checkpoint or {}, files=files, number=number)
+        return snapshot if checkpoint is None else snapshot.without_end()
 
     def _write_latest(self) -> None:
         """Replace the snapshot of the small files if any has changed."""

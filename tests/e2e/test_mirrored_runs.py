@@ -1,5 +1,6 @@
 """Runs with `checkpoint.mirror` resume on an empty machine, bit for bit, and refuse the mirrors of other runs."""
 
+import errno
 import re
 import shutil
 import signal
@@ -127,11 +128,49 @@ def test_killed_run_on_s3_ends_bit_identical_and_nothing_contains_the_credential
 
 
 def test_run_waits_no_longer_for_the_store_than_its_setting(tmp_path, text, run_command):
-    _, err = run_command(*words(f"memory://{tmp_path.name}", "checkpoint.mirror_seconds=0", steps=4, interval=2))
+    url = f"memory://{tmp_path.name}"
+    _, err = run_command(*words(url, "checkpoint.mirror_seconds=0", steps=4, interval=2))
     assert "is incomplete after 0 s (checkpoint.mirror_seconds)" in err
+    assert "another process" not in err
+    _, err = run_command(*words(url, "checkpoint.mirror_seconds=60", steps=4, interval=2))
+    assert "holds a finished run" in err
+    assert list_published(Store(url))[0] == 4  # the second start completes the copy
+    assert any(name.startswith("result.json.") for name in Store(url).sizes("files"))
 
 
-def test_damaged_checkpoint_in_the_store_is_not_used_and_replaced(tmp_path, text, run_command):
+def test_interrupted_restoring_is_completed_by_the_next_start(tmp_path, text, run_command, monkeypatch):
+    def interrupt(store, choices, run_dir, **options):
+        raise KeyboardInterrupt
+
+    command = words(f"file://{tmp_path}/store", steps=4, interval=2)
+    run_command(*command)
+    before, log = outcome(tmp_path / "run"), (tmp_path / "run" / "foundry.log").read_text()
+    shutil.rmtree(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr("foundry.engine.mirror.fetch_small_files", interrupt)
+        run_command(*command, code=130)
+    assert list_checkpoints(tmp_path / "run")
+    run_command(*command)
+    assert outcome(tmp_path / "run") == before
+    assert (tmp_path / "run" / "foundry.log").read_text().startswith(log)
+
+
+def test_full_disk_while_restoring_is_one_line(tmp_path, text, run_command, monkeypatch):
+    def fail(store, choices, run_dir, **options):
+        raise OSError(errno.ENOSPC, "No space left on device", str(run_dir / "metrics.jsonl"))
+
+    command = words(f"file://{tmp_path}/store", steps=4, interval=2)
+    run_command(*command)
+    shutil.rmtree(tmp_path / "run")
+    monkeypatch.setattr("foundry.engine.mirror.fetch_small_files", fail)
+    _, err = run_command(*command, code=2)
+    assert "hydra.run.dir: cannot be restored from file://" in err
+    assert "No space left on device" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("is_latest_damaged", [False, True])
+def test_damaged_checkpoint_in_the_store_is_not_used_and_replaced(tmp_path, text, run_command, is_latest_damaged):
     command = words(f"file://{tmp_path}/store", "checkpoint.keep_last=3")
     run_command(*command)
     before, checkpoints = outcome(tmp_path / "run"), tmp_path / "store" / "checkpoints"
@@ -140,7 +179,8 @@ def test_damaged_checkpoint_in_the_store_is_not_used_and_replaced(tmp_path, text
     (checkpoints / "step_00000009" / "published.json").write_bytes(
         (checkpoints / "step_00000006" / "published.json").read_bytes()
     )
-    (tmp_path / "store" / "latest.json").write_bytes(b"{")
+    if is_latest_damaged:  # otherwise it records the result of the damaged step
+        (tmp_path / "store" / "latest.json").write_bytes(b"{")
     _, err = run_command(*command)
     assert "step 12 in file://" in err
     assert "shard-00000.safetensors" in err

@@ -13,7 +13,7 @@ again.
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -21,11 +21,14 @@ import xxhash
 
 from foundry.run_dir.checkpoints import NAME, step_name
 from foundry.run_dir.mirror.store import MissingObjectError, Store, TooLargeError
-from foundry.run_dir.names import CHECKPOINTS
+from foundry.run_dir.names import CHECKPOINTS, RESULT, STATUS
 
 IDENTITY, LATEST, PUBLISHED, FILES = "run.json", "latest.json", "published.json", "files"
 FORMAT = 1
 """Format of written snapshots, and the highest that can be read."""
+
+OF_THE_END = (STATUS, RESULT)
+"""Files that may record the end of the run, at a later step than that of a checkpoint."""
 
 
 class DamagedMirrorError(ValueError):
@@ -73,6 +76,10 @@ class Snapshot:
     def objects(self) -> set[str]:
         """Names of all objects of the small files."""
         return {part.object for parts in self.files.values() for part in parts}
+
+    def without_end(self) -> "Snapshot":
+        """Return the snapshot without the files that may record the end of the run."""
+        return replace(self, files={name: parts for name, parts in self.files.items() if name not in OF_THE_END})
 
     def encode(self) -> bytes:
         """Return the JSON of the snapshot, with a checksum of itself."""
