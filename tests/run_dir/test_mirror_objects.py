@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+from dataclasses import replace
 
 import pytest
 import xxhash
@@ -17,7 +18,7 @@ from foundry.run_dir.mirror import store as store_module
 from foundry.run_dir.mirror.copying import Copier, small_files
 from foundry.run_dir.mirror.fetching import fetch_checkpoint, fetch_file, fetch_small_files
 from foundry.run_dir.mirror.lease import LEASE, Lease, LeaseHeldError
-from foundry.run_dir.mirror.reading import NoRunError, fetch_run
+from foundry.run_dir.mirror.reading import NoRunError, fetch_run, fetch_runs
 from foundry.run_dir.mirror.snapshot import (
     DamagedMirrorError,
     Part,
@@ -151,9 +152,10 @@ NOT_RECORDS = [
 
 
 @pytest.mark.parametrize("content", NOT_RECORDS)
-def test_objects_of_others_that_are_not_records_are_refused_without_a_crash(local, tmp_path, monkeypatch, content):
+def test_objects_that_are_not_records_are_refused_without_a_crash(
+    local, tmp_path, cache, monkeypatch, content
+):
     monkeypatch.setattr(store_module, "MAX_OBJECT_BYTES", 550_000)
-    monkeypatch.setenv("FOUNDRY_CACHE", str(tmp_path / "cache"))
     for name in ("lease.json", "run.json", "latest.json", "checkpoints/step_00000001/published.json"):
         local.write(name, content)
     with pytest.raises(DamagedMirrorError):
@@ -297,6 +299,75 @@ def test_log_is_restored_once_even_if_that_was_interrupted(local, tmp_path):
     for _ in range(2):
         fetch_small_files(local, [files], tmp_path, is_launch=True)
         assert (tmp_path / "foundry.log").read_text() == "1 a\n2 b\n3 c\n"
+
+
+def put_run(store, folder, run, number=1, checkpoint=None):
+    """Write a run with the small files of a folder, and perhaps with a checkpoint of step 1, to a store."""
+    folder.mkdir(exist_ok=True)
+    store.write("run.json", json.dumps({"run": run}).encode())
+    snapshot = Snapshot(run=run, step=None, files=Copier(store).copy_small_files(folder, {}), number=number)
+    if checkpoint is not None:
+        (folder / "manifest").write_bytes(checkpoint)
+        digest = xxhash.xxh3_128_hexdigest(checkpoint)
+        part = Copier(store).copy_checkpoint_file(folder / "manifest", 1, len(checkpoint), digest)
+        snapshot = replace(snapshot, step=1, checkpoint={"manifest.json": part})
+        store.write("checkpoints/step_00000001/published.json", snapshot.encode())
+    store.write("latest.json", replace(snapshot, checkpoint={}).encode())
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("FOUNDRY_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_local_copy_never_mixes_two_runs_that_were_at_one_url(local, tmp_path, cache):
+    for run, content, name in (("1", b"old", "result.json"), ("2", b"new", "status.json")):
+        (tmp_path / run).mkdir()
+        (tmp_path / run / name).write_bytes(content)
+        put_run(local, tmp_path / run, run, checkpoint=content)
+        folder = fetch_run(local.url, "last")
+    assert (folder / "checkpoints" / "latest" / "manifest.json").read_bytes() == b"new"
+    assert not (folder / "result.json").exists()
+    (tmp_path / "2" / "status.json").write_bytes(b"newer")
+    put_run(local, tmp_path / "2", "2", checkpoint=b"saved again")  # the same run and step
+    fetch_run(local.url, "last")
+    assert (folder / "checkpoints" / "latest" / "manifest.json").read_bytes() == b"saved again"
+    assert (folder / "status.json").read_bytes() == b"newer"
+
+
+def test_file_that_the_run_deletes_while_it_is_read_is_read_in_its_new_form(local, tmp_path, cache, monkeypatch):
+    status, read = tmp_path / "run" / "status.json", Store.read
+    status.parent.mkdir()
+    status.write_text("old")
+    put_run(local, status.parent, "r")
+
+    def read_late(self, name):
+        if name.startswith("files/status.json") and status.read_text() == "old":
+            status.write_text("new")
+            put_run(local, status.parent, "r", number=2)
+            local.remove(name)
+        return read(self, name)
+
+    monkeypatch.setattr(Store, "read", read_late)
+    assert (fetch_run(local.url, None) / "status.json").read_text() == "new"
+
+
+def test_report_reads_the_runs_of_a_store_with_any_names(local, tmp_path, cache, monkeypatch, caplog):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "status.json").write_text("content")
+    for name in ("sweep", "sweep/0", "sweep/1"):
+        put_run(Store(f"{local.url}/{name}"), tmp_path / "run", "r")
+    local.remove("sweep/run.json")
+    local.write("run.json", b"{}")  # so that `..` looks like a job
+    local.write("sweep/1/latest.json", b"damaged")
+    monkeypatch.setattr(Store, "names", lambda self, folder: ["..", ".lock", "0", "1"])
+    folder = fetch_runs(f"{local.url}/sweep")
+    assert (folder / "0" / "status.json").read_text() == "content"
+    assert "/sweep/1 is damaged: latest.json is incomplete" in caplog.text
+    assert [path.name for path in (cache / "mirrors").iterdir()] == [folder.name]
+    monkeypatch.setattr(Store, "names", lambda self, folder: ["1"])
+    assert {path.name for path in fetch_runs(f"{local.url}/sweep").iterdir()} == {".lock", "1"}
 
 
 def damaged(store, part, how):

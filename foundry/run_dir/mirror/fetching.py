@@ -8,8 +8,8 @@ from pathlib import Path
 
 import xxhash
 
-from foundry.run_dir.checkpoints import BEST, LATEST, step_name
-from foundry.run_dir.files import inside, make_folder, open_regular, replaced_atomically, sync_path
+from foundry.run_dir.checkpoints import BEST, LATEST, MANIFEST, step_name
+from foundry.run_dir.files import inside, make_folder, open_regular, read_bytes, replaced_atomically, sync_path
 from foundry.run_dir.log import prepend_to_log
 from foundry.run_dir.marker import MARK
 from foundry.run_dir.mirror.copying import is_small_file
@@ -69,7 +69,9 @@ def end_checkpoint(run_dir: Path, step: int) -> Path:
 
 
 def fetch_checkpoint(store: Store, snapshot: Snapshot, run_dir: Path) -> Path:
-    """Copy a checkpoint into a run directory, unless it is there, and return its folder.
+    """Copy a checkpoint into a local copy of a run, unless it is there, and return its folder.
+
+    A folder of the same step with another manifest is replaced.
 
     Raises:
         DamagedMirrorError: an object is missing or damaged; nothing is left behind.
@@ -78,7 +80,9 @@ def fetch_checkpoint(store: Store, snapshot: Snapshot, run_dir: Path) -> Path:
     assert snapshot.step is not None
     folder = run_dir / CHECKPOINTS / step_name(snapshot.step)
     if folder.is_dir():
-        return folder
+        if _has_manifest(folder, snapshot):
+            return folder
+        shutil.rmtree(folder)
     partial = begin_checkpoint(run_dir, snapshot.step)
     try:
         for name, part in snapshot.checkpoint.items():
@@ -87,6 +91,14 @@ def fetch_checkpoint(store: Store, snapshot: Snapshot, run_dir: Path) -> Path:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return end_checkpoint(run_dir, snapshot.step)
+
+
+def _has_manifest(folder: Path, snapshot: Snapshot) -> bool:
+    part = snapshot.checkpoint.get(MANIFEST)
+    try:
+        return part is not None and xxhash.xxh3_128_hexdigest(read_bytes(folder / MANIFEST)) == part.checksum
+    except OSError:
+        return False
 
 
 def fetch_small_files(
