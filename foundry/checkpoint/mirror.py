@@ -21,6 +21,7 @@ from foundry.run_dir.lock import RunDirectoryLostError, check_locked
 from foundry.run_dir.mirror.copying import Copier
 from foundry.run_dir.mirror.lease import LEASE, Lease
 from foundry.run_dir.mirror.snapshot import (
+    FILES,
     LATEST,
     OF_THE_END,
     PUBLISHED,
@@ -45,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 class LeaseLostError(RuntimeError):
-    """Another process has begun to write to the store."""
+    """Another process has begun to write to the store, or this one has given its lease back."""
 
 
 @dataclass
@@ -128,7 +129,6 @@ class Mirror(ABC):
                 self._outage.end()
                 delay = _FIRST_DELAY_SECONDS
             except LeaseLostError:
-                log.error("another process has begun to write to %s; this one copies nothing more", self._store.url)
                 return
             except RunDirectoryLostError:
                 self._end()
@@ -213,6 +213,7 @@ class RankMirror(Mirror):
                     self._copy_own(step, self._facts(step)[1])
                     self._begun[step] = begun
                     self._damaged.discard(step)
+                    self.notify()  # rank 0 may begin another one soon
             elif step not in self._damaged and self._store.size(f"{folder_of(step)}/{PUBLISHED}") is not None:
                 self._done.add(step)
         if self._is_closing.is_set():
@@ -282,7 +283,8 @@ class MainMirror(Mirror):
         self._objects = {name for snapshot in snapshots for name in snapshot.objects}
         self._files = dict(next(iter(newest_files(*snapshots)), {}))
         self._number = max((snapshot.number for snapshot in snapshots), default=0)
-        self._unreadable = set[int]()
+        self._unreadable, self._uncleaned = set[int](), set[int]()
+        self._is_listed = False
         self._held: int | None = None
 
     @property
@@ -299,8 +301,11 @@ class MainMirror(Mirror):
 
     def _copy(self) -> bool:
         check_locked(self.run_dir)
+        self._require_lease()
+        if not self._is_listed:  # a process that was killed may have left objects that no snapshot contains
+            self._objects |= {f"{FILES}/{name}" for name in self._store.sizes(FILES)}
+            self._is_listed = True
         while self._identity:
-            self._require_lease()
             name, content = next(iter(self._identity.items()))
             self._store.write(name, content)
             del self._identity[name]
@@ -310,6 +315,7 @@ class MainMirror(Mirror):
             if self._next_step() is None:  # otherwise the result may belong to a checkpoint that is not copied yet
                 break
         self._write_latest()
+        self._remove_old()
         return True
 
     def _publish_all(self) -> None:
@@ -336,11 +342,12 @@ class MainMirror(Mirror):
         return next((step for step in local if step not in {*published, *old, *self._unreadable}), None)
 
     def _best(self, step: int) -> int | None:
-        """Return the best step that a checkpoint on disk records; None if it records no best step."""
+        """Return the best step that a checkpoint records; None if it records no best step."""
         try:
             best = read_manifest(self._folder(step)).state.get("best", {}).get("step")
         except (CheckpointError, OSError, AttributeError):
-            return None
+            snapshot = self._state.published.get(step)
+            return None if snapshot is None else snapshot.best
         return best if isinstance(best, int) else None
 
     def _old_steps(self, steps: Collection[int], newest: int) -> list[int]:
@@ -380,10 +387,11 @@ class MainMirror(Mirror):
         self._require_lease()
         self._store.write(f"{place}/{PUBLISHED}", snapshot.encode())
         self._state.published[step] = snapshot
+        self._uncleaned.add(step)
         seconds, copied = time.monotonic() - begin, self._copier.bytes - before
         log.info("copied step %d to %s: %d bytes in %.1f s", step, self._store.url, copied, seconds)
         self._write_latest()
-        self._remove_old(step, snapshot)
+        self._remove_old()
 
     def _wait_for(self, step: int, parts: Mapping[str, Part]) -> None:
         """Wait until the other ranks have copied their files of a checkpoint.
@@ -427,27 +435,38 @@ class MainMirror(Mirror):
             self._store.write(LATEST, latest.encode())
             self._state.latest = latest
 
-    def _remove_old(self, step: int, snapshot: Snapshot) -> None:
-        """Delete checkpoints that the retention settings do not keep, incomplete ones, and objects without use."""
+    def _remove_old(self) -> None:
+        """Delete checkpoints that the retention settings do not keep, incomplete ones, and objects without use.
+
+        Does nothing if that is done since the last checkpoint was published.
+        """
+        if not self._uncleaned:
+            return
+        self._require_lease()
         published, local = self._state.published, set(self._local_steps())
-        for old in self._old_steps(published, step):
+        newest = max(published)
+        for old in self._old_steps(published, newest):
             self._store.remove(f"{folder_of(old)}/{PUBLISHED}")
             del published[old]
             local.discard(old)
         for name in self._store.names(CHECKPOINTS):
             other = step_of(name)
-            if other is not None and other < step and other not in {*published, *local}:
+            if other is not None and other < newest and other not in {*published, *local}:
                 self._store.remove_folder(folder_of(other))
-        used = {part.object.rpartition("/")[2] for part in snapshot.checkpoint.values()} | {PUBLISHED}
-        place = folder_of(step)
-        self._store.remove(*(f"{place}/{name}" for name in self._store.sizes(place) if name not in used))
+        for step in self._uncleaned.intersection(published):
+            place = folder_of(step)
+            used = {part.object for part in published[step].checkpoint.values()} | {f"{place}/{PUBLISHED}"}
+            self._store.remove(*({f"{place}/{name}" for name in self._store.sizes(place)} - used))
         latest = [self._state.latest] if self._state.latest is not None else []
         unused = unreferenced(self._objects, [*published.values(), *latest])
         self._store.remove(*unused)
         self._objects -= unused
+        self._uncleaned.clear()
 
     def _require_lease(self) -> None:
         if not self._lease.check():
+            if self._lease.is_lost:
+                log.error("another process has written to %s; this one copies nothing more", self._store.url)
             raise LeaseLostError
 
     def _end(self) -> None:

@@ -33,6 +33,13 @@ def store(tmp_path):
     return Store(f"file://{tmp_path}/store")
 
 
+@pytest.fixture
+def polls(monkeypatch):
+    """Let ranks look for announcements and files of other ranks often."""
+    monkeypatch.setattr(mirror_module, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(mirror_module, "_LONGEST_POLL_SECONDS", 0.05)
+
+
 def mirror_of(store, run_dir, *, world_size=1, seconds=60.0, state=None, **options):
     lease = Lease(store)
     lease.take()
@@ -149,18 +156,81 @@ def test_close_waits_no_longer_than_its_limit(store, run_dir, monkeypatch, caplo
     assert "is incomplete after 0.2 s (checkpoint.mirror_seconds)" in caplog.text
 
 
-def test_process_that_lost_its_lease_writes_nothing_more(store, run_dir, caplog):
+def test_deletions_that_an_outage_prevents_are_caught_up_on(store, run_dir, tmp_path, monkeypatch, polls):
+    failures, remove = [StoreError("down")] * 2, Store.remove
+
+    def fail(self, *names):
+        if failures and list_published(self) == [2, 1]:
+            raise failures.pop()
+        remove(self, *names)
+
+    monkeypatch.setattr(mirror_module, "_FIRST_DELAY_SECONDS", 0.01)
+    monkeypatch.setattr(Store, "remove", fail)
+    store.write("files/metrics.jsonl.0", b"left by a process that was killed")
+    mirror = mirror_of(store, run_dir, keep_last=1)
+    checkpointer = saver(run_dir, mirror=mirror, keep_last=1)
+    mirror.start()
+    for step in (1, 2):
+        save(checkpointer, step)
+        wait_until(lambda: step in list_published(store))  # noqa: B023
+    mirror.close()
+    assert not failures
+    assert intact(store, tmp_path) == [2]
+    assert store.names("checkpoints") == ["step_00000002"]
+    assert "metrics.jsonl.0" not in store.sizes("files")
+
+
+def test_folder_that_is_not_mounted_is_an_outage_and_nothing_is_written_there(store, run_dir, tmp_path, caplog, polls):
+    mirror = mirror_of(store, run_dir)
+    checkpointer = saver(run_dir, mirror=mirror)
+    mirror.start()
+    save(checkpointer, 1)
+    wait_until(lambda: store.size(LATEST) and read_snapshot(store, LATEST, "r").step == 1 and not mirror._uncleaned)
+    (tmp_path / "store").rename(tmp_path / "elsewhere")
+    save(checkpointer, 2)
+    wait_until(lambda: "is it mounted?" in caplog.text)
+    assert not (tmp_path / "store").exists()
+    (tmp_path / "elsewhere").rename(tmp_path / "store")
+    mirror.close()
+    assert intact(store, tmp_path) == [1, 2]
+
+
+def test_thread_that_is_not_awaited_ends_without_an_error(store, run_dir, monkeypatch, caplog):
+    is_open, begun, upload = threading.Event(), threading.Event(), Store.upload
+
+    def slow(self, file, name, size):
+        begun.set()
+        assert is_open.wait(60)
+        upload(self, file, name, size)
+
+    monkeypatch.setattr(Store, "upload", slow)
+    mirror = mirror_of(store, run_dir, seconds=0.01)
+    save(saver(run_dir, mirror=mirror), 1)
+    mirror.start()
+    assert begun.wait(60)
+    mirror.close()
+    is_open.set()
+    mirror._thread.join(60)
+    assert list_published(store) == []
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]  # the copy is incomplete
+
+
+@pytest.mark.parametrize("lease", [b'{"token": "another"}', None])
+def test_process_that_lost_its_lease_writes_nothing_more(store, run_dir, caplog, lease):
     mirror = mirror_of(store, run_dir)
     checkpointer = saver(run_dir, mirror=mirror)
     mirror.start()
     save(checkpointer, 1)
     wait_until(lambda: list_published(store) == [1])
-    store.write(LEASE, b'{"token": "another"}')
+    if lease is None:  # the other process has given it back
+        store.remove(LEASE)
+    else:
+        store.write(LEASE, lease)
     save(checkpointer, 2)
     mirror.close()
     assert list_published(store) == [1]
-    assert store.read(LEASE) == b'{"token": "another"}'
-    assert "another process has begun to write to" in caplog.text
+    assert (store.read(LEASE) if store.size(LEASE) else None) == lease
+    assert "another process has written to" in caplog.text
 
 
 def test_lost_directory_leaves_the_store_as_it_was(store, run_dir, tmp_path):
@@ -200,7 +270,7 @@ def save_of_two_ranks(run_dir, step):
     publish(partial, Manifest(step=step, world_size=2, files=files))
 
 
-def test_rank_0_publishes_after_the_other_rank_has_copied(store, run_dir, tmp_path):
+def test_rank_0_publishes_after_the_other_rank_has_copied(store, run_dir, tmp_path, polls):
     save_of_two_ranks(run_dir, 1)
     main = mirror_of(store, run_dir, world_size=2)
     other = RankMirror(store, run_dir, rank=1, world_size=2, seconds=60)
@@ -214,7 +284,7 @@ def test_rank_0_publishes_after_the_other_rank_has_copied(store, run_dir, tmp_pa
 
 
 @pytest.mark.parametrize("is_stale", [False, True])
-def test_other_rank_copies_older_and_damaged_checkpoints(store, run_dir, tmp_path, is_stale):
+def test_other_rank_copies_older_and_damaged_checkpoints(store, run_dir, tmp_path, polls, is_stale):
     for step in (1, 2, 3):
         save_of_two_ranks(run_dir, step)
     for name in ("published.json", *(["begun.json"] if is_stale else [])):

@@ -152,9 +152,7 @@ NOT_RECORDS = [
 
 
 @pytest.mark.parametrize("content", NOT_RECORDS)
-def test_objects_that_are_not_records_are_refused_without_a_crash(
-    local, tmp_path, cache, monkeypatch, content
-):
+def test_objects_that_are_not_records_are_refused_without_a_crash(local, tmp_path, cache, monkeypatch, content):
     monkeypatch.setattr(store_module, "MAX_OBJECT_BYTES", 550_000)
     for name in ("lease.json", "run.json", "latest.json", "checkpoints/step_00000001/published.json"):
         local.write(name, content)
