@@ -293,11 +293,10 @@ class MainMirror(Mirror):
         return self._held
 
     def close(self) -> None:
-        """Wait as in `Mirror`, and give the lease back if the store can be reached."""
+        """Wait as in `Mirror`, then stop the heartbeats: a thread that still copies ends at its next check."""
         super().close()
-        if self._thread is None:
-            self._lease.release()
-        self._lease.abandon()
+        if self._thread is not None:
+            self._lease.abandon()
 
     def _copy(self) -> bool:
         check_locked(self.run_dir)
@@ -338,8 +337,19 @@ class MainMirror(Mirror):
         local, published = self._local_steps(), self._state.published
         if not local:
             return None
-        old = set(self._old_steps([*local, *published], local[0]))
-        return next((step for step in local if step not in {*published, *old, *self._unreadable}), None)
+        left_out = {*self._old_steps([*local, *published], local[0]), *self._unreadable}
+        return next((step for step in local if step not in left_out and not self._is_published(step)), None)
+
+    def _is_published(self, step: int) -> bool:
+        """Return whether the store has this checkpoint of the run directory, and not another one of the same step."""
+        snapshot = self._state.published.get(step)
+        part = None if snapshot is None else snapshot.checkpoint.get(MANIFEST)
+        if part is None:
+            return snapshot is not None
+        try:
+            return xxhash.xxh3_128_hexdigest(read_bytes(self._folder(step) / MANIFEST)) == part.checksum
+        except OSError:
+            return True
 
     def _best(self, step: int) -> int | None:
         """Return the best step that a checkpoint records; None if it records no best step."""

@@ -4,6 +4,7 @@ import json
 import logging
 import shutil
 import tempfile
+import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -38,6 +39,7 @@ from foundry.run_dir.mirror.snapshot import (
     IDENTITY,
     LATEST,
     DamagedMirrorError,
+    LaterFormatError,
     newest_files,
     read_published,
     read_snapshot,
@@ -98,7 +100,7 @@ def open_mirror(config: Config, config_hash: str, run_dir: Path, world: World, s
         if not world.is_main:
             return None
         lease = Lease(store)
-        stack.callback(lease.release)
+        stack.callback(_release, lease, settings.mirror_seconds)
         return _open(store, lease, config, config_hash, run_dir)
 
     store = _new_store(url)
@@ -130,6 +132,14 @@ def open_mirror(config: Config, config_hash: str, run_dir: Path, world: World, s
         )
     stack.callback(mirror.close)
     return mirror
+
+
+def _release(lease: Lease, seconds: float) -> None:
+    """Give a lease back, but do not wait longer than a number of seconds for the store."""
+    thread = threading.Thread(target=lease.release, name="mirror-release", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    lease.abandon()
 
 
 def _new_store(url: str) -> Store:
@@ -270,6 +280,13 @@ def _read_identity(store: Store) -> dict[str, Any] | None:
 
 
 def _read_state(store: Store, run: str) -> MirrorState:
+    try:
+        return _read_snapshots(store, run)
+    except LaterFormatError as error:
+        raise _refusal(store, f"is {store.url}, where {error}, or choose another URL") from None
+
+
+def _read_snapshots(store: Store, run: str) -> MirrorState:
     snapshots, damaged = read_published(store, run)
     for reason in damaged.values():
         log.warning("a checkpoint in %s is damaged and not used: %s", store.url, reason)

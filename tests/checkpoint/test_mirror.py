@@ -14,6 +14,7 @@ from support.object_store import BUCKET, Proxy, environment, s3_server
 from foundry.checkpoint import mirror as mirror_module
 from foundry.checkpoint.folder import Manifest, partial_path, problems, publish, write_durably
 from foundry.checkpoint.mirror import MainMirror, MirrorState, RankMirror
+from foundry.engine.mirror import _release
 from foundry.run_dir.lock import lock
 from foundry.run_dir.mirror.fetching import fetch_checkpoint
 from foundry.run_dir.mirror.lease import LEASE, Lease
@@ -215,6 +216,17 @@ def test_thread_that_is_not_awaited_ends_without_an_error(store, run_dir, monkey
     assert [record.levelno for record in caplog.records] == [logging.WARNING]  # the copy is incomplete
 
 
+def test_store_that_hangs_does_not_delay_the_end_of_a_refused_run(store, monkeypatch):
+    is_over, waits = threading.Event(), []
+    monkeypatch.setattr(Lease, "release", lambda self: waits.append(is_over.wait(60)))
+    lease = Lease(store)
+    lease.take()
+    _release(lease, 0.01)
+    assert waits == []
+    is_over.set()
+    assert not lease.check()
+
+
 @pytest.mark.parametrize("lease", [b'{"token": "another"}', None])
 def test_process_that_lost_its_lease_writes_nothing_more(store, run_dir, caplog, lease):
     mirror = mirror_of(store, run_dir)
@@ -231,6 +243,20 @@ def test_process_that_lost_its_lease_writes_nothing_more(store, run_dir, caplog,
     assert list_published(store) == [1]
     assert (store.read(LEASE) if store.size(LEASE) else None) == lease
     assert "another process has written to" in caplog.text
+
+
+def test_checkpoint_that_the_run_saved_anew_replaces_the_one_in_the_store(store, run_dir, tmp_path):
+    for content in ("first", "second"):
+        mirror = mirror_of(store, run_dir)
+        partial = partial_path(run_dir, 1)
+        partial.mkdir(parents=True)
+        files = {"rank-00000.json": write_durably(partial / "rank-00000.json", content)}
+        publish(partial, Manifest(step=1, files=files))
+        mirror.start()
+        mirror.close()
+        assert intact(store, tmp_path) == [1]
+        assert (tmp_path / "fetched/checkpoints/step_00000001/rank-00000.json").read_text() == content
+    assert len(store.sizes("checkpoints/step_00000001")) == 3
 
 
 def test_lost_directory_leaves_the_store_as_it_was(store, run_dir, tmp_path):

@@ -155,6 +155,19 @@ def test_interrupted_restoring_is_completed_by_the_next_start(tmp_path, text, ru
     assert (tmp_path / "run" / "foundry.log").read_text().startswith(log)
 
 
+def test_store_of_a_later_version_is_refused_and_stays(tmp_path, text, run_command, monkeypatch):
+    command = words(f"file://{tmp_path}/store", steps=4, interval=2)
+    run_command(*command)
+    shutil.rmtree(tmp_path / "run")
+    before = Store(f"file://{tmp_path}/store").sizes("")
+    monkeypatch.setattr("foundry.run_dir.mirror.snapshot.FORMAT", 0)
+    _, err = run_command(*command, code=2)
+    assert "has format 1; use a later version of foundry, or choose another URL" in err
+    _, err = run_command(f"run=file://{tmp_path}/store", "out=x", module="foundry.export", code=2)
+    assert "has format 1; use a later version of foundry" in err
+    assert Store(f"file://{tmp_path}/store").sizes("") == before
+
+
 def test_full_disk_while_restoring_is_one_line(tmp_path, text, run_command, monkeypatch):
     def fail(store, choices, run_dir, **options):
         raise OSError(errno.ENOSPC, "No space left on device", str(run_dir / "metrics.jsonl"))

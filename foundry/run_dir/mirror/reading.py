@@ -17,6 +17,7 @@ from foundry.run_dir.mirror.snapshot import (
     IDENTITY,
     LATEST,
     DamagedMirrorError,
+    LaterFormatError,
     Snapshot,
     newest_files,
     read_published,
@@ -90,6 +91,8 @@ def _fetch(store: Store, which: str | None, folder: Path) -> None:
             return
         except DamagedMirrorError as error:  # perhaps deleted meanwhile by the run, which has newer objects
             reason = str(error)
+        except LaterFormatError as error:
+            raise NoRunError(f"cannot be read: {error}") from None
     raise NoRunError(f"is damaged: {reason}")
 
 

@@ -35,6 +35,10 @@ class DamagedMirrorError(ValueError):
     """An object of a mirror is missing, incomplete, changed, or not one that foundry wrote there."""
 
 
+class LaterFormatError(ValueError):
+    """A snapshot was written by a later version of foundry."""
+
+
 @dataclass(frozen=True)
 class Part:
     """A part of a file, or all of it.
@@ -91,12 +95,13 @@ def decode(content: bytes) -> Snapshot:
     """Return the snapshot in the content of an object.
 
     Raises:
-        DamagedMirrorError: the content is not a whole snapshot, or one of a later format.
+        DamagedMirrorError: the content is not a whole snapshot.
+        LaterFormatError: it has a later format.
     """
     try:
         values: dict[str, Any] = json.loads(content)
         if values.get("format", FORMAT) > FORMAT:
-            raise DamagedMirrorError(f"has format {values['format']}; use a later version of foundry")
+            raise LaterFormatError(f"has format {values['format']}; use a later version of foundry")
         if values.pop("checksum") != checksum_of(values):
             raise DamagedMirrorError("does not match its checksum")
         checkpoint = {_relative(name): _part(part) for name, part in values["checkpoint"].items()}
@@ -104,7 +109,7 @@ def decode(content: bytes) -> Snapshot:
         step, best = (None if (value := values[name]) is None else int(value) for name in ("step", "best"))
         number = int(values["number"])
         return Snapshot(run=str(values["run"]), step=step, best=best, checkpoint=checkpoint, files=files, number=number)
-    except DamagedMirrorError:
+    except (DamagedMirrorError, LaterFormatError):
         raise
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         raise DamagedMirrorError(f"is incomplete or not a snapshot ({len(content)} bytes)") from None
@@ -116,12 +121,15 @@ def read_snapshot(store: Store, name: str, run: str) -> Snapshot:
     Raises:
         MissingObjectError: it does not exist.
         DamagedMirrorError: it is damaged, or belongs to another run or step.
+        LaterFormatError: it has a later format.
         StoreError: it cannot be read.
     """
     try:
         snapshot = decode(store.read(name))
     except DamagedMirrorError as error:
         raise DamagedMirrorError(f"{name} {error}") from None
+    except LaterFormatError as error:
+        raise LaterFormatError(f"{name} {error}") from None
     except TooLargeError as error:
         raise DamagedMirrorError(str(error)) from None
     folder = PurePosixPath(name).parent.name
@@ -156,6 +164,7 @@ def read_published(store: Store, run: str) -> tuple[dict[int, Snapshot], dict[in
     """Return the published snapshots of a run by step, and for each damaged one the reason.
 
     Raises:
+        LaterFormatError: a snapshot has a later format.
         StoreError: the store cannot be read.
     """
     snapshots, damaged = dict[int, Snapshot](), dict[int, str]()
