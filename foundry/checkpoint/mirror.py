@@ -178,6 +178,9 @@ class Mirror(ABC):
             for name in own
         }
 
+    def _manifest_checksum(self, step: int) -> str:
+        return xxhash.xxh3_128_hexdigest(read_bytes(self._folder(step) / MANIFEST))
+
     def _folder(self, step: int) -> Path:
         return self.run_dir / CHECKPOINTS / step_name(step)
 
@@ -214,11 +217,16 @@ class RankMirror(Mirror):
                     self._begun[step] = begun
                     self._damaged.discard(step)
                     self.notify()  # rank 0 may begin another one soon
-            elif step not in self._damaged and self._store.size(f"{folder_of(step)}/{PUBLISHED}") is not None:
+            elif step not in self._damaged and self._is_published(step):
                 self._done.add(step)
         if self._is_closing.is_set():
             return self._store.size(LEASE) is None  # rank 0 has copied the last files
         return self._done.issuperset(pending)
+
+    def _is_published(self, step: int) -> bool:
+        """Return whether the store has this checkpoint of the run directory, and not another one of the same step."""
+        names = (PUBLISHED, f"{MANIFEST}.{self._manifest_checksum(step)}")
+        return all(self._store.size(f"{folder_of(step)}/{name}") is not None for name in names)
 
     def _read_begun(self, step: int) -> bytes | None:
         """Return the announcement of a checkpoint; None if rank 0 does not copy it now."""
@@ -347,7 +355,7 @@ class MainMirror(Mirror):
         if part is None:
             return snapshot is not None
         try:
-            return xxhash.xxh3_128_hexdigest(read_bytes(self._folder(step) / MANIFEST)) == part.checksum
+            return self._manifest_checksum(step) == part.checksum
         except OSError:
             return True
 
@@ -455,13 +463,14 @@ class MainMirror(Mirror):
         self._require_lease()
         published, local = self._state.published, set(self._local_steps())
         newest = max(published)
-        for old in self._old_steps(published, newest):
-            self._store.remove(f"{folder_of(old)}/{PUBLISHED}")
-            del published[old]
-            local.discard(old)
+        old = self._old_steps({*published, *local}, newest)
+        for step in published.keys() & old:
+            self._store.remove(f"{folder_of(step)}/{PUBLISHED}")
+            del published[step]
+        kept = {*published, *local}.difference(old)
         for name in self._store.names(CHECKPOINTS):
             other = step_of(name)
-            if other is not None and other < newest and other not in {*published, *local}:
+            if other is not None and other < newest and other not in kept:
                 self._store.remove_folder(folder_of(other))
         for step in self._uncleaned.intersection(published):
             place = folder_of(step)

@@ -181,18 +181,18 @@ def test_deletions_that_an_outage_prevents_are_caught_up_on(store, run_dir, tmp_
     assert "metrics.jsonl.0" not in store.sizes("files")
 
 
-def test_folder_that_is_not_mounted_is_an_outage_and_nothing_is_written_there(store, run_dir, tmp_path, caplog, polls):
+def test_nothing_is_written_to_a_folder_that_is_not_mounted(store, run_dir, tmp_path):
     mirror = mirror_of(store, run_dir)
     checkpointer = saver(run_dir, mirror=mirror)
-    mirror.start()
     save(checkpointer, 1)
-    wait_until(lambda: store.size(LATEST) and read_snapshot(store, LATEST, "r").step == 1 and not mirror._uncleaned)
+    mirror._copy()
     (tmp_path / "store").rename(tmp_path / "elsewhere")
     save(checkpointer, 2)
-    wait_until(lambda: "is it mounted?" in caplog.text)
+    with pytest.raises(StoreError, match="is it mounted"):
+        mirror._copy()
     assert not (tmp_path / "store").exists()
     (tmp_path / "elsewhere").rename(tmp_path / "store")
-    mirror.close()
+    mirror._copy()
     assert intact(store, tmp_path) == [1, 2]
 
 
@@ -245,20 +245,6 @@ def test_process_that_lost_its_lease_writes_nothing_more(store, run_dir, caplog,
     assert "another process has written to" in caplog.text
 
 
-def test_checkpoint_that_the_run_saved_anew_replaces_the_one_in_the_store(store, run_dir, tmp_path):
-    for content in ("first", "second"):
-        mirror = mirror_of(store, run_dir)
-        partial = partial_path(run_dir, 1)
-        partial.mkdir(parents=True)
-        files = {"rank-00000.json": write_durably(partial / "rank-00000.json", content)}
-        publish(partial, Manifest(step=1, files=files))
-        mirror.start()
-        mirror.close()
-        assert intact(store, tmp_path) == [1]
-        assert (tmp_path / "fetched/checkpoints/step_00000001/rank-00000.json").read_text() == content
-    assert len(store.sizes("checkpoints/step_00000001")) == 3
-
-
 def test_lost_directory_leaves_the_store_as_it_was(store, run_dir, tmp_path):
     mirror = mirror_of(store, run_dir)
     (run_dir / "metrics.jsonl").write_text("{}\n")
@@ -288,11 +274,11 @@ def test_damaged_local_checkpoint_is_reported_and_not_copied(store, run_dir, tmp
     assert "step_00000002 is not copied to" in caplog.text
 
 
-def save_of_two_ranks(run_dir, step):
+def save_of_two_ranks(run_dir, step, content=""):
     partial = partial_path(run_dir, step)
     partial.mkdir(parents=True)
     names = ("shard-00000.safetensors", "rank-00000.json", "shard-00001.safetensors", "rank-00001.json")
-    files = {name: write_durably(partial / name, f"{name} {step}") for name in names}
+    files = {name: write_durably(partial / name, f"{name} {step} {content}") for name in names}
     publish(partial, Manifest(step=step, world_size=2, files=files))
 
 
@@ -325,6 +311,24 @@ def test_other_rank_copies_older_and_damaged_checkpoints(store, run_dir, tmp_pat
     other.close()
     assert intact(store, tmp_path) == [1, 2, 3]
     assert all("begun.json" not in store.sizes(f"checkpoints/step_{step:08d}") for step in (1, 2, 3))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_checkpoint_that_the_run_saved_anew_replaces_the_one_in_the_store(store, run_dir, tmp_path, polls, world_size):
+    for content in ("first", "second"):
+        save_of_two_ranks(run_dir, 1, content)
+        threads = [mirror_of(store, run_dir, world_size=world_size)]
+        if world_size == 2:
+            threads.append(RankMirror(store, run_dir, rank=1, world_size=2, seconds=60))
+        for thread in reversed(threads):
+            thread.start()
+        for thread in threads:
+            thread.close()
+        assert intact(store, tmp_path) == [1]
+        restored = tmp_path / "fetched" / "checkpoints" / "step_00000001" / "rank-00001.json"
+        assert restored.read_text() == f"rank-00001.json 1 {content}"
+        assert len(store.sizes("checkpoints/step_00000001")) == 6
+        shutil.rmtree(run_dir / "checkpoints" / "step_00000001")
 
 
 def test_result_is_copied_only_after_the_last_checkpoint(store, run_dir, monkeypatch):
