@@ -463,11 +463,10 @@ class MainMirror(Mirror):
         self._require_lease()
         published, local = self._state.published, set(self._local_steps())
         newest = max(published)
-        old = self._old_steps({*published, *local}, newest)
-        for step in published.keys() & old:
+        for step in self._old_steps(published, newest):  # a newer one that is not published yet does not count
             self._store.remove(f"{folder_of(step)}/{PUBLISHED}")
             del published[step]
-        kept = {*published, *local}.difference(old)
+        kept = {*published, *local.difference(self._old_steps({*published, *local}, newest))}
         for name in self._store.names(CHECKPOINTS):
             other = step_of(name)
             if other is not None and other < newest and other not in kept:

@@ -181,6 +181,25 @@ def test_deletions_that_an_outage_prevents_are_caught_up_on(store, run_dir, tmp_
     assert "metrics.jsonl.0" not in store.sizes("files")
 
 
+def test_published_checkpoint_stays_until_a_newer_one_is_published(store, run_dir, tmp_path, monkeypatch):
+    mirror = mirror_of(store, run_dir, keep_last=1)
+    checkpointer = saver(run_dir, keep_last=1)
+    save(checkpointer, 1)
+    write_latest, is_published = mirror._write_latest, []
+
+    def save_meanwhile():
+        write_latest()
+        if not is_published:
+            is_published.append(list_published(store))
+            save(checkpointer, 2)
+
+    monkeypatch.setattr(mirror, "_write_latest", save_meanwhile)
+    monkeypatch.setattr(mirror, "_next_step", iter([1, None, None]).__next__)
+    mirror._copy()
+    assert is_published == [[1]]
+    assert intact(store, tmp_path) == [1]
+
+
 def test_nothing_is_written_to_a_folder_that_is_not_mounted(store, run_dir, tmp_path):
     mirror = mirror_of(store, run_dir)
     checkpointer = saver(run_dir, mirror=mirror)
