@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -331,6 +332,10 @@ def test_local_copy_never_mixes_two_runs_that_were_at_one_url(local, tmp_path, c
     put_run(local, tmp_path / "2", "2", checkpoint=b"saved again")  # the same run and step
     fetch_run(local.url, "last")
     assert (folder / "checkpoints" / "latest" / "manifest.json").read_bytes() == b"saved again"
+    assert (folder / "status.json").read_bytes() == b"newer"
+    local.write("latest.json", b"damaged")
+    shutil.rmtree(cache)
+    fetch_run(local.url, "last")
     assert (folder / "status.json").read_bytes() == b"newer"
 
 

@@ -106,6 +106,11 @@ def _try_to_fetch(store: Store, which: str | None, folder: Path, *, is_last: boo
         latest: Snapshot | None = read_snapshot(store, LATEST, run)
     except MissingObjectError:
         latest = None
+    except DamagedMirrorError as error:
+        if which is None or not is_last:
+            raise
+        log.warning("%s is damaged and not used: %s", store.url, error)
+        latest = None
     snapshot = None if which is None else _choose(published, which)
     missing = fetch_small_files(store, newest_files(latest, snapshot), folder)
     if missing and not is_last:
