@@ -14,7 +14,7 @@ from support.object_store import BUCKET, Proxy, environment, s3_server
 from foundry.checkpoint import mirror as mirror_module
 from foundry.checkpoint.folder import Manifest, partial_path, problems, publish, write_durably
 from foundry.checkpoint.mirror import MainMirror, MirrorState, RankMirror
-from foundry.engine.mirror import _release
+from foundry.engine.mirror import _check_only_mirrors, _release
 from foundry.run_dir.lock import lock
 from foundry.run_dir.mirror.fetching import fetch_checkpoint
 from foundry.run_dir.mirror.lease import LEASE, Lease
@@ -233,6 +233,11 @@ def test_thread_that_is_not_awaited_ends_without_an_error(store, run_dir, monkey
     mirror._thread.join(60)
     assert list_published(store) == []
     assert [record.levelno for record in caplog.records] == [logging.WARNING]  # the copy is incomplete
+
+
+def test_store_with_the_rest_of_an_interrupted_write_counts_as_empty(store):
+    store.write(".0123.partial", b"{")
+    assert _check_only_mirrors(store)
 
 
 def test_store_that_hangs_does_not_delay_the_end_of_a_refused_run(store, monkeypatch):

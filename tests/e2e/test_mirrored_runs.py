@@ -105,18 +105,20 @@ def test_run_continues_from_a_store_after_its_directory_was_deleted(tmp_path, te
 
 @pytest.mark.long
 def test_killed_run_on_s3_ends_bit_identical_and_nothing_contains_the_credentials(tmp_path, text, shell):
-    shell.run(*words(None, run_dir="reference", steps=20))
+    lengths = {"steps": 200, "interval": 20}  # the run is killed long before its end
+    shell.run(*words(None, run_dir="reference", **lengths))
     with s3_server() as server:
         variables = environment(server.port)
-        command = words(f"s3://{BUCKET}/run", steps=20)
+        command = words(f"s3://{BUCKET}/run", **lengths)
         process = shell.start(*command, variables=variables)
-        kill_after(process, tmp_path / "run", 6)
+        kill_after(process, tmp_path / "run", 20)
+        assert not (tmp_path / "run" / "result.json").exists()
         shutil.rmtree(tmp_path / "run")
         out, err = shell.run(*command, variables=variables)
         for own, expected in zip(outcome(tmp_path / "run"), outcome(tmp_path / "reference"), strict=True):
             assert own == expected
         store = Store(f"s3://{BUCKET}/run")
-        assert list_published(store) == [20, 18]
+        assert list_published(store) == [200, 180]
         assert "lease.json" not in store.names("")
         uploads = [path for method, path, size in server.uploads if "/shard-" in path]
         assert len(uploads) == len(set(uploads))
