@@ -4,6 +4,7 @@ import logging
 import math
 import threading
 import time
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -18,9 +19,11 @@ from foundry.run_dir.checkpoints import MANIFEST, linked_step, list_checkpoints,
 from foundry.run_dir.files import read_bytes
 from foundry.run_dir.lock import RunDirectoryLostError, check_locked
 from foundry.run_dir.mirror.copying import Copier
-from foundry.run_dir.mirror.lease import Lease
+from foundry.run_dir.mirror.lease import LEASE, Lease
 from foundry.run_dir.mirror.snapshot import (
+    FILES,
     LATEST,
+    OF_THE_END,
     PUBLISHED,
     Part,
     Snapshot,
@@ -29,24 +32,21 @@ from foundry.run_dir.mirror.snapshot import (
     step_of,
     unreferenced,
 )
-from foundry.run_dir.mirror.store import Store, StoreError
-from foundry.run_dir.names import CHECKPOINTS, RESULT, STATUS
+from foundry.run_dir.mirror.store import MissingObjectError, Store, StoreError
+from foundry.run_dir.names import CHECKPOINTS
 
 BEGUN = "begun.json"
-"""Object that rank 0 writes to start the copy of a checkpoint on the other ranks."""
-
-_OF_THE_END = (STATUS, RESULT)
-"""Files that a checkpoint in the store leaves out, because they may record the end of the run at a later step."""
+"""Object that rank 0 writes to start the copy of a checkpoint on the other ranks; its content differs each time."""
 
 _FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 1.0, 60.0
 _WARNING_SECONDS = 600.0
-_POLL_SECONDS = 1.0
+_POLL_SECONDS, _LONGEST_POLL_SECONDS = 1.0, 10.0
 _OTHER_RANKS_SECONDS = 120.0
 log = logging.getLogger(__name__)
 
 
 class LeaseLostError(RuntimeError):
-    """Another process has begun to write to the store."""
+    """Another process has begun to write to the store, or this one has given its lease back."""
 
 
 @dataclass
@@ -121,7 +121,7 @@ class Mirror(ABC):
                 log.warning(message, self._store.url, self._seconds, self.run_dir)
 
     def _run(self) -> None:
-        delay = _FIRST_DELAY_SECONDS
+        delay, poll = _FIRST_DELAY_SECONDS, _POLL_SECONDS
         while True:
             is_last = self._is_closing.is_set()
             try:
@@ -129,7 +129,6 @@ class Mirror(ABC):
                 self._outage.end()
                 delay = _FIRST_DELAY_SECONDS
             except LeaseLostError:
-                log.error("another process has begun to write to %s; this one copies nothing more", self._store.url)
                 return
             except RunDirectoryLostError:
                 self._end()
@@ -144,7 +143,9 @@ class Mirror(ABC):
                 self._end()
                 return
             if not self._is_closing.is_set() or not is_complete:
-                self._wakeup.wait(None if is_complete else _POLL_SECONDS)
+                is_notified = self._wakeup.wait(None if is_complete else poll)
+                is_urgent = is_notified or self._is_closing.is_set()
+                poll = _POLL_SECONDS if is_urgent else min(2 * poll, _LONGEST_POLL_SECONDS)
             self._wakeup.clear()
 
     @abstractmethod
@@ -177,6 +178,9 @@ class Mirror(ABC):
             for name in own
         }
 
+    def _manifest_checksum(self, step: int) -> str:
+        return xxhash.xxh3_128_hexdigest(read_bytes(self._folder(step) / MANIFEST))
+
     def _folder(self, step: int) -> Path:
         return self.run_dir / CHECKPOINTS / step_name(step)
 
@@ -184,21 +188,52 @@ class Mirror(ABC):
 class RankMirror(Mirror):
     """The thread of a rank above 0: it copies the shards of this rank, of the checkpoints that rank 0 announces."""
 
-    _done = -1
+    def __init__(
+        self, store: Store, run_dir: Path, *, rank: int, world_size: int, seconds: float, damaged: Collection[int] = ()
+    ) -> None:
+        """Prepare the thread; `start` starts it.
+
+        Args:
+            store: the store.
+            run_dir: the run directory.
+            rank: rank of this process.
+            world_size: number of ranks.
+            seconds: longest wait at the end of the run for the copy under way.
+            damaged: steps of damaged checkpoints in the store, which rank 0 copies again if the run saves them again.
+        """
+        super().__init__(store, run_dir, rank=rank, world_size=world_size, seconds=seconds)
+        self._damaged, self._done, self._begun = set(damaged), set[int](), dict[int, bytes]()
 
     def _end(self) -> None:
         """Do nothing: the lease belongs to rank 0."""
 
     def _copy(self) -> bool:
-        pending = [step for step in self._local_steps() if step > self._done]
+        pending = [step for step in self._local_steps() if step not in self._done]
         for step in pending:
-            if self._store.size(f"{folder_of(step)}/{PUBLISHED}") is not None:
-                self._done = step
-                return True
-            if self._store.size(f"{folder_of(step)}/{BEGUN}") is not None:
-                self._copy_own(step, self._facts(step)[1])
-                break
-        return not pending
+            begun = self._read_begun(step)
+            if begun is not None:
+                if begun != self._begun.get(step):
+                    self._copy_own(step, self._facts(step)[1])
+                    self._begun[step] = begun
+                    self._damaged.discard(step)
+                    self.notify()  # rank 0 may begin another one soon
+            elif step not in self._damaged and self._is_published(step):
+                self._done.add(step)
+        if self._is_closing.is_set():
+            return self._store.size(LEASE) is None  # rank 0 has copied the last files
+        return self._done.issuperset(pending)
+
+    def _is_published(self, step: int) -> bool:
+        """Return whether the store has this checkpoint of the run directory, and not another one of the same step."""
+        names = (PUBLISHED, f"{MANIFEST}.{self._manifest_checksum(step)}")
+        return all(self._store.size(f"{folder_of(step)}/{name}") is not None for name in names)
+
+    def _read_begun(self, step: int) -> bytes | None:
+        """Return the announcement of a checkpoint; None if rank 0 does not copy it now."""
+        try:
+            return self._store.read(f"{folder_of(step)}/{BEGUN}")
+        except MissingObjectError:
+            return None
 
 
 @dataclass(kw_only=True)
@@ -256,7 +291,8 @@ class MainMirror(Mirror):
         self._objects = {name for snapshot in snapshots for name in snapshot.objects}
         self._files = dict(next(iter(newest_files(*snapshots)), {}))
         self._number = max((snapshot.number for snapshot in snapshots), default=0)
-        self._unreadable = set[int]()
+        self._unreadable, self._uncleaned = set[int](), set[int]()
+        self._is_listed = False
         self._held: int | None = None
 
     @property
@@ -265,16 +301,18 @@ class MainMirror(Mirror):
         return self._held
 
     def close(self) -> None:
-        """Wait as in `Mirror`, and give the lease back if the store can be reached."""
+        """Wait as in `Mirror`, then stop the heartbeats: a thread that still copies ends at its next check."""
         super().close()
-        if self._thread is None:
-            self._lease.release()
-        self._lease.abandon()
+        if self._thread is not None:
+            self._lease.abandon()
 
     def _copy(self) -> bool:
         check_locked(self.run_dir)
+        self._require_lease()
+        if not self._is_listed:  # a process that was killed may have left objects that no snapshot contains
+            self._objects |= {f"{FILES}/{name}" for name in self._store.sizes(FILES)}
+            self._is_listed = True
         while self._identity:
-            self._require_lease()
             name, content = next(iter(self._identity.items()))
             self._store.write(name, content)
             del self._identity[name]
@@ -284,6 +322,7 @@ class MainMirror(Mirror):
             if self._next_step() is None:  # otherwise the result may belong to a checkpoint that is not copied yet
                 break
         self._write_latest()
+        self._remove_old()
         return True
 
     def _publish_all(self) -> None:
@@ -306,15 +345,27 @@ class MainMirror(Mirror):
         local, published = self._local_steps(), self._state.published
         if not local:
             return None
-        old = set(self._old_steps([*local, *published], local[0]))
-        return next((step for step in local if step not in {*published, *old, *self._unreadable}), None)
+        left_out = {*self._old_steps([*local, *published], local[0]), *self._unreadable}
+        return next((step for step in local if step not in left_out and not self._is_published(step)), None)
+
+    def _is_published(self, step: int) -> bool:
+        """Return whether the store has this checkpoint of the run directory, and not another one of the same step."""
+        snapshot = self._state.published.get(step)
+        part = None if snapshot is None else snapshot.checkpoint.get(MANIFEST)
+        if part is None:
+            return snapshot is not None
+        try:
+            return self._manifest_checksum(step) == part.checksum
+        except OSError:
+            return True
 
     def _best(self, step: int) -> int | None:
-        """Return the best step that a checkpoint on disk records; None if it records no best step."""
+        """Return the best step that a checkpoint records; None if it records no best step."""
         try:
             best = read_manifest(self._folder(step)).state.get("best", {}).get("step")
         except (CheckpointError, OSError, AttributeError):
-            return None
+            snapshot = self._state.published.get(step)
+            return None if snapshot is None else snapshot.best
         return best if isinstance(best, int) else None
 
     def _old_steps(self, steps: Collection[int], newest: int) -> list[int]:
@@ -337,10 +388,11 @@ class MainMirror(Mirror):
         _, facts = self._facts(step)
         if step in self._state.damaged:
             self._require_lease()
+            self._store.remove(f"{place}/{PUBLISHED}")
             self._store.remove_folder(place)
             self._state.damaged.discard(step)
         if self._world_size > 1:
-            self._store.write(f"{place}/{BEGUN}", b"{}")
+            self._store.write(f"{place}/{BEGUN}", uuid.uuid4().hex.encode())
         own = self._copy_own(step, facts)
         parts = {
             name: own.get(name, Part(f"{place}/{name}.{fact.checksum}", fact.bytes, fact.checksum))
@@ -348,15 +400,16 @@ class MainMirror(Mirror):
         }
         if len(own) < len(parts):
             self._wait_for(step, parts)
-        self._copy_small_files(*_OF_THE_END)
+        self._copy_small_files(*OF_THE_END)
         snapshot = self._snapshot(step, self._best(step), parts)
         self._require_lease()
         self._store.write(f"{place}/{PUBLISHED}", snapshot.encode())
         self._state.published[step] = snapshot
+        self._uncleaned.add(step)
         seconds, copied = time.monotonic() - begin, self._copier.bytes - before
         log.info("copied step %d to %s: %d bytes in %.1f s", step, self._store.url, copied, seconds)
         self._write_latest()
-        self._remove_old(step, snapshot)
+        self._remove_old()
 
     def _wait_for(self, step: int, parts: Mapping[str, Part]) -> None:
         """Wait until the other ranks have copied their files of a checkpoint.
@@ -384,16 +437,10 @@ class MainMirror(Mirror):
 
     def _snapshot(self, step: int | None, best: int | None, checkpoint: Mapping[str, Part] | None = None) -> Snapshot:
         """Return a snapshot of the small files as copied last, with a checkpoint or None."""
-        left_out = () if checkpoint is None else _OF_THE_END
         self._number += 1
-        return Snapshot(
-            run=self._state.run,
-            step=step,
-            best=best,
-            checkpoint=checkpoint or {},
-            files={name: parts for name, parts in self._files.items() if name not in left_out},
-            number=self._number,
-        )
+        run, files, number = self._state.run, dict(self._files), self._number
+        snapshot = Snapshot(run=run, step=step, best=best, checkpoint=checkpoint or {}, files=files, number=number)
+        return snapshot if checkpoint is None else snapshot.without_end()
 
     def _write_latest(self) -> None:
         """Replace the snapshot of the small files if any has changed."""
@@ -406,27 +453,38 @@ class MainMirror(Mirror):
             self._store.write(LATEST, latest.encode())
             self._state.latest = latest
 
-    def _remove_old(self, step: int, snapshot: Snapshot) -> None:
-        """Delete checkpoints that the retention settings do not keep, incomplete ones, and objects without use."""
+    def _remove_old(self) -> None:
+        """Delete checkpoints that the retention settings do not keep, incomplete ones, and objects without use.
+
+        Does nothing if that is done since the last checkpoint was published.
+        """
+        if not self._uncleaned:
+            return
+        self._require_lease()
         published, local = self._state.published, set(self._local_steps())
-        for old in self._old_steps(published, step):
-            self._store.remove(f"{folder_of(old)}/{PUBLISHED}")
-            del published[old]
-            local.discard(old)
+        newest = max(published)
+        for step in self._old_steps(published, newest):  # a newer one that is not published yet does not count
+            self._store.remove(f"{folder_of(step)}/{PUBLISHED}")
+            del published[step]
+        kept = {*published, *local.difference(self._old_steps({*published, *local}, newest))}
         for name in self._store.names(CHECKPOINTS):
             other = step_of(name)
-            if other is not None and other < step and other not in {*published, *local}:
+            if other is not None and other < newest and other not in kept:
                 self._store.remove_folder(folder_of(other))
-        used = {part.object.rpartition("/")[2] for part in snapshot.checkpoint.values()} | {PUBLISHED}
-        place = folder_of(step)
-        self._store.remove(*(f"{place}/{name}" for name in self._store.sizes(place) if name not in used))
+        for step in self._uncleaned.intersection(published):
+            place = folder_of(step)
+            used = {part.object for part in published[step].checkpoint.values()} | {f"{place}/{PUBLISHED}"}
+            self._store.remove(*({f"{place}/{name}" for name in self._store.sizes(place)} - used))
         latest = [self._state.latest] if self._state.latest is not None else []
         unused = unreferenced(self._objects, [*published.values(), *latest])
         self._store.remove(*unused)
         self._objects -= unused
+        self._uncleaned.clear()
 
     def _require_lease(self) -> None:
         if not self._lease.check():
+            if self._lease.is_lost:
+                log.error("another process has written to %s; this one copies nothing more", self._store.url)
             raise LeaseLostError
 
     def _end(self) -> None:

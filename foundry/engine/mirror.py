@@ -4,6 +4,7 @@ import json
 import logging
 import shutil
 import tempfile
+import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -38,6 +39,7 @@ from foundry.run_dir.mirror.snapshot import (
     IDENTITY,
     LATEST,
     DamagedMirrorError,
+    LaterFormatError,
     newest_files,
     read_published,
     read_snapshot,
@@ -59,7 +61,8 @@ class _Opened:
 
     Attributes:
         state: content of the store.
-        is_behind: whether the store has a newer checkpoint than the run directory, or files that it lacks.
+        is_behind: whether the store has a newer checkpoint than the run directory, or files that it lacks, as after a
+            restoring that was interrupted.
     """
 
     state: MirrorState
@@ -97,17 +100,22 @@ def open_mirror(config: Config, config_hash: str, run_dir: Path, world: World, s
         if not world.is_main:
             return None
         lease = Lease(store)
-        stack.callback(lease.release)
+        stack.callback(_release, lease, settings.mirror_seconds)
         return _open(store, lease, config, config_hash, run_dir)
 
-    store = Store(url)
+    store = _new_store(url)
     opened = _on_all_ranks(open_on_main, url, world)[0]
     assert opened is not None
     if opened.is_behind:
         _restore(store, opened.state, run_dir, world)
     if lease is None:
         mirror: Mirror = RankMirror(
-            store, run_dir, rank=world.rank, world_size=world.world_size, seconds=settings.mirror_seconds
+            store,
+            run_dir,
+            rank=world.rank,
+            world_size=world.world_size,
+            seconds=settings.mirror_seconds,
+            damaged=opened.state.damaged,
         )
     else:
         mirror = MainMirror(
@@ -124,6 +132,26 @@ def open_mirror(config: Config, config_hash: str, run_dir: Path, world: World, s
         )
     stack.callback(mirror.close)
     return mirror
+
+
+def _release(lease: Lease, seconds: float) -> None:
+    """Give a lease back, but do not wait longer than a number of seconds for the store."""
+    thread = threading.Thread(target=lease.release, name="mirror-release", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    lease.abandon()
+
+
+def _new_store(url: str) -> Store:
+    """Return the store at a URL, on every rank alike.
+
+    Raises:
+        ConfigError: the package of the file system refuses the URL.
+    """
+    try:
+        return Store(url)
+    except StoreError as error:
+        raise ConfigError(Violation(_KEY, f"is {as_text(url)}, which cannot be used: {error}")) from None
 
 
 def _url_of(url: str, run_dir: Path) -> str:
@@ -153,6 +181,8 @@ def _on_all_ranks(work: Callable[[], _T], url: str, world: World) -> Sequence[_T
     except StoreError as error:
         message = f"is {as_text(url)}, which cannot be used: {error}; check the URL, the credentials and the network"
         violations = [(_KEY, message)]
+    except OSError as error:  # all ranks must learn of it
+        violations = [("hydra.run.dir", f"cannot be restored from {as_text(url)}: {error}; correct that")]
     gathered = gather((result, violations), world)
     if errors := [Violation(*violation) for _, others in gathered for violation in others]:
         raise ConfigError(errors)
@@ -172,7 +202,8 @@ def _open(store: Store, lease: Lease, config: Config, config_hash: str, run_dir:
     except LeaseHeldError as error:
         raise _refusal(store, f"is {store.url}, but {error}; wait for that run, or choose another URL") from None
     lease.keep()
-    found, local = _read_identity(store), read_optional(run_dir / MIRROR).get("run")
+    found, record = _read_identity(store), read_optional(run_dir / MIRROR)
+    local = record.get("run")
     steps = _intact_names(run_dir)
     if is_new or found is None:
         run = local if isinstance(local, str) else uuid.uuid4().hex
@@ -185,23 +216,31 @@ def _open(store: Store, lease: Lease, config: Config, config_hash: str, run_dir:
         raise _refusal(store, f"is {store.url}, which holds another run than {run_dir}; choose another URL")
     state = _read_state(store, run)
     newest = max((*state.published, *state.damaged), default=None)
-    is_behind = newest is not None and newest > max(steps, default=-1)
+    is_behind = newest is not None and (newest > max(steps, default=-1) or record.get("is_complete") is False)
     if is_behind:
         _check_settings(store, state, config)
-    elif local is None and newest is None:
+    elif newest is None and (local is None or record.get("is_complete") is False):
         if found.get("config_hash") != config_hash:
             message = f"is {store.url}, which holds a run with other settings but no checkpoint; choose another URL"
             raise _refusal(store, message)
         is_behind = state.latest is not None
     if is_behind and config.checkpoint.resume == "never":
         raise ConfigError(Violation("checkpoint.resume", f"is never but {store.url} has a run; choose another URL"))
-    _record(run_dir, run, store)
+    _record(run_dir, run, store, is_complete=not is_behind)
     return _Opened(state=state, is_behind=is_behind)
 
 
-def _record(run_dir: Path, run: str, store: Store) -> None:
-    """Write the identity of the run into its directory, so that a later start knows that both are the same run."""
-    write_atomically(run_dir / MIRROR, json.dumps({"run": run, "url": store.url}) + "\n", durable=True)
+def _record(run_dir: Path, run: str, store: Store, *, is_complete: bool = True) -> None:
+    """Write the identity of the run into its directory, so that a later start knows that both are the same run.
+
+    Args:
+        run_dir: the run directory.
+        run: identity of the run.
+        store: the store.
+        is_complete: whether the directory lacks no files of the store; if not, the next start restores them.
+    """
+    content = {"run": run, "url": store.url, "is_complete": is_complete}
+    write_atomically(run_dir / MIRROR, json.dumps(content) + "\n", durable=True)
 
 
 def _intact_names(run_dir: Path) -> list[int]:
@@ -215,7 +254,7 @@ def _check_only_mirrors(store: Store) -> bool:
     Raises:
         ConfigError: the store has files but no run.
     """
-    names = set(store.names("")) - {LEASE}
+    names = {name for name in store.names("") if name != LEASE and not name.endswith(".partial")}
     if names and IDENTITY not in names:
         raise _refusal(
             store, f"is {store.url}, which has files that are not a run's, such as {min(names)}; choose another URL"
@@ -230,17 +269,24 @@ def _read_identity(store: Store) -> dict[str, Any] | None:
         ConfigError: the object is not one of foundry.
     """
     try:
-        content = json.loads(store.read(IDENTITY))
+        content = store.read_json(IDENTITY)
     except MissingObjectError:
         return None
     except ValueError:
-        content = None
-    if not isinstance(content, dict) or not isinstance(content.get("run"), str):
+        content = {}
+    if not isinstance(content.get("run"), str):
         raise _refusal(store, f"is {store.url}, whose {IDENTITY} is damaged; choose another URL")
     return content
 
 
 def _read_state(store: Store, run: str) -> MirrorState:
+    try:
+        return _read_snapshots(store, run)
+    except LaterFormatError as error:
+        raise _refusal(store, f"is {store.url}, where {error}, or choose another URL") from None
+
+
+def _read_snapshots(store: Store, run: str) -> MirrorState:
     snapshots, damaged = read_published(store, run)
     for reason in damaged.values():
         log.warning("a checkpoint in %s is damaged and not used: %s", store.url, reason)
@@ -297,7 +343,10 @@ def _restore(store: Store, state: MirrorState, run_dir: Path, world: World) -> N
     best = None if snapshot is None else snapshot.best
     if best is not None and best != restored and best in state.published:
         _fetch_together(store, state, best, run_dir, world)
-    choices = newest_files(state.latest, snapshot)
+    latest = state.latest
+    if latest is not None and latest.step != restored:  # it may record the end of the run at another step
+        latest = latest.without_end()
+    choices = newest_files(latest, snapshot)
 
     def fetch_on_main() -> Mapping[str, str]:
         if not world.is_main:
@@ -305,11 +354,12 @@ def _restore(store: Store, state: MirrorState, run_dir: Path, world: World) -> N
         damaged = fetch_small_files(store, choices, run_dir, is_launch=True)
         if restored is not None:
             restore_links(run_dir, restored, best)
+        _record(run_dir, state.run, store)
         return damaged
 
     for name, reason in _on_all_ranks(fetch_on_main, store.url, world)[0].items():
         if world.is_main:
-            log.warning("%s is not restored from %s: %s", name, store.url, reason)
+            log.warning("%r is not restored from %s: %s", name, store.url, reason)
     if world.is_main:
         log.log(NOTICE, "restored step %s of the run from %s", restored or 0, store.url)
     for step in state.damaged:

@@ -101,6 +101,8 @@ def train(
         if result is not None and not is_longer(resume_point, config_now):
             identity = partial(_identity, config)
             check_finished(config, config_now, config_hash, run_dir, resume_point, result, identity)
+            if mirror is not None:  # the copy may be incomplete, as after an outage at the end of the run
+                mirror.start()
             return RunResult(run_dir, result)
         if resume_point is not None:
             check_config(resume_point, config, config_now, config.checkpoint.on_changed_config)

@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 from io import TextIOWrapper
+from itertools import takewhile
 from pathlib import Path
 
 from foundry.run_dir.files import open_regular, read_bytes
@@ -31,10 +32,15 @@ def log_to_file(text: str, level: int = logging.ERROR, name: str = log.name) -> 
 
 
 def prepend_to_log(path: Path, content: bytes) -> None:
-    """Insert text before a log that a handler of this process may have open; the handler appends at the new end."""
+    """Insert text before a log that a handler of this process may have open; the handler appends at the new end.
+
+    Lines with which both begin, as after an interrupted call, are written once.
+    """
     own = read_bytes(path) if path.exists() else b""
+    lines = zip(content.splitlines(keepends=True), own.splitlines(keepends=True), strict=False)
+    common = sum(len(line) for line, other in takewhile(lambda pair: pair[0] == pair[1], lines))
     with open_regular(path, "wb") as file:
-        file.write(content + own)
+        file.write(content + own[common:])
 
 
 class RunLog(logging.FileHandler):

@@ -14,6 +14,7 @@ from support.object_store import BUCKET, Proxy, environment, s3_server
 from foundry.checkpoint import mirror as mirror_module
 from foundry.checkpoint.folder import Manifest, partial_path, problems, publish, write_durably
 from foundry.checkpoint.mirror import MainMirror, MirrorState, RankMirror
+from foundry.engine.mirror import _check_only_mirrors, _release
 from foundry.run_dir.lock import lock
 from foundry.run_dir.mirror.fetching import fetch_checkpoint
 from foundry.run_dir.mirror.lease import LEASE, Lease
@@ -33,11 +34,18 @@ def store(tmp_path):
     return Store(f"file://{tmp_path}/store")
 
 
-def mirror_of(store, run_dir, *, world_size=1, seconds=60.0, **options):
+@pytest.fixture
+def polls(monkeypatch):
+    """Let ranks look for announcements and files of other ranks often."""
+    monkeypatch.setattr(mirror_module, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(mirror_module, "_LONGEST_POLL_SECONDS", 0.05)
+
+
+def mirror_of(store, run_dir, *, world_size=1, seconds=60.0, state=None, **options):
     lease = Lease(store)
     lease.take()
     default = {"identity": {"run.json": b"{}"}, "keep_last": 2, "keep_every_steps": None}
-    state = MirrorState(run="r", published=read_published(store, "r")[0])
+    state = state or MirrorState(run="r", published=read_published(store, "r")[0])
     return MainMirror(store, run_dir, state, lease, world_size=world_size, seconds=seconds, **default | options)
 
 
@@ -149,18 +157,116 @@ def test_close_waits_no_longer_than_its_limit(store, run_dir, monkeypatch, caplo
     assert "is incomplete after 0.2 s (checkpoint.mirror_seconds)" in caplog.text
 
 
-def test_process_that_lost_its_lease_writes_nothing_more(store, run_dir, caplog):
+def test_deletions_that_an_outage_prevents_are_caught_up_on(store, run_dir, tmp_path, monkeypatch, polls):
+    failures, remove = [StoreError("down")] * 2, Store.remove
+
+    def fail(self, *names):
+        if failures and list_published(self) == [2, 1]:
+            raise failures.pop()
+        remove(self, *names)
+
+    monkeypatch.setattr(mirror_module, "_FIRST_DELAY_SECONDS", 0.01)
+    monkeypatch.setattr(Store, "remove", fail)
+    store.write("files/metrics.jsonl.0", b"left by a process that was killed")
+    mirror = mirror_of(store, run_dir, keep_last=1)
+    checkpointer = saver(run_dir, mirror=mirror, keep_last=1)
+    mirror.start()
+    for step in (1, 2):
+        save(checkpointer, step)
+        wait_until(lambda: step in list_published(store))  # noqa: B023
+    mirror.close()
+    assert not failures
+    assert intact(store, tmp_path) == [2]
+    assert store.names("checkpoints") == ["step_00000002"]
+    assert "metrics.jsonl.0" not in store.sizes("files")
+
+
+def test_published_checkpoint_stays_until_a_newer_one_is_published(store, run_dir, tmp_path, monkeypatch):
+    mirror = mirror_of(store, run_dir, keep_last=1)
+    checkpointer = saver(run_dir, keep_last=1)
+    save(checkpointer, 1)
+    write_latest, is_published = mirror._write_latest, []
+
+    def save_meanwhile():
+        write_latest()
+        if not is_published:
+            is_published.append(list_published(store))
+            save(checkpointer, 2)
+
+    monkeypatch.setattr(mirror, "_write_latest", save_meanwhile)
+    monkeypatch.setattr(mirror, "_next_step", iter([1, None, None]).__next__)
+    mirror._copy()
+    assert is_published == [[1]]
+    assert intact(store, tmp_path) == [1]
+
+
+def test_nothing_is_written_to_a_folder_that_is_not_mounted(store, run_dir, tmp_path):
+    mirror = mirror_of(store, run_dir)
+    checkpointer = saver(run_dir, mirror=mirror)
+    save(checkpointer, 1)
+    mirror._copy()
+    (tmp_path / "store").rename(tmp_path / "elsewhere")
+    save(checkpointer, 2)
+    with pytest.raises(StoreError, match="is it mounted"):
+        mirror._copy()
+    assert not (tmp_path / "store").exists()
+    (tmp_path / "elsewhere").rename(tmp_path / "store")
+    mirror._copy()
+    assert intact(store, tmp_path) == [1, 2]
+
+
+def test_thread_that_is_not_awaited_ends_without_an_error(store, run_dir, monkeypatch, caplog):
+    is_open, begun, upload = threading.Event(), threading.Event(), Store.upload
+
+    def slow(self, file, name, size):
+        begun.set()
+        assert is_open.wait(60)
+        upload(self, file, name, size)
+
+    monkeypatch.setattr(Store, "upload", slow)
+    mirror = mirror_of(store, run_dir, seconds=0.01)
+    save(saver(run_dir, mirror=mirror), 1)
+    mirror.start()
+    assert begun.wait(60)
+    mirror.close()
+    is_open.set()
+    mirror._thread.join(60)
+    assert list_published(store) == []
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]  # the copy is incomplete
+
+
+def test_store_with_the_rest_of_an_interrupted_write_counts_as_empty(store):
+    store.write(".0123.partial", b"{")
+    assert _check_only_mirrors(store)
+
+
+def test_store_that_hangs_does_not_delay_the_end_of_a_refused_run(store, monkeypatch):
+    is_over, waits = threading.Event(), []
+    monkeypatch.setattr(Lease, "release", lambda self: waits.append(is_over.wait(60)))
+    lease = Lease(store)
+    lease.take()
+    _release(lease, 0.01)
+    assert waits == []
+    is_over.set()
+    assert not lease.check()
+
+
+@pytest.mark.parametrize("lease", [b'{"token": "another"}', None])
+def test_process_that_lost_its_lease_writes_nothing_more(store, run_dir, caplog, lease):
     mirror = mirror_of(store, run_dir)
     checkpointer = saver(run_dir, mirror=mirror)
     mirror.start()
     save(checkpointer, 1)
     wait_until(lambda: list_published(store) == [1])
-    store.write(LEASE, b'{"token": "another"}')
+    if lease is None:  # the other process has given it back
+        store.remove(LEASE)
+    else:
+        store.write(LEASE, lease)
     save(checkpointer, 2)
     mirror.close()
     assert list_published(store) == [1]
-    assert store.read(LEASE) == b'{"token": "another"}'
-    assert "another process has begun to write to" in caplog.text
+    assert (store.read(LEASE) if store.size(LEASE) else None) == lease
+    assert "another process has written to" in caplog.text
 
 
 def test_lost_directory_leaves_the_store_as_it_was(store, run_dir, tmp_path):
@@ -192,13 +298,16 @@ def test_damaged_local_checkpoint_is_reported_and_not_copied(store, run_dir, tmp
     assert "step_00000002 is not copied to" in caplog.text
 
 
-def test_rank_0_publishes_after_the_other_rank_has_copied(store, run_dir, tmp_path):
-    partial = partial_path(run_dir, 1)
+def save_of_two_ranks(run_dir, step, content=""):
+    partial = partial_path(run_dir, step)
     partial.mkdir(parents=True)
     names = ("shard-00000.safetensors", "rank-00000.json", "shard-00001.safetensors", "rank-00001.json")
-    publish(
-        partial, Manifest(step=1, world_size=2, files={name: write_durably(partial / name, name) for name in names})
-    )
+    files = {name: write_durably(partial / name, f"{name} {step} {content}") for name in names}
+    publish(partial, Manifest(step=step, world_size=2, files=files))
+
+
+def test_rank_0_publishes_after_the_other_rank_has_copied(store, run_dir, tmp_path, polls):
+    save_of_two_ranks(run_dir, 1)
     main = mirror_of(store, run_dir, world_size=2)
     other = RankMirror(store, run_dir, rank=1, world_size=2, seconds=60)
     main.start()
@@ -208,6 +317,42 @@ def test_rank_0_publishes_after_the_other_rank_has_copied(store, run_dir, tmp_pa
     main.close()
     other.close()
     assert intact(store, tmp_path) == [1]
+
+
+@pytest.mark.parametrize("is_stale", [False, True])
+def test_other_rank_copies_older_and_damaged_checkpoints(store, run_dir, tmp_path, polls, is_stale):
+    for step in (1, 2, 3):
+        save_of_two_ranks(run_dir, step)
+    for name in ("published.json", *(["begun.json"] if is_stale else [])):
+        store.write(f"checkpoints/step_00000002/{name}", b"damaged")
+    main = mirror_of(store, run_dir, world_size=2, keep_last=3, state=MirrorState(run="r", damaged={2}))
+    other = RankMirror(store, run_dir, rank=1, world_size=2, seconds=60, damaged={2})
+    other.start()
+    wait_until(lambda: not other._wakeup.is_set())
+    main.start()
+    wait_until(lambda: list_published(store) == [3, 2, 1])
+    main.close()
+    other.close()
+    assert intact(store, tmp_path) == [1, 2, 3]
+    assert all("begun.json" not in store.sizes(f"checkpoints/step_{step:08d}") for step in (1, 2, 3))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_checkpoint_that_the_run_saved_anew_replaces_the_one_in_the_store(store, run_dir, tmp_path, polls, world_size):
+    for content in ("first", "second"):
+        save_of_two_ranks(run_dir, 1, content)
+        threads = [mirror_of(store, run_dir, world_size=world_size)]
+        if world_size == 2:
+            threads.append(RankMirror(store, run_dir, rank=1, world_size=2, seconds=60))
+        for thread in reversed(threads):
+            thread.start()
+        for thread in threads:
+            thread.close()
+        assert intact(store, tmp_path) == [1]
+        restored = tmp_path / "fetched" / "checkpoints" / "step_00000001" / "rank-00001.json"
+        assert restored.read_text() == f"rank-00001.json 1 {content}"
+        assert len(store.sizes("checkpoints/step_00000001")) == 6
+        shutil.rmtree(run_dir / "checkpoints" / "step_00000001")
 
 
 def test_result_is_copied_only_after_the_last_checkpoint(store, run_dir, monkeypatch):

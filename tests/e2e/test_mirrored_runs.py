@@ -1,5 +1,6 @@
 """Runs with `checkpoint.mirror` resume on an empty machine, bit for bit, and refuse the mirrors of other runs."""
 
+import errno
 import re
 import shutil
 import signal
@@ -104,18 +105,20 @@ def test_run_continues_from_a_store_after_its_directory_was_deleted(tmp_path, te
 
 @pytest.mark.long
 def test_killed_run_on_s3_ends_bit_identical_and_nothing_contains_the_credentials(tmp_path, text, shell):
-    shell.run(*words(None, run_dir="reference", steps=20))
+    lengths = {"steps": 200, "interval": 20}  # the run is killed long before its end
+    shell.run(*words(None, run_dir="reference", **lengths))
     with s3_server() as server:
         variables = environment(server.port)
-        command = words(f"s3://{BUCKET}/run", steps=20)
+        command = words(f"s3://{BUCKET}/run", **lengths)
         process = shell.start(*command, variables=variables)
-        kill_after(process, tmp_path / "run", 6)
+        kill_after(process, tmp_path / "run", 20)
+        assert not (tmp_path / "run" / "result.json").exists()
         shutil.rmtree(tmp_path / "run")
         out, err = shell.run(*command, variables=variables)
         for own, expected in zip(outcome(tmp_path / "run"), outcome(tmp_path / "reference"), strict=True):
             assert own == expected
         store = Store(f"s3://{BUCKET}/run")
-        assert list_published(store) == [20, 18]
+        assert list_published(store) == [200, 180]
         assert "lease.json" not in store.names("")
         uploads = [path for method, path, size in server.uploads if "/shard-" in path]
         assert len(uploads) == len(set(uploads))
@@ -127,11 +130,62 @@ def test_killed_run_on_s3_ends_bit_identical_and_nothing_contains_the_credential
 
 
 def test_run_waits_no_longer_for_the_store_than_its_setting(tmp_path, text, run_command):
-    _, err = run_command(*words(f"memory://{tmp_path.name}", "checkpoint.mirror_seconds=0", steps=4, interval=2))
+    url = f"memory://{tmp_path.name}"
+    _, err = run_command(*words(url, "checkpoint.mirror_seconds=0", steps=4, interval=2))
     assert "is incomplete after 0 s (checkpoint.mirror_seconds)" in err
+    assert "another process" not in err
+    _, err = run_command(*words(url, "checkpoint.mirror_seconds=60", steps=4, interval=2))
+    assert "holds a finished run" in err
+    assert list_published(Store(url))[0] == 4  # the second start completes the copy
+    assert any(name.startswith("result.json.") for name in Store(url).sizes("files"))
 
 
-def test_damaged_checkpoint_in_the_store_is_not_used_and_replaced(tmp_path, text, run_command):
+def test_interrupted_restoring_is_completed_by_the_next_start(tmp_path, text, run_command, monkeypatch):
+    def interrupt(store, choices, run_dir, **options):
+        raise KeyboardInterrupt
+
+    command = words(f"file://{tmp_path}/store", steps=4, interval=2)
+    run_command(*command)
+    before, log = outcome(tmp_path / "run"), (tmp_path / "run" / "foundry.log").read_text()
+    shutil.rmtree(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr("foundry.engine.mirror.fetch_small_files", interrupt)
+        run_command(*command, code=130)
+    assert list_checkpoints(tmp_path / "run")
+    run_command(*command)
+    assert outcome(tmp_path / "run") == before
+    assert (tmp_path / "run" / "foundry.log").read_text().startswith(log)
+
+
+def test_store_of_a_later_version_is_refused_and_stays(tmp_path, text, run_command, monkeypatch):
+    command = words(f"file://{tmp_path}/store", steps=4, interval=2)
+    run_command(*command)
+    shutil.rmtree(tmp_path / "run")
+    before = Store(f"file://{tmp_path}/store").sizes("")
+    monkeypatch.setattr("foundry.run_dir.mirror.snapshot.FORMAT", 0)
+    _, err = run_command(*command, code=2)
+    assert "has format 1; use a later version of foundry, or choose another URL" in err
+    _, err = run_command(f"run=file://{tmp_path}/store", "out=x", module="foundry.export", code=2)
+    assert "has format 1; use a later version of foundry" in err
+    assert Store(f"file://{tmp_path}/store").sizes("") == before
+
+
+def test_full_disk_while_restoring_is_one_line(tmp_path, text, run_command, monkeypatch):
+    def fail(store, choices, run_dir, **options):
+        raise OSError(errno.ENOSPC, "No space left on device", str(run_dir / "metrics.jsonl"))
+
+    command = words(f"file://{tmp_path}/store", steps=4, interval=2)
+    run_command(*command)
+    shutil.rmtree(tmp_path / "run")
+    monkeypatch.setattr("foundry.engine.mirror.fetch_small_files", fail)
+    _, err = run_command(*command, code=2)
+    assert "hydra.run.dir: cannot be restored from file://" in err
+    assert "No space left on device" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("is_latest_damaged", [False, True])
+def test_damaged_checkpoint_in_the_store_is_not_used_and_replaced(tmp_path, text, run_command, is_latest_damaged):
     command = words(f"file://{tmp_path}/store", "checkpoint.keep_last=3")
     run_command(*command)
     before, checkpoints = outcome(tmp_path / "run"), tmp_path / "store" / "checkpoints"
@@ -140,7 +194,8 @@ def test_damaged_checkpoint_in_the_store_is_not_used_and_replaced(tmp_path, text
     (checkpoints / "step_00000009" / "published.json").write_bytes(
         (checkpoints / "step_00000006" / "published.json").read_bytes()
     )
-    (tmp_path / "store" / "latest.json").write_bytes(b"{")
+    if is_latest_damaged:  # otherwise it records the result of the damaged step
+        (tmp_path / "store" / "latest.json").write_bytes(b"{")
     _, err = run_command(*command)
     assert "step 12 in file://" in err
     assert "shard-00000.safetensors" in err

@@ -1,23 +1,30 @@
 """Objects of a mirror: stores, snapshots, leases, copies of small files, and their verification on the way back."""
 
 import json
+import math
 import os
 import random
+import shutil
+from dataclasses import replace
 
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.examples import examples
 from support.object_store import store_url
 
 from foundry.run_dir.mirror import lease as lease_module
+from foundry.run_dir.mirror import store as store_module
 from foundry.run_dir.mirror.copying import Copier, small_files
 from foundry.run_dir.mirror.fetching import fetch_checkpoint, fetch_file, fetch_small_files
 from foundry.run_dir.mirror.lease import LEASE, Lease, LeaseHeldError
+from foundry.run_dir.mirror.reading import NoRunError, fetch_run, fetch_runs
 from foundry.run_dir.mirror.snapshot import (
     DamagedMirrorError,
     Part,
     Snapshot,
+    checksum_of,
     decode,
     list_published,
     read_published,
@@ -94,6 +101,7 @@ def test_error_of_a_store_hides_secrets_of_the_environment(local, monkeypatch):
     def fail(path):
         raise RuntimeError(f"bad signature of hunter2hunter2 at https://user:word@host/{path}")
 
+    local.write("a", b"content")
     monkeypatch.setattr(local._system, "cat_file", fail)
     with pytest.raises(StoreError) as caught:
         local.read("a")
@@ -131,6 +139,39 @@ def test_any_change_of_a_snapshot_is_damage(data):
             return
     with pytest.raises(DamagedMirrorError):
         decode(bytes(content))
+
+
+NOT_RECORDS = [
+    b"[" * 100_000,
+    b'{"a":' * 100_000,
+    b"[]",
+    b"1e999",
+    b"\xff",
+    b"",
+    b'{"run": "too large"}' + b" " * 600_000,
+]
+
+
+@pytest.mark.parametrize("content", NOT_RECORDS)
+def test_objects_that_are_not_records_are_refused_without_a_crash(local, tmp_path, cache, monkeypatch, content):
+    monkeypatch.setattr(store_module, "MAX_OBJECT_BYTES", 550_000)
+    for name in ("lease.json", "run.json", "latest.json", "checkpoints/step_00000001/published.json"):
+        local.write(name, content)
+    with pytest.raises(DamagedMirrorError):
+        read_snapshot(local, "latest.json", "r")
+    assert list(read_published(local, "r")[1]) == [1]
+    with pytest.raises(NoRunError, match="damaged"):
+        fetch_run(local.url, "last")
+    assert list(fetch_small_files(local, [{"a": (Part("run.json", len(content), "1"),)}], tmp_path)) == ["a"]
+    Lease(local).take()
+
+
+def test_snapshot_with_an_infinite_number_is_damaged():
+    values = json.loads(SNAPSHOT.encode())
+    values["number"] = math.inf
+    values.pop("checksum")
+    with pytest.raises(DamagedMirrorError):
+        decode(json.dumps({"checksum": checksum_of(values), **values}).encode())
 
 
 @pytest.mark.parametrize("name", ["../a", "/etc/a", "a/../b", "", "a//b", "a\\b"])
@@ -220,6 +261,118 @@ def test_files_that_are_not_of_the_run_are_not_copied(tmp_path):
     assert set(small_files(run, [(run / "cache").resolve()])) == {"config.yaml", ".hydra/hydra.yaml"}
 
 
+def test_file_whose_name_no_store_can_hold_is_skipped_with_one_warning(store, tmp_path, caplog):
+    names = ["a\\b", "x" * 230, "line\nbreak", os.fsdecode(b"latin-\xe9")]
+    for name in (*names, "good"):
+        (tmp_path / name).write_text("content")
+    copier = Copier(store)
+    for _ in range(2):
+        files = copier.copy_small_files(tmp_path, {})
+    assert list(files) == ["good"]
+    assert len([record for record in caplog.records if "is not copied to" in record.message]) == len(names)
+    assert decode(Snapshot(run="r", files=files).encode()).files == files
+
+
+def test_restored_files_do_not_replace_what_is_not_theirs(local, tmp_path):
+    run, link, parts = tmp_path / "run", tmp_path / "elsewhere", {}
+    for path in (run, link, run / "folder"):
+        path.mkdir()
+    (run / "link").symlink_to(link)
+    (run / ".lock").write_text("host")
+    local.write("files/x", b"x")
+    part = Part("files/x", 1, xxhash.xxh3_128_hexdigest(b"x"))
+    names = (".lock", "checkpoints/step_00000001/manifest.json", "mirror.json", "a.partial/b")  # never small files
+    occupied = ("file/below", "folder", "link/a", "\ud800", "n" * 300)
+    parts = dict.fromkeys((*names, *occupied, "file", "good"), (part,))
+    reasons = fetch_small_files(local, [parts], run)
+    assert sorted(reasons) == sorted(occupied)
+    assert {path.relative_to(run).as_posix() for path in run.rglob("*")} == {".lock", "file", "folder", "good", "link"}
+    assert (run / ".lock").read_text() == "host"
+    assert list(link.iterdir()) == []
+
+
+def test_log_is_restored_once_even_if_that_was_interrupted(local, tmp_path):
+    files = {"foundry.log": (Part("files/log", 8, xxhash.xxh3_128_hexdigest(b"1 a\n2 b\n")),)}
+    local.write("files/log", b"1 a\n2 b\n")
+    (tmp_path / "foundry.log").write_text("3 c\n")
+    for _ in range(2):
+        fetch_small_files(local, [files], tmp_path, is_launch=True)
+        assert (tmp_path / "foundry.log").read_text() == "1 a\n2 b\n3 c\n"
+
+
+def put_run(store, folder, run, number=1, checkpoint=None):
+    """Write a run with the small files of a folder, and perhaps with a checkpoint of step 1, to a store."""
+    folder.mkdir(exist_ok=True)
+    store.write("run.json", json.dumps({"run": run}).encode())
+    snapshot = Snapshot(run=run, step=None, files=Copier(store).copy_small_files(folder, {}), number=number)
+    if checkpoint is not None:
+        (folder / "manifest").write_bytes(checkpoint)
+        digest = xxhash.xxh3_128_hexdigest(checkpoint)
+        part = Copier(store).copy_checkpoint_file(folder / "manifest", 1, len(checkpoint), digest)
+        snapshot = replace(snapshot, step=1, checkpoint={"manifest.json": part})
+        store.write("checkpoints/step_00000001/published.json", snapshot.encode())
+    store.write("latest.json", replace(snapshot, checkpoint={}).encode())
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("FOUNDRY_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_local_copy_never_mixes_two_runs_that_were_at_one_url(local, tmp_path, cache):
+    for run, content, name in (("1", b"old", "result.json"), ("2", b"new", "status.json")):
+        (tmp_path / run).mkdir()
+        (tmp_path / run / name).write_bytes(content)
+        put_run(local, tmp_path / run, run, checkpoint=content)
+        folder = fetch_run(local.url, "last")
+    assert (folder / "checkpoints" / "latest" / "manifest.json").read_bytes() == b"new"
+    assert not (folder / "result.json").exists()
+    (tmp_path / "2" / "status.json").write_bytes(b"newer")
+    put_run(local, tmp_path / "2", "2", checkpoint=b"saved again")  # the same run and step
+    fetch_run(local.url, "last")
+    assert (folder / "checkpoints" / "latest" / "manifest.json").read_bytes() == b"saved again"
+    assert (folder / "status.json").read_bytes() == b"newer"
+    local.write("latest.json", b"damaged")
+    shutil.rmtree(cache)
+    fetch_run(local.url, "last")
+    assert (folder / "status.json").read_bytes() == b"newer"
+
+
+def test_file_that_the_run_deletes_while_it_is_read_is_read_in_its_new_form(local, tmp_path, cache, monkeypatch):
+    status, read = tmp_path / "run" / "status.json", Store.read
+    status.parent.mkdir()
+    status.write_text("old")
+    put_run(local, status.parent, "r")
+
+    def read_late(self, name):
+        if name.startswith("files/status.json") and status.read_text() == "old":
+            status.write_text("new")
+            put_run(local, status.parent, "r", number=2)
+            local.remove(name)
+        return read(self, name)
+
+    monkeypatch.setattr(Store, "read", read_late)
+    assert (fetch_run(local.url, None) / "status.json").read_text() == "new"
+
+
+def test_report_reads_the_runs_of_a_store_with_any_names(local, tmp_path, cache, monkeypatch, caplog):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "status.json").write_text("content")
+    for name in ("sweep", "sweep/0", "sweep/1"):
+        put_run(Store(f"{local.url}/{name}"), tmp_path / "run", "r")
+    local.remove("sweep/run.json")
+    local.write("run.json", b"{}")  # so that `..` looks like a job
+    local.write("sweep/1/latest.json", b"damaged")
+    monkeypatch.setattr(Store, "names", lambda self, folder: ["..", ".lock", "0", "1"])
+    folder = fetch_runs(f"{local.url}/sweep")
+    assert (folder / "0" / "status.json").read_text() == "content"
+    assert "/sweep/1 is damaged: latest.json is incomplete" in caplog.text
+    assert [path.name for path in (cache / "mirrors").iterdir()] == [folder.name]
+    monkeypatch.setattr(Store, "names", lambda self, folder: ["1"])
+    assert {path.name for path in fetch_runs(f"{local.url}/sweep").iterdir()} == {".lock", "1"}
+
+
 def damaged(store, part, how):
     content = store.read(part.object)
     if how == "missing":
@@ -253,8 +406,6 @@ def test_damaged_objects_are_not_restored(store, tmp_path, how):
 
 
 def test_file_of_a_checkpoint_is_copied_once_and_only_if_intact(store, tmp_path):
-    import xxhash
-
     file = tmp_path / "shard"
     file.write_bytes(b"weights")
     checksum = xxhash.xxh3_128_hexdigest(b"weights")

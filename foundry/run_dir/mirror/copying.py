@@ -1,5 +1,6 @@
 """Copies of a run directory's files into a store; an object that is there already is not copied again."""
 
+import logging
 import os
 import stat
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -20,6 +21,10 @@ _MOST_PARTS = 100
 """A file of more parts is copied anew as a whole, so that restoring it takes few requests."""
 
 _NOT_COPIED = frozenset({CHECKPOINTS, LOCK, MIRROR})
+_LONGEST_NAME, _LONGEST_PATH = 200, 800
+"""Bytes of a file's name and path; stores limit the names of objects, which contain a checksum and the URL's path."""
+
+log = logging.getLogger(__name__)
 
 
 class Copier:
@@ -30,7 +35,7 @@ class Copier:
     """
 
     def __init__(self, store: Store) -> None:
-        self._store = store
+        self._store, self._skipped = store, set[str]()
         self.bytes = 0
 
     def copy_checkpoint_file(self, file: Path, step: int, size: int, checksum: str) -> Part:
@@ -78,6 +83,11 @@ class Copier:
         """
         files = dict[str, tuple[Part, ...]]()
         for name in sorted(set(small_files(run_dir, excluded)).difference(left_out)):
+            if not _fits_store(name):
+                if name not in self._skipped:
+                    log.warning("%r is not copied to %s: a store cannot hold its name", name, self._store.url)
+                self._skipped.add(name)
+                continue
             try:
                 with open_regular(run_dir / name, "rb") as stream:
                     files[name] = self._copy_parts(stream, name, before.get(name, ()))
@@ -118,11 +128,11 @@ def small_files(run_dir: Path, excluded: Collection[Path] = ()) -> Iterator[str]
     """
     for parent, folders, names in os.walk(run_dir):
         here = Path(parent)
-        kept = (name for name in folders if (here, name) != (run_dir, CHECKPOINTS))
+        kept = (name for name in folders if is_small_file((here / name).relative_to(run_dir).as_posix()))
         folders[:] = [name for name in kept if (here / name).resolve() not in excluded]
         for name in names:
             path = here / name
-            if (here == run_dir and name in _NOT_COPIED) or name.endswith(".partial"):
+            if not is_small_file(path.relative_to(run_dir).as_posix()):
                 continue
             try:
                 is_file = stat.S_ISREG(path.lstat().st_mode)
@@ -130,6 +140,22 @@ def small_files(run_dir: Path, excluded: Collection[Path] = ()) -> Iterator[str]
                 continue
             if is_file:
                 yield path.relative_to(run_dir).as_posix()
+
+
+def is_small_file(name: str) -> bool:
+    """Return whether a path in a run directory may be that of a small file, which is copied and restored."""
+    parts = name.split("/")
+    return parts[0] not in _NOT_COPIED and not any(part.endswith(".partial") for part in parts)
+
+
+def _fits_store(name: str) -> bool:
+    """Return whether an object can have the name of a file, and readers accept it as a path."""
+    try:
+        length = len(name.encode())
+    except UnicodeEncodeError:  # a name that is not UTF-8
+        return False
+    is_long = length > _LONGEST_PATH or len(name.rpartition("/")[2].encode()) > _LONGEST_NAME
+    return not is_long and "\\" not in name and name.isprintable()
 
 
 def _digest(stream: IO[bytes], size: int) -> str:

@@ -1,23 +1,27 @@
 """Restoring of a run directory, or of parts of it, from a store; every byte is verified before it is used."""
 
+import errno
 import shutil
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import xxhash
 
-from foundry.run_dir.checkpoints import BEST, LATEST, step_name
-from foundry.run_dir.files import inside, make_folder, open_regular, replaced_atomically, sync_path
+from foundry.run_dir.checkpoints import BEST, LATEST, MANIFEST, step_name
+from foundry.run_dir.files import inside, make_folder, open_regular, read_bytes, replaced_atomically, sync_path
 from foundry.run_dir.log import prepend_to_log
 from foundry.run_dir.marker import MARK
+from foundry.run_dir.mirror.copying import is_small_file
 from foundry.run_dir.mirror.snapshot import DamagedMirrorError, Part, Snapshot
-from foundry.run_dir.mirror.store import MissingObjectError, Store
+from foundry.run_dir.mirror.store import MissingObjectError, Store, TooLargeError
 from foundry.run_dir.names import CHECKPOINTS, HYDRA, LOG, MLFLOW_PARENT, OUTPUT, SUBMISSION, TRIAL
 
 _CHUNK_BYTES = 2**22
 _OF_THE_LAUNCH = (MARK, HYDRA, OUTPUT, SUBMISSION, TRIAL, MLFLOW_PARENT)
 """Files that each launch writes anew; a restored file does not replace them."""
+
+_NO_PLACE = (errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.ENAMETOOLONG)
 
 
 def fetch_file(store: Store, part: Part, file: Path) -> None:
@@ -65,7 +69,9 @@ def end_checkpoint(run_dir: Path, step: int) -> Path:
 
 
 def fetch_checkpoint(store: Store, snapshot: Snapshot, run_dir: Path) -> Path:
-    """Copy a checkpoint into a run directory, unless it is there, and return its folder.
+    """Copy a checkpoint into a local copy of a run, unless it is there, and return its folder.
+
+    A folder of the same step with another manifest is replaced.
 
     Raises:
         DamagedMirrorError: an object is missing or damaged; nothing is left behind.
@@ -74,7 +80,9 @@ def fetch_checkpoint(store: Store, snapshot: Snapshot, run_dir: Path) -> Path:
     assert snapshot.step is not None
     folder = run_dir / CHECKPOINTS / step_name(snapshot.step)
     if folder.is_dir():
-        return folder
+        if _has_manifest(folder, snapshot):
+            return folder
+        shutil.rmtree(folder)
     partial = begin_checkpoint(run_dir, snapshot.step)
     try:
         for name, part in snapshot.checkpoint.items():
@@ -83,6 +91,14 @@ def fetch_checkpoint(store: Store, snapshot: Snapshot, run_dir: Path) -> Path:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return end_checkpoint(run_dir, snapshot.step)
+
+
+def _has_manifest(folder: Path, snapshot: Snapshot) -> bool:
+    part = snapshot.checkpoint.get(MANIFEST)
+    try:
+        return part is not None and xxhash.xxh3_128_hexdigest(read_bytes(folder / MANIFEST)) == part.checksum
+    except OSError:
+        return False
 
 
 def fetch_small_files(
@@ -98,7 +114,7 @@ def fetch_small_files(
             log from the store.
 
     Returns:
-        The reason for each file that is damaged in every choice, by name.
+        The reason for each file that is damaged in every choice, or whose path is occupied, by name.
 
     Raises:
         StoreError: the store cannot be read; then no file is replaced.
@@ -107,29 +123,52 @@ def fetch_small_files(
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir()
     try:
-        names = sorted(choices[0]) if choices else []
+        names = [name for name in sorted(choices[0]) if is_small_file(name)] if choices else []
         for name in names:
-            file = inside(staging, name)
-            file.parent.mkdir(parents=True, exist_ok=True)
             for parts in (files[name] for files in choices if name in files):
                 try:
-                    _fetch_parts(store, parts, file)
+                    _fetch_parts(store, parts, staging, name)
                     damaged.pop(name, None)
                     break
                 except DamagedMirrorError as error:
                     damaged[name] = str(error)
         for name in names:
             if name not in damaged:
-                _put(staging / name, run_dir, name, is_launch=is_launch)
+                try:
+                    with _placed():
+                        _put(staging / name, run_dir, name, is_launch=is_launch)
+                except DamagedMirrorError as error:
+                    damaged[name] = str(error)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return damaged
 
 
-def _fetch_parts(store: Store, parts: Sequence[Part], file: Path) -> None:
-    with open_regular(file, "wb") as stream:
+def _fetch_parts(store: Store, parts: Sequence[Part], folder: Path, name: str) -> None:
+    with _placed():
+        file = inside(folder, name)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        stream = open_regular(file, "wb")
+    with stream:
         for part in parts:
             stream.write(_read(store, part))
+
+
+@contextmanager
+def _placed() -> Iterator[None]:
+    """Convert the error of a file whose path is occupied, too long, or leads out of the directory through a link.
+
+    Raises:
+        DamagedMirrorError: the file has no place.
+    """
+    try:
+        yield
+    except ValueError as error:
+        raise DamagedMirrorError(str(error)) from None
+    except OSError as error:
+        if error.errno not in _NO_PLACE:
+            raise
+        raise DamagedMirrorError(str(error)) from None
 
 
 def _put(source: Path, run_dir: Path, name: str, *, is_launch: bool) -> None:
@@ -160,6 +199,8 @@ def _read(store: Store, part: Part) -> bytes:
         content = store.read(part.object)
     except MissingObjectError:
         raise DamagedMirrorError(f"{part.object} is missing") from None
+    except TooLargeError as error:
+        raise DamagedMirrorError(str(error)) from None
     _require(part, len(content), xxhash.xxh3_128_hexdigest(content))
     return content
 

@@ -1,6 +1,7 @@
 """`lease.json` of a mirror: the process that writes it, with a heartbeat."""
 
 import json
+import logging
 import os
 import socket
 import threading
@@ -10,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from foundry.run_dir.log import NOTICE
+from foundry.run_dir.mirror.snapshot import IDENTITY
 from foundry.run_dir.mirror.store import MissingObjectError, Store, StoreError
 
 LEASE = "lease.json"
@@ -22,6 +25,8 @@ _SURELY_OLD_SECONDS = 600.0
 
 _own_tokens = set[str]()
 """Tokens of the leases that this process holds."""
+
+log = logging.getLogger(__name__)
 
 
 class LeaseHeldError(RuntimeError):
@@ -51,6 +56,9 @@ class Lease:
         """
         holder = self._read()
         deadline = time.monotonic() + EXPIRY_SECONDS
+        if holder and not _is_gone(holder):
+            message = "%s was last written by process %s on %s; waiting up to %.0f s for a sign of it"
+            log.log(NOTICE, message, self._store.url, holder.get("pid"), holder.get("host"), EXPIRY_SECONDS)
         while holder and not _is_gone(holder) and time.monotonic() < deadline:
             time.sleep(min(1.0, EXPIRY_SECONDS / 10))
             if (now := self._read()) != holder:
@@ -67,11 +75,15 @@ class Lease:
     def check(self) -> bool:
         """Return whether this process still has the lease, which it has not released.
 
+        Without a lease in the store, another process has taken it and given it back.
+
         Raises:
-            StoreError: the store cannot be read.
+            StoreError: the store cannot be read, or has no run any more, such as a folder that is not mounted.
         """
         with self._lock:
-            if not self.is_lost and (holder := self._read()) and holder.get("token") != self._token:
+            if not self.is_lost and (holder := self._read()).get("token") != self._token:
+                if not holder and self._store.size(IDENTITY) is None:
+                    raise StoreError(f"{self._store.url} has neither {IDENTITY} nor {LEASE} any more; is it mounted?")
                 self.is_lost = True
             return not self.is_lost and not self._ended.is_set()
 
@@ -104,10 +116,9 @@ class Lease:
     def _read(self) -> dict[str, Any]:
         """Return the lease in the store; empty if it does not exist or is damaged."""
         try:
-            content = json.loads(self._store.read(LEASE))
+            return self._store.read_json(LEASE)
         except (MissingObjectError, ValueError):
             return {}
-        return content if isinstance(content, dict) else {}
 
     def _write(self) -> None:
         content = {

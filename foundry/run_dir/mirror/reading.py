@@ -4,23 +4,28 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from foundry.run_dir.lock import lock
+from foundry.run_dir.files import make_folder, write_atomically
+from foundry.run_dir.lock import LOCK, lock
 from foundry.run_dir.mirror.fetching import fetch_checkpoint, fetch_small_files, restore_links
 from foundry.run_dir.mirror.snapshot import (
     IDENTITY,
     LATEST,
     DamagedMirrorError,
+    LaterFormatError,
     Snapshot,
     newest_files,
     read_published,
     read_snapshot,
 )
 from foundry.run_dir.mirror.store import MissingObjectError, Store, join
+from foundry.run_dir.names import MIRROR
+from foundry.run_dir.strict_json import DamagedFileError, read_optional
 
 _MOST_TRIES = 5
 log = logging.getLogger(__name__)
@@ -43,13 +48,7 @@ def fetch_run(url: str, which: str | None) -> Path:
     """
     store = Store(url)
     with _cache_of(store.url) as folder:
-        for attempt in range(_MOST_TRIES):
-            try:
-                _fetch(store, which, folder)
-                break
-            except DamagedMirrorError as error:  # perhaps deleted meanwhile by the run, which has newer objects
-                if attempt == _MOST_TRIES - 1:
-                    raise NoRunError(f"is damaged: {error}") from None
+        _fetch(store, which, folder)
     return folder
 
 
@@ -63,19 +62,43 @@ def fetch_runs(url: str) -> Path:
     store = Store(url)
     if store.size(IDENTITY) is not None:
         return fetch_run(url, None)
-    jobs = [name for name in store.names("") if store.size(f"{name}/{IDENTITY}") is not None]
+    # A store may contain any name, such as `..`.
+    names = [name for name in store.names("") if not name.startswith(".")]
+    jobs = [name for name in names if store.size(f"{name}/{IDENTITY}") is not None]
     if not jobs:
         raise NoRunError("has no run")
     with _cache_of(store.url) as folder:
+        _empty(folder, but=jobs)
         for name in jobs:
-            (folder / name).mkdir(exist_ok=True)
             job = Store(join(store.url, name))
-            _fetch(job, None, folder / name)
+            try:
+                _fetch(job, None, make_folder(folder / name))
+            except NoRunError as error:
+                log.warning("%s %s", job.url, error)
     return folder
 
 
 def _fetch(store: Store, which: str | None, folder: Path) -> None:
+    """Copy the small files of a run, and one of its checkpoints, into a folder.
+
+    Raises:
+        NoRunError: as in `fetch_run`.
+        StoreError: the store cannot be read.
+    """
+    for attempt in range(1, _MOST_TRIES + 1):
+        try:
+            _try_to_fetch(store, which, folder, is_last=attempt == _MOST_TRIES)
+            return
+        except DamagedMirrorError as error:  # perhaps deleted meanwhile by the run, which has newer objects
+            reason = str(error)
+        except LaterFormatError as error:
+            raise NoRunError(f"cannot be read: {error}") from None
+    raise NoRunError(f"is damaged: {reason}")
+
+
+def _try_to_fetch(store: Store, which: str | None, folder: Path, *, is_last: bool) -> None:
     run = _identity(store)
+    _claim(folder, run)
     published, damaged = ({}, {}) if which is None else read_published(store, run)
     for reason in damaged.values():
         log.warning("a checkpoint in %s is damaged and not used: %s", store.url, reason)
@@ -83,13 +106,43 @@ def _fetch(store: Store, which: str | None, folder: Path) -> None:
         latest: Snapshot | None = read_snapshot(store, LATEST, run)
     except MissingObjectError:
         latest = None
+    except DamagedMirrorError as error:
+        if which is None or not is_last:
+            raise
+        log.warning("%s is damaged and not used: %s", store.url, error)
+        latest = None
     snapshot = None if which is None else _choose(published, which)
-    fetch_small_files(store, newest_files(latest, snapshot), folder)
+    missing = fetch_small_files(store, newest_files(latest, snapshot), folder)
+    if missing and not is_last:
+        raise DamagedMirrorError(next(iter(missing.values())))
+    for name, reason in missing.items():
+        log.warning("%r is not read from %s: %s", name, store.url, reason)
     if snapshot is not None:
         fetch_checkpoint(store, snapshot, folder)
         newest = max(published)
-        best = published[newest].best
-        restore_links(folder, newest, best)
+        restore_links(folder, newest, published[newest].best)
+
+
+def _claim(folder: Path, run: str) -> None:
+    """Record the run in its local folder, after the files of another run that was at the URL before are deleted."""
+    try:
+        is_same = read_optional(folder / MIRROR).get("run") == run
+    except DamagedFileError:
+        is_same = False
+    if not is_same:
+        _empty(folder)
+        write_atomically(folder / MIRROR, json.dumps({"run": run}) + "\n")
+
+
+def _empty(folder: Path, but: Collection[str] = ()) -> None:
+    """Delete the content of a folder of the cache, except its lock and some names."""
+    for path in folder.iterdir():
+        if path.name == LOCK or path.name in but:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def _choose(published: dict[int, Snapshot], which: str) -> Snapshot:
@@ -111,10 +164,10 @@ def _choose(published: dict[int, Snapshot], which: str) -> Snapshot:
 
 def _identity(store: Store) -> str:
     try:
-        return str(json.loads(store.read(IDENTITY))["run"])
+        return str(store.read_json(IDENTITY)["run"])
     except MissingObjectError:
         raise NoRunError("has no run") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError):
         raise NoRunError(f"has a damaged {IDENTITY}") from None
 
 

@@ -13,23 +13,30 @@ again.
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import Any
 
 import xxhash
 
 from foundry.run_dir.checkpoints import NAME, step_name
-from foundry.run_dir.mirror.store import MissingObjectError, Store
-from foundry.run_dir.names import CHECKPOINTS
+from foundry.run_dir.mirror.store import MissingObjectError, Store, TooLargeError
+from foundry.run_dir.names import CHECKPOINTS, RESULT, STATUS
 
 IDENTITY, LATEST, PUBLISHED, FILES = "run.json", "latest.json", "published.json", "files"
 FORMAT = 1
 """Format of written snapshots, and the highest that can be read."""
 
+OF_THE_END = (STATUS, RESULT)
+"""Files that may record the end of the run, at a later step than that of a checkpoint."""
+
 
 class DamagedMirrorError(ValueError):
     """An object of a mirror is missing, incomplete, changed, or not one that foundry wrote there."""
+
+
+class LaterFormatError(ValueError):
+    """A snapshot was written by a later version of foundry."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,10 @@ class Snapshot:
         """Names of all objects of the small files."""
         return {part.object for parts in self.files.values() for part in parts}
 
+    def without_end(self) -> "Snapshot":
+        """Return the snapshot without the files that may record the end of the run."""
+        return replace(self, files={name: parts for name, parts in self.files.items() if name not in OF_THE_END})
+
     def encode(self) -> bytes:
         """Return the JSON of the snapshot, with a checksum of itself."""
         content = json.loads(json.dumps(asdict(self)))
@@ -84,12 +95,13 @@ def decode(content: bytes) -> Snapshot:
     """Return the snapshot in the content of an object.
 
     Raises:
-        DamagedMirrorError: the content is not a whole snapshot, or one of a later format.
+        DamagedMirrorError: the content is not a whole snapshot.
+        LaterFormatError: it has a later format.
     """
     try:
         values: dict[str, Any] = json.loads(content)
         if values.get("format", FORMAT) > FORMAT:
-            raise DamagedMirrorError(f"has format {values['format']}; use a later version of foundry")
+            raise LaterFormatError(f"has format {values['format']}; use a later version of foundry")
         if values.pop("checksum") != checksum_of(values):
             raise DamagedMirrorError("does not match its checksum")
         checkpoint = {_relative(name): _part(part) for name, part in values["checkpoint"].items()}
@@ -97,9 +109,9 @@ def decode(content: bytes) -> Snapshot:
         step, best = (None if (value := values[name]) is None else int(value) for name in ("step", "best"))
         number = int(values["number"])
         return Snapshot(run=str(values["run"]), step=step, best=best, checkpoint=checkpoint, files=files, number=number)
-    except DamagedMirrorError:
+    except (DamagedMirrorError, LaterFormatError):
         raise
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         raise DamagedMirrorError(f"is incomplete or not a snapshot ({len(content)} bytes)") from None
 
 
@@ -109,12 +121,17 @@ def read_snapshot(store: Store, name: str, run: str) -> Snapshot:
     Raises:
         MissingObjectError: it does not exist.
         DamagedMirrorError: it is damaged, or belongs to another run or step.
+        LaterFormatError: it has a later format.
         StoreError: it cannot be read.
     """
     try:
         snapshot = decode(store.read(name))
     except DamagedMirrorError as error:
         raise DamagedMirrorError(f"{name} {error}") from None
+    except LaterFormatError as error:
+        raise LaterFormatError(f"{name} {error}") from None
+    except TooLargeError as error:
+        raise DamagedMirrorError(str(error)) from None
     folder = PurePosixPath(name).parent.name
     if snapshot.run != run or (NAME.fullmatch(folder) and snapshot.step != step_of(folder)):
         raise DamagedMirrorError(f"{name} belongs to another run or step")
@@ -147,6 +164,7 @@ def read_published(store: Store, run: str) -> tuple[dict[int, Snapshot], dict[in
     """Return the published snapshots of a run by step, and for each damaged one the reason.
 
     Raises:
+        LaterFormatError: a snapshot has a later format.
         StoreError: the store cannot be read.
     """
     snapshots, damaged = dict[int, Snapshot](), dict[int, str]()

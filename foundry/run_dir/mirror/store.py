@@ -1,5 +1,6 @@
 """Objects under a URL of fsspec; every failure is a `StoreError` with one line that contains no credentials."""
 
+import json
 import os
 import re
 import uuid
@@ -16,6 +17,9 @@ from foundry.run_dir.redact import one_line
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*://")
 _T = TypeVar("_T")
 
+MAX_OBJECT_BYTES = 2**26
+"""Size limit of the objects that are read into memory."""
+
 
 class StoreError(OSError):
     """A store cannot be reached, read or written; the message is one line without credentials."""
@@ -26,6 +30,10 @@ class StoreError(OSError):
 
 class MissingObjectError(StoreError):
     """An object does not exist."""
+
+
+class TooLargeError(StoreError):
+    """An object is larger than foundry writes one that is read into memory."""
 
 
 def why_not_a_store(url: str) -> str | None:
@@ -77,9 +85,28 @@ class Store:
 
         Raises:
             MissingObjectError: the object does not exist.
+            TooLargeError: the object is larger than `MAX_OBJECT_BYTES`.
             StoreError: the object cannot be read.
         """
+        if int(self._call(lambda: self._system.info(self._path(name)))["size"]) > MAX_OBJECT_BYTES:
+            raise TooLargeError(f"{join(self.url, name)} is larger than {MAX_OBJECT_BYTES} bytes")
         return bytes(self._call(lambda: self._system.cat_file(self._path(name))))
+
+    def read_json(self, name: str) -> dict[str, Any]:
+        """Return the JSON object in a small object.
+
+        Raises:
+            MissingObjectError: the object does not exist.
+            StoreError: the object cannot be read.
+            ValueError: it does not contain a JSON object.
+        """
+        try:
+            content = json.loads(self.read(name))
+        except (TooLargeError, RecursionError):
+            raise ValueError(f"{name} is not JSON of foundry") from None
+        if not isinstance(content, dict):
+            raise ValueError(f"{name} contains no JSON object")
+        return content
 
     def size(self, name: str) -> int | None:
         """Return the size of an object in bytes; None if it does not exist.
