@@ -150,6 +150,10 @@ def _remedy(path: str) -> str:
             "contains a user, password or token; leave it out and set MLFLOW_TRACKING_USERNAME and "
             "MLFLOW_TRACKING_PASSWORD, MLFLOW_TRACKING_TOKEN or, for a database, MLFLOW_TRACKING_URI in the environment"
         )
+    if path == "checkpoint.mirror":
+        return (
+            "contains a user, password or token; leave it out, and set the credentials of the store in the environment"
+        )
     if path.startswith(_MANIFEST):
         name = path.removeprefix(_MANIFEST)
         remedy = f"store it in a Secret of the cluster, and set hydra.launcher.secrets to {{{name}: SECRET/KEY}}"
