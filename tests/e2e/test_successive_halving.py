@@ -126,7 +126,7 @@ def test_two_ranks_pause_and_continue_together(shell):
         long_case(["checkpoint=none"], "checkpoint: saves nothing, but a search with rungs continues its jobs from"),
         long_case(["hydra.sweeper.metric=null"], "hydra.sweeper.metric: is null but a search compares jobs"),
         long_case(["hydra.sweeper.wait=batch"], "hydra.sweeper.wait: is batch but asha promotes a job as soon as"),
-        long_case(["hydra.sweeper.storage=x.jsonl"], "hydra.sweeper.storage: is x.jsonl but asha needs its own study"),
+        long_case(["hydra.sweeper.storage=x.jsonl"], "hydra.sweeper.storage: is set but asha needs its own study"),
     ],
 )
 def test_invalid_rungs_are_refused_before_any_job_starts(run_command, overrides, message):
