@@ -94,7 +94,7 @@ class VocabularyShard:
 
     def enter(self, hidden: Tensor) -> Tensor:
         """Return the hidden states unchanged; in the backward pass their gradient is summed over the ranks."""
-        return cast(Tensor, _Enter.apply(hidden, self))  # type: ignore[no-untyped-call]
+        return cast(Tensor, _Enter.apply(hidden, self.group))  # type: ignore[no-untyped-call]
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum over the ranks; differentiable."""
@@ -123,31 +123,20 @@ def replicated_weight(weight: Tensor) -> Tensor:
     """
     if not is_sharded(weight):
         return weight
-    return cast(Tensor, _EnterHeads.apply(weight.to_local(), weight.device_mesh.get_group()))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _Enter.apply(weight.to_local(), weight.device_mesh.get_group()))  # type: ignore[no-untyped-call]
 
 
-class _EnterHeads(torch.autograd.Function):
+class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, group: ProcessGroup) -> Tensor:
+    def forward(ctx: Any, values: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        return weight.view_as(weight)
+        return values.view_as(values)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         total = grad.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
         return total, None
-
-
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, shard: VocabularyShard) -> Tensor:
-        ctx.shard = shard
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.shard.sum_(grad.clone(memory_format=torch.contiguous_format)), None
 
 
 class _Sum(torch.autograd.Function):
