@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from foundry.config.composition.hydra_application import register_plugin
 from foundry.config.schemas.launcher import SUBMITIT_PLUGIN, is_own
 from foundry.config.schemas.launcher_base import PLUGINS
-from foundry.core.errors import ConfigError, Violation, format_reason
+from foundry.core.errors import ConfigError, Violation, counted, format_reason
 
 if TYPE_CHECKING:
     from foundry.launch.launchers import FrozenLauncher
@@ -65,7 +65,9 @@ def build_launcher(hydra_context: HydraContext, task_function: TaskFunction, con
     if not (isinstance(launcher_class, type) and issubclass(launcher_class, FrozenLauncher)):
         raise ConfigError(Violation(_TARGET, f"is {target} but must be a subclass of foundry.FrozenLauncher"))
     if methods := sorted(launcher_class.__abstractmethods__):
-        raise ConfigError(Violation(_TARGET, f"is {target}, which has no method {', '.join(methods)}; define it"))
+        raise ConfigError(
+            Violation(_TARGET, f"is {target}, which lacks {counted(len(methods), 'method')}: {', '.join(methods)}")
+        )
     launcher = launcher_class(work=work, **settings)
     launcher.setup(hydra_context=hydra_context, task_function=task_function, config=config)
     return launcher

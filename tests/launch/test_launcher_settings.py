@@ -65,7 +65,7 @@ def test_slurm_launcher_refuses_nproc_per_node():
         ),
         (
             ["submitit_local", "gpus_per_node=2"],
-            "gpus_per_node: is 2 but a job has 1 processes, each of which trains on",
+            "gpus_per_node: is 2 but a job has 1 rank with one GPU each; set it to 1",
         ),
         (
             ["submitit_local", "tasks_per_node=3"],

@@ -83,7 +83,7 @@ def test_composition_refuses_an_invalid_own_launcher(example, monkeypatch, overr
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("others.Half", "is others.Half, which has no method cancel, logs; define it"),
+        ("others.Half", "is others.Half, which lacks 2 methods: cancel, logs"),
         ("others.Plain", "is others.Plain but must be a subclass of foundry.FrozenLauncher"),
         ("broken.Launcher", "is broken.Launcher, which cannot be imported: ZeroDivisionError: division by zero"),
     ],

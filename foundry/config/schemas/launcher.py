@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from foundry.config.schemas.kubernetes import Kubernetes
 from foundry.config.schemas.launcher_base import PLUGINS, Launcher
 from foundry.config.setting import check_fields, setting
-from foundry.core.errors import Violation, as_text
+from foundry.core.errors import Violation, as_text, counted
 
 GROUP = "hydra/launcher"
 SUBMITIT_PLUGIN = "hydra_plugins.hydra_submitit_launcher.submitit_launcher"
@@ -193,7 +193,7 @@ class SubmititLocal(Launcher):
             yield Violation("distributed.nproc_per_node", f"is {nproc_per_node} {message}")
         elif self.gpus_per_node and self.gpus_per_node != self.tasks_per_node * nproc_per_node:
             processes = self.tasks_per_node * nproc_per_node
-            message = f"but a job has {processes} processes, each of which trains on one GPU; set it to {processes}"
+            message = f"but a job has {counted(processes, 'rank')} with one GPU each; set it to {processes}"
             yield Violation("hydra.launcher.gpus_per_node", f"is {self.gpus_per_node} {message}")
 
 
