@@ -10,6 +10,8 @@ from support.devices import DEVICES
 from support.outcome import losses, status
 from support.tiny import SMALL_LM, TINY_LM
 
+from foundry.core.exit_codes import ExitCode
+
 pytestmark = [pytest.mark.distributed, pytest.mark.long]
 
 TESTS = str(Path(__file__).parents[1])
@@ -76,7 +78,7 @@ def test_killed_rank_ends_the_run_and_is_named(shell, device, phase):
     process = shell.start("--config-dir=conf", *run, *words, variables=variables(device, **own))
     shell.wait_for_steps(process, shell.cwd / "run", 1)
     _, stderr = process.communicate(timeout=SECONDS_TO_EXIT if device == "cuda" else 240)
-    assert process.returncode == 1, stderr
+    assert process.returncode == ExitCode.RANK_LOST, stderr
     end = status(shell.cwd / "run")
     assert end["state"] == "failed"
     assert re.match(r"rank 1 failed: killed by SIGKILL: out of memory\?", end["reason"])

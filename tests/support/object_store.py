@@ -5,6 +5,7 @@ import os
 import shutil
 import socket
 import threading
+import urllib.request
 import uuid
 from contextlib import contextmanager, suppress
 
@@ -36,6 +37,8 @@ class Server:
         return self._app(environ, start_response)
 
     def close(self):
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/moto-api/reset", data=b""):
+            pass  # moto keeps its objects in global variables, which the next server of this process would have
         self._server.shutdown()
         self._thread.join()
 
