@@ -10,6 +10,7 @@ and the starts of jobs, and other processes on the machine change it little. The
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -18,14 +19,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from records import ROOT, Column, Row, finish, parser
+from records import ROOT, Column, Row, Values, finish, parser
 
 from foundry.tracking.plot_style import BLUE, GREY, blank, save_figure
 
 PICTURE = ROOT / "docs" / "images" / "successive_halving.png"
 ASHA, ALL = "`pruner=asha`", "`pruner=null`"
 COLOURS = {ASHA: BLUE, ALL: GREY}
-STEPS, FIRST_RUNG, FACTOR = 108, 12, 3
+STEPS, FIRST_RUNG, FACTOR = 540, 60, 3
 SPACE = ["hparams.lr=tag(log,interval(1e-5,1e-1))", "optimizer.weight_decay=choice(0.0,0.1)"]
 SPACE += ["scheduler.warmup=choice('0.02','0.1')"]
 RUN = [
@@ -61,8 +62,8 @@ class Curve:
     seconds: float
 
     def best(self, seconds: float) -> float:
-        """Return the lowest loss that was measured within these CPU seconds."""
-        return min((loss for when, loss in self.points if when <= seconds), default=float("nan"))
+        """Return the lowest loss that was measured within these CPU seconds; infinity without a measurement."""
+        return min((loss for when, loss in self.points if when <= seconds), default=math.inf)
 
 
 def cpu_seconds(pid: int) -> float:
@@ -110,6 +111,12 @@ def search(folder: Path, side: str, seed: int, jobs: int, steps: int) -> Curve:
     return Curve(points, len(results), sum(result["step"] for result in results), seconds)
 
 
+def best_losses(searches: list[Curve], budget: float) -> Values:
+    """Return the lowest loss of each search within a budget of CPU seconds; a text if a search has measured none."""
+    best = [curve.best(budget) for curve in searches]
+    return best if all(map(math.isfinite, best)) else "no evaluation yet"
+
+
 def draw(curves: dict[str, list[Curve]], file: Path) -> None:
     """Draw the best loss so far against CPU seconds; a line for each search."""
     figure = blank((8, 3.6), bottom=0.16, top=0.96)
@@ -150,7 +157,7 @@ def main() -> None:
                 "jobs": [curve.jobs for curve in searches],
                 "steps": [curve.steps for curve in searches],
                 "seconds": [curve.seconds for curve in searches],
-                **{f"at_{n}": [curve.best(budget) for curve in searches] for n, budget in enumerate(budgets)},
+                **{f"at_{n}": best_losses(searches, budget) for n, budget in enumerate(budgets)},
                 "end": [curve.best(curve.seconds) for curve in searches],
             },
         )
