@@ -7,6 +7,8 @@ import sys
 import pytest
 from support.tiny import PLOTS, TINY_LM
 
+from foundry.config.composition.hydra_versions import IS_1_3
+
 _RUN = """
 import sys
 from foundry import compose, run
@@ -37,7 +39,8 @@ try:
 finally:
     print("imported:", *sorted({not_for_help} & set(sys.modules)))
 """
-NOT_FOR_HELP = LATER | {"importlib.metadata", "numpy", "rich", "submitit", "torch"}
+NOT_FOR_HELP = LATER | {"numpy", "rich", "submitit", "torch"}
+NOT_FOR_HELP |= {"importlib.metadata"} if IS_1_3 else set()  # Hydra 1.4 imports it
 NOT_FOR_HELP |= {f"foundry.config.{name}" for name in ("check", "override_errors", "rules", "targets")}
 NOT_FOR_HELP |= {f"foundry.launch.{name}" for name in ("launchers", "local_launcher", "slurm_launcher")}
 NOT_FOR_HELP |= {f"foundry.sweeps.{name}" for name in ("compose_jobs", "search", "sweeper")}

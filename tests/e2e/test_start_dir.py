@@ -96,5 +96,5 @@ def test_version_is_printed_without_importing_torch(tmp_path):
         check=True,
     )
     assert message.stdout.startswith("foundry ")
-    assert all(name in message.stdout for name in ("Python 3", "torch 2", "hydra-core 1.3"))
+    assert all(name in message.stdout for name in ("Python 3", "torch 2", "hydra-core 1."))
     assert "| torch\n" not in message.stderr

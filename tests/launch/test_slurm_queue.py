@@ -23,7 +23,7 @@ def commands(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
 
     def write(**scripts):
-        for name in ("scontrol", "sacct", "sbatch", "scancel"):
+        for name in ("scontrol", "sacct", "sbatch", "scancel", "srun"):
             script = tmp_path / name
             script.write_text(f"#!/bin/sh\n{scripts.get(name, 'echo disabled >&2; exit 1')}\n")
             script.chmod(0o755)

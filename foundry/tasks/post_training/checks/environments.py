@@ -43,7 +43,7 @@ def check_environment(config: Config) -> Iterator[Violation]:
     for name in runtime_settings("environment"):
         try:
             if name in config.environment:
-                settings[name] = config.environment[name]
+                OmegaConf.update(settings, name, config.environment[name], merge=False)
         except OmegaConfBaseException as error:
             is_invalid, kind, key = True, expected_kind(error), str(error.full_key or name)
             value = OmegaConf.select(OmegaConf.create({name: config.environment[name]}), key)
