@@ -100,6 +100,28 @@ def test_settings_of_a_newer_plugin_are_refused():
     assert not list(SubmititSlurm().check(1))
 
 
+@pytest.mark.parametrize(
+    ("launcher", "remedy"),
+    [
+        ("slurm", "set hydra.launcher.array_parallelism=2"),
+        ("submitit_slurm", "set hydra.launcher.array_parallelism=2"),
+        ("kubernetes", "set hydra.launcher.queue to a queue of Kueue with a quota"),
+    ],
+)
+def test_detached_sweep_refuses_a_limit_that_nobody_would_keep(launcher, remedy):
+    words = [f"hydra/launcher={launcher}", "hydra.mode=MULTIRUN", "hydra.sweeper.max_batch_size=2"]
+    words += ["hydra.launcher.image=foundry:1"] if launcher == "kubernetes" else NAMED
+    detach = "++hydra.launcher.detach=true"
+    with pytest.raises(ConfigError) as caught:
+        composed(*words, detach)
+    assert str(caught.value) == (
+        "hydra.sweeper.max_batch_size: is 2 but hydra.launcher.detach=true submits all jobs and waits for none; leave "
+        f"it out, and {remedy}"
+    )
+    composed(*words)
+    composed(*[word for word in words if "max_batch_size" not in word], detach)
+
+
 def test_single_run_refuses_a_sweep_launcher():
     for name in ("local", "submitit_local", "submitit_slurm"):
         with pytest.raises(ConfigError, match=f"hydra/launcher: is {name}, which starts the jobs of a sweep; add -m"):
