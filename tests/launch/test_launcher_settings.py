@@ -31,6 +31,7 @@ def composed(*overrides):
         (["cpus_per_gpu=4"], "cpus_per_gpu: is set but requires gpus_per_task=1"),
         (["mem_gb=4", "mem_per_cpu=2G"], "mem_per_cpu: is set together with mem_gb; choose one of them"),
         (["nodes=3"], "must be a multiple of per_gpu_batch_size 2 x 3 ranks = 6; nearest: 12 or 18"),
+        (["submitit_folder=out/%A_%a"], "is out/%A_%a, which has %a, but one job alone is not an array; use %j"),
         (["partitoin=main"], "did you mean hydra.launcher.partition?"),
     ],
 )

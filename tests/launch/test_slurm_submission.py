@@ -23,6 +23,7 @@ ACCEPT = 'echo "31 $2" >> queue'
 SCONTROL = """
 case "$*" in
     *config) echo 'ClusterName             = lab' ;;
+    *partition) echo 'PartitionName=main Default=YES MaxTime=UNLIMITED' ;;
     *job*) grep -q . queue && cat jobs || { echo 'Invalid job id specified' >&2; exit 1; } ;;
 esac
 """
@@ -120,6 +121,23 @@ def test_submission_records_ids_and_moves_the_files_of_submitit(sweep, slurm, nu
     assert launcher.submit(jobs) == dict(enumerate(ids))
     assert_submitted(jobs, ids)
     assert slurm.num_submissions == 1
+
+
+def test_last_output_of_a_job_is_found_in_its_only_output_file(sweep, slurm):
+    launcher, jobs = sweep(stderr_to_stdout=True)
+    launcher.submit(jobs)
+    paths = JobPaths(jobs[0].config.hydra.launcher.submitit_folder, job_id="31_0")
+    paths.stdout.write_text("no space left\n")
+    assert launcher.logs("31_0") == "no space left"
+
+
+@pytest.mark.parametrize("command", ["submit", "check"])
+def test_array_that_is_too_large_is_refused_with_a_remedy(sweep, slurm, command):
+    error = "sbatch: error: Batch job submission failed: Invalid job array specification"
+    slurm.write("sbatch", f"echo '{error}' >&2; exit 1")
+    launcher, jobs = sweep()
+    with pytest.raises(ConfigError, match=r"MaxArraySize\): lower hydra.sweeper.max_batch_size"):
+        launcher.submit(jobs) if command == "submit" else launcher.check([job.config for job in jobs])
 
 
 @pytest.mark.parametrize(("num_jobs", "ids", "text"), [(1, ["31"], SINGLE), (2, ["31_0", "31_1"], ARRAY)])
@@ -243,7 +261,7 @@ def test_jobs_of_another_cluster_are_not_looked_up(sweep, slurm):
 def test_damaged_record_of_a_submission_is_refused_with_a_remedy(sweep, slurm, content):
     launcher, jobs = sweep()
     (jobs[0].run_dir.parent / OPEN_SUBMISSION).write_text(content)
-    with pytest.raises(ConfigError, match="cancel the jobs if `squeue --me` shows them, and remove slurm_submission"):
+    with pytest.raises(ConfigError, match=r"sweep, whose slurm_submission.json .*; cancel the jobs of the sweep"):
         launcher.attach(jobs)
 
 

@@ -101,6 +101,9 @@ class Slurm(Launcher):
         yield from self._check_gpus()
         yield from self._check_alternatives()
         yield from self._check_texts()
+        if "%a" in self.submitit_folder:
+            message = "which has %a, but one job alone is not an array; use %j"
+            yield Violation("hydra.launcher.submitit_folder", f"is {self.submitit_folder}, {message}")
 
     def _check_gpus(self) -> Iterator[Violation]:
         if self.gpus_per_node and self.gpus_per_node != self.tasks_per_node:

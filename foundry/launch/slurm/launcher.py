@@ -85,10 +85,11 @@ class SlurmLauncher(FrozenLauncher):
         if not notes:
             return {}
         cluster = cluster_name()
-        queued_jobs = query_twice([note.job_id for note in notes.values()])
+        queued_jobs = query_twice([note.job_id for note in notes.values() if note.cluster == cluster])
         ids = {}
         for job, note in notes.items():
-            if note.cluster == cluster and note.job_id in queued_jobs and not queued_jobs[note.job_id].has_ended:
+            state = queued_jobs.get(note.job_id) if note.cluster == cluster else None
+            if state is not None and not state.has_ended:
                 ids[job.index] = note.job_id
                 self._submissions[note.job_id] = note
             else:

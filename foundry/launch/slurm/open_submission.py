@@ -17,10 +17,10 @@ from foundry.launch.slurm.end import Submission
 from foundry.launch.slurm.queue import cluster_name, find_script
 from foundry.run_dir.files import write_atomically
 from foundry.run_dir.names import OPEN_SUBMISSION
-from foundry.run_dir.redact import one_line
 from foundry.run_dir.strict_json import DamagedFileError, read_object
 
 _TYPES = {"script": str, "folder": str, "cluster": str, "run_dirs": list, "started": (int, float)}
+_TYPES |= {"stderr_to_stdout": bool}
 _ARRIVAL_SECONDS = 60.0
 """Time after which a request is no longer on its way to Slurm; clients of Slurm wait 10 s by default."""
 
@@ -34,6 +34,7 @@ class OpenSubmission:
         folder: submitit's folder, with placeholders for job ids.
         cluster: name of the cluster.
         run_dirs: run directories of the jobs, in the order of the array.
+        stderr_to_stdout: whether the error output is in the file of standard output.
         started: start of the submission, in seconds since the epoch.
     """
 
@@ -41,6 +42,7 @@ class OpenSubmission:
     folder: str
     cluster: str
     run_dirs: tuple[str, ...]
+    stderr_to_stdout: bool
     started: float
 
     def pickle_path(self, number: int) -> Path:
@@ -56,17 +58,12 @@ class OpenSubmission:
         """Return the open submission of a sweep; None without one.
 
         Raises:
-            ConfigError: the record is damaged.
+            DamagedFileError: the record is damaged.
         """
-        path = sweep_dir / OPEN_SUBMISSION
         try:
-            content = read_object(path, required=_TYPES)
+            content = read_object(sweep_dir / OPEN_SUBMISSION, required=_TYPES)
         except FileNotFoundError:
             return None
-        except DamagedFileError as error:
-            message = f"is {sweep_dir} but its record of a submission is damaged: {one_line(str(error))}"
-            remedy = f"cancel the jobs if `squeue --me` shows them, and remove {path.name}"
-            raise ConfigError(Violation("hydra.sweep.dir", f"{message}; {remedy}")) from None
         values = {name: content[name] for name in _TYPES}
         return cls(**values | {"run_dirs": tuple(map(str, content["run_dirs"]))})
 
@@ -90,9 +87,10 @@ class OpenSubmission:
                 path.move_temporary_file(self.pickle_path(number), "submitted_pickle")
         if Path(self.script).exists():
             JobPaths(self.folder, job_id=job_id).move_temporary_file(self.script, "submission_file")
+        outputs = [str(path.stdout if self.stderr_to_stdout else path.stderr) for path in paths]
         submissions = [
-            Submission(job_id=job, error_output=str(path.stderr), cluster=self.cluster)
-            for job, path in zip(ids, paths, strict=True)
+            Submission(job_id=job, error_output=output, cluster=self.cluster)
+            for job, output in zip(ids, outputs, strict=True)
         ]
         for run_dir, submission in zip(map(Path, self.run_dirs), submissions, strict=True):
             if run_dir.is_dir():  # the user may have deleted it since
@@ -113,7 +111,12 @@ def settle_open_submission(sweep_dir: Path) -> None:
         ConfigError: the record of the submission is damaged.
         Unreachable: Slurm does not respond, or may still receive the submission.
     """
-    opened = OpenSubmission.load(sweep_dir)
+    try:
+        opened = OpenSubmission.load(sweep_dir)
+    except DamagedFileError as error:
+        message = f"is {sweep_dir}, whose {OPEN_SUBMISSION} {error.reason}"
+        remedy = "cancel the jobs of the sweep if `squeue --me` shows any, and remove the file"
+        raise ConfigError(Violation("hydra.sweep.dir", f"{message}; {remedy}")) from None
     if opened is None:
         return
     if opened.cluster == cluster_name():

@@ -24,6 +24,7 @@ from foundry.run_dir.files import write_atomically
 # ignored (POSIX).
 _HARDENED_PYTHON = f'sh -c \'trap "" USR1 USR2 TERM; exec "$@"\' sh {shlex.quote(sys.executable)}'
 # Settings that are not passed to submitit.
+_TOO_LARGE = "Invalid job array specification"
 _EXCLUDED = {"_target_", "submitit_folder", "detach", "snapshot_code", "max_num_timeout", "setup"}
 # Options that submitit has for all executors, so their names do not begin with "slurm_".
 _COMMON_OPTIONS = {"name", "timeout_min", "nodes", "tasks_per_node", "gpus_per_node", "cpus_per_task", "mem_gb"}
@@ -78,6 +79,7 @@ def submit(
         folder=str(folder),
         cluster=cluster,
         run_dirs=tuple(map(str, run_dirs)),
+        stderr_to_stdout=settings.stderr_to_stdout,
         started=time.time(),
     )
     with clean_environment():
@@ -105,6 +107,8 @@ def _script_text(settings: Slurm, code: Path | None, num_jobs: int, command: str
 
 
 def _rejection(text: str) -> ConfigError:
+    if _TOO_LARGE in text:
+        text += "; the cluster limits the jobs of an array (MaxArraySize): lower hydra.sweeper.max_batch_size"
     return ConfigError(Violation("hydra.launcher", f"Slurm rejects the jobs: {text}"))
 
 
