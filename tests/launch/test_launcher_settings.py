@@ -105,14 +105,13 @@ def test_settings_of_a_newer_plugin_are_refused():
     ("launcher", "remedy"),
     [
         ("slurm", "set hydra.launcher.array_parallelism=2"),
-        ("submitit_slurm", "set hydra.launcher.array_parallelism=2"),
         ("kubernetes", "set hydra.launcher.queue to a queue of Kueue with a quota"),
     ],
 )
-def test_detached_sweep_refuses_a_limit_that_nobody_would_keep(launcher, remedy):
+def test_detached_sweep_refuses_max_batch_size(launcher, remedy):
     words = [f"hydra/launcher={launcher}", "hydra.mode=MULTIRUN", "hydra.sweeper.max_batch_size=2"]
     words += ["hydra.launcher.image=foundry:1"] if launcher == "kubernetes" else NAMED
-    detach = "++hydra.launcher.detach=true"
+    detach = "hydra.launcher.detach=true"
     with pytest.raises(ConfigError) as caught:
         composed(*words, detach)
     assert str(caught.value) == (

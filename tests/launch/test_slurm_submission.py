@@ -180,7 +180,7 @@ def test_sbatch_that_outlives_its_command_is_awaited(sweep, slurm, monkeypatch):
     slurm.write("sbatch", f"kill -9 $PPID; until [ -e go ]; do sleep 0.01; done; {ACCEPT}")
     submit_in_killed_process(sweep)
     launcher, jobs = sweep()
-    with pytest.raises(Unreachable, match="sbatch still submits"):
+    with pytest.raises(Unreachable, match="sbatch of an earlier command still submits"):
         launcher.attach(jobs)
     (slurm.folder / "go").touch()
     deadline = time.monotonic() + 60
@@ -211,6 +211,16 @@ def test_jobs_that_slurm_accepts_without_an_answer_are_submitted_once(sweep, slu
     assert output.count("Slurm does not respond, the wait continues: ") == 1
     assert "2 jobs left in the queue: 31\n" in output
     assert_submitted(jobs, ["31_0", "31_1"])
+
+
+def test_time_of_arrival_counts_from_the_end_of_sbatch(sweep, slurm, monkeypatch):
+    monkeypatch.setattr("foundry.launch.slurm.queue._TIMEOUT_SECONDS", 0.5)
+    slurm.write("sbatch", "exec sleep 60")
+    launcher, jobs = sweep()
+    start = time.time()
+    with pytest.raises(Unreachable, match=r"sbatch takes more than 0\.5 s"):
+        launcher.submit(jobs)
+    assert OpenSubmission.load(jobs[0].run_dir.parent).last_seen >= start + 0.5
 
 
 def test_unanswered_lookup_is_no_reason_to_submit(sweep, slurm, monkeypatch):

@@ -118,7 +118,7 @@ def figure():
 
 UPDATE = PlannedUpdate(step=1, samples=1, global_batch_size=1, lr=0.1, weight_decay=0.1)
 OPEN_SUBMISSION = OpenSubmission(
-    script="/x.sh", folder="/%j", cluster="y", run_dirs=("/0",), stderr_to_stdout=False, started=0.0
+    script="/x.sh", folder="/%j", cluster="y", run_dirs=("/0",), stderr_to_stdout=False, last_seen=0.0
 )
 WRITERS = {
     "metrics.jsonl": lambda run_dir: follow(MetricsFile(run_dir=run_dir), run_dir),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -212,9 +213,9 @@ def test_slurm_jobs_continue_if_the_sweep_process_is_killed(cluster):
 
 def test_slurm_jobs_are_submitted_once_if_the_sweep_process_is_killed_during_sbatch(cluster):
     """Kill the process when Slurm has accepted the jobs, before it can record their ids."""
-    sbatch, environment = cluster.cwd / "bin" / "sbatch", cluster.environment
+    sbatch, environment, command = cluster.cwd / "bin" / "sbatch", cluster.environment, shutil.which("sbatch")
     sbatch.parent.mkdir()
-    sbatch.write_text('#!/bin/sh\n/usr/bin/sbatch "$@" || exit\ncase "$*" in *.sh) kill -9 $PPID;; esac\n')
+    sbatch.write_text(f'#!/bin/sh\n{command} "$@" || exit\ncase "$*" in *.sh) kill -9 $PPID;; esac\n')
     sbatch.chmod(0o755)
     cluster.ask("scontrol", "update", "nodename=n1,n2", "state=drain", "reason=upkeep")
     cluster.environment = {**environment, "PATH": f"{sbatch.parent}:{environment['PATH']}"}

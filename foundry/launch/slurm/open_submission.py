@@ -8,19 +8,19 @@ script, which Slurm keeps and which is new for each submission.
 import json
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from foundry.core.errors import ConfigError, Violation
 from foundry.launch.job_state import Unreachable
 from foundry.launch.slurm.end import Submission
-from foundry.launch.slurm.queue import cluster_name, find_script
+from foundry.launch.slurm.queue import cluster_name, find_script, is_submitting
 from foundry.run_dir.files import write_atomically
 from foundry.run_dir.names import OPEN_SUBMISSION
-from foundry.run_dir.strict_json import DamagedFileError, read_object
+from foundry.run_dir.strict_json import DamagedFileError, Types, read_object
 
-_TYPES = {"script": str, "folder": str, "cluster": str, "run_dirs": list, "started": (int, float)}
-_TYPES |= {"stderr_to_stdout": bool}
+_TYPES: dict[str, Types] = {"script": str, "folder": str, "cluster": str, "run_dirs": list, "stderr_to_stdout": bool}
+_TYPES |= {"last_seen": (int, float)}
 _ARRIVAL_SECONDS = 60.0
 """Time after which a request is no longer on its way to Slurm; clients of Slurm wait 10 s by default."""
 
@@ -35,7 +35,7 @@ class OpenSubmission:
         cluster: name of the cluster.
         run_dirs: run directories of the jobs, in the order of the array.
         stderr_to_stdout: whether the error output is in the file of standard output.
-        started: start of the submission, in seconds since the epoch.
+        last_seen: when `sbatch` was last known to be running, in seconds since the epoch.
     """
 
     script: str
@@ -43,7 +43,7 @@ class OpenSubmission:
     cluster: str
     run_dirs: tuple[str, ...]
     stderr_to_stdout: bool
-    started: float
+    last_seen: float
 
     def pickle_path(self, number: int) -> Path:
         """Return the file that submitit calls in a job, until the id of the job is known."""
@@ -52,6 +52,10 @@ class OpenSubmission:
     def save(self, sweep_dir: Path) -> None:
         """Write the record to the sweep directory."""
         write_atomically(sweep_dir / OPEN_SUBMISSION, json.dumps(asdict(self)) + "\n", durable=True)
+
+    def renew(self, sweep_dir: Path) -> None:
+        """Record that `sbatch` was running until now."""
+        replace(self, last_seen=time.time()).save(sweep_dir)
 
     @classmethod
     def load(cls, sweep_dir: Path) -> "OpenSubmission | None":
@@ -120,10 +124,14 @@ def settle_open_submission(sweep_dir: Path) -> None:
     if opened is None:
         return
     if opened.cluster == cluster_name():
-        if (job_id := find_script(Path(opened.script))) is not None:
+        script = Path(opened.script)
+        if is_submitting(script):
+            opened.renew(sweep_dir)
+            raise Unreachable(f"sbatch of an earlier command still submits {script}")
+        if (job_id := find_script(script)) is not None:
             opened.complete(sweep_dir, job_id)
             return
-        seconds = time.time() - opened.started
+        seconds = time.time() - opened.last_seen
         if 0 <= seconds < _ARRIVAL_SECONDS:  # negative if the clock was changed since
             wait = math.ceil(_ARRIVAL_SECONDS - seconds)
             raise Unreachable(f"sbatch gave no answer, so its jobs may appear in the queue within {wait} s")

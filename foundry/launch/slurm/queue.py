@@ -103,10 +103,8 @@ def find_script(script: Path) -> str | None:
     """Return the id of the job, or of the array, that was submitted with a batch script; None if Slurm knows none.
 
     Raises:
-        Unreachable: Slurm does not respond, or the `sbatch` of an earlier command still submits the script.
+        Unreachable: Slurm does not respond.
     """
-    if _is_locked(script):
-        raise Unreachable(f"sbatch still submits {script}")
     variables = {name: value for name, value in os.environ.items() if not name.startswith(_FILTERS)}
     columns = "--format=%F %o"  # id of the job or the array, and path of its script
     message = _ask(["squeue", "--noheader", "--me", "--all", "--states=all", columns], variables=variables)
@@ -190,6 +188,18 @@ def submit_script(script: Path) -> str:
     return _submitted_id(message.stdout)
 
 
+def is_submitting(script: Path) -> bool:
+    """Return whether an `sbatch` that `submit_script` has started still runs, also for another process."""
+    try:
+        with open_regular(script) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # the script is missing, or the file system does not support locks
+        return False
+    return False
+
+
 def _submitted_id(output: str) -> str:
     """Return the id that `sbatch --parsable` has printed, as in `31` or `31;cluster`.
 
@@ -213,18 +223,6 @@ def _rejection(errors: str) -> str:
     if _OUTAGE.search(reason):
         raise Unreachable(reason)
     return reason
-
-
-def _is_locked(script: Path) -> bool:
-    """Return whether an `sbatch` that `submit_script` has started still runs."""
-    try:
-        with open_regular(script) as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # the script is missing, or the file system does not support locks
-        return False
-    return False
 
 
 def will_restart() -> bool | None:

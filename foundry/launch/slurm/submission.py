@@ -13,6 +13,7 @@ from uuid import uuid4
 
 from foundry.config.schemas.launcher import Slurm
 from foundry.core.errors import ConfigError, Violation
+from foundry.launch.job_state import Unreachable
 from foundry.launch.slurm.end import Submission
 from foundry.launch.slurm.open_submission import OpenSubmission
 from foundry.launch.slurm.queue import Rejected, refusal, submit_script
@@ -80,7 +81,7 @@ def submit(
         cluster=cluster,
         run_dirs=tuple(map(str, run_dirs)),
         stderr_to_stdout=settings.stderr_to_stdout,
-        started=time.time(),
+        last_seen=time.time(),
     )
     with clean_environment():
         write_atomically(script, _script_text(settings, code, len(run_dirs)))
@@ -94,6 +95,9 @@ def submit(
         except Rejected as error:
             opened.discard(sweep_dir)
             raise _rejection(str(error)) from None
+        except Unreachable:
+            opened.renew(sweep_dir)
+            raise
     return opened.complete(sweep_dir, job_id)
 
 
