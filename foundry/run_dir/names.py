@@ -58,6 +58,9 @@ OUTPUT = "output.log"
 SUBMISSION = "slurm.json"
 """Slurm job of the run: job id, cluster and path of the error output."""
 
+OPEN_SUBMISSION = "slurm_submission.json"
+"""Jobs that are being submitted to Slurm and whose ids are not yet recorded; in the sweep directory."""
+
 RAY = "ray.txt"
 """Random token of the job's last start by `hydra/launcher=ray`; nodes look for it in the run directory."""
 

@@ -228,6 +228,24 @@ def test_resource_whose_creation_got_no_answer_is_created_once(submitted, cluste
         assert owner["uid"] == cluster.get("batch", "jobs", owner["name"])["metadata"]["uid"]
 
 
+def test_service_gets_its_owner_if_the_first_request_fails(submitted, cluster):
+    cluster.faults.append(("PATCH", "services", 500))
+    submitted(kind="job", nodes=2)
+    assert cluster.faults == []
+    assert all(service["metadata"]["ownerReferences"] for service in cluster.jobs("services"))
+    assert len(cluster.created) == 4
+
+
+def test_refused_cancellation_is_repeated_by_the_queue(submitted, cluster):
+    launcher, jobs = submitted(kind="job")
+    ids = launcher.attach(jobs)
+    cluster.faults.append(("DELETE", "jobs", 401))
+    with pytest.raises(Unreachable, match=r"the cluster refuses a request \(HTTP 401\): .*; log in to the cluster"):
+        launcher.cancel(ids.values())
+    launcher.cancel(ids.values())
+    assert cluster.jobs() == []
+
+
 def test_name_of_somebody_else_is_an_error(tmp_path, started, submitted, cluster):
     launcher, jobs = started(kind="job", write=str(tmp_path / "w"))
     launcher.start(jobs)

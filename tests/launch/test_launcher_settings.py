@@ -31,6 +31,7 @@ def composed(*overrides):
         (["cpus_per_gpu=4"], "cpus_per_gpu: is set but requires gpus_per_task=1"),
         (["mem_gb=4", "mem_per_cpu=2G"], "mem_per_cpu: is set together with mem_gb; choose one of them"),
         (["nodes=3"], "must be a multiple of per_gpu_batch_size 2 x 3 ranks = 6; nearest: 12 or 18"),
+        (["submitit_folder=out/%A_%a"], "is out/%A_%a, which has %a, but one job alone is not an array; use %j"),
         (["partitoin=main"], "did you mean hydra.launcher.partition?"),
     ],
 )
@@ -98,6 +99,27 @@ def test_settings_of_a_newer_plugin_are_refused():
         "hydra.launcher.use_srun: is False, which foundry's launcher does not support; leave it out"
     )
     assert not list(SubmititSlurm().check(1))
+
+
+@pytest.mark.parametrize(
+    ("launcher", "remedy"),
+    [
+        ("slurm", "set hydra.launcher.array_parallelism=2"),
+        ("kubernetes", "set hydra.launcher.queue to a queue of Kueue with a quota"),
+    ],
+)
+def test_detached_sweep_refuses_max_batch_size(launcher, remedy):
+    words = [f"hydra/launcher={launcher}", "hydra.mode=MULTIRUN", "hydra.sweeper.max_batch_size=2"]
+    words += ["hydra.launcher.image=foundry:1"] if launcher == "kubernetes" else NAMED
+    detach = "hydra.launcher.detach=true"
+    with pytest.raises(ConfigError) as caught:
+        composed(*words, detach)
+    assert str(caught.value) == (
+        "hydra.sweeper.max_batch_size: is 2 but hydra.launcher.detach=true submits all jobs and waits for none; leave "
+        f"it out, and {remedy}"
+    )
+    composed(*words)
+    composed(*[word for word in words if "max_batch_size" not in word], detach)
 
 
 def test_single_run_refuses_a_sweep_launcher():

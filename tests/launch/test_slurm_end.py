@@ -77,10 +77,17 @@ def test_first_end_is_the_first_failed_rank_of_this_attempt(submitted):
     assert ErrorOutput(run_dir / "local").first_end() is None, "which no srun has started"
 
 
+def test_error_output_that_cannot_be_read_gives_no_first_end(submitted):
+    run_dir, error_output = submitted
+    attempt = ErrorOutput(run_dir)
+    error_output.mkdir()
+    assert attempt.first_end() is None
+
+
 @pytest.fixture
 def slurm_says(tmp_path, monkeypatch):
     """A function that puts a fake `scontrol` on PATH, which knows job 7 of a cluster."""
-    monkeypatch.setattr("foundry.launch.slurm.unwatched._SECOND_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("foundry.launch.slurm.queue._SECOND_LOOK_SECONDS", 0.01)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
 
     def write(cluster, *states):

@@ -4,10 +4,17 @@ import re
 
 import pytest
 
-from foundry.config.schemas.launcher import Slurm
-from foundry.core.errors import ConfigError
-from foundry.launch.slurm.queue import QueuedJob, Unreachable, cancel, partitions, query, refusal, will_restart
-from foundry.launch.slurm.submission import submit
+from foundry.launch.job_state import Unreachable
+from foundry.launch.slurm.queue import (
+    QueuedJob,
+    Rejected,
+    cancel,
+    partitions,
+    query,
+    refusal,
+    submit_script,
+    will_restart,
+)
 
 ARRAY = """\
 JobId=31 ArrayJobId=31 ArrayTaskId=2-3,5%256 JobName=foundry JobState=PENDING Reason=Resources NodeList= ExitCode=0:0
@@ -111,10 +118,16 @@ def test_will_restart_detects_a_requested_requeue(commands, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("text", "error"), [("Unable to contact slurm controller (connect failure)", Unreachable), ("No", ConfigError)]
+    ("text", "error"), [("Unable to contact slurm controller (connect failure)", Unreachable), ("No", Rejected)]
 )
 def test_submission_distinguishes_an_outage_from_a_rejection(commands, tmp_path, text, error):
-    commands(sbatch=f"echo 'sbatch: error: Batch job submission failed: {text}' >&2; exit 1", scontrol="echo 24")
-    settings = Slurm(submitit_folder=str(tmp_path / "submitit"))
+    commands(sbatch=f"echo 'sbatch: error: Batch job submission failed: {text}' >&2; exit 1")
+    (script := tmp_path / "job.sh").touch()
     with pytest.raises(error, match=re.escape(text)):
-        submit(print, settings, [tmp_path], None)
+        submit_script(script)
+
+
+def test_check_of_a_script_distinguishes_an_outage_from_a_rejection(commands):
+    commands(sbatch="echo 'sbatch: error: Socket timed out on send/recv operation' >&2; exit 1")
+    with pytest.raises(Unreachable, match="Socket timed out on send/recv operation"):
+        refusal("#!/bin/sh")

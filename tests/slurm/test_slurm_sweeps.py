@@ -6,6 +6,9 @@ import pytest
 from cluster import SLURM, assert_same_weights
 from omegaconf import OmegaConf
 
+from foundry.config.schemas.launcher import Slurm
+from foundry.core.errors import ConfigError
+from foundry.launch.slurm.submission import check_script
 from foundry.tracking.metrics_file import read_metrics
 
 pytestmark = pytest.mark.slurm
@@ -40,6 +43,15 @@ def test_job_that_slurm_refuses_is_reported_and_leaves_no_files(cluster):
         assert "hydra.launcher: Slurm rejects the jobs: Memory specification can not be satisfied" in cluster.output
     assert not (cluster.cwd / "s").exists()
     assert cluster.ask("squeue", "--noheader") == ""
+
+
+@pytest.mark.long
+def test_array_beyond_the_limit_of_the_cluster_is_refused_with_a_remedy(cluster, monkeypatch):
+    monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
+    settings = Slurm(submitit_folder=str(cluster.cwd / "%j"), name="large", timeout_min=5)
+    check_script(settings, 1000)
+    with pytest.raises(ConfigError, match=r"\(MaxArraySize\): lower hydra.sweeper.max_batch_size"):
+        check_script(settings, 2000)
 
 
 @pytest.mark.long

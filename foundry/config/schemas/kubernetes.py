@@ -49,6 +49,7 @@ class Kubernetes(Launcher):
     """Jobs of a Kubernetes cluster, as TrainJobs or Indexed Jobs; names follow the settings of Slurm."""
 
     option: ClassVar[str] = "kubernetes"
+    limit_remedy: ClassVar[str] = "leave it out, and set hydra.launcher.queue to a queue of Kueue with a quota"
     _target_: str = f"{PLUGINS}.KubernetesLauncher"
     kind: Kind = setting(Kind.trainjob, "trainjob: TrainJob of Kubeflow Trainer; job: Indexed Job of Kubernetes")
     image: str | None = setting(None, "container image with foundry, required; preferably with a digest")

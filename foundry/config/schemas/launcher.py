@@ -39,6 +39,7 @@ class Slurm(Launcher):
     """Jobs of a Slurm cluster, submitted as an array through submitit; settings are named as in submitit_slurm."""
 
     option: ClassVar[str] = "slurm"
+    limit_remedy: ClassVar[str] = "leave it out, and set hydra.launcher.array_parallelism={}"
     _target_: str = f"{PLUGINS}.SlurmLauncher"
     submitit_folder: str = setting(
         "${hydra.sweep.dir}/.submitit/%j", "folder for the output of jobs and the files of submitit"
@@ -100,6 +101,9 @@ class Slurm(Launcher):
         yield from self._check_gpus()
         yield from self._check_alternatives()
         yield from self._check_texts()
+        if "%a" in self.submitit_folder:
+            message = "which has %a, but one job alone is not an array; use %j"
+            yield Violation("hydra.launcher.submitit_folder", f"is {self.submitit_folder}, {message}")
 
     def _check_gpus(self) -> Iterator[Violation]:
         if self.gpus_per_node and self.gpus_per_node != self.tasks_per_node:
@@ -320,5 +324,11 @@ def check_launcher(composed: DictConfig) -> Iterator[Violation]:
     if mode is not None and mode.name == "RUN":
         option = composed.hydra.runtime.choices[GROUP] if launcher is None else launcher.option
         yield Violation(GROUP, f"is {option}, which starts the jobs of a sweep; add -m, even for a single job")
-    elif launcher is not None:
+        return
+    if launcher is not None:
         yield from list(check_fields(launcher, "hydra.launcher")) or launcher.check(composed.distributed.nproc_per_node)
+    size = OmegaConf.select(composed, "hydra.sweeper.max_batch_size")
+    if size is not None and OmegaConf.select(composed, "hydra.launcher.detach"):
+        remedy = (launcher or Launcher).limit_remedy.format(size)
+        message = "but hydra.launcher.detach=true submits all jobs and waits for none"
+        yield Violation("hydra.sweeper.max_batch_size", f"is {size} {message}; {remedy}")

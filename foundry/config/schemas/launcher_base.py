@@ -16,9 +16,11 @@ class Launcher:
 
     Attributes:
         option: name of the launcher as an option of `hydra/launcher`.
+        limit_remedy: for a launcher with `detach`, how to limit the jobs at a time to a number, `{}` in this text.
     """
 
     option: ClassVar[str]
+    limit_remedy: ClassVar[str] = "leave one of them out"
 
     def check(self, nproc_per_node: int) -> Iterator[Violation]:
         """Check for settings that contradict each other or `distributed.nproc_per_node`."""

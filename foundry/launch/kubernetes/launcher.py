@@ -10,9 +10,11 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from shlex import join, quote
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
 from hydra.core.utils import JobReturn
@@ -47,8 +49,10 @@ from foundry.run_dir.names import KUBERNETES
 if TYPE_CHECKING:
     from foundry.launch.kubernetes.cluster import Cluster
 
+Answer = TypeVar("Answer")
+
 _RETRY_SECONDS = (1.0, 2.0, 4.0)
-"""Waits before a request to create a resource is repeated, which its name makes safe."""
+"""Waits before a request is repeated that creates a resource, which its name makes safe, or that changes its owner."""
 
 
 class KubernetesLauncher(FrozenLauncher):
@@ -136,16 +140,19 @@ class KubernetesLauncher(FrozenLauncher):
 
     def poll(self, ids: Collection[str]) -> dict[str, JobState]:
         """Return the states of jobs, from their resources and pods."""
-        try:
+        with _refusals_as_outages():
             resources, pods = {self._job_id(resource): resource for resource in self._resources()}, self._pods()
-        except ConfigError as error:  # the cluster refuses, for example because a token has expired
-            raise Unreachable(str(error)) from None
         return {name: job_state(resources[name], pods[_name(name)]) for name in ids if name in resources}
 
     def cancel(self, ids: Collection[str], *, kill: bool = False) -> None:
-        """Delete jobs from the cluster; their pods get SIGTERM first unless `kill` is set."""
-        for job_id in ids:
-            self._cluster().delete(self.settings.kind, _name(job_id), kill=kill)
+        """Delete jobs from the cluster; their pods get SIGTERM first unless `kill` is set.
+
+        Raises:
+            Unreachable: the cluster does not respond, or refuses the request.
+        """
+        with _refusals_as_outages():
+            for job_id in ids:
+                self._cluster().delete(self.settings.kind, _name(job_id), kill=kill)
 
     def logs(self, job_id: str) -> str:
         """Return the last line of output of a pod of the job; empty if the cluster does not give it."""
@@ -203,11 +210,11 @@ class KubernetesLauncher(FrozenLauncher):
         cluster, identity = self._cluster(), _identity(config)
         resources = list[Manifest]()
         for manifest in write_order(_resolve_settings(config), identity, attempt):
-            resources.append(_create_patiently(cluster, manifest))
+            resources.append(_repeat(partial(cluster.create, manifest)))
             _check_own(resources[-1], identity)
         *services, job = resources
         for service in services:
-            cluster.own_service(service, job)
+            _repeat(partial(cluster.own_service, service, job))
         return job
 
     def _record(self, run_dir: Path, resource: Manifest) -> str:
@@ -287,18 +294,31 @@ def _annotations(resource: Manifest) -> dict[str, str]:
     return resource["metadata"].get("annotations") or {}
 
 
-def _create_patiently(cluster: "Cluster", manifest: Manifest) -> Manifest:
-    """Create a resource, and repeat the request if there is no answer; return the resource.
+def _repeat(request: Callable[[], Answer]) -> Answer:
+    """Call a request, and repeat it if there is no answer; return the answer.
 
     Raises:
         Unreachable: there is no answer to the last request.
     """
     for seconds in _RETRY_SECONDS:
         try:
-            return cluster.create(manifest)
+            return request()
         except Unreachable:
             time.sleep(seconds)
-    return cluster.create(manifest)
+    return request()
+
+
+@contextmanager
+def _refusals_as_outages() -> Iterator[None]:
+    """Convert refusals of the cluster to requests of a watch, for example because a token has expired.
+
+    Raises:
+        Unreachable: the cluster refuses a request.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        raise Unreachable(str(error)) from None
 
 
 def _name(job_id: str) -> str:

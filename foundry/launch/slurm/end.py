@@ -74,11 +74,14 @@ class ErrorOutput:
 
     def first_end(self) -> str | None:
         """Return which rank ended first and how, as in `rank 1 on n2: Killed`; None if srun reported no end."""
-        if self._path is None or not self._path.exists():
+        if self._path is None:
             return None
-        with open_regular(self._path, "rb") as file:
-            file.seek(self._start)
-            text = _RANK_ENDED.search(file.read(_MOST_BYTES).decode(errors="replace"))
+        try:
+            with open_regular(self._path, "rb") as file:
+                file.seek(self._start)
+                text = _RANK_ENDED.search(file.read(_MOST_BYTES).decode(errors="replace"))
+        except OSError:  # missing, or not readable: the run must still record its own error
+            return None
         if text is None:
             return None
         hint = " (out of memory?)" if text["how"] == "Killed" else ""

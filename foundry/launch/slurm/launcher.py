@@ -17,7 +17,8 @@ from foundry.launch.composed_job import ComposedJob
 from foundry.launch.job_state import JobState, Unreachable
 from foundry.launch.launchers import FrozenLauncher
 from foundry.launch.slurm.end import Submission
-from foundry.launch.slurm.queue import cancel, cluster_name, partitions, query
+from foundry.launch.slurm.open_submission import settle_open_submission
+from foundry.launch.slurm.queue import cancel, cluster_name, partitions, query, query_twice
 from foundry.launch.slurm.submission import check_script, submit
 from foundry.launch.slurm.task import SlurmTask
 from foundry.launch.snapshot import snapshot
@@ -59,31 +60,36 @@ class SlurmLauncher(FrozenLauncher):
             ConfigError: Slurm rejects an array.
             Unreachable: Slurm does not respond; jobs that were submitted are found by `attach`.
         """
-        ids, cluster = dict[int, str](), cluster_name()
+        ids, cluster, sweep_dir = dict[int, str](), cluster_name(), Path(self.sweep_dir).absolute()
         for settings, indices in _group_by_settings(job.config for job in jobs):
             group = [jobs[index] for index in indices]
-            code = snapshot(Path(self.sweep_dir).absolute()) if settings.snapshot_code else None
-            submitted = submit(SlurmTask(self.work), settings, [job.run_dir for job in group], code)
-            for job, (job_id, error_output) in zip(group, submitted, strict=True):
-                ids[job.index] = job_id
-                self._submissions[job_id] = Submission(job_id=job_id, error_output=str(error_output), cluster=cluster)
-                self._submissions[job_id].save(job.run_dir)
+            code = snapshot(sweep_dir) if settings.snapshot_code else None
+            run_dirs = [job.run_dir for job in group]
+            task = SlurmTask(self.work)
+            notes = submit(task, settings, run_dirs, sweep_dir=sweep_dir, cluster=cluster, code=code)
+            ids |= {job.index: note.job_id for job, note in zip(group, notes, strict=True)}
+            self._submissions |= {note.job_id: note for note in notes}
         return ids
 
     def attach(self, jobs: Sequence[ComposedJob]) -> dict[int, str]:
         """Return, by job index, the Slurm ids of jobs that are in the queue; delete the other jobs' submissions.
 
+        If an earlier command has recorded no ids of the jobs that it was submitting, they are looked up first.
+
         Raises:
-            Unreachable: Slurm does not respond.
+            ConfigError: the record of the earlier command is damaged.
+            Unreachable: Slurm does not respond, or may still receive the jobs of the earlier command.
         """
+        settle_open_submission(Path(self.sweep_dir).absolute())
         notes = {job: note for job in jobs if (note := Submission.load(job.run_dir)) is not None}
         if not notes:
             return {}
         cluster = cluster_name()
-        queued_jobs = query([note.job_id for note in notes.values()])
+        queued_jobs = query_twice([note.job_id for note in notes.values() if note.cluster == cluster])
         ids = {}
         for job, note in notes.items():
-            if note.cluster == cluster and note.job_id in queued_jobs and not queued_jobs[note.job_id].has_ended:
+            state = queued_jobs.get(note.job_id) if note.cluster == cluster else None
+            if state is not None and not state.has_ended:
                 ids[job.index] = note.job_id
                 self._submissions[note.job_id] = note
             else:

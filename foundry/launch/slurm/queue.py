@@ -1,19 +1,29 @@
-"""Queries of Slurm about jobs: its controller, which every cluster has, or for jobs that it has forgotten, `sacct`."""
+"""Requests to Slurm: to its controller, which every cluster has, or for jobs that it has forgotten, to `sacct`."""
 
+import fcntl
 import os
 import re
 import subprocess
-from collections.abc import Collection, Iterator
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from foundry.launch.job_state import JobState, Phase, Unreachable
+from foundry.run_dir.files import open_regular
 
 _TIMEOUT_SECONDS = 60.0
+_SECOND_LOOK_SECONDS = 2.0
 _WAITING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
 _RUNNING = {"RUNNING", "COMPLETING", "STAGE_OUT", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING"}
 _LOST = {"NODE_FAIL", "BOOT_FAIL", "COMPLETED", "PREEMPTED"}
 _HAS_ENDED = re.compile("Invalid job id|already completing or completed")
 """Messages of scancel about a job that has ended."""
+_OUTAGE = re.compile("Unable to contact slurm controller|Socket timed out|Zero Bytes were transmitted|in standby mode")
+"""Messages of sbatch about a controller that does not respond; it may have accepted the job nevertheless."""
+_FILTERS = "SQUEUE_"
+"""Prefix of environment variables that filter the output of squeue."""
 _ENDED_BY_SLURM = {"CANCELLED", "NODE_FAIL", "PREEMPTED", "TIMEOUT"}
 
 
@@ -74,6 +84,39 @@ def query(job_ids: Collection[str]) -> dict[str, QueuedJob]:
     return {name: states[name] for name in job_ids if name in states}
 
 
+def query_twice(job_ids: Collection[str]) -> dict[str, QueuedJob]:
+    """Return the states of jobs like `query`, after a second query 2 s later if a job seems to have ended.
+
+    Slurm briefly reports a job that it is about to requeue as ended.
+
+    Raises:
+        Unreachable: Slurm does not respond.
+    """
+    states = {job_id: job for job_id, job in query(job_ids).items() if not job.has_ended}
+    if suspects := set(job_ids) - set(states):
+        time.sleep(_SECOND_LOOK_SECONDS)
+        states |= query(suspects)
+    return states
+
+
+def find_script(script: Path) -> str | None:
+    """Return the id of the job, or of the array, that was submitted with a batch script; None if Slurm knows none.
+
+    Raises:
+        Unreachable: Slurm does not respond.
+    """
+    variables = {name: value for name, value in os.environ.items() if not name.startswith(_FILTERS)}
+    columns = "--format=%F %o"  # id of the job or the array, and path of its script
+    message = _ask(["squeue", "--noheader", "--me", "--all", "--states=all", columns], variables=variables)
+    if message.returncode:
+        raise Unreachable(message.stderr.strip())
+    for line in message.stdout.splitlines():
+        job_id, _, command = line.strip().partition(" ")
+        if command == str(script):
+            return job_id
+    return None
+
+
 def partitions() -> tuple[dict[str, float], str | None]:
     """Return the time limit of each partition in minutes, and the default partition's name, if the cluster has one.
 
@@ -118,10 +161,68 @@ def refusal(script: str) -> str | None:
         return None
     message = _ask(["sbatch", "--parsable", "--begin=now+1hour"], script)
     if message.returncode == 0:
-        cancel([message.stdout.strip().partition(";")[0]])
+        cancel([_submitted_id(message.stdout)])
         return None
-    lines = (line.removeprefix("sbatch: error: ") for line in message.stderr.splitlines())
-    return "; ".join(line for line in lines if line and not line.startswith("Try "))
+    return _rejection(message.stderr)
+
+
+class Rejected(Exception):
+    """Slurm rejects a batch script; the message has the reason."""
+
+
+def submit_script(script: Path) -> str:
+    """Submit a batch script, and return the id of the job or of the array.
+
+    The script is locked until `sbatch` has ended, even if this process is killed before.
+
+    Raises:
+        Rejected: Slurm rejects the script.
+        Unreachable: there is no answer; `find_script` tells whether Slurm has accepted the script.
+    """
+    with open_regular(script, "a") as file:
+        with suppress(OSError):  # the file system may not support locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        message = _ask(["sbatch", "--parsable", str(script)], descriptors=[file.fileno()])
+    if message.returncode:
+        raise Rejected(_rejection(message.stderr))
+    return _submitted_id(message.stdout)
+
+
+def is_submitting(script: Path) -> bool:
+    """Return whether an `sbatch` that `submit_script` has started still runs, also for another process."""
+    try:
+        with open_regular(script) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # the script is missing, or the file system does not support locks
+        return False
+    return False
+
+
+def _submitted_id(output: str) -> str:
+    """Return the id that `sbatch --parsable` has printed, as in `31` or `31;cluster`.
+
+    Raises:
+        Unreachable: it has printed none.
+    """
+    match = re.search(r"^(\d+)(;\S+)?$", output, re.MULTILINE)
+    if match is None:
+        raise Unreachable(f"sbatch printed no job id but {output.strip()!r}")
+    return match[1]
+
+
+def _rejection(errors: str) -> str:
+    """Return the reason in error messages of sbatch.
+
+    Raises:
+        Unreachable: the reason is that the controller does not respond.
+    """
+    lines = (line.removeprefix("sbatch: error: ") for line in errors.splitlines())
+    reason = "; ".join(line for line in lines if line and not line.startswith("Try "))
+    if _OUTAGE.search(reason):
+        raise Unreachable(reason)
+    return reason
 
 
 def will_restart() -> bool | None:
@@ -215,10 +316,22 @@ def _text_or_empty(text: str | None) -> str:
     return "" if text in (None, "None", "(null)", "None assigned", "Unknown") else str(text)
 
 
-def _ask(command: list[str], script: str | None = None) -> "subprocess.CompletedProcess[str]":
-    """Run a Slurm command, with an optional script as input; a missing command gives exit code 127 and no output.
+def _ask(
+    command: list[str],
+    script: str | None = None,
+    *,
+    variables: Mapping[str, str] = os.environ,
+    descriptors: Sequence[int] = (),
+) -> "subprocess.CompletedProcess[str]":
+    """Run a Slurm command; a missing command gives exit code 127 and no output.
 
     The command has its own session, so that signals to this process, which may be a task of a job, do not reach it.
+
+    Args:
+        command: the command and its arguments.
+        script: text for its standard input.
+        variables: its environment variables.
+        descriptors: open files that it inherits.
 
     Raises:
         Unreachable: the command timed out.
@@ -232,7 +345,8 @@ def _ask(command: list[str], script: str | None = None) -> "subprocess.Completed
             timeout=_TIMEOUT_SECONDS,
             check=False,
             start_new_session=True,
-            env={**os.environ, "SLURM_BITSTR_LEN": "0"},  # otherwise scontrol shortens long lists of task ids
+            pass_fds=descriptors,
+            env={**variables, "SLURM_BITSTR_LEN": "0"},  # otherwise scontrol shortens long lists of task ids
         )
     except subprocess.TimeoutExpired:
         raise Unreachable(f"{command[0]} takes more than {_TIMEOUT_SECONDS:g} s") from None

@@ -3,24 +3,29 @@
 import os
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from foundry.config.schemas.launcher import Slurm
 from foundry.core.errors import ConfigError, Violation
 from foundry.launch.job_state import Unreachable
-from foundry.launch.slurm.queue import refusal
+from foundry.launch.slurm.end import Submission
+from foundry.launch.slurm.open_submission import OpenSubmission
+from foundry.launch.slurm.queue import Rejected, refusal, submit_script
 from foundry.launch.snapshot import copied_folders
+from foundry.run_dir.files import write_atomically
 
 # Ignore signals until submitit installs its handlers: in these seconds a signal would end the task, and the job with it
 # for good. Slurm requeues a preempted job that is still alive when the grace time ends. `exec` keeps ignored signals
 # ignored (POSIX).
 _HARDENED_PYTHON = f'sh -c \'trap "" USR1 USR2 TERM; exec "$@"\' sh {shlex.quote(sys.executable)}'
-_NO_CONTROLLER = "Unable to contact slurm controller"
 # Settings that are not passed to submitit.
+_TOO_LARGE = "Invalid job array specification"
 _EXCLUDED = {"_target_", "submitit_folder", "detach", "snapshot_code", "max_num_timeout", "setup"}
 # Options that submitit has for all executors, so their names do not begin with "slurm_".
 _COMMON_OPTIONS = {"name", "timeout_min", "nodes", "tasks_per_node", "gpus_per_node", "cpus_per_task", "mem_gb"}
@@ -35,43 +40,79 @@ def check_script(settings: Slurm, num_jobs: int) -> None:
         Unreachable: Slurm does not respond.
     """
     with clean_environment():
-        executor = _executor(settings, None)._executor
-        if num_jobs > 1:
-            executor.parameters["map_count"] = num_jobs
-        if text := refusal(executor._make_submission_file_text(executor._submitit_command_str, "")):
+        if text := refusal(_script_text(settings, None, num_jobs, command="true")):
             raise _rejection(text)
 
 
 def submit(
-    task: Callable[[str], None], settings: Slurm, run_dirs: Sequence[Path], code: Path | None
-) -> list[tuple[str, Path]]:
-    """Submit jobs as an array.
+    task: Callable[[str], None],
+    settings: Slurm,
+    run_dirs: Sequence[Path],
+    *,
+    sweep_dir: Path,
+    cluster: str,
+    code: Path | None,
+) -> list[Submission]:
+    """Submit jobs as an array, after a record of the submission that outlives this process.
 
     Args:
         task: function that each task of a job calls with its run directory.
         settings: launcher settings, the same for all these jobs.
         run_dirs: run directory of each job.
+        sweep_dir: sweep directory, which has no open submission.
+        cluster: name of the cluster.
         code: folder with a snapshot of the code to import; None without a snapshot.
 
     Returns:
-        For each job its Slurm id, and the file with its error output.
+        The submission of each job, which is also saved in its run directory.
 
     Raises:
         ConfigError: Slurm rejects the jobs.
-        Unreachable: Slurm does not respond; no job was submitted.
+        Unreachable: Slurm does not respond; the open submission tells later whether the jobs were submitted.
     """
-    from submitit.core.utils import FailedSubmissionError, UncompletedJobError
+    from submitit.core.utils import DelayedSubmission, JobPaths
 
-    try:
-        with clean_environment():
-            jobs = _executor(settings, code).map_array(task, list(map(str, run_dirs)))
-    except (UncompletedJobError, FailedSubmissionError) as error:
-        reason = str(error).strip().splitlines()[-1]
-        raise Unreachable(reason) if _NO_CONTROLLER in reason else _rejection(reason) from None
-    return [(job.job_id, job.paths.stderr) for job in jobs]
+    folder = Path(settings.submitit_folder).absolute()
+    script = JobPaths.get_first_id_independent_folder(folder) / f"{uuid4().hex}.sh"
+    script.parent.mkdir(parents=True, exist_ok=True)
+    opened = OpenSubmission(
+        script=str(script),
+        folder=str(folder),
+        cluster=cluster,
+        run_dirs=tuple(map(str, run_dirs)),
+        stderr_to_stdout=settings.stderr_to_stdout,
+        last_seen=time.time(),
+    )
+    with clean_environment():
+        write_atomically(script, _script_text(settings, code, len(run_dirs)))
+        for number, run_dir in enumerate(run_dirs):
+            submission = DelayedSubmission(task, str(run_dir))
+            submission.set_timeout(settings.timeout_min, settings.max_num_timeout)
+            submission.dump(opened.pickle_path(number))
+        opened.save(sweep_dir)
+        try:
+            job_id = submit_script(script)
+        except Rejected as error:
+            opened.discard(sweep_dir)
+            raise _rejection(str(error)) from None
+        except Unreachable:
+            opened.renew(sweep_dir)
+            raise
+    return opened.complete(sweep_dir, job_id)
+
+
+def _script_text(settings: Slurm, code: Path | None, num_jobs: int, command: str | None = None) -> str:
+    """Return the batch script of jobs; `command` replaces the command of each task."""
+    executor = _executor(settings, code)._executor
+    if num_jobs > 1:
+        executor.parameters["map_count"] = num_jobs
+    text: str = executor._make_submission_file_text(command or executor._submitit_command_str, "")
+    return text
 
 
 def _rejection(text: str) -> ConfigError:
+    if _TOO_LARGE in text:
+        text += "; the cluster limits the jobs of an array (MaxArraySize): lower hydra.sweeper.max_batch_size"
     return ConfigError(Violation("hydra.launcher", f"Slurm rejects the jobs: {text}"))
 
 

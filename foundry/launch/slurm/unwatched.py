@@ -1,16 +1,13 @@
 """Slurm jobs without a waiting process: the sweep was detached, or its process has ended."""
 
-import time
 from collections.abc import Iterable
 from pathlib import Path
 
 from foundry.launch.job_state import Unreachable
 from foundry.launch.settle import settle
 from foundry.launch.slurm.end import Submission
-from foundry.launch.slurm.queue import QueuedJob, cluster_name, query
+from foundry.launch.slurm.queue import cluster_name, query_twice
 from foundry.run_dir.status import ENDED, read_status
-
-_SECOND_LOOK_SECONDS = 2.0
 
 
 def settle_unwatched(run_dirs: Iterable[Path]) -> bool:
@@ -22,7 +19,7 @@ def settle_unwatched(run_dirs: Iterable[Path]) -> bool:
         run_dirs: run directories of the jobs.
 
     Returns:
-        Whether any job may have ended.
+        Whether any job has ended.
     """
     unfinished = [run_dir for run_dir in run_dirs if read_status(run_dir).get("state") not in ENDED]
     notes = {run_dir: note for run_dir in unfinished if (note := Submission.load(run_dir)) is not None}
@@ -31,22 +28,13 @@ def settle_unwatched(run_dirs: Iterable[Path]) -> bool:
     try:
         cluster = cluster_name()
         jobs = {run_dir: note.job_id for run_dir, note in notes.items() if note.cluster == cluster}
-        suspects = _find_ended(jobs)
-        if not suspects:
-            return False
-        time.sleep(_SECOND_LOOK_SECONDS)  # Slurm briefly reports a job that it is about to requeue as ended
-        ended_jobs = {run_dir: job for run_dir, job in _find_ended(jobs).items() if run_dir in suspects}
+        states = query_twice(list(jobs.values()))
     except Unreachable:
         return False
+    queued_jobs = {run_dir: states.get(job_id) for run_dir, job_id in jobs.items()}
+    ended_jobs = {run_dir: job for run_dir, job in queued_jobs.items() if job is None or job.has_ended}
     for run_dir, job in ended_jobs.items():
         note = notes[run_dir]
         end = None if job is None else job.as_job_state()
         settle(run_dir, note.job_id, end, scheduler="Slurm", last_output=note.last_output())
-    return True
-
-
-def _find_ended(jobs: dict[Path, str]) -> dict[Path, QueuedJob | None]:
-    """Return, by run directory, the Slurm states of jobs that have ended; None for a job that Slurm does not know."""
-    states = query(list(jobs.values()))
-    queued_jobs = {run_dir: states.get(job_id) for run_dir, job_id in jobs.items()}
-    return {run_dir: job for run_dir, job in queued_jobs.items() if job is None or job.has_ended}
+    return bool(ended_jobs)
