@@ -7,7 +7,8 @@ from enum import Enum
 from typing import Any
 
 from foundry.config.schemas.precision import PrecisionMode
-from foundry.config.setting import check_fields, setting
+from foundry.config.setting import check_fields, check_unused, setting
+from foundry.core.duration import Budget, Duration
 from foundry.core.errors import Violation, nearest
 
 _BF16_STEP = 2.0**-8
@@ -153,6 +154,19 @@ class Muon(Optimizer):
 
     _target_: str = "foundry.optimizers.muon"
     momentum: float = setting(0.95, "decay of Muon's velocity", ge=0, lt=1)
+    momentum_warmup_start: float | None = setting(
+        None,
+        "decay of Muon's velocity at the start of a linear rise to momentum; null: momentum throughout",
+        ge=0,
+        lt=1,
+        since="0.1.0",
+    )
+    momentum_warmup: str = setting(
+        "300",
+        "duration of the rise from momentum_warmup_start; a fraction refers to the horizon of the scheduler",
+        parse=Duration.parse_positive,
+        since="0.1.0",
+    )
     nesterov: bool = setting(True, "use Nesterov momentum")
     ns_steps: int = setting(5, "number of Newton-Schulz iterations of the orthogonalisation", ge=1, le=1000)
     ns_dtype: NsDtype | None = setting(
@@ -161,3 +175,28 @@ class Muon(Optimizer):
     beta1: float = setting(0.9, "AdamW's decay of the first moment", ge=0, lt=1)
     beta2: float = setting(0.95, "AdamW's decay of the second moment", ge=0, lt=1)
     eps: float = setting(1e-8, "AdamW's constant added to the root of the second moment", gt=0)
+
+    def check(self) -> Iterator[Violation]:
+        """Check the momentum warm-up: it must rise, and its duration needs a start value."""
+        yield from super().check()
+        if self.momentum_warmup_start is None:
+            yield from check_unused(self, "optimizer", ["momentum_warmup"], "optimizer.momentum_warmup_start")
+        elif self.momentum_warmup_start > self.momentum:
+            yield Violation(
+                "optimizer.momentum_warmup_start",
+                f"is {self.momentum_warmup_start:g} but must be at most optimizer.momentum={self.momentum:g}; lower it",
+            )
+
+    def momentum_warmup_samples(self, budget: Budget, horizon: float) -> float | None:
+        """Return the length of the momentum warm-up in samples; None if there is none.
+
+        Args:
+            budget: size of the run.
+            horizon: length of the learning-rate schedule in samples; reference of a fraction.
+
+        Raises:
+            ValueError: the length is in tokens, but the data has no tokens.
+        """
+        if self.momentum_warmup_start is None:
+            return None
+        return Duration.parse(self.momentum_warmup).samples(budget, reference=horizon)
