@@ -36,8 +36,8 @@ _HOST_CHUNK_BYTES = 64 * 2**10
 Concatenating saves calls, but copying more than the CPU's cache holds costs more than the saved calls.
 """
 
-_Member = tuple[Tensor, dict[str, Any]]
-"""A matrix and its parameter group."""
+Member = tuple[Tensor, dict[str, Any]]
+"""A tensor and its parameter group."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,8 @@ class Muon(EagerOptimizer):
         ns_steps: number of Newton-Schulz iterations.
         ns_dtype: dtype of the Newton-Schulz iterations: float32 or bfloat16.
         weight_decay: decoupled weight decay, multiplied by the learning rate.
+        cautious_weight_decay: decay only the elements that the update moves towards zero, which have the sign of the
+            update that is subtracted, or where one of the two is 0 (Chen et al., 2025, arXiv 2510.12402).
         group: ranks that hold equal plain matrices and gradients, as with DDP, and share the work; None makes each rank
             orthogonalize all plain matrices. For DTensors the ranks of their mesh share the work.
     """
@@ -89,12 +91,14 @@ class Muon(EagerOptimizer):
         ns_steps: int,
         ns_dtype: torch.dtype,
         weight_decay: float,
+        cautious_weight_decay: bool = False,
         group: ProcessGroup | None = None,
     ) -> None:
         defaults = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "ns_steps": ns_steps, "ns_dtype": ns_dtype})
         self.found_inf: Tensor | None = None
         self._group = group
+        self._decays_cautiously = cautious_weight_decay
         self._work: tuple[list[int], list[_Work]] = [], []
         for param_group in self.param_groups:
             assert all(p.ndim == 2 for p in param_group["params"]), "Muon is for matrices"
@@ -112,7 +116,7 @@ class Muon(EagerOptimizer):
                 next(update, None)
         return None
 
-    def _divide_work(self, all_members: list[_Member]) -> list[_Work]:
+    def _divide_work(self, all_members: list[Member]) -> list[_Work]:
         """Return the matrices in batches, which are recomputed only if the set of matrices with gradients changes."""
         matrix_ids = [id(matrix) for matrix, _ in all_members]
         if self._work[0] != matrix_ids:
@@ -133,14 +137,14 @@ class Muon(EagerOptimizer):
                         _Work(
                             batch_numbers,
                             batch,
-                            _chunks(members, lambda matrix, group: (id(group), matrix.dtype)),
-                            _chunks(members, lambda matrix, group: (id(group), matrix.dtype, max(matrix.shape))),
+                            chunks(members, lambda matrix, group: (id(group), matrix.dtype)),
+                            chunks(members, lambda matrix, group: (id(group), matrix.dtype, max(matrix.shape))),
                         )
                     )
             self._work = matrix_ids, works
         return self._work[1]
 
-    def _update(self, work: _Work, members: list[_Member]) -> Iterator[None]:
+    def _update(self, work: _Work, members: list[Member]) -> Iterator[None]:
         """Update a batch of matrices; yields while a transfer is in progress."""
         batch = work.batch
         finish_gather = batch.gather(self._advance(work, members))
@@ -151,7 +155,7 @@ class Muon(EagerOptimizer):
         yield
         self._apply(work, members, finish_scatter())
 
-    def _advance(self, work: _Work, members: list[_Member]) -> list[Tensor]:
+    def _advance(self, work: _Work, members: list[Member]) -> list[Tensor]:
         """Update the momentum and return this rank's parts to be orthogonalized, in the dtype of the iteration.
 
         Matrices are concatenated so that one kernel processes many of them.
@@ -169,7 +173,7 @@ class Muon(EagerOptimizer):
             ahead.update(zip(numbers, parts, strict=True))
         return [ahead[number] for number, is_sent in enumerate(work.batch.is_sent) if is_sent]
 
-    def _apply(self, work: _Work, members: list[_Member], directions: Sequence[Tensor]) -> None:
+    def _apply(self, work: _Work, members: list[Member], directions: Sequence[Tensor]) -> None:
         """Apply weight decay and add the orthogonalized updates.
 
         Args:
@@ -184,7 +188,10 @@ class Muon(EagerOptimizer):
             # Computed in fp32 for bf16 weights too: the bf16 `add_` rounds differently at the end of a tensor, and
             # shards end at different places.
             updated = weight.float() * (1 - group["lr"] * group["weight_decay"])
-            updated.add_(join([directions[number] for number in numbers]), alpha=-rate)
+            direction = join([directions[number] for number in numbers])
+            if self._decays_cautiously:
+                updated = torch.where(direction * weight.float() >= 0, updated, weight.float())
+            updated.add_(direction, alpha=-rate)
             self._store(weights, weight, updated)
 
     def _store(self, targets: list[Tensor], old: Tensor, new: Tensor) -> None:
@@ -228,8 +235,16 @@ def orthogonalise(matrix: Tensor, num_steps: int, dtype: torch.dtype) -> Tensor:
     return x.T if tall else x
 
 
-def _chunks(members: list[_Member], kind: Callable[[Tensor, dict[str, Any]], Hashable]) -> list[list[int]]:
-    """Group the matrices by kind, and split each group into chunks of at most the limit in bytes, or of one matrix."""
+def chunks(members: list[Member], kind: Callable[[Tensor, dict[str, Any]], Hashable]) -> list[list[int]]:
+    """Group tensors by kind, and split each group into chunks of at most the limit in bytes, or of one tensor.
+
+    Args:
+        members: tensors with their parameter groups.
+        kind: returns a value that is equal for the tensors that may share a chunk.
+
+    Returns:
+        The indices of the members of each chunk.
+    """
     kinds: dict[Hashable, list[int]] = {}
     for number, member in enumerate(members):
         kinds.setdefault(kind(*member), []).append(number)

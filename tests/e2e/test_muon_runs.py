@@ -25,11 +25,14 @@ WORDS = [
     "optimizer.weight_decay=0.1",
 ]
 WARMUP = ["optimizer.momentum_warmup_start=0.5", "optimizer.momentum_warmup='4'"]
-OPTIONS = {"momentum_warmup": WARMUP}
+OPTIONS = {
+    "momentum_warmup": WARMUP,
+    "cautious_weight_decay": ["optimizer.cautious_weight_decay=true"],
+}
 
 
 def trained(words, run_dir, *lengths):
-    """Return the losses and the checksums of the last checkpoint after starts of the run with these numbers of steps."""
+    """Return the losses and the checksums of the last checkpoint, after a start of the run to each number of steps."""
     for steps in lengths:
         train(configure(*WORDS, *words, f"hparams.max_steps={steps}"), run_dir)
     return losses(run_dir), outcome(run_dir)["files"]

@@ -113,6 +113,11 @@ class AdamW(Adam):
         "bf16: store both moments in bf16, with half of the memory, and update them in fp32; null: the dtype of the "
         "parameters",
     )
+    cautious_weight_decay: bool = setting(
+        False,
+        "decay a weight only if the update moves it towards zero, so that the decay never opposes the update",
+        since="0.1.0",
+    )
 
     def check(self) -> Iterator[Violation]:
         """Check that moments stored in bf16 decay fast enough for its precision."""
@@ -175,6 +180,12 @@ class Muon(Optimizer):
     beta1: float = setting(0.9, "AdamW's decay of the first moment", ge=0, lt=1)
     beta2: float = setting(0.95, "AdamW's decay of the second moment", ge=0, lt=1)
     eps: float = setting(1e-8, "AdamW's constant added to the root of the second moment", gt=0)
+    cautious_weight_decay: bool = setting(
+        False,
+        "decay a weight, of Muon or of AdamW, only if the update moves it towards zero, so that the decay never "
+        "opposes the update",
+        since="0.1.0",
+    )
 
     def check(self) -> Iterator[Violation]:
         """Check the momentum warm-up: it must rise, and its duration needs a start value."""
