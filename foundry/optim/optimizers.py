@@ -92,6 +92,7 @@ def muon(
             ns_dtype=_NS_DTYPES[NsDtype(ns_dtype)],
             weight_decay=settings.weight_decay,
             cautious_weight_decay=settings.cautious_weight_decay,
+            row_variance_decay=settings.row_variance_decay if settings.row_variance else None,
             # DDP has reduced the gradients already: all ranks hold the same values, and each can process a share of the
             # matrices.
             group=model.process_group if isinstance(model, DistributedDataParallel) else None,

@@ -28,6 +28,7 @@ WARMUP = ["optimizer.momentum_warmup_start=0.5", "optimizer.momentum_warmup='4'"
 OPTIONS = {
     "momentum_warmup": WARMUP,
     "cautious_weight_decay": ["optimizer.cautious_weight_decay=true"],
+    "row_variance": ["optimizer.row_variance=true"],
 }
 
 

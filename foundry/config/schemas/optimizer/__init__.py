@@ -177,6 +177,13 @@ class Muon(Optimizer):
     ns_dtype: NsDtype | None = setting(
         None, "dtype of the Newton-Schulz iterations; null: bf16 under amp_bfloat16 and pure_bf16, else fp32"
     )
+    row_variance: bool = setting(
+        False,
+        "divide each row of Muon's update by the root of an average of its mean square, then restore the norm of the "
+        "update",
+        since="0.1.0",
+    )
+    row_variance_decay: float = setting(0.95, "decay of the average mean square of a row", ge=0, lt=1, since="0.1.0")
     beta1: float = setting(0.9, "AdamW's decay of the first moment", ge=0, lt=1)
     beta2: float = setting(0.95, "AdamW's decay of the second moment", ge=0, lt=1)
     eps: float = setting(1e-8, "AdamW's constant added to the root of the second moment", gt=0)
@@ -188,8 +195,10 @@ class Muon(Optimizer):
     )
 
     def check(self) -> Iterator[Violation]:
-        """Check the momentum warm-up: it must rise, and its duration needs a start value."""
+        """Check that the momentum warm-up rises, and that settings of options have their option."""
         yield from super().check()
+        if not self.row_variance:
+            yield from check_unused(self, "optimizer", ["row_variance_decay"], "optimizer.row_variance=true")
         if self.momentum_warmup_start is None:
             yield from check_unused(self, "optimizer", ["momentum_warmup"], "optimizer.momentum_warmup_start")
         elif self.momentum_warmup_start > self.momentum:
