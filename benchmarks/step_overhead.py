@@ -125,8 +125,10 @@ class Remembering(TrainStep):
 
     last: StepResult
 
-    def __call__(self, window: Window, lr: float, step: int, *, weight_decay: float | None = None) -> StepResult:
-        self.last = super().__call__(window, lr, step, weight_decay=weight_decay)
+    def __call__(
+        self, window: Window, lr: float, step: int, *, weight_decay: float | None = None, momentum: float | None = None
+    ) -> StepResult:
+        self.last = super().__call__(window, lr, step, weight_decay=weight_decay, momentum=momentum)
         return self.last
 
 

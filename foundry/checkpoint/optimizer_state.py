@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,10 @@ from torch.optim import Optimizer
 
 from foundry.checkpoint.folder import CheckpointError
 from foundry.checkpoint.nested_state import can_be_saved, flatten, saveable, tensor_names, unflatten
-from foundry.core.sharded import is_sharded
+from foundry.core.sharded import is_sharded, reduced_placements, reduced_zeros
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _OF_GROUPS = frozenset(("params", "lr_mult", "wd_mult", "initial_lr"))
 """Keys of a parameter group that are settings rather than state, for every optimizer."""
@@ -287,12 +290,26 @@ def _check(state: ParameterState, parameter: nn.Parameter) -> None:
     if not is_sharded(parameter):
         return
     for name, value in state.tensors.items():
-        fits = is_sharded(value) and value.shape == parameter.shape
-        if value.numel() > 1 and not fits:
+        if value.numel() > 1 and not (is_sharded(value) and _follows_sharding(value, parameter)):
             raise CheckpointError(
                 f"{name} has the shape {tuple(value.shape)} for a sharded parameter of {tuple(parameter.shape)}: no "
                 "other layout could read it; use distributed=ddp or another optimizer"
             )
+
+
+def _follows_sharding(value: "DTensor", parameter: "DTensor") -> bool:
+    """Return whether a state is sharded like its parameter, or like that parameter reduced to size 1 along dimensions.
+
+    Both can be allocated for any sharding of the parameter.
+    """
+    if value.shape == parameter.shape:
+        return True
+    return _is_reduced(value.shape, parameter.shape) and value.placements == reduced_placements(parameter, value.shape)
+
+
+def _is_reduced(shape: Sequence[int], whole: Sequence[int]) -> bool:
+    """Return whether `shape` has the size of `whole` or 1 in each dimension."""
+    return len(shape) == len(whole) and all(size in (1, own) for size, own in zip(shape, whole, strict=True))
 
 
 def _state_after_one_step(optimizer: Optimizer, group: Mapping[str, Any], like: nn.Parameter) -> dict[str, Any]:
@@ -306,12 +323,12 @@ def _state_after_one_step(optimizer: Optimizer, group: Mapping[str, Any], like: 
     return dict(probe.state[dummy])
 
 
-def _tiny_shape(parameter: nn.Parameter) -> tuple[int, ...]:
+def _tiny_shape(parameter: Tensor) -> tuple[int, ...]:
     return tuple(range(2, 2 + parameter.ndim))
 
 
 def _empty_like(value: Any, parameter: nn.Parameter, saved_shape: torch.Size | None) -> Any:
-    """Return zeros of `value`'s dtype, sharded like the parameter if the state has the parameter's shape.
+    """Return zeros of `value`'s dtype, sharded like the parameter if the state has its shape or size 1 in dimensions.
 
     If `value` is not a tensor, it is returned unchanged.
     """
@@ -319,6 +336,8 @@ def _empty_like(value: Any, parameter: nn.Parameter, saved_shape: torch.Size | N
         return value
     if value.shape == _tiny_shape(parameter):
         return torch.zeros_like(parameter, dtype=value.dtype, memory_format=torch.preserve_format)
+    if saved_shape is not None and is_sharded(parameter) and _is_reduced(value.shape, _tiny_shape(parameter)):
+        return reduced_zeros(parameter, saved_shape, value.dtype)
     return torch.zeros(saved_shape or value.shape, dtype=value.dtype, device=value.device)
 
 

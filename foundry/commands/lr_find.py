@@ -147,7 +147,7 @@ def ramp(config: Config, options: FindOptions, run_dir: Path) -> RangeTest:
         ConfigError: the objective trains on completions, or a part cannot be built.
     """
     from foundry.config.record.frozen import hash_config
-    from foundry.core.protocols import RunContext
+    from foundry.core.protocols import RunContext, scheduled_momentum
     from foundry.data.loader import explain_worker_deaths
     from foundry.engine.assembly import build_trainer
     from foundry.parallel.determinism import deterministic
@@ -194,8 +194,9 @@ def ramp(config: Config, options: FindOptions, run_dir: Path) -> RangeTest:
                 samples_before = trainer.progress.samples
                 trainer.progress.advance(window.num_samples, window.num_tokens)
                 decay = trainer.schedule.weight_decay(samples_before, trainer.progress.samples)
+                momentum = scheduled_momentum(trainer.schedule, samples_before, trainer.progress.samples)
                 try:
-                    loss = trainer.step(window, rate, step, weight_decay=decay).loss.item()
+                    loss = trainer.step(window, rate, step, weight_decay=decay, momentum=momentum).loss.item()
                 except (NonFiniteError, LossSpike, PersistentSpikeError):  # a run would end or roll back here
                     break
                 trainer.watchdog.started()

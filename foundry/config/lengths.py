@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from foundry.config.schemas.hparams import HParams, ScheduleUnit
+from foundry.config.schemas.optimizer import Muon
 from foundry.config.schemas.root import Config
 from foundry.config.schemas.scheduler import Scheduler
 from foundry.core.batch_sizes import LARGEST_COUNT, BatchSizes, parse_count
@@ -78,7 +79,7 @@ def resolve_budget(
 
 
 def check_lengths(config: Config, budget: Budget) -> Iterator[Violation]:
-    """Check that phases fit into the horizon, the batch ramp into run or horizon, and intervals into the run."""
+    """Check that phases and warm-ups fit the horizon, the batch ramp fits run or horizon, and intervals fit the run."""
     horizon = float(budget.total_samples)
     if isinstance(config.scheduler, Scheduler):
         try:
@@ -88,6 +89,8 @@ def check_lengths(config: Config, budget: Budget) -> Iterator[Violation]:
             return
         horizon = phases.horizon
         yield from _check_phases(config.scheduler, phases, budget)
+    if isinstance(config.optimizer, Muon):
+        yield from _check_momentum_warmup(config.optimizer, horizon, budget)
     ramp_end = budget.batch_sizes.stages[-1].first_sample
     end = max(budget.total_samples, horizon)
     if ramp_end >= end:
@@ -123,4 +126,20 @@ def _check_phases(scheduler: Scheduler, phases: Phases, budget: Budget) -> Itera
             "scheduler.warmup",
             f"is {scheduler.warmup}: a {text} {verb} not fit into the {schedule_steps:g} steps of the schedule; "
             f"shorten them, or give a fraction such as 0.05",
+        )
+
+
+def _check_momentum_warmup(optimizer: Muon, horizon: float, budget: Budget) -> Iterator[Violation]:
+    key, text = "optimizer.momentum_warmup", optimizer.momentum_warmup
+    try:
+        samples = optimizer.momentum_warmup_samples(budget, horizon)
+    except ValueError as error:
+        yield Violation(key, str(error))
+        return
+    if samples is not None and samples > horizon * (1 + 1e-12):
+        sizes = budget.batch_sizes
+        yield Violation(
+            key,
+            f"is {text}: a warm-up of {sizes.steps_at(samples):g} steps does not fit into the "
+            f"{sizes.steps_at(horizon):g} steps of the schedule; shorten it, or give a fraction such as 0.05",
         )

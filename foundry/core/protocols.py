@@ -350,6 +350,20 @@ class Schedule(Protocol):
 
 
 @runtime_checkable
+class HasMomentum(Protocol):
+    """A schedule that can also set the momentum."""
+
+    def momentum(self, samples_before: int, samples_after: int) -> float | None:
+        """Return the momentum of the update, as in `Schedule.lr`; None keeps the optimizer's setting."""
+        ...
+
+
+def scheduled_momentum(schedule: Schedule, samples_before: int, samples_after: int) -> float | None:
+    """Return the momentum of an update; None if the schedule does not set it."""
+    return schedule.momentum(samples_before, samples_after) if isinstance(schedule, HasMomentum) else None
+
+
+@runtime_checkable
 class HasPhases(Protocol):
     """A schedule with named phases, which the plan, the terminal and the plots show."""
 

@@ -5,8 +5,10 @@ imported its module, so if the module has not been imported, there are no DTenso
 """
 
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
@@ -23,6 +25,39 @@ def is_sharded(value: object) -> "TypeGuard[DTensor]":
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor, which shares its memory; a tensor that is not sharded is its own part."""
     return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+def reduced_placements(tensor: "DTensor", shape: Sequence[int]) -> tuple[Any, ...]:
+    """Return the placements of a tensor that has, in each dimension, the size of `tensor` or 1.
+
+    Dimensions of size 1 are replicated; the others keep the sharding of `tensor`.
+    """
+    from torch.distributed.tensor import Replicate
+
+    return tuple(
+        Replicate() if (dim := getattr(placement, "dim", None)) is not None and shape[dim] == 1 else placement
+        for placement in tensor.placements
+    )
+
+
+def reduced_zeros(tensor: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return zeros of a shape that has, in each dimension, the size of `tensor` or 1; a DTensor if `tensor` is one."""
+    local = local_part(tensor)
+    sizes = [1 if size == 1 else own for size, own in zip(shape, local.shape, strict=True)]
+    zeros = local.new_zeros(sizes, dtype=dtype)
+    if not is_sharded(tensor):
+        return zeros
+    from torch.distributed.tensor import DTensor
+
+    whole = torch.empty(tuple(shape), device="meta")
+    return DTensor.from_local(
+        zeros,
+        tensor.device_mesh,
+        reduced_placements(tensor, shape),
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
 
 
 def sharded_modules(model: nn.Module) -> "list[FSDPModule]":

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from foundry.core.sharded import is_sharded, local_part
+from foundry.core.sharded import is_sharded, local_part, reduced_zeros
 from foundry.optim.eager import EagerOptimizer
 from foundry.optim.owners import Batch, divide, join, place, unflatten
 
@@ -36,8 +36,11 @@ _HOST_CHUNK_BYTES = 64 * 2**10
 Concatenating saves calls, but copying more than the CPU's cache holds costs more than the saved calls.
 """
 
-_Member = tuple[Tensor, dict[str, Any]]
-"""A matrix and its parameter group."""
+_SMALLEST_VARIANCE = 1e-10
+"""Lower bound of the mean squares of rows in a division; the mean square of a row is about 1 / `max(shape)`."""
+
+Member = tuple[Tensor, dict[str, Any]]
+"""A tensor and its parameter group."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +50,14 @@ class _Work:
     Attributes:
         numbers: index of each matrix of the batch in the list of all matrices.
         batch: exchange of the matrices between ranks.
+        rows: exchange of the mean squares of the rows; None without row normalization.
         momentum_chunks: indices into the batch, in groups of matrices whose momentum is updated together.
         weight_chunks: indices into the batch, in groups of matrices whose weights are updated together.
     """
 
     numbers: list[int]
     batch: Batch
+    rows: Batch | None
     momentum_chunks: list[list[int]]
     weight_chunks: list[list[int]]
 
@@ -64,6 +69,10 @@ class Muon(EagerOptimizer):
     AdamW's updates (Liu et al., 2025), so that both optimizers use the same learning rate, and weight decay is
     decoupled. Each matrix is orthogonalized by one rank, with the work balanced over the ranks.
 
+    With `row_variance_decay`, the owner also normalizes the rows of each update (`normalise_rows`). The averages of a
+    matrix are one column in fp32, sharded like the rows of the matrix; the owner gathers it and sends the new values
+    back. So checkpoints contain it as any other state, and results do not depend on the number of ranks.
+
     Args:
         params: matrices or parameter groups; DTensors may be sharded in any way.
         lr: learning rate.
@@ -72,6 +81,10 @@ class Muon(EagerOptimizer):
         ns_steps: number of Newton-Schulz iterations.
         ns_dtype: dtype of the Newton-Schulz iterations: float32 or bfloat16.
         weight_decay: decoupled weight decay, multiplied by the learning rate.
+        cautious_weight_decay: decay only the elements that the update moves towards zero, which have the sign of the
+            update that is subtracted, or where one of the two is 0 (Chen et al., 2025, arXiv 2510.12402).
+        row_variance_decay: decay of the averages by which the rows of an orthogonalized update are normalized (Li et
+            al., 2025, arXiv 2510.05491); None leaves the rows as they are.
         group: ranks that hold equal plain matrices and gradients, as with DDP, and share the work; None makes each rank
             orthogonalize all plain matrices. For DTensors the ranks of their mesh share the work.
     """
@@ -89,12 +102,17 @@ class Muon(EagerOptimizer):
         ns_steps: int,
         ns_dtype: torch.dtype,
         weight_decay: float,
+        cautious_weight_decay: bool = False,
+        row_variance_decay: float | None = None,
         group: ProcessGroup | None = None,
     ) -> None:
         defaults = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "weight_decay": weight_decay}
         super().__init__(params, {**defaults, "ns_steps": ns_steps, "ns_dtype": ns_dtype})
         self.found_inf: Tensor | None = None
         self._group = group
+        self._decays_cautiously = cautious_weight_decay
+        self._normalises_rows = row_variance_decay is not None
+        self._row_variance_decay = row_variance_decay or 0.0
         self._work: tuple[list[int], list[_Work]] = [], []
         for param_group in self.param_groups:
             assert all(p.ndim == 2 for p in param_group["params"]), "Muon is for matrices"
@@ -112,7 +130,7 @@ class Muon(EagerOptimizer):
                 next(update, None)
         return None
 
-    def _divide_work(self, all_members: list[_Member]) -> list[_Work]:
+    def _divide_work(self, all_members: list[Member]) -> list[_Work]:
         """Return the matrices in batches, which are recomputed only if the set of matrices with gradients changes."""
         matrix_ids = [id(matrix) for matrix, _ in all_members]
         if self._work[0] != matrix_ids:
@@ -133,25 +151,44 @@ class Muon(EagerOptimizer):
                         _Work(
                             batch_numbers,
                             batch,
-                            _chunks(members, lambda matrix, group: (id(group), matrix.dtype)),
-                            _chunks(members, lambda matrix, group: (id(group), matrix.dtype, max(matrix.shape))),
+                            self._exchange_of_rows(batch, [matrix for matrix, _ in members], device, home),
+                            chunks(members, lambda matrix, group: (id(group), matrix.dtype)),
+                            chunks(members, lambda matrix, group: (id(group), matrix.dtype, max(matrix.shape))),
                         )
                     )
             self._work = matrix_ids, works
         return self._work[1]
 
-    def _update(self, work: _Work, members: list[_Member]) -> Iterator[None]:
+    def _exchange_of_rows(
+        self, batch: Batch, matrices: list[Tensor], device: torch.device, home: torch.device
+    ) -> Batch | None:
+        """Return the exchange of the mean squares of the rows of a batch, with the same owners."""
+        if not self._normalises_rows:
+            return None
+        layouts = place([self._state_of(matrix)["row_variance"] for matrix in matrices], self._group)
+        return Batch(layouts, batch.owners, torch.float32, device, home)
+
+    def _update(self, work: _Work, members: list[Member]) -> Iterator[None]:
         """Update a batch of matrices; yields while a transfer is in progress."""
-        batch = work.batch
+        batch, rows = work.batch, work.rows
         finish_gather = batch.gather(self._advance(work, members))
+        variances = [] if rows is None else [local_part(self._state_of(m)["row_variance"]) for m, _ in members]
+        if rows is not None:
+            finish_gather_rows = rows.gather([v for v, is_sent in zip(variances, rows.is_sent, strict=True) if is_sent])
         yield
         groups = [group for (_, group), is_mine in zip(members, batch.is_mine, strict=True) if is_mine]
         matrices = zip(finish_gather(), groups, strict=True)
-        finish_scatter = batch.scatter([orthogonalise(matrix, g["ns_steps"], g["ns_dtype"]) for matrix, g in matrices])
+        directions = [orthogonalise(matrix, g["ns_steps"], g["ns_dtype"]) for matrix, g in matrices]
+        if rows is not None:
+            directions, averages = normalise_rows(directions, finish_gather_rows(), self._row_variance_decay)
+            finish_scatter_rows = rows.scatter(averages)
+        finish_scatter = batch.scatter(directions)
         yield
         self._apply(work, members, finish_scatter())
+        if rows is not None:
+            self._store(variances, join(variances), join(finish_scatter_rows()))
 
-    def _advance(self, work: _Work, members: list[_Member]) -> list[Tensor]:
+    def _advance(self, work: _Work, members: list[Member]) -> list[Tensor]:
         """Update the momentum and return this rank's parts to be orthogonalized, in the dtype of the iteration.
 
         Matrices are concatenated so that one kernel processes many of them.
@@ -159,7 +196,7 @@ class Muon(EagerOptimizer):
         ahead: dict[int, Tensor] = {}
         for numbers in work.momentum_chunks:
             matrices, group = [members[number][0] for number in numbers], members[numbers[0]][1]
-            velocities = [local_part(self._momentum(matrix)) for matrix in matrices]
+            velocities = [local_part(self._state_of(matrix)["momentum_buffer"]) for matrix in matrices]
             grad = join([local_part(matrix.grad) for matrix in matrices if matrix.grad is not None])
             velocity = join(velocities)
             new_velocity = velocity.lerp(grad, 1 - group["momentum"])
@@ -169,7 +206,7 @@ class Muon(EagerOptimizer):
             ahead.update(zip(numbers, parts, strict=True))
         return [ahead[number] for number, is_sent in enumerate(work.batch.is_sent) if is_sent]
 
-    def _apply(self, work: _Work, members: list[_Member], directions: Sequence[Tensor]) -> None:
+    def _apply(self, work: _Work, members: list[Member], directions: Sequence[Tensor]) -> None:
         """Apply weight decay and add the orthogonalized updates.
 
         Args:
@@ -184,7 +221,10 @@ class Muon(EagerOptimizer):
             # Computed in fp32 for bf16 weights too: the bf16 `add_` rounds differently at the end of a tensor, and
             # shards end at different places.
             updated = weight.float() * (1 - group["lr"] * group["weight_decay"])
-            updated.add_(join([directions[number] for number in numbers]), alpha=-rate)
+            direction = join([directions[number] for number in numbers])
+            if self._decays_cautiously:
+                updated = torch.where(direction * weight.float() >= 0, updated, weight.float())
+            updated.add_(direction, alpha=-rate)
             self._store(weights, weight, updated)
 
     def _store(self, targets: list[Tensor], old: Tensor, new: Tensor) -> None:
@@ -195,13 +235,14 @@ class Muon(EagerOptimizer):
         values = new if self.found_inf is None else torch.where(self.found_inf > 0, old, new)
         torch._foreach_copy_(targets, unflatten(values, [target.shape for target in targets]))
 
-    def _momentum(self, matrix: Tensor) -> Tensor:
-        """Return the momentum buffer of a matrix, initialized to zeros."""
-        state = self.state[matrix]
+    def _state_of(self, matrix: Tensor) -> dict[str, Tensor]:
+        """Return the momentum and, with row normalization, the (rows, 1) mean squares of a matrix, initially zeros."""
+        state: dict[str, Tensor] = self.state[matrix]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(matrix)
-        velocity: Tensor = state["momentum_buffer"]
-        return velocity
+            if self._normalises_rows:
+                state["row_variance"] = reduced_zeros(matrix, (matrix.size(0), 1), torch.float32)
+        return state
 
 
 def orthogonalise(matrix: Tensor, num_steps: int, dtype: torch.dtype) -> Tensor:
@@ -228,8 +269,48 @@ def orthogonalise(matrix: Tensor, num_steps: int, dtype: torch.dtype) -> Tensor:
     return x.T if tall else x
 
 
-def _chunks(members: list[_Member], kind: Callable[[Tensor, dict[str, Any]], Hashable]) -> list[list[int]]:
-    """Group the matrices by kind, and split each group into chunks of at most the limit in bytes, or of one matrix."""
+def normalise_rows(
+    updates: Sequence[Tensor], variances: Sequence[Tensor], decay: float
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Divide each row by the root of an average of its mean square over the steps, and restore the norm of the update.
+
+    This is the normalization of NorMuon (Li et al., 2025, arXiv 2510.05491). The average v of a row with the mean
+    square m becomes decay v + (1 - decay) m. It starts at 0; a correction for the start would multiply all rows by the
+    same factor, and has no effect since the norm is restored.
+
+    Args:
+        updates: (rows, columns) each, orthogonalized.
+        variances: (rows, 1) float32 each, averages of the mean squares of the rows.
+        decay: decay of the averages.
+
+    Returns:
+        The normalized updates, of the dtype of the updates, and the new averages.
+    """
+    if not updates:
+        return [], []
+    norms = [torch.linalg.vector_norm(update, dim=1, keepdim=True, dtype=torch.float32) for update in updates]
+    squares = torch._foreach_mul(norms, norms)
+    means = torch._foreach_div(squares, [update.size(1) for update in updates])
+    averages = torch._foreach_lerp(list(variances), means, 1 - decay)
+    divisors = torch._foreach_clamp_min(averages, _SMALLEST_VARIANCE)
+    shares = torch._foreach_div(squares, divisors)
+    factors = [
+        (square.sum() / share.sum().clamp(min=_SMALLEST_VARIANCE) / divisor).sqrt()
+        for square, share, divisor in zip(squares, shares, divisors, strict=True)
+    ]
+    return [(update * f).to(update.dtype) for update, f in zip(updates, factors, strict=True)], list(averages)
+
+
+def chunks(members: list[Member], kind: Callable[[Tensor, dict[str, Any]], Hashable]) -> list[list[int]]:
+    """Group tensors by kind, and split each group into chunks of at most the limit in bytes, or of one tensor.
+
+    Args:
+        members: tensors with their parameter groups.
+        kind: returns a value that is equal for the tensors that may share a chunk.
+
+    Returns:
+        The indices of the members of each chunk.
+    """
     kinds: dict[Hashable, list[int]] = {}
     for number, member in enumerate(members):
         kinds.setdefault(kind(*member), []).append(number)

@@ -27,6 +27,7 @@ from foundry.core.errors import ConfigError, Violation, counted, listed
 from foundry.core.sharded import is_sharded
 from foundry.models.fsdp_block import find_blocks
 from foundry.optim.adamw_bf16 import Bf16AdamW
+from foundry.optim.adamw_cautious import CautiousAdamW, CautiousBf16AdamW
 from foundry.optim.eager import Adam, AdamW
 from foundry.optim.muon import Muon
 from foundry.optim.sgd import ShardedSGD
@@ -48,6 +49,8 @@ class HasHead(Protocol):
 def adamw(settings: AdamWSettings, *, model: nn.Module, lr: float) -> list[Optimizer]:
     """AdamW (Loshchilov and Hutter, 2019); moments are stored in the dtype of the parameters, or in `moments_dtype`."""
     kind: type[AdamW] = AdamW if settings.moments_dtype is None else Bf16AdamW
+    if settings.cautious_weight_decay:
+        kind = CautiousAdamW if settings.moments_dtype is None else CautiousBf16AdamW
     return [kind(_groups(model, settings), **_moments(model, settings), lr=lr)]
 
 
@@ -76,7 +79,8 @@ def muon(
     matrices = {p for block in find_blocks(model) for p in block.parameters() if p.requires_grad and p.ndim == 2}
     muon_groups = _groups(model, settings, include=matrices)
     other_groups = _groups(model, settings, include={p for p in model.parameters() if p not in matrices})
-    optimizers: list[Optimizer] = [AdamW(other_groups, **_moments(model, settings), lr=lr)]
+    kind = CautiousAdamW if settings.cautious_weight_decay else AdamW
+    optimizers: list[Optimizer] = [kind(other_groups, **_moments(model, settings), lr=lr)]
     if muon_groups:
         ns_dtype = NsDtype.following(precision) if settings.ns_dtype is None else settings.ns_dtype
         orthogonal = Muon(
@@ -87,6 +91,8 @@ def muon(
             ns_steps=settings.ns_steps,
             ns_dtype=_NS_DTYPES[NsDtype(ns_dtype)],
             weight_decay=settings.weight_decay,
+            cautious_weight_decay=settings.cautious_weight_decay,
+            row_variance_decay=settings.row_variance_decay if settings.row_variance else None,
             # DDP has reduced the gradients already: all ranks hold the same values, and each can process a share of the
             # matrices.
             group=model.process_group if isinstance(model, DistributedDataParallel) else None,

@@ -147,6 +147,7 @@ class Batch:
         home: device of this rank's parts: `device` or the CPU.
 
     Attributes:
+        owners: owner of each matrix, as given.
         is_mine: whether this rank owns the matrix, for each matrix.
         is_sent: whether `gather` takes this rank's part of the matrix, for each matrix.
     """
@@ -163,6 +164,7 @@ class Batch:
         self._dtype, self._device, self._home = dtype, device, home
         self._is_offloaded = device.type != home.type
         pairs = list(zip(layouts, owners, strict=True))
+        self.owners = owners
         self.is_mine = [owner == rank for owner in owners]
         owned_layouts = [layout for layout, owner in pairs if owner == rank]
         self._shapes = [layout.shape for layout in owned_layouts]

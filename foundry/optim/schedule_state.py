@@ -8,19 +8,26 @@ from foundry.core.errors import ConfigError, Violation
 from foundry.core.protocols import Schedule
 from foundry.optim.schedules import from_state
 
-_IN_SAMPLES = ("warmup", "horizon", "decay", "weight_decay_curve.horizon")
+_IN_SAMPLES = ("warmup", "horizon", "decay", "weight_decay_curve.horizon", "momentum_warmup.samples")
+_KEYS = {
+    "momentum_warmup.start": "optimizer.momentum_warmup_start",
+    "momentum_warmup.end": "optimizer.momentum",
+    "momentum_warmup.samples": "optimizer.momentum_warmup",
+}
+"""Config keys of the fields that are not set in `scheduler`."""
 _REMEDIES = {
     "horizon": "scheduler.horizon (keep it to extend the run), ",
     "max_lr": "hparams.lr, ",
+    "momentum_warmup.samples": "optimizer.momentum_warmup and scheduler.horizon, ",
 }
 
 
 def reconcile(schedule: Schedule, saved: Mapping[str, Any], mode: SchedulerOnResume) -> Schedule:
     """Return the configured schedule or the one in the checkpoint, depending on the mode.
 
-    No other state carries schedule values over a resume: learning rate and weight decay are pure functions of the
-    number of consumed samples, and their values in parameter groups are overwritten before every update. (Megatron-LM
-    keeps the checkpoint's bounds in the groups, loses WSD's decay, and adds the saved count to its own.)
+    No other state carries schedule values over a resume: learning rate, weight decay and momentum are pure functions of
+    the number of consumed samples, and their values in parameter groups are overwritten before every update.
+    (Megatron-LM keeps the checkpoint's bounds in the groups, loses WSD's decay, and adds the saved count to its own.)
 
     Args:
         schedule: the configured schedule.
@@ -41,7 +48,7 @@ def reconcile(schedule: Schedule, saved: Mapping[str, Any], mode: SchedulerOnRes
     current, previous = dict(_flat(schedule.state_dict())), dict(_flat(saved))
     differing = [
         Violation(
-            f"scheduler.{name}",
+            _KEYS.get(name, f"scheduler.{name}"),
             f"is {_format(name, current)} but the checkpoint was trained with {_format(name, previous)}; resume with "
             f"the same {_REMEDIES.get(name, '')}or set checkpoint.scheduler_on_resume to config or checkpoint",
         )

@@ -1,4 +1,4 @@
-"""Learning rate and weight decay as pure functions of the number of consumed samples.
+"""Learning rate, weight decay and momentum as pure functions of the number of consumed samples.
 
 The curves are Megatron-LM's (`optimizer_param_scheduler.py`, core 0.20), in units of samples. The order of operations
 is the same too, so the values agree bit for bit.
@@ -57,8 +57,35 @@ class WeightDecay:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MomentumWarmup:
+    """Linear rise of the momentum coefficient from `start` to `end`.
+
+    Records of modded-nanogpt (Jordan et al., 2024, https://github.com/KellerJordan/modded-nanogpt) warm up the momentum
+    of Muon from 0.85 to 0.95 over 300 steps.
+
+    Attributes:
+        start: coefficient before the first sample.
+        end: coefficient after the warmup.
+        samples: length of the warmup in samples, above 0; may be fractional.
+    """
+
+    start: float
+    end: float
+    samples: float
+
+    def at(self, samples: float) -> float:
+        """Return the coefficient after `samples` samples: start + r (end - start), with r = samples / warmup.
+
+        From the end of the warmup on it is exactly `end`.
+        """
+        if samples >= self.samples:
+            return self.end
+        return self.start + samples / self.samples * (self.end - self.start)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Schedule(ABC):
-    """Base class of schedules: warmup, horizon and floor of the learning rate, and optionally a weight decay curve.
+    """Base class of schedules: warmup, horizon and floor of the learning rate, and curves of weight decay and momentum.
 
     Attributes:
         max_lr: peak learning rate.
@@ -70,6 +97,7 @@ class Schedule(ABC):
         evaluate_at: point of the curves that applies to an update that consumes samples a to b: b, or a as in
             Megatron-LM.
         weight_decay_curve: weight decay schedule; None keeps the optimizer's own value.
+        momentum_warmup: momentum schedule; None keeps the optimizer's own value.
     """
 
     max_lr: float
@@ -80,6 +108,7 @@ class Schedule(ABC):
     force_min_lr: float = 0.0
     evaluate_at: EvaluateAt = EvaluateAt.end
     weight_decay_curve: WeightDecay | None = None
+    momentum_warmup: MomentumWarmup | None = None
 
     @classmethod
     @configured_by(Settings)
@@ -107,13 +136,19 @@ class Schedule(ABC):
 
     def lr(self, samples_before: int, samples_after: int) -> float:
         """Return the learning rate of the update that consumes samples `samples_before` to `samples_after`."""
-        return self.lr_at(samples_after if self.evaluate_at is EvaluateAt.end else samples_before)
+        return self.lr_at(self._point(samples_before, samples_after))
 
     def weight_decay(self, samples_before: int, samples_after: int) -> float | None:
         """Return the weight decay of the update with these sample counts; None keeps the optimizer's own value."""
         if self.weight_decay_curve is None:
             return None
-        return self.weight_decay_curve.at(samples_after if self.evaluate_at is EvaluateAt.end else samples_before)
+        return self.weight_decay_curve.at(self._point(samples_before, samples_after))
+
+    def momentum(self, samples_before: int, samples_after: int) -> float | None:
+        """Return the momentum of the update with these sample counts; None keeps the optimizer's own value."""
+        if self.momentum_warmup is None:
+            return None
+        return self.momentum_warmup.at(self._point(samples_before, samples_after))
 
     def lr_at(self, samples: float) -> float:
         """Return the learning rate after `samples` samples."""
@@ -130,8 +165,15 @@ class Schedule(ABC):
         return [("warmup", self.warmup), ("decay", self.horizon), ("floor", math.inf)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all fields and the style of the schedule as plain JSON."""
-        return {"style": type(self).__name__, **_to_plain(asdict(self))}
+        """Return all fields and the style of the schedule as plain JSON, except a momentum warmup that is None."""
+        state = {"style": type(self).__name__, **_to_plain(asdict(self))}
+        if self.momentum_warmup is None:  # as in checkpoints of schedules without this field
+            del state["momentum_warmup"]
+        return state
+
+    def _point(self, samples_before: int, samples_after: int) -> int:
+        """Return the number of samples at which the curves apply to an update."""
+        return samples_after if self.evaluate_at is EvaluateAt.end else samples_before
 
     def _between(self, share: float) -> float:
         return self.min_lr + share * (self.max_lr - self.min_lr)
@@ -245,6 +287,8 @@ def from_state(state: dict[str, Any]) -> Schedule:
         values["decay_style"] = DecayStyle(values["decay_style"])
     if (curve := values["weight_decay_curve"]) is not None:
         values["weight_decay_curve"] = WeightDecay(**{**curve, "style": IncrementStyle(curve["style"])})
+    if (warmup := values.get("momentum_warmup")) is not None:
+        values["momentum_warmup"] = MomentumWarmup(**warmup)
     return STYLES[state["style"]](**values)
 
 

@@ -14,6 +14,7 @@ def step_collectives(
     num_blocks: int,
     num_microbatches: int,
     num_owner_batches: int = 0,
+    normalizes_rows: bool = False,
     num_loss_tiles: int = 1,
     has_replicated: bool = True,
 ) -> Counter[str]:
@@ -25,19 +26,20 @@ def step_collectives(
     - one all-reduce of the number of valid items, and one of the sums of loss and metrics;
     - one all-reduce of the squares of sharded gradients, for their norm, per mesh dimension that shards them;
     - one all-reduce of the gradients of parameters that FSDP2 leaves replicated;
-    - two all-to-alls for each batch of matrices that Muon gathers.
+    - two all-to-alls for each batch of matrices that Muon gathers, and two more if it normalizes rows.
 
     Args:
         distributed: the resolved strategy.
         num_blocks: number of blocks of the model.
         num_microbatches: forward passes of the step.
         num_owner_batches: batches of matrices that an optimizer gathers; 0 for optimizers that need no whole matrices.
+        normalizes_rows: whether the optimizer also gathers a value for each row of these matrices.
         num_loss_tiles: tiles of a microbatch's loss, with tensor parallelism.
         has_replicated: whether FSDP2 leaves parameters replicated, as it does with norms and biases in blocks with amp.
     """
     if isinstance(distributed, Single):
         return Counter()
-    counts = Counter(all_reduce=2, all_to_all=2 * num_owner_batches)
+    counts = Counter(all_reduce=2, all_to_all=(4 if normalizes_rows else 2) * num_owner_batches)
     if isinstance(distributed, DDP) and not distributed.shard_optimizer:
         assert not distributed.overlap_grad_reduce, "buckets depend on the sizes of tensors"
         counts["all_reduce"] += num_microbatches if distributed.gradient_sync is GradientSync.every else 1

@@ -1,6 +1,7 @@
 """Builders of the budget, the schedule and the optimizers."""
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -10,6 +11,7 @@ from foundry.config.build import build, field_of
 from foundry.config.lengths import check_lengths, resolve_budget
 from foundry.config.schemas.evaluation import PatienceUnit
 from foundry.config.schemas.hparams import ScheduleUnit
+from foundry.config.schemas.optimizer import Muon
 from foundry.config.schemas.root import Config
 from foundry.config.schemas.scheduler import EvaluateAt, Scheduler
 from foundry.core.duration import Budget
@@ -17,6 +19,8 @@ from foundry.core.errors import ConfigError, Violation
 from foundry.core.protocols import Schedule
 from foundry.data.splits import DataSplits
 from foundry.optim.optimizers import find_coverage_problem
+from foundry.optim.schedules import MomentumWarmup
+from foundry.optim.schedules import Schedule as OwnSchedule
 from foundry.parts.data import samples_per_epoch
 from foundry.parts.fitting import fitting
 
@@ -49,10 +53,13 @@ def build_budget(config: Config, data: DataSplits, dp_size: int) -> Budget:
 
 
 def build_schedule(config: Config, budget: Budget) -> Schedule:
-    """Build the schedule of learning rate and weight decay.
+    """Build the schedule of learning rate, weight decay and momentum.
 
     Logs a warning about settings that the schedule does not follow, and about a run whose only step has learning rate
     0.
+
+    Raises:
+        ConfigError: the optimizer has a momentum warm-up, but the schedule is of another package.
     """
     own = constant_weight_decay(config.optimizer)
     start = getattr(config.scheduler, "start_weight_decay", None)
@@ -63,12 +70,26 @@ def build_schedule(config: Config, budget: Budget) -> Schedule:
         steps = budget.batch_sizes.steps_at(phases.warmup)
         log.warning("scheduler.warmup=%s is longer than the run; using %g steps", config.scheduler.warmup, steps)
     schedule: Schedule = build(fitting(config.scheduler, "scheduler"), max_lr=config.hparams.lr, budget=budget)
+    if isinstance(config.optimizer, Muon):
+        schedule = _with_momentum_warmup(schedule, config.optimizer, budget)
     if budget.total_steps == 1 and schedule.lr(0, budget.total_samples) == 0:
         is_at_start = getattr(config.scheduler, "evaluate_at", None) is EvaluateAt.start
         setting = "scheduler.evaluate_at=end" if is_at_start else "scheduler.min_lr above 0"
         message = "the only step of the run has learning rate 0, so no weights change"
         log.warning("scheduler: %s; train longer, such as hparams.max_steps=2, or set %s", message, setting)
     return schedule
+
+
+def _with_momentum_warmup(schedule: Schedule, optimizer: Muon, budget: Budget) -> Schedule:
+    start = optimizer.momentum_warmup_start
+    if start is None:
+        return schedule
+    if not isinstance(schedule, OwnSchedule):
+        message = f"is {start:g} but needs a schedule of foundry, not {type(schedule).__name__}; set it to null"
+        raise ConfigError(Violation("optimizer.momentum_warmup_start", message))
+    samples = optimizer.momentum_warmup_samples(budget, schedule.horizon)
+    assert samples is not None, "the warm-up has a start value"
+    return replace(schedule, momentum_warmup=MomentumWarmup(start=start, end=optimizer.momentum, samples=samples))
 
 
 def build_optimizers(config: Config, model: nn.Module) -> list[Optimizer]:

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import nn
 
-from foundry.config.schemas.evaluation import Evaluation
 from foundry.config.schemas.root import Config
 from foundry.config.schemas.scheduler import EvaluateAt, Scheduler
 from foundry.core.duration import Budget, EpochInterval, Interval, without_rounding_error
@@ -61,7 +60,7 @@ def build_plan(
         **_sizes(budget, config.hparams.per_gpu_batch_size, dp_size),
         **_schedule_lengths(schedule, budget),
         **_schedule_values(schedule, budget, constant_weight_decay(config.optimizer)),
-        "durations": _durations(config.scheduler, config.evaluation, budget),
+        "durations": _durations(config, schedule, budget),
         "phases": [vars(phase) for phase in resolve_phases(schedule, budget)],
         "batch_stages": _batch_stages(budget, config.hparams.per_gpu_batch_size * dp_size),
         "parameters": sum(parameter.numel() for parameter in parameters),
@@ -207,15 +206,17 @@ def _schedule_lengths(schedule: Schedule, budget: Budget) -> dict[str, float]:
     return {**lengths, "wd_incr_steps": _steps(budget, samples), "wd_incr_samples": samples}
 
 
-def _durations(scheduler: Any, evaluation: Evaluation, budget: Budget) -> dict[str, str]:
+def _durations(config: Config, schedule: Schedule, budget: Budget) -> dict[str, str]:
     """Return each duration in the settings as given and in steps and samples: `"1"` is one step, `"1.0"` the run."""
-    resolved = dict[str, str]()
+    scheduler, evaluation, resolved = config.scheduler, config.evaluation, dict[str, str]()
     if isinstance(scheduler, Scheduler):
         phases = scheduler.phases(budget)
         for name, samples in vars(phases).items():
             if (text := getattr(scheduler, name, None)) is not None:
                 end = phases.horizon if name == "decay" else None
                 resolved[f"scheduler.{name}"] = _meaning(text, budget, samples, end)
+    if isinstance(schedule, OwnSchedule) and (warmup := schedule.momentum_warmup) is not None:
+        resolved["optimizer.momentum_warmup"] = _meaning(config.optimizer.momentum_warmup, budget, warmup.samples)
     match evaluation.interval_in(budget):
         case Interval(samples=samples):
             resolved["evaluation.interval"] = _meaning(str(evaluation.interval), budget, samples)

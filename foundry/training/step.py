@@ -97,7 +97,9 @@ class TrainStep:
         self._norms = norms
         self.guard = UpdateGuard(guard or Guard(), optimizers, world, scaler=self._scaler)
 
-    def __call__(self, window: Window, lr: float, step: int, *, weight_decay: float | None = None) -> StepResult:
+    def __call__(
+        self, window: Window, lr: float, step: int, *, weight_decay: float | None = None, momentum: float | None = None
+    ) -> StepResult:
         """Update the model once.
 
         Args:
@@ -105,6 +107,7 @@ class TrainStep:
             lr: learning rate of this update.
             step: step number, for messages.
             weight_decay: weight decay of this update; None keeps the optimizers' own.
+            momentum: momentum of this update; None keeps the optimizers' own.
 
         Raises:
             NonFiniteError: the loss or gradient is NaN or infinite in more consecutive steps than `guard` allows. If
@@ -113,7 +116,7 @@ class TrainStep:
             LossSpike: the loss jumped, and the run should go back to the last checkpoint.
             PersistentSpikeError: the loss jumped in more consecutive steps than `guard` allows.
         """
-        set_schedule(self._optimizers, lr, weight_decay)
+        set_schedule(self._optimizers, lr, weight_decay, momentum)
         sums, count = self._compute_gradients(window.microbatches)
         if self._scaler is not None:
             for optimizer in self._optimizers:
@@ -215,13 +218,24 @@ class TrainStep:
         return LossSum(loss, metrics)
 
 
-def set_schedule(optimizers: Iterable[Optimizer], lr: float, weight_decay: float | None = None) -> None:
-    """Set learning rate and, unless None, weight decay of each group for the next update, times the group's factors."""
+def set_schedule(
+    optimizers: Iterable[Optimizer], lr: float, weight_decay: float | None = None, momentum: float | None = None
+) -> None:
+    """Set the values of each parameter group for the next update.
+
+    Args:
+        optimizers: optimizers whose groups are changed.
+        lr: learning rate; multiplied by `lr_mult` of the group.
+        weight_decay: weight decay; multiplied by `wd_mult` of the group. None keeps the groups' values.
+        momentum: momentum of the groups that have one. None keeps the groups' values.
+    """
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr * group.get("lr_mult", 1.0)
             if weight_decay is not None:
                 group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)
+            if momentum is not None and "momentum" in group:
+                group["momentum"] = momentum
 
 
 def to_device(microbatch: Microbatch, device: torch.device) -> Microbatch:

@@ -15,7 +15,15 @@ from foundry.core.ema import WeightAverage
 from foundry.core.errors import ConfigError
 from foundry.core.events import Evaluated, Observer, RunEnded, RunStarted, StepLogged
 from foundry.core.progress import Progress
-from foundry.core.protocols import CheckpointManager, SaveError, Schedule, StopRule, Window, WindowSource
+from foundry.core.protocols import (
+    CheckpointManager,
+    SaveError,
+    Schedule,
+    StopRule,
+    Window,
+    WindowSource,
+    scheduled_momentum,
+)
 from foundry.core.state_values import read_optional_number
 from foundry.core.stop_signals import Stopped
 from foundry.parallel.process_group import World
@@ -58,7 +66,7 @@ class Trainer:
     Attributes:
         step: the optimizer step.
         source: source of windows of microbatches.
-        schedule: learning rate and weight decay of each update.
+        schedule: learning rate, weight decay and momentum of each update.
         constant_weight_decay: weight decay of the optimizer, logged if the schedule does not set it.
         progress: counters of steps, samples and tokens.
         budget: length of the run.
@@ -259,8 +267,9 @@ class Trainer:
         )
         lr = self.schedule.lr(samples_before, samples_after)
         weight_decay = self.schedule.weight_decay(samples_before, samples_after)
+        momentum = scheduled_momentum(self.schedule, samples_before, samples_after)
         with self.recompilations.around_step():
-            result = self.step(window, lr, progress.steps + 1, weight_decay=weight_decay)
+            result = self.step(window, lr, progress.steps + 1, weight_decay=weight_decay, momentum=momentum)
         self.watchdog.started()
         self.checkpoints.check_state()
         progress.advance(window.num_samples, window.num_tokens)

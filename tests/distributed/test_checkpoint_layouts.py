@@ -17,7 +17,7 @@ LAYOUTS = {
     4: {"fsdp_4": FSDP(), "hsdp_2x2": HSDP(num_replicas=2)},
 }
 NAMES = [name for layouts in LAYOUTS.values() for name in layouts]
-OPTIMIZERS = ("adamw", "muon")
+OPTIMIZERS = ("adamw", "muon", "muon_rows")
 
 
 class Odd(Toy):
@@ -39,7 +39,7 @@ def build(kind, config, world, seed):
 
     parallel = parallelize(Odd(seed), FP32, arrange(world, config), grad_checkpointing=False, torchcompile=False)
     common = {"model": parallel.model, "lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-3, "weight_decay": 0.1}
-    own = {"momentum": 0.95, "nesterov": True, "ns_steps": 5}
+    own = {"momentum": 0.95, "nesterov": True, "ns_steps": 5, "row_variance": kind == "muon_rows"}
     optimizers = adamw(**common) if kind == "adamw" else muon(**common, **own)
     return parallel, WeightAverage(parallel.inner, 0.9), optimizers
 

@@ -34,7 +34,7 @@ def build(world, config, seed):
     model = Transformer(**SIZES, num_layers=2, max_seq_len=8)
     parallel = parallelize(model, FP32, arrange(world, config), grad_checkpointing=False, torchcompile=False)
     common = {"model": parallel.model, "lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-3, "weight_decay": 0.1}
-    optimizers = muon(**common, momentum=0.95, nesterov=True, ns_steps=5)
+    optimizers = muon(**common, momentum=0.95, nesterov=True, ns_steps=5, row_variance=True)
     return parallel, WeightAverage(parallel.inner, 0.9), optimizers
 
 

@@ -68,8 +68,11 @@ LAYOUTS_OF_MATRICES = {
 }
 
 
-def steps_of_both(mesh, placements, ns_dtype, held_in):
-    """Return pairs of a whole and a sharded tensor, first weights, then momentum, after the same gradients."""
+NORMALIZED = {"cautious_weight_decay": True, "row_variance_decay": 0.9}
+
+
+def steps_of_both(mesh, placements, ns_dtype, held_in, **own):
+    """Return pairs of a whole and a sharded tensor, first weights, then states, after the same gradients."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     from foundry.optim.muon import Muon
@@ -80,6 +83,7 @@ def steps_of_both(mesh, placements, ns_dtype, held_in):
     kinds = {"rows": Shard(0), "columns": Shard(1), "whole": Replicate(), "plain": Replicate()}
     layout = [kinds[kind] for kind in placements]
     options = {"lr": 0.1, "momentum": 0.95, "nesterov": True, "ns_steps": 5, "weight_decay": 0.1, "ns_dtype": ns_dtype}
+    options |= own
     held = []
     shard = torch.clone if is_plain else lambda matrix: distribute_tensor(matrix, mesh, layout)
     for place, group in ((torch.clone, None), (shard, mesh.get_group() if is_plain else None)):
@@ -89,8 +93,8 @@ def steps_of_both(mesh, placements, ns_dtype, held_in):
             for matrix, gradient in zip(matrices, gradients, strict=True):
                 matrix.grad = place(gradient)
             optimizer.step()
-        momentum = [optimizer.state[matrix]["momentum_buffer"] for matrix in matrices]
-        held.append([full_tensor(tensor.detach()) for tensor in (*matrices, *momentum)])
+        states = [optimizer.state[matrix][key] for key in optimizer.state[matrices[0]] for matrix in matrices]
+        held.append([full_tensor(tensor.detach()) for tensor in (*matrices, *states)])
     return list(zip(*held, strict=True))
 
 
@@ -104,13 +108,13 @@ def different_tensors(world):
     found = {}
     for mesh_shape, placements in LAYOUTS_OF_MATRICES[world.world_size]:
         mesh = init_device_mesh("cpu", mesh_shape)
-        for ns_dtype, held_in in product(types, types):
+        for ns_dtype, held_in, own in product(types, types, ({}, NORMALIZED)):
             with patch.object(owners, "_BATCH_BYTES", 600):  # A low limit, so that the matrices form several batches.
-                pairs = steps_of_both(mesh, placements, ns_dtype, held_in)
-            assert len(pairs) == 2 * len(SHAPES)
+                pairs = steps_of_both(mesh, placements, ns_dtype, held_in, **own)
+            assert len(pairs) == (3 if own else 2) * len(SHAPES)
             assert all(torch.isfinite(one).all() for one, _ in pairs)
             wrong = [tuple(one.shape) for one, other in pairs if not torch.equal(one, other)]
-            found[mesh_shape, placements, ns_dtype, held_in] = wrong
+            found[mesh_shape, placements, ns_dtype, held_in, *own] = wrong
     return found
 
 

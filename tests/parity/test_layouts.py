@@ -31,16 +31,24 @@ LAYOUTS = {
 # Overrides by optimizer; the learning rates are high enough that twenty steps change the weights visibly.
 OPTIMIZERS = {
     "muon": ["optimizer=muon"],
+    "muon_options": [
+        "optimizer=muon",
+        "optimizer.momentum_warmup_start=0.85",
+        "optimizer.momentum_warmup='10'",
+        "optimizer.cautious_weight_decay=true",
+        "optimizer.row_variance=true",
+    ],
     "adamw": ["optimizer=adamw"],
     "sgd": ["optimizer=sgd", "hparams.lr=0.1"],
 }
-TOLERANCES = {"muon": 2e-5, "adamw": 1e-5, "sgd": 1e-5}
+TOLERANCES = {"muon": 2e-5, "muon_options": 2e-5, "adamw": 1e-5, "sgd": 1e-5}
 OTHERS = [
     pytest.param(name, marks=pytest.mark.long) if processes > 2 else name
     for name, (processes, *_) in list(LAYOUTS.items())[1:]
 ]
 CASES = [("lm", "muon")]
-LONG_CASES = [("lm", "sgd"), *((task, "adamw") for task in ("lm", "diffusion", "policy", "vlm", "vla"))]
+LONG_CASES = [("lm", "sgd"), ("lm", "muon_options")]
+LONG_CASES += [(task, "adamw") for task in ("lm", "diffusion", "policy", "vlm", "vla")]
 if os.environ.get("FOUNDRY_ALL_LAYOUTS"):
     LONG_CASES += [(task, optimizer) for task in ("diffusion", "policy", "vlm", "vla") for optimizer in ("muon", "sgd")]
 CASES = [*CASES, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG_CASES)]

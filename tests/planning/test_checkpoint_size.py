@@ -12,11 +12,11 @@ from foundry.planning.memory import checkpoint_bytes
 SMALL = ["model.hidden_size=32", "model.intermediate_size=48", "model.num_layers=2"]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "muon optimizer.row_variance=true", "sgd"])
 @pytest.mark.parametrize("decay", [None, 0.9])
 def test_planned_checkpoint_size_equals_the_saved_tensors(configure, optimizer, decay):
     ema_decay = "null" if decay is None else decay
-    config = configure(*SMALL, f"optimizer={optimizer}", f"hparams.ema_decay={ema_decay}")
+    config = configure(*SMALL, *f"optimizer={optimizer}".split(), f"hparams.ema_decay={ema_decay}")
     model = build(config.model)
     ema = None if decay is None else WeightAverage(model, decay)
     optimizers = build(config.optimizer, model=model, lr=0.1)

@@ -33,6 +33,7 @@ class Case:
         shares: number of ranks that train on the same samples.
         microbatches: microbatches per rank and step.
         owner_batches: batches of matrices that Muon gathers.
+        normalizes_rows: whether Muon normalizes rows.
         replicates: whether FSDP2 replicates norms and biases.
         waits: unavoidable host waits per step.
         runs_by_default: whether the case is in the default selection.
@@ -43,6 +44,7 @@ class Case:
     shares: int = 1
     microbatches: int = 1
     owner_batches: int = 0
+    normalizes_rows: bool = False
     replicates: bool = True
     waits: int = 0
     runs_by_default: bool = False
@@ -56,12 +58,13 @@ class Case:
 ADAMW, MUON, SGD, FSDP2 = "optimizer=adamw", "optimizer=muon", "optimizer=sgd", "distributed=fsdp"
 DDP_DEFERRED = ("distributed=ddp", "distributed.overlap_grad_reduce=false")
 DDP_SHARDED = ("distributed=ddp", "distributed.shard_optimizer=true")
-UNSAVED = "checkpoint=none"
+ROWS, UNSAVED = "optimizer.row_variance=true", "checkpoint=none"
 CASES = {
     "one_gpu": Case(1, (ADAMW,), runs_by_default=True),
     "fsdp_256": Case(256, (ADAMW, FSDP2), microbatches=2, runs_by_default=True),
     "fsdp_muon": Case(8, (MUON, FSDP2, UNSAVED), owner_batches=1, runs_by_default=True),
     "ddp": Case(8, (ADAMW, *DDP_DEFERRED, UNSAVED), runs_by_default=True),
+    "fsdp_muon_rows": Case(8, (MUON, ROWS, FSDP2, UNSAVED), owner_batches=1, normalizes_rows=True),
     "one_gpu_muon": Case(1, (MUON, UNSAVED), microbatches=2),
     "one_gpu_sgd": Case(1, (SGD, UNSAVED)),
     # The host waits for the loss, the gradient norm and the overflow flag of the scaler.
@@ -105,6 +108,7 @@ def test_step_has_no_host_waits_and_only_the_expected_collectives(rehearsed, nam
         num_blocks=NUM_BLOCKS,
         num_microbatches=case.microbatches,
         num_owner_batches=case.owner_batches,
+        normalizes_rows=case.normalizes_rows,
         has_replicated=case.replicates,
     )
     is_one_unit = "distributed.overlap_grad_reduce=false" in case.overrides

@@ -7,7 +7,8 @@ from enum import Enum
 from typing import Any
 
 from foundry.config.schemas.precision import PrecisionMode
-from foundry.config.setting import check_fields, setting
+from foundry.config.setting import check_fields, check_unused, setting
+from foundry.core.duration import Budget, Duration
 from foundry.core.errors import Violation, nearest
 
 _BF16_STEP = 2.0**-8
@@ -112,6 +113,11 @@ class AdamW(Adam):
         "bf16: store both moments in bf16, with half of the memory, and update them in fp32; null: the dtype of the "
         "parameters",
     )
+    cautious_weight_decay: bool = setting(
+        False,
+        "decay a weight only if the update moves it towards zero, so that the decay never opposes the update",
+        since="0.1.0",
+    )
 
     def check(self) -> Iterator[Violation]:
         """Check that moments stored in bf16 decay fast enough for its precision."""
@@ -153,11 +159,64 @@ class Muon(Optimizer):
 
     _target_: str = "foundry.optimizers.muon"
     momentum: float = setting(0.95, "decay of Muon's velocity", ge=0, lt=1)
+    momentum_warmup_start: float | None = setting(
+        None,
+        "decay of Muon's velocity at the start of a linear rise to momentum; null: momentum throughout",
+        ge=0,
+        lt=1,
+        since="0.1.0",
+    )
+    momentum_warmup: str = setting(
+        "300",
+        "duration of the rise from momentum_warmup_start; a fraction refers to the horizon of the scheduler",
+        parse=Duration.parse_positive,
+        since="0.1.0",
+    )
     nesterov: bool = setting(True, "use Nesterov momentum")
     ns_steps: int = setting(5, "number of Newton-Schulz iterations of the orthogonalisation", ge=1, le=1000)
     ns_dtype: NsDtype | None = setting(
         None, "dtype of the Newton-Schulz iterations; null: bf16 under amp_bfloat16 and pure_bf16, else fp32"
     )
+    row_variance: bool = setting(
+        False,
+        "divide each row of Muon's update by the root of an average of its mean square, then restore the norm of the "
+        "update",
+        since="0.1.0",
+    )
+    row_variance_decay: float = setting(0.95, "decay of the average mean square of a row", ge=0, lt=1, since="0.1.0")
     beta1: float = setting(0.9, "AdamW's decay of the first moment", ge=0, lt=1)
     beta2: float = setting(0.95, "AdamW's decay of the second moment", ge=0, lt=1)
     eps: float = setting(1e-8, "AdamW's constant added to the root of the second moment", gt=0)
+    cautious_weight_decay: bool = setting(
+        False,
+        "decay a weight, of Muon or of AdamW, only if the update moves it towards zero, so that the decay never "
+        "opposes the update",
+        since="0.1.0",
+    )
+
+    def check(self) -> Iterator[Violation]:
+        """Check that the momentum warm-up rises, and that settings of options have their option."""
+        yield from super().check()
+        if not self.row_variance:
+            yield from check_unused(self, "optimizer", ["row_variance_decay"], "optimizer.row_variance=true")
+        if self.momentum_warmup_start is None:
+            yield from check_unused(self, "optimizer", ["momentum_warmup"], "optimizer.momentum_warmup_start")
+        elif self.momentum_warmup_start > self.momentum:
+            yield Violation(
+                "optimizer.momentum_warmup_start",
+                f"is {self.momentum_warmup_start:g} but must be at most optimizer.momentum={self.momentum:g}; lower it",
+            )
+
+    def momentum_warmup_samples(self, budget: Budget, horizon: float) -> float | None:
+        """Return the length of the momentum warm-up in samples; None if there is none.
+
+        Args:
+            budget: size of the run.
+            horizon: length of the learning-rate schedule in samples; reference of a fraction.
+
+        Raises:
+            ValueError: the length is in tokens, but the data has no tokens.
+        """
+        if self.momentum_warmup_start is None:
+            return None
+        return Duration.parse(self.momentum_warmup).samples(budget, reference=horizon)
