@@ -1,4 +1,13 @@
-"""A Llama-style decoder in plain PyTorch, with the parameter names of transformers' Llama."""
+"""A Llama-style decoder in plain PyTorch, with the parameter names of transformers' Llama.
+
+Options, off by default, and their sources:
+
+- `qk_norm`: norms of queries and keys (Henry et al., 2020, arXiv:2010.04245);
+- `zero_init_outputs`: blocks start as the identity (Fixup: Zhang et al., 2019, arXiv:1901.09321);
+- `residual_scalars`: learned factors on the residual stream and on the embedding before each block (speed records of
+  modded-nanogpt, https://github.com/KellerJordan/modded-nanogpt; `resid_lambdas` and `x0_lambdas` of nanochat,
+  https://github.com/karpathy/nanochat).
+"""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
@@ -174,6 +183,7 @@ class TransformerBlock(FSDPBlock):
         attention_dropout: float = 0.0,
         *,
         qk_norm: bool = False,
+        residual_scalars: bool = False,
     ) -> None:
         super().__init__()
         self.dropout = hidden_dropout
@@ -183,6 +193,8 @@ class TransformerBlock(FSDPBlock):
         self.mlp = FeedForward(hidden_size, intermediate_size)
         self.input_layernorm = RMSNorm(hidden_size, norm_eps)
         self.post_attention_layernorm = RMSNorm(hidden_size, norm_eps)
+        self.residual_scale = nn.Parameter(torch.ones(())) if residual_scalars else None
+        self.embedding_scale = nn.Parameter(torch.zeros(())) if residual_scalars else None
 
     def forward(
         self,
@@ -193,9 +205,28 @@ class TransformerBlock(FSDPBlock):
         mask: Tensor | DocumentBounds | None = None,
         draws: KeyedDropout | None = None,
         documents: Documents | None = None,
+        *,
+        embedded: Tensor | None = None,
     ) -> Tensor:
-        """Map x: (batch, seq, hidden_size) to the same shape; cos, sin: (..., seq, head_dim)."""
+        """Map x: (batch, seq, hidden_size) to the same shape; cos, sin: (..., seq, head_dim).
+
+        `embedded` is the argument of `rescale`.
+        """
+        x = self.rescale(x, embedded)
         return self.add(x, self.self_attn(self.input_layernorm(x), cos, sin, cache, mask, draws, documents), draws)
+
+    def rescale(self, x: Tensor, embedded: Tensor | None) -> Tensor:
+        """Return residual_scale * x + embedding_scale * embedded; a block without these scalars returns x.
+
+        Args:
+            x: residual stream, (batch, seq, hidden_size).
+            embedded: input of the first block, of the same shape; None if the block has no scalars.
+        """
+        if self.residual_scale is None or self.embedding_scale is None:
+            return x
+        assert embedded is not None
+        # Rounded to the dtype of x on all devices: GPUs would round them, and CPUs would not.
+        return self.residual_scale.to(x.dtype) * x + self.embedding_scale.to(x.dtype) * embedded
 
     def add(self, x: Tensor, attended: Tensor, draws: KeyedDropout | None = None) -> Tensor:
         """Add the attention output to the residual stream x, then the feed-forward output."""
@@ -208,13 +239,23 @@ class TransformerBlock(FSDPBlock):
 
 
 class Decoder(nn.Module):
-    """The decoder without its head."""
+    """The decoder without its head.
 
-    def __init__(self, embed_tokens: nn.Embedding, layers: nn.ModuleList, norm: RMSNorm) -> None:
+    Args:
+        embed_tokens: token embedding.
+        layers: blocks.
+        norm: norm of the hidden states.
+        residual_scalars: the blocks have residual scalars, and take the input of the first block as an argument.
+    """
+
+    def __init__(
+        self, embed_tokens: nn.Embedding, layers: nn.ModuleList, norm: RMSNorm, *, residual_scalars: bool = False
+    ) -> None:
         super().__init__()
         self.embed_tokens = embed_tokens
         self.layers = layers
         self.norm = norm
+        self.residual_scalars = residual_scalars
 
     def forward(
         self,
@@ -233,15 +274,21 @@ class Decoder(nn.Module):
             seq_len = tokens.shape[1]
             bounds = cache.bounds(seq_len, x.device, x.dtype, head_dim=cos.shape[-1])
             mask = cache.mask(seq_len, x.device) if bounds is None else bounds
+        options = self.block_options(x)
         for index, layer in enumerate(self.layers):
             if cache is not None:
-                x = layer(x, cos, sin, cache.layers[index], mask)
+                x = layer(x, cos, sin, cache.layers[index], mask, **options)
             elif draws is None and documents is None:
-                x = layer(x, cos, sin)
+                x = layer(x, cos, sin, **options)
             else:
-                x = layer(x, cos, sin, draws=None if draws is None else draws.fold(index), documents=documents)
+                layer_draws = None if draws is None else draws.fold(index)
+                x = layer(x, cos, sin, draws=layer_draws, documents=documents, **options)
         normed: Tensor = self.norm(x)
         return normed
+
+    def block_options(self, embedded: Tensor) -> dict[str, Tensor]:
+        """Return keyword arguments of every block, given the input of the first block, (batch, seq, hidden_size)."""
+        return {"embedded": embedded} if self.residual_scalars else {}
 
 
 class Transformer(nn.Module):
@@ -284,11 +331,13 @@ class Transformer(nn.Module):
                 hidden_dropout,
                 attention_dropout,
                 qk_norm=settings.qk_norm,
+                residual_scalars=settings.residual_scalars,
             )
             for _ in range(settings.num_layers)
         )
         embedding = nn.Embedding(settings.vocab_size, width)
-        self.model = Decoder(embedding, nn.ModuleList(blocks), RMSNorm(width, settings.norm_eps))
+        norm = RMSNorm(width, settings.norm_eps)
+        self.model = Decoder(embedding, nn.ModuleList(blocks), norm, residual_scalars=settings.residual_scalars)
         self.lm_head = None if settings.tie_embeddings else nn.Linear(width, settings.vocab_size, bias=False)
         self.init_weights()
 
@@ -375,9 +424,18 @@ class Transformer(nn.Module):
         return KVCache(len(self.model.layers), length, padding)
 
     def initial_weights(self) -> dict[str, Draw]:
-        """Return the initialization by parameter name: norms are ones, matrices are as in `matrix_draws`."""
-        norms = {f"{name}.weight": Constant(1.0) for name, m in self.named_modules() if isinstance(m, RMSNorm)}
-        return {**norms, **self.matrix_draws(self)}
+        """Return the initialization by parameter name, as in `vector_draws` and `matrix_draws`."""
+        return {**self.vector_draws(), **self.matrix_draws(self)}
+
+    def vector_draws(self) -> dict[str, Draw]:
+        """Return the initialization of vectors and scalars: ones, except that scales of the embedding are zeros."""
+        draws = dict[str, Draw]()
+        for name, module in self.named_modules():
+            if isinstance(module, RMSNorm):
+                draws[f"{name}.weight"] = Constant(1.0)
+            elif isinstance(module, TransformerBlock) and self.settings.residual_scalars:
+                draws[f"{name}.residual_scale"], draws[f"{name}.embedding_scale"] = Constant(1.0), Constant(0.0)
+        return draws
 
     def matrix_draws(self, part: nn.Module) -> dict[str, Draw]:
         """Return the initialization of the matrices of this model, or of a part that contains its blocks."""
@@ -425,7 +483,12 @@ class Transformer(nn.Module):
         """Return the transformers config of this architecture; `export_state` returns the matching weights.
 
         It is Llama's; with `qk_norm`, it is Qwen3's.
+
+        Raises:
+            ConfigError: no class of transformers computes the same function.
         """
+        if violations := list(self.settings.check_export()):
+            raise ConfigError(violations)
         from transformers import LlamaConfig, Qwen3Config
 
         kind, name = (Qwen3Config, "Qwen3ForCausalLM") if self.settings.qk_norm else (LlamaConfig, "LlamaForCausalLM")

@@ -26,6 +26,7 @@ VARIANTS = {
         "model.qk_norm=true",
         "model.zero_init_outputs=true",
     ],
+    "sgd, with residual scalars": ["optimizer=sgd", "hparams.lr=0.1", "model.residual_scalars=true"],
     "tied, averaged and recomputed": [
         "model.tie_embeddings=true",
         "hparams.ema_decay=0.9",

@@ -47,6 +47,10 @@ class Model:
         runtime=True,
     )
 
+    def check_export(self) -> Iterator[Violation]:
+        """Yield a violation for each setting that makes an export impossible; a model without any can be exported."""
+        yield from ()
+
     def check_with(self, run: "Config", launch: "Launch") -> Iterator[Violation]:
         """Check that the model supports tensor parallelism; user-defined models are checked when they are built."""
         size = run.distributed.tensor_parallel
@@ -105,6 +109,12 @@ class Transformer(Model):
         "start with zero matrices where attention and feed-forward add to the residual stream, instead of init_std",
         since="0.1.0",
     )
+    residual_scalars: bool = setting(
+        False,
+        "before each block, multiply the residual stream by a learned factor, 1 at the start, and add the token "
+        "embedding times another, 0 at the start; the model cannot be exported to transformers",
+        since="0.1.0",
+    )
     init_std: int | float | str = setting(
         0.02,
         f"standard deviation of initial weights: {_STD_RULES}",
@@ -135,6 +145,16 @@ class Transformer(Model):
             yield Violation(
                 "model.num_kv_heads", f"is {self.num_kv_heads} but must divide model.num_heads={self.num_heads}"
             )
+
+    def check_export(self) -> Iterator[Violation]:
+        """Yield a violation for each option without a model class in transformers.
+
+        A model that transformers cannot load with any options is exported as weights without a config.
+        """
+        if not self.in_transformers:
+            return
+        if self.residual_scalars:
+            yield _without_export("residual_scalars", "true", "false")
 
     def check_with(self, run: "Config", launch: "Launch") -> Iterator[Violation]:
         """Check that tensor parallelism divides heads, feed-forward size and vocabulary evenly."""
@@ -276,6 +296,12 @@ class HuggingFace(Model):
             for name in (name for name in ("initializer_range", "init_std") if name in self.config):
                 message = f"is {self.config[name]} but model.init_std={self.init_std}; remove one"
                 yield Violation(f"model.config.{name}", message)
+
+
+def _without_export(name: str, value: str, default: str) -> Violation:
+    message = f"is {value} but no model class of transformers has this option, so the run cannot be exported"
+    remedy = f"use it with foundry sample and foundry eval, or train a model with model.{name}={default}"
+    return Violation(f"model.{name}", f"{message}; {remedy}")
 
 
 def folder_settings(path: str) -> dict[str, Any]:
