@@ -46,25 +46,29 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize x: (..., hidden_size) over its last dimension."""
+        return self.normalize(x, local_part(self.weight))
+
+    def normalize(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Normalize x: (..., hidden_size) over its last dimension with the whole weight, (hidden_size,)."""
         # An fp32 weight would promote the residual stream to fp32. With FSDP2 the weight is bf16 already.
-        weight = self.local_weight().to(x.dtype)
+        weight = weight.to(x.dtype)
         if x.device.type != "cuda":
             return F.rms_norm(x, weight.shape, weight, self.eps)
         # Since torch 2.12, autocast on CUDA casts the inputs to fp32 and the output back, which the kernel does itself.
         with torch.autocast("cuda", enabled=False):
             return F.rms_norm(x, weight.shape, weight, self.eps)
 
-    def local_weight(self) -> Tensor:
-        """Return the weight, (hidden_size,); under tensor parallelism every rank has all of it."""
-        return local_part(self.weight)
-
 
 class HeadNorm(RMSNorm):
     """`RMSNorm` of each head's queries or keys (QK-norm: Henry et al., 2020, arXiv:2010.04245; as in Qwen3)."""
 
-    def local_weight(self) -> Tensor:
-        """Return the weight, (head_dim,); under tensor parallelism its gradient is summed over the ranks' heads."""
-        return replicated_weight(self.weight)
+    def forward(self, x: Tensor, projection: Tensor) -> Tensor:  # type: ignore[override]
+        """Normalize x: (batch, heads, seq, head_dim), the output of a matrix.
+
+        Under tensor parallelism each rank has the matrix of its own heads, and the gradient of the norm's weight is
+        summed over the ranks of the matrix.
+        """
+        return self.normalize(x, replicated_weight(self.weight, projection))
 
 
 class Attention(nn.Module):
@@ -113,7 +117,7 @@ class Attention(nn.Module):
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
+            query, key = self.q_norm(query, self.q_proj.weight), self.k_norm(key, self.k_proj.weight)
         return rotate(query, cos, sin), rotate(key, cos, sin), value
 
     def attend(
