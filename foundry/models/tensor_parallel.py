@@ -21,7 +21,8 @@ class Split(Enum):
     """How a module is sharded; a model's `tensor_parallel_plan()` returns one for each sharded module.
 
     Attributes:
-        columns: a linear layer without bias whose output features are sharded; its input is replicated.
+        columns: a linear layer without bias, or an embedding, whose output features are sharded; its input is
+            replicated.
         rows: a linear layer without bias whose input features are sharded; its outputs are summed over the ranks.
         vocabulary: an embedding, or a head that is not called as a module, whose entries are sharded; its weight is
             read with `VocabularyShard.of`.
@@ -114,6 +115,11 @@ def embed_divided(embedding: nn.Embedding, tokens: Tensor) -> Tensor:
     assert shard is not None, "the embedding is whole"
     places, is_own = shard.find(tokens)
     return shard.sum(F.embedding(places, weight).masked_fill(~is_own[..., None], 0.0))
+
+
+def embed_columns(embedding: nn.Embedding, tokens: Tensor) -> Tensor:
+    """Look up tokens, (...) int64, in an embedding whose features are sharded; returns this rank's (..., features)."""
+    return F.embedding(tokens, local_part(embedding.weight))
 
 
 def replicated_weight(weight: Tensor, divided: Tensor) -> Tensor:

@@ -6,10 +6,12 @@ Options, off by default, and their sources:
 - `zero_init_outputs`: blocks start as the identity (Fixup: Zhang et al., 2019, arXiv:1901.09321);
 - `residual_scalars`: learned factors on the residual stream and on the embedding before each block (speed records of
   modded-nanogpt, https://github.com/KellerJordan/modded-nanogpt; `resid_lambdas` and `x0_lambdas` of nanochat,
-  https://github.com/karpathy/nanochat).
+  https://github.com/karpathy/nanochat);
+- `value_embeddings`: a learned embedding of each token, added to the values of attention (records of modded-nanogpt,
+  after the value residuals of Zhou et al., 2024, arXiv:2410.17897).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -103,21 +105,34 @@ class Attention(nn.Module):
         mask: Tensor | DocumentBounds | None = None,
         draws: KeyedDropout | None = None,
         documents: Documents | None = None,
+        *,
+        token_values: Tensor | None = None,
     ) -> Tensor:
-        """Attend within x: (batch, seq, hidden_size) and to cached keys and values; cos, sin: (..., seq, head_dim)."""
-        query, key, value = self.project(x, cos, sin)
+        """Attend within x: (batch, seq, hidden_size) and to cached keys and values; cos, sin: (..., seq, head_dim).
+
+        `token_values` is the argument of `project`.
+        """
+        query, key, value = self.project(x, cos, sin, token_values)
         if cache is not None:
             key, value = cache.append(key, value)
         return self.attend(query, key, value, mask, draws, documents)
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Project x to rotated queries and keys, and values; (batch, heads or kv heads, seq, head_dim) each."""
+    def project(
+        self, x: Tensor, cos: Tensor, sin: Tensor, token_values: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Project x to rotated queries and keys, and values; (batch, heads or kv heads, seq, head_dim) each.
+
+        `token_values`, (batch, seq, kv heads * head_dim), are added to the values; under tensor parallelism both cover
+        the heads of this rank.
+        """
         query, key, value = (
             projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query, self.q_proj.weight), self.k_norm(key, self.k_proj.weight)
+        if token_values is not None:
+            value = value + token_values.view(*token_values.shape[:2], -1, self.head_dim).transpose(1, 2)
         return rotate(query, cos, sin), rotate(key, cos, sin), value
 
     def attend(
@@ -211,13 +226,16 @@ class TransformerBlock(FSDPBlock):
         documents: Documents | None = None,
         *,
         embedded: Tensor | None = None,
+        token_values: Tensor | None = None,
     ) -> Tensor:
         """Map x: (batch, seq, hidden_size) to the same shape; cos, sin: (..., seq, head_dim).
 
-        `embedded` is the argument of `rescale`.
+        `embedded` is the argument of `rescale`, and `token_values` that of `Attention.project`.
         """
         x = self.rescale(x, embedded)
-        return self.add(x, self.self_attn(self.input_layernorm(x), cos, sin, cache, mask, draws, documents), draws)
+        normed = self.input_layernorm(x)
+        attended = self.self_attn(normed, cos, sin, cache, mask, draws, documents, token_values=token_values)
+        return self.add(x, attended, draws)
 
     def rescale(self, x: Tensor, embedded: Tensor | None) -> Tensor:
         """Return residual_scale * x + embedding_scale * embedded; a block without these scalars returns x.
@@ -242,6 +260,29 @@ class TransformerBlock(FSDPBlock):
         return x if draws is None or self.dropout == 0 else draws.fold(place).hidden(x, self.dropout)
 
 
+class ValueEmbedding(nn.Module):
+    """Learned values of each token for the attention of one layer, times a learned factor that starts at 0.
+
+    Args:
+        vocab_size: number of tokens.
+        width: size of a layer's values, kv heads * head_dim.
+    """
+
+    def __init__(self, vocab_size: int, width: int) -> None:
+        super().__init__()
+        # Not drawn here, so that the random numbers of other parts do not depend on this option.
+        empty = torch.empty(vocab_size, width)
+        self.table: nn.Embedding = nn.Embedding.from_pretrained(empty, freeze=False)  # type: ignore[no-untyped-call]
+        self.scale = nn.Parameter(torch.zeros(()))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return (batch, seq, width) values for tokens: (batch, seq) int64.
+
+        Under tensor parallelism, the width is that of the heads of this rank.
+        """
+        return to_compute_dtype(replicated_weight(self.scale, self.table.weight) * self.table(tokens))
+
+
 class Decoder(nn.Module):
     """The decoder without its head.
 
@@ -249,16 +290,24 @@ class Decoder(nn.Module):
         embed_tokens: token embedding.
         layers: blocks.
         norm: norm of the hidden states.
+        value_embeddings: value embeddings by the index of their layer.
         residual_scalars: the blocks have residual scalars, and take the input of the first block as an argument.
     """
 
     def __init__(
-        self, embed_tokens: nn.Embedding, layers: nn.ModuleList, norm: RMSNorm, *, residual_scalars: bool = False
+        self,
+        embed_tokens: nn.Embedding,
+        layers: nn.ModuleList,
+        norm: RMSNorm,
+        *,
+        value_embeddings: Mapping[int, ValueEmbedding] | None = None,
+        residual_scalars: bool = False,
     ) -> None:
         super().__init__()
         self.embed_tokens = embed_tokens
         self.layers = layers
         self.norm = norm
+        self.value_embeddings = nn.ModuleDict({str(layer): part for layer, part in (value_embeddings or {}).items()})
         self.residual_scalars = residual_scalars
 
     def forward(
@@ -278,8 +327,11 @@ class Decoder(nn.Module):
             seq_len = tokens.shape[1]
             bounds = cache.bounds(seq_len, x.device, x.dtype, head_dim=cos.shape[-1])
             mask = cache.mask(seq_len, x.device) if bounds is None else bounds
-        options = self.block_options(x)
+        embedded = x
         for index, layer in enumerate(self.layers):
+            options = self.block_options(embedded)
+            if str(index) in self.value_embeddings:
+                options["token_values"] = self.value_embeddings[str(index)](tokens)
             if cache is not None:
                 x = layer(x, cos, sin, cache.layers[index], mask, **options)
             elif draws is None and documents is None:
@@ -340,8 +392,16 @@ class Transformer(nn.Module):
             for _ in range(settings.num_layers)
         )
         embedding = nn.Embedding(settings.vocab_size, width)
-        norm = RMSNorm(width, settings.norm_eps)
-        self.model = Decoder(embedding, nn.ModuleList(blocks), norm, residual_scalars=settings.residual_scalars)
+        value_width = settings.num_kv_heads * (width // settings.num_heads)
+        self.model = Decoder(
+            embedding,
+            nn.ModuleList(blocks),
+            RMSNorm(width, settings.norm_eps),
+            value_embeddings={
+                layer: ValueEmbedding(settings.vocab_size, value_width) for layer in settings.value_embedding_layers
+            },
+            residual_scalars=settings.residual_scalars,
+        )
         self.lm_head = None if settings.tie_embeddings else nn.Linear(width, settings.vocab_size, bias=False)
         self.init_weights()
 
@@ -432,11 +492,13 @@ class Transformer(nn.Module):
         return {**self.vector_draws(), **self.matrix_draws(self)}
 
     def vector_draws(self) -> dict[str, Draw]:
-        """Return the initialization of vectors and scalars: ones, except that scales of the embedding are zeros."""
+        """Return the initialization of vectors and scalars: ones, but zeros for factors of embeddings."""
         draws = dict[str, Draw]()
         for name, module in self.named_modules():
             if isinstance(module, RMSNorm):
                 draws[f"{name}.weight"] = Constant(1.0)
+            elif isinstance(module, ValueEmbedding):
+                draws[f"{name}.scale"] = Constant(0.0)
             elif isinstance(module, TransformerBlock) and self.settings.residual_scalars:
                 draws[f"{name}.residual_scale"], draws[f"{name}.embedding_scale"] = Constant(1.0), Constant(0.0)
         return draws
@@ -469,7 +531,8 @@ class Transformer(nn.Module):
             "mlp.down_proj": Split.rows,
         }
         plan = {f"model.layers.*.{name}": split for name, split in block.items()}
-        return plan | {"model.embed_tokens": Split.vocabulary, "lm_head": Split.vocabulary}
+        plan |= {"model.embed_tokens": Split.vocabulary, "lm_head": Split.vocabulary}
+        return plan | {"model.value_embeddings.*.table": Split.columns}
 
     def flops_per_sample(self, seq_len: int) -> float:
         """Return the FLOPs of a forward and backward pass over one sequence of seq_len tokens.

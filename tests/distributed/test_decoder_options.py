@@ -11,6 +11,7 @@ SIZES = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_laye
 OPTIONS = {
     "norms of queries and keys": {"qk_norm": True},
     "residual scalars": {"residual_scalars": True},
+    "value embeddings": {"value_embeddings": [0, -1]},
 }
 LAYOUTS = {"FSDP2": FSDP(), "tensor parallel": FSDP(tensor_parallel=2)}
 MODES = (PrecisionMode.fp32, PrecisionMode.amp_bfloat16)

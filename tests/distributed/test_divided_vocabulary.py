@@ -126,5 +126,29 @@ def look_up(world):
     assert torch.allclose(shared.weight.grad.full_tensor(), embedding.weight.grad)
 
 
+def look_up_features(world):
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from foundry.models.tensor_parallel import embed_columns
+
+    tokens = inputs()[2].clamp(min=0)
+    torch.manual_seed(0)
+    embedding = torch.nn.Embedding(VOCAB, 6)
+    (expected := embedding(tokens)).square().sum().backward()
+    mesh = init_device_mesh("cpu", (world.world_size,), mesh_dim_names=("tensor",))
+    weight = distribute_tensor(embedding.weight.detach(), mesh, [Shard(1)], src_data_rank=None)
+    shared = torch.nn.Embedding(VOCAB, 6)
+    shared.weight = torch.nn.Parameter(weight)
+    (found := embed_columns(shared, tokens)).square().sum().backward()
+    assert torch.equal(found, expected.chunk(2, -1)[world.rank])
+    assert torch.equal(shared.weight.grad.full_tensor(), embedding.weight.grad)
+
+
+def test_embedding_sharded_by_features_gives_the_features_of_the_rank():
+    run_ranks(look_up_features, 2)
+
+
 def test_vocabulary_parallel_embedding_matches_the_whole_embedding():
     run_ranks(look_up, 2)

@@ -70,7 +70,9 @@ def test_export_dtype_converts_the_weights(tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-@pytest.mark.parametrize(("name", "value", "default"), [("residual_scalars", "true", "false")])
+@pytest.mark.parametrize(
+    ("name", "value", "default"), [("residual_scalars", "true", "false"), ("value_embeddings", "[0]", "[]")]
+)
 @pytest.mark.parametrize("peft", ["none", "lora"])
 def test_option_that_transformers_lacks_is_refused_before_anything_is_written(tmp_path, name, value, default, peft):
     run = make_run(tmp_path / "run", *SMALL_LM, "optimizer=adamw", f"model.{name}={value}", f"peft={peft}")

@@ -21,6 +21,7 @@ SIZES = {
 }
 OPTIONS = {
     "residual scalars": {"residual_scalars": True},
+    "value embeddings": {"value_embeddings": [0, -1]},
 }
 EVERY = {name: value for options in OPTIONS.values() for name, value in options.items()}
 CASES = {**OPTIONS, "every option": {**EVERY, "qk_norm": True, "tie_embeddings": True}}
@@ -61,7 +62,7 @@ def rotated(head, position):
 
 
 def attended(x, weights, settings, values):
-    """Return the attention output for one row, x: (seq, hidden_size); values: (seq, width) or 0, added to values."""
+    """Return the attention output for one row, x: (seq, hidden_size); `values`, (seq, width) or (), are added."""
     width = settings.hidden_size // settings.num_heads
     heads = [(x @ weights[f"self_attn.{name}_proj.weight"].T) for name in "qkv"]
     heads[2] = heads[2] + values
@@ -90,7 +91,10 @@ def reference_logits(weights, settings, tokens):
         own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
         if settings.residual_scalars:
             x = own["residual_scale"] * x + own["embedding_scale"] * embedded
-        x = x + attended(normed(x, own["input_layernorm.weight"]), own, settings, 0.0)
+        values, named = torch.zeros(()), f"model.value_embeddings.{layer}."
+        if f"{named}scale" in weights:
+            values = weights[f"{named}scale"] * weights[f"{named}table.weight"][tokens]
+        x = x + attended(normed(x, own["input_layernorm.weight"]), own, settings, values)
         hidden = normed(x, own["post_attention_layernorm.weight"])
         gate, up = (hidden @ own[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
         x = x + (gate * gate.sigmoid() * up) @ own["mlp.down_proj.weight"].T
@@ -112,7 +116,7 @@ def test_logits_and_gradients_of_options_match_a_plain_loop(case):
         assert parameter.grad.any(), name
 
 
-@pytest.mark.parametrize("case", ["residual scalars"])
+@pytest.mark.parametrize("case", ["residual scalars", "value embeddings"])
 def test_model_with_learned_scalars_starts_as_the_model_without(case):
     plain, model, (tokens, _) = make(), make(**OPTIONS[case]), batch()
     assert torch.equal(model(tokens).logits, plain(tokens).logits)
@@ -164,6 +168,32 @@ def test_meta_model_of_options_is_initialized_like_any(case):
     torch.testing.assert_close(model.state_dict(), other.state_dict(), rtol=0, atol=0)
 
 
+def test_value_embeddings_have_a_table_per_layer_and_a_factor_of_zero():
+    model = make(value_embeddings=[0, -1], embedding_init_std=0.5)
+    state = {name: value for name, value in model.state_dict().items() if "value_embeddings" in name}
+    names = [f"model.value_embeddings.{layer}.{name}" for layer in (0, 2) for name in ("scale", "table.weight")]
+    assert sorted(state) == names
+    for layer in (0, 2):
+        assert state[f"model.value_embeddings.{layer}.scale"] == 0
+        table = state[f"model.value_embeddings.{layer}.table.weight"]
+        assert table.shape == (61, 2 * 8)
+        assert table.std().item() == pytest.approx(0.5, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ([3], "has 3 but the model has 3 layers; choose numbers from -3 to 2"),
+        ([0, -4], "has -4 but the model has 3 layers; choose numbers from -3 to 2"),
+        ([0, 2, -1], "is [0, 2, -1], which names a layer twice; set it to [0,2]"),
+    ],
+)
+def test_value_embeddings_of_no_layer_or_twice_of_a_layer_are_refused(layers, message):
+    with pytest.raises(ConfigError) as error:
+        make(value_embeddings=layers)
+    assert str(error.value) == f"model.value_embeddings: {message}"
+
+
 @pytest.mark.parametrize("case", OPTIONS)
 def test_options_add_no_flops(case):
     assert make(**OPTIONS[case]).flops_per_sample(16) == make().flops_per_sample(16)
@@ -179,6 +209,20 @@ def test_residual_scalars_are_vectors_of_the_optimizers():
     matrices, others = muon(model=model, lr=0.1)
     assert not scalars & {p for group in matrices.param_groups for p in group["params"]}
     assert scalars < {p for group in others.param_groups for p in group["params"]}
+
+
+def test_value_embeddings_are_embeddings_of_the_optimizers():
+    model = make(value_embeddings=[0, -1])
+    names = {f"model.value_embeddings.{layer}.table.weight" for layer in (0, 2)} | {"model.embed_tokens.weight"}
+    expected = {parameter for name, parameter in model.named_parameters() if name in names}
+    groups = {"embeddings": {"lr_mult": 0.1, "wd_mult": None}}
+    (group,) = (group for group in param_groups(model, 0.1, groups) if group["lr_mult"] == 0.1)
+    assert {*group["params"]} == expected
+    scales = {parameter for name, parameter in model.named_parameters() if name.endswith(".scale")}
+    matrices, others = muon(model=model, lr=0.1)
+    assert not (expected | scales) & {p for group in matrices.param_groups for p in group["params"]}
+    decay = {p: group["weight_decay"] for group in others.param_groups for p in group["params"]}
+    assert [decay[scale] for scale in scales] == [0, 0]
 
 
 @pytest.mark.parametrize("case", OPTIONS)

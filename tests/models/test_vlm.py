@@ -141,6 +141,11 @@ def test_vlm_residual_scalars_scale_the_input_of_each_block():
     torch.testing.assert_close(entered[2], entered[1] + 0.5 * x)
 
 
+def test_vlm_refuses_value_embeddings():
+    with pytest.raises(ConfigError, match=r"^model\.value_embeddings: is \[0\] but image patches are no tokens"):
+        vlm(value_embeddings=[0])
+
+
 def test_observe_returns_the_keys_and_values_of_trunk_without_its_tail():
     model, (tokens, images) = vlm(), inputs()
     _, expected, is_visible = model.trunk(tokens, images)

@@ -26,7 +26,12 @@ VARIANTS = {
         "model.qk_norm=true",
         "model.zero_init_outputs=true",
     ],
-    "sgd, with residual scalars": ["optimizer=sgd", "hparams.lr=0.1", "model.residual_scalars=true"],
+    "sgd, with residual scalars and value embeddings": [
+        "optimizer=sgd",
+        "hparams.lr=0.1",
+        "model.residual_scalars=true",
+        "model.value_embeddings=[0,-1]",
+    ],
     "tied, averaged and recomputed": [
         "model.tie_embeddings=true",
         "hparams.ema_decay=0.9",

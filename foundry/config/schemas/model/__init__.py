@@ -115,6 +115,12 @@ class Transformer(Model):
         "embedding times another, 0 at the start; the model cannot be exported to transformers",
         since="0.1.0",
     )
+    value_embeddings: list[int] = setting(
+        list,
+        "layers whose attention adds a learned embedding of the token to its values, times a learned factor, 0 at the "
+        "start; [0,-1] are the first and the last layer; the model cannot be exported to transformers",
+        since="0.1.0",
+    )
     init_std: int | float | str = setting(
         0.02,
         f"standard deviation of initial weights: {_STD_RULES}",
@@ -134,8 +140,13 @@ class Transformer(Model):
         on_resume=OnResume.same,
     )
 
+    @property
+    def value_embedding_layers(self) -> list[int]:
+        """Indices of the layers in `value_embeddings`, all counted from the first layer."""
+        return [layer % self.num_layers for layer in self.value_embeddings]
+
     def check(self) -> Iterator[Violation]:
-        """Check that the head counts divide the hidden size and each other."""
+        """Check that the head counts divide the hidden size and each other, and that value embeddings have a layer."""
         if self.hidden_size % self.num_heads or (self.hidden_size // self.num_heads) % 2:
             yield Violation(
                 "model.num_heads",
@@ -145,6 +156,13 @@ class Transformer(Model):
             yield Violation(
                 "model.num_kv_heads", f"is {self.num_kv_heads} but must divide model.num_heads={self.num_heads}"
             )
+        key, count = "model.value_embeddings", self.num_layers
+        if missing := [layer for layer in self.value_embeddings if not -count <= layer < count]:
+            message = f"has {missing[0]} but the model has {count} layers; choose numbers from {-count} to {count - 1}"
+            yield Violation(key, message)
+        elif len(layers := self.value_embedding_layers) > len(set(layers)):
+            unique = ",".join(map(str, dict.fromkeys(layers)))
+            yield Violation(key, f"is {self.value_embeddings}, which names a layer twice; set it to [{unique}]")
 
     def check_export(self) -> Iterator[Violation]:
         """Yield a violation for each option without a model class in transformers.
@@ -155,6 +173,8 @@ class Transformer(Model):
             return
         if self.residual_scalars:
             yield _without_export("residual_scalars", "true", "false")
+        if self.value_embeddings:
+            yield _without_export("value_embeddings", str(self.value_embeddings), "[]")
 
     def check_with(self, run: "Config", launch: "Launch") -> Iterator[Violation]:
         """Check that tensor parallelism divides heads, feed-forward size and vocabulary evenly."""
@@ -196,8 +216,11 @@ class PrefixVLM(Transformer):
     tie_embeddings: bool = setting(True, "share one matrix between the token embedding and the output head")
 
     def check(self) -> Iterator[Violation]:
-        """Check that the image size is a multiple of the patch size, in addition to the decoder's checks."""
+        """Check the settings of the decoder, the image size, and that there are no value embeddings."""
         yield from super().check()
+        if self.value_embeddings:
+            message = f"is {self.value_embeddings} but image patches are no tokens of the vocabulary; leave it out"
+            yield Violation("model.value_embeddings", message)
         if self.image_size is not None and self.image_size % 8:
             near = max(8, round(self.image_size / 8) * 8)
             message = f"is {self.image_size} but must be a multiple of 8, the patch size in pixels; set data.image_size"
