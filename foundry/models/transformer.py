@@ -8,7 +8,8 @@ Options, off by default, and their sources:
   modded-nanogpt, https://github.com/KellerJordan/modded-nanogpt; `resid_lambdas` and `x0_lambdas` of nanochat,
   https://github.com/karpathy/nanochat);
 - `value_embeddings`: a learned embedding of each token, added to the values of attention (records of modded-nanogpt,
-  after the value residuals of Zhou et al., 2024, arXiv:2410.17897).
+  after the value residuals of Zhou et al., 2024, arXiv:2410.17897);
+- `logit_softcap`: bounded logits (Gemma 2: Gemma Team, 2024, arXiv:2408.00118, section 2).
 """
 
 from collections.abc import Mapping, Sequence
@@ -472,11 +473,19 @@ class Transformer(nn.Module):
         """Apply the head to hidden states (batch, seq, hidden_size) and return the output of `forward`."""
         head = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
         if token_loss is not None and targets is not None:
-            return project_loss(hidden, head, targets, token_loss, tile_tokens=self.settings.logprob_tile_tokens)
+            return project_loss(
+                hidden,
+                head,
+                targets,
+                token_loss,
+                softcap=self.settings.logit_softcap,
+                tile_tokens=self.settings.logprob_tile_tokens,
+            )
         return project_log_probs(
             hidden,
             head,
             targets,
+            softcap=self.settings.logit_softcap,
             tile_tokens=self.settings.logprob_tile_tokens,
             return_logits=return_logits,
             read=read,

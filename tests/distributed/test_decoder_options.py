@@ -12,6 +12,7 @@ OPTIONS = {
     "norms of queries and keys": {"qk_norm": True},
     "residual scalars": {"residual_scalars": True},
     "value embeddings": {"value_embeddings": [0, -1]},
+    "capped logits": {"logit_softcap": 2.0},
 }
 LAYOUTS = {"FSDP2": FSDP(), "tensor parallel": FSDP(tensor_parallel=2)}
 MODES = (PrecisionMode.fp32, PrecisionMode.amp_bfloat16)

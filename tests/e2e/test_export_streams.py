@@ -71,7 +71,8 @@ def test_export_dtype_converts_the_weights(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "default"), [("residual_scalars", "true", "false"), ("value_embeddings", "[0]", "[]")]
+    ("name", "value", "default"),
+    [("residual_scalars", "true", "false"), ("value_embeddings", "[0]", "[]"), ("logit_softcap", "30", "null")],
 )
 @pytest.mark.parametrize("peft", ["none", "lora"])
 def test_option_that_transformers_lacks_is_refused_before_anything_is_written(tmp_path, name, value, default, peft):

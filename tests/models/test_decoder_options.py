@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from foundry.core.errors import ConfigError
+from foundry.models.token_loss import TokenLoss
 from foundry.models.transformer import Transformer
 from foundry.optim.optimizers import muon, param_groups
 
@@ -22,6 +23,7 @@ SIZES = {
 OPTIONS = {
     "residual scalars": {"residual_scalars": True},
     "value embeddings": {"value_embeddings": [0, -1]},
+    "capped logits": {"logit_softcap": 1.5},
 }
 EVERY = {name: value for options in OPTIONS.values() for name, value in options.items()}
 CASES = {**OPTIONS, "every option": {**EVERY, "qk_norm": True, "tie_embeddings": True}}
@@ -99,7 +101,9 @@ def reference_logits(weights, settings, tokens):
         gate, up = (hidden @ own[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
         x = x + (gate * gate.sigmoid() * up) @ own["mlp.down_proj.weight"].T
     head = table if settings.tie_embeddings else weights["lm_head.weight"]
-    return normed(x, weights["model.norm.weight"]) @ head.T
+    logits = normed(x, weights["model.norm.weight"]) @ head.T
+    cap = settings.logit_softcap
+    return logits if cap is None else torch.stack([cap * (logit / cap).tanh() for logit in logits])
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -111,9 +115,14 @@ def test_logits_and_gradients_of_options_match_a_plain_loop(case):
     torch.testing.assert_close(output.logits, expected, rtol=1e-5, atol=1e-5)  # cosines and sines are fp32
     torch.nn.functional.cross_entropy(expected.flatten(0, 1), targets.flatten(), reduction="sum").backward()
     (-output.log_prob.sum()).backward()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, weights[name].grad, rtol=1e-4, atol=1e-5, msg=name)
-        assert parameter.grad.any(), name
+    gradients = [{name: parameter.grad for name, parameter in model.named_parameters()}]
+    model.zero_grad()
+    model(tokens, targets, token_loss=TokenLoss()).loss.backward()
+    gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    for found in gradients:
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, weights[name].grad, rtol=1e-4, atol=1e-5)
+            assert gradient.any(), name
 
 
 @pytest.mark.parametrize("case", ["residual scalars", "value embeddings"])
@@ -194,6 +203,25 @@ def test_value_embeddings_of_no_layer_or_twice_of_a_layer_are_refused(layers, me
     assert str(error.value) == f"model.value_embeddings: {message}"
 
 
+@torch.no_grad()
+def test_capped_logits_are_those_of_generation_evaluation_and_every_read():
+    model, plain, (tokens, targets) = make(logit_softcap=1.5), make(), batch()
+    expected = 1.5 * (plain(tokens).logits / 1.5).tanh()
+    assert plain(tokens).logits.abs().max() > 3
+    read = []
+    options = {"read": lambda logits, _: read.append(logits) or {}}
+    for tile in (0, 4):
+        read.clear()
+        output = make(logit_softcap=1.5, logprob_tile_tokens=tile)(tokens, targets, **options)
+        torch.testing.assert_close(torch.cat(read).view(expected.shape), expected)
+        log_probs = expected.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+        torch.testing.assert_close(output.log_prob, log_probs.masked_fill(targets < 0, 0.0))
+        torch.testing.assert_close(output.logsumexp, expected.logsumexp(-1))
+    torch.testing.assert_close(model(tokens).logits, expected)
+    torch.testing.assert_close(model(tokens, targets, return_logits=True).logits, expected)
+    torch.testing.assert_close(model(tokens, cache=model.new_cache(9)).logits, expected[:, -1:])
+
+
 @pytest.mark.parametrize("case", OPTIONS)
 def test_options_add_no_flops(case):
     assert make(**OPTIONS[case]).flops_per_sample(16) == make().flops_per_sample(16)
@@ -232,4 +260,5 @@ def test_config_for_transformers_is_refused_with_options(case):
         make(**OPTIONS[case]).hf_config()
     ((key, message),) = [(violation.key, violation.message) for violation in error.value.violations]
     assert key == f"model.{name}"
-    assert message.startswith(f"is {str(value).lower()} but no model class of transformers has this option")
+    text = f"{value:g}" if isinstance(value, float) else str(value).lower()
+    assert message.startswith(f"is {text} but no model class of transformers has this option")

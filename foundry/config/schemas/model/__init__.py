@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from foundry.config.init_std import parse_std
 from foundry.config.setting import OnResume, setting
-from foundry.core.errors import Violation
+from foundry.core.errors import Violation, as_text
 from foundry.run_dir.files import in_hub_cache, read_text
 
 if TYPE_CHECKING:
@@ -121,6 +121,13 @@ class Transformer(Model):
         "start; [0,-1] are the first and the last layer; the model cannot be exported to transformers",
         since="0.1.0",
     )
+    logit_softcap: float | None = setting(
+        None,
+        "replace logits by logit_softcap tanh(logits / logit_softcap), such as 30; null: no cap; the model cannot be "
+        "exported to transformers",
+        gt=0,
+        since="0.1.0",
+    )
     init_std: int | float | str = setting(
         0.02,
         f"standard deviation of initial weights: {_STD_RULES}",
@@ -175,6 +182,8 @@ class Transformer(Model):
             yield _without_export("residual_scalars", "true", "false")
         if self.value_embeddings:
             yield _without_export("value_embeddings", str(self.value_embeddings), "[]")
+        if self.logit_softcap is not None:
+            yield _without_export("logit_softcap", as_text(self.logit_softcap), "null")
 
     def check_with(self, run: "Config", launch: "Launch") -> Iterator[Violation]:
         """Check that tensor parallelism divides heads, feed-forward size and vocabulary evenly."""
