@@ -74,14 +74,15 @@ def export_checkpoint(options: ExportOptions) -> Path:
         The folder of the checkpoint.
 
     Raises:
-        ConfigError: the run or checkpoint does not exist, `out` contains files, or `merge` or `base` is set for a run
-            without adapters.
+        ConfigError: the run or checkpoint does not exist, `out` contains files, `merge` or `base` is set for a run
+            without adapters, or transformers has no class for the model.
     """
     out = folder_option("out", options.out)
     check_output_folder("out", out)
     from foundry.checkpoint.export_files import write_weights
     from foundry.commands.model_card import write_model_card
     from foundry.config.record.frozen import load_config, save_config
+    from foundry.config.schemas.model import Model
     from foundry.config.schemas.peft import LoRA
     from foundry.core.model_hooks import hook
     from foundry.engine.restore import restore, retry_if_replaced
@@ -90,6 +91,8 @@ def export_checkpoint(options: ExportOptions) -> Path:
 
     run_dir, dtype = run_option("run", options.run, options.which), options.torch_dtype
     config = load_config(run_dir, trust=options.trust)
+    if isinstance(config.model, Model) and (violations := list(config.model.check_export())):
+        raise ConfigError(violations)
     peft = config.peft
     for name in ("merge", "base"):
         if (value := getattr(options, name)) is not None and not isinstance(peft, LoRA):

@@ -52,6 +52,7 @@ def projected_loss(
     *,
     z_loss_coefficient: float = 0.0,
     finds_correct: bool = False,
+    softcap: float | None = None,
     tile_tokens: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sum weight x (cross-entropy + z_loss_coefficient x log-sum-exp²) over tokens.
@@ -69,6 +70,8 @@ def projected_loss(
         weights: (tokens,) float32.
         z_loss_coefficient: see PaLM (Chowdhery et al., 2022, section 5).
         finds_correct: also return whether the argmax of the logits equals the target.
+        softcap: replace logits by softcap x tanh(logits / softcap), which adds 4 bytes per logit of a tile; None for no
+            cap.
         tile_tokens: tokens projected at a time; 0 chooses a fast value.
 
     Returns:
@@ -79,7 +82,7 @@ def projected_loss(
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     tile = tile_tokens or _tile_tokens(device, weight.shape[0])
-    settings = (z_loss_coefficient, finds_correct, tile, dtype, torch.is_grad_enabled(), shard)
+    settings = (z_loss_coefficient, finds_correct, softcap, tile, dtype, torch.is_grad_enabled(), shard)
     outputs: tuple[Tensor, Tensor, Tensor, Tensor] = _ProjectedLoss.apply(  # type: ignore[no-untyped-call]
         hidden, weight, targets.clamp(min=0), weights, *settings
     )
@@ -96,6 +99,7 @@ class _ProjectedLoss(torch.autograd.Function):
         weights: Tensor,
         z_loss_coefficient: float,
         finds_correct: bool,
+        softcap: float | None,
         tile_tokens: int,
         dtype: torch.dtype,
         has_backward: bool,
@@ -111,12 +115,19 @@ class _ProjectedLoss(torch.autograd.Function):
         # Allocate once. A buffer per tile would still exist while the next tile's buffers are allocated.
         products = hidden.new_empty(min(tile_tokens, len(targets)), len(head), dtype=dtype)
         accumulators = products if dtype is exact else torch.empty_like(products, dtype=exact)
+        slopes = None if softcap is None or not (needs_hidden or needs_weight) else torch.empty_like(accumulators)
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, len(targets), tile_tokens):
                 rows = slice(start, start + tile_tokens)
                 states, target = hidden[rows].to(dtype), targets[rows, None]
                 product = torch.mm(states, head.T, out=products[: len(states)])
                 logits = product if dtype is exact else accumulators[: len(states)].copy_(product)
+                slope = None if slopes is None else slopes[: len(states)]
+                if softcap is not None:
+                    logits.div_(softcap).tanh_()
+                    if slope is not None:  # of the capped logits, 1 - tanh²
+                        torch.mul(logits, logits, out=slope).neg_().add_(1.0)
+                    logits.mul_(softcap)
                 if finds_correct:
                     predictions = logits.argmax(-1, keepdim=True) if shard is None else shard.argmax(logits)
                     correct[rows] = predictions.eq(target)[:, 0]
@@ -139,6 +150,8 @@ class _ProjectedLoss(torch.autograd.Function):
                 grad = logits.mul_((factors / sums)[:, None])
                 target_grads = -weights[rows, None].to(exact)
                 grad.scatter_add_(-1, target, target_grads if is_own is None else target_grads * is_own)
+                if slope is not None:
+                    grad.mul_(slope)
                 grad = grad if dtype is exact else product.copy_(grad)
                 if grad_hidden is not None:
                     grad_hidden[rows] = grad @ head
@@ -160,7 +173,7 @@ class _ProjectedLoss(torch.autograd.Function):
         grad_hidden, grad_weight = ctx.saved_tensors
         grad_hidden = None if grad_hidden is None else grad_hidden * scale.to(grad_hidden.dtype)
         grad_weight = None if grad_weight is None else grad_weight.mul_(scale).to(ctx.weight_dtype)
-        return grad_hidden, grad_weight, *[None] * 8
+        return grad_hidden, grad_weight, *[None] * 9
 
 
 def _add_wider(total: Tensor, part: Tensor) -> None:

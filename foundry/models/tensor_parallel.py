@@ -14,14 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from foundry.core.sharded import is_sharded
+from foundry.core.sharded import is_sharded, local_part
 
 
 class Split(Enum):
     """How a module is sharded; a model's `tensor_parallel_plan()` returns one for each sharded module.
 
     Attributes:
-        columns: a linear layer without bias whose output features are sharded; its input is replicated.
+        columns: a linear layer without bias, or an embedding, whose output features are sharded; its input is
+            replicated.
         rows: a linear layer without bias whose input features are sharded; its outputs are summed over the ranks.
         vocabulary: an embedding, or a head that is not called as a module, whose entries are sharded; its weight is
             read with `VocabularyShard.of`.
@@ -116,14 +117,25 @@ def embed_divided(embedding: nn.Embedding, tokens: Tensor) -> Tensor:
     return shard.sum(F.embedding(places, weight).masked_fill(~is_own[..., None], 0.0))
 
 
-def replicated_weight(weight: Tensor) -> Tensor:
+def embed_columns(embedding: nn.Embedding, tokens: Tensor) -> Tensor:
+    """Look up tokens, (...) int64, in an embedding whose features are sharded; returns this rank's (..., features)."""
+    return F.embedding(tokens, local_part(embedding.weight))
+
+
+def replicated_weight(weight: Tensor, divided: Tensor) -> Tensor:
     """Return a replicated weight that each rank applies to its own heads.
 
-    In the backward pass, the gradient is summed over the ranks. A weight that is no DTensor is returned unchanged.
+    In the backward pass, the gradient is summed over the ranks. Without tensor parallelism the weight is returned
+    unchanged.
+
+    Args:
+        weight: weight of any shape; a DTensor, or a plain tensor if FSDP2 does not shard it either.
+        divided: matrix that is sharded over the heads, whose mesh has the ranks.
     """
-    if not is_sharded(weight):
+    if not is_sharded(divided):
         return weight
-    return cast(Tensor, _Enter.apply(weight.to_local(), weight.device_mesh.get_group()))  # type: ignore[no-untyped-call]
+    group = divided.device_mesh.get_group()
+    return cast(Tensor, _Enter.apply(local_part(weight), group))  # type: ignore[no-untyped-call]
 
 
 class _Enter(torch.autograd.Function):

@@ -56,6 +56,7 @@ def project_log_probs(
     weight: Tensor,
     targets: Tensor | None,
     *,
+    softcap: float | None = None,
     tile_tokens: int = 0,
     return_logits: bool = False,
     read: Read | None = None,
@@ -69,6 +70,7 @@ def project_log_probs(
         hidden: (batch, seq, hidden_size), identical on ranks that shard the vocabulary.
         weight: (vocab, hidden_size), weight matrix of the head; a DTensor if the vocabulary is sharded.
         targets: (batch, seq) int64, -100 where ignored; None computes only the logits.
+        softcap: bound of the logits, as for `soft_capped`; None for none.
         tile_tokens: positions projected at a time and recomputed in the backward pass, so that at most tile_tokens x
             vocab logits exist at once; 0 projects all at once. Ignored if logits are returned.
         return_logits: also return the logits.
@@ -83,9 +85,9 @@ def project_log_probs(
         if shard is not None and (targets is None or return_logits):
             logits, shard = shard.gather(logits), None
         output_options: dict[str, Any] = {"return_logits": return_logits, "read": read, "per_token": per_token}
-        return read_log_probs(logits, targets, shard=shard, **output_options)
+        return read_log_probs(logits, targets, softcap=softcap, shard=shard, **output_options)
     tiles = [
-        checkpoint(_tile_log_probs, hidden_tile, weight, read, shard, *others, use_reentrant=False)
+        checkpoint(_tile_log_probs, hidden_tile, weight, softcap, read, shard, *others, use_reentrant=False)
         for hidden_tile, *others in zip(*_split(tile_tokens, hidden, targets, *per_token), strict=True)
     ]
     return _join_tiles(tiles, targets)
@@ -95,6 +97,7 @@ def read_log_probs(
     logits: Tensor,
     targets: Tensor | None,
     *,
+    softcap: float | None = None,
     tile_tokens: int = 0,
     return_logits: bool = False,
     read: Read | None = None,
@@ -106,6 +109,7 @@ def read_log_probs(
     Args:
         logits: (batch, seq, vocab), or this rank's shard of a sharded vocabulary.
         targets: (batch, seq) int64, -100 where ignored; None returns only the logits, regardless of `return_logits`.
+        softcap: bound of the logits, as for `soft_capped`, which is applied to them first; None for none.
         tile_tokens: positions processed at a time and recomputed in the backward pass, so that fp32 intermediates exist
             for one tile only; 0 processes all at once.
         return_logits: also return the logits.
@@ -116,21 +120,33 @@ def read_log_probs(
     """
     if targets is None:
         empty = logits.new_empty((logits.shape[0], 0), dtype=torch.float32)
-        return TokenLogProbs(empty, empty, logits)
+        return TokenLogProbs(empty, empty, soft_capped(logits, softcap))
+    returned = soft_capped(logits, softcap) if return_logits else None
     if tile_tokens:
         tiles = [
-            checkpoint(_log_probs, logits_tile, read, shard, *others, use_reentrant=False)
+            checkpoint(_log_probs, logits_tile, softcap, read, shard, *others, use_reentrant=False)
             for logits_tile, *others in zip(*_split(tile_tokens, logits, targets, *per_token), strict=True)
         ]
-        return _join_tiles(tiles, targets, logits if return_logits else None)
+        return _join_tiles(tiles, targets, returned)
     # Small chunks on a CPU: the allocator returns large buffers to the kernel, and page faults on new buffers would
     # take half the time of the loss.
     chunk = max(1, _CPU_CHUNK_ELEMENTS // logits.shape[-1]) if logits.device.type == "cpu" else 0
     tiles = [
-        _log_probs(logits_tile, read, shard, *others)
+        _log_probs(logits_tile, softcap, read, shard, *others)
         for logits_tile, *others in zip(*_split(chunk, logits, targets, *per_token), strict=True)
     ]
-    return _join_tiles(tiles, targets, logits if return_logits else None)
+    return _join_tiles(tiles, targets, returned)
+
+
+def soft_capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """Return softcap x tanh(logits / softcap), between -softcap and softcap, or the logits if `softcap` is None.
+
+    It is computed in float32 or wider, and has the shape and dtype of `logits` (Gemma Team, 2024, arXiv:2408.00118).
+    """
+    if softcap is None:
+        return logits
+    exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return (softcap * (exact / softcap).tanh()).to(logits.dtype)
 
 
 def _split(tile_tokens: int, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
@@ -159,20 +175,30 @@ def _join(parts: Sequence[Tensor], targets: Tensor) -> Tensor:
 
 
 def _tile_log_probs(
-    hidden: Tensor, weight: Tensor, read: Read | None, shard: VocabularyShard | None, *others: Tensor
+    hidden: Tensor,
+    weight: Tensor,
+    softcap: float | None,
+    read: Read | None,
+    shard: VocabularyShard | None,
+    *others: Tensor,
 ) -> _Tile:
-    return _log_probs(F.linear(hidden, weight), read, shard, *others)
+    return _log_probs(F.linear(hidden, weight), softcap, read, shard, *others)
 
 
 def _log_probs(
-    logits: Tensor, read: Read | None, shard: VocabularyShard | None, targets: Tensor, *per_token: Tensor
+    logits: Tensor,
+    softcap: float | None,
+    read: Read | None,
+    shard: VocabularyShard | None,
+    targets: Tensor,
+    *per_token: Tensor,
 ) -> _Tile:
     """Return log-probabilities and log-sum-exps, (tokens,) float32 each, and the output of `read`.
 
     The fused cross-entropy takes half the time of a log-sum-exp and a gather. Adding the target's logit to it gives the
     log-sum-exp, whose backward pass is free unless a loss uses it.
     """
-    logits = logits.float()
+    logits = soft_capped(logits.float(), softcap)
     values = {} if read is None else read(logits if shard is None else shard.gather(logits), targets, *per_token)
     ignored = targets == IGNORED_TARGET
     targets = targets.masked_fill(ignored, 0)

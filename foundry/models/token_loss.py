@@ -33,7 +33,13 @@ class TokenLoss:
 
 
 def project_loss(
-    hidden: Tensor, weight: Tensor, targets: Tensor, token_loss: TokenLoss, *, tile_tokens: int = 0
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    token_loss: TokenLoss,
+    *,
+    softcap: float | None = None,
+    tile_tokens: int = 0,
 ) -> TokenLogProbs:
     """Project hidden states onto the vocabulary and sum the loss of the tokens, with `projected_loss`.
 
@@ -42,6 +48,7 @@ def project_loss(
         weight: (vocab, hidden_size), weight matrix of the head.
         targets: (batch, seq) int64, -100 where ignored.
         token_loss: loss settings.
+        softcap: bound of the logits, as for `soft_capped`; None for none.
         tile_tokens: positions projected at a time; 0 chooses a fast value.
     """
     loss, log_prob, logsumexp, correct = projected_loss(
@@ -51,6 +58,7 @@ def project_loss(
         token_loss.weigh(targets).flatten(),
         z_loss_coefficient=token_loss.z_loss_coefficient,
         finds_correct=token_loss.finds_correct,
+        softcap=softcap,
         tile_tokens=tile_tokens,
     )
     log_prob, logsumexp = (tensor.view(targets.shape) for tensor in (log_prob, logsumexp))

@@ -1,6 +1,18 @@
-"""A Llama-style decoder in plain PyTorch, with the parameter names of transformers' Llama."""
+"""A Llama-style decoder in plain PyTorch, with the parameter names of transformers' Llama.
 
-from collections.abc import Sequence
+Options, off by default, and their sources:
+
+- `qk_norm`: norms of queries and keys (Henry et al., 2020, arXiv:2010.04245);
+- `zero_init_outputs`: blocks start as the identity (Fixup: Zhang et al., 2019, arXiv:1901.09321);
+- `residual_scalars`: learned factors on the residual stream and on the embedding before each block (speed records of
+  modded-nanogpt, https://github.com/KellerJordan/modded-nanogpt; `resid_lambdas` and `x0_lambdas` of nanochat,
+  https://github.com/karpathy/nanochat);
+- `value_embeddings`: a learned embedding of each token, added to the values of attention (records of modded-nanogpt,
+  after the value residuals of Zhou et al., 2024, arXiv:2410.17897);
+- `logit_softcap`: bounded logits (Gemma 2: Gemma Team, 2024, arXiv:2408.00118, section 2).
+"""
+
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -37,25 +49,29 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize x: (..., hidden_size) over its last dimension."""
+        return self.normalize(x, local_part(self.weight))
+
+    def normalize(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Normalize x: (..., hidden_size) over its last dimension with the whole weight, (hidden_size,)."""
         # An fp32 weight would promote the residual stream to fp32. With FSDP2 the weight is bf16 already.
-        weight = self.local_weight().to(x.dtype)
+        weight = weight.to(x.dtype)
         if x.device.type != "cuda":
             return F.rms_norm(x, weight.shape, weight, self.eps)
         # Since torch 2.12, autocast on CUDA casts the inputs to fp32 and the output back, which the kernel does itself.
         with torch.autocast("cuda", enabled=False):
             return F.rms_norm(x, weight.shape, weight, self.eps)
 
-    def local_weight(self) -> Tensor:
-        """Return the weight, (hidden_size,); under tensor parallelism every rank has all of it."""
-        return local_part(self.weight)
-
 
 class HeadNorm(RMSNorm):
     """`RMSNorm` of each head's queries or keys (QK-norm: Henry et al., 2020, arXiv:2010.04245; as in Qwen3)."""
 
-    def local_weight(self) -> Tensor:
-        """Return the weight, (head_dim,); under tensor parallelism its gradient is summed over the ranks' heads."""
-        return replicated_weight(self.weight)
+    def forward(self, x: Tensor, projection: Tensor) -> Tensor:  # type: ignore[override]
+        """Normalize x: (batch, heads, seq, head_dim), the output of a matrix.
+
+        Under tensor parallelism each rank has the matrix of its own heads, and the gradient of the norm's weight is
+        summed over the ranks of the matrix.
+        """
+        return self.normalize(x, replicated_weight(self.weight, projection))
 
 
 class Attention(nn.Module):
@@ -90,21 +106,34 @@ class Attention(nn.Module):
         mask: Tensor | DocumentBounds | None = None,
         draws: KeyedDropout | None = None,
         documents: Documents | None = None,
+        *,
+        token_values: Tensor | None = None,
     ) -> Tensor:
-        """Attend within x: (batch, seq, hidden_size) and to cached keys and values; cos, sin: (..., seq, head_dim)."""
-        query, key, value = self.project(x, cos, sin)
+        """Attend within x: (batch, seq, hidden_size) and to cached keys and values; cos, sin: (..., seq, head_dim).
+
+        `token_values` is the argument of `project`.
+        """
+        query, key, value = self.project(x, cos, sin, token_values)
         if cache is not None:
             key, value = cache.append(key, value)
         return self.attend(query, key, value, mask, draws, documents)
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Project x to rotated queries and keys, and values; (batch, heads or kv heads, seq, head_dim) each."""
+    def project(
+        self, x: Tensor, cos: Tensor, sin: Tensor, token_values: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Project x to rotated queries and keys, and values; (batch, heads or kv heads, seq, head_dim) each.
+
+        `token_values`, (batch, seq, kv heads * head_dim), are added to the values; under tensor parallelism both cover
+        the heads of this rank.
+        """
         query, key, value = (
             projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
+            query, key = self.q_norm(query, self.q_proj.weight), self.k_norm(key, self.k_proj.weight)
+        if token_values is not None:
+            value = value + token_values.view(*token_values.shape[:2], -1, self.head_dim).transpose(1, 2)
         return rotate(query, cos, sin), rotate(key, cos, sin), value
 
     def attend(
@@ -174,6 +203,7 @@ class TransformerBlock(FSDPBlock):
         attention_dropout: float = 0.0,
         *,
         qk_norm: bool = False,
+        residual_scalars: bool = False,
     ) -> None:
         super().__init__()
         self.dropout = hidden_dropout
@@ -183,6 +213,8 @@ class TransformerBlock(FSDPBlock):
         self.mlp = FeedForward(hidden_size, intermediate_size)
         self.input_layernorm = RMSNorm(hidden_size, norm_eps)
         self.post_attention_layernorm = RMSNorm(hidden_size, norm_eps)
+        self.residual_scale = nn.Parameter(torch.ones(())) if residual_scalars else None
+        self.embedding_scale = nn.Parameter(torch.zeros(())) if residual_scalars else None
 
     def forward(
         self,
@@ -193,9 +225,31 @@ class TransformerBlock(FSDPBlock):
         mask: Tensor | DocumentBounds | None = None,
         draws: KeyedDropout | None = None,
         documents: Documents | None = None,
+        *,
+        embedded: Tensor | None = None,
+        token_values: Tensor | None = None,
     ) -> Tensor:
-        """Map x: (batch, seq, hidden_size) to the same shape; cos, sin: (..., seq, head_dim)."""
-        return self.add(x, self.self_attn(self.input_layernorm(x), cos, sin, cache, mask, draws, documents), draws)
+        """Map x: (batch, seq, hidden_size) to the same shape; cos, sin: (..., seq, head_dim).
+
+        `embedded` is the argument of `rescale`, and `token_values` that of `Attention.project`.
+        """
+        x = self.rescale(x, embedded)
+        normed = self.input_layernorm(x)
+        attended = self.self_attn(normed, cos, sin, cache, mask, draws, documents, token_values=token_values)
+        return self.add(x, attended, draws)
+
+    def rescale(self, x: Tensor, embedded: Tensor | None) -> Tensor:
+        """Return residual_scale * x + embedding_scale * embedded; a block without these scalars returns x.
+
+        Args:
+            x: residual stream, (batch, seq, hidden_size).
+            embedded: input of the first block, of the same shape; None if the block has no scalars.
+        """
+        if self.residual_scale is None or self.embedding_scale is None:
+            return x
+        assert embedded is not None
+        # Rounded to the dtype of x on all devices: GPUs would round them, and CPUs would not.
+        return self.residual_scale.to(x.dtype) * x + self.embedding_scale.to(x.dtype) * embedded
 
     def add(self, x: Tensor, attended: Tensor, draws: KeyedDropout | None = None) -> Tensor:
         """Add the attention output to the residual stream x, then the feed-forward output."""
@@ -207,14 +261,55 @@ class TransformerBlock(FSDPBlock):
         return x if draws is None or self.dropout == 0 else draws.fold(place).hidden(x, self.dropout)
 
 
-class Decoder(nn.Module):
-    """The decoder without its head."""
+class ValueEmbedding(nn.Module):
+    """Learned values of each token for the attention of one layer, times a learned factor that starts at 0.
 
-    def __init__(self, embed_tokens: nn.Embedding, layers: nn.ModuleList, norm: RMSNorm) -> None:
+    Args:
+        vocab_size: number of tokens.
+        width: size of a layer's values, kv heads * head_dim.
+    """
+
+    def __init__(self, vocab_size: int, width: int) -> None:
+        super().__init__()
+        # Not drawn here, so that the random numbers of other parts do not depend on this option.
+        empty = torch.empty(vocab_size, width)
+        self.table: nn.Embedding = nn.Embedding.from_pretrained(empty, freeze=False)  # type: ignore[no-untyped-call]
+        self.scale = nn.Parameter(torch.zeros(()))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return (batch, seq, width) values for tokens: (batch, seq) int64.
+
+        Under tensor parallelism, the width is that of the heads of this rank.
+        """
+        return to_compute_dtype(replicated_weight(self.scale, self.table.weight) * self.table(tokens))
+
+
+class Decoder(nn.Module):
+    """The decoder without its head.
+
+    Args:
+        embed_tokens: token embedding.
+        layers: blocks.
+        norm: norm of the hidden states.
+        value_embeddings: value embeddings by the index of their layer.
+        residual_scalars: the blocks have residual scalars, and take the input of the first block as an argument.
+    """
+
+    def __init__(
+        self,
+        embed_tokens: nn.Embedding,
+        layers: nn.ModuleList,
+        norm: RMSNorm,
+        *,
+        value_embeddings: Mapping[int, ValueEmbedding] | None = None,
+        residual_scalars: bool = False,
+    ) -> None:
         super().__init__()
         self.embed_tokens = embed_tokens
         self.layers = layers
         self.norm = norm
+        self.value_embeddings = nn.ModuleDict({str(layer): part for layer, part in (value_embeddings or {}).items()})
+        self.residual_scalars = residual_scalars
 
     def forward(
         self,
@@ -233,15 +328,24 @@ class Decoder(nn.Module):
             seq_len = tokens.shape[1]
             bounds = cache.bounds(seq_len, x.device, x.dtype, head_dim=cos.shape[-1])
             mask = cache.mask(seq_len, x.device) if bounds is None else bounds
+        embedded = x
         for index, layer in enumerate(self.layers):
+            options = self.block_options(embedded)
+            if str(index) in self.value_embeddings:
+                options["token_values"] = self.value_embeddings[str(index)](tokens)
             if cache is not None:
-                x = layer(x, cos, sin, cache.layers[index], mask)
+                x = layer(x, cos, sin, cache.layers[index], mask, **options)
             elif draws is None and documents is None:
-                x = layer(x, cos, sin)
+                x = layer(x, cos, sin, **options)
             else:
-                x = layer(x, cos, sin, draws=None if draws is None else draws.fold(index), documents=documents)
+                layer_draws = None if draws is None else draws.fold(index)
+                x = layer(x, cos, sin, draws=layer_draws, documents=documents, **options)
         normed: Tensor = self.norm(x)
         return normed
+
+    def block_options(self, embedded: Tensor) -> dict[str, Tensor]:
+        """Return keyword arguments of every block, given the input of the first block, (batch, seq, hidden_size)."""
+        return {"embedded": embedded} if self.residual_scalars else {}
 
 
 class Transformer(nn.Module):
@@ -284,11 +388,21 @@ class Transformer(nn.Module):
                 hidden_dropout,
                 attention_dropout,
                 qk_norm=settings.qk_norm,
+                residual_scalars=settings.residual_scalars,
             )
             for _ in range(settings.num_layers)
         )
         embedding = nn.Embedding(settings.vocab_size, width)
-        self.model = Decoder(embedding, nn.ModuleList(blocks), RMSNorm(width, settings.norm_eps))
+        value_width = settings.num_kv_heads * (width // settings.num_heads)
+        self.model = Decoder(
+            embedding,
+            nn.ModuleList(blocks),
+            RMSNorm(width, settings.norm_eps),
+            value_embeddings={
+                layer: ValueEmbedding(settings.vocab_size, value_width) for layer in settings.value_embedding_layers
+            },
+            residual_scalars=settings.residual_scalars,
+        )
         self.lm_head = None if settings.tie_embeddings else nn.Linear(width, settings.vocab_size, bias=False)
         self.init_weights()
 
@@ -359,11 +473,19 @@ class Transformer(nn.Module):
         """Apply the head to hidden states (batch, seq, hidden_size) and return the output of `forward`."""
         head = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
         if token_loss is not None and targets is not None:
-            return project_loss(hidden, head, targets, token_loss, tile_tokens=self.settings.logprob_tile_tokens)
+            return project_loss(
+                hidden,
+                head,
+                targets,
+                token_loss,
+                softcap=self.settings.logit_softcap,
+                tile_tokens=self.settings.logprob_tile_tokens,
+            )
         return project_log_probs(
             hidden,
             head,
             targets,
+            softcap=self.settings.logit_softcap,
             tile_tokens=self.settings.logprob_tile_tokens,
             return_logits=return_logits,
             read=read,
@@ -375,9 +497,20 @@ class Transformer(nn.Module):
         return KVCache(len(self.model.layers), length, padding)
 
     def initial_weights(self) -> dict[str, Draw]:
-        """Return the initialization by parameter name: norms are ones, matrices are as in `matrix_draws`."""
-        norms = {f"{name}.weight": Constant(1.0) for name, m in self.named_modules() if isinstance(m, RMSNorm)}
-        return {**norms, **self.matrix_draws(self)}
+        """Return the initialization by parameter name, as in `vector_draws` and `matrix_draws`."""
+        return {**self.vector_draws(), **self.matrix_draws(self)}
+
+    def vector_draws(self) -> dict[str, Draw]:
+        """Return the initialization of vectors and scalars: ones, but zeros for factors of embeddings."""
+        draws = dict[str, Draw]()
+        for name, module in self.named_modules():
+            if isinstance(module, RMSNorm):
+                draws[f"{name}.weight"] = Constant(1.0)
+            elif isinstance(module, ValueEmbedding):
+                draws[f"{name}.scale"] = Constant(0.0)
+            elif isinstance(module, TransformerBlock) and self.settings.residual_scalars:
+                draws[f"{name}.residual_scale"], draws[f"{name}.embedding_scale"] = Constant(1.0), Constant(0.0)
+        return draws
 
     def matrix_draws(self, part: nn.Module) -> dict[str, Draw]:
         """Return the initialization of the matrices of this model, or of a part that contains its blocks."""
@@ -407,7 +540,8 @@ class Transformer(nn.Module):
             "mlp.down_proj": Split.rows,
         }
         plan = {f"model.layers.*.{name}": split for name, split in block.items()}
-        return plan | {"model.embed_tokens": Split.vocabulary, "lm_head": Split.vocabulary}
+        plan |= {"model.embed_tokens": Split.vocabulary, "lm_head": Split.vocabulary}
+        return plan | {"model.value_embeddings.*.table": Split.columns}
 
     def flops_per_sample(self, seq_len: int) -> float:
         """Return the FLOPs of a forward and backward pass over one sequence of seq_len tokens.
@@ -425,7 +559,12 @@ class Transformer(nn.Module):
         """Return the transformers config of this architecture; `export_state` returns the matching weights.
 
         It is Llama's; with `qk_norm`, it is Qwen3's.
+
+        Raises:
+            ConfigError: no class of transformers computes the same function.
         """
+        if violations := list(self.settings.check_export()):
+            raise ConfigError(violations)
         from transformers import LlamaConfig, Qwen3Config
 
         kind, name = (Qwen3Config, "Qwen3ForCausalLM") if self.settings.qk_norm else (LlamaConfig, "LlamaForCausalLM")

@@ -15,7 +15,7 @@ from foundry.models.keyed_draws import Constant, Draw, Normal
 from foundry.models.kv_cache import KVCache
 from foundry.models.token_log_probs import Read, TokenLogProbs
 from foundry.models.token_loss import TokenLoss
-from foundry.models.transformer import RMSNorm, Transformer, TransformerBlock, rotary_table, to_compute_dtype
+from foundry.models.transformer import Transformer, TransformerBlock, rotary_table, to_compute_dtype
 from foundry.models.varlen import DocumentBounds
 
 PATCH = 8
@@ -85,6 +85,7 @@ class PrefixBlock(TransformerBlock):
         draws: KeyedDropout | None = None,
         *,
         keys_only: bool = False,
+        embedded: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the new residual stream, (batch, seq, hidden_size), and the block's keys and values.
 
@@ -96,8 +97,10 @@ class PrefixBlock(TransformerBlock):
             sin: as `cos`.
             mask: (batch, 1, seq, seq) bool, true where a query may attend to a key.
             draws: dropout masks.
-            keys_only: compute keys and values only, and return `x` as the residual stream.
+            keys_only: compute keys and values only, and return the block's input as the residual stream.
+            embedded: argument of `rescale`.
         """
+        x = self.rescale(x, embedded)
         query, key, value = self.self_attn.project(self.input_layernorm(x), cos, sin)
         value = value.clone()  # FSDP2 warns about block outputs that are views
         if keys_only:
@@ -222,23 +225,22 @@ class PrefixVLM(Transformer):
         draws = None
         if dropout_keys is not None and self.training:
             draws = KeyedDropout(dropout_keys[:, None], torch.arange(length, device=x.device)[None])
-        cache = list[KeysAndValues]()
+        cache, options = list[KeysAndValues](), self.model.block_options(x)
         for index, layer in enumerate(self.model.layers):
             layer_draws, is_last = None if draws is None else draws.fold(index), index == len(self.model.layers) - 1
-            x, key, value = layer(x, cos, sin, mask, layer_draws, keys_only=keys_only and is_last)
+            x, key, value = layer(x, cos, sin, mask, layer_draws, keys_only=keys_only and is_last, **options)
             cache.append((key, value))
         return x, cache, is_visible
 
     def initial_weights(self) -> dict[str, Draw]:
         """Return the initialization by parameter name.
 
-        Norms are ones, the stem is as in `PictureStem`, and the rest as in `Transformer`.
+        The stem is as in `PictureStem`, and the rest as in `Transformer`.
         """
-        norms = {f"{name}.weight": Constant(1.0) for name, m in self.named_modules() if isinstance(m, RMSNorm)}
         decoder = self.matrix_draws(self.model)
         head = {} if self.lm_head is None else {"lm_head.weight": Normal(self.init_std)}
         stem = {f"stem.{name}": draw for name, draw in self.stem.initial_weights().items()}
-        return {**norms, **{f"model.{name}": draw for name, draw in decoder.items()}, **head, **stem}
+        return {**self.vector_draws(), **{f"model.{name}": draw for name, draw in decoder.items()}, **head, **stem}
 
     def init_weights(self, seed: int | None = None) -> None:
         """Initialize all weights as defined by `initial_weights`; `seed` as for `draw_weights`."""

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from foundry.core.errors import ConfigError, Violation
 from foundry.core.model_hooks import hook
 from foundry.models.fsdp_block import find_blocks
-from foundry.models.tensor_parallel import Split, embed_divided
+from foundry.models.tensor_parallel import Split, embed_columns, embed_divided
 from foundry.parallel.precision import PrecisionPolicy
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def is_divisible(model: nn.Module, num_ranks: int) -> bool:
 def divided_dims(model: nn.Module) -> dict[Tensor, int]:
     """Return the sharded parameters, each with its sharded dimension; the remaining parameters are replicated."""
     return {
-        module.weight: 1 if split is Split.rows else 0
+        module.weight: 1 if split is Split.rows or _is_by_feature(module, split) else 0
         for _, module, split in _planned(model)
         if split is not Split.input and isinstance(module, (nn.Linear, nn.Embedding))
     }
@@ -75,6 +75,9 @@ def divide(model: nn.Module, mesh: DeviceMesh, policy: PrecisionPolicy) -> None:
                 _distribute(module, "weight", mesh, Shard(0))
                 if isinstance(module, nn.Embedding):
                     module.forward = partial(embed_divided, module)  # type: ignore[method-assign]
+            case Split.columns if isinstance(module, nn.Embedding):
+                _distribute(module, "weight", mesh, Shard(1))
+                module.forward = partial(embed_columns, module)  # type: ignore[method-assign]
             case Split.columns:
                 styles[name] = ColwiseParallel()
             case Split.rows:
@@ -110,6 +113,11 @@ def _planned(model: nn.Module) -> Iterator[tuple[str, nn.Module, Split]]:
         for pattern, split in plan.items():
             if fnmatchcase(name, pattern) and name.count(".") == pattern.count("."):
                 yield name, module, split
+
+
+def _is_by_feature(module: nn.Module, split: Split) -> bool:
+    """Return whether an embedding, (vocab, features), is sharded by its features."""
+    return split is Split.columns and isinstance(module, nn.Embedding)
 
 
 def _violations(model: nn.Module, num_ranks: int) -> Iterator[Violation]:

@@ -28,39 +28,46 @@ def divided(weight, world):
     return distribute_tensor(weight.detach(), mesh, [Shard(0)], src_data_rank=None).requires_grad_()
 
 
-def made_loss(hidden, head, targets, tile_tokens):
+def made_loss(hidden, head, targets, tile_tokens, softcap=None):
     from foundry.models.token_loss import TokenLoss, project_loss
 
-    found = project_loss(hidden, head, targets, TokenLoss(0.3, finds_correct=True), tile_tokens=tile_tokens)
+    options = {"tile_tokens": tile_tokens, "softcap": softcap}
+    found = project_loss(hidden, head, targets, TokenLoss(0.3, finds_correct=True), **options)
     return found.loss, [found.loss, found.log_prob, found.logsumexp, found.correct]
 
 
-def read_off(hidden, head, targets, tile_tokens):
+def read_off(hidden, head, targets, tile_tokens, softcap=None):
     """Return a loss over all outputs, and the outputs; the entropy is read from logits of the whole vocabulary."""
     from foundry.models.token_log_probs import project_log_probs
 
     def read(logits, targets):
         return {"entropy": -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)}
 
-    found = project_log_probs(hidden, head, targets, tile_tokens=tile_tokens, read=read)
+    found = project_log_probs(hidden, head, targets, tile_tokens=tile_tokens, read=read, softcap=softcap)
     loss = (0.2 * found.logsumexp.square() - found.log_prob + 0.5 * found.read["entropy"]).sum()
     return loss, [loss, found.log_prob, found.logsumexp, found.read["entropy"]]
 
 
-def returned(hidden, head, targets, tile_tokens):
+def returned(hidden, head, targets, tile_tokens, softcap=None):
     from foundry.models.token_log_probs import project_log_probs
 
-    found = project_log_probs(hidden, head, targets, tile_tokens=tile_tokens, return_logits=True)
+    options = {"tile_tokens": tile_tokens, "softcap": softcap}
+    found = project_log_probs(hidden, head, targets, return_logits=True, **options)
     loss = found.logits.square().mean() - found.log_prob.sum()
     return loss, [loss, found.log_prob, found.logits]
 
 
-CASES = [(function, tile) for function in (made_loss, read_off, returned) for tile in (0, 4)]
+CASES = [
+    (function, tile, softcap)
+    for function in (made_loss, read_off, returned)
+    for tile in (0, 4)
+    for softcap in (None, 1.5)
+]
 
 
-def values(function, head, hidden, targets, tile):
+def values(function, head, hidden, targets, *options):
     """Return the outputs of `function`, and the gradients of hidden states and head."""
-    loss, found = function(hidden, head, targets, tile)
+    loss, found = function(hidden, head, targets, *options)
     loss.backward()
     return [*(tensor.detach().float() for tensor in found), hidden.grad, head.grad]
 
@@ -68,13 +75,13 @@ def values(function, head, hidden, targets, tile):
 def on_ranks(world):
     import torch
 
-    for function, tile in CASES:
+    for function, *options in CASES:
         hidden, weight, targets = inputs()
-        *expected, weight_grad = values(function, weight, hidden, targets, tile)
+        *expected, weight_grad = values(function, weight, hidden, targets, *options)
         hidden = hidden.detach().requires_grad_()
-        *found, head_grad = values(function, divided(weight, world), hidden, targets, tile)
+        *found, head_grad = values(function, divided(weight, world), hidden, targets, *options)
         for ours, theirs in zip([*found, head_grad.full_tensor()], [*expected, weight_grad], strict=True):
-            assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6), (function.__name__, tile)
+            assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6), (function.__name__, options)
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.long)])
@@ -124,6 +131,30 @@ def look_up(world):
     assert torch.equal(found, expected)
     assert shared.weight.grad.to_local().shape == (VOCAB // world.world_size, HIDDEN)
     assert torch.allclose(shared.weight.grad.full_tensor(), embedding.weight.grad)
+
+
+def look_up_features(world):
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from foundry.models.tensor_parallel import embed_columns
+
+    tokens = inputs()[2].clamp(min=0)
+    torch.manual_seed(0)
+    embedding = torch.nn.Embedding(VOCAB, 6)
+    (expected := embedding(tokens)).square().sum().backward()
+    mesh = init_device_mesh("cpu", (world.world_size,), mesh_dim_names=("tensor",))
+    weight = distribute_tensor(embedding.weight.detach(), mesh, [Shard(1)], src_data_rank=None)
+    shared = torch.nn.Embedding(VOCAB, 6)
+    shared.weight = torch.nn.Parameter(weight)
+    (found := embed_columns(shared, tokens)).square().sum().backward()
+    assert torch.equal(found, expected.chunk(2, -1)[world.rank])
+    assert torch.equal(shared.weight.grad.full_tensor(), embedding.weight.grad)
+
+
+def test_embedding_sharded_by_features_gives_the_features_of_the_rank():
+    run_ranks(look_up_features, 2)
 
 
 def test_vocabulary_parallel_embedding_matches_the_whole_embedding():

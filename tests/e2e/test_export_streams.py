@@ -16,6 +16,7 @@ from foundry.commands.export import ExportOptions, export
 from foundry.config.record.frozen import save_config
 from foundry.config.schemas.precision import WeightsDtype
 from foundry.core.ema import WeightAverage
+from foundry.core.errors import ConfigError
 from foundry.core.model_hooks import hook
 from foundry.data.corpora.tokenizer import train_tokenizer
 from foundry.engine.restore import restore
@@ -67,6 +68,24 @@ def test_export_dtype_converts_the_weights(tmp_path):
     narrow = restore(run, "last", ema=True, dtype=torch.bfloat16).model.state_dict()
     assert all(tensor.equal(whole[name].bfloat16()) and tensor.equal(narrow[name]) for name, tensor in written.items())
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "default"),
+    [("residual_scalars", "true", "false"), ("value_embeddings", "[0]", "[]"), ("logit_softcap", "30", "null")],
+)
+@pytest.mark.parametrize("peft", ["none", "lora"])
+def test_option_that_transformers_lacks_is_refused_before_anything_is_written(tmp_path, name, value, default, peft):
+    run = make_run(tmp_path / "run", *SMALL_LM, "optimizer=adamw", f"model.{name}={value}", f"peft={peft}")
+    with pytest.raises(ConfigError) as error:
+        export(ExportOptions(run=str(run), out=str(tmp_path / "out")))
+    assert str(error.value) == (
+        f"model.{name}: is {value} but no model class of transformers has this option, so the run cannot be exported; "
+        f"use it with foundry sample and foundry eval, or train a model with model.{name}={default}"
+    )
+    assert not (tmp_path / "out").exists()
+    if peft == "none":
+        assert restore(run, "last", ema=True).model(torch.zeros(1, 2, dtype=torch.int64)).logits.isfinite().all()
 
 
 _MEASURED = """

@@ -19,8 +19,10 @@ def inputs(batch=3, seq=7, width=8, vocab=19, *, seed=0, dtype=torch.float64):
     return hidden, weight, targets, weights
 
 
-def plain_loss(hidden, weight, targets, weights, z_loss_coefficient):
+def plain_loss(hidden, weight, targets, weights, z_loss_coefficient, softcap=None):
     logits = hidden @ weight.T
+    if softcap is not None:
+        logits = softcap * (logits / softcap).tanh()
     lse = logits.logsumexp(-1)
     cross_entropy = lse - logits.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
     return ((cross_entropy + z_loss_coefficient * lse.square()) * weights.masked_fill(targets < 0, 0.0)).sum()
@@ -32,19 +34,31 @@ def plain_loss(hidden, weight, targets, weights, z_loss_coefficient):
     batch=st.integers(1, 4),
     seq=st.integers(1, 8),
     z=st.sampled_from([0.0, 1e-4, 0.5]),
+    softcap=st.sampled_from([None, 2.0, 30.0]),
     seed=st.integers(0, 99),
 )
-def test_token_loss_and_gradients_match_plain_loss_for_any_tile(tile, batch, seq, z, seed):
+def test_token_loss_and_gradients_match_plain_loss_for_any_tile(tile, batch, seq, z, softcap, seed):
     hidden, weight, targets, weights = inputs(batch, seq, seed=seed)
-    found = project_loss(hidden, weight, targets, TokenLoss(z, weights), tile_tokens=tile)
-    expected = plain_loss(hidden, weight, targets, weights, z)
+    found = project_loss(hidden, weight, targets, TokenLoss(z, weights), softcap=softcap, tile_tokens=tile)
+    expected = plain_loss(hidden, weight, targets, weights, z, softcap)
     torch.testing.assert_close(found.loss, expected, rtol=1e-12, atol=1e-12)
     theirs = torch.autograd.grad(3.5 * expected, (hidden, weight))
     for ours, other in zip(torch.autograd.grad(3.5 * found.loss, (hidden, weight)), theirs, strict=True):
         torch.testing.assert_close(ours, other, rtol=1e-12, atol=1e-12)
-    log_probs = project_log_probs(hidden.float(), weight.float(), targets)
+    log_probs = project_log_probs(hidden.float(), weight.float(), targets, softcap=softcap)
     torch.testing.assert_close(found.log_prob.float(), log_probs.log_prob)
     torch.testing.assert_close(found.logsumexp.float(), log_probs.logsumexp)
+
+
+@pytest.mark.parametrize("tile", [0, 16])
+def test_bf16_loss_has_the_log_probs_of_logits_capped_in_float32(tile):
+    hidden, weight, targets, _ = (tensor.detach() for tensor in inputs(dtype=torch.bfloat16))
+    logits = 2.0 * (F.linear(hidden, weight).float() / 2.0).tanh()
+    expected = -F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
+    made = project_loss(hidden, weight, targets, TokenLoss(), softcap=2.0, tile_tokens=tile)
+    read = project_log_probs(hidden, weight, targets, softcap=2.0, tile_tokens=tile)
+    for output in (made, read):
+        torch.testing.assert_close(output.log_prob, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("tile", [32, 128, 1024])

@@ -122,6 +122,30 @@ def test_vlm_keys_and_values_match_a_plain_loop():
         x = x + block.mlp(block.post_attention_layernorm(x))
 
 
+@torch.no_grad()
+def test_vlm_residual_scalars_scale_the_input_of_each_block():
+    model, (tokens, images) = vlm(residual_scalars=True), inputs()
+    expected = vlm().trunk(tokens, images)
+    for ours, theirs in zip(model.trunk(tokens, images)[1], expected[1], strict=True):
+        assert torch.equal(ours[0], theirs[0])
+    first, second = model.model.layers
+    first.residual_scale.fill_(3.0)
+    second.embedding_scale.fill_(0.5)
+    x = torch.cat((model.stem(images), model.model.embed_tokens(tokens)), 1)
+    entered = []
+    for block in (first, second):
+        block.input_layernorm.register_forward_pre_hook(lambda _, args: entered.append(args[0]))
+        block.register_forward_hook(lambda _, args, output: entered.append(output[0]))
+    model.observe(tokens, images)
+    torch.testing.assert_close(entered[0], 3 * x)
+    torch.testing.assert_close(entered[2], entered[1] + 0.5 * x)
+
+
+def test_vlm_refuses_value_embeddings():
+    with pytest.raises(ConfigError, match=r"^model\.value_embeddings: is \[0\] but image patches are no tokens"):
+        vlm(value_embeddings=[0])
+
+
 def test_observe_returns_the_keys_and_values_of_trunk_without_its_tail():
     model, (tokens, images) = vlm(), inputs()
     _, expected, is_visible = model.trunk(tokens, images)

@@ -32,6 +32,13 @@ VARIANTS = {
         "model.qk_norm=true",
         "model.zero_init_outputs=true",
     ],
+    "sgd, with residual scalars, value embeddings and capped logits": [
+        "optimizer=sgd",
+        "hparams.lr=0.1",
+        "model.residual_scalars=true",
+        "model.value_embeddings=[0,-1]",
+        "model.logit_softcap=2",
+    ],
     "tied, averaged and recomputed": [
         "model.tie_embeddings=true",
         "hparams.ema_decay=0.9",

@@ -415,3 +415,20 @@ def test_check_fits_counts_memory_held_by_other_processes(configure, monkeypatch
     gpus.free -= 1
     with pytest.raises(ConfigError, match="gradient_sync=every"):
         check_fits(config, None, world)
+
+
+@pytest.mark.parametrize("num_parts", [1, 2])
+def test_options_of_the_decoder_are_counted_whole_and_divided(configure, num_parts):
+    options = ["model.residual_scalars=true", "model.value_embeddings=[0,-1]", "model.logit_softcap=30"]
+    sizes = [*SMALL, "data.vocab_size=512", "model.num_heads=4", "model.num_kv_heads=2", "precision=fp32"]
+    layout = [] if num_parts == 1 else ["distributed=fsdp", f"distributed.tensor_parallel={num_parts}"]
+    plans = []
+    for added in ([], options):
+        config = configure(*sizes, *layout, f"distributed.nproc_per_node={num_parts}", *added)
+        plans.append(plan(config, world_size=num_parts, microbatch=microbatch_of(config)))
+    plain, memory = plans
+    tables, scalars = 2 * 512 * 16 * 4 // num_parts, 4 * (2 + 2 * 2)  # two tables, their factors, and two per block
+    assert memory.note is None
+    assert memory.weights - plain.weights == memory.gradients - plain.gradients == tables + scalars
+    assert memory.optimizer - plain.optimizer == 2 * tables
+    assert memory.activations_estimated > plain.activations_estimated

@@ -1,9 +1,10 @@
 """Planned bytes of the key-value cache of rollouts match a filled cache."""
 
 import torch
-from support.rollout_parts import make_model, make_objective
+from support.rollout_parts import SIZES, make_model, make_objective
 
 from foundry.models.pretrained.huggingface import HuggingFaceCausalLM
+from foundry.models.transformer import Transformer
 from foundry.tasks.post_training.rollouts.cache_size import cache_bytes
 
 
@@ -13,6 +14,8 @@ def test_planned_cache_bytes_match_a_filled_cache():
     model(torch.zeros(settings.generation_batch_size, 2, dtype=torch.int64), return_logits=True, cache=cache)
     kept = [tensor for layer in cache.layers for tensor in (layer._keys, layer._values)]
     assert cache_bytes(model, settings, 20, 4) == sum(tensor.nbytes for tensor in kept)
+    without_config = Transformer(vocab_size=280, max_seq_len=32, residual_scalars=True, **SIZES)
+    assert cache_bytes(without_config, settings, 20, 4) == cache_bytes(model, settings, 20, 4)
 
 
 def test_cache_bytes_of_transformers_models_and_of_unknown_models():

@@ -107,7 +107,7 @@ def test_vla_state_is_multiplied_by_its_scale():
 
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_vla_freezes_exactly_the_parameters_without_influence(qk_norm):
-    model, batch = policy(qk_norm=qk_norm), microbatch()
+    model, batch = policy(qk_norm=qk_norm, residual_scalars=qk_norm), microbatch()
     ask(model, batch).square().sum().backward()
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     last = "backbone.model.layers.2"

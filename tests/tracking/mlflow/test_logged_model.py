@@ -99,6 +99,8 @@ def test_log_model_is_refused_without_mlflow_checkpoints_or_export():
         ConfigError, match=r"^tracking.log_model: is true but model is DiT, which transformers cannot load"
     ):
         configure("hparams=diffusion", "tracking.log_model=true")
+    expected = "tracking.log_model: is true but transformers cannot load a model with model.residual_scalars; leave one"
+    assert refused("tracking.log_model=true", "model.residual_scalars=true").startswith(expected)
 
 
 @pytest.mark.long

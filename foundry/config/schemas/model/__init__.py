@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from foundry.config.init_std import parse_std
 from foundry.config.setting import OnResume, setting
-from foundry.core.errors import Violation
+from foundry.core.errors import Violation, as_text
 from foundry.run_dir.files import in_hub_cache, read_text
 
 if TYPE_CHECKING:
@@ -46,6 +46,10 @@ class Model:
         on_resume=OnResume.allowed,
         runtime=True,
     )
+
+    def check_export(self) -> Iterator[Violation]:
+        """Yield a violation for each setting that makes an export impossible; a model without any can be exported."""
+        yield from ()
 
     def check_with(self, run: "Config", launch: "Launch") -> Iterator[Violation]:
         """Check that the model supports tensor parallelism; user-defined models are checked when they are built."""
@@ -105,6 +109,25 @@ class Transformer(Model):
         "start with zero matrices where attention and feed-forward add to the residual stream, instead of init_std",
         since="0.1.0",
     )
+    residual_scalars: bool = setting(
+        False,
+        "before each block, multiply the residual stream by a learned factor, 1 at the start, and add the token "
+        "embedding times another, 0 at the start; the model cannot be exported to transformers",
+        since="0.1.0",
+    )
+    value_embeddings: list[int] = setting(
+        list,
+        "layers whose attention adds a learned embedding of the token to its values, times a learned factor, 0 at the "
+        "start; [0,-1] are the first and the last layer; the model cannot be exported to transformers",
+        since="0.1.0",
+    )
+    logit_softcap: float | None = setting(
+        None,
+        "replace logits by logit_softcap tanh(logits / logit_softcap), such as 30; null: no cap; the model cannot be "
+        "exported to transformers",
+        gt=0,
+        since="0.1.0",
+    )
     init_std: int | float | str = setting(
         0.02,
         f"standard deviation of initial weights: {_STD_RULES}",
@@ -124,8 +147,13 @@ class Transformer(Model):
         on_resume=OnResume.same,
     )
 
+    @property
+    def value_embedding_layers(self) -> list[int]:
+        """Indices of the layers in `value_embeddings`, all counted from the first layer."""
+        return [layer % self.num_layers for layer in self.value_embeddings]
+
     def check(self) -> Iterator[Violation]:
-        """Check that the head counts divide the hidden size and each other."""
+        """Check that the head counts divide the hidden size and each other, and that value embeddings have a layer."""
         if self.hidden_size % self.num_heads or (self.hidden_size // self.num_heads) % 2:
             yield Violation(
                 "model.num_heads",
@@ -135,6 +163,27 @@ class Transformer(Model):
             yield Violation(
                 "model.num_kv_heads", f"is {self.num_kv_heads} but must divide model.num_heads={self.num_heads}"
             )
+        key, count = "model.value_embeddings", self.num_layers
+        if missing := [layer for layer in self.value_embeddings if not -count <= layer < count]:
+            message = f"has {missing[0]} but the model has {count} layers; choose numbers from {-count} to {count - 1}"
+            yield Violation(key, message)
+        elif len(layers := self.value_embedding_layers) > len(set(layers)):
+            unique = ",".join(map(str, dict.fromkeys(layers)))
+            yield Violation(key, f"is {self.value_embeddings}, which names a layer twice; set it to [{unique}]")
+
+    def check_export(self) -> Iterator[Violation]:
+        """Yield a violation for each option without a model class in transformers.
+
+        A model that transformers cannot load with any options is exported as weights without a config.
+        """
+        if not self.in_transformers:
+            return
+        if self.residual_scalars:
+            yield _without_export("residual_scalars", "true", "false")
+        if self.value_embeddings:
+            yield _without_export("value_embeddings", str(self.value_embeddings), "[]")
+        if self.logit_softcap is not None:
+            yield _without_export("logit_softcap", as_text(self.logit_softcap), "null")
 
     def check_with(self, run: "Config", launch: "Launch") -> Iterator[Violation]:
         """Check that tensor parallelism divides heads, feed-forward size and vocabulary evenly."""
@@ -176,8 +225,11 @@ class PrefixVLM(Transformer):
     tie_embeddings: bool = setting(True, "share one matrix between the token embedding and the output head")
 
     def check(self) -> Iterator[Violation]:
-        """Check that the image size is a multiple of the patch size, in addition to the decoder's checks."""
+        """Check the settings of the decoder, the image size, and that there are no value embeddings."""
         yield from super().check()
+        if self.value_embeddings:
+            message = f"is {self.value_embeddings} but image patches are no tokens of the vocabulary; leave it out"
+            yield Violation("model.value_embeddings", message)
         if self.image_size is not None and self.image_size % 8:
             near = max(8, round(self.image_size / 8) * 8)
             message = f"is {self.image_size} but must be a multiple of 8, the patch size in pixels; set data.image_size"
@@ -276,6 +328,12 @@ class HuggingFace(Model):
             for name in (name for name in ("initializer_range", "init_std") if name in self.config):
                 message = f"is {self.config[name]} but model.init_std={self.init_std}; remove one"
                 yield Violation(f"model.config.{name}", message)
+
+
+def _without_export(name: str, value: str, default: str) -> Violation:
+    message = f"is {value} but no model class of transformers has this option, so the run cannot be exported"
+    remedy = f"use it with foundry sample and foundry eval, or train a model with model.{name}={default}"
+    return Violation(f"model.{name}", f"{message}; {remedy}")
 
 
 def folder_settings(path: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from foundry.config.packages import missing_message
+from foundry.config.schemas.model import Model
 from foundry.config.setting import OnResume, setting
 from foundry.core.errors import Violation, as_text
 
@@ -126,3 +127,7 @@ class Tracking:
             name = type(run.model).__name__
             message = f"is true but model is {name}, which transformers cannot load; leave it out"
             yield Violation("tracking.log_model", message)
+        elif isinstance(run.model, Model):
+            for violation in run.model.check_export():
+                message = f"is true but transformers cannot load a model with {violation.key}; leave one of them out"
+                yield Violation("tracking.log_model", message)
