@@ -29,7 +29,7 @@ from foundry.checkpoint.folder import (
     write_durably,
     write_json,
 )
-from foundry.checkpoint.mirror import Mirror
+from foundry.checkpoint.mirror.thread import Mirror
 from foundry.checkpoint.retention import remove, remove_leftovers, to_remove
 from foundry.checkpoint.rng import rng_state
 from foundry.checkpoint.shard import Chunk, HostCopies, own_chunks, write_shard

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from foundry.checkpoint.folder import CheckpointError, list_put_aside, read_manifest
-from foundry.checkpoint.mirror import MainMirror, Mirror, MirrorState, RankMirror
+from foundry.checkpoint.mirror.main import MainMirror, MirrorState
+from foundry.checkpoint.mirror.rank import RankMirror
+from foundry.checkpoint.mirror.thread import Mirror
 from foundry.checkpoint.resume_point import ResumePoint, check_config
 from foundry.checkpoint.verification import together
 from foundry.config.build import field_of

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from foundry.checkpoint.finished import check_finished
-from foundry.checkpoint.mirror import Mirror
+from foundry.checkpoint.mirror.thread import Mirror
 from foundry.checkpoint.resume_point import (
     ResumePoint,
     check_config,

@@ -11,9 +11,10 @@ import torch
 from support.checkpoint_parts import KNOWN, saver
 from support.object_store import BUCKET, Proxy, environment, s3_server
 
-from foundry.checkpoint import mirror as mirror_module
 from foundry.checkpoint.folder import Manifest, partial_path, problems, publish, write_durably
-from foundry.checkpoint.mirror import MainMirror, MirrorState, RankMirror
+from foundry.checkpoint.mirror import thread as mirror_thread
+from foundry.checkpoint.mirror.main import MainMirror, MirrorState
+from foundry.checkpoint.mirror.rank import RankMirror
 from foundry.engine.mirror import _check_only_mirrors, _release
 from foundry.run_dir.lock import lock
 from foundry.run_dir.mirror.fetching import fetch_checkpoint
@@ -37,8 +38,8 @@ def store(tmp_path):
 @pytest.fixture
 def polls(monkeypatch):
     """Let ranks look for announcements and files of other ranks often."""
-    monkeypatch.setattr(mirror_module, "_POLL_SECONDS", 0.01)
-    monkeypatch.setattr(mirror_module, "_LONGEST_POLL_SECONDS", 0.05)
+    monkeypatch.setattr(mirror_thread, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(mirror_thread, "_LONGEST_POLL_SECONDS", 0.05)
 
 
 def mirror_of(store, run_dir, *, world_size=1, seconds=60.0, state=None, **options):
@@ -114,8 +115,8 @@ def test_checkpoint_that_is_copied_is_not_deleted_and_saves_do_not_wait(store, r
 
 @pytest.mark.long
 def test_outage_is_one_warning_and_is_caught_up_on(run_dir, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(mirror_module, "_FIRST_DELAY_SECONDS", 0.05)
-    monkeypatch.setattr(mirror_module, "_LONGEST_DELAY_SECONDS", 0.1)
+    monkeypatch.setattr(mirror_thread, "_FIRST_DELAY_SECONDS", 0.05)
+    monkeypatch.setattr(mirror_thread, "_LONGEST_DELAY_SECONDS", 0.1)
     caplog.set_level(logging.INFO, "foundry")
     with s3_server() as server:
         proxy = Proxy(server.port)
@@ -148,7 +149,7 @@ def test_close_waits_no_longer_than_its_limit(store, run_dir, monkeypatch, caplo
     def fail(self, *arguments):
         raise StoreError("down")
 
-    monkeypatch.setattr(mirror_module, "_FIRST_DELAY_SECONDS", 0.01)
+    monkeypatch.setattr(mirror_thread, "_FIRST_DELAY_SECONDS", 0.01)
     mirror = mirror_of(store, run_dir, seconds=0.2)
     monkeypatch.setattr(Store, "write", fail)
     mirror.start()
@@ -165,7 +166,7 @@ def test_deletions_that_an_outage_prevents_are_caught_up_on(store, run_dir, tmp_
             raise failures.pop()
         remove(self, *names)
 
-    monkeypatch.setattr(mirror_module, "_FIRST_DELAY_SECONDS", 0.01)
+    monkeypatch.setattr(mirror_thread, "_FIRST_DELAY_SECONDS", 0.01)
     monkeypatch.setattr(Store, "remove", fail)
     store.write("files/metrics.jsonl.0", b"left by a process that was killed")
     mirror = mirror_of(store, run_dir, keep_last=1)
