@@ -1,5 +1,6 @@
 """Thread of rank 0: it copies its shards and the small files, publishes each checkpoint, and deletes old ones."""
 
+import json
 import logging
 import time
 import uuid
@@ -104,6 +105,12 @@ class MainMirror(Mirror):
         if self._thread is not None:
             self._lease.abandon()
 
+    def leave_out(self, steps: Collection[int]) -> None:
+        """Exclude checkpoints that a rank cannot copy, because its files are missing; call this before `start`."""
+        for step in sorted(set(steps).difference(self._state.published)):
+            log.warning("step %d is not copied to %s: a rank lacks its files of it", step, self._store.url)
+        self._unreadable |= set(steps)
+
     def _copy(self) -> bool:
         check_locked(self.run_dir)
         self._require_lease()
@@ -190,7 +197,8 @@ class MainMirror(Mirror):
             self._store.remove_folder(place)
             self._state.damaged.discard(step)
         if self._world_size > 1:
-            self._store.write(f"{place}/{BEGUN}", uuid.uuid4().hex.encode())
+            content = {"id": uuid.uuid4().hex, "manifest": facts[MANIFEST].checksum}
+            self._store.write(f"{place}/{BEGUN}", json.dumps(content).encode())
         own = self._copy_own(step, facts)
         parts = {
             name: own.get(name, Part(f"{place}/{name}.{fact.checksum}", fact.bytes, fact.checksum))

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 from foundry.checkpoint.mirror.thread import BEGUN, Mirror
 from foundry.run_dir.checkpoints import MANIFEST
@@ -27,7 +28,7 @@ class RankMirror(Mirror):
             damaged: steps of damaged checkpoints in the store, which rank 0 copies again if the run saves them again.
         """
         super().__init__(store, run_dir, rank=rank, world_size=world_size, seconds=seconds)
-        self._damaged, self._done, self._begun = set(damaged), set[int](), dict[int, bytes]()
+        self._damaged, self._done, self._begun = set(damaged), set[int](), dict[int, dict[str, Any]]()
 
     def _end(self) -> None:
         """Do nothing: the lease belongs to rank 0."""
@@ -37,7 +38,7 @@ class RankMirror(Mirror):
         for step in pending:
             begun = self._read_begun(step)
             if begun is not None:
-                if begun != self._begun.get(step):
+                if begun != self._begun.get(step) and begun["manifest"] == self._manifest_checksum(step):
                     self._copy_own(step, self._facts(step)[1])
                     self._begun[step] = begun
                     self._damaged.discard(step)
@@ -53,9 +54,10 @@ class RankMirror(Mirror):
         names = (PUBLISHED, f"{MANIFEST}.{self._manifest_checksum(step)}")
         return all(self._store.size(f"{folder_of(step)}/{name}") is not None for name in names)
 
-    def _read_begun(self, step: int) -> bytes | None:
+    def _read_begun(self, step: int) -> dict[str, Any] | None:
         """Return the announcement of a checkpoint; None if rank 0 does not copy it now."""
         try:
-            return self._store.read(f"{folder_of(step)}/{BEGUN}")
-        except MissingObjectError:
+            begun = self._store.read_json(f"{folder_of(step)}/{BEGUN}")
+        except (MissingObjectError, ValueError):
             return None
+        return begun if "manifest" in begun else None

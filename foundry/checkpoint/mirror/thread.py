@@ -11,7 +11,7 @@ from pathlib import Path
 
 import xxhash
 
-from foundry.checkpoint.folder import FileFacts, Manifest, read_manifest
+from foundry.checkpoint.folder import CheckpointError, FileFacts, Manifest, manifest_checksum, read_manifest
 from foundry.run_dir.checkpoints import MANIFEST, list_checkpoints, names_in, parse_step, step_name
 from foundry.run_dir.files import read_bytes
 from foundry.run_dir.lock import RunDirectoryLostError
@@ -21,7 +21,10 @@ from foundry.run_dir.mirror.store import Store
 from foundry.run_dir.names import CHECKPOINTS
 
 BEGUN = "begun.json"
-"""Object that rank 0 writes to start the copy of a checkpoint on the other ranks; its content differs each time."""
+"""Object that rank 0 writes to start the copy of a checkpoint on the other ranks.
+
+It contains the checksum of the manifest, and differs each time.
+"""
 
 POLL_SECONDS = 1.0
 """Shortest interval between two looks at the store for the other ranks' objects."""
@@ -143,6 +146,21 @@ class Mirror(ABC):
     def _end(self) -> None:
         """Release the store after the last copy."""
 
+    def copyable(self) -> dict[int, str]:
+        """Return the steps of the checkpoints on disk that have all files which this rank copies.
+
+        Each step has the checksum of its manifest; ranks on different disks compare it.
+        """
+        return {step: checksum for step in self._local_steps() if (checksum := self._checksum_if_present(step))}
+
+    def _checksum_if_present(self, step: int) -> str | None:
+        folder = self._folder(step)
+        try:
+            own = [name for name in read_manifest(folder).files if writer_of(name, self._world_size) == self._rank]
+            return self._manifest_checksum(step) if all((folder / name).is_file() for name in own) else None
+        except (CheckpointError, OSError):
+            return None
+
     def _local_steps(self) -> list[int]:
         """Return the steps of the checkpoints on disk, highest first."""
         folders = list_checkpoints(self.run_dir)
@@ -166,14 +184,14 @@ class Mirror(ABC):
         }
 
     def _manifest_checksum(self, step: int) -> str:
-        return xxhash.xxh3_128_hexdigest(read_bytes(self._folder(step) / MANIFEST))
+        return manifest_checksum(self._folder(step))
 
     def _folder(self, step: int) -> Path:
         return self.run_dir / CHECKPOINTS / step_name(step)
 
 
 def writer_of(name: str, world_size: int) -> int:
-    """Return the rank that copies a file of a checkpoint: its own for a shard or a rank's state, otherwise 0."""
+    """Return the rank that writes and copies a file of a checkpoint: 0, except for shards and states of ranks."""
     stem, _, number = name.partition(".")[0].rpartition("-")
     is_of_a_rank = stem in ("shard", "rank") and number.isdecimal() and int(number) < world_size
     return int(number) if is_of_a_rank else 0
